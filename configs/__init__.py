@@ -1,0 +1,1 @@
+"""Configuration: frozen dataclasses, their loader, presets. Imports nothing else of ours."""

@@ -1,0 +1,1 @@
+"""The worker process: scheduler, KV blocks, model runner. Knows nothing about HTTP or text."""

@@ -1,0 +1,150 @@
+"""The attention interface: what a back end builds per step, and what a model calls per layer.
+
+A model's forward pass takes one `AttentionState` as an argument and calls `attend` per layer; there
+is no global. A builder owns persistent buffers and *writes in place*, because graphs bake addresses.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
+
+
+@dataclass(frozen=True)
+class AttentionLayer:
+    """One attention layer's constants. `layer_id` is unique over target and drafter."""
+
+    layer_id: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    head_dim_v: int | None = None  # None = head_dim
+    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    softcap: float | None = None
+    is_mla: bool = False  # one cached row of head_dim; V is its first head_dim_v values
+    kv_source: int | None = None  # layer_id whose cache this layer reads; it writes none
+    sinks: Tensor | None = None  # [num_heads] per-head sink logits
+
+
+@dataclass(frozen=True)
+class CommonAttentionMetadata:
+    """What every back end needs of one step, for one KV group; rows are padded to one count.
+
+    Padded requests have query length 0 and `seq_lens` 0, padded tokens have slot -1 (spec 1.6).
+    """
+
+    num_reqs: int  # N*, rows of the tensors below
+    num_actual_tokens: int  # M*, token rows
+    max_query_len: int
+    max_seq_len: int  # a bound, not necessarily reached
+    query_start_loc: Tensor  # [N* + 1] int32, non-decreasing; padded entries repeat the last
+    query_start_loc_cpu: Tensor  # the same on the host
+    seq_lens: Tensor  # [N*] int32, cached tokens including this step's
+    seq_lens_cpu_upper_bound: Tensor  # [N*] int32
+    block_table: Tensor  # [N*, max_blocks] int32
+    slot_mapping: Tensor  # [M*] int64, -1 = do not write
+
+    def with_rows(self, num_reqs: int, num_tokens: int) -> CommonAttentionMetadata:
+        """The first `num_reqs` requests and `num_tokens` tokens: every row-indexed field together."""
+        return replace(
+            self,
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
+            query_start_loc=self.query_start_loc[: num_reqs + 1],
+            query_start_loc_cpu=self.query_start_loc_cpu[: num_reqs + 1],
+            seq_lens=self.seq_lens[:num_reqs],
+            seq_lens_cpu_upper_bound=self.seq_lens_cpu_upper_bound[:num_reqs],
+            block_table=self.block_table[:num_reqs],
+            slot_mapping=self.slot_mapping[:num_tokens],
+        )
+
+
+class AttentionMetadata(ABC):
+    """One KV group's attention for one forward pass."""
+
+    @abstractmethod
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,  # [M*, num_heads, head_dim]
+        key: Tensor | None,  # [M*, num_kv_heads, head_dim]; None = read only
+        value: Tensor | None,  # [M*, num_kv_heads, head_dim_v]; None for MLA and read only
+        kv_cache: Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]; MLA: [blocks, size, 1, dim]
+    ) -> Tensor:  # [M*, num_heads, head_dim_v]
+        """Write key and value at the slots of this step, then attend over the cache."""
+
+
+class AttentionBuilder(ABC):
+    """Builds one KV group's metadata; one builder per group and role (target, draft)."""
+
+    supports: AttentionCGSupport  # verified by tests, see design 3.5
+
+    @abstractmethod
+    def build(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
+    ) -> AttentionMetadata:
+        """Metadata for this step. With a FULL `desc`, updates in place what its graph has baked."""
+
+    def build_for_capture(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor
+    ) -> AttentionMetadata:
+        """Fresh, unplanned metadata for a warm-up or a capture; never shared between the two."""
+        return self.build(common, desc)
+
+
+class AttentionBackend(ABC):
+    """A family of kernels. `name` is the value of `--attention-backend`."""
+
+    name: str
+
+    @classmethod
+    @abstractmethod
+    def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+        """None if it can run these layers on this device, else one sentence that says why not."""
+
+    @abstractmethod
+    def create_builder(
+        self,
+        layers: Sequence[AttentionLayer],
+        block_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> AttentionBuilder:
+        """The builder of one KV group; allocates its workspaces at their maximum size."""
+
+
+@dataclass(frozen=True)
+class AttentionState:
+    """Attention of one forward pass over all KV groups; handed to the model as an argument."""
+
+    metadata: Sequence[AttentionMetadata]  # by group
+    layers: Mapping[int, AttentionLayer]  # by layer_id
+    group_of_layer: Mapping[int, int]  # layer_id -> group
+    kv_caches: Mapping[int, Tensor]  # by layer_id; a KV-shared layer maps to its source's tensor
+
+    def attend(
+        self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Tensor:
+        """Store and attend for one layer; shapes as in `AttentionMetadata.attend`."""
+        metadata = self.metadata[self.group_of_layer[layer_id]]
+        return metadata.attend(
+            self.layers[layer_id], query, key, value, self.kv_caches[layer_id]
+        )
+
+
+@dataclass(frozen=True)
+class AttentionStatePair:
+    """Two independent states of one descriptor: one ran eagerly, one was recorded (design 3.4)."""
+
+    warmup: AttentionState
+    captured: AttentionState

@@ -1,0 +1,160 @@
+"""What crosses the process boundary, as msgspec structs: one list of messages per step, each way.
+
+Token ids and numbers only: the worker never sees text, the server never sees tensors.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A structured-output constraint, in the form the grammar library compiles."""
+
+    kind: str  # "json_schema" | "json_object" | "regex" | "choice" | "grammar" | "structural_tag"
+    value: str = ""  # the schema, pattern or grammar; for "choice" a JSON list of strings
+
+
+class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How one request is sampled; already validated and in token space. `seed` is always set."""
+
+    seed: int
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: list[int] | None = None
+    bad_words_token_ids: list[list[int]] = []
+    min_tokens: int = 0
+    stop_token_ids: list[int] = []  # the model's EOS ids included unless ignore_eos
+    logprobs: int | None = None  # top alternatives per emitted token; the chosen one is always there
+    prompt_logprobs: int | None = None
+    grammar: GrammarSpec | None = None
+    speculative_enabled: bool = True
+    speculative_max_tokens: int | None = None  # at most so many drafts per step
+    prediction_token_ids: list[int] = []  # OpenAI's `prediction`, for the n-gram drafter
+
+
+# --- server -> worker -------------------------------------------------------------------------
+
+
+class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
+    """A request to run. Lower `priority` runs first, then earlier arrival."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    priority: int = 0
+
+
+class AbortRequests(msgspec.Struct, tag="abort"):
+    """Forget these requests; unknown ids are ignored. No output follows for them."""
+
+    request_ids: list[str]
+
+
+class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
+    """Drop every cached block that no request holds."""
+
+
+class Shutdown(msgspec.Struct, tag="shutdown"):
+    """Stop after the current step and exit with status 0."""
+
+
+ToWorker = AddRequest | AbortRequests | ResetPrefixCache | Shutdown
+
+
+# --- worker -> server -------------------------------------------------------------------------
+
+
+class Progress(msgspec.Struct, tag="progress"):
+    """Start-up progress: `phase` is "load", "kv_cache" or "capture"."""
+
+    phase: str
+    done: int
+    total: int
+    detail: str = ""
+
+
+class Ready(msgspec.Struct, tag="ready"):
+    """The worker serves; facts that the server needs."""
+
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    eos_token_ids: list[int]
+    device: str
+    dtype: str
+    attention_backend: str
+    speculative_method: str
+    num_speculative_tokens: int
+    startup_seconds: dict[str, float]  # by phase
+
+
+class Fatal(msgspec.Struct, tag="fatal"):
+    """The worker ends; `message` is one sentence for the user."""
+
+    message: str
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log probabilities for one token position: the token itself, then the top alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int  # 1 = most likely
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class RequestOutput(msgspec.Struct, omit_defaults=True):
+    """What one step brought for one request."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None  # one per token in `token_ids`
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # whole prompt, once; first is None
+    finish_reason: str | None = None  # "stop" | "length" | "error"
+    stop_token_id: int | None = None  # which stop token ended it (its id is in `token_ids`)
+    error: str | None = None  # one sentence, with finish_reason "error"
+    num_cached_tokens: int = 0  # prompt tokens served from the prefix cache; set in the first output
+    num_draft_tokens: int = 0  # drafts verified in this step
+    num_accepted_tokens: int = 0  # of those, accepted
+
+
+class StepStats(msgspec.Struct):
+    """Counters of one step (all are increments) and gauges after it."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0  # 0 .. 1
+    prefix_cache_queries: int = 0  # tokens looked up
+    prefix_cache_hits: int = 0  # tokens found
+    num_preemptions: int = 0
+    num_prompt_tokens: int = 0  # prompt tokens computed
+    num_drafts: int = 0  # verify steps with at least one draft, per request
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: list[int] = []  # [K] accepted drafts at position i
+    num_plain_steps: int = 0  # per request: sampling rows that carried no draft
+    num_generated_tokens: int = 0
+
+
+class StepOutputs(msgspec.Struct, tag="step"):
+    """All that one step brought."""
+
+    outputs: list[RequestOutput]
+    stats: StepStats
+
+
+FromWorker = Progress | Ready | Fatal | StepOutputs
+
+encoder = msgspec.msgpack.Encoder()
+to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker])
+from_worker_decoder = msgspec.msgpack.Decoder(list[FromWorker])

@@ -1,0 +1,70 @@
+"""What the scheduler tells the model runner about one step: plain data, no tensors, no behaviour.
+
+A *slot* is a request's permanent row in the request table. Block ids are per KV group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .messages import SamplingParams
+
+
+@dataclass(slots=True)
+class NewRequest:
+    """A request that enters a slot in this step (first time, or again after preemption)."""
+
+    slot: int
+    token_ids: list[int]  # prompt, then (after preemption) the output so far
+    prompt_len: int
+    num_computed_tokens: int  # from the prefix cache
+    block_ids: list[list[int]]  # [num_groups][num_blocks]
+    sampling: SamplingParams
+
+
+@dataclass(slots=True)
+class NewBlocks:
+    """Blocks appended to a running request's tables in this step."""
+
+    slot: int
+    block_ids: list[list[int]]  # [num_groups][num_new_blocks], possibly empty per group
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """One request's share of the step. Rows are in batch order (drafted rows first, prefills last)."""
+
+    slot: int
+    num_tokens: int  # query length: scheduled tokens, drafts included
+    num_draft_tokens: int  # upper bound: the runner may find fewer real drafts (ids of -1)
+    num_computed_tokens: int  # host's upper bound before this step
+    is_prefill: bool  # True while this step does not reach the last known token
+    num_output_tokens: int  # host's upper bound of tokens emitted before this step
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One step."""
+
+    step_id: int
+    freed_slots: list[int] = field(default_factory=list)  # finished, aborted or preempted before it
+    new_requests: list[NewRequest] = field(default_factory=list)
+    new_blocks: list[NewBlocks] = field(default_factory=list)
+    rows: list[ScheduledRow] = field(default_factory=list)
+    needs_draft_ids: bool = False  # a grammar must see the real drafts before sampling
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the step."""
+        return sum(row.num_tokens for row in self.rows)
+
+
+@dataclass(slots=True)
+class RowResult:
+    """What a step gave for one `ScheduledRow`, in the same order; empty for a prefill chunk."""
+
+    token_ids: list[int]  # emitted: accepted drafts, then one recovered or bonus token
+    num_draft_tokens: int = 0  # real drafts verified (ids != -1)
+    logprobs: list[tuple[int, float, int, list[int], list[float]]] | None = None
+    prompt_logprobs: list[tuple[int, float, int, list[int], list[float]]] | None = None  # this chunk
+    has_nan: bool = False  # the row's logits held NaN: the request ends with an error

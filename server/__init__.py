@@ -1,0 +1,1 @@
+"""The HTTP server process: OpenAI API, text, metrics, commands. Never imports torch."""
