@@ -1,0 +1,63 @@
+# Three commands to know: make serve, make test, make format.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+STAMP := $(VENV)/.installed
+TORCH := torch==2.13.0
+CODE := configs kernels runner server speculators tests
+ARGS ?=
+
+.PHONY: serve test lint types pytest format setup setup-gpu clean
+
+serve: setup  ## start the server; flags: make serve ARGS="--port 9000"
+	@$(BIN)/slipstream serve $(ARGS)
+
+test: lint types pytest  ## all that CI checks
+
+lint: setup
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
+
+types: setup
+	$(BIN)/mypy
+
+# One thread a process: the tests' models are tiny, and threads that wait for each other cost more than they bring.
+pytest: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+format: setup  ## rewrite the code as ruff wants it
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
+
+setup: $(STAMP)
+
+# torch goes first and alone. A build marked +cpu is taken where pip can see one; otherwise PyPI's own, which is
+# a CPU build on macOS and the CUDA build on x86-64 Linux. The rest is the list in constraints.txt, to the letter:
+# without dependency resolution nothing can pull in another torch, CUDA packages or a compiler.
+$(STAMP): pyproject.toml constraints.txt Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "Slipstream needs Python 3.11 or later; name one: make PYTHON=python3.12 serve" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "Setting up $(VENV) (a few minutes, once) ..."
+	@$(PIP) install "$$(grep '^pip==' constraints.txt)"
+	@$(PIP) install --no-deps "$(TORCH)+cpu" 2>/dev/null || { \
+	  echo "pip sees no CPU build of torch; taking PyPI's own (README, 'A CPU build of torch')."; \
+	  $(PIP) install "$(TORCH)"; }
+	@$(PIP) install --no-deps --requirement constraints.txt
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# For a CUDA machine. sgl-flash-mla names a newer torch than it needs, hence its own line.
+setup-gpu:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --constraint constraints-gpu.txt torch triton
+	grep -vE '^(torch|triton)==' constraints.txt > $(VENV)/constraints-rest.txt
+	$(PIP) install --no-deps --requirement $(VENV)/constraints-rest.txt
+	$(PIP) install --constraint constraints-gpu.txt --constraint $(VENV)/constraints-rest.txt \
+	  --no-build-isolation --editable '.[gpu]'
+	$(PIP) install --no-deps --constraint constraints-gpu.txt sgl-flash-mla
+	@touch $(STAMP)
+
+clean:  ## remove the environment and the caches
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
