@@ -1,8 +1,9 @@
-"""The frozen configuration sections; flags, YAML keys and the flag table in docs are made from these fields.
+"""The frozen configuration sections; flags, YAML keys and the flag table are made from them.
 
-Nothing here reads files or arguments (see `load`), and nothing writes into a section after construction.
-Each field carries its one-line doc in `metadata["doc"]`; a field named `max_model_len` is the flag
-`--max-model-len`, the YAML key `max_model_len` and the variable `SLIPSTREAM_MAX_MODEL_LEN`.
+Nothing here reads files or arguments (see `load`), and nothing writes into a section after
+construction. Each field carries its one-line doc in `metadata["doc"]`; a field named
+`max_model_len` is the flag `--max-model-len`, the YAML key `max_model_len` and the variable
+`SLIPSTREAM_MAX_MODEL_LEN`.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class ModelConfig:
         "where weights come from",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
-    max_model_len: int | None = option(None, "longest prompt + output in tokens; default: the model's")
+    max_model_len: int | None = option(
+        None, "longest prompt + output in tokens; default: the model's"
+    )
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     hf_overrides: str | None = option(None, "JSON object merged over the model's config.json")
     max_logprobs: int = option(20, "largest number of logprobs a request may ask for")
@@ -139,13 +142,13 @@ class GraphConfig:
 class ParallelConfig:
     """Several GPUs."""
 
-    tensor_parallel_size: int = option(1, "GPUs one model is split over")
-    data_parallel_size: int = option(1, "copies of the model")
+    tensor_parallel_size: int = option(1, "GPUs one model is split over", short="-tp")
+    data_parallel_size: int = option(1, "copies of the model", short="-dp")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything, as one value that is handed to the worker process."""
+    """Everything, as one value that is handed to the worker process. `load` makes and checks it."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

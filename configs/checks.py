@@ -1,0 +1,115 @@
+"""Owns the rules that a complete configuration must keep: ranges, and values that agree."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+from .options import ConfigError, all_options
+from .schema import Config
+
+_MIN = {
+    "port": 0,
+    "max_queue_size": 1,
+    "max_body_bytes": 1024,
+    "drain_timeout": 0,
+    "max_model_len": 1,
+    "max_logprobs": 0,
+    "seed": 0,
+    "block_size": 1,
+    "kv_cache_memory_bytes": 1,
+    "num_gpu_blocks_override": 2,  # block 0 is never handed out
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "tensor_parallel_size": 1,
+    "data_parallel_size": 1,
+}
+_MAX = {"port": 65535, "seed": 2**63 - 1, "gpu_memory_utilization": 1.0, "block_size": 1024}
+
+
+def check(config: Config) -> Config:
+    """The configuration itself, or ConfigError: one sentence that names the flag and its value."""
+    _check_ranges(config)
+    _check_server(config)
+    _check_model(config)
+    _check_budget(config)
+    return config
+
+
+def _fail(name: str, value: object, rule: str) -> None:
+    raise ConfigError(f"{all_options()[name].flag} {value}: {rule}")
+
+
+def _check_ranges(config: Config) -> None:
+    for name, option in all_options().items():
+        value = getattr(getattr(config, option.section), name)
+        if value is None:
+            continue
+        if name in _MIN and value < _MIN[name]:
+            _fail(name, value, f"must be at least {_MIN[name]}")
+        if name in _MAX and value > _MAX[name]:
+            _fail(name, value, f"must be at most {_MAX[name]}")
+    if not config.cache.gpu_memory_utilization > 0:
+        _fail("gpu_memory_utilization", config.cache.gpu_memory_utilization, "must be above 0")
+    sizes = config.graph.cudagraph_capture_sizes
+    if sizes is not None and (not sizes or min(sizes) < 1):
+        _fail("cudagraph_capture_sizes", ",".join(map(str, sizes)), "must be token counts from 1")
+
+
+def _check_server(config: Config) -> None:
+    server = config.server
+    if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", server.metrics_prefix):
+        _fail("metrics_prefix", server.metrics_prefix, "must be letters, digits and underscores")
+    if server.root_path and not server.root_path.startswith("/"):
+        _fail("root_path", server.root_path, "must start with /")
+    for name in ("chat_template", "ssl_keyfile", "ssl_certfile"):
+        path = getattr(server, name)
+        if path is not None and not Path(path).is_file():
+            _fail(name, path, "there is no such file")
+    if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
+        raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
+
+
+def _check_model(config: Config) -> None:
+    model = config.model.model
+    path = Path(model).expanduser()
+    looks_like_path = model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf")
+    if (looks_like_path or not model) and not path.exists():
+        raise ConfigError(f"the model {model!r} does not exist: there is no such file or folder")
+    if (
+        path.is_dir()
+        and not os.access(path / "config.json", os.R_OK)
+        and not any(path.glob("*.gguf"))
+    ):
+        raise ConfigError(f"the model folder {model!r} has no config.json and no .gguf file")
+    if config.model.hf_overrides is not None:
+        try:
+            is_object = isinstance(json.loads(config.model.hf_overrides), dict)
+        except ValueError:
+            is_object = False
+        if not is_object:
+            _fail("hf_overrides", config.model.hf_overrides, "must be a JSON object")
+
+
+def _check_budget(config: Config) -> None:
+    scheduler, spec = config.scheduler, config.speculative
+    per_request = 1 if spec.method == "off" else spec.num_speculative_tokens + 1
+    needed = scheduler.max_num_seqs * per_request
+    if scheduler.max_num_batched_tokens < needed:
+        why = (
+            f"--max-num-seqs {scheduler.max_num_seqs} with {per_request} tokens each need {needed}"
+        )
+        _fail("max_num_batched_tokens", scheduler.max_num_batched_tokens, f"too small, since {why}")
+    longest = config.model.max_model_len
+    if (
+        not scheduler.enable_chunked_prefill
+        and longest is not None
+        and scheduler.max_num_batched_tokens < longest
+    ):
+        _fail(
+            "max_num_batched_tokens",
+            scheduler.max_num_batched_tokens,
+            f"must be at least --max-model-len {longest} when --no-enable-chunked-prefill is given",
+        )

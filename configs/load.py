@@ -1,0 +1,219 @@
+"""Owns how a configuration comes about: flags over environment over file over preset over defaults.
+
+`add_flags` puts a flag per field on a parser, `load_config` reads all layers and checks the result,
+`flag_table` is the same list for the documentation.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import yaml
+
+from .checks import check
+from .options import (
+    ConfigError,
+    Option,
+    all_options,
+    did_you_mean,
+    read_text,
+    read_value,
+    section_options,
+)
+from .preset import load_preset, preset_names
+from .schema import Config, SpeculativeConfig
+from .speculative import read_speculative
+
+_SPEC = "speculative_config"
+_SPEC_DOC = 'JSON object such as {"method":"ngram","num_speculative_tokens":4}, or off'
+_CONFIG_DOC = "YAML file with the same names as the flags"
+Layer = dict[str, Any]  # option name -> value; _SPEC -> SpeculativeConfig
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add MODEL, --config, --speculative-config and a flag per field."""
+    presets = ", ".join(preset_names())
+    parser.add_argument(
+        "model_argument",
+        metavar="MODEL",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        help=f"{all_options()['model'].doc} (presets: {presets}; default: {Config().model.model})",
+    )
+    parser.add_argument("--config", metavar="FILE", default=argparse.SUPPRESS, help=_CONFIG_DOC)
+    sections = {
+        name: parser.add_argument_group(name, (cls.__doc__ or "").strip())
+        for name, cls in get_type_hints(Config).items()
+    }
+    sections["speculative"].add_argument(
+        "-sc", "--speculative-config", metavar="JSON", default=argparse.SUPPRESS, help=_SPEC_DOC
+    )
+    for option in all_options().values():
+        _add_flag(sections[option.section], option)
+
+
+def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
+    names = [option.flag] if option.short is None else [option.short, option.flag]
+    text = _help(option).replace("%", "%%")
+    if option.kind is bool:
+        group.add_argument(
+            *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
+        )
+        return
+    metavar = (
+        "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
+    )
+    action = "append" if option.many else "store"
+    group.add_argument(*names, metavar=metavar, action=action, default=argparse.SUPPRESS, help=text)
+
+
+def _help(option: Option) -> str:
+    shown = _default(option)
+    return option.doc if shown is None or "default:" in option.doc else f"{option.doc} ({shown})"
+
+
+def _default(option: Option) -> str | None:
+    """The default for people, or None where the doc says all there is to say."""
+    if option.default is None or option.default == () or option.default == "":
+        return None
+    if option.kind is bool:
+        return "default: on" if option.default else "default: off"
+    return f"default: {option.default}"
+
+
+def load_config(
+    flags: argparse.Namespace | Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Config:
+    """The checked configuration from parsed flags and an environment, or ConfigError."""
+    given = dict(vars(flags)) if isinstance(flags, argparse.Namespace) else dict(flags or {})
+    environ = environ or {}
+    file = given.get("config") or environ.get("SLIPSTREAM_CONFIG")
+    file_layer = read_file(Path(file)) if file else {}
+    own = file_layer | _environment_layer(environ) | _flag_layer(given)
+    model = own.get("model", Config().model.model)
+    merged: Layer = {}
+    if model in preset_names() and not Path(model).exists():
+        merged = _mapping_layer(load_preset(model), f"preset {model}") | own
+        merged["model"] = load_preset(model)["model"]
+    else:
+        merged = own
+    merged.setdefault("served_model_name", (model,))
+    return check(_build(merged))
+
+
+def _build(layer: Layer) -> Config:
+    values = dict(layer)
+    sections: dict[str, Any] = {}
+    if _SPEC in values:
+        sections["speculative"] = values.pop(_SPEC)
+    classes = get_type_hints(Config)
+    for section, cls in classes.items():
+        names = [
+            o.name for o in all_options().values() if o.section == section and o.name in values
+        ]
+        if names:
+            sections[section] = cls(**{name: values[name] for name in names})
+    return Config(**sections)
+
+
+def _flag_layer(given: Mapping[str, Any]) -> Layer:
+    layer: Layer = {}
+    for name, option in all_options().items():
+        if name not in given:
+            continue
+        value = given[name]
+        if option.many and isinstance(value, list):  # a repeated flag, each perhaps with commas
+            parts = [read_text(option, option.flag, text) for text in value]
+            layer[name] = tuple(item for part in parts for item in part)
+        else:
+            layer[name] = read_text(option, option.flag, value) if isinstance(value, str) else value
+    if "model_argument" in given:
+        positional = given["model_argument"]
+        if layer.get("model", positional) != positional:
+            raise ConfigError(f"--model {layer['model']} and MODEL {positional} name two models")
+        layer["model"] = positional
+    if _SPEC in given:
+        layer[_SPEC] = read_speculative("--speculative-config", given[_SPEC])
+    return layer
+
+
+def _environment_layer(environ: Mapping[str, str]) -> Layer:
+    """Unknown SLIPSTREAM_* names are ignored: Kubernetes sets some for a service of that name."""
+    layer: Layer = {}
+    for name, option in all_options().items():
+        text = environ.get(option.variable, "")
+        if text and not (name == "port" and text.startswith("tcp://")):  # Kubernetes, as above
+            layer[name] = read_text(option, option.variable, text)
+    if text := environ.get("SLIPSTREAM_SPECULATIVE_CONFIG", ""):
+        layer[_SPEC] = read_speculative("SLIPSTREAM_SPECULATIVE_CONFIG", text)
+    return layer
+
+
+def read_file(path: Path) -> Layer:
+    """The settings in a YAML file; ConfigError for an unknown key or a wrong type."""
+    try:
+        content = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"--config {path}: {(error.strerror or str(error)).lower()}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark is not None else ""
+        raise ConfigError(f"--config {path}: this is not YAML{where}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise ConfigError(f"--config {path}: must hold one name: value a line")
+    return _mapping_layer(content, str(path))
+
+
+def _mapping_layer(content: Mapping[Any, Any], where: str) -> Layer:
+    layer: Layer = {}
+    options = all_options()
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        label = f"{key} in {where}"
+        if name == _SPEC:
+            layer[_SPEC] = read_speculative(label, value)
+        elif name in options:
+            layer[name] = read_value(options[name], label, value)
+        else:
+            hint = did_you_mean(name, [*options, _SPEC])
+            raise ConfigError(f"{where} has an unknown key {str(key)!r}{hint}")
+    return layer
+
+
+def flag_table() -> str:
+    """All flags as a Markdown document; `python -m slipstream.configs.load` prints it."""
+    lines = [
+        "# Flags",
+        "",
+        "Every flag is also a key of the `--config` file (`max_model_len`) and an environment",
+        "variable (`SLIPSTREAM_MAX_MODEL_LEN`). Flags win over the environment, that over the file,",
+        "that over the preset, that over the default.",
+        "",
+        "| flag | default | what it is |",
+        "| --- | --- | --- |",
+        f"| `--config FILE` | | {_CONFIG_DOC} |",
+        f"| `-sc`, `--speculative-config JSON` | the preset's, or off | {_SPEC_DOC} |",
+    ]
+    for option in all_options().values():
+        flag = option.flag.replace("--", "--[no-]") if option.kind is bool else option.flag
+        names = f"`{flag}`" if option.short is None else f"`{option.short}`, `{flag}`"
+        doc = option.doc + (f": {', '.join(option.choices)}" if option.choices else "")
+        shown = (_default(option) or "").removeprefix("default: ")
+        lines.append(f"| {names} | {shown} | {doc} |".replace("|  |", "| |"))
+    lines += ["", "The keys of `--speculative-config`:", "", "| key | default | what it is |"]
+    lines.append("| --- | --- | --- |")
+    for option in section_options("speculative", SpeculativeConfig):
+        doc = option.doc + (f": {', '.join(option.choices)}" if option.choices else "")
+        shown = "" if option.default is None else str(option.default)
+        lines.append(f"| `{option.name}` | {shown} | {doc} |".replace("|  |", "| |"))
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(flag_table(), end="")

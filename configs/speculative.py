@@ -1,0 +1,83 @@
+"""Owns the reading and checking of `--speculative-config`: one JSON object, or the word `off`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from .options import ConfigError, did_you_mean, read_value, section_options
+from .schema import SpeculativeConfig
+
+METHODS = ("off", "ngram", "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp")
+MAX_DRAFTS = 32
+_NEED_MODEL = {"draft_model", "eagle", "eagle3", "gemma4_mtp"}
+
+
+def read_speculative(label: str, value: Any) -> SpeculativeConfig:
+    """The section from JSON text, a mapping (YAML) or `off`; ConfigError names key and value."""
+    if value is False or (isinstance(value, str) and value.strip().lower() in {"off", "none"}):
+        return SpeculativeConfig()
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError as error:
+            raise ConfigError(f"{label} must be a JSON object or off: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{label} must be a JSON object or off, not {value!r}")
+    options = {o.name: o for o in section_options("speculative", SpeculativeConfig)}
+    fields: dict[str, Any] = {}
+    for key, item in value.items():
+        name = str(key).replace("-", "_")
+        if name not in options:
+            raise ConfigError(f"{label} has no key {key!r}{did_you_mean(name, options)}")
+        fields[name] = read_value(options[name], f"{label}: {key}", item)
+    if "method" not in fields:
+        raise ConfigError(f"{label} must name a method: {', '.join(METHODS)}")
+    return check_speculative(label, SpeculativeConfig(**fields))
+
+
+def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
+    """The section itself, or ConfigError for a value out of range or at odds with another."""
+
+    def require(holds: bool, key: str, rule: str) -> None:
+        if not holds:
+            raise ConfigError(f"{label}: {key} must {rule}, not {getattr(spec, key)!r}")
+
+    if spec.method not in METHODS:
+        hint = did_you_mean(spec.method, METHODS)
+        require(False, "method", f"be one of {', '.join(METHODS)}{hint}")
+    require(
+        1 <= spec.num_speculative_tokens <= MAX_DRAFTS,
+        "num_speculative_tokens",
+        f"be from 1 to {MAX_DRAFTS}",
+    )
+    require(spec.prompt_lookup_min >= 1, "prompt_lookup_min", "be at least 1")
+    require(
+        spec.prompt_lookup_max >= spec.prompt_lookup_min,
+        "prompt_lookup_max",
+        f"be at least prompt_lookup_min ({spec.prompt_lookup_min})",
+    )
+    if spec.method in _NEED_MODEL:
+        require(bool(spec.model), "model", f"name the drafter of method {spec.method}")
+    if spec.method == "ngram":
+        require(spec.model is None, "model", "be left out for method ngram, which has no model")
+    if spec.max_model_len is not None:
+        require(spec.max_model_len >= 1, "max_model_len", "be at least 1")
+    if spec.aux_hidden_state_boundaries is not None:
+        taps = spec.aux_hidden_state_boundaries
+        require(
+            bool(taps) and min(taps) >= 0 and list(taps) == sorted(set(taps)),
+            "aux_hidden_state_boundaries",
+            "be increasing layer boundaries from 0",
+        )
+    require(spec.position_offset in (0, 1), "position_offset", "be 0 or 1")
+    rates = spec.synthetic_acceptance_rates
+    if rates is not None:
+        require(
+            len(rates) == spec.num_speculative_tokens
+            and all(0.0 <= rate <= 1.0 for rate in rates)
+            and list(rates) == sorted(rates, reverse=True),
+            "synthetic_acceptance_rates",
+            f"be {spec.num_speculative_tokens} falling rates between 0 and 1",
+        )
+    return spec
