@@ -1,0 +1,107 @@
+"""Who owns a KV block of one group: free list, reference counts, cached contents. Pure bookkeeping.
+
+Block 0 is the null block: it is never given out, tables use it where nothing may be read. Knows
+nothing about requests, tokens or tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+NULL_BLOCK = 0
+
+
+class BlockPool:
+    """Blocks 1 .. num_blocks - 1. A block is referenced, or free; a free one may still be cached.
+
+    Free blocks without contents are given out first, then cached ones, least recently used first.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[bytes | None] = [None] * num_blocks
+        self._empty = list(range(num_blocks - 1, NULL_BLOCK, -1))  # a stack
+        self._cached_free: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._by_hash: dict[bytes, int] = {}
+
+    @property
+    def num_usable(self) -> int:
+        """Blocks that can be given out at all."""
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no request holds."""
+        return len(self._empty) + len(self._cached_free)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that a prefix lookup can find, held or not."""
+        return len(self._by_hash)
+
+    def ref_count(self, block: int) -> int:
+        """How many tables hold the block."""
+        return self._ref_counts[block]
+
+    def allocate(self, count: int) -> list[int]:
+        """Give out `count` blocks with one reference each; the caller has checked `num_free`."""
+        assert count <= self.num_free, "the caller checks num_free"
+        blocks = []
+        for _ in range(count):
+            if self._empty:
+                block = self._empty.pop()
+            else:
+                block, _ = self._cached_free.popitem(last=False)
+                self._forget(block)
+            self._ref_counts[block] = 1
+            blocks.append(block)
+        return blocks
+
+    def take(self, blocks: Iterable[int]) -> None:
+        """Add one reference to each block; null blocks are skipped."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            if self._ref_counts[block] == 0:
+                del self._cached_free[block]
+            self._ref_counts[block] += 1
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Drop one reference of each block; the first released are the first to be evicted."""
+        for block in blocks:
+            if block == NULL_BLOCK:
+                continue
+            assert self._ref_counts[block] > 0, f"block {block} is released twice"
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block]:
+                continue
+            if self._hashes[block] is None:
+                self._empty.append(block)
+            else:
+                self._cached_free[block] = None
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block with these contents, if there is one."""
+        return self._by_hash.get(block_hash)
+
+    def publish(self, block: int, block_hash: bytes) -> None:
+        """Make a held block findable. A second block with the same contents stays private."""
+        assert self._ref_counts[block] > 0 and self._hashes[block] in (None, block_hash)
+        if block_hash not in self._by_hash:
+            self._by_hash[block_hash] = block
+            self._hashes[block] = block_hash
+
+    def reset_cache(self) -> None:
+        """Forget the contents of every block that no request holds."""
+        for block in self._cached_free:
+            self._forget(block)
+            self._empty.append(block)
+        self._cached_free.clear()
+
+    def _forget(self, block: int) -> None:
+        block_hash = self._hashes[block]
+        assert block_hash is not None
+        del self._by_hash[block_hash]
+        self._hashes[block] = None

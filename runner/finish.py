@@ -1,0 +1,84 @@
+"""What a row's result means for its request: which tokens it keeps, why it ends, how it is counted.
+
+Counting rule. A row that keeps t tokens counts as one verify row (it had real drafts) or one plain
+row, with t - 1 accepted drafts. When a stop cuts inside the accepted run, the last kept token was a
+draft but counts as the row's own token, and the accepted drafts after it do not count. So in every
+step, exactly: accepted + verify rows + plain rows = generated, and sum(accepted_per_pos) = accepted
+<= drafted. Drafted counts every real draft that was verified, cut or not: they were paid for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .messages import RequestOutput, StepStats, TokenLogprobs
+from .plan import RowResult
+from .request import Request
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What is kept of a row's tokens, and whether the request ends with them."""
+
+    num_kept: int
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
+    """Append emitted tokens up to the first that ends the request, advancing its grammar."""
+    stops = request.sampling.stop_token_ids
+    for index, token_id in enumerate(token_ids):
+        matcher = request.matcher
+        if matcher is not None and not matcher.accept(token_id):
+            return Verdict(
+                index, "error", error=f"Token {token_id} violates the request's grammar."
+            )
+        request.token_ids.append(token_id)
+        # The sampler masks stop tokens before min_tokens; one that slips through does not count.
+        is_stop = token_id in stops and request.num_output_tokens > request.sampling.min_tokens
+        if is_stop or (matcher is not None and matcher.is_terminated):
+            return Verdict(index + 1, "stop", stop_token_id=token_id)
+        if len(request.token_ids) >= request.max_total_len:
+            return Verdict(index + 1, "length")
+    return Verdict(len(token_ids))
+
+
+def make_output(request: Request, result: RowResult, verdict: Verdict) -> RequestOutput:
+    """The message for a row's kept tokens."""
+    kept = verdict.num_kept
+    output = RequestOutput(
+        request_id=request.request_id,
+        token_ids=result.token_ids[:kept],
+        finish_reason=verdict.finish_reason,
+        stop_token_id=verdict.stop_token_id,
+        error=verdict.error,
+        num_draft_tokens=result.num_draft_tokens if kept else 0,
+        num_accepted_tokens=max(0, kept - 1),
+    )
+    if result.logprobs is not None:
+        output.logprobs = [TokenLogprobs(*item) for item in result.logprobs[:kept]]
+    if not request.has_emitted:
+        request.has_emitted = True
+        output.num_cached_tokens = request.num_cached_tokens or 0
+        if request.sampling.prompt_logprobs is not None and verdict.error is None:
+            assert len(request.prompt_logprobs) == request.prompt_len - 1
+            output.prompt_logprobs = [None, *request.prompt_logprobs]
+            request.prompt_logprobs = []
+    return output
+
+
+def count_row(stats: StepStats, output: RequestOutput) -> None:
+    """Add a row's kept tokens to the step's counters."""
+    if not output.token_ids:
+        return
+    stats.num_generated_tokens += len(output.token_ids)
+    if output.num_draft_tokens == 0:
+        stats.num_plain_steps += 1
+        return
+    stats.num_drafts += 1
+    stats.num_draft_tokens += output.num_draft_tokens
+    stats.num_accepted_tokens += output.num_accepted_tokens
+    for position in range(output.num_accepted_tokens):
+        stats.accepted_per_pos[position] += 1

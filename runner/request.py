@@ -1,0 +1,117 @@
+"""A request on the CPU: its tokens, where it stands, and bounds of what is in flight.
+
+The scheduler owns every instance and is the only writer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+from .kv_blocks import RequestBlocks
+from .messages import AddRequest, SamplingParams, TokenLogprobs
+from .prefix_cache import BlockHashes
+
+
+class RequestStatus(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"  # not in a slot: new, or preempted
+    RUNNING = "running"  # in a slot
+    FINISHED = "finished"  # forgotten; results still in flight are stale
+
+
+class Matcher(Protocol):
+    """A grammar's state for one request (see `grammar`)."""
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the grammar allows nothing more."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; False, without a change, if the grammar forbids it."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request.
+
+    Two bounds frame what is unknown while steps are in flight. Each sampling row in flight emits at
+    least one token and at most 1 + its drafts; so `len(token_ids) + num_sampling_in_flight` is a
+    lower and `len(token_ids) + num_placeholders` an upper bound of the tokens after them.
+    """
+
+    request_id: str
+    prompt_len: int
+    sampling: SamplingParams
+    priority: int
+    arrival: int
+    token_ids: list[int]  # prompt, then output; only confirmed tokens
+    hashes: BlockHashes
+    max_total_len: int  # prompt + output never get longer than this
+    status: RequestStatus = RequestStatus.WAITING
+    is_blocked: bool = False  # its grammar is being compiled: not to be scheduled
+    matcher: Matcher | None = None
+    # While RUNNING:
+    slot: int = -1
+    incarnation: int = 0  # grows with every preemption: results of an older one are stale
+    prefill_len: int = 0  # tokens known when it entered the slot
+    num_computed_tokens: int = 0  # upper bound, steps in flight included
+    num_confirmed_tokens: int = 0  # tokens whose KV is surely written and valid
+    num_rows_in_flight: int = 0
+    num_sampling_in_flight: int = 0
+    num_placeholders: int = 0
+    blocks: RequestBlocks | None = None
+    # For its outputs:
+    num_cached_tokens: int | None = None  # of the first admission
+    num_counted_prompt_tokens: int = 0  # prompt tokens already in the statistics
+    has_emitted: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+
+    @classmethod
+    def from_message(cls, message: AddRequest, arrival: int, max_model_len: int) -> Request:
+        """A new request as it arrives."""
+        token_ids = list(message.prompt_token_ids)
+        sampling = message.sampling
+        return cls(
+            request_id=message.request_id,
+            prompt_len=len(token_ids),
+            sampling=sampling,
+            priority=message.priority,
+            arrival=arrival,
+            token_ids=token_ids,
+            hashes=BlockHashes(token_ids),
+            max_total_len=min(len(token_ids) + sampling.max_tokens, max_model_len),
+            is_blocked=sampling.grammar is not None,
+        )
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sort key: smaller runs first and is preempted last."""
+        return self.priority, self.arrival
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Confirmed output tokens."""
+        return len(self.token_ids) - self.prompt_len
+
+    @property
+    def min_len(self) -> int:
+        """Lower bound of the known tokens once every step in flight has landed."""
+        return len(self.token_ids) + self.num_sampling_in_flight
+
+    @property
+    def max_len(self) -> int:
+        """Upper bound of the known tokens once every step in flight has landed."""
+        return len(self.token_ids) + self.num_placeholders
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether known tokens remain to be scheduled before it can decode."""
+        return self.num_computed_tokens < self.prefill_len
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether the prompt's logprobs are asked for and not yet delivered."""
+        return self.sampling.prompt_logprobs is not None and not self.has_emitted

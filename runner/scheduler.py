@@ -1,0 +1,389 @@
+"""The scheduler: which requests get how many tokens in each step, and what a step's results mean.
+
+Owns every request, its slot and, through `KVBlocks`, its blocks. Pure Python: it knows nothing
+about tensors or text. Steps may be in flight: `schedule` works with the upper bounds in `Request`,
+`apply` takes back what was not emitted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..configs.schema import SchedulerConfig
+from .finish import Verdict, append_tokens, count_row, make_output
+from .kv_blocks import KVBlocks
+from .messages import AddRequest, RequestOutput, StepOutputs, StepStats, TokenLogprobs
+from .plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
+from .request import Request, RequestStatus
+from .schedule_policy import RequestQueue, RowLimits, batch_order, next_row, prefill_row
+
+logger = logging.getLogger(__name__)
+
+NAN_ERROR = "The model produced NaN for this request."
+
+
+@dataclass(frozen=True, slots=True)
+class RowInFlight:
+    """Whose a scheduled row is. Stale once the request has finished or has been preempted."""
+
+    request: Request
+    incarnation: int
+    row: ScheduledRow
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the row's result must not be applied."""
+        request = self.request
+        return request.status is not RequestStatus.RUNNING or (
+            request.incarnation != self.incarnation
+        )
+
+
+class Scheduler:
+    """Continuous batching over permanent slots and paged KV.
+
+    Running requests are served first, in (priority, arrival) order, then waiting ones. When blocks
+    run out the last running one is preempted: it gives everything back and is computed again later.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVBlocks,
+        max_model_len: int,
+        num_speculative_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        uniform_drafts: bool = False,
+    ) -> None:
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+            raise ValueError(
+                f"Without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
+                f"must be at least max_model_len ({max_model_len})."
+            )
+        self.kv = kv
+        self.running = RequestQueue()
+        self.waiting = RequestQueue()
+        self._config = config
+        self._max_drafts = num_speculative_tokens
+        self._num_lookahead_tokens = num_lookahead_tokens
+        self._limits = RowLimits(max_model_len, num_speculative_tokens, uniform_drafts)
+        self._requests: dict[str, Request] = {}
+        self._free_slots = list(range(config.max_num_seqs))  # a heap
+        self._freed_slots: list[int] = []  # to be told to the runner
+        self._in_flight: dict[int, list[RowInFlight]] = {}  # step id -> rows in batch order
+        self._next_step_id = 0
+        self._num_arrived = 0
+        self._outputs: list[RequestOutput] = []  # of what ended outside a step
+        self._has_news = False  # gauges changed outside a step
+        self._stats = self._new_stats()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def add(self, message: AddRequest) -> Request | None:
+        """Queue a request; None if it can never run, then an error output follows."""
+        if message.request_id in self._requests:
+            logger.error("request %s is already here; ignored", message.request_id)
+            return None
+        request = Request.from_message(message, self._num_arrived, self._limits.max_model_len)
+        self._num_arrived += 1
+        if error := self._why_impossible(request):
+            self._refuse(request, error)
+            return None
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+        self._has_news = True
+        return request
+
+    def _why_impossible(self, request: Request) -> str | None:
+        if not request.prompt_len:
+            return "The prompt has no tokens."
+        if request.prompt_len >= self._limits.max_model_len:
+            return (
+                f"The prompt has {request.prompt_len} tokens; with one token of output that is "
+                f"more than max_model_len {self._limits.max_model_len}."
+            )
+        if request.sampling.max_tokens < 1:
+            return "max_tokens must be at least 1."
+        return None
+
+    def get(self, request_id: str) -> Request | None:
+        """The request with this id, if it is unfinished."""
+        return self._requests.get(request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, steps in flight or not; unknown ids are ignored. No output follows."""
+        for request_id in request_ids:
+            if request := self._requests.get(request_id):
+                self._remove(request)
+
+    def fail(self, request: Request, error: str) -> None:
+        """End an unfinished request with an error output."""
+        self._remove(request)
+        self._refuse(request, error)
+
+    def _refuse(self, request: Request, error: str) -> None:
+        self._has_news = True
+        self._outputs.append(
+            RequestOutput(request.request_id, [], finish_reason="error", error=error)
+        )
+
+    def request_of(self, step_id: int, row_index: int) -> Request | None:
+        """Whose a row of a step in flight is; None if the row is stale."""
+        entry = self._in_flight[step_id][row_index]
+        return None if entry.is_stale else entry.request
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_news` has something to tell."""
+        return self._has_news
+
+    def set_num_speculative_tokens(self, count: int) -> None:
+        """Draft up to `count` tokens from the next step on; at most the K given at the start."""
+        assert 0 <= count <= self._max_drafts
+        limits = self._limits
+        self._limits = RowLimits(limits.max_model_len, count, limits.uniform_drafts)
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None if nothing can run now (wait for results, or for requests)."""
+        plan = StepPlan(self._next_step_id)
+        entries: list[RowInFlight] = []
+        budget, has_room = self._schedule_running(plan, entries)
+        if has_room:
+            self._schedule_waiting(plan, entries, budget)
+        if not entries:
+            return None
+        entries.sort(key=lambda entry: batch_order(entry.row, self._max_drafts + 1))
+        plan.rows = [entry.row for entry in entries]
+        plan.freed_slots, self._freed_slots = self._freed_slots, []
+        plan.needs_draft_ids = any(
+            entry.row.num_draft_tokens and entry.request.matcher is not None for entry in entries
+        )
+        self._in_flight[plan.step_id] = entries
+        self._next_step_id += 1
+        return plan
+
+    def _schedule_running(self, plan: StepPlan, entries: list[RowInFlight]) -> tuple[int, bool]:
+        """Rows of running requests; the budget left, and whether blocks sufficed for all."""
+        budget = self._config.max_num_batched_tokens
+        num_preemptions = self._stats.num_preemptions
+        index = 0
+        while index < len(self.running) and budget > 0:
+            request = self.running[index]
+            # Leave a token for each later one, so that a long chunk does not stop their decoding.
+            later = len(self.running) - index - 1
+            row = next_row(request, self._limits, max(1, budget - later))
+            index += 1
+            if row is None:
+                continue
+            new_blocks = self._make_room(request, row)
+            if new_blocks is None:
+                return budget, False
+            if any(new_blocks):
+                plan.new_blocks.append(NewBlocks(request.slot, new_blocks))
+            self._commit(request, row, entries)
+            budget -= row.num_tokens
+        return budget, self._stats.num_preemptions == num_preemptions
+
+    def _make_room(self, request: Request, row: ScheduledRow) -> list[list[int]] | None:
+        """Extend the request's blocks for a row, preempting from the end of the running queue.
+
+        None if the request itself is last: then it waits for its own results or is preempted.
+        """
+        assert request.blocks is not None
+        self.kv.slide(request.blocks, request.num_confirmed_tokens)
+        while (new_blocks := self.kv.extend(request.blocks, self._end(row))) is None:
+            victim = self.running[-1]
+            if victim is request and request.num_rows_in_flight:
+                return None  # what is in flight may give room back
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return new_blocks
+
+    def _end(self, row: ScheduledRow) -> int:
+        """Tokens that must have a place in KV for this row, its drafts' lookahead included."""
+        lookahead = 0 if row.is_prefill else self._num_lookahead_tokens
+        end = row.num_computed_tokens + row.num_tokens + lookahead
+        return min(end, self._limits.max_model_len)
+
+    def _commit(self, request: Request, row: ScheduledRow, entries: list[RowInFlight]) -> None:
+        """Move the request's bounds past a row."""
+        request.num_computed_tokens += row.num_tokens
+        request.num_rows_in_flight += 1
+        if not row.is_prefill:
+            request.num_sampling_in_flight += 1
+            request.num_placeholders += row.num_draft_tokens + 1
+        entries.append(RowInFlight(request, request.incarnation, row))
+
+    def _schedule_waiting(self, plan: StepPlan, entries: list[RowInFlight], budget: int) -> None:
+        """Admit waiting requests, in order, until one does not fit."""
+        for request in list(self.waiting):
+            if budget <= 0 or not self._free_slots:
+                return
+            if request.is_blocked:
+                continue
+            row = self._admit(request, plan, budget)
+            if row is None:
+                return
+            self._commit(request, row, entries)
+            budget -= row.num_tokens
+
+    def _admit(self, request: Request, plan: StepPlan, budget: int) -> ScheduledRow | None:
+        """Give a waiting request a slot and blocks for its first row; None if it must wait.
+
+        Its whole known length must fit now, though blocks come chunk by chunk: else half
+        prefilled requests would preempt one another.
+        """
+        known = len(request.token_ids)
+        if request.wants_prompt_logprobs:
+            match = self.kv.no_match()  # every prompt position must be computed
+        else:
+            match = self.kv.match(request.hashes, known)
+        if not self._config.enable_chunked_prefill and known - match.num_tokens > budget:
+            return None
+        whole = min(known + self._num_lookahead_tokens, self._limits.max_model_len)
+        if not self.kv.can_admit(match, whole):
+            return None
+        self.waiting.remove(request)
+        self.running.add(request)
+        request.status = RequestStatus.RUNNING
+        request.slot = heapq.heappop(self._free_slots)
+        request.prefill_len = known
+        request.num_computed_tokens = request.num_confirmed_tokens = match.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = match.num_tokens
+            if not request.wants_prompt_logprobs:
+                self._stats.prefix_cache_queries += known
+                self._stats.prefix_cache_hits += match.num_tokens
+        row = prefill_row(request, budget)
+        request.blocks = self.kv.admit(match)
+        fits = self.kv.extend(request.blocks, self._end(row))
+        assert fits is not None, "can_admit promised room"
+        plan.new_requests.append(
+            NewRequest(
+                slot=request.slot,
+                token_ids=list(request.token_ids),
+                prompt_len=request.prompt_len,
+                num_computed_tokens=match.num_tokens,
+                block_ids=[list(table) for table in request.blocks.tables],
+                sampling=request.sampling,
+            )
+        )
+        return row
+
+    def _preempt(self, request: Request) -> None:
+        """Take slot and blocks away; what it published stays in the prefix cache."""
+        self._vacate(request)
+        request.status = RequestStatus.WAITING
+        request.incarnation += 1
+        request.num_computed_tokens = request.num_confirmed_tokens = 0
+        request.num_rows_in_flight = request.num_sampling_in_flight = request.num_placeholders = 0
+        if not request.has_emitted:
+            request.prompt_logprobs.clear()
+        self.waiting.add(request)
+        self._stats.num_preemptions += 1
+
+    def _remove(self, request: Request) -> None:
+        """Forget a request, whatever its state."""
+        if request.status is RequestStatus.RUNNING:
+            self._vacate(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        del self._requests[request.request_id]
+        self._has_news = True
+
+    def _vacate(self, request: Request) -> None:
+        """Give back slot and blocks.
+
+        Steps in flight may still write to them: before any later step does, and only at positions
+        that were never published.
+        """
+        assert request.blocks is not None
+        self.running.remove(request)
+        self.kv.release(request.blocks)
+        request.blocks = None
+        self._freed_slots.append(request.slot)
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = -1
+
+    # --- results --------------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, results: list[RowResult]) -> StepOutputs:
+        """Take in the results of the oldest step in flight; steps are applied in order."""
+        assert plan.step_id == next(iter(self._in_flight)), "steps are applied in order"
+        entries = self._in_flight.pop(plan.step_id)
+        for entry, result in zip(entries, results, strict=True):
+            if not entry.is_stale:
+                self._apply_row(entry.request, entry.row, result)
+        return self._take_outputs()
+
+    def take_news(self) -> StepOutputs:
+        """What happened outside steps: errors, and gauges after aborts."""
+        return self._take_outputs()
+
+    def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
+        request.num_rows_in_flight -= 1
+        self._count_prompt_tokens(request, row)
+        if result.has_nan:
+            self._report(request, result, Verdict(0, "error", error=NAN_ERROR))
+            return
+        if request.wants_prompt_logprobs and result.prompt_logprobs:
+            new = [TokenLogprobs(*item) for item in result.prompt_logprobs]
+            request.prompt_logprobs.extend(new)
+        if row.is_prefill:
+            request.num_confirmed_tokens = row.num_computed_tokens + row.num_tokens
+            self._publish(request)
+            return
+        num_emitted = len(result.token_ids)
+        assert 1 <= num_emitted <= result.num_draft_tokens + 1 <= row.num_draft_tokens + 1
+        request.num_computed_tokens -= row.num_draft_tokens + 1 - num_emitted
+        request.num_sampling_in_flight -= 1
+        request.num_placeholders -= row.num_draft_tokens + 1
+        verdict = append_tokens(request, result.token_ids)
+        # The newest token's KV is not written; after a cut nothing behind the cut may be cached.
+        request.num_confirmed_tokens = len(request.token_ids) - 1
+        self._publish(request)
+        self._report(request, result, verdict)
+
+    def _report(self, request: Request, result: RowResult, verdict: Verdict) -> None:
+        """Report a row's kept tokens, and the request's end if this is it."""
+        output = make_output(request, result, verdict)
+        count_row(self._stats, output)
+        self._outputs.append(output)
+        if verdict.finish_reason is not None:
+            self._remove(request)
+
+    def _publish(self, request: Request) -> None:
+        assert request.blocks is not None
+        self.kv.publish(request.blocks, request.hashes, request.num_confirmed_tokens)
+
+    def _count_prompt_tokens(self, request: Request, row: ScheduledRow) -> None:
+        """Count each prompt position once, though preemption may compute it again."""
+        start = max(request.num_counted_prompt_tokens, row.num_computed_tokens)
+        end = min(row.num_computed_tokens + row.num_tokens, request.prompt_len)
+        if end > start:
+            self._stats.num_prompt_tokens += end - start
+            request.num_counted_prompt_tokens = end
+
+    def _take_outputs(self) -> StepOutputs:
+        stats, self._stats = self._stats, self._new_stats()
+        stats.num_running = len(self.running)
+        stats.num_waiting = len(self.waiting)
+        stats.kv_cache_usage = self.kv.usage
+        outputs, self._outputs = self._outputs, []
+        self._has_news = False
+        return StepOutputs(outputs, stats)
+
+    def _new_stats(self) -> StepStats:
+        return StepStats(accepted_per_pos=[0] * self._max_drafts)
