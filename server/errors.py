@@ -1,0 +1,278 @@
+"""The one exception tree of the server, and its mapping to OpenAI's error object and HTTP status.
+
+Classes take facts and write their own sentence; routes raise them and never build an error body.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+logger = logging.getLogger(__name__)
+
+
+class APIError(Exception):
+    """Anything a client is told; `headers` go with the response."""
+
+    status = 500
+    type = "server_error"
+    code: str | None = None
+
+    def __init__(
+        self, message: str, param: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.headers = dict(headers or {})
+
+
+class InvalidRequest(APIError):
+    """A value the client must change; `param` names it."""
+
+    status = 400
+    type = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message, param)
+        self.code = code
+
+
+class MalformedBody(InvalidRequest):
+    """The body is no JSON object."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"We could not parse the JSON body of your request: {reason}.")
+
+
+class UnsupportedMediaType(InvalidRequest):
+    """The body says that it is something else than JSON."""
+
+    status = 415
+
+    def __init__(self, content_type: str) -> None:
+        super().__init__(f"The body must be application/json, not {content_type[:100]!r}.")
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """Prompt and wanted output do not fit the model."""
+
+    def __init__(self, limit: int, prompt: int, output: int, param: str) -> None:
+        wanted = f"{prompt + output} tokens ({prompt} in the prompt, {output} for the output)"
+        super().__init__(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{wanted}. Please shorten the prompt or the output.",
+            param,
+            "context_length_exceeded",
+        )
+
+
+class ModelNotFound(InvalidRequest):
+    """A model name that is not served."""
+
+    status = 404
+
+    def __init__(self, model: str) -> None:
+        shown = model if len(model) <= 200 else model[:200] + "…"
+        super().__init__(f"The model `{shown}` does not exist.", "model", "model_not_found")
+
+
+class NotSupported(InvalidRequest):
+    """An endpoint of OpenAI's that this model or server cannot offer."""
+
+    status = 404
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, code="not_supported")
+
+
+class AuthenticationFailed(APIError):
+    """No key, or a wrong one."""
+
+    status = 401
+    type = "invalid_request_error"
+    code = "invalid_api_key"
+
+    def __init__(self, given: bool) -> None:
+        message = (
+            "Incorrect API key provided."
+            if given
+            else "You didn't provide an API key. Send it as `Authorization: Bearer YOUR_KEY`."
+        )
+        super().__init__(message, headers={"WWW-Authenticate": "Bearer"})
+
+
+class BodyTooLarge(InvalidRequest):
+    """The body passes the server's limit."""
+
+    status = 413
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The request body is larger than {limit} bytes.", code="request_too_large"
+        )
+
+
+class BodyTooSlow(APIError):
+    """The client did not send its body in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"The request body did not arrive within {seconds:g} seconds.",
+            headers={"Connection": "close"},
+        )
+
+
+class QueueFull(APIError):
+    """As many requests wait as the server lets wait."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "queue_full"
+
+    def __init__(self, waiting: int, retry_after: int) -> None:
+        super().__init__(
+            f"The server is busy: {waiting} requests are running or waiting. "
+            f"Try again in {retry_after} s.",
+            headers={"Retry-After": str(retry_after)},
+        )
+
+
+class NotReady(APIError):
+    """The engine is starting, restarting, draining or has failed."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "not_ready"
+
+    def __init__(self, state: str) -> None:
+        super().__init__(f"The engine is not ready: {state}.", headers={"Retry-After": "1"})
+
+
+class EngineDead(APIError):
+    """The worker process ended while it had this request."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "engine_dead"
+
+    def __init__(self, reason: str = "The engine stopped while it ran this request.") -> None:
+        super().__init__(reason, headers={"Retry-After": "1"})
+
+
+class GenerationFailed(APIError):
+    """The engine could not finish this one request."""
+
+    code = "generation_failed"
+
+
+class InternalError(APIError):
+    """A bug of ours; the client learns no details, the log does."""
+
+    code = "internal_error"
+
+    def __init__(self) -> None:
+        super().__init__("The server had an error while processing your request. Sorry about that!")
+
+
+class ErrorObject(msgspec.Struct):
+    """OpenAI's error object."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(msgspec.Struct):
+    """What every failing response carries."""
+
+    error: ErrorObject
+
+
+def as_api_error(error: BaseException) -> APIError:
+    """The error a client is told for any exception; unexpected ones are logged with their trace."""
+    if isinstance(error, APIError):
+        return error
+    if isinstance(error, HTTPException):
+        return _from_http(error)
+    if type(error).__name__ == "EngineDead":
+        return EngineDead(str(error))
+    logger.error("unexpected error in a request", exc_info=error)
+    return InternalError()
+
+
+def error_body(error: APIError) -> bytes:
+    """`{"error": {...}}` as JSON."""
+    fields = ErrorObject(error.message, error.type, error.param, error.code)
+    return msgspec.json.encode(ErrorBody(fields))
+
+
+def error_response(error: APIError) -> Response:
+    """The HTTP response for an error."""
+    return Response(error_body(error), error.status, error.headers, "application/json")
+
+
+def invalid_value(error: ValidationError, body: object, prefix: str = "") -> InvalidRequest:
+    """The first complaint of pydantic as a 400 that names the parameter in `body`."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    param = prefix + parameter_name(first["loc"], body)
+    if first["type"] == "missing":
+        return InvalidRequest(
+            f"Missing required parameter: '{param}'.", param, "missing_required_parameter"
+        )
+    code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
+    reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+    return InvalidRequest(f"Invalid value for '{param}': {reason}.", param or None, code)
+
+
+def parameter_name(loc: Sequence[str | int], body: object) -> str:
+    """`messages[0].content` for a location of pydantic's; parts that name a union's member go."""
+    name, here = "", body
+    for number, part in enumerate(loc):
+        if isinstance(part, int):
+            if isinstance(here, list) and part < len(here):
+                name, here = f"{name}[{part}]", here[part]
+        elif isinstance(here, dict) and (part in here or number == len(loc) - 1):
+            name, here = f"{name}.{part}" if name else part, here.get(part)
+    return name or str(loc[0] if loc else "")
+
+
+def _from_http(error: HTTPException) -> APIError:
+    known: dict[int, tuple[str, str]] = {
+        404: ("Unknown request URL. Please check the URL for typos.", "unknown_url"),
+        405: ("This method is not allowed for this URL.", "method_not_allowed"),
+    }
+    message, code = known.get(error.status_code, (str(error.detail), None))
+    found = APIError(message, headers=error.headers)
+    found.status = error.status_code
+    found.type = "invalid_request_error" if error.status_code < 500 else "server_error"
+    found.code = code
+    return found
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make every exception that reaches the application leave as OpenAI's error object."""
+
+    async def handle(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientDisconnect):
+            return Response(status_code=499)
+        found = as_api_error(error)
+        if isinstance(error, HTTPException) and found.status in (404, 405):
+            found.message = f"{found.message} ({request.method} {request.url.path})"
+        return error_response(found)
+
+    handlers: tuple[Any, ...] = (APIError, HTTPException, ClientDisconnect)
+    for kind in handlers:
+        app.add_exception_handler(kind, handle)
