@@ -1,0 +1,107 @@
+"""Owns the socket between the server and one worker: lists of messages, one packet each way a step.
+
+A pair of ZeroMQ PAIR sockets over a Unix socket in a private folder. The server's end lives on its
+event loop and the worker's end blocks or polls; neither knows what the messages mean. A worker that
+is started again gets a new channel, so nothing stale can arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import tempfile
+import threading
+from typing import cast
+
+import zmq
+import zmq.asyncio
+
+from .messages import FromWorker, ToWorker, encoder, from_worker_decoder, to_worker_decoder
+
+MAX_MESSAGE_BYTES = 256 << 20
+# ZeroMQ's input-output threads answer these, so a worker that computes for long still answers and
+# only one that is frozen does not.
+HEARTBEAT_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 30_000
+_LINGER_MS = 2_000  # how long the worker's last words may take
+_MAX_PATH = 100  # a Unix socket's path must fit into 108 bytes
+
+
+def _configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
+    socket.set(zmq.LINGER, linger_ms)
+    socket.set(zmq.SNDHWM, 0)  # no limit: a step never waits for a slow reader
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+
+
+class ServerChannel:
+    """The server's end, on the running event loop. Create it before the worker."""
+
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="slipstream-")  # mode 0700
+        if len(self._folder) > _MAX_PATH - len("/worker"):
+            os.rmdir(self._folder)
+            self._folder = tempfile.mkdtemp(prefix="slipstream-", dir="/tmp")
+        self.endpoint = f"ipc://{self._folder}/worker"
+        self._context = zmq.asyncio.Context(io_threads=1)
+        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
+        _configure(cast("zmq.Socket[bytes]", self._socket), 0)
+        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._socket.bind(self.endpoint)
+
+    def send(self, messages: list[ToWorker]) -> None:
+        """Queue one packet; never blocks. A packet to a worker that is gone is dropped."""
+        packet = encoder.encode(messages)
+        sent = cast("asyncio.Future[None]", self._socket.send(packet, zmq.NOBLOCK))
+        if sent.done() and isinstance(sent.exception(), zmq.Again):
+            return  # nobody at the other end: whoever watches the process reports it
+
+    async def receive(self) -> list[FromWorker]:
+        """The next packet."""
+        return from_worker_decoder.decode(await self._socket.recv())
+
+    async def disconnected(self) -> None:
+        """Return once the worker has closed the connection or stopped answering heartbeats."""
+        assert self._monitor is not None
+        await self._monitor.recv_multipart()
+
+    def close(self) -> None:
+        """Close the socket and remove its folder."""
+        self._socket.disable_monitor()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class WorkerChannel:
+    """The worker's end. `send` may be called from several threads while nobody receives."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._socket = self._context.socket(zmq.PAIR)
+        _configure(self._socket, _LINGER_MS)
+        self._socket.connect(endpoint)
+        self._lock = threading.Lock()
+
+    def send(self, messages: list[FromWorker]) -> None:
+        """Queue one packet; blocks only until the server's end is there at all."""
+        with self._lock:
+            self._socket.send(encoder.encode(messages))
+
+    def receive(self, timeout: float | None) -> list[ToWorker]:
+        """All messages that wait; if none, wait `timeout` seconds (None: as long as it takes)."""
+        messages: list[ToWorker] = []
+        if not self._socket.poll(None if timeout is None else int(timeout * 1000)):
+            return messages
+        while True:
+            try:
+                messages += to_worker_decoder.decode(self._socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return messages
+
+    def close(self) -> None:
+        """Close the socket once what was sent has left, or after two seconds."""
+        self._socket.close()
+        self._context.term()

@@ -1,0 +1,322 @@
+"""Owns the worker as the server sees it: its start, the requests it has, its death and its return.
+
+It knows nothing of text or HTTP. Every request that is submitted ends: with a finish reason, by an
+abort, or with EngineDead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..configs.schema import Config
+from ..runner.channel import ServerChannel
+from ..runner.messages import (
+    AbortRequests,
+    AddRequest,
+    Fatal,
+    FromWorker,
+    Progress,
+    Ready,
+    ResetPrefixCache,
+    Shutdown,
+    StepOutputs,
+    StepStats,
+    ToWorker,
+)
+from ..runner.process import WorkerOrders, WorkerProcess, describe_exit
+from .health import Health, State
+from .request_stream import EngineDead, RequestStream
+
+__all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
+
+log = logging.getLogger("slipstream.engine")
+
+ProgressCallback = Callable[[Progress], None]
+StatsCallback = Callable[[StepStats], None]
+_LAST_WORDS_SECONDS = 0.3  # for a Fatal that is still on its way when the process has ended
+_STOP_SECONDS = 5.0  # for the step in flight when the worker is told to stop
+
+
+class WorkerFailed(Exception):
+    """The worker did not start; the text is one sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """How long to wait before the worker is started again: 1, 2, 4 ... 30 seconds."""
+
+    first: float = 1.0
+    longest: float = 30.0
+    healthy_after: float = 60.0  # seconds of service after which the count begins anew
+
+    def delay(self, failures: int) -> float:
+        """Seconds before the next start, after so many failures in a row (from 1)."""
+        return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
+
+
+@dataclass(frozen=True)
+class _Worker:
+    process: WorkerProcess
+    channel: ServerChannel
+
+    async def end(self, grace: float = 0.0) -> int:
+        """Let the process end within `grace` seconds, or end it; returns its status."""
+        status = await (self.process.stop(grace) if grace else self.process.kill())
+        self.channel.close()
+        return status
+
+
+class EngineClient:
+    """One worker process and the requests it runs. All methods are for the event loop's thread."""
+
+    def __init__(
+        self, config: Config, *, engine: str | None = None, backoff: Backoff | None = None
+    ) -> None:
+        self.health = Health()
+        self.stats: StatsCallback | None = None  # called once a step, on the event loop
+        self._config = config
+        self._engine = engine
+        self._backoff = backoff or Backoff()
+        self._ready: Ready | None = None
+        self._worker: _Worker | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._outbox: list[ToWorker] = []
+        self._supervisor: asyncio.Task[None] | None = None
+
+    @property
+    def ready(self) -> Ready:
+        """What the worker said when it was ready; only after `start`."""
+        assert self._ready is not None, "start() has not returned"
+        return self._ready
+
+    @property
+    def state(self) -> State:
+        """The health's state."""
+        return self.health.state
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted and not yet ended."""
+        return len(self._streams)
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The worker's process id, if there is one."""
+        return None if self._worker is None else self._worker.process.pid
+
+    async def start(self, progress: ProgressCallback | None = None) -> Ready:
+        """Start the worker and wait until it serves. WorkerFailed if it cannot."""
+        try:
+            self._ready = await self._launch(progress)
+        except WorkerFailed as error:
+            self.health.change("failed", str(error))
+            raise
+        self.health.change("ready")
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        return self._ready
+
+    def submit(self, request: AddRequest) -> RequestStream:
+        """Hand a request to the worker; EngineDead if there is none that serves."""
+        if self.state != "ready":
+            raise self._dead()
+        assert request.request_id not in self._streams, f"{request.request_id} is running"
+        stream = RequestStream(request.request_id)
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        self._post(request)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and end its stream; nothing happens if it has ended."""
+        stream = self._forget(request_id)
+        if stream is not None:
+            stream.close()
+            self._post(AbortRequests([request_id]))
+
+    def reset_prefix_cache(self) -> None:
+        """Drop every cached block that no request holds."""
+        self._post(ResetPrefixCache())
+
+    async def shutdown(self, drain_timeout: float = 0.0) -> None:
+        """Refuse new requests, let the open ones finish for so long, then end the worker."""
+        await self.drain(drain_timeout)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        self._fail_streams("the server is shutting down")
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.channel.send([*self._outbox, Shutdown()])
+            await worker.end(_STOP_SECONDS)
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests and return once the open ones have ended, or after `timeout` s."""
+        if self.state != "failed":
+            self.health.change("draining", "the server is shutting down")
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _post(self, message: ToWorker) -> None:
+        """Send at the end of this turn of the event loop, all of the turn's messages together."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(message)
+
+    def _flush(self) -> None:
+        messages, self._outbox = self._outbox, []
+        if messages and self._worker is not None:
+            self._worker.channel.send(messages)
+
+    def _dispatch(self, outputs: StepOutputs) -> None:
+        for output in outputs.outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is None:
+                continue  # aborted while the step ran
+            stream.put(output)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+        if self.stats is not None:
+            self.stats(outputs.stats)
+
+    def _forget(self, request_id: str) -> RequestStream | None:
+        stream = self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+        return stream
+
+    def _fail_streams(self, message: str) -> None:
+        for request_id in list(self._streams):
+            stream = self._forget(request_id)
+            assert stream is not None
+            stream.fail(EngineDead(message, self.health.report.retry_after))
+
+    def _dead(self) -> EngineDead:
+        report = self.health.report
+        return EngineDead(report.detail or f"the engine is {report.state}", report.retry_after)
+
+    # --- life of the worker -------------------------------------------------------------------
+
+    async def _launch(self, progress: ProgressCallback | None) -> Ready:
+        """Start a worker and wait for its Ready; it is ended if that does not come."""
+        channel = ServerChannel()
+        orders = WorkerOrders(
+            endpoint=channel.endpoint,
+            parent_pid=os.getpid(),
+            config=self._config,
+            engine=self._engine,
+        )
+        worker = _Worker(WorkerProcess(orders), channel)
+        try:
+            outcome = await _watch(worker, lambda message: _on_start(message, progress))
+        except BaseException:
+            await worker.end()
+            raise
+        if isinstance(outcome, Ready):
+            self._worker = worker
+            return outcome
+        await worker.end()
+        raise WorkerFailed(outcome)
+
+    async def _supervise(self) -> None:
+        """Serve; when the worker dies, end its requests at once and start another."""
+        failures = 0
+        while True:
+            assert self._worker is not None
+            worker, began = self._worker, time.monotonic()
+            outcome = await _watch(worker, self._on_message)
+            self._worker = None
+            if time.monotonic() - began >= self._backoff.healthy_after:
+                failures = 0
+            failures += 1
+            self._announce(str(outcome), failures)
+            self._fail_streams(f"the engine stopped: {outcome}")
+            await worker.end()
+            if self.state == "draining":
+                return
+            failures = await self._restart(failures)
+
+    async def _restart(self, failures: int) -> int:
+        """Try until a worker serves; returns the failures so far."""
+        while True:
+            await asyncio.sleep(self._backoff.delay(failures))
+            try:
+                self._ready = await self._launch(None)
+            except WorkerFailed as error:
+                failures += 1
+                self._announce(str(error), failures)
+                continue
+            if self.state != "draining":
+                self.health.change("ready")
+                log.info("the worker serves again")
+            return failures
+
+    def _announce(self, reason: str, failures: int) -> None:
+        """Tell log and health that the worker is gone."""
+        delay = self._backoff.delay(failures)
+        log.error("%s; starting the worker again in %g s", reason, delay)
+        if self.state != "draining":
+            self.health.change("restarting", f"the engine is restarting: {reason}", delay)
+
+    def _on_message(self, message: FromWorker) -> str | None:
+        match message:
+            case StepOutputs():
+                self._dispatch(message)
+            case Fatal():
+                return message.message
+        return None
+
+
+def _on_start(message: FromWorker, progress: ProgressCallback | None) -> Ready | str | None:
+    match message:
+        case Progress() if progress is not None:
+            progress(message)
+        case Ready():
+            return message
+        case Fatal():
+            return message.message
+    return None
+
+
+async def _watch(
+    worker: _Worker, handle: Callable[[FromWorker], Ready | str | None]
+) -> Ready | str:
+    """Handle messages until one of them says that it is the last, or the worker is gone.
+
+    Returns what the handler returned, or a sentence about the end of the process.
+    """
+
+    async def read() -> Ready | str:
+        while True:
+            for message in await worker.channel.receive():
+                outcome = handle(message)
+                if outcome is not None:
+                    return outcome
+
+    reader = asyncio.create_task(read())
+    ended = asyncio.create_task(worker.process.wait())
+    silent = asyncio.create_task(worker.channel.disconnected())
+    tasks = {reader, ended, silent}
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not reader.done():
+            await asyncio.wait({reader}, timeout=_LAST_WORDS_SECONDS)
+        if reader.done():
+            return reader.result()
+        if ended.done():
+            return f"the worker {describe_exit(ended.result())}"
+        return "the worker stopped answering"
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
