@@ -1,0 +1,200 @@
+"""Capture sizes, descriptors, dispatch and the resolution of modes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slipstream.configs.graphs import (
+    AttentionCGSupport,
+    BatchExecutionDescriptor,
+    CUDAGraphMode,
+)
+from slipstream.configs.schema import GraphConfig
+from slipstream.runner.graph_dispatch import (
+    GraphConfigError,
+    GraphRole,
+    capture_sizes,
+    default_capture_sizes,
+    descriptors,
+    dispatch,
+    resolve_mode,
+    wanted_modes,
+)
+
+NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
+DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
+NEVER, SINGLE, UNIFORM, ALWAYS = AttentionCGSupport
+TARGET, PREFILL, DECODE = GraphRole.TARGET, GraphRole.DRAFT_PREFILL, GraphRole.DRAFT_DECODE
+
+
+def test_default_sizes_grow_in_steps_of_8_then_16() -> None:
+    sizes = default_capture_sizes(2048)
+    assert sizes[:6] == (1, 2, 4, 8, 16, 24)
+    assert sizes[-2:] == (496, 512)
+    assert 256 in sizes and 264 not in sizes and 272 in sizes
+    assert default_capture_sizes(20) == (1, 2, 4, 8, 16)
+
+
+def test_listed_sizes_are_sorted_and_checked() -> None:
+    assert capture_sizes((8, 1, 8), 64) == (1, 8)
+    with pytest.raises(GraphConfigError, match="--cudagraph-capture-sizes holds 65"):
+        capture_sizes((65,), 64)
+    with pytest.raises(GraphConfigError, match="holds 0"):
+        capture_sizes((0,), 64)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 6])
+def test_uniform_sizes_are_multiples_of_the_query_length(length: int) -> None:
+    found = descriptors(DECODE_ONLY, [length], default_capture_sizes(512), 20, 512)
+    assert found
+    for desc in found:
+        assert desc.mode is FULL and desc.uniform_token_count == length
+        assert desc.num_reqs is not None and desc.num_reqs * length == desc.num_tokens
+        assert desc.num_reqs <= 20 and desc.num_tokens <= 512
+    # The largest decode batch has a graph of its own although 20 * length is in no default list.
+    assert max(desc.num_reqs or 0 for desc in found) == 20
+
+
+def test_piecewise_comes_first_and_each_kind_largest_first() -> None:
+    found = descriptors(BOTH, [4], (1, 2, 8, 16), 8, 16)
+    assert [(d.mode, d.num_tokens, d.num_reqs, d.uniform_token_count) for d in found] == [
+        (PIECEWISE, 16, None, None),
+        (PIECEWISE, 8, None, None),
+        (PIECEWISE, 4, None, None),
+        (FULL, 16, 4, 4),
+        (FULL, 8, 2, 4),
+        (FULL, 4, 1, 4),
+    ]
+
+
+def test_full_mixed_pads_requests() -> None:
+    found = descriptors(FULL, [1], (4, 32), 8, 32)
+    assert [(d.num_tokens, d.num_reqs) for d in found] == [(32, 8), (4, 4)]
+
+
+CAPTURED = descriptors(BOTH, [1, 4], (1, 2, 4, 8, 16), 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((4, 1, 4), (FULL, 4, 1, 4)),
+        ((12, 3, 4), (FULL, 16, 4, 4)),  # scans upward: no uniform size 12
+        ((3, 3, 1), (FULL, 4, 4, 1)),
+        ((5, 2, None), (PIECEWISE, 8, None, None)),
+        ((9, 3, 3), (PIECEWISE, 16, None, None)),  # no family of length 3
+        ((17, 3, None), (NONE, 17, 3, None)),
+        ((0, 0, None), (NONE, 0, 0, None)),
+    ],
+)
+def test_dispatch(batch: tuple[int, int, int | None], expected: tuple[object, ...]) -> None:
+    desc = dispatch(CAPTURED, *batch)
+    assert (desc.mode, desc.num_tokens, desc.num_reqs, desc.uniform_token_count) == expected
+
+
+def test_nothing_captured_runs_eager_unpadded() -> None:
+    assert dispatch([], 5, 2, None) == BatchExecutionDescriptor(NONE, 5, 2, None)
+
+
+def test_dispatch_obeys_the_worst_rank() -> None:
+    assert dispatch(CAPTURED, 4, 1, 4, best=PIECEWISE).mode is PIECEWISE
+    assert dispatch(CAPTURED, 4, 1, 4, best=NONE).mode is NONE
+
+
+@given(
+    sizes=st.lists(st.integers(1, 64), min_size=1, max_size=6),
+    lengths=st.lists(st.integers(1, 6), min_size=1, max_size=3),
+    num_reqs=st.integers(1, 16),
+    length=st.integers(1, 6),
+    extra=st.integers(0, 5),
+)
+def test_dispatch_finds_the_cheapest_that_serves(
+    sizes: list[int], lengths: list[int], num_reqs: int, length: int, extra: int
+) -> None:
+    captured = descriptors(BOTH, lengths, tuple(sizes), 16, 96)
+    uniform = None if extra else length
+    num_tokens = num_reqs * length + extra
+    desc = dispatch(captured, num_tokens, num_reqs, uniform)
+    serving = [d for d in captured if d.serves(num_tokens, num_reqs, uniform)]
+    assert (desc.mode is NONE) == (not serving)
+    if serving:
+        assert desc in serving
+        full = [d for d in serving if d.mode is FULL]
+        assert desc.num_tokens == min(d.num_tokens for d in full or serving)
+        assert desc.mode is (FULL if full else PIECEWISE)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "support", "lengths", "can_split", "mode", "full_lengths"),
+    [
+        (BOTH, ALWAYS, (4,), True, BOTH, (4,)),
+        (FULL, ALWAYS, (4,), True, FULL, (4,)),
+        (FULL, UNIFORM, (4,), True, BOTH, (4,)),
+        (FULL, UNIFORM, (4,), False, DECODE_ONLY, (4,)),
+        (FULL, SINGLE, (1,), True, BOTH, (1,)),
+        (BOTH, NEVER, (1,), True, PIECEWISE, ()),
+        (BOTH, NEVER, (1,), False, NONE, ()),
+        (BOTH, SINGLE, (4,), True, PIECEWISE, ()),
+        (DECODE_ONLY, SINGLE, (4,), False, NONE, ()),
+        (DECODE_ONLY, SINGLE, (1, 4), False, DECODE_ONLY, (1,)),
+        (BOTH, SINGLE, (1, 4), True, BOTH, (1,)),
+        (BOTH, UNIFORM, (1, 4), True, BOTH, (1, 4)),
+        (PIECEWISE, NEVER, (4,), True, PIECEWISE, (4,)),
+        (PIECEWISE, ALWAYS, (4,), False, NONE, (4,)),
+        (NONE, ALWAYS, (4,), True, NONE, (4,)),
+    ],
+)
+@pytest.mark.parametrize("role", [TARGET, PREFILL])
+def test_modes_of_target_and_draft_prefill(
+    role: GraphRole,
+    wanted: CUDAGraphMode,
+    support: AttentionCGSupport,
+    lengths: tuple[int, ...],
+    can_split: bool,
+    mode: CUDAGraphMode,
+    full_lengths: tuple[int, ...],
+) -> None:
+    decision = resolve_mode(wanted, support, role, lengths, can_split)
+    assert (decision.mode, decision.uniform_token_counts) == (mode, full_lengths)
+    assert bool(decision.reason) == (mode is not wanted or full_lengths != lengths)
+
+
+def test_full_without_any_support_is_an_error() -> None:
+    with pytest.raises(GraphConfigError, match="draft prefill can never run inside a graph"):
+        resolve_mode(FULL, NEVER, PREFILL, (1,))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "support", "mode"),
+    [
+        (DECODE_ONLY, ALWAYS, DECODE_ONLY),
+        (BOTH, SINGLE, DECODE_ONLY),
+        (FULL, UNIFORM, DECODE_ONLY),
+        (DECODE_ONLY, NEVER, NONE),
+        (NONE, ALWAYS, NONE),
+    ],
+)
+def test_draft_decode_is_whole_or_not_at_all(
+    wanted: CUDAGraphMode, support: AttentionCGSupport, mode: CUDAGraphMode
+) -> None:
+    assert resolve_mode(wanted, support, DECODE, (5,)).mode is mode
+
+
+def test_t5_39773_piecewise_draft_decode_is_a_configuration_error() -> None:
+    with pytest.raises(GraphConfigError, match="never piecewise"):
+        resolve_mode(PIECEWISE, ALWAYS, DECODE, (1,))
+
+
+def test_flags_become_wanted_modes() -> None:
+    auto = wanted_modes(GraphConfig(), "cuda")
+    assert (auto.target, auto.draft_prefill, auto.draft_decode) == (BOTH, BOTH, DECODE_ONLY)
+    pieces = wanted_modes(GraphConfig(cudagraph_mode="piecewise"), "cuda")
+    assert (pieces.target, pieces.draft_decode) == (PIECEWISE, NONE)
+    for config, device in [
+        (GraphConfig(enforce_eager=True), "cuda"),
+        (GraphConfig(cudagraph_mode="none"), "cuda"),
+        (GraphConfig(), "cpu"),
+    ]:
+        assert wanted_modes(config, device).target is NONE
