@@ -40,7 +40,7 @@ log = logging.getLogger("slipstream.engine")
 ProgressCallback = Callable[[Progress], None]
 StatsCallback = Callable[[StepStats], None]
 _LAST_WORDS_SECONDS = 0.3  # for a Fatal that is still on its way when the process has ended
-_STOP_SECONDS = 5.0  # for the step in flight when the worker is told to stop
+STOP_SECONDS = 5.0  # for the step in flight when the worker is told to stop
 
 
 class WorkerFailed(Exception):
@@ -145,8 +145,11 @@ class EngineClient:
         """Drop every cached block that no request holds."""
         self._post(ResetPrefixCache())
 
-    async def shutdown(self, drain_timeout: float = 0.0) -> None:
-        """Refuse new requests, let the open ones finish for so long, then end the worker."""
+    async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
+        """Refuse new requests, let the open ones finish for so long, then end the worker.
+
+        `grace` is how long the step in flight may take; 0 kills the worker.
+        """
         await self.drain(drain_timeout)
         if self._supervisor is not None:
             self._supervisor.cancel()
@@ -156,7 +159,7 @@ class EngineClient:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.channel.send([*self._outbox, Shutdown()])
-            await worker.end(_STOP_SECONDS)
+            await worker.end(grace)
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and return once the open ones have ended, or after `timeout` s."""
@@ -187,7 +190,10 @@ class EngineClient:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
         if self.stats is not None:
-            self.stats(outputs.stats)
+            try:
+                self.stats(outputs.stats)
+            except Exception:  # counting must not end requests
+                log.exception("the metrics of a step were lost")
 
     def _forget(self, request_id: str) -> RequestStream | None:
         stream = self._streams.pop(request_id, None)

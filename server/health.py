@@ -1,4 +1,4 @@
-"""Owns what the server says about itself: one state, since when, and why. The routes only read it."""
+"""Owns what the server says about itself: one state, since when, and why. Routes only read it."""
 
 from __future__ import annotations
 

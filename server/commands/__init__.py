@@ -1,0 +1,100 @@
+"""Owns the command line `slipstream COMMAND`; each command is one file of this folder.
+
+A command's file has SUMMARY, `add_arguments(parser)` and `run(args) -> exit status`, and imports
+nothing but the standard library and `configs` at its top, so that `--help` is quick. Adding a
+command is adding its file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import pkgutil
+import re
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol, cast
+
+from ...configs.options import ConfigError, did_you_mean
+from ..version import version
+
+
+class Command(Protocol):
+    """What a command's file offers."""
+
+    SUMMARY: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence, without the usage of a hundred flags before it."""
+
+    def error(self, message: str) -> NoReturn:
+        match = re.match(r"unrecognized arguments: (\S+)", message)
+        if match:
+            known = [flag for action in self._walk() for flag in action.option_strings]
+            message = f"there is no flag {match[1]}{did_you_mean(match[1], known)}"
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def _walk(self) -> list[argparse.Action]:
+        """The actions of this parser and of its commands."""
+        actions = list(self._actions)
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for parser in action.choices.values():
+                    actions += parser._actions
+        return actions
+
+
+class _Version(argparse.Action):
+    def __init__(self, option_strings: Sequence[str], dest: str, **_: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
+        parser.exit(0, f"slipstream {version()}\n")
+
+
+def command_names() -> list[str]:
+    """The files of this folder."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
+
+
+def _load(name: str) -> Command:
+    return cast(Command, importlib.import_module(f".{name}", __package__))
+
+
+def build_parser(only: str | None = None) -> argparse.ArgumentParser:
+    """The parser of all commands, or of one, whose file alone is then imported."""
+    parser = _Parser(
+        prog="slipstream",
+        description="An OpenAI-compatible LLM inference server built for speculative decoding.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_Version)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name in [only] if only else command_names():
+        module = _load(name)
+        command = commands.add_parser(
+            name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False
+        )
+        module.add_arguments(command)
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script: returns the exit status (2 for a wrong command line, 130 for Ctrl-C)."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments:
+        build_parser().print_help()
+        return 0
+    only = arguments[0] if arguments[0] in command_names() else None
+    args = build_parser(only).parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except ConfigError as error:
+        print(f"slipstream {args.command}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -1,0 +1,7 @@
+"""`python -m slipstream.server.commands` is the console script."""
+
+import sys
+
+from . import main
+
+sys.exit(main())

@@ -1,0 +1,23 @@
+"""`slipstream serve`: start the server and stay until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from ...configs.load import add_flags, load_config
+
+SUMMARY = "serve a model over HTTP with the OpenAI API"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """MODEL and a flag for every configuration field."""
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check the configuration, then serve; returns the exit status."""
+    config = load_config(args, os.environ)
+    from ..launch import serve
+
+    return serve(config)

@@ -1,0 +1,221 @@
+"""Owns the server process from the first check to the exit status: port, worker, HTTP, signals.
+
+It imports no torch and knows no routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Coroutine, Iterator
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from ..configs.logs import configure_logging
+from ..configs.schema import Config, ServerConfig
+from .engine_client import STOP_SECONDS, EngineClient, WorkerFailed
+from .progress import StartupProgress
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+log = logging.getLogger("slipstream.server")
+
+_FORCED = 130  # exit status after a second Ctrl-C
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
+_CLOSE_SECONDS = 5  # for responses whose last bytes are still on their way after the drain
+# "module:function" that builds an engine in place of the real one, for tests of this process.
+_ENGINE_VARIABLE = "SLIPSTREAM_TEST_ENGINE"
+
+
+class LaunchError(Exception):
+    """The server cannot start; the text is one sentence for the user."""
+
+
+def serve(config: Config) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit status. Errors are printed, not raised."""
+    configure_logging(config.server.log_level, config.server.log_format, "server")
+    try:
+        with bind(config.server) as listener:
+            return _run(config, listener)
+    except (LaunchError, WorkerFailed) as error:
+        log.debug("the server cannot start", exc_info=True)
+        print(f"slipstream serve: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(config: Config, listener: socket.socket) -> int:
+    launch = Launch(config, listener)
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(launch.run())
+    return uvloop.run(launch.run())
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """The listening address, taken before any work is done; LaunchError if it cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise LaunchError(f"--host {server.host} is not an address: {error.strerror}") from None
+    listener = socket.socket(family, kind, proto)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _unusable(server, error) from None
+    return listener
+
+
+def _unusable(server: ServerConfig, error: OSError) -> LaunchError:
+    why = (error.strerror or str(error)).lower()
+    where = f"port {server.port} on {server.host}"
+    return LaunchError(f"{where} cannot be used ({why}): choose another with --port")
+
+
+class Launch:
+    """One run of the server, on its event loop."""
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self._config = config
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start everything, wait for a signal, drain; returns the exit status."""
+        client = EngineClient(self._config, engine=os.environ.get(_ENGINE_VARIABLE))
+        try:
+            with self._signals():
+                server = await self._unless_stopped(self._start(client))
+                if server is not None:
+                    await self._serve(server, client)
+        finally:
+            await client.shutdown(grace=0.0 if self._force.is_set() else STOP_SECONDS)
+        return _FORCED if self._force.is_set() else 0
+
+    async def _start(self, client: EngineClient) -> uvicorn.Server:
+        """The worker and, while it loads, the app; then the HTTP server that is to run it."""
+        progress = StartupProgress()
+        worker = asyncio.create_task(client.start(progress))
+        await asyncio.sleep(0)  # let the worker's process begin
+        try:
+            app = await asyncio.to_thread(_create_app, self._config, client)
+            await worker
+        finally:
+            progress.close()
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+        return uvicorn.Server(_uvicorn_config(self._config, app))
+
+    async def _unless_stopped(
+        self, start: Coroutine[None, None, uvicorn.Server]
+    ) -> uvicorn.Server | None:
+        """The started server, or None when a signal came first."""
+        starting = asyncio.create_task(start)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if starting.done():
+            return starting.result()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return None
+
+    async def _serve(self, server: uvicorn.Server, client: EngineClient) -> None:
+        """Answer requests until a signal; then drain, end what is left, and close."""
+        try:
+            self._listener.listen(2048)
+        except OSError as error:  # someone else began to listen since `bind`
+            raise _unusable(self._config.server, error) from None
+        # `_serve` and not `serve`: uvicorn's own signal handlers would close before the drain.
+        serving = asyncio.create_task(server._serve([self._listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            print(_greeting(self._config, client, self._listener), flush=True)
+        await self._first(serving, self._stop.wait())
+        if not serving.done():
+            log.info("finishing %d open requests; Ctrl-C again to stop now", client.num_open)
+            await self._first(client.drain(self._config.server.drain_timeout), self._force.wait())
+            server.should_exit = True
+            server.force_exit = self._force.is_set()
+            await client.shutdown(grace=0.0 if self._force.is_set() else STOP_SECONDS)
+        await serving
+
+    @staticmethod
+    async def _first(*awaitables: Coroutine[None, None, object] | asyncio.Task[None]) -> None:
+        """Return when one of them is done; coroutines that are not are cancelled."""
+        tasks = [a if isinstance(a, asyncio.Task) else asyncio.create_task(a) for a in awaitables]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task, given in zip(tasks, awaitables, strict=True):
+            if task is not given:
+                task.cancel()
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM and Ctrl-C ask for a drain; another Ctrl-C ends it."""
+        loop = asyncio.get_running_loop()
+
+        def interrupted() -> None:
+            (self._force if self._stop.is_set() else self._stop).set()
+
+        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        loop.add_signal_handler(signal.SIGINT, interrupted)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
+            loop.remove_signal_handler(signal.SIGINT)
+
+
+def _create_app(config: Config, client: EngineClient) -> FastAPI:
+    """The app with its tokenizer; LaunchError if the model's text side cannot be set up."""
+    from .app import create_app
+    from .tokenizer_source import TokenizerLoadError
+
+    source = config.model.tokenizer or config.model.model
+    try:
+        return create_app(config, client, source)
+    except (TokenizerLoadError, ValueError, OSError) as error:
+        raise LaunchError(str(error).rstrip(".")) from error
+
+
+def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
+    server = config.server
+    if server.log_level != "debug":
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    return uvicorn.Config(
+        app,
+        log_config=None,  # its loggers pass their lines on to ours
+        access_log=server.access_log,
+        root_path=server.root_path,
+        ssl_keyfile=server.ssl_keyfile,
+        ssl_certfile=server.ssl_certfile,
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        server_header=False,
+    )
+
+
+def _greeting(config: Config, client: EngineClient, listener: socket.socket) -> str:
+    """The line that says where, what and how, once requests are answered."""
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if config.server.ssl_certfile else "http"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    ready = client.ready
+    drafts = "off"
+    if ready.speculative_method != "off":
+        drafts = f"{ready.speculative_method} with {ready.num_speculative_tokens} drafts"
+    name = config.server.served_model_name[0]
+    return f"Serving {name} at {url} ({ready.device}, {ready.dtype}, speculation: {drafts})"
