@@ -1,0 +1,247 @@
+"""Renders chats with the model's own jinja template, in a sandbox, as transformers does.
+
+It must not know HTTP or tokens: plain messages in, text out.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+from jinja2 import Template, TemplateError, nodes
+from jinja2.exceptions import SecurityError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from .chat_messages import TemplateTraits, UnsupportedContent, prepare_messages, with_tools_prompt
+
+_CONTINUE = "<<slipstream continues here>> "  # its last space shows whether a template trims
+
+
+class ChatTemplateError(Exception):
+    """A chat cannot be rendered; the message is a sentence for the client."""
+
+
+class ChatTemplate:
+    """A model's chat template or its named templates ("default", "tool_use", "rag", …)."""
+
+    def __init__(
+        self, templates: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]
+    ) -> None:
+        named = {"default": templates} if isinstance(templates, str) else dict(templates or {})
+        self._sources = named
+        self._special_tokens = dict(special_tokens)
+        self._compiled: dict[str, tuple[Template, TemplateTraits]] = {}
+        self._lock = threading.Lock()
+
+    @property
+    def source(self) -> str | None:
+        """The text of the template that a plain chat uses."""
+        return self._sources.get("default") or next(iter(self._sources.values()), None)
+
+    @property
+    def supports_tools(self) -> bool:
+        """Whether some template shows tools to the model by itself."""
+        return any(self._compile(source)[1].uses_tools for source in self._sources.values())
+
+    @property
+    def content_format(self) -> str:
+        """ "openai" when the template reads lists of content parts, else "string"."""
+        return self._compile(self.source)[1].content_format if self.source else "string"
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text. `chat_template` is a name or a template.
+
+        `chat_template_kwargs` (from a client; cannot collide) and `kwargs` reach the template.
+        Content parts become text and tool arguments objects where the template expects that; tools
+        that the template cannot show are described in the system message. Raises ChatTemplateError.
+        """
+        if not messages:
+            raise ChatTemplateError("messages must hold at least one message.")
+        if continue_final_message and add_generation_prompt:
+            raise ChatTemplateError(
+                "continue_final_message and add_generation_prompt cannot both be true."
+            )
+        template, traits = self._compile(self._choose(chat_template, tools))
+        try:
+            chat = prepare_messages(messages, traits)
+        except UnsupportedContent as error:
+            raise ChatTemplateError(str(error)) from error
+        if tools and not traits.uses_tools:
+            chat = with_tools_prompt(chat, tools)
+        values = {
+            **self._special_tokens,
+            **_plain({**(chat_template_kwargs or {}), **kwargs}),
+            "messages": chat,
+            "tools": _plain(tools),
+            "documents": _plain(documents),
+            "add_generation_prompt": add_generation_prompt,
+        }
+        if continue_final_message:
+            return _render_continued(template, values)
+        return _render(template, values)
+
+    def _choose(self, wanted: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
+        if wanted is not None:
+            return self._sources.get(wanted, wanted)
+        name = "tool_use" if tools and "tool_use" in self._sources else "default"
+        if name in self._sources:
+            return self._sources[name]
+        if not self._sources:
+            raise ChatTemplateError(
+                "The model has no chat template: start the server with --chat-template FILE, "
+                "or use /v1/completions."
+            )
+        names = ", ".join(sorted(self._sources))
+        raise ChatTemplateError(f"The model has several chat templates but no default: {names}.")
+
+    def _compile(self, source: str) -> tuple[Template, TemplateTraits]:
+        with self._lock:
+            if source not in self._compiled:
+                if len(self._compiled) > 64:  # clients may send templates; keep no more than a few
+                    self._compiled.clear()
+                self._compiled[source] = _compile(source)
+            return self._compiled[source]
+
+
+def _compile(source: str) -> tuple[Template, TemplateTraits]:
+    environment = _environment()
+    try:
+        return environment.from_string(source), TemplateTraits.of(environment.parse(source))
+    except (TemplateError, RecursionError) as error:
+        raise ChatTemplateError(f"The chat template is not valid: {error}.") from error
+
+
+def _render(template: Template, values: dict[str, Any]) -> str:
+    try:
+        return template.render(values)
+    except TemplateError as error:
+        reason = str(error).rstrip(".")
+        raise ChatTemplateError(f"The chat template refused the messages: {reason}.") from error
+    except Exception as error:  # anything a template can do wrong with unusual messages
+        reason = f"{type(error).__name__}: {error}".rstrip(".")
+        raise ChatTemplateError(f"The chat template failed on the messages: {reason}.") from error
+
+
+def _render_continued(template: Template, values: dict[str, Any]) -> str:
+    """Render with a mark behind the last message and cut there, so that the message stays open."""
+    last = values["messages"][-1]
+    content = last.get("content")
+    if isinstance(content, list):
+        part = next((p for p in reversed(content) if isinstance(p.get("text"), str)), None)
+    else:
+        part = None
+    text = part["text"] if part else content
+    if not isinstance(text, str):
+        raise ChatTemplateError("continue_final_message needs text in the last message.")
+    holder, key = (part, "text") if part else (last, "content")
+    holder[key] = text + _CONTINUE
+    rendered = _render(template, values)
+    holder[key] = text
+    cut = rendered.rfind(_CONTINUE.rstrip())
+    if cut < 0 or text.strip() not in rendered:
+        raise ChatTemplateError(
+            "The chat template does not show the last message, so it cannot be continued."
+        )
+    kept = rendered.startswith(_CONTINUE, cut)
+    return rendered[:cut] if kept else rendered[:cut].rstrip()
+
+
+def _plain(value: Any) -> Any:
+    """JSON data as exact built-in types, so that a template meets no method of ours."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+# --- the sandbox ------------------------------------------------------------------------------
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}` marks the assistant's text for training; here it only passes it on."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _SafeNamespace(Namespace):
+    """A namespace that takes no underscored names, which could reach into Python."""
+
+    def __init__(*args: Any, **kwargs: Any) -> None:
+        self, *rest = args
+        values = dict(*rest, **kwargs)
+        for name in values:
+            _refuse_private(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _refuse_private(name)
+        super().__setitem__(name, value)
+
+
+def _refuse_private(name: object) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot hold the name {name!r}")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    functions: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": _dict,
+        "namespace": _SafeNamespace,
+    }
+    environment.globals.update(functions)
+    return environment

@@ -1,0 +1,79 @@
+"""Finds stop strings in a growing text; must not know tokens or requests.
+
+The match that is complete first wins; of several that end at one character, the longest. So the
+answer does not depend on how the text was cut into pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class _Matcher:
+    """How much of one stop string the end of the text spells (Knuth, Morris, Pratt)."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop = stop
+        self.matched = 0
+        self._borders = [0]
+        border = 0
+        for char in stop[1:]:
+            while border and char != stop[border]:
+                border = self._borders[border - 1]
+            border += char == stop[border]
+            self._borders.append(border)
+
+    def find(self, text: str) -> int | None:
+        """Read `text`; the offset behind the first complete match, or None."""
+        stop, matched = self.stop, self.matched
+        if not matched and stop[0] not in text:
+            return None
+        for offset, char in enumerate(text):
+            while matched and char != stop[matched]:
+                matched = self._borders[matched - 1]
+            matched += char == stop[matched]
+            if matched == len(stop):
+                return offset + 1
+        self.matched = matched
+        return None
+
+
+class StopChecker:
+    """Passes text through until one of the stop strings has appeared.
+
+    Only the longest end of the text that may still become a stop string is held back. `include`
+    keeps the stop string itself in the text.
+    """
+
+    def __init__(self, stop: Sequence[str], include: bool = False) -> None:
+        if not all(stop):
+            raise ValueError("a stop string is empty")
+        self._matchers = [_Matcher(text) for text in dict.fromkeys(stop)]
+        self._include = include
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str, final: bool = False) -> tuple[str, str | None]:
+        """The text that is safe to emit, and the stop string if one has matched.
+
+        `final` says that no text follows, so nothing is held back. After a match, all is dropped.
+        """
+        if self.matched is not None:
+            return "", self.matched
+        if not self._matchers:
+            return text, None
+        ends = {m.stop: end for m in self._matchers if (end := m.find(text)) is not None}
+        if ends:
+            return self._stop(text, ends)
+        seen = self._held + text
+        held = 0 if final or self._include else max(m.matched for m in self._matchers)
+        cut = len(seen) - held
+        self._held = seen[cut:]
+        return seen[:cut], None
+
+    def _stop(self, text: str, ends: dict[str, int]) -> tuple[str, str]:
+        end = min(ends.values())
+        self.matched = max((stop for stop, at in ends.items() if at == end), key=len)
+        seen = self._held + text[:end]
+        self._held = ""
+        return (seen if self._include else seen[: len(seen) - len(self.matched)]), self.matched

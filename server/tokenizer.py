@@ -1,0 +1,213 @@
+"""Text to token ids and back, for one model; safe to call from several threads.
+
+Holds a `tokenizers.Tokenizer`, which releases the GIL. It must not know requests, and must not
+import torch or transformers: sources that need them are converted in a child process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as Backend
+from tokenizers.processors import TemplateProcessing
+
+from .detokenizer import ByteTable, IncrementalDetokenizer, byte_table
+from .tokenizer_source import TokenizerLoadError, find_tokenizer_folder
+
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerLoadError"]
+
+_NAMED = (
+    *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
+)
+_NO_LIMIT = 1 << 30  # tokenizer_config.json writes 1e30 where there is no limit
+
+
+class Tokenizer:
+    """One model's tokenizer, with the facts about it that a server needs.
+
+    `special_tokens` maps bos_token, eos_token, … to their text, as chat templates expect them.
+    `chat_templates` maps names to templates, "default" first; `chat_template` is that one or None.
+    """
+
+    def __init__(self, backend: Backend, folder: Path | None = None) -> None:
+        backend.no_truncation()
+        backend.no_padding()
+        self.backend = backend
+        files = _Files(folder)
+        self._add_missing_tokens(files.config)
+        self.special_tokens = files.special_tokens()
+        self._mark_special_tokens()
+        self._update_post_processor(files.config)
+        self.table: ByteTable | None = byte_table(backend)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        self.bos_id = backend.token_to_id(self.special_tokens.get("bos_token", ""))
+        self.eos_ids = files.eos_ids(backend.token_to_id(self.special_tokens.get("eos_token", "")))
+        self.max_length = files.max_length()
+        self.chat_templates = files.chat_templates()
+
+    @classmethod
+    def load(cls, source: str, revision: str | None = None) -> Tokenizer:
+        """The tokenizer of a folder, hub id, .gguf file or "smollm2-135m".
+
+        Converts what is no tokenizer.json on the first call, which can take seconds; the result is
+        cached. Raises TokenizerLoadError.
+        """
+        folder = find_tokenizer_folder(source, revision)
+        try:
+            return cls(Backend.from_file(str(folder / "tokenizer.json")), folder)
+        except TokenizerLoadError:
+            raise
+        except Exception as error:  # tokenizers raises plain Exception
+            raise TokenizerLoadError(f"{folder}/tokenizer.json is unusable: {error}.") from error
+
+    @property
+    def chat_template(self) -> str | None:
+        """The default chat template."""
+        return self.chat_templates.get("default")
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a text; a rendered chat holds its BOS already: no special tokens there."""
+        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """As encode, for many texts at once."""
+        found = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The text of these ids; the same as the joined deltas of a detokenizer."""
+        if self.table is None:
+            detokenizer = self.detokenizer(skip_special_tokens)
+            return detokenizer.push(ids) + detokenizer.flush()
+        dropped = self.special_ids if skip_special_tokens else ()
+        return self.table.decode(i for i in ids if i not in dropped)
+
+    def detokenizer(
+        self,
+        skip_special_tokens: bool = True,
+        keep: frozenset[int] = frozenset(),
+        prompt_ids: Sequence[int] = (),
+    ) -> IncrementalDetokenizer:
+        """A detokenizer for one sequence, which may continue a prompt."""
+        return IncrementalDetokenizer(self, skip_special_tokens, keep, prompt_ids)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The exact bytes of one token, which may be a part of a character."""
+        if self.table is not None:
+            return self.table[token_id]
+        return self.backend.decode([token_id], skip_special_tokens=False).encode()
+
+    def token_text(self, token_id: int) -> str:
+        """One token alone as text, for logprobs; parts of a character become U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def id_to_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it."""
+        return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        return self.backend.token_to_id(token)
+
+    def _mark_special_tokens(self) -> None:
+        """bos_token and the like are special even where the vocabulary does not say so."""
+        known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
+        for token in self.special_tokens.values():
+            if token not in known and self.backend.token_to_id(token) is not None:
+                self.backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
+
+    def _add_missing_tokens(self, config: dict[str, Any]) -> None:
+        """Tokens that only tokenizer_config.json lists, where their ids follow the vocabulary."""
+        listed = config.get("added_tokens_decoder") or {}
+        for index, entry in sorted((int(i), entry) for i, entry in listed.items()):
+            if self.backend.token_to_id(entry["content"]) is None:
+                flags = ("single_word", "lstrip", "rstrip", "normalized", "special")
+                token = AddedToken(entry["content"], **{f: entry.get(f, False) for f in flags})
+                self.backend.add_tokens([token])
+                if self.backend.token_to_id(entry["content"]) != index:
+                    raise TokenizerLoadError(
+                        f"The token {entry['content']!r} should have the id {index}, "
+                        "but tokenizer.json leaves a gap before it."
+                    )
+
+    def _update_post_processor(self, config: dict[str, Any]) -> None:
+        """add_bos_token and add_eos_token, where the config names them, beat tokenizer.json."""
+        if "add_bos_token" not in config and "add_eos_token" not in config:
+            return
+        start = [self.special_tokens.get("bos_token")] if config.get("add_bos_token") else []
+        end = [self.special_tokens.get("eos_token")] if config.get("add_eos_token") else []
+        pieces = [*(f"{t}:0" for t in start if t), "$A:0", *(f"{t}:0" for t in end if t)]
+        named = [(t, self.backend.token_to_id(t)) for t in (*start, *end) if t]
+        special = [(token, index) for token, index in named if index is not None]
+        self.backend.post_processor = TemplateProcessing(single=pieces, special_tokens=special)
+
+
+class _Files:
+    """The JSON files beside tokenizer.json."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.config = self.json("tokenizer_config.json")
+
+    def json(self, name: str) -> dict[str, Any]:
+        path = self.folder / name if self.folder else None
+        if path is None or not path.is_file():
+            return {}
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise TokenizerLoadError(f"{path} is no JSON: {error}.") from error
+        return value if isinstance(value, dict) else {}
+
+    def special_tokens(self) -> dict[str, str]:
+        tokens = {**self.json("special_tokens_map.json"), **self.config}
+        plain = {
+            name: token.get("content") if isinstance(token, dict) else token
+            for name, token in tokens.items()
+            if name in _NAMED
+        }
+        return {name: token for name, token in plain.items() if isinstance(token, str)}
+
+    def eos_ids(self, own: int | None) -> frozenset[int]:
+        """The tokenizer's EOS and those that generation_config.json names (else config.json)."""
+        found = self.json("generation_config.json").get("eos_token_id")
+        if found is None:
+            found = self.json("config.json").get("eos_token_id")
+        listed = found if isinstance(found, list) else [found]
+        return frozenset(i for i in [*listed, own] if isinstance(i, int))
+
+    def max_length(self) -> int | None:
+        """The longest sequence as far as these files say."""
+        config = self.json("config.json")
+        text = config.get("text_config") or config
+        limit = self.config.get("model_max_length")
+        known = [text.get("max_position_embeddings"), limit]
+        sane = [int(n) for n in known if isinstance(n, int | float) and 0 < n < _NO_LIMIT]
+        return min(sane, default=None)
+
+    def chat_templates(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        for value in (
+            self.json("chat_template.json").get("chat_template"),
+            self.config.get("chat_template"),
+        ):
+            if isinstance(value, str):
+                found["default"] = value
+            elif isinstance(value, dict):
+                found |= value
+            elif isinstance(value, list):
+                found |= {entry["name"]: entry["template"] for entry in value}
+        if self.folder:
+            single = self.folder / "chat_template.jinja"
+            named = {p.stem: p for p in self.folder.glob("additional_chat_templates/*.jinja")}
+            files = {**named, **({"default": single} if single.is_file() else {})}
+            found |= {name: path.read_text(encoding="utf-8") for name, path in files.items()}
+        return found

