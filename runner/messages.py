@@ -123,6 +123,7 @@ class RequestOutput(msgspec.Struct, omit_defaults=True):
     finish_reason: str | None = None  # "stop" | "length" | "error"
     stop_token_id: int | None = None  # which stop token ended it (its id is in `token_ids`)
     error: str | None = None  # one sentence, with finish_reason "error"
+    invalid_request: bool = False  # with `error`: the request is at fault, not the engine (HTTP 400)
     num_cached_tokens: int = 0  # prompt tokens served from the prefix cache; set in the first output
     num_draft_tokens: int = 0  # drafts verified in this step
     num_accepted_tokens: int = 0  # of those, accepted
