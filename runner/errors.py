@@ -1,0 +1,11 @@
+"""Errors that a user or a machine can cause in the worker; a message is one sentence for the user."""
+
+from __future__ import annotations
+
+
+class RunnerError(Exception):
+    """Base of the worker's named errors."""
+
+
+class ModelLoadError(RunnerError):
+    """The model cannot be found, is not supported, or its checkpoint does not fit."""

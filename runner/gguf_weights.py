@@ -1,0 +1,176 @@
+"""Reads GGUF files: the config from metadata, weights dequantised and under the names of
+transformers' checkpoints. Knows nothing about models."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf import GGUFReader, GGUFValueType
+from gguf.quants import dequantize
+from torch import Tensor
+
+from .errors import ModelLoadError
+
+# GGUF architecture -> transformers' model_type
+_MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, stored as its outcome
+
+
+class _Reader(GGUFReader):  # type: ignore[misc]
+    """A reader that steps over a vocabulary instead of making an array of each of its strings."""
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[Any], list[int], list[Any]]:
+        if raw_type == GGUFValueType.ARRAY:
+            item_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            if self.byte_order == "I" and item_type == GGUFValueType.STRING and count > 64:
+                end = orig_offs + 12
+                for _ in range(count):
+                    end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+                return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
+        parts: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(
+            orig_offs, raw_type
+        )
+        return parts
+
+
+class GGUFFile:
+    """One open GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._reader = _Reader(path)
+        except (ValueError, OSError, struct.error, IndexError) as error:
+            raise ModelLoadError(f"{path} is not a readable GGUF file: {error}.") from error
+        self.architecture = str(self._value("general.architecture"))
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.names = [_checkpoint_name(name) for name in self._tensors if name != _ROPE_DIVISORS]
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        field = self._reader.get_field(key)
+        return default if field is None else field.contents()
+
+    def _setting(self, key: str, default: Any = None) -> Any:
+        return self._value(f"{self.architecture}.{key}", default)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """End-of-sequence and end-of-turn ids, without repeats."""
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        ids = [self._value(key) for key in keys]
+        return list(dict.fromkeys(int(i) for i in ids if i is not None))
+
+    def config(self) -> dict[str, Any]:
+        """What config.json would say."""
+        if self.architecture not in _MODEL_TYPES:
+            raise ModelLoadError(
+                f"GGUF architecture {self.architecture!r} is not supported; supported: "
+                f"{', '.join(sorted(_MODEL_TYPES))}."
+            )
+        num_heads = int(self._setting("attention.head_count"))
+        hidden = int(self._setting("embedding_length"))
+        eos = self.eos_token_ids
+        config: dict[str, Any] = {
+            "model_type": _MODEL_TYPES[self.architecture],
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "hidden_size": hidden,
+            "intermediate_size": int(self._setting("feed_forward_length")),
+            "num_hidden_layers": int(self._setting("block_count")),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": int(self._setting("attention.head_count_kv", num_heads)),
+            "head_dim": int(self._setting("attention.key_length", hidden // num_heads)),
+            "max_position_embeddings": int(self._setting("context_length")),
+            "rms_norm_eps": float(self._setting("attention.layer_norm_rms_epsilon")),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "bos_token_id": self._value("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+            "rope_parameters": self._rope(),
+        }
+        window = self._setting("attention.sliding_window")
+        if window:
+            config["sliding_window"] = int(window)
+            if self.architecture == "llama":
+                config["model_type"] = "mistral"
+        elif config["model_type"] == "mistral":
+            config["sliding_window"] = None
+        return config
+
+    def _rope(self) -> dict[str, Any]:
+        rope: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": float(self._setting("rope.freq_base", 10000.0)),
+        }
+        if _ROPE_DIVISORS in self._tensors:
+            divisors = _dequantised(self._tensors[_ROPE_DIVISORS], _ROPE_DIVISORS)
+            return rope | {"rope_type": "divisors", "divisors": divisors.tolist()}
+        scaling = self._setting("rope.scaling.type", "none")
+        if scaling in ("linear", "yarn"):
+            rope |= {"rope_type": scaling, "factor": float(self._setting("rope.scaling.factor"))}
+        if scaling == "yarn":
+            original = self._setting("rope.scaling.original_context_length")
+            rope["original_max_position_embeddings"] = int(original)
+        return rope
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in transformers' form, fp32 tensor) of every weight."""
+        # llama.cpp's converter reorders rotary pairs of this architecture; the others keep theirs
+        heads: dict[str, int] = {}
+        if self.architecture in ("llama", "mistral"):
+            num_heads = int(self._setting("attention.head_count"))
+            num_kv_heads = int(self._setting("attention.head_count_kv", num_heads))
+            heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+        for name, stored in self._tensors.items():
+            if name == _ROPE_DIVISORS:
+                continue
+            tensor = _dequantised(stored, name)
+            kind = name.split(".")[2] if name.startswith("blk.") else ""
+            if kind in heads:
+                tensor = _split_rotary_pairs(tensor, heads[kind])
+            yield _checkpoint_name(name), tensor
+
+
+def _dequantised(stored: Any, name: str) -> Tensor:
+    try:
+        values = dequantize(stored.data, stored.tensor_type)
+    except NotImplementedError as error:
+        raise ModelLoadError(
+            f"tensor {name} has the quantisation {stored.tensor_type.name}, which is not supported."
+        ) from error
+    return torch.from_numpy(values.copy() if not values.flags.writeable else values)
+
+
+def _split_rotary_pairs(tensor: Tensor, num_heads: int) -> Tensor:
+    """Undo the interleaving of rotary pairs: rows (2i, 2i + 1) of a head become (i, i + D / 2)."""
+    return tensor.reshape(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _checkpoint_name(name: str) -> str:
+    """transformers' name of a GGUF tensor; unknown names stay, for the loader to report."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _TOP_NAMES:
+        return f"{_TOP_NAMES[stem]}.{suffix}"
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{suffix}"
+    return name

@@ -1,0 +1,214 @@
+"""Building blocks of models: projections, norms, embeddings; how checkpoint tensors reach them.
+
+A module offers one `CheckpointSlot` per tensor it takes from a checkpoint, under the checkpoint's
+own name; fused projections offer one slot per part. Nothing here knows file formats.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.norm_rope import fused_add_rms_norm, rms_norm
+
+
+@dataclass(frozen=True)
+class CheckpointSlot:
+    """Where one checkpoint tensor goes. `load` takes it on any device, in any float dtype."""
+
+    shape: tuple[int, ...]
+    load: Callable[[Tensor], None]
+    init: str = "normal"  # random weights: "normal", "ones" or "zeros"
+    optional: bool = False  # a checkpoint may leave it out
+
+
+@runtime_checkable
+class TakesCheckpoint(Protocol):
+    """A module with weights. `parent` is its parent's name with a dot, or empty; `name` its own."""
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]: ...
+
+
+@dataclass(frozen=True)
+class WeightFormat:
+    """Where a model lives and in which number formats."""
+
+    device: torch.device
+    dtype: torch.dtype  # activations, and weights unless packed
+    pack_fp16: bool = False  # CPU: linear weights as packed fp16, accumulated in fp32
+
+    @property
+    def table_dtype(self) -> torch.dtype:
+        """Of embedding tables, which are only gathered from."""
+        return torch.float16 if self.pack_fp16 else self.dtype
+
+
+def resolve_format(name: str, device: torch.device, checkpoint_dtype: object) -> WeightFormat:
+    """The format for `--dtype name`; `auto` is packed fp16 on x86 CPUs, bf16 or fp16 on GPUs."""
+    if name != "auto":
+        return WeightFormat(device, getattr(torch, name))
+    if device.type == "cpu":
+        return WeightFormat(device, torch.float32, pack_fp16=packing_available())
+    half = str(checkpoint_dtype).removeprefix("torch.") == "float16"
+    return WeightFormat(device, torch.float16 if half else torch.bfloat16)
+
+
+@functools.cache
+def packing_available() -> bool:
+    """True if this CPU and this build of torch have the packed fp16 linear layer."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        return False
+    try:
+        packed = torch.ops.quantized.linear_prepack_fp16(torch.eye(8), None)
+        out = torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 8), packed)
+    except RuntimeError:
+        return False
+    return bool((out == 1).all())
+
+
+class Linear(nn.Module):
+    """y = x Wᵀ + b for one or several checkpoint matrices fused along the output.
+
+    `outputs` is the number of outputs, or for a fused layer maps each part's checkpoint name (a
+    sibling of this module's) to its number, in order.
+    """
+
+    weight: Tensor | None  # [out_features, in_features]
+    bias: Tensor | None  # [out_features]
+
+    def __init__(
+        self,
+        in_features: int,
+        outputs: int | Mapping[str, int],
+        fmt: WeightFormat,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        self.shards = {"": outputs} if isinstance(outputs, int) else dict(outputs)
+        self.in_features, self.out_features = in_features, sum(self.shards.values())
+        self.format = fmt
+        kinds = ("weight", "bias") if bias else ("weight",)
+        self._missing = {(shard, kind) for shard in self.shards for kind in kinds}
+        self._packed: Any = None
+        empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
+        # packed weights exist unpacked only while their parts arrive
+        weight = None if fmt.pack_fp16 else empty(self.out_features, in_features)
+        self.register_buffer("weight", weight)
+        self.register_buffer("bias", empty(self.out_features) if bias else None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., in_features] -> [..., out_features]."""
+        if self._packed is not None:
+            out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+            return out
+        assert self.weight is not None, "weights are not loaded"
+        return F.linear(x, self.weight, self.bias)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        start = 0
+        for shard, size in self.shards.items():
+            path, part = f"{parent}{shard or name}", slice(start, start + size)
+            load = functools.partial(self._load_weight, shard, part)
+            yield f"{path}.weight", CheckpointSlot((size, self.in_features), load)
+            if self.bias is not None:
+                load = functools.partial(self._load_bias, shard, part)
+                yield f"{path}.bias", CheckpointSlot((size,), load, "zeros")
+            start += size
+
+    def _load_weight(self, shard: str, part: slice, tensor: Tensor) -> None:
+        if self.weight is None:
+            self.weight = torch.empty(self.out_features, self.in_features)
+            self._missing |= {(shard, "weight") for shard in self.shards}
+        self.weight[part].copy_(tensor)
+        self._arrived(shard, "weight")
+
+    def _load_bias(self, shard: str, part: slice, tensor: Tensor) -> None:
+        assert self.bias is not None
+        self.bias[part].copy_(tensor)
+        self._arrived(shard, "bias")
+
+    def _arrived(self, shard: str, kind: str) -> None:
+        self._missing.discard((shard, kind))
+        if self.format.pack_fp16 and not self._missing:
+            self._pack()
+
+    def _pack(self) -> None:
+        assert self.weight is not None
+        # what fp16 cannot hold stays in fp32
+        if bool(self.weight.abs().max() <= torch.finfo(torch.float16).max):
+            self._packed = torch.ops.quantized.linear_prepack_fp16(self.weight, self.bias)
+            self.weight = None
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm. With `offset` 1 the checkpoint stores weight - 1 (Gemma 3)."""
+
+    weight: Tensor  # [size]
+
+    def __init__(self, size: int, eps: float, fmt: WeightFormat, offset: float = 0.0) -> None:
+        super().__init__()
+        self.eps, self.offset = eps, offset
+        # 1 + w would lose w's digits in bf16
+        dtype = torch.float32 if offset else fmt.dtype
+        self.register_buffer("weight", torch.empty(size, dtype=dtype, device=fmt.device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size], normed."""
+        return rms_norm(x, self.weight, self.eps)
+
+    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(normed x + residual, x + residual); both [M, size]; a missing residual is 0."""
+        if residual is None:
+            return rms_norm(x, self.weight, self.eps), x
+        return fused_add_rms_norm(x, residual, self.weight, self.eps)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        init = "zeros" if self.offset else "ones"
+        slot = CheckpointSlot(tuple(self.weight.shape), self._load, init)
+        yield f"{parent}{name}.weight", slot
+
+    def _load(self, tensor: Tensor) -> None:
+        self.weight.copy_(tensor.float() + self.offset)
+
+
+class Embedding(nn.Module):
+    """A table of rows; rows come out in the activation dtype."""
+
+    weight: Tensor  # [num_rows, size]
+
+    def __init__(self, num_rows: int, size: int, fmt: WeightFormat) -> None:
+        super().__init__()
+        self.dtype = fmt.dtype
+        table = torch.empty(num_rows, size, dtype=fmt.table_dtype, device=fmt.device)
+        self.register_buffer("weight", table)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids: [M] int32 or int64 -> [M, size]."""
+        return F.embedding(ids, self.weight).to(self.dtype)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        yield f"{parent}{name}.weight", CheckpointSlot(tuple(self.weight.shape), self._load)
+
+    def _load(self, tensor: Tensor) -> None:
+        self.weight.copy_(tensor)
+
+
+def module_slots(root: nn.Module) -> dict[str, CheckpointSlot]:
+    """The slots of all modules under `root`; names follow the module tree."""
+    slots: dict[str, CheckpointSlot] = {}
+    for path, module in root.named_modules():
+        if path and isinstance(module, TakesCheckpoint):
+            parent, dot, own_name = path.rpartition(".")
+            for name, slot in module.checkpoint_slots(f"{parent}{dot}", own_name):
+                assert name not in slots, f"two modules take {name}"
+                slots[name] = slot
+    return slots

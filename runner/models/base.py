@@ -1,0 +1,94 @@
+"""What every decoder model has: embedding, head, attention layers, map of its checkpoint."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import AttentionLayer, AttentionState
+from ..layers import CheckpointSlot, Embedding, Linear, WeightFormat, module_slots
+
+# Tables that old checkpoints carry and every implementation recomputes.
+_RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.masked_bias$")
+
+
+class TextModel(nn.Module):
+    """A decoder over flat token rows. Subclasses fill `layers` and give `forward`."""
+
+    def __init__(self, config: Any, fmt: WeightFormat) -> None:
+        super().__init__()
+        self.config = config
+        self.format = fmt
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, fmt)
+        self.tied = bool(config.tie_word_embeddings)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, fmt)
+        if self.tied and not fmt.pack_fp16:
+            self.lm_head.weight = self.embed_tokens.weight  # one tensor, two uses
+
+    @abstractmethod
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionState,
+        aux_boundaries: tuple[int, ...] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Hidden states after the final norm, and the residual stream at each boundary asked for.
+
+        input_ids: [M] int32; positions: [M] int64; boundary b is the stream after b layers (0 = the
+        embeddings), in ascending order. Returns [M, H] and one [M, H] per boundary.
+        """
+
+    @abstractmethod
+    def attention_layers(self) -> list[AttentionLayer]:
+        """Constants of every attention layer, in order."""
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids [M] -> [M, H], as the first layer takes them."""
+        out: Tensor = self.embed_tokens.forward(input_ids)
+        return out
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [L, H] after the final norm -> [L, V]."""
+        return self.lm_head.forward(hidden)
+
+    def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
+        """Checkpoint name -> where the tensor goes."""
+        slots = {
+            name if name.startswith("lm_head.") else f"model.{name}": slot
+            for name, slot in module_slots(self).items()
+        }
+        if self.tied:
+            head = slots.pop("lm_head.weight")
+            table = slots["model.embed_tokens.weight"]
+            if self.format.pack_fp16:
+                slots["model.embed_tokens.weight"] = replace(
+                    table, load=_load_both(table.load, head.load)
+                )
+            # some checkpoints store the tied head as well
+            slots["lm_head.weight"] = replace(head, load=_load_nothing, optional=True)
+        return slots
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """The slot a stored tensor belongs to; None = known and not needed."""
+        return None if _RECOMPUTED.search(name) else name
+
+
+def _load_both(
+    first: Callable[[Tensor], None], second: Callable[[Tensor], None]
+) -> Callable[[Tensor], None]:
+    def load(tensor: Tensor) -> None:
+        first(tensor)
+        second(tensor)
+
+    return load
+
+
+def _load_nothing(tensor: torch.Tensor) -> None:
+    pass

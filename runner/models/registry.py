@@ -1,0 +1,64 @@
+"""Which architectures are served, and how a model is built from its config. Imports them late."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+from ..errors import ModelLoadError
+from ..layers import WeightFormat
+from .base import TextModel
+
+# architecture in config.json -> (module, class)
+ARCHITECTURES: dict[str, tuple[str, str]] = {
+    "LlamaForCausalLM": ("llama", "LlamaModel"),
+    "MistralForCausalLM": ("llama", "LlamaModel"),
+    "Qwen2ForCausalLM": ("llama", "LlamaModel"),
+    "Qwen3ForCausalLM": ("llama", "LlamaModel"),
+}
+# for configs that do not name an architecture
+_MODEL_TYPES: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+def architecture_of(hf_config: Any) -> str:
+    """The served architecture a config asks for; raises ModelLoadError if there is none."""
+    named = list(getattr(hf_config, "architectures", None) or ())
+    candidates = named or [_MODEL_TYPES.get(hf_config.model_type, hf_config.model_type)]
+    for name in candidates:
+        if name in ARCHITECTURES:
+            return str(name)
+    raise ModelLoadError(
+        f"architecture {', '.join(candidates)} is not supported; supported: "
+        f"{', '.join(sorted(ARCHITECTURES))}."
+    )
+
+
+def build_model(
+    hf_config: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+    layer_id_offset: int = 0,
+    pack_fp16: bool = False,
+    max_position: int | None = None,
+) -> TextModel:
+    """The model with uninitialised weights; `max_position` bounds the positions it will see.
+
+    `dtype` and `pack_fp16` are those of a `layers.WeightFormat` (see `layers.resolve_format`).
+    """
+    module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
+    module = importlib.import_module(f".{module_name}", __package__)
+    text_config = getattr(hf_config, "text_config", None) or hf_config
+    model: TextModel = getattr(module, class_name)(
+        text_config,
+        WeightFormat(device, dtype, pack_fp16),
+        max_position or text_config.max_position_embeddings,
+        layer_id_offset,
+    )
+    return model.eval()

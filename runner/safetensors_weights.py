@@ -1,0 +1,105 @@
+"""Reads safetensors checkpoints, one file or sharded; fp8 block-quantised matrices become fp32."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from .errors import ModelLoadError
+
+_SCALE = "_scale_inv"  # suffix of an fp8 matrix' block scales: weight_scale_inv
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+class SafetensorsCheckpoint:
+    """The weights of a model folder. `names` leaves out what only serves dequantisation."""
+
+    def __init__(self, folder: Path, hf_config: Any) -> None:
+        self._folder = folder
+        self._block = _fp8_block(hf_config, folder)
+        self._files = _tensor_files(folder)  # stored name -> file name
+        self.names = [name for name in self._files if not self._is_scale(name)]
+
+    def _is_scale(self, name: str) -> bool:
+        return name.endswith(_SCALE) and name.removesuffix(_SCALE) in self._files
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every weight, file by file."""
+        opened: dict[str, Any] = {}
+
+        def read(name: str) -> Tensor:
+            file = self._files[name]
+            try:
+                if file not in opened:
+                    opened[file] = safe_open(self._folder / file, framework="pt")
+                tensor: Tensor = opened[file].get_tensor(name)
+            except (SafetensorError, OSError) as error:
+                raise ModelLoadError(
+                    f"tensor {name} cannot be read from {self._folder / file}: {error}."
+                ) from error
+            return tensor
+
+        for name in sorted(self.names, key=lambda name: self._files[name]):
+            tensor = read(name)
+            if tensor.dtype in _FP8 and name + _SCALE in self._files:
+                tensor = dequantise_blocks(tensor, read(name + _SCALE), self._block)
+            yield name, tensor
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ModelLoadError(f"{index} is not a valid safetensors index.") from error
+        absent = sorted({file for file in files.values() if not (folder / file).exists()})
+        if absent:
+            raise ModelLoadError(f"{folder} lacks the weight file {', '.join(absent)}.")
+        return files
+    paths = sorted(folder.glob("*.safetensors"))
+    if (folder / "model.safetensors") in paths:
+        paths = [folder / "model.safetensors"]
+    if not paths:
+        raise ModelLoadError(
+            f"{folder} has no .safetensors files (use --load-format dummy for random weights)."
+        )
+    files = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                stored = list(opened.keys())
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(f"{path} is not a readable safetensors file: {error}.") from error
+        for name in stored:
+            if name in files:
+                raise ModelLoadError(f"tensor {name} is in both {files[name]} and {path.name}.")
+            files[name] = path.name
+    return files
+
+
+def _fp8_block(hf_config: Any, folder: Path) -> tuple[int, int]:
+    """Block size of an fp8 checkpoint; refuses other quantisations."""
+    settings = getattr(hf_config, "quantization_config", None) or {}
+    if not isinstance(settings, dict):
+        settings = settings.to_dict()
+    method = settings.get("quant_method", "fp8")
+    if method != "fp8":
+        raise ModelLoadError(f"{folder} is quantised with {method!r}, which is not supported.")
+    rows, columns = settings.get("weight_block_size") or (128, 128)
+    return int(rows), int(columns)
+
+
+def dequantise_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
+    """fp32 [R, C] of an fp8 weight [R, C] whose blocks have the scales [ceil(R/b0), ceil(C/b1)]."""
+    rows, columns = weight.shape
+    out = weight.float()
+    # full-size scales, cut where the last blocks are partial
+    spread = scales.float().repeat_interleave(block[0], 0)[:rows]
+    return out.mul_(spread.repeat_interleave(block[1], 1)[:, :columns])

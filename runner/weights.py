@@ -1,0 +1,233 @@
+"""Finds a model (folder, .gguf file, hub id), reads its config, fills a model with its weights."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..configs.schema import ModelConfig
+from .errors import ModelLoadError
+from .hub import find_model
+from .layers import CheckpointSlot
+from .models.base import TextModel
+from .models.registry import architecture_of
+
+Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+_MAX_NAMED = 5  # tensor names in one error
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that was found. `kind` is "safetensors", "gguf" or "dummy"."""
+
+    path: Path  # folder, or the .gguf file
+    kind: str
+    hf_config: Any  # a transformers config
+    eos_token_ids: list[int] = field(default_factory=list)
+    seed: int = 0  # of dummy weights
+
+    @property
+    def text_config(self) -> Any:
+        """The language part of `hf_config`."""
+        return getattr(self.hf_config, "text_config", None) or self.hf_config
+
+    @property
+    def checkpoint_dtype(self) -> object:
+        """The dtype the config names, or None."""
+        return getattr(self.text_config, "dtype", None) or getattr(self.hf_config, "dtype", None)
+
+
+def resolve_model(config: ModelConfig, check_architecture: bool = True) -> ResolvedModel:
+    """Find the model and read its config; ModelLoadError, one sentence, if that fails."""
+    path = find_model(config)
+    if path.suffix == ".gguf":
+        return _resolve_gguf(path, config)
+    if config.load_format == "gguf":
+        files = sorted(path.glob("*.gguf"))
+        if len(files) != 1:
+            raise ModelLoadError(f"{path} holds {len(files)} .gguf files; name one of them.")
+        return _resolve_gguf(files[0], config)
+    raw = _read_json(path / "config.json")
+    hf_config = make_hf_config(_merged(raw, _overrides(config)), str(path), check_architecture)
+    generation = path / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    if eos is None:
+        eos = getattr(hf_config, "eos_token_id", None)
+    eos_ids = [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
+    kind = "dummy" if config.load_format == "dummy" else "safetensors"
+    return ResolvedModel(path, kind, hf_config, eos_ids, config.seed)
+
+
+def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
+    from .gguf_weights import GGUFFile
+
+    file = GGUFFile(path)
+    raw = file.config()
+    rope = raw.pop("rope_parameters")
+    # transformers does not know all our rope types, so they are set past its validation
+    standard = rope if rope["rope_type"] != "divisors" else None
+    raw = _merged(raw | ({"rope_parameters": standard} if standard else {}), _overrides(config))
+    hf_config = make_hf_config(raw, str(path))
+    if standard is None:
+        hf_config.rope_parameters = rope
+    kind = "dummy" if config.load_format == "dummy" else "gguf"
+    return ResolvedModel(path, kind, hf_config, file.eos_token_ids, config.seed)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelLoadError(f"{path.parent} has no {path.name}.") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} is not a JSON object.")
+    return value
+
+
+def _overrides(config: ModelConfig) -> dict[str, Any]:
+    if not config.hf_overrides:
+        return {}
+    try:
+        value = json.loads(config.hf_overrides)
+    except ValueError as error:
+        raise ModelLoadError(f"--hf-overrides is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError("--hf-overrides must be a JSON object.")
+    return value
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`over` laid over `base`, objects merged key by key."""
+    out = dict(base)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = _merged(out[key], value) if both else value
+    return out
+
+
+def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = True) -> Any:
+    """The transformers config of a config.json's content; ModelLoadError if it cannot be served."""
+    from transformers import CONFIG_MAPPING
+
+    model_type = raw.get("model_type")
+    if model_type is None:
+        raise ModelLoadError(f"the config of {source} names no model_type.")
+    if model_type not in CONFIG_MAPPING:
+        names = raw.get("architectures") or [model_type]
+        raise ModelLoadError(f"architecture {', '.join(names)} is not known to transformers.")
+    try:
+        hf_config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
+    except Exception as error:  # each config class validates in its own way
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ModelLoadError(f"the config of {source} is not valid: {reason}.") from error
+    if check_architecture:
+        architecture_of(hf_config)
+    return hf_config
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+class Checkpoint(Protocol):
+    """Stored weights under the names of transformers' checkpoints."""
+
+    names: list[str]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+def load_weights(
+    model: TextModel, resolved: ResolvedModel, progress: Progress | None = None
+) -> None:
+    """Fill `model`; every stored tensor is used once, ModelLoadError names those that are not."""
+    slots = model.checkpoint_slots()
+    if resolved.kind == "dummy":
+        load_random(slots, model.format.device, resolved.seed, progress)
+        return
+    checkpoint = open_checkpoint(resolved)
+    load_checkpoint(slots, checkpoint, model.checkpoint_name, str(resolved.path), progress)
+
+
+def open_checkpoint(resolved: ResolvedModel) -> Checkpoint:
+    """The stored weights of a model that has some."""
+    if resolved.kind == "gguf":
+        from .gguf_weights import GGUFFile
+
+        return GGUFFile(resolved.path)
+    from .safetensors_weights import SafetensorsCheckpoint
+
+    return SafetensorsCheckpoint(resolved.path, resolved.hf_config)
+
+
+def load_checkpoint(
+    slots: Mapping[str, CheckpointSlot],
+    checkpoint: Checkpoint,
+    checkpoint_name: Callable[[str], str | None],
+    source: str,
+    progress: Progress | None = None,
+) -> None:
+    """Fill `slots`. `checkpoint_name` gives a stored tensor's slot, or None to leave it out."""
+    targets = {name: checkpoint_name(name) for name in checkpoint.names}
+    wanted = [target for target in targets.values() if target is not None]
+    _complain(
+        f"{source} has unexpected tensors", [n for n, t in targets.items() if t and t not in slots]
+    )
+    twice = [name for name, count in Counter(wanted).items() if count > 1]
+    _complain(f"{source} has several tensors for", twice)
+    given = set(wanted)
+    missing = [n for n, slot in slots.items() if not slot.optional and n not in given]
+    _complain(f"{source} lacks tensors", missing)
+    done = 0
+    with torch.no_grad():
+        for name, tensor in checkpoint.tensors():
+            target = targets[name]
+            if target is None:
+                continue
+            slot = slots[target]
+            if tuple(tensor.shape) != slot.shape:
+                raise ModelLoadError(
+                    f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
+                    f"asks for {list(slot.shape)}."
+                )
+            slot.load(tensor)
+            done += 1
+            if progress is not None:
+                progress(done, len(wanted))
+
+
+def _complain(what: str, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:_MAX_NAMED])
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        raise ModelLoadError(f"{what}: {shown}{more}.")
+
+
+def load_random(
+    slots: Mapping[str, CheckpointSlot],
+    device: torch.device,
+    seed: int,
+    progress: Progress | None = None,
+    std: float = 0.02,
+) -> None:
+    """Fill `slots` with seeded noise, drawn on the device; norms get ones, biases zeros."""
+    generator = torch.Generator(device).manual_seed(seed)
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    with torch.no_grad():
+        for done, slot in enumerate(slots.values()):
+            tensor = torch.empty(slot.shape, dtype=dtype, device=device)
+            if slot.init == "normal":
+                tensor.normal_(0, std, generator=generator)
+            else:
+                tensor.fill_(1.0 if slot.init == "ones" else 0.0)
+            slot.load(tensor)
+            if progress is not None:
+                progress(done + 1, len(slots))

@@ -1,0 +1,130 @@
+"""Runs a served model step by step on the CPU, and the same tokens through transformers."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from slipstream.configs.schema import ModelConfig
+from slipstream.runner.attention.base import AttentionState, CommonAttentionMetadata
+from slipstream.runner.attention.reference import ReferenceBackend
+from slipstream.runner.kv_cache import KVCache, make_groups
+from slipstream.runner.layers import resolve_format
+from slipstream.runner.models.base import TextModel
+from slipstream.runner.models.registry import build_model
+from slipstream.runner.weights import load_weights, resolve_model
+from torch import Tensor
+
+BLOCK_SIZE = 4
+CPU = torch.device("cpu")
+
+
+def load(folder: Path | str, dtype: str = "float32", **settings: Any) -> TextModel:
+    """Resolve, build and load a model as the worker does."""
+    resolved = resolve_model(ModelConfig(model=str(folder), dtype=dtype, **settings))
+    fmt = resolve_format(dtype, CPU, resolved.checkpoint_dtype)
+    model = build_model(resolved.hf_config, CPU, fmt.dtype, pack_fp16=fmt.pack_fp16)
+    load_weights(model, resolved)
+    return model
+
+
+class Sequences:
+    """KV state of several requests, with scattered pages; a stand-in for the runner."""
+
+    def __init__(self, model: TextModel, num_reqs: int, max_len: int, block_size: int = BLOCK_SIZE):
+        self.model, self.block_size = model, block_size
+        self.groups = make_groups(model.attention_layers())
+        pages = -(-max_len // block_size)
+        num_blocks = 1 + num_reqs * pages
+        self.cache = KVCache(self.groups, num_blocks, block_size, torch.float32, CPU)
+        self.builders = [
+            ReferenceBackend().create_builder(
+                group.layers, block_size, num_reqs, 1024, max_len, torch.float32, CPU
+            )
+            for group in self.groups
+        ]
+        self.lengths = [0] * num_reqs
+        self.tables = []
+        for index in range(len(self.groups)):
+            order = list(range(1, num_blocks))
+            random.Random(index).shuffle(order)
+            self.tables.append(torch.tensor(order, dtype=torch.int32).view(num_reqs, pages))
+
+    def attention(
+        self, reqs: Sequence[int], counts: Sequence[int]
+    ) -> tuple[AttentionState, Tensor]:
+        """State of a step with `counts` tokens of each request in `reqs`, and their positions."""
+        starts = [self.lengths[req] for req in reqs]
+        row_pos = [torch.arange(s, s + n) for s, n in zip(starts, counts, strict=True)]
+        positions = torch.cat(row_pos)
+        loc = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        seq_lens = torch.tensor([s + n for s, n in zip(starts, counts, strict=True)]).int()
+        metadata = []
+        for table, builder in zip(self.tables, self.builders, strict=True):
+            rows = table[list(reqs)]
+            slots = torch.cat(
+                [
+                    row[pos // self.block_size].long() * self.block_size + pos % self.block_size
+                    for row, pos in zip(rows, row_pos, strict=True)
+                ]
+            )
+            common = CommonAttentionMetadata(
+                len(reqs),
+                len(positions),
+                max(counts),
+                int(seq_lens.max()),
+                loc,
+                loc,
+                seq_lens,
+                seq_lens,
+                rows,
+                slots,
+            )
+            metadata.append(builder.build(common))
+        return self.cache.attention_state(metadata), positions
+
+    def step(
+        self, rows: Sequence[tuple[int, Sequence[int]]], aux_boundaries: tuple[int, ...] = ()
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Compute new tokens of (request, ids) rows: logits per row [n, V], aux states per boundary."""
+        reqs, counts = [req for req, _ in rows], [len(ids) for _, ids in rows]
+        attention, positions = self.attention(reqs, counts)
+        ids = torch.tensor([token for _, row in rows for token in row], dtype=torch.int32)
+        with torch.inference_mode():
+            hidden, aux = self.model(ids, positions, attention, aux_boundaries)
+            logits = self.model.compute_logits(hidden)
+        for req, count in zip(reqs, counts, strict=True):
+            self.lengths[req] += count
+        return list(logits.split(counts)), aux
+
+
+def assert_equals_transformers(model: TextModel, oracle: Any, tolerance: float = 1e-4) -> None:
+    """Prefill, chunked prefill, ragged batches, verify-like rows and decode give the oracle's logits."""
+    vocab = model.config.vocab_size
+    generator = torch.Generator().manual_seed(5)
+    lengths = (23, 9, 17, 2)
+    prompts = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+    with torch.no_grad():
+        expected = [oracle(torch.tensor([prompt])).logits[0] for prompt in prompts]
+    # (request, first token, tokens) of each step
+    steps = [
+        [(0, 0, 23)],  # prefill alone
+        [(1, 0, 5), (2, 0, 7)],  # first chunks of two
+        [(3, 0, 1), (2, 7, 6), (1, 5, 1)],  # chunks of unequal length and a decode
+        [(1, 6, 1), (2, 13, 1), (3, 1, 1)],  # a decode batch of ragged lengths
+        [(1, 7, 2), (2, 14, 2)],  # two tokens each, as in verification
+        [(2, 16, 1)],
+    ]
+    sequences = Sequences(model, len(prompts), 32)
+    got: list[list[Tensor]] = [[] for _ in prompts]
+    for step in steps:
+        rows = [(req, prompts[req][start : start + count]) for req, start, count in step]
+        for (req, _, _), logits in zip(step, sequences.step(rows)[0], strict=True):
+            got[req].append(logits)
+    for prompt_logits, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(
+            torch.cat(prompt_logits), reference.float(), atol=tolerance, rtol=tolerance
+        )
