@@ -1,0 +1,239 @@
+"""What the runner offers drafters with a model of their own: memory, attention, graphs.
+
+A drafter's attention layers join the target's KV groups, so it needs no allocator of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ..configs.schema import ModelConfig, SpeculativeConfig
+from ..kernels.gather_batch import compute_slot_mappings, gather_block_tables
+from .attention.base import (
+    AttentionBuilder,
+    AttentionLayer,
+    AttentionState,
+    CommonAttentionMetadata,
+)
+from .cuda_graphs import CudaGraphManager, ProgressFn
+from .graph_capture import GraphPool
+from .kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """What every graph manager of this device shares."""
+
+    pool: GraphPool
+    sizes: tuple[int, ...]
+    debug_compare_eager: bool = False
+    progress: ProgressFn | None = None
+
+
+class DraftModelHost:
+    """Implements `speculators.base.DraftHost`. `attach` gives it the KV cache once that exists."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        vocab_size: int,
+        target_model: nn.Module,
+        num_target_layers: int,
+        dtype_name: str,
+        graphs: GraphSettings | None,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.max_num_reqs = max_num_reqs
+        self.max_num_tokens = max_num_tokens
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.target_model = target_model
+        self.draft_layers: list[AttentionLayer] = []
+        self._next_layer_id = num_target_layers
+        self._dtype_name = dtype_name
+        self._graphs = graphs
+        self._attention: _DraftAttention | None = None
+
+    def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> nn.Module:
+        """Build the draft architecture `kind`, load its weights, register its attention layers."""
+        from .errors import ModelLoadError
+        from .layers import resolve_format
+        from .models.registry import build_model
+        from .weights import load_weights, resolve_model
+
+        if kind != "draft_model":
+            raise ModelLoadError(f"draft models of kind {kind} are not supported yet.")
+        if speculative.model is None:
+            raise ModelLoadError(f"speculative method {kind} needs a model.")
+        resolved = resolve_model(
+            ModelConfig(
+                model=speculative.model,
+                dtype=self._dtype_name,
+                load_format=speculative.load_format,
+                device=self.device.type,
+            )
+        )
+        fmt = resolve_format(self._dtype_name, self.device, resolved.checkpoint_dtype)
+        model = build_model(
+            resolved.hf_config,
+            self.device,
+            fmt.dtype,
+            layer_id_offset=self._next_layer_id,
+            pack_fp16=fmt.pack_fp16,
+            max_position=self.max_model_len,
+        )
+        load_weights(model, resolved)
+        layers = model.attention_layers()
+        self.draft_layers += layers
+        self._next_layer_id += len(layers)
+        return model
+
+    def attach(
+        self,
+        cache: KVCache,
+        builders: Sequence[
+            AttentionBuilder | None
+        ],  # draft role; None = group without draft layers
+        block_tables: Sequence[Tensor],  # the request table's, per group [R, max_blocks_g] int32
+    ) -> None:
+        """Tell it where KV lives; from then on `build_draft_attention` works."""
+        self._attention = _DraftAttention(
+            cache, builders, block_tables, self.max_num_reqs, self.max_model_len, self.device
+        )
+
+    def build_draft_attention(
+        self,
+        num_reqs: int,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        idx_mapping: Tensor,
+        desc: BatchExecutionDescriptor | None,
+        for_capture: bool = False,
+    ) -> AttentionState:
+        """An AttentionState for one-token-per-request draft decodes, slots from `positions`.
+
+        query_start_loc [N* + 1] int32 = min(i, N); seq_lens [N*] int32, padded 0; positions [N*]
+        int64; idx_mapping [N*] int32, padded -1. `num_reqs` is N. Waits for nothing.
+        """
+        assert self._attention is not None, "the drafter asked for attention before the KV cache"
+        return self._attention.build(
+            num_reqs, query_start_loc, seq_lens, positions, idx_mapping, desc, for_capture
+        )
+
+    def create_graph_manager(
+        self, name: str, mode: CUDAGraphMode, uniform_token_counts: Sequence[int]
+    ) -> CudaGraphManager:
+        """A manager that shares the device's graph pool."""
+        assert self._graphs is not None or mode is CUDAGraphMode.NONE, "this device has no graphs"
+        if self._graphs is None:
+            from .graph_recorder import RecordedGraphs
+
+            return CudaGraphManager(name, [], GraphPool(RecordedGraphs()))
+        return CudaGraphManager.create(
+            name,
+            mode,
+            uniform_token_counts,
+            self._graphs.sizes,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self._graphs.pool,
+            self._graphs.progress,
+            self._graphs.debug_compare_eager,
+        )
+
+    @property
+    def draft_decode_support(self) -> AttentionCGSupport:
+        """The least claim of the draft builders."""
+        assert self._attention is not None
+        return self._attention.support
+
+
+class _DraftAttention:
+    """Builders and buffers of draft decodes: one token per request, rebuilt per decode step."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        builders: Sequence[AttentionBuilder | None],
+        block_tables: Sequence[Tensor],
+        max_num_reqs: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._cache = cache
+        self._builders = builders
+        self._requests = block_tables
+        self._max_model_len = max_model_len
+        # Own buffers: the target's of this step may still be baked into a graph of another shape.
+        self._block_tables = [
+            torch.zeros((max_num_reqs, table.shape[1]), dtype=torch.int32, device=device)
+            for table in block_tables
+        ]
+        self._slot_mappings = torch.zeros(
+            (len(block_tables), max_num_reqs), dtype=torch.int64, device=device
+        )
+
+    @property
+    def support(self) -> AttentionCGSupport:
+        return min(b.supports for b in self._builders if b is not None)
+
+    def build(
+        self,
+        num_reqs: int,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        idx_mapping: Tensor,
+        desc: BatchExecutionDescriptor | None,
+        for_capture: bool,
+    ) -> AttentionState:
+        padded = seq_lens.shape[0]
+        gather_block_tables(self._requests, idx_mapping, self._block_tables, num_reqs, padded)
+        sizes = [self._cache.block_size] * len(self._block_tables)
+        compute_slot_mappings(
+            self._block_tables,
+            sizes,
+            query_start_loc,
+            positions,
+            self._slot_mappings,
+            num_reqs,
+            num_reqs,
+            padded,
+        )
+        starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs)
+        bounds = torch.zeros(padded, dtype=torch.int32)
+        bounds[:num_reqs] = self._max_model_len  # the host does not know how many were rejected
+        metadata = []
+        for group, builder in enumerate(self._builders):
+            if builder is None:
+                metadata.append(None)
+                continue
+            common = CommonAttentionMetadata(
+                num_reqs=padded,
+                num_actual_tokens=padded,
+                max_query_len=1,
+                max_seq_len=self._max_model_len,
+                query_start_loc=query_start_loc,
+                query_start_loc_cpu=starts,
+                seq_lens=seq_lens,
+                seq_lens_cpu_upper_bound=bounds,
+                block_table=self._block_tables[group],
+                slot_mapping=self._slot_mappings[group],
+            ).with_rows(padded, padded)
+            if for_capture:
+                assert desc is not None
+                metadata.append(builder.build_for_capture(common, desc))
+            else:
+                metadata.append(builder.build(common, desc))
+        return self._cache.attention_state(metadata)  # type: ignore[arg-type]

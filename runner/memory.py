@@ -1,0 +1,71 @@
+"""How much memory the KV cache gets, and how many blocks that is."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..configs.schema import CacheConfig
+from .errors import RunnerError
+from .kv_cache import KVCacheGroup, block_bytes, num_blocks_for
+
+CPU_CACHE_BYTES = 1 << 30
+
+
+class NoKVMemory(RunnerError):
+    """The KV cache would hold less than one request."""
+
+    def __init__(self, available: int, needed: int) -> None:
+        super().__init__(
+            f"{max(0, available) / 2**20:.0f} MiB are left for the KV cache, but one request of "
+            f"max_model_len needs {needed / 2**20:.0f} MiB: raise --gpu-memory-utilization or "
+            "--kv-cache-memory-bytes, or lower --max-model-len"
+        )
+
+
+def kv_cache_bytes(
+    config: CacheConfig, device: torch.device, run_largest_step: Callable[[], None]
+) -> int:
+    """Bytes for the KV cache: as configured, else what the device has left, else 1 GiB (CPU).
+
+    On a GPU `run_largest_step` runs once, to see how much memory activations take at their peak.
+    """
+    if config.kv_cache_memory_bytes is not None:
+        return config.kv_cache_memory_bytes
+    if device.type != "cuda":
+        return CPU_CACHE_BYTES
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    activations = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free  # weights, context, and whoever else uses this device
+    return int(total * config.gpu_memory_utilization) - others - activations
+
+
+def num_kv_blocks(
+    config: CacheConfig,
+    memory_bytes: int,
+    groups: Sequence[KVCacheGroup],
+    dtype: torch.dtype,
+    max_model_len: int,
+    max_tokens: int,
+) -> int:
+    """Blocks per group, the null block included; never more than `max_tokens` tokens can use.
+
+    Raises `NoKVMemory` if one request of `max_model_len` does not fit.
+    """
+    if config.num_gpu_blocks_override is not None:
+        return config.num_gpu_blocks_override
+    size = config.block_size
+    blocks = num_blocks_for(memory_bytes, groups, size, dtype)
+    needed = -(-max_model_len // size) + 1
+    if blocks < needed:
+        raise NoKVMemory(memory_bytes, needed * block_bytes(groups, size, dtype))
+    return min(blocks, max(needed, -(-max_tokens // size) + 1))

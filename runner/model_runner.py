@@ -1,0 +1,265 @@
+"""Runs one step of a `StepPlan`: stage, gather, forward or replay, sample or verify, propose.
+
+Owns no request data (see `request_table`) and no KV memory (see `kv_cache`); it never sees text and
+never decides what runs. Nothing in a step waits for the device, except where a plan asks for drafts.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..configs.schema import Config
+from ..kernels.gather_batch import post_update
+from ..speculators.base import BaseSpeculator, DraftInputs
+from .attention.base import AttentionState
+from .input_batch import InputBatch
+from .plan import StepPlan
+from .prompt_logprobs import PromptLogprobs
+from .sampling_state import Feature
+from .staging import StagingPool
+from .startup import ProgressFn, RunnerFacts, RunnerParts, assemble
+from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
+
+
+@dataclass
+class _Step:
+    """A step between `forward` and `sample`."""
+
+    plan: StepPlan
+    batch: InputBatch | None = None  # None: no rows
+    state: AttentionState | None = None
+    hidden_states: Tensor | None = None  # [M*, H]
+    aux_hidden_states: list[Tensor] = field(default_factory=list)  # each [M*, H]
+    drafts: Future[tuple[HostCopy, list[int]]] = field(default_factory=Future)
+    error: BaseException | None = None
+
+
+class ModelRunner:
+    """One device's steps. Calls come from one thread, in step order; two steps may be in flight."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self.facts: RunnerFacts = parts.facts
+        self.table = parts.table
+        self.buffers = parts.buffers
+        self._target = target = parts.target
+        self._sampling = parts.sampling
+        self._speculator = parts.speculator
+        self._queue = parts.queue
+        self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
+        self._staging = StagingPool(self.table.device)
+        self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
+        self._error: BaseException | None = None  # raised after a step's results were out
+        self._on_cpu = self.facts.device == "cpu"
+        self._copy_stream = None if self._on_cpu else torch.cuda.Stream()
+
+    # --- the engine's interface -----------------------------------------------------------------
+
+    def forward(self, plan: StepPlan) -> None:
+        """Start the step's forward pass."""
+        step = self._steps[plan.step_id] = _Step(plan)
+
+        def job() -> None:
+            try:
+                self._forward(step)
+            except BaseException as error:
+                step.error = error
+                if not step.drafts.done():
+                    step.drafts.set_exception(error)
+
+        self._queue.submit(job)
+
+    def take_draft_token_ids(self, plan: StepPlan) -> list[list[int]]:
+        """The drafts that this step verifies, per row; waits for them. Call before `sample`.
+
+        The step has len(ids) + 1 logits rows for each row, in plan order: a grammar bitmask must
+        have the same layout. An id of -1 is a row without a draft.
+        """
+        assert plan.needs_draft_ids, "the plan did not ask for draft ids"
+        copy, counts = self._steps[plan.step_id].drafts.result()
+        ids = copy.wait()[0].tolist() if counts else []
+        drafts, at = [], 0
+        for count in counts:
+            drafts.append(ids[at : at + count])
+            at += count + 1
+        return drafts
+
+    def sample(self, plan: StepPlan, grammar_bitmask: np.ndarray | None = None) -> StepHandle:
+        """Start sampling, post-update and drafting of a step whose `forward` was called.
+
+        `grammar_bitmask` [L, ceil(V / 32)] int32, a bit per allowed token, on the host.
+        """
+        step = self._steps.pop(plan.step_id)
+        handle = StepHandle()
+        # The caller may fill the same array again while this step waits for its turn.
+        mask = None if grammar_bitmask is None else np.array(grammar_bitmask, order="C")
+
+        def job() -> None:
+            try:
+                if step.error is not None:
+                    raise step.error
+                if self._error is not None:
+                    raise self._error
+                self._sample(step, mask, handle)
+            except BaseException as error:
+                if not handle.fail(error):
+                    self._error = error
+
+        self._queue.submit(job)
+        return handle
+
+    def execute(self, plan: StepPlan) -> StepHandle:
+        """`forward` and `sample` of a step that no grammar touches."""
+        self.forward(plan)
+        return self.sample(plan)
+
+    def warm_up(self) -> None:
+        """Run a small step on dummy rows, so that the first request does not pay for lazy set-up."""
+        self._queue.call(lambda: self._target.warm_up())
+
+    def capture(self) -> None:
+        """Capture the graphs of target and drafter. Does nothing where no graphs are wanted."""
+        self._queue.call(self._capture)
+
+    def synchronize(self) -> None:
+        """Wait until everything launched so far has run, drafting included."""
+        self._queue.call(lambda: None)
+        if self._copy_stream is not None:
+            torch.cuda.synchronize()
+
+    def shutdown(self) -> None:
+        """Finish queued work and free the thread."""
+        self._queue.shutdown()
+
+    # --- a step, top to bottom ------------------------------------------------------------------
+
+    def _forward(self, step: _Step) -> None:
+        plan = step.plan
+        self.table.stage(plan)
+        self.table.apply_staged()
+        self._prompt_logprobs.update(plan)
+        if not plan.rows:
+            step.drafts.set_result((HostCopy([], None), []))
+            return
+        batch = step.batch = self._gather(plan)
+        if plan.needs_draft_ids:
+            copy = HostCopy([batch.draft_ids.clone()], self._copy_stream)
+            step.drafts.set_result((copy, batch.num_draft_tokens_cpu))
+        step.state = self._target.build_attention(batch)
+        step.hidden_states, step.aux_hidden_states = self._target.run(batch, step.state)
+
+    def _gather(self, plan: StepPlan) -> InputBatch:
+        query_lens = [row.num_tokens for row in plan.rows]
+        num_drafts = [row.num_draft_tokens for row in plan.rows]
+        if self._on_cpu and any(num_drafts):
+            self._trim_drafts(plan, query_lens, num_drafts)
+        uniform = query_lens[0] if len(set(query_lens)) == 1 else None
+        if any(row.is_prefill for row in plan.rows):
+            uniform = None
+        desc = self._target.dispatch(sum(query_lens), len(query_lens), uniform)
+        return self.buffers.gather(plan.rows, query_lens, num_drafts, self.table, desc, uniform)
+
+    def _trim_drafts(self, plan: StepPlan, query_lens: list[int], num_drafts: list[int]) -> None:
+        """Leave out trailing drafts of -1. Only on the CPU, where reading them costs nothing."""
+        drafts = self.table.draft_tokens.numpy()
+        for index, row in enumerate(plan.rows):
+            count = num_drafts[index]
+            while count and drafts[row.slot, count - 1] < 0:
+                count -= 1
+            query_lens[index] -= num_drafts[index] - count
+            num_drafts[index] = count
+
+    def _sample(self, step: _Step, grammar_bitmask: np.ndarray | None, handle: StepHandle) -> None:
+        batch, hidden = step.batch, step.hidden_states
+        if batch is None:
+            handle.publish_empty()
+            return
+        assert hidden is not None
+        mask = None if grammar_bitmask is None else self._staging.upload(grammar_bitmask)
+        sampled = self._sampling.run(batch, hidden, self.table, mask, self._target.compute_logits)
+        num_logprobs = [self.table.sampling.num_logprobs[slot] for slot in batch.slots]
+        tensors = StepTensors(
+            sampled_token_ids=sampled.sampled_token_ids,
+            num_sampled=sampled.num_sampled,
+            num_draft_tokens=batch.num_draft_tokens.clone(),  # the buffer is rewritten next step
+            has_nan=sampled.has_nan,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=self._prompt_logprobs.compute(
+                step.plan.rows, batch, hidden, self.table
+            ),
+        )
+        handle.publish(tensors, RowLayout(num_logprobs), self._copy_stream)
+        counts_output = self.table.sampling.features(batch.slots) & Feature.PENALTIES
+        post_update(
+            self.table,
+            batch.idx_mapping,
+            batch.query_start_loc,
+            sampled.sampled_token_ids,
+            sampled.num_sampled,
+            sampled.num_rejected,
+            self.table.sampling.output_bin_counts if counts_output else None,
+        )
+        if self._speculator is not None:
+            self._propose(self._speculator, step, sampled.num_sampled, sampled.num_rejected)
+
+    def _propose(
+        self,
+        speculator: BaseSpeculator,
+        step: _Step,
+        num_sampled: Tensor,  # [N] int32
+        num_rejected: Tensor,  # [N] int32
+    ) -> None:
+        batch, table = step.batch, self.table
+        assert batch is not None and step.hidden_states is not None
+        drafts = speculator.propose(
+            DraftInputs(
+                num_reqs=batch.num_reqs,
+                num_tokens=batch.num_tokens,
+                descriptor=batch.descriptor,
+                idx_mapping=batch.idx_mapping,
+                query_start_loc=batch.query_start_loc,
+                seq_lens=batch.seq_lens,
+                input_ids=batch.input_ids,
+                positions=batch.positions,
+                num_sampled=num_sampled,
+                num_rejected=num_rejected,
+                requests=table,
+                attention=step.state,
+                common=batch.common,
+                hidden_states=step.hidden_states,
+                aux_hidden_states=step.aux_hidden_states,
+            )
+        )  # [N, K]
+        slots = batch.idx_mapping[: batch.num_reqs]  # [N] batch row -> slot
+        steps = torch.arange(drafts.shape[1], device=drafts.device)
+        # No draft beyond the request's cap, and none for a prompt that is not finished.
+        wanted = (steps < table.max_drafts[slots][:, None]) & (num_sampled > 0)[:, None]
+        width = drafts.shape[1]  # may be under K when the speculator chooses fewer
+        drafts = torch.where(wanted, drafts, -1)
+        table.draft_tokens[slots, :width] = drafts
+        table.draft_tokens[slots, width:] = -1
+
+    # --- start-up -------------------------------------------------------------------------------
+
+    def _capture(self) -> None:
+        states = self._target.capture()
+        if self._speculator is not None and states:
+            self._speculator.capture(states)
+
+
+def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
+    """Load, allocate, warm up and capture; the runner is then ready for its first step."""
+    runner = ModelRunner(assemble(config, progress))
+    seconds = runner.facts.startup_seconds
+    start = time.monotonic()
+    runner.warm_up()
+    seconds["warm_up"] = time.monotonic() - start
+    start = time.monotonic()
+    runner.capture()
+    seconds["capture"] = time.monotonic() - start
+    return runner

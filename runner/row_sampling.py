@@ -1,0 +1,98 @@
+"""Feeds a batch's logits rows to the sampler, in pieces of bounded memory.
+
+Splits a step at whole requests, so that a request's drafts are always verified together. It chooses
+no token itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .input_batch import InputBatch
+from .request_table import RequestTable
+from .sampler import Sampler, SamplerOutput, SamplingRows
+from .step_output import TokenLogprobTensors
+
+MAX_LOGITS_BYTES = 1 << 30  # float32 logits held at once
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """What a step emits, for all N rows of the batch."""
+
+    sampled_token_ids: Tensor  # [N, K + 1] int64, -1 beyond num_sampled
+    num_sampled: Tensor  # [N] int32
+    num_rejected: Tensor  # [N] int32
+    has_nan: Tensor  # [N] bool
+    logprobs: TokenLogprobTensors | None  # [N * (K + 1)], row-major
+
+
+class RowSampling:
+    """The sampler, seen by the runner."""
+
+    def __init__(self, sampler: Sampler, num_speculative_tokens: int, vocab_size: int) -> None:
+        self._sampler = sampler
+        self._max_drafts = num_speculative_tokens
+        self._max_rows = max(num_speculative_tokens + 1, MAX_LOGITS_BYTES // (4 * vocab_size))
+
+    def run(
+        self,
+        batch: InputBatch,
+        hidden_states: Tensor,  # [M*, H]
+        table: RequestTable,
+        grammar_bitmask: Tensor | None,  # [L, ceil(V / 32)] int32
+        compute_logits: Callable[[Tensor], Tensor],
+    ) -> SampledRows:
+        """Logits of every logits row, then a verdict for every request."""
+        outputs = []
+        for first, last in self._pieces(batch.cu_num_logits_cpu):
+            rows = self._rows(batch, first, last)
+            span = slice(batch.cu_num_logits_cpu[first], batch.cu_num_logits_cpu[last])
+            logits = compute_logits(hidden_states[batch.logits_indices[span]])
+            mask = None if grammar_bitmask is None else grammar_bitmask[span]
+            outputs.append(self._sampler.sample(logits, rows, table, mask))
+        return _join(outputs)
+
+    def _pieces(self, cu_num_logits: list[int]) -> Iterator[tuple[int, int]]:
+        """Ranges [first, last) of batch rows whose logits fit."""
+        first = 0
+        for row in range(1, len(cu_num_logits)):
+            if cu_num_logits[row] - cu_num_logits[first] > self._max_rows:
+                yield first, row - 1
+                first = row - 1
+        yield first, len(cu_num_logits) - 1
+
+    def _rows(self, batch: InputBatch, first: int, last: int) -> SamplingRows:
+        cu_num_logits = batch.cu_num_logits_cpu[first : last + 1]
+        start = cu_num_logits[0]
+        span = slice(start, cu_num_logits[-1])
+        return SamplingRows(
+            idx_mapping=batch.idx_mapping[first:last],
+            cu_num_logits=batch.cu_num_logits[first : last + 1] - start,
+            cu_num_logits_cpu=[count - start for count in cu_num_logits],
+            expanded_idx_mapping=batch.expanded_idx_mapping[span],
+            expanded_local_pos=batch.expanded_local_pos[span],
+            positions=batch.logits_positions[span],
+            draft_ids=batch.draft_ids[span],
+            seq_lens=batch.seq_lens[first:last],
+            max_num_drafts=self._max_drafts,
+            slots=batch.slots[first:last],
+        )
+
+
+def _join(outputs: list[SamplerOutput]) -> SampledRows:
+    def column(name: str) -> Tensor:
+        parts = [getattr(output, name) for output in outputs]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    return SampledRows(
+        sampled_token_ids=column("sampled_token_ids"),
+        num_sampled=column("num_sampled"),
+        num_rejected=column("num_rejected"),
+        has_nan=column("has_nan"),
+        logprobs=None,
+    )

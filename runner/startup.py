@@ -1,0 +1,316 @@
+"""Assembles what a model runner is made of: weights, KV memory, buffers, attention, sampler, drafter.
+
+Start-up only; a step never comes here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..configs.schema import Config, GraphConfig
+from ..speculators.base import BaseSpeculator, SpeculatorNeeds
+from ..speculators.registry import create_speculator
+from .attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
+from .cuda_graphs import CudaGraphManager
+from .device_queue import DeviceQueue
+from .draft_host import DraftModelHost, GraphSettings
+from .errors import RunnerError
+from .graph_capture import CudaGraphs, GraphPool
+from .graph_dispatch import GraphRole, capture_sizes, resolve_mode, wanted_modes
+from .input_batch import InputBuffers
+from .kv_blocks import BlockGroup
+from .kv_cache import KVCache, KVCacheGroup, make_groups
+from .layers import resolve_format
+from .memory import kv_cache_bytes, num_kv_blocks
+from .messages import Progress
+from .models.registry import build_model
+from .request_table import RequestTable
+from .row_sampling import RowSampling
+from .sampler import Sampler
+from .target import Target
+from .weights import load_weights, resolve_model
+
+NO_SPECULATION = SpeculatorNeeds(num_speculative_tokens=0)
+ProgressFn = Callable[[Progress], None]
+
+
+class UnusableBackend(RunnerError):
+    """The attention back end that the user asked for cannot run this model here."""
+
+
+@dataclass(frozen=True)
+class RunnerFacts:
+    """What the engine and the server need to know of a runner."""
+
+    max_model_len: int
+    vocab_size: int
+    kv_groups: tuple[BlockGroup, ...]
+    eos_token_ids: tuple[int, ...]
+    device: str  # "cpu" or "cuda"
+    dtype: str
+    attention_backend: str
+    needs: SpeculatorNeeds  # of the drafter; NO_SPECULATION without one
+    startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase; grows until ready
+
+
+@dataclass(frozen=True)
+class RunnerParts:
+    """What `ModelRunner` is made of."""
+
+    facts: RunnerFacts
+    target: Target
+    table: RequestTable
+    buffers: InputBuffers
+    sampling: RowSampling
+    speculator: BaseSpeculator | None
+    queue: DeviceQueue
+
+
+def assemble(config: Config, progress: ProgressFn) -> RunnerParts:
+    """Load the model and allocate everything that a step uses."""
+    return _Assembly(config, progress).run()
+
+
+class _Assembly:
+    def __init__(self, config: Config, progress: ProgressFn) -> None:
+        self.config = config
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+        self.device = choose_device(config.model.device)
+        self.max_num_reqs = config.scheduler.max_num_seqs
+        self.max_num_tokens = config.scheduler.max_num_batched_tokens
+
+    def run(self) -> RunnerParts:
+        config = self.config
+        with self._phase("load"):
+            self._load_target()
+            graphs = self._graph_settings()
+            host = self._draft_host(graphs)
+            speculator = create_speculator(config.speculative, host)
+        needs = speculator.needs if speculator is not None else NO_SPECULATION
+        with self._phase("kv_cache"), torch.inference_mode():
+            layers = [*self.model.attention_layers(), *host.draft_layers]
+            groups = make_groups(layers)
+            backend = choose_backend(config.graph.attention_backend, layers, self.device)
+            builders = [self._builder(backend, group.layers) for group in groups]
+            max_blocks = [-(-self.max_model_len // config.cache.block_size) for _ in groups]
+            buffers = self._buffers(needs, max_blocks)
+            manager = self._graph_manager(graphs, builders, needs)
+            cache = self._kv_cache(groups, builders, buffers, manager, needs)
+        table = RequestTable(
+            self.max_num_reqs,
+            self.max_model_len,
+            self.vocab_size,
+            needs.num_speculative_tokens,
+            max_blocks,
+            self.device,
+            self.vocab_size if needs.draft_logits else None,
+        )
+        draft_builders = [
+            self._builder(backend, draft) if draft else None
+            for draft in (
+                [layer for layer in group.layers if layer in host.draft_layers] for group in groups
+            )
+        ]
+        host.attach(cache, draft_builders, table.block_tables)
+        target = Target(
+            self.model, cache, builders, buffers, manager, needs.aux_hidden_state_boundaries
+        )
+        return RunnerParts(
+            self._facts(cache, backend, needs),
+            target,
+            table,
+            buffers,
+            RowSampling(Sampler(config.speculative), needs.num_speculative_tokens, self.vocab_size),
+            speculator,
+            DeviceQueue(self.device),
+        )
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[None]:
+        start = time.monotonic()
+        self.progress(Progress(name, 0, 1))
+        yield
+        self.progress(Progress(name, 1, 1))
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def _load_target(self) -> None:
+        config = self.config.model
+        self.resolved = resolve_model(config)
+        text: Any = self.resolved.text_config
+        self.vocab_size = int(text.vocab_size)
+        self.max_model_len = config.max_model_len or int(text.max_position_embeddings)
+        self.format = resolve_format(config.dtype, self.device, self.resolved.checkpoint_dtype)
+        self.model = build_model(
+            self.resolved.hf_config,
+            self.device,
+            self.format.dtype,
+            pack_fp16=self.format.pack_fp16,
+            max_position=self.max_model_len,
+        )
+        load_weights(self.model, self.resolved, self._load_progress)
+
+    def _load_progress(self, done: int, total: int) -> None:
+        self.progress(Progress("load", done, total, "weights"))
+
+    def _draft_host(self, graphs: GraphSettings | None) -> DraftModelHost:
+        return DraftModelHost(
+            self.device,
+            self.format.dtype,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self.max_model_len,
+            self.vocab_size,
+            self.model,
+            len(self.model.attention_layers()),
+            self.config.model.dtype,
+            graphs,
+        )
+
+    def _builder(
+        self, backend: AttentionBackend, layers: Sequence[AttentionLayer]
+    ) -> AttentionBuilder:
+        return backend.create_builder(
+            layers,
+            self.config.cache.block_size,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self.max_model_len,
+            self.format.dtype,
+            self.device,
+        )
+
+    def _buffers(self, needs: SpeculatorNeeds, max_blocks: Sequence[int]) -> InputBuffers:
+        return InputBuffers(
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self.max_model_len,
+            needs.num_speculative_tokens,
+            [self.config.cache.block_size] * len(max_blocks),
+            max_blocks,
+            self.device,
+        )
+
+    # --- graphs ---------------------------------------------------------------------------------
+
+    def _graph_settings(self) -> GraphSettings | None:
+        graph = self.config.graph
+        if not wants_graphs(graph, self.device):
+            return None
+        return GraphSettings(
+            GraphPool(CudaGraphs(self.device)),
+            capture_sizes(graph.cudagraph_capture_sizes, self.max_num_tokens),
+            graph.debug_compare_eager,
+            lambda done, total, detail: self.progress(Progress("capture", done, total, detail)),
+        )
+
+    def _graph_manager(
+        self,
+        settings: GraphSettings | None,
+        builders: Sequence[AttentionBuilder],
+        needs: SpeculatorNeeds,
+    ) -> CudaGraphManager | None:
+        if settings is None:
+            return None
+        lengths = sorted({1, needs.num_speculative_tokens + 1})
+        decision = resolve_mode(
+            wanted_modes(self.config.graph, self.device.type).target,
+            min(builder.supports for builder in builders),
+            GraphRole.TARGET,
+            lengths,
+        )
+        return CudaGraphManager.create(
+            "target",
+            decision.mode,
+            decision.uniform_token_counts,
+            settings.sizes,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            settings.pool,
+            settings.progress,
+            settings.debug_compare_eager,
+        )
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def _kv_cache(
+        self,
+        groups: Sequence[KVCacheGroup],
+        builders: Sequence[AttentionBuilder],
+        buffers: InputBuffers,
+        manager: CudaGraphManager | None,
+        needs: SpeculatorNeeds,
+    ) -> KVCache:
+        size, dtype = self.config.cache.block_size, self.format.dtype
+
+        def run_largest_step() -> None:
+            cache = KVCache(groups, 2, size, dtype, self.device)
+            target = Target(
+                self.model, cache, builders, buffers, None, needs.aux_hidden_state_boundaries
+            )
+            logits = target.warm_up(self.max_num_tokens)
+            rows = self.max_num_reqs * (needs.num_speculative_tokens + 1)
+            logits[:1].float().expand(rows, -1).softmax(-1).cumsum(-1)  # as the sampler's copies
+
+        available = kv_cache_bytes(self.config.cache, self.device, run_largest_step)
+        del manager  # graphs take their memory from what gpu_memory_utilization leaves free
+        num_blocks = num_kv_blocks(
+            self.config.cache,
+            available,
+            groups,
+            dtype,
+            self.max_model_len,
+            self.max_num_reqs * self.max_model_len,
+        )
+        return KVCache(groups, num_blocks, size, dtype, self.device)
+
+    def _facts(
+        self, cache: KVCache, backend: AttentionBackend, needs: SpeculatorNeeds
+    ) -> RunnerFacts:
+        return RunnerFacts(
+            max_model_len=self.max_model_len,
+            vocab_size=self.vocab_size,
+            kv_groups=tuple(
+                BlockGroup(cache.num_blocks, cache.block_size, group.sliding_window)
+                for group in cache.groups
+            ),
+            eos_token_ids=tuple(self.resolved.eos_token_ids),
+            device=self.device.type,
+            dtype=str(self.format.dtype).removeprefix("torch."),
+            attention_backend=backend.name,
+            needs=needs,
+            startup_seconds=self.seconds,
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for `--device`; "auto" is CUDA where there is one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RunnerError("--device cuda was asked for, but torch finds no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def wants_graphs(graph: GraphConfig, device: torch.device) -> bool:
+    """Whether anything will be captured at all."""
+    return wanted_modes(graph, device.type).target.value != 0
+
+
+def choose_backend(
+    name: str, layers: Sequence[AttentionLayer], device: torch.device
+) -> AttentionBackend:
+    """The attention back end for `--attention-backend`; raises `UnusableBackend` if it cannot run."""
+    from .attention.reference import ReferenceBackend
+
+    if name not in ("auto", "reference"):
+        raise UnusableBackend(f"the attention back end {name} is not built yet")
+    if (reason := ReferenceBackend.check(layers, device)) is not None:
+        raise UnusableBackend(reason)
+    return ReferenceBackend()

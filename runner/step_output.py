@@ -1,0 +1,167 @@
+"""Brings a step's results to the host while the device works on, and trims them to plain lists.
+
+It knows nothing about how tokens were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .plan import RowResult
+
+Logprob = tuple[
+    int, float, int, list[int], list[float]
+]  # token, logprob, rank, top ids, top values
+
+
+@dataclass(frozen=True)
+class TokenLogprobTensors:
+    """Log probabilities of given tokens and of the most likely ones; rows are up to the user."""
+
+    token_ids: Tensor  # [P] int64
+    logprobs: Tensor  # [P] float32
+    ranks: Tensor  # [P] int64, 1 = most likely
+    top_ids: Tensor  # [P, top] int64
+    top_logprobs: Tensor  # [P, top] float32
+
+    def columns(self) -> list[Tensor]:
+        """The tensors in field order."""
+        return [self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs]
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Prompt logprobs that one batch row brought in this step."""
+
+    row: int  # batch row
+    top: int  # alternatives asked for
+    tensors: TokenLogprobTensors
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What a step leaves on the device for the host. None of it may be overwritten by a drafter."""
+
+    sampled_token_ids: Tensor  # [N, K + 1] int64, -1 beyond num_sampled
+    num_sampled: Tensor  # [N] int32
+    num_draft_tokens: Tensor  # [N] int32, drafts that are not -1
+    has_nan: Tensor  # [N] bool
+    logprobs: TokenLogprobTensors | None  # rows = [N * (K + 1)], row-major (batch row, offset)
+    prompt_logprobs: Sequence[PromptChunk] = ()
+
+    def all(self) -> list[Tensor]:
+        """Every tensor, in a fixed order."""
+        tensors = [self.sampled_token_ids, self.num_sampled, self.num_draft_tokens, self.has_nan]
+        if self.logprobs is not None:
+            tensors += self.logprobs.columns()
+        for chunk in self.prompt_logprobs:
+            tensors += chunk.tensors.columns()
+        return tensors
+
+
+class HostCopy:
+    """Device tensors on their way to the host. Keeps the sources alive until they have arrived."""
+
+    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
+        """Start the copies on `stream`, behind the current stream; CPU tensors need no copy."""
+        self._sources: Sequence[Tensor] = tensors
+        self._event: torch.cuda.Event | None = None
+        if stream is None:
+            self._host = list(tensors)
+            return
+        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for host, source in zip(self._host, tensors, strict=True):
+                host.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event(blocking=True)
+            self._event.record(stream)
+
+    def wait(self) -> list[Tensor]:
+        """The host tensors, once they have arrived."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._sources = ()
+        return self._host
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """What the host needs to read a step's tensors: one entry per batch row."""
+
+    num_logprobs: list[int | None]  # [N] alternatives wanted per emitted token; None = no logprobs
+
+
+class StepHandle:
+    """One step's results, perhaps still being computed."""
+
+    def __init__(self) -> None:
+        self._output: Future[tuple[StepTensors, HostCopy, RowLayout] | None] = Future()
+
+    def publish(self, tensors: StepTensors, layout: RowLayout, stream: object | None) -> None:
+        """Start the copy and make the handle readable. Called before anything is overwritten."""
+        assert stream is None or isinstance(stream, torch.cuda.Stream)
+        self._output.set_result((tensors, HostCopy(tensors.all(), stream), layout))
+
+    def publish_empty(self) -> None:
+        """The step had no rows."""
+        self._output.set_result(None)
+
+    def fail(self, error: BaseException) -> bool:
+        """Make `get` raise; False if the results were already published."""
+        if self._output.done():
+            return False
+        self._output.set_exception(error)
+        return True
+
+    def done(self) -> bool:
+        """True if `get` need not wait for the runner (it may wait for a copy)."""
+        return self._output.done()
+
+    def get(self) -> list[RowResult]:
+        """One result per row of the plan, in plan order. Waits; raises what the step raised."""
+        output = self._output.result()
+        if output is None:
+            return []
+        tensors, copy, layout = output
+        return _assemble(tensors, copy.wait(), layout)
+
+
+def _assemble(tensors: StepTensors, host: list[Tensor], layout: RowLayout) -> list[RowResult]:
+    sampled, num_sampled, num_drafts, has_nan = (tensor.tolist() for tensor in host[:4])
+    results = [
+        RowResult(
+            token_ids=ids[:count],
+            num_draft_tokens=drafts,
+            has_nan=nan,
+        )
+        for ids, count, drafts, nan in zip(sampled, num_sampled, num_drafts, has_nan, strict=True)
+    ]
+    at = 4
+    if tensors.logprobs is not None:
+        columns = [tensor.tolist() for tensor in host[at : at + 5]]
+        at += 5
+        width = len(sampled[0])
+        for row, (result, top) in enumerate(zip(results, layout.num_logprobs, strict=True)):
+            if top is not None:
+                first = row * width
+                last = first + len(result.token_ids)
+                result.logprobs = _tuples(columns, first, last, top)
+    for chunk in tensors.prompt_logprobs:
+        columns = [tensor.tolist() for tensor in host[at : at + 5]]
+        at += 5
+        results[chunk.row].prompt_logprobs = _tuples(columns, 0, len(columns[0]), chunk.top)
+    return results
+
+
+def _tuples(columns: list[list], first: int, last: int, top: int) -> list[Logprob]:  # type: ignore[type-arg]
+    ids, logprobs, ranks, top_ids, top_logprobs = columns
+    return [
+        (ids[i], logprobs[i], ranks[i], top_ids[i][:top], top_logprobs[i][:top])
+        for i in range(first, last)
+    ]

@@ -1,0 +1,155 @@
+"""The target model's forward pass over the step buffers: eager, in pieces, or as one graph.
+
+A pass is a function of (descriptor, step buffers, attention state). Outputs of graphs are copied,
+inside the graph, to buffers that outlive a replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from .attention.base import (
+    AttentionBuilder,
+    AttentionState,
+    AttentionStatePair,
+    CommonAttentionMetadata,
+)
+from .cuda_graphs import CudaGraphManager
+from .graph_dispatch import eager_descriptor
+from .input_batch import InputBatch, InputBuffers
+from .kv_cache import KVCache
+
+ForwardOutput = tuple[Tensor, list[Tensor]]  # hidden states [M*, H] and taps, each [M*, H]
+
+
+class TargetModel(Protocol):
+    """What a model of `runner.models` offers."""
+
+    def __call__(
+        self,
+        input_ids: Tensor,  # [M*] int32
+        positions: Tensor,  # [M*] int64
+        attention: AttentionState,
+        aux_boundaries: tuple[int, ...] = (),
+    ) -> ForwardOutput: ...
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor: ...
+
+
+class Target:
+    """Model, KV cache, attention builders and graphs of the target."""
+
+    def __init__(
+        self,
+        model: TargetModel,
+        cache: KVCache,
+        builders: Sequence[AttentionBuilder],  # by KV group
+        buffers: InputBuffers,
+        graphs: CudaGraphManager | None = None,
+        aux_boundaries: tuple[int, ...] = (),
+    ) -> None:
+        self.cache = cache
+        self._model = model
+        self._builders = builders
+        self._buffers = buffers
+        self._graphs = graphs
+        self._aux_boundaries = aux_boundaries
+        self._outputs: list[Tensor] = []  # hidden states, then taps; [max M*, H], with graphs only
+
+    def compute_logits(self, hidden_states: Tensor) -> Tensor:
+        """[L, H] -> [L, V]"""
+        return self._model.compute_logits(hidden_states)
+
+    def dispatch(
+        self, num_tokens: int, num_reqs: int, uniform_token_count: int | None
+    ) -> BatchExecutionDescriptor:
+        """How a batch of these sizes runs."""
+        if self._graphs is None:
+            return eager_descriptor(num_tokens, num_reqs, uniform_token_count)
+        return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count)
+
+    def build_attention(self, batch: InputBatch) -> AttentionState:
+        """This step's attention; with a FULL graph, what its buffers hold is updated in place."""
+        common: Sequence[CommonAttentionMetadata] = batch.common
+        if batch.descriptor.mode is CUDAGraphMode.PIECEWISE:
+            # Attention runs between the pieces, on the real rows.
+            common = [group.with_rows(batch.num_reqs, batch.num_tokens) for group in common]
+        metadata = [
+            builder.build(group, batch.descriptor)
+            for builder, group in zip(self._builders, common, strict=True)
+        ]
+        return self.cache.attention_state(metadata)
+
+    def run(self, batch: InputBatch, state: AttentionState) -> ForwardOutput:
+        """The forward pass of the batch in the step buffers."""
+        desc = batch.descriptor
+        if desc.mode is CUDAGraphMode.NONE:
+            return self._forward(desc.num_tokens, state)
+
+        def eager() -> None:  # for --debug-compare-eager; into the same outputs
+            self._forward_into_outputs(desc.num_tokens, self.build_attention(batch))
+
+        assert self._graphs is not None
+        if desc.mode is CUDAGraphMode.FULL:
+            self._graphs.run_fullgraph(desc, eager)
+        else:
+            self._graphs.run_piecewise(desc, state, batch.num_tokens, eager)
+        hidden, *aux = (output[: desc.num_tokens] for output in self._outputs)
+        return hidden, aux
+
+    def warm_up(self, num_tokens: int = 1) -> Tensor:
+        """Run `num_tokens` dummy rows, one a request, without touching the KV; returns logits."""
+        num_reqs = min(num_tokens, self._buffers.max_num_reqs)
+        desc = eager_descriptor(num_tokens, num_reqs, None)
+        common = self._buffers.fill_dummy(desc)
+        metadata = [b.build(c, desc) for b, c in zip(self._builders, common, strict=True)]
+        hidden, _ = self._forward(num_tokens, self.cache.attention_state(metadata))
+        return self.compute_logits(hidden[:num_reqs])
+
+    def capture(self) -> Mapping[BatchExecutionDescriptor, AttentionStatePair]:
+        """Capture every wanted graph; empty where none is wanted."""
+        if self._graphs is None or not self._graphs.wanted:
+            return {}
+        return self._graphs.capture(self.create_forward_fn)
+
+    def create_forward_fn(self, desc: BatchExecutionDescriptor, warmup: bool) -> tuple[Any, Any]:
+        """`CreateForwardFn` of the graph manager: dummy rows and fresh attention metadata."""
+        if not self._outputs:
+            self._allocate_outputs()
+        common = self._buffers.fill_dummy(desc)
+        metadata = [
+            builder.build_for_capture(group, desc)
+            for builder, group in zip(self._builders, common, strict=True)
+        ]
+
+        def forward(state: AttentionState) -> list[Tensor]:
+            return self._forward_into_outputs(desc.num_tokens, state)
+
+        return forward, self.cache.attention_state(metadata)
+
+    def _forward(self, num_tokens: int, state: AttentionState) -> ForwardOutput:
+        ids, positions = self._buffers.input_ids, self._buffers.positions
+        return self._model(ids[:num_tokens], positions[:num_tokens], state, self._aux_boundaries)
+
+    def _forward_into_outputs(self, num_tokens: int, state: AttentionState) -> list[Tensor]:
+        hidden, aux = self._forward(num_tokens, state)
+        views = [output[:num_tokens] for output in self._outputs]
+        for view, result in zip(views, (hidden, *aux), strict=True):
+            view.copy_(result)
+        return views
+
+    def _allocate_outputs(self) -> None:
+        """Outputs outlive replays: allocated before the first capture, at the largest size."""
+        desc = eager_descriptor(1, 1, 1)
+        common = self._buffers.fill_dummy(desc)
+        metadata = [b.build(c, desc) for b, c in zip(self._builders, common, strict=True)]
+        hidden, aux = self._forward(1, self.cache.attention_state(metadata))
+        rows = self._buffers.max_num_tokens
+        self._outputs = [
+            torch.empty((rows, t.shape[1]), dtype=t.dtype, device=t.device) for t in (hidden, *aux)
+        ]

@@ -1,0 +1,183 @@
+"""A tiny random llama, its greedy continuation without any cache, and runners around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import LlamaConfig
+
+from slipstream.configs.graphs import BatchExecutionDescriptor
+from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.attention.base import AttentionMetadata, AttentionState
+from slipstream.runner.attention.reference import ReferenceBackend
+from slipstream.runner.device_queue import DeviceQueue
+from slipstream.runner.graph_dispatch import eager_descriptor
+from slipstream.runner.input_batch import InputBuffers
+from slipstream.runner.kv_blocks import BlockGroup
+from slipstream.runner.kv_cache import KVCache, make_groups
+from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.models.registry import build_model
+from slipstream.runner.request_table import RequestTable
+from slipstream.runner.row_sampling import RowSampling
+from slipstream.runner.sampler import Sampler
+from slipstream.runner.startup import NO_SPECULATION, RunnerFacts, RunnerParts
+from slipstream.runner.target import Target
+from slipstream.speculators.base import BaseSpeculator, DraftInputs, SpeculatorNeeds
+
+VOCAB, MAX_LEN, BLOCK, CPU = 67, 64, 4, torch.device("cpu")
+
+
+def tiny_llama(seed: int = 0) -> Any:
+    """Two layers, float32, weights large enough that the argmax is never a near-tie."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=MAX_LEN,
+        tie_word_embeddings=False,
+    )
+    model = build_model(config, CPU, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for slot in model.checkpoint_slots().values():
+        weights = torch.ones(slot.shape)
+        slot.load(weights if slot.init == "ones" else weights.normal_(0, 0.5, generator=generator))
+    return model
+
+
+class _WholeSequence(AttentionMetadata):
+    """Plain causal attention over the rows at hand: no pages, no cache."""
+
+    def attend(self, layer, query, key, value, kv_cache):  # type: ignore[no-untyped-def]
+        heads = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
+        out = F.scaled_dot_product_attention(
+            *heads, is_causal=True, scale=layer.scale, enable_gqa=True
+        )
+        return out[0].transpose(0, 1)
+
+
+class Oracle:
+    """Recomputes the whole sequence for every token."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        layers = {layer.layer_id: layer for layer in model.attention_layers()}
+        groups = dict.fromkeys(layers, 0)
+        nothing = dict.fromkeys(layers, torch.empty(0))
+        self._state = AttentionState([_WholeSequence()], layers, groups, nothing)
+        self._known: dict[tuple[int, ...], int] = {}
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """[len(tokens), V]"""
+        ids = torch.tensor(list(tokens), dtype=torch.int32)
+        with torch.inference_mode():
+            hidden, _ = self._model(ids, torch.arange(len(tokens)), self._state)
+            return self._model.compute_logits(hidden)
+
+    def continuation(self, tokens: Sequence[int], count: int) -> list[int]:
+        """The greedy continuation."""
+        out: list[int] = []
+        for _ in range(count):
+            key = (*tokens, *out)
+            if key not in self._known:
+                self._known[key] = int(self.logits(key)[-1].argmax())
+            out.append(self._known[key])
+        return out
+
+
+class ScriptedSpeculator(BaseSpeculator):
+    """Drafts what `script(slot, known tokens)` says, cut or padded with -1 to K."""
+
+    def __init__(self, num_drafts: int, script: Callable[[int, list[int]], list[int]]) -> None:
+        self.needs = SpeculatorNeeds(num_speculative_tokens=num_drafts)
+        self._script = script
+
+    def propose(self, inputs: DraftInputs) -> Tensor:
+        count, table = self.needs.num_speculative_tokens, inputs.requests
+        rows = []
+        for slot in inputs.idx_mapping[: inputs.num_reqs].tolist():
+            known = table.all_token_ids[slot, : int(table.total_len[slot])].tolist()
+            rows.append((self._script(slot, known) + [-1] * count)[:count])
+        return torch.tensor(rows, dtype=torch.int64).reshape(inputs.num_reqs, count)
+
+
+class PaddedEager:
+    """Stands for a graph manager: batches run eagerly, but padded as a graph would pad them."""
+
+    wanted = ()
+
+    def __init__(self, max_num_reqs: int, multiple: int, max_num_tokens: int) -> None:
+        self._max_num_reqs = max_num_reqs
+        self._multiple = multiple
+        self._max_num_tokens = max_num_tokens
+
+    def dispatch(
+        self, num_tokens: int, num_reqs: int, uniform: int | None
+    ) -> BatchExecutionDescriptor:
+        tokens = -(-(num_tokens + 1) // self._multiple) * self._multiple
+        return eager_descriptor(min(tokens, self._max_num_tokens), self._max_num_reqs, uniform)
+
+
+@dataclass
+class TinySetup:
+    """Sizes of a test runner."""
+
+    max_num_reqs: int = 4
+    max_num_tokens: int = 48
+    num_blocks: int = 65
+    num_drafts: int = 0
+    padded: bool = False
+    buffers: type[InputBuffers] = InputBuffers
+
+
+def make_runner(
+    model: Any, setup: TinySetup, script: Callable[[int, list[int]], list[int]] | None = None
+) -> ModelRunner:
+    """A runner on the CPU with the reference kernels."""
+    groups = make_groups(model.attention_layers())
+    cache = KVCache(groups, setup.num_blocks, BLOCK, torch.float32, CPU)
+    columns = [-(-MAX_LEN // BLOCK) for _ in groups]
+    sizes = (setup.max_num_reqs, setup.max_num_tokens, MAX_LEN)
+    buffers = setup.buffers(*sizes, setup.num_drafts, [BLOCK] * len(groups), columns, CPU)
+    backend = ReferenceBackend()
+    builders = [
+        backend.create_builder(group.layers, BLOCK, *sizes, torch.float32, CPU) for group in groups
+    ]
+    graphs: Any = None
+    if setup.padded:
+        graphs = PaddedEager(setup.max_num_reqs, 8, setup.max_num_tokens)
+    speculator = ScriptedSpeculator(setup.num_drafts, script) if script is not None else None
+    facts = RunnerFacts(
+        MAX_LEN,
+        VOCAB,
+        tuple(BlockGroup(setup.num_blocks, BLOCK) for _ in groups),
+        (),
+        "cpu",
+        "float32",
+        "reference",
+        speculator.needs if speculator else NO_SPECULATION,
+    )
+    return ModelRunner(
+        RunnerParts(
+            facts,
+            Target(model, cache, builders, buffers, graphs),
+            RequestTable(setup.max_num_reqs, MAX_LEN, VOCAB, setup.num_drafts, columns, CPU),
+            buffers,
+            RowSampling(Sampler(SpeculativeConfig()), setup.num_drafts, VOCAB),
+            speculator,
+            DeviceQueue(CPU),
+        )
+    )
+
+
+def namespace(**values: Any) -> SimpleNamespace:
+    """A stand-in object with these attributes."""
+    return SimpleNamespace(**values)
