@@ -9,11 +9,15 @@ step, exactly: accepted + verify rows + plain rows = generated, and sum(accepted
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
+from .grammar import GrammarMatcher
 from .messages import RequestOutput, StepStats, TokenLogprobs
 from .plan import RowResult
 from .request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -31,10 +35,9 @@ def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
     stops = request.sampling.stop_token_ids
     for index, token_id in enumerate(token_ids):
         matcher = request.matcher
-        if matcher is not None and not matcher.accept(token_id):
-            return Verdict(
-                index, "error", error=f"Token {token_id} violates the request's grammar."
-            )
+        if matcher is not None and not accepts(matcher, token_id):
+            error = f"Token {token_id} violates the request's grammar."
+            return Verdict(index, "error", error=error)
         request.token_ids.append(token_id)
         # The sampler masks stop tokens before min_tokens; one that slips through does not count.
         is_stop = token_id in stops and request.num_output_tokens > request.sampling.min_tokens
@@ -43,6 +46,15 @@ def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
         if len(request.token_ids) >= request.max_total_len:
             return Verdict(index + 1, "length")
     return Verdict(len(token_ids))
+
+
+def accepts(matcher: GrammarMatcher, token_id: int) -> bool:
+    """Advance a grammar; a fault in it counts as a refusal, which ends its request alone."""
+    try:
+        return matcher.accept(token_id)
+    except Exception:
+        logger.exception("a grammar failed")
+        return False
 
 
 def make_output(request: Request, result: RowResult, verdict: Verdict) -> RequestOutput:

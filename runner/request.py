@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
 
+from .grammar import GrammarMatcher
 from .kv_blocks import RequestBlocks
 from .messages import AddRequest, SamplingParams, TokenLogprobs
 from .prefix_cache import BlockHashes
@@ -20,17 +20,6 @@ class RequestStatus(Enum):
     WAITING = "waiting"  # not in a slot: new, or preempted
     RUNNING = "running"  # in a slot
     FINISHED = "finished"  # forgotten; results still in flight are stale
-
-
-class Matcher(Protocol):
-    """A grammar's state for one request (see `grammar`)."""
-
-    @property
-    def is_terminated(self) -> bool:
-        """Whether the grammar allows nothing more."""
-
-    def accept(self, token_id: int) -> bool:
-        """Advance by a token; False, without a change, if the grammar forbids it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +41,7 @@ class Request:
     max_total_len: int  # prompt + output never get longer than this
     status: RequestStatus = RequestStatus.WAITING
     is_blocked: bool = False  # its grammar is being compiled: not to be scheduled
-    matcher: Matcher | None = None
+    matcher: GrammarMatcher | None = None
     # While RUNNING:
     slot: int = -1
     incarnation: int = 0  # grows with every preemption: results of an older one are stale

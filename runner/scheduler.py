@@ -165,8 +165,9 @@ class Scheduler:
         entries.sort(key=lambda entry: batch_order(entry.row, self._max_drafts + 1))
         plan.rows = [entry.row for entry in entries]
         plan.freed_slots, self._freed_slots = self._freed_slots, []
-        plan.needs_draft_ids = any(
-            entry.row.num_draft_tokens and entry.request.matcher is not None for entry in entries
+        # A bitmask is laid out by real drafts, so other rows' drafts must be known too.
+        plan.needs_draft_ids = any(row.num_draft_tokens for row in plan.rows) and any(
+            entry.request.matcher is not None and not entry.row.is_prefill for entry in entries
         )
         self._in_flight[plan.step_id] = entries
         self._next_step_id += 1
@@ -346,11 +347,12 @@ class Scheduler:
             self._publish(request)
             return
         num_emitted = len(result.token_ids)
-        assert 1 <= num_emitted <= result.num_draft_tokens + 1 <= row.num_draft_tokens + 1
+        assert 1 <= num_emitted <= row.num_draft_tokens + 1
         request.num_computed_tokens -= row.num_draft_tokens + 1 - num_emitted
         request.num_sampling_in_flight -= 1
         request.num_placeholders -= row.num_draft_tokens + 1
         verdict = append_tokens(request, result.token_ids)
+        assert verdict.num_kept <= result.num_draft_tokens + 1
         # The newest token's KV is not written; after a cut nothing behind the cut may be cached.
         request.num_confirmed_tokens = len(request.token_ids) - 1
         self._publish(request)

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import SpeculativeConfig
+from ..kernels.sample import DRAFT, gumbel_sample
+
+MAX_DRAFT_LOGITS_BYTES = 1 << 30  # above this, `draft_sampling: auto` drafts greedily
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,9 @@ class SpeculatorNeeds:
     aux_hidden_state_boundaries: tuple[int, ...] = ()  # boundary b = residual stream after b layers
     hidden_states: bool = False  # the target's hidden states after the final norm
     draft_logits: bool = False  # store q per slot, for probabilistic verification
+    drop_last_matched_block: bool = (
+        False  # draft KV needs the next token: a prefix hit is cut short
+    )
 
 
 class RequestRows(Protocol):
@@ -134,3 +140,81 @@ class BaseSpeculator(ABC):
     @abstractmethod
     def propose(self, inputs: DraftInputs) -> Tensor:
         """Draft for every row; returns [N, K] int64 with -1 where there is no draft. Never syncs."""
+
+
+class DraftModelSpeculator(BaseSpeculator):
+    """A drafter with a model: loads it, owns the buffers that its graphs bake, draws drafts.
+
+    Buffers are indexed by batch row [R] or token row [T]. Every call fills their padded rows too.
+    """
+
+    def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
+        self.config = config
+        self.host = host
+        self.num_drafts = config.num_speculative_tokens  # K
+        self.model: Any = self.load_draft_model()
+        self.max_position = min(host.max_model_len, config.max_model_len or host.max_model_len)
+        reqs, tokens = host.max_num_reqs, host.max_num_tokens
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=host.device)
+
+        self.input_ids = zeros(tokens, dtype=torch.int32)  # [T] shifted by one
+        self.positions = zeros(tokens)  # [T] of the target's hidden states: not shifted
+        self.last_token_indices = zeros(reqs)  # [R] batch row -> token row
+        self.idx_mapping = zeros(reqs, dtype=torch.int32)  # [R] batch row -> slot, padded -1
+        self.query_start_loc = zeros(reqs + 1, dtype=torch.int32)  # [R + 1] min(i, N)
+        self.decode_ids = zeros(reqs, dtype=torch.int32)  # [R] newest draft
+        self.decode_positions = zeros(reqs)  # [R]
+        self.seq_lens = zeros(reqs, dtype=torch.int32)  # [R] decode position + 1, padded 0
+        self.noise_positions = zeros(reqs)  # [R] position of the target row that draws the token
+        self.temperature = zeros(reqs, dtype=torch.float32)  # [R]
+        self.seed = zeros(reqs)  # [R]
+        self.draft_tokens = zeros(reqs, self.num_drafts)  # [R, K]
+        self.step = zeros(1)  # [1] which draft is made next; on the device because graphs replay
+        self.draft_logits: Tensor | None = None  # [R, K, V] by batch row
+        if self.probabilistic:
+            self.draft_logits = zeros(reqs, self.num_drafts, host.vocab_size, dtype=torch.float32)
+
+    @abstractmethod
+    def load_draft_model(self) -> nn.Module:
+        """Load the drafter's model through the host and wire what it shares with the target."""
+
+    @property
+    def probabilistic(self) -> bool:
+        """Whether drafts are drawn from q (kept for verification) or are the most likely tokens."""
+        if self.config.draft_sampling != "auto":
+            return self.config.draft_sampling == "probabilistic"
+        size = self.host.max_num_reqs * self.num_drafts * self.host.vocab_size * 4
+        return 2 * size <= MAX_DRAFT_LOGITS_BYTES  # one copy by batch row, one by slot
+
+    def sample_draft(self, logits: Tensor) -> Tensor:
+        """Draw this step's drafts and keep their distribution; [N*, draft vocabulary] -> [N*].
+
+        Ids are the target's. Noise is salted: it must not be the noise that verification uses.
+        """
+        rows = logits.shape[0]
+        to_target: Tensor | None = getattr(self.model, "draft_to_target", None)
+        if self.draft_logits is None:
+            ids = logits.argmax(dim=-1)
+        else:
+            temperature = self.temperature[:rows]
+            greedy = temperature <= 0
+            scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
+            ids = gumbel_sample(
+                scaled, self.seed[:rows], self.noise_positions[:rows], DRAFT, greedy
+            )
+            self._keep_distribution(self.draft_logits[:rows], scaled, to_target)
+        return ids if to_target is None else to_target[ids]
+
+    def _keep_distribution(self, kept: Tensor, logits: Tensor, to_target: Tensor | None) -> None:
+        rows, _, vocab = kept.shape
+        if to_target is not None:
+            full = torch.full((rows, vocab), float("-inf"), device=logits.device)
+            logits = full.index_copy_(1, to_target, logits)
+        elif logits.shape[1] != vocab:  # padded vocabularies differ: the smaller one counts
+            width = min(vocab, logits.shape[1])
+            full = torch.full((rows, vocab), float("-inf"), device=logits.device)
+            full[:, :width] = logits[:, :width]
+            logits = full
+        kept.scatter_(1, self.step.view(1, 1, 1).expand(rows, 1, vocab), logits[:, None])

@@ -1,0 +1,194 @@
+"""Structured output: compiles grammars off the loop and says which tokens each logits row may have.
+
+The model side sees only bitmasks: bit t of a line is set if token t is allowed, and a padded
+vocabulary's extra ids never are. xgrammar is imported late; another library would be another
+`GrammarBackend`.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+
+from .messages import GrammarSpec
+
+ALL_ALLOWED = -1  # an int32 with every bit set
+
+
+class GrammarMatcher(Protocol):
+    """Where one request stands in its grammar."""
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the grammar has been left through a stop token: nothing more may follow."""
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by a token; False, without a change, if the grammar forbids it.
+
+        Raises ValueError for an id that is none (-1 is a placeholder, not a token).
+        """
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last accepted tokens."""
+
+    def fill(self, line: np.ndarray) -> None:
+        """Write the mask of the next token into `line`, [ceil(V / 32)] int32."""
+
+
+class GrammarBackend(ABC):
+    """Compiles grammars."""
+
+    @abstractmethod
+    def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
+        """A matcher at the start of the grammar, later; the future raises ValueError if invalid."""
+
+    @abstractmethod
+    def shutdown(self) -> None:
+        """Stop compiling."""
+
+
+def fill_rows(matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarray) -> int:
+    """Fill one request's mask lines [drafts + 1, ceil(V / 32)]; the matcher ends where it began.
+
+    Line j holds what may follow drafts 0 .. j-1. From the first draft that the grammar forbids, or
+    that is none (-1), the drafts are cut: the line there masks it, so the sampler rejects it, and
+    the lines behind, never reached, repeat it. Returns how many real drafts are cut.
+    """
+    num_accepted = 0
+    for index in range(len(lines)):
+        matcher.fill(lines[index])
+        if index >= len(draft_ids) or draft_ids[index] < 0:
+            break
+        if not matcher.accept(draft_ids[index]):
+            break
+        num_accepted += 1
+        if matcher.is_terminated:
+            break  # the request ends with this draft
+    lines[index + 1 :] = lines[index]
+    if num_accepted:
+        matcher.rollback(num_accepted)
+    num_real = sum(draft_id >= 0 for draft_id in draft_ids)
+    return num_real - num_accepted
+
+
+class XGrammarBackend(GrammarBackend):
+    """Grammars by xgrammar. Compiled ones are cached, so a repeated schema costs nothing."""
+
+    def __init__(self, tokenizer_info: Any, eos_ids: Sequence[int], vocab_size: int) -> None:
+        import xgrammar
+
+        self._xgrammar = xgrammar
+        self._compiler = xgrammar.GrammarCompiler(tokenizer_info, max_threads=2)
+        self._eos_ids = list(eos_ids)
+        self._vocab_size = vocab_size
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
+        self._compiled = lru_cache(maxsize=256)(self._compile)
+
+    def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
+        return self._pool.submit(self._matcher, spec)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _matcher(self, spec: GrammarSpec) -> GrammarMatcher:
+        compiled = self._compiled(spec)
+        matcher = self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._eos_ids)
+        return XGrammarMatcher(matcher, self._vocab_size)
+
+    def _compile(self, spec: GrammarSpec) -> Any:
+        compiler = self._compiler
+        try:
+            match spec.kind:
+                case "json_schema":
+                    return compiler.compile_json_schema(spec.value)
+                case "json_object":
+                    return compiler.compile_builtin_json_grammar()
+                case "regex":
+                    return compiler.compile_regex(spec.value)
+                case "choice":
+                    return compiler.compile_grammar(choice_grammar(json.loads(spec.value)))
+                case "grammar":
+                    return compiler.compile_grammar(spec.value)
+                case "structural_tag":
+                    return compiler.compile_structural_tag(spec.value)
+        except Exception as error:  # the library raises RuntimeError and errors of its own
+            raise ValueError(first_line(error)) from error
+        raise ValueError(f"unknown kind of grammar {spec.kind!r}")
+
+
+class XGrammarMatcher:
+    """One request's position, checked at the door."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    @property
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`."""
+        return bool(self._matcher.is_terminated())
+
+    def accept(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        if not 0 <= token_id < self._vocab_size:
+            raise ValueError(f"{token_id} is not a token id: a placeholder reached the grammar")
+        if self._matcher.is_terminated():
+            return False
+        return bool(self._matcher.accept_token(token_id))
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`."""
+        self._matcher.rollback(num_tokens)
+
+    def fill(self, line: np.ndarray) -> None:
+        """See `GrammarMatcher`."""
+        # Without a need to mask the library leaves the line as it is.
+        line.fill(ALL_ALLOWED)
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(line.reshape(1, -1), 0)
+
+
+def build_grammar_backend(
+    vocab: Sequence[bytes | str],
+    vocab_type: str,
+    eos_ids: Sequence[int],
+    vocab_size: int,
+) -> GrammarBackend:
+    """A backend for a vocabulary in id order.
+
+    `vocab_type` says how pieces spell bytes: "raw" (they are the bytes), "byte_fallback" (<0x0A>
+    and a metaspace, as sentencepiece has it) or "byte_level" (GPT-2's alphabet). `vocab_size` is
+    the width of the logits, which may be padded beyond the vocabulary.
+    """
+    import xgrammar
+
+    kinds = {
+        "raw": xgrammar.VocabType.RAW,
+        "byte_fallback": xgrammar.VocabType.BYTE_FALLBACK,
+        "byte_level": xgrammar.VocabType.BYTE_LEVEL,
+    }
+    info = xgrammar.TokenizerInfo(
+        list(vocab),
+        kinds[vocab_type],
+        vocab_size=vocab_size,
+        stop_token_ids=list(eos_ids),
+    )
+    return XGrammarBackend(info, eos_ids, vocab_size)
+
+
+def choice_grammar(choices: Sequence[str]) -> str:
+    """A grammar (EBNF) that allows exactly these strings."""
+    if not choices or not all(isinstance(choice, str) and choice for choice in choices):
+        raise ValueError("a choice needs at least one string, and none may be empty")
+    return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+
+
+def first_line(error: Exception) -> str:
+    """The first line of an error's text."""
+    return str(error).strip().partition("\n")[0]
