@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+
 from slipstream.runner.kv_blocks import BlockGroup
 from slipstream.runner.plan import RowResult, ScheduledRow, StepPlan
 

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from slipstream.configs.schema import CacheConfig, Config, SchedulerConfig
 from slipstream.runner.engine import Engine, join
 from slipstream.runner.grammar import GrammarBackend, GrammarMatcher
