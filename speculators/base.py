@@ -30,9 +30,7 @@ class SpeculatorNeeds:
     aux_hidden_state_boundaries: tuple[int, ...] = ()  # boundary b = residual stream after b layers
     hidden_states: bool = False  # the target's hidden states after the final norm
     draft_logits: bool = False  # store q per slot, for probabilistic verification
-    drop_last_matched_block: bool = (
-        False  # draft KV needs the next token: a prefix hit is cut short
-    )
+    drop_last_matched_block: bool = False  # draft KV needs the next token: cut prefix hits short
 
 
 class RequestRows(Protocol):
@@ -133,13 +131,15 @@ class BaseSpeculator(ABC):
 
     def init_cudagraph_manager(self, mode: CUDAGraphMode) -> None:
         """Choose the drafter's graph modes. Without a model there is nothing to capture."""
+        return
 
     def capture(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> None:
-        """Capture the drafter's graphs; `attention_states` are the target's `AttentionStatePair`s."""
+        """Capture the drafter's graphs; given are the target's `AttentionStatePair`s."""
+        return
 
     @abstractmethod
     def propose(self, inputs: DraftInputs) -> Tensor:
-        """Draft for every row; returns [N, K] int64 with -1 where there is no draft. Never syncs."""
+        """Draft for every row; [N, K] int64, -1 where there is no draft. Never syncs."""
 
 
 class DraftModelSpeculator(BaseSpeculator):

@@ -1,0 +1,100 @@
+"""One form for the configs of draft heads, whichever project wrote the checkpoint.
+
+Formats: SafeAILab and SpecForge (a Llama config with a few more keys) and `speculators` (the Llama
+config nested under transformer_layer_config).
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ModelLoadError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class DraftHeadConfig:
+    """What a draft head needs to know."""
+
+    format: str  # "specforge" (SafeAILab too) or "speculators"
+    layer: dict[str, Any]  # the raw Llama config of its decoder layers
+    target_hidden_size: int
+    draft_vocab_size: int
+    aux_boundaries: tuple[int, ...]  # EAGLE-3: boundary b = residual stream after b layers
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_bias: bool = False
+    para_norm: bool = False  # EAGLE-1 heads of the HASS kind norm both halves of their input
+
+
+def read_draft_config(
+    raw: dict[str, Any],
+    eagle3: bool,
+    target_hidden_size: int,
+    num_target_layers: int,
+    boundaries: tuple[int, ...] | None = None,
+) -> DraftHeadConfig:
+    """Normalise a head's config.json; `boundaries` is the user's own choice of taps."""
+    nested = "transformer_layer_config" in raw
+    layer = dict(raw["transformer_layer_config"] if nested else raw)
+    layer.setdefault("model_type", "llama")
+    if layer["model_type"] != "llama":
+        layer["model_type"] = "llama"  # heads of other families are Llama layers under another name
+    if "vocab_size" not in layer or "hidden_size" not in layer:
+        raise ModelLoadError("the drafter's config has no vocab_size or hidden_size.")
+    layer.setdefault("num_hidden_layers", 1)
+    target_hidden = raw.get("target_hidden_size") or target_hidden_size
+    if target_hidden != target_hidden_size:
+        raise ModelLoadError(
+            f"the drafter was trained for a target of hidden size {target_hidden}, "
+            f"but this one has {target_hidden_size}."
+        )
+    return DraftHeadConfig(
+        format="speculators" if nested else "specforge",
+        layer=layer,
+        target_hidden_size=target_hidden,
+        draft_vocab_size=int(raw.get("draft_vocab_size") or layer["vocab_size"]),
+        aux_boundaries=(
+            choose_boundaries(raw, nested, num_target_layers, boundaries) if eagle3 else ()
+        ),
+        norm_before_residual=bool(raw.get("norm_before_residual", False)),
+        norm_before_fc=bool(raw.get("norm_before_fc", False)),
+        fc_bias=bool(raw.get("bias", raw.get("fusion_bias", False))),
+        para_norm=bool(raw.get("add_para_norm", False)),
+    )
+
+
+def choose_boundaries(
+    raw: dict[str, Any],
+    speculators_format: bool,
+    num_layers: int,
+    chosen: tuple[int, ...] | None = None,
+) -> tuple[int, ...]:
+    """The taps as boundaries 0..n, low to high; says in one log line where they come from.
+
+    An id in a config means either the *input* of that layer (boundary = id) or its *output*
+    (boundary = id + 1). Configs of `speculators` mean inputs. SpecForge's defaults mean outputs and
+    start at layer 1, which no list of inputs does, so a first id of 1 marks outputs.
+    """
+    eagle_config = raw.get("eagle_config") or {}
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = raw.get(key) or eagle_config.get(key)
+    if chosen is not None:
+        taps, reason = tuple(chosen), "chosen by the user"
+    elif ids is None:
+        taps, reason = (2, num_layers // 2, num_layers - 3), "the default: the config names none"
+    elif not speculators_format and ids[0] == 1:
+        taps, reason = tuple(i + 1 for i in ids), f"outputs of layers {ids}"
+    else:
+        taps, reason = tuple(ids), f"inputs of layers {ids}"
+    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
+        raise ModelLoadError(
+            f"EAGLE-3 taps {list(taps)} ({reason}) must rise within 0 .. {num_layers}; "
+            "name them with aux_hidden_state_boundaries."
+        )
+    level = logging.WARNING if chosen is None and ids is None else logging.INFO
+    logger.log(level, "EAGLE-3 taps the residual stream after %s layers (%s)", list(taps), reason)
+    return taps

@@ -1,0 +1,191 @@
+"""The EAGLE-3 head: one decoder layer over embedding and taps of the target's residual stream.
+
+Formulas: EAGLE-3 (Li et al. 2025). Layer 0 projects queries, keys and values from the normed
+embedding and the normed hidden state side by side; further layers are plain Llama layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import AttentionLayer, AttentionState
+from ..errors import ModelLoadError
+from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
+from .draft_config import DraftHeadConfig
+from .llama import Attention, DecoderLayer
+
+
+class FirstLayer(DecoderLayer):
+    """Takes the embedding beside the hidden state."""
+
+    def __init__(
+        self, config: Any, layer_id: int, fmt: WeightFormat, norm_before_residual: bool
+    ) -> None:
+        super().__init__(config, 0, layer_id, fmt)
+        attention: Attention = self.self_attn
+        attention.qkv_proj = Linear(
+            2 * config.hidden_size,
+            attention.qkv_proj.shards,
+            fmt,
+            attention.qkv_proj.bias is not None,
+        )
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
+        self.norm_before_residual = norm_before_residual
+
+    def first(
+        self,
+        embedding: Tensor,  # [M, H]
+        hidden: Tensor,  # [M, H]
+        rotary: RotaryStep,
+        attention: AttentionState,
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`: (hidden, residual), the stream is their sum."""
+        normed = self.hidden_norm.forward(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        both = torch.cat([self.input_layernorm.forward(embedding), normed], dim=-1)
+        out = self.self_attn.forward(both, rotary, attention)
+        out, residual = self.post_attention_layernorm.add(out, residual)
+        return self.mlp.forward(out), residual
+
+
+class Eagle3Head(nn.Module):
+    """The whole head; attention layer i has id `layer_id_offset + i`."""
+
+    returns_tuple = True
+    draft_to_target: Tensor | None  # [draft vocabulary] int64 target ids; None = the same ids
+
+    def __init__(
+        self,
+        head: DraftHeadConfig,
+        config: Any,
+        fmt: WeightFormat,
+        target: Any,
+        max_position: int,
+        layer_id_offset: int,
+    ) -> None:
+        super().__init__()
+        self.head, self.config, self.format, self.target = head, config, fmt, [target]
+        hidden, taps = config.hidden_size, len(head.aux_boundaries)
+        self.aux_boundaries = head.aux_boundaries
+        self.input_width, self.feedback_width = taps * head.target_hidden_size, hidden
+        self.fc = Linear(self.input_width, hidden, fmt, head.fc_bias)
+        if head.norm_before_fc:
+            self.input_norm = RMSNorm(self.input_width, config.rms_norm_eps, fmt)
+        self.layers = nn.ModuleList(
+            FirstLayer(config, layer_id_offset, fmt, head.norm_before_residual)
+            if index == 0
+            else DecoderLayer(config, index, layer_id_offset + index, fmt)
+            for index in range(config.num_hidden_layers)
+        )
+        self.blocks: list[DecoderLayer] = [*self.layers]
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, fmt)
+        self.embed_tokens = Embedding(config.vocab_size, hidden, fmt)
+        self.lm_head = Linear(hidden, head.draft_vocab_size, fmt)
+        head_dim = self.blocks[0].self_attn.head_dim
+        self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
+        self._loaded: set[str] = set()
+        self._offsets: Tensor | None = None  # d2t
+        self._has_draft_id: Tensor | None = None  # t2d
+        self.register_buffer("draft_to_target", None, persistent=False)
+
+    def combine(self, target_hidden: Tensor) -> Tensor:
+        """Taps side by side [M, taps * H_target] -> [M, H]."""
+        if self.head.norm_before_fc:
+            target_hidden = self.input_norm.forward(target_hidden)
+        return self.fc.forward(target_hidden)
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
+    ) -> tuple[Tensor, Tensor]:
+        """input_ids, positions [M], hidden [M, H] -> (normed for the logits, stream fed back)."""
+        rotary = self.rotary.at(positions)
+        first = self.blocks[0]
+        assert isinstance(first, FirstLayer)
+        out, residual = first.first(self._embed(input_ids), hidden, rotary, attention)
+        for block in self.blocks[1:]:
+            out, residual = block.forward(out, residual, rotary, attention)
+        return self.norm.add(out, residual)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, draft vocabulary]."""
+        if "lm_head" in self._loaded:
+            return self.lm_head.forward(hidden)
+        logits: Tensor = self.target[0].compute_logits(hidden)
+        return logits
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        if "embed_tokens" in self._loaded:
+            return self.embed_tokens.forward(input_ids)
+        out: Tensor = self.target[0].embed(input_ids)
+        return out
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """Constants of every attention layer, in order."""
+        return [block.self_attn.layer for block in self.blocks]
+
+    # --- checkpoint -------------------------------------------------------------------------------
+
+    def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
+        """Checkpoint name -> where the tensor goes; embeddings, head and maps are optional."""
+        slots = module_slots(self)
+        for name in ("embed_tokens", "lm_head"):
+            slot = slots[f"{name}.weight"]
+            load = functools.partial(self._load_own, name, slot.load)
+            shared = name == "embed_tokens" or not self._has_map
+            slots[f"{name}.weight"] = replace(slot, load=load, optional=shared)
+        draft, vocab = self.head.draft_vocab_size, self.config.vocab_size
+        slots["d2t"] = CheckpointSlot(
+            (draft,), self._load_offsets, "zeros", optional=not self._has_map
+        )
+        slots["t2d"] = CheckpointSlot((vocab,), self._load_has_draft_id, "zeros", optional=True)
+        return slots
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """Names of all formats -> ours. The verifier's own weights in a file are not needed."""
+        name = name.removeprefix("model.")
+        if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq"):
+            return None
+        return name.replace("midlayer.", "layers.0.", 1)
+
+    @property
+    def _has_map(self) -> bool:
+        """The head scores fewer tokens than the target."""
+        return bool(self.head.draft_vocab_size != self.config.vocab_size)
+
+    def finish_loading(self, dummy: bool = False) -> None:
+        """Check the vocabulary map and share with the target what the checkpoint left out."""
+        draft, vocab = self.head.draft_vocab_size, self.config.vocab_size
+        if self._offsets is not None and self._has_map:
+            ids = torch.arange(draft, device=self._offsets.device) + self._offsets
+            if int(ids.max()) >= vocab or int(ids.min()) < 0:
+                raise ModelLoadError("the drafter's d2t maps ids beyond the vocabulary.")
+            if self._has_draft_id is not None and not dummy and not self._has_draft_id[ids].all():
+                raise ModelLoadError("the drafter's d2t and t2d contradict each other.")
+            self.draft_to_target = ids
+        target = self.target[0].config
+        if "embed_tokens" not in self._loaded and target.hidden_size != self.config.hidden_size:
+            raise ModelLoadError(
+                "the drafter has no embeddings and its hidden size is not the target's."
+            )
+        if "lm_head" not in self._loaded:
+            if self._has_map or target.hidden_size != self.config.hidden_size:
+                raise ModelLoadError("the drafter has no lm_head and cannot use the target's.")
+            del self.lm_head
+        if "embed_tokens" not in self._loaded:
+            del self.embed_tokens
+
+    def _load_own(self, name: str, load: Any, tensor: Tensor) -> None:
+        load(tensor)
+        self._loaded.add(name)
+
+    def _load_offsets(self, tensor: Tensor) -> None:
+        self._offsets = tensor.to(self.format.device, torch.int64)
+
+    def _load_has_draft_id(self, tensor: Tensor) -> None:
+        self._has_draft_id = tensor.to(self.format.device).bool()

@@ -1,0 +1,251 @@
+"""Drafters that feed their output back: one pass over the target's rows, then one-token decodes.
+
+The pass over the target's rows (*draft prefill*) keeps rejected rows in the batch, since leaving
+them out would wait for the device; what they write is overwritten before anything reads it.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from ..configs.schema import SpeculativeConfig
+from ..kernels.prepare_draft import advance_draft_decode, shift_draft_ids, start_draft_decode
+from .base import DraftHost, DraftInputs, DraftModelSpeculator, GraphManager, SpeculatorNeeds
+
+
+class AutoRegressiveSpeculator(DraftModelSpeculator):
+    """Draft prefill and K - 1 draft decodes.
+
+    The model offers `input_width`, `feedback_width`, `combine(target_hidden [M, input_width]) ->
+    [M, feedback_width]`, `forward(ids, positions, hidden, attention)` and `compute_logits`.
+    """
+
+    advance_draft_positions = True  # each draft's KV goes one position on (False: Gemma 4)
+
+    def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
+        super().__init__(config, host)
+        reqs, tokens = host.max_num_reqs, host.max_num_tokens
+        wide, narrow = int(self.model.input_width), int(self.model.feedback_width)
+        self.target_hidden = torch.zeros(
+            tokens, wide, dtype=host.dtype, device=host.device
+        )  # [T, .]
+        self.hidden = torch.zeros(reqs, narrow, dtype=host.dtype, device=host.device)  # [R, .]
+        self._prefill_graphs: GraphManager | None = None
+        self._decode_graphs: GraphManager | None = None
+        self._prefill_captured: Mapping[BatchExecutionDescriptor, Any] = {}
+        self.needs = self.describe_needs()
+
+    @property
+    @abstractmethod
+    def model_returns_tuple(self) -> bool:
+        """True: forward gives (hidden for logits, hidden fed back); False: one tensor for both."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Draft decodes after the first pass."""
+        return self.num_drafts - 1
+
+    def describe_needs(self) -> SpeculatorNeeds:
+        """What the runner must provide; K lookahead slots hold the drafts' KV."""
+        return SpeculatorNeeds(
+            num_speculative_tokens=self.num_drafts,
+            num_lookahead_tokens=self.num_drafts,
+            hidden_states=True,
+            draft_logits=self.probabilistic,
+            drop_last_matched_block=True,
+        )
+
+    # --- graphs -----------------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, mode: CUDAGraphMode) -> None:
+        """Draft prefill takes the target's descriptors; decodes are FULL_DECODE_ONLY or NONE."""
+        if mode is CUDAGraphMode.NONE:
+            return
+        full = mode.decode_mode() is CUDAGraphMode.FULL
+        decode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+        lengths = sorted({1, self.num_drafts + 1})
+        self._prefill_graphs = self.host.create_graph_manager("draft prefill", decode, lengths)
+        self._decode_graphs = self.host.create_graph_manager("draft decode", decode, [1])
+
+    def capture(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> None:
+        """Capture draft prefill with the target's pairs, then draft decodes with fresh states."""
+        if self._prefill_graphs is None or self._decode_graphs is None:
+            return
+
+        def create_prefill(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> tuple[Callable[[Any], None], Any]:
+            pair = attention_states[desc]
+            rows = desc.num_reqs or 1
+            self._fill_rows(rows)
+            return (
+                lambda attention: self._prefill_forward(desc.num_tokens, rows, attention),
+                pair.warmup if warmup else pair.captured,
+            )
+
+        def create_decode(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> tuple[Callable[[Any], None], Any]:
+            rows = desc.num_reqs or desc.num_tokens
+            self._fill_rows(rows)
+            attention = self._decode_attention(rows, rows, desc, for_capture=True)
+            return lambda attention: self._decode_forward(rows, attention), attention
+
+        self._prefill_captured = self._prefill_graphs.capture(create_prefill)
+        self._decode_graphs.capture(create_decode)
+
+    # --- one proposal -----------------------------------------------------------------------------
+
+    def propose(self, inputs: DraftInputs) -> Tensor:
+        """Draft K tokens for every row; [N, K] int64."""
+        self._stage(inputs)
+        self._first_pass(inputs)
+        attention: Any = None
+        for _ in range(self.num_decodes):
+            attention = self._decode(inputs.num_reqs, attention)
+        return self._result(inputs)
+
+    def _stage(self, inputs: DraftInputs) -> None:
+        """Copy and shift the target's step into the drafter's buffers, padded rows included."""
+        reqs, rows, tokens = self.host.max_num_reqs, inputs.num_reqs, inputs.num_tokens
+        padded = inputs.descriptor.num_tokens
+        requests = inputs.requests
+        shift_draft_ids(
+            inputs.input_ids, inputs.query_start_loc, inputs.idx_mapping,
+            inputs.num_sampled, inputs.num_rejected,
+            requests.last_sampled_tokens, requests.next_prefill_tokens,
+            self.input_ids, self.last_token_indices, tokens, reqs, padded,
+        )  # fmt: skip
+        start_draft_decode(
+            inputs.positions, inputs.seq_lens, inputs.num_rejected,
+            self.last_token_indices, self.decode_positions, self.seq_lens, reqs,
+        )  # fmt: skip
+        # A drafter may know fewer positions than the target; drafts beyond are dropped at the end.
+        torch.clamp(inputs.positions, max=self.max_position - 1, out=self.positions[:padded])
+        self.idx_mapping[:rows] = inputs.idx_mapping[:rows]
+        self.idx_mapping[rows:] = -1
+        self.query_start_loc.copy_(self._row_starts(rows))
+        slots = inputs.idx_mapping[:rows]
+        self.temperature[:rows] = requests.temperature[slots]
+        self.seed[:rows] = requests.seed[slots]
+        self.temperature[rows:] = 0.0
+        torch.add(self.decode_positions, 1, out=self.noise_positions)
+        self.step.zero_()
+        hidden = self.select_target_hidden(inputs)
+        self.target_hidden[: hidden.shape[0]] = hidden
+
+    def _row_starts(self, rows: int) -> Tensor:
+        """[R + 1] int32: min(i, rows), so that padded requests have length 0."""
+        starts = torch.arange(
+            self.host.max_num_reqs + 1, dtype=torch.int32, device=self.step.device
+        )
+        return starts.clamp_(max=rows)
+
+    def _fill_rows(self, rows: int) -> None:
+        """Valid dummy rows for warm-up and capture."""
+        self.query_start_loc.copy_(self._row_starts(rows))
+        self.idx_mapping.fill_(-1)
+        self.decode_positions.zero_()
+        self.seq_lens.zero_()
+        self.seq_lens[:rows] = 1
+        for buffer in (self.step, self.last_token_indices, self.input_ids, self.positions):
+            buffer.zero_()
+
+    def select_target_hidden(self, inputs: DraftInputs) -> Tensor:
+        """The target's hidden states that the first pass reads, [M*, input_width]."""
+        assert inputs.hidden_states is not None
+        return inputs.hidden_states
+
+    def _first_pass(self, inputs: DraftInputs) -> None:
+        desc = inputs.descriptor
+        if desc in self._prefill_captured and self._prefill_graphs is not None:
+            self._prefill_graphs.run_fullgraph(desc)
+            return
+        # PIECEWISE attention has the real rows only.
+        full = desc.mode is not CUDAGraphMode.PIECEWISE
+        tokens = desc.num_tokens if full else inputs.num_tokens
+        self._prefill_forward(tokens, inputs.num_reqs, inputs.attention)
+
+    def _prefill_forward(self, num_tokens: int, num_rows: int, attention: Any) -> None:
+        """The pass over the target's token rows; makes draft 0 and the first fed-back hidden."""
+        hidden = self.model.combine(self.target_hidden[:num_tokens])
+        out = self.model(
+            self.input_ids[:num_tokens], self.positions[:num_tokens], hidden, attention
+        )
+        last = self.last_token_indices[:num_rows]
+        for_logits, feedback = out if self.model_returns_tuple else (out, out)
+        self._emit(self.model.compute_logits(for_logits[last]), feedback[last])
+
+    def _decode(self, num_reqs: int, attention: Any) -> Any:
+        """One more draft per request; returns the attention state, for constant positions."""
+        if self.advance_draft_positions:
+            self._advance()
+        desc = None
+        if self._decode_graphs is not None:
+            desc = self._decode_graphs.dispatch(num_reqs, num_reqs, 1)
+            if desc.mode is not CUDAGraphMode.FULL:
+                desc = None
+        rows = num_reqs if desc is None else desc.num_tokens
+        if attention is None or self.advance_draft_positions:
+            # Rebuilt before every decode whose positions advanced: see spec on stale metadata.
+            attention = self._decode_attention(num_reqs, rows, desc)
+        if desc is None or self._decode_graphs is None:
+            self._decode_forward(rows, attention)
+        else:
+            self._decode_graphs.run_fullgraph(desc)
+        return attention
+
+    def _advance(self) -> None:
+        advance_draft_decode(self.decode_positions, self.seq_lens, self.max_position)
+
+    def _decode_attention(
+        self,
+        num_reqs: int,
+        rows: int,
+        desc: BatchExecutionDescriptor | None,
+        for_capture: bool = False,
+    ) -> Any:
+        return self.host.build_draft_attention(
+            num_reqs,
+            self.query_start_loc[: rows + 1],
+            self.seq_lens[:rows],
+            self.decode_positions[:rows],
+            self.idx_mapping[:rows],
+            desc,
+            for_capture,
+        )
+
+    def _decode_forward(self, rows: int, attention: Any) -> None:
+        """One token per request; reads and writes the buffers, so that it can be recorded."""
+        out = self.model(
+            self.decode_ids[:rows], self.decode_positions[:rows], self.hidden[:rows], attention
+        )
+        for_logits, feedback = out if self.model_returns_tuple else (out, out)
+        self._emit(self.model.compute_logits(for_logits), feedback)
+
+    def _emit(self, logits: Tensor, feedback: Tensor) -> None:
+        """Draw a draft per row, keep it, and make it the next decode's input; [N*, ...] each."""
+        rows = logits.shape[0]
+        ids = self.sample_draft(logits)
+        self.draft_tokens[:rows].scatter_(1, self.step.expand(rows, 1), ids[:, None])
+        self.decode_ids[:rows] = ids
+        self.hidden[:rows] = feedback
+        self.noise_positions += 1
+        self.step += 1
+
+    def _result(self, inputs: DraftInputs) -> Tensor:
+        """Real rows; -1 where a draft was made beyond the drafter's last position."""
+        rows, slots = inputs.num_reqs, inputs.idx_mapping[: inputs.num_reqs]
+        if self.draft_logits is not None:
+            assert inputs.requests.draft_logits is not None
+            inputs.requests.draft_logits[slots] = self.draft_logits[:rows]
+        last = inputs.positions[self.last_token_indices[:rows]]
+        ahead = torch.arange(self.num_drafts, device=last.device)
+        known = last[:, None] + ahead < self.max_position
+        return torch.where(known, self.draft_tokens[:rows], -1)

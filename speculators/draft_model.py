@@ -1,0 +1,94 @@
+"""A smaller model of the same tokenizer as drafter: it has its own KV and reads no hidden states.
+
+Its pass over the target's rows takes the target's ids *unshifted* and only fills KV; then K decodes
+draft, the first from the newest token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..configs.schema import SpeculativeConfig
+from .autoregressive import AutoRegressiveSpeculator
+from .base import DraftHost, DraftInputs, SpeculatorNeeds
+
+
+class _LanguageModel(nn.Module):
+    """A served model behind the interface of a draft head; hidden inputs are ignored."""
+
+    input_width = feedback_width = 1
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.language_model: Any = model
+
+    def combine(self, target_hidden: Tensor) -> Tensor:
+        """Nothing is read from the target."""
+        return target_hidden
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: Any
+    ) -> Tensor:
+        """Hidden states [M, H]."""
+        out: Tensor = self.language_model(input_ids, positions, attention)[0]
+        return out
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V]."""
+        out: Tensor = self.language_model.compute_logits(hidden)
+        return out
+
+
+class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
+    """Drafts with a whole model of its own."""
+
+    model_returns_tuple = False
+
+    def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
+        super().__init__(config, host)
+        device = host.device
+        self.newest_ids = torch.zeros(host.max_num_reqs, dtype=torch.int32, device=device)  # [R]
+
+    def load_draft_model(self) -> nn.Module:
+        """Any served architecture."""
+        return _LanguageModel(self.host.load_draft_model("draft_model", self.config))
+
+    @property
+    def num_decodes(self) -> int:
+        """All K drafts come from decodes."""
+        return self.num_drafts
+
+    def describe_needs(self) -> SpeculatorNeeds:
+        """No hidden states; KV at position p depends on tokens up to p only, so hits stay whole."""
+        return replace(
+            super().describe_needs(),
+            hidden_states=False,
+            num_lookahead_tokens=self.num_drafts + 1,
+            drop_last_matched_block=False,
+        )
+
+    def select_target_hidden(self, inputs: DraftInputs) -> Tensor:
+        """Not used."""
+        nothing: Tensor = self.target_hidden[:0]
+        return nothing
+
+    def _stage(self, inputs: DraftInputs) -> None:
+        super()._stage(inputs)
+        rows, tokens = inputs.num_reqs, inputs.descriptor.num_tokens
+        # The shifted id of the last valid row is the newest token: the first decode's input.
+        self.newest_ids[:rows] = self.input_ids[self.last_token_indices[:rows]]
+        self.newest_ids[rows:] = 0
+        self.input_ids[:tokens] = inputs.input_ids[:tokens]
+
+    def _prefill_forward(self, num_tokens: int, num_rows: int, attention: Any) -> None:
+        """Fill KV for the target's rows."""
+        ids, positions = self.input_ids[:num_tokens], self.positions[:num_tokens]
+        self.model(ids, positions, self.target_hidden[:num_tokens], attention)
+        self.decode_ids[:num_rows] = self.newest_ids[:num_rows]
+
+    def _emit(self, logits: Tensor, feedback: Tensor) -> None:
+        super()._emit(logits, self.hidden[: logits.shape[0]])
