@@ -1,0 +1,201 @@
+"""Applies every sampling option to every logits row, verified rows included, in a fixed order.
+
+All parameters are gathered by slot, per logits row, so a row that judges a draft gets exactly the
+options that a row without speculation would. Host flags decide only which work can be left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..kernels.process_logits import (
+    add_at_tokens,
+    apply_min_p,
+    apply_penalties,
+    apply_temperature,
+    apply_token_bitmask,
+    apply_top_k_top_p,
+    forbid_tokens,
+    match_bad_words,
+    previous_drafts,
+)
+from .sampling_state import PROCESSED, Feature, SamplingState
+
+
+class SamplingRequests(Protocol):
+    """The request table as the sampler sees it; rows are slots."""
+
+    all_token_ids: Tensor  # [R, max_model_len] int32
+    prompt_len: Tensor  # [R] int32
+    prefill_len: Tensor  # [R] int32
+    draft_logits: Tensor | None  # [R, K, Vd] float32, softmax = q
+    sampling: SamplingState
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """Which logits rows a step has: N requests, L rows; a request's rows follow one another."""
+
+    slots: list[int]  # [N] host, batch row -> slot
+    idx_mapping: Tensor  # [N] int32, batch row -> slot
+    cu_num_logits: Tensor  # [N + 1] int32, batch row -> first logits row
+    cu_num_logits_cpu: list[int]  # [N + 1]
+    expanded_idx_mapping: Tensor  # [L] int32, logits row -> slot
+    expanded_local_pos: Tensor  # [L] int32, 0 .. n_draft
+    positions: Tensor  # [L] int64, sequence position of the row (its token comes after it)
+    draft_ids: Tensor  # [L] int64, draft judged by the row; -1 = none
+    seq_lens: Tensor  # [N] int32, of this step
+    max_num_drafts: int  # K
+
+    def requests(self, first: int, last: int) -> SamplingRows:
+        """The batch rows first .. last - 1 as a step of their own."""
+        start, end = self.cu_num_logits_cpu[first], self.cu_num_logits_cpu[last]
+        return SamplingRows(
+            self.slots[first:last],
+            self.idx_mapping[first:last],
+            self.cu_num_logits[first : last + 1] - start,
+            [row - start for row in self.cu_num_logits_cpu[first : last + 1]],
+            self.expanded_idx_mapping[start:end],
+            self.expanded_local_pos[start:end],
+            self.positions[start:end],
+            self.draft_ids[start:end],
+            self.seq_lens[first:last],
+            self.max_num_drafts,
+        )
+
+
+def process_logits(
+    raw: Tensor,  # [L, V], not changed
+    rows: SamplingRows,
+    requests: SamplingRequests,
+    grammar_bitmask: Tensor | None,  # [L, ceil(V / 32)] int32, 0 = forbidden
+    features: Feature,  # union over the requests
+) -> Tensor:
+    """Logits whose softmax is each row's distribution; float32, `raw` itself if nothing applies."""
+    logits = raw.float()
+    if grammar_bitmask is not None:
+        logits = logits.clone() if logits is raw else logits
+        apply_token_bitmask(logits, grammar_bitmask)
+    state = requests.sampling
+    subset = _rows_to_process(rows, state, raw.device) if features & PROCESSED else None
+    processed = None
+    if features & PROCESSED:
+        processed = logits.clone() if subset is None else logits[subset]
+        _apply_options(processed, _gather(rows, requests, features, subset), state, features)
+        if subset is None:
+            return processed
+    if features & Feature.RANDOM:
+        temperature = state.temperature[rows.expanded_idx_mapping]
+        logits = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
+    if processed is not None and subset is not None:
+        logits = logits.index_copy(0, subset, processed)
+    return logits
+
+
+@dataclass(frozen=True)
+class _Context:
+    """What the options of P processed rows depend on."""
+
+    slots: Tensor  # [P] int64, processed row -> slot
+    output_len: Tensor  # [P] int64, tokens the request has emitted before the row, drafts included
+    drafts: Tensor  # [P, K] drafts before the row, nearest first, -1 = none
+    tail: Tensor | None  # [P, W - 1] output tokens before the row, oldest first, -2 = none
+    max_top_k: int | None  # bound of top_k over these rows, if all use it
+
+
+def _rows_to_process(
+    rows: SamplingRows, state: SamplingState, device: torch.device
+) -> Tensor | None:
+    """Logits rows whose request changes more than the temperature; None = treat all alike.
+
+    Only on the CPU, where work costs more than choosing it.
+    """
+    if device.type != "cpu":
+        return None
+    chosen: list[int] = []
+    for index, slot in enumerate(rows.slots):
+        if state.features([slot]) & PROCESSED:
+            chosen.extend(range(rows.cu_num_logits_cpu[index], rows.cu_num_logits_cpu[index + 1]))
+    return None if len(chosen) == rows.cu_num_logits_cpu[-1] else torch.tensor(chosen)
+
+
+def _gather(
+    rows: SamplingRows, requests: SamplingRequests, features: Feature, subset: Tensor | None
+) -> _Context:
+    state = requests.sampling
+    slots = rows.expanded_idx_mapping.long()  # [L] logits row -> slot
+    drafts = previous_drafts(rows.draft_ids, rows.expanded_local_pos, rows.max_num_drafts)
+    output_len = rows.positions + 1 - requests.prompt_len[slots]
+    tail = None
+    if features & Feature.BAD_WORDS:
+        length = state.bad_words.shape[2] - 1
+        tail = _tail(rows, requests, slots, drafts, output_len, length)
+    used = rows.slots
+    if subset is not None:
+        slots, drafts, output_len = slots[subset], drafts[subset], output_len[subset]
+        tail = None if tail is None else tail[subset]
+        used = [slot for slot in rows.slots if state.features([slot]) & PROCESSED]
+    return _Context(slots, output_len, drafts, tail, state.max_top_k(used))
+
+
+def _tail(
+    rows: SamplingRows,
+    requests: SamplingRequests,
+    slots: Tensor,  # [L]
+    drafts: Tensor,  # [L, K]
+    output_len: Tensor,  # [L]
+    length: int,
+) -> Tensor:
+    """The last `length` output tokens before each row's token, drafts of this step included."""
+    back = torch.arange(length - 1, -1, -1, device=slots.device)  # 0 = the token at the row
+    at = (rows.positions[:, None] - back).clamp(min=0)
+    known = requests.all_token_ids[slots[:, None], at].long()
+    if rows.max_num_drafts:
+        drafted = drafts[:, back.clamp(max=rows.max_num_drafts - 1)]
+        known = torch.where(back < rows.expanded_local_pos[:, None], drafted, known)
+    return torch.where(back < output_len[:, None], known, -2)
+
+
+def _apply_options(
+    logits: Tensor,  # [P, V] float32, in place
+    of: _Context,
+    state: SamplingState,
+    features: Feature,
+) -> None:
+    """Every option but the grammar; the order is part of the interface."""
+    slots = of.slots
+    if features & Feature.BIAS:
+        values = state.bias_values.view(torch.float32)[slots]
+        add_at_tokens(logits, state.bias_ids[slots], values)
+    if features & Feature.ALLOWED and state.allowed_bits is not None:
+        apply_token_bitmask(logits, state.allowed_bits[slots])
+    if features & Feature.MIN_TOKENS:
+        too_short = of.output_len < state.min_tokens[slots]
+        forbid_tokens(logits, state.stop_ids[slots], too_short[:, None])
+    if features & Feature.PENALTIES:
+        assert state.output_bin_counts is not None and state.prompt_bin_mask is not None
+        apply_penalties(
+            logits,
+            state.output_bin_counts[slots],
+            state.prompt_bin_mask[slots],
+            of.drafts,
+            state.presence[slots],
+            state.frequency[slots],
+            state.repetition[slots],
+        )
+    if features & Feature.BAD_WORDS:
+        assert of.tail is not None
+        words = state.bad_words[slots]
+        forbid_tokens(logits, words[:, :, -1], match_bad_words(words, of.tail))
+    if features & Feature.RANDOM:
+        apply_temperature(logits, state.temperature[slots])
+    if features & Feature.MIN_P:
+        apply_min_p(logits, state.min_p[slots])
+    if features & (Feature.TOP_K | Feature.TOP_P):
+        any_top_p = bool(features & Feature.TOP_P)
+        top_k, top_p = state.top_k[slots], state.top_p[slots]
+        apply_top_k_top_p(logits, top_k, top_p, of.max_top_k, any_top_p)

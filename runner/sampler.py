@@ -1,0 +1,136 @@
+"""Turns a step's logits into tokens: processes every logits row, then verifies drafts or draws.
+
+Nothing here waits for the device. It does not know how a token is accepted (see
+`speculators.verification`) or how an option changes a row (see `logits_processing`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..configs.schema import SpeculativeConfig
+from ..speculators.verification import VerifyRows, create_verifier
+from .logits_processing import SamplingRequests, SamplingRows, process_logits
+from .logprobs import emitted_logprobs
+from .sampling_state import Feature
+from .staging import StagingPool
+from .step_output import TokenLogprobTensors
+
+__all__ = ["Sampler", "SamplerOutput", "SamplingRequests", "SamplingRows"]
+
+MAX_CHUNK_BYTES = 256 << 20  # float32 logits processed at once; a few copies of it live
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """What a step emits."""
+
+    sampled_token_ids: Tensor  # [N, K + 1] int64, -1 beyond num_sampled
+    num_sampled: Tensor  # [N] int32, 0 for an unfinished prefill
+    num_rejected: Tensor  # [N] int32, logits rows that emitted nothing
+    has_nan: Tensor  # [N] bool, a row that emits held NaN, or no token was allowed
+    logprobs: TokenLogprobTensors | None  # rows [N * (K + 1)]; None if nobody asks
+
+
+class Sampler:
+    """Samples and verifies; holds no state of requests."""
+
+    def __init__(
+        self,
+        speculative: SpeculativeConfig,
+        device: torch.device,
+        max_chunk_bytes: int = MAX_CHUNK_BYTES,
+    ) -> None:
+        self._verify = create_verifier(speculative, device)
+        self._max_chunk_bytes = max_chunk_bytes
+        self._pool = StagingPool(device)
+
+    def sample(
+        self,
+        logits: Tensor,  # [L, >= V], left as they are
+        rows: SamplingRows,
+        requests: SamplingRequests,
+        grammar_bitmask: Tensor | None = None,  # [L, ceil(V / 32)] int32, 0 = forbidden
+    ) -> SamplerOutput:
+        """Tokens for every request of the step."""
+        state = requests.sampling
+        logits = logits[:, : state.vocab_size]
+        bounds = self._chunks(rows.cu_num_logits_cpu, logits.shape[1])
+        if len(bounds) == 2:
+            parts = [self._sample_chunk(logits, rows, requests, grammar_bitmask)]
+        else:
+            parts = []
+            for first, last in zip(bounds, bounds[1:], strict=False):
+                of = slice(rows.cu_num_logits_cpu[first], rows.cu_num_logits_cpu[last])
+                bitmask = None if grammar_bitmask is None else grammar_bitmask[of]
+                part = rows.requests(first, last)
+                parts.append(self._sample_chunk(logits[of], part, requests, bitmask))
+        sampled, num_sampled, num_rejected, has_nan = (
+            column[0] if len(column) == 1 else torch.cat(column)
+            for column in zip(*parts, strict=True)
+        )
+        logprobs = None
+        if state.features(rows.slots) & Feature.LOGPROBS:
+            wanted = [state.num_logprobs[slot] for slot in rows.slots]
+            logprobs = emitted_logprobs(logits, sampled, rows.cu_num_logits_cpu, wanted, self._pool)
+        return SamplerOutput(sampled, num_sampled, num_rejected, has_nan, logprobs)
+
+    def _chunks(self, cu_num_logits: Sequence[int], vocab_size: int) -> list[int]:
+        """Batch rows at which chunks of whole requests begin, and N."""
+        max_rows = self._max_chunk_bytes // (4 * vocab_size)
+        bounds = [0]
+        for row in range(1, len(cu_num_logits) - 1):
+            if cu_num_logits[row + 1] - cu_num_logits[bounds[-1]] > max_rows:
+                bounds.append(row)
+        return [*bounds, len(cu_num_logits) - 1]
+
+    def _sample_chunk(
+        self,
+        raw: Tensor,
+        rows: SamplingRows,
+        requests: SamplingRequests,
+        grammar_bitmask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        state = requests.sampling
+        features = state.features(rows.slots)
+        logits = process_logits(raw, rows, requests, grammar_bitmask, features)
+        slots = rows.expanded_idx_mapping
+        verify_rows = VerifyRows(
+            logits=logits,
+            draft_ids=rows.draft_ids,
+            draft_logits=requests.draft_logits,
+            slots=slots,
+            local_pos=rows.expanded_local_pos,
+            cu_num_logits=rows.cu_num_logits,
+            seeds=state.seed[slots],
+            positions=rows.positions,
+            greedy=state.temperature[slots] == 0,
+            all_greedy=not features & Feature.RANDOM,
+            width=rows.max_num_drafts + 1,
+        )
+        sampled, num_accepted = self._verify(verify_rows)
+        has_nan = _cannot_sample(raw, logits, rows, num_accepted)
+        num_logits = rows.cu_num_logits[1:] - rows.cu_num_logits[:-1]
+        samples = rows.seq_lens >= requests.prefill_len[rows.idx_mapping]
+        num_sampled = torch.where(samples, num_accepted + 1, 0).int()
+        num_rejected = torch.where(samples, num_logits - num_sampled, 0).int()
+        sampled = torch.where(samples[:, None], sampled, -1)
+        return sampled, num_sampled, num_rejected, has_nan & samples
+
+
+def _cannot_sample(raw: Tensor, logits: Tensor, rows: SamplingRows, num_accepted: Tensor) -> Tensor:
+    """Requests with a row that emits and whose logits are not finite or forbid everything; [N]."""
+    bad = ~raw.amax(-1).isfinite()  # NaN wins every maximum
+    if logits is not raw:
+        bad |= logits.amax(-1) == float("-inf")
+    num_rows, num_reqs = raw.shape[0], num_accepted.shape[0]
+    if num_rows == num_reqs:
+        return bad
+    logits_rows = torch.arange(num_rows, device=raw.device, dtype=torch.int32)
+    batch_rows = torch.searchsorted(rows.cu_num_logits[1:], logits_rows, right=True)  # [L]
+    bad &= rows.expanded_local_pos <= num_accepted[batch_rows]
+    return torch.zeros_like(num_accepted).index_add_(0, batch_rows, bad.long()) > 0
