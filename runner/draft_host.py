@@ -17,6 +17,7 @@ from ..kernels.gather_batch import compute_slot_mappings, gather_block_tables
 from .attention.base import (
     AttentionBuilder,
     AttentionLayer,
+    AttentionMetadata,
     AttentionState,
     CommonAttentionMetadata,
 )
@@ -101,9 +102,7 @@ class DraftModelHost:
     def attach(
         self,
         cache: KVCache,
-        builders: Sequence[
-            AttentionBuilder | None
-        ],  # draft role; None = group without draft layers
+        builders: Sequence[AttentionBuilder | None],  # by group; None = no draft layers
         block_tables: Sequence[Tensor],  # the request table's, per group [R, max_blocks_g] int32
     ) -> None:
         """Tell it where KV lives; from then on `build_draft_attention` works."""
@@ -214,7 +213,7 @@ class _DraftAttention:
         starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs)
         bounds = torch.zeros(padded, dtype=torch.int32)
         bounds[:num_reqs] = self._max_model_len  # the host does not know how many were rejected
-        metadata = []
+        metadata: list[AttentionMetadata | None] = []
         for group, builder in enumerate(self._builders):
             if builder is None:
                 metadata.append(None)
@@ -236,4 +235,5 @@ class _DraftAttention:
                 metadata.append(builder.build_for_capture(common, desc))
             else:
                 metadata.append(builder.build(common, desc))
+        # A group without draft layers is never asked to attend.
         return self._cache.attention_state(metadata)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from .staging import StagingPool
 
 @dataclass(frozen=True)
 class InputBatch:
-    """One step: N of N* requests, M of M* tokens, L logits rows. Tensors are views of the buffers."""
+    """One step: N of N* requests, M of M* tokens, L logits rows; tensors are views of buffers."""
 
     num_reqs: int  # N
     num_tokens: int  # M
@@ -56,7 +56,7 @@ class InputBatch:
 
 
 class InputBuffers:
-    """The step buffers: what the kernels fill and what graphs bake. Sized for the largest capture."""
+    """The step buffers, which kernels fill and graphs bake; sized for the largest capture."""
 
     def __init__(
         self,

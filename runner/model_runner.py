@@ -1,7 +1,7 @@
 """Runs one step of a `StepPlan`: stage, gather, forward or replay, sample or verify, propose.
 
 Owns no request data (see `request_table`) and no KV memory (see `kv_cache`); it never sees text and
-never decides what runs. Nothing in a step waits for the device, except where a plan asks for drafts.
+never decides what runs. Nothing in a step waits for the device, unless a plan asks for drafts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class ModelRunner:
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
         self._error: BaseException | None = None  # raised after a step's results were out
         self._on_cpu = self.facts.device == "cpu"
-        self._copy_stream = None if self._on_cpu else torch.cuda.Stream()
+        self._copy_stream = None if self._on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     # --- the engine's interface -----------------------------------------------------------------
 
@@ -119,8 +119,8 @@ class ModelRunner:
         return self.sample(plan)
 
     def warm_up(self) -> None:
-        """Run a small step on dummy rows, so that the first request does not pay for lazy set-up."""
-        self._queue.call(lambda: self._target.warm_up())
+        """Run a small step on dummy rows, so that no request pays for lazy set-up."""
+        self._queue.call(self._warm_up)
 
     def capture(self) -> None:
         """Capture the graphs of target and drafter. Does nothing where no graphs are wanted."""
@@ -245,6 +245,9 @@ class ModelRunner:
         table.draft_tokens[slots, width:] = -1
 
     # --- start-up -------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        self._target.warm_up()
 
     def _capture(self) -> None:
         states = self._target.capture()

@@ -93,7 +93,9 @@ class PromptLogprobs:
         parts = [
             token_logprobs(self._compute_logits(part), ids, top)
             for part, ids in zip(
-                hidden.split(self._chunk_rows), targets.split(self._chunk_rows), strict=True
+                torch.split(hidden, self._chunk_rows),
+                torch.split(targets, self._chunk_rows),
+                strict=True,
             )
         ]
         return concatenate(parts)

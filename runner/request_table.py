@@ -59,20 +59,12 @@ class RequestTable:
             shape = (reqs, num_speculative_tokens, draft_vocab_size)
             self.draft_logits = zeros(*shape, dtype=torch.float32)
         self.sampling = SamplingState(reqs, vocab_size, device)
+        self.temperature: Tensor = self.sampling.temperature  # [R] float32
+        self.seed: Tensor = self.sampling.seed  # [R] int64
         self._pool = StagingPool(device)
         self._staged: StepPlan | None = None
         # Host mirror of num_blocks: where a request's next block id goes. [G][R]
         self._num_blocks_cpu = [[0] * reqs for _ in range(groups)]
-
-    @property
-    def temperature(self) -> Tensor:
-        """[R] float32."""
-        return self.sampling.temperature
-
-    @property
-    def seed(self) -> Tensor:
-        """[R] int64."""
-        return self.sampling.seed
 
     def stage(self, plan: StepPlan) -> None:
         """Keep the changes of `plan` for `apply_staged`."""
@@ -80,7 +72,7 @@ class RequestTable:
         self._staged = plan
 
     def apply_staged(self) -> None:
-        """Write the staged changes: first free, then fill, so that a slot can do both in one step."""
+        """Write the staged changes: first free, then fill, so that a slot can do both at once."""
         plan, self._staged = self._staged, None
         assert plan is not None, "nothing is staged"
         new_slots = [new.slot for new in plan.new_requests]
@@ -94,7 +86,7 @@ class RequestTable:
             self.sampling.set_request(new.slot, new.sampling, prompt, output)
 
     def per_slot_tensors(self) -> list[tuple[Tensor, int, int]]:
-        """(tensor, its slot dimension, value in a fresh row) of every array that this table owns."""
+        """(tensor, its slot dimension, value in a fresh row) of every array of this table."""
         tensors = [(self._scalars, 1, 0), (self.all_token_ids, 0, 0), (self.draft_tokens, 0, -1)]
         tensors += [(self.last_sampled_tokens, 0, 0), (self.next_prefill_tokens, 0, 0)]
         tensors += [(table, 0, 0) for table in self.block_tables]
@@ -146,7 +138,7 @@ class RequestTable:
 
 
 class _FlatWrites:
-    """Collects (row, column, values) writes to one 2-D int32 tensor and applies them as one scatter."""
+    """Collects (row, column, values) writes to a 2-D int32 tensor; applies them as one scatter."""
 
     def __init__(self, target: Tensor) -> None:
         self._target = target

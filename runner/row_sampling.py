@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from .input_batch import InputBatch
+from .logits_processing import SamplingRows
 from .request_table import RequestTable
-from .sampler import Sampler, SamplerOutput, SamplingRows
+from .sampler import Sampler, SamplerOutput
 from .step_output import TokenLogprobTensors
 
 MAX_LOGITS_BYTES = 1 << 30  # float32 logits held at once
@@ -49,8 +50,20 @@ class RowSampling:
     ) -> SampledRows:
         """Logits of every logits row, then a verdict for every request."""
         outputs = []
+        whole = SamplingRows(
+            slots=batch.slots,
+            idx_mapping=batch.idx_mapping[: batch.num_reqs],
+            cu_num_logits=batch.cu_num_logits,
+            cu_num_logits_cpu=batch.cu_num_logits_cpu,
+            expanded_idx_mapping=batch.expanded_idx_mapping,
+            expanded_local_pos=batch.expanded_local_pos,
+            positions=batch.logits_positions,
+            draft_ids=batch.draft_ids,
+            seq_lens=batch.seq_lens[: batch.num_reqs],
+            max_num_drafts=self._max_drafts,
+        )
         for first, last in self._pieces(batch.cu_num_logits_cpu):
-            rows = self._rows(batch, first, last)
+            rows = whole.requests(first, last)
             span = slice(batch.cu_num_logits_cpu[first], batch.cu_num_logits_cpu[last])
             logits = compute_logits(hidden_states[batch.logits_indices[span]])
             mask = None if grammar_bitmask is None else grammar_bitmask[span]
@@ -66,23 +79,6 @@ class RowSampling:
                 first = row - 1
         yield first, len(cu_num_logits) - 1
 
-    def _rows(self, batch: InputBatch, first: int, last: int) -> SamplingRows:
-        cu_num_logits = batch.cu_num_logits_cpu[first : last + 1]
-        start = cu_num_logits[0]
-        span = slice(start, cu_num_logits[-1])
-        return SamplingRows(
-            idx_mapping=batch.idx_mapping[first:last],
-            cu_num_logits=batch.cu_num_logits[first : last + 1] - start,
-            cu_num_logits_cpu=[count - start for count in cu_num_logits],
-            expanded_idx_mapping=batch.expanded_idx_mapping[span],
-            expanded_local_pos=batch.expanded_local_pos[span],
-            positions=batch.logits_positions[span],
-            draft_ids=batch.draft_ids[span],
-            seq_lens=batch.seq_lens[first:last],
-            max_num_drafts=self._max_drafts,
-            slots=batch.slots[first:last],
-        )
-
 
 def _join(outputs: list[SamplerOutput]) -> SampledRows:
     def column(name: str) -> Tensor:
@@ -94,5 +90,24 @@ def _join(outputs: list[SamplerOutput]) -> SampledRows:
         num_sampled=column("num_sampled"),
         num_rejected=column("num_rejected"),
         has_nan=column("has_nan"),
-        logprobs=None,
+        logprobs=_join_logprobs(outputs),
     )
+
+
+def _join_logprobs(outputs: list[SamplerOutput]) -> TokenLogprobTensors | None:
+    """Rows of all pieces; a piece without logprobs, or with fewer alternatives, is filled up."""
+    found = [output.logprobs for output in outputs if output.logprobs is not None]
+    if len(outputs) == 1 or not found:
+        return outputs[0].logprobs
+    top = max(logprobs.top_ids.shape[1] for logprobs in found)
+    columns: list[list[Tensor]] = [[] for _ in found[0].columns()]
+    for output in outputs:
+        rows = output.sampled_token_ids.numel()
+        for index, column in enumerate(columns):
+            like = found[0].columns()[index]
+            full = like.new_zeros((rows, top) if like.dim() == 2 else (rows,))
+            if output.logprobs is not None:
+                part = output.logprobs.columns()[index]
+                (full[:, : part.shape[1]] if part.dim() == 2 else full).copy_(part)
+            column.append(full)
+    return TokenLogprobTensors(*(torch.cat(column) for column in columns))

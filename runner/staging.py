@@ -33,14 +33,14 @@ class StagingPool:
         if out is None:
             out = torch.empty(array.shape, dtype=host.dtype, device=self._device)
         out.copy_(host, non_blocking=True)
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self._busy.append((event, pinned))
         return out
 
     def _take(self, nbytes: int) -> Tensor:
         """A pinned buffer of at least `nbytes` that no queued copy reads."""
-        while self._busy and self._busy[0][0].query():
+        while self._busy and self._busy[0][0].query():  # type: ignore[no-untyped-call]
             self._free.append(self._busy.pop(0)[1])
         for index, pinned in enumerate(self._free):
             if pinned.numel() >= nbytes:

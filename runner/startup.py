@@ -1,4 +1,4 @@
-"""Assembles what a model runner is made of: weights, KV memory, buffers, attention, sampler, drafter.
+"""Assembles the parts of a model runner: weights, KV memory, buffers, attention, drafter.
 
 Start-up only; a step never comes here.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..configs.graphs import CUDAGraphMode
 from ..configs.schema import Config, GraphConfig
 from ..speculators.base import BaseSpeculator, SpeculatorNeeds
 from ..speculators.registry import create_speculator
@@ -122,12 +123,13 @@ class _Assembly:
         target = Target(
             self.model, cache, builders, buffers, manager, needs.aux_hidden_state_boundaries
         )
+        sampler = Sampler(config.speculative, self.device)
         return RunnerParts(
             self._facts(cache, backend, needs),
             target,
             table,
             buffers,
-            RowSampling(Sampler(config.speculative), needs.num_speculative_tokens, self.vocab_size),
+            RowSampling(sampler, needs.num_speculative_tokens, self.vocab_size),
             speculator,
             DeviceQueue(self.device),
         )
@@ -300,13 +302,13 @@ def choose_device(name: str) -> torch.device:
 
 def wants_graphs(graph: GraphConfig, device: torch.device) -> bool:
     """Whether anything will be captured at all."""
-    return wanted_modes(graph, device.type).target.value != 0
+    return wanted_modes(graph, device.type).target is not CUDAGraphMode.NONE
 
 
 def choose_backend(
     name: str, layers: Sequence[AttentionLayer], device: torch.device
 ) -> AttentionBackend:
-    """The attention back end for `--attention-backend`; raises `UnusableBackend` if it cannot run."""
+    """The back end for `--attention-backend`; raises `UnusableBackend` if it cannot run."""
     from .attention.reference import ReferenceBackend
 
     if name not in ("auto", "reference"):

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from .plan import RowResult
 
-Logprob = tuple[
-    int, float, int, list[int], list[float]
-]  # token, logprob, rank, top ids, top values
+# token, its logprob and rank, most likely ids and their logprobs
+Logprob = tuple[int, float, int, list[int], list[float]]
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class HostCopy:
         with torch.cuda.stream(stream):
             for host, source in zip(self._host, tensors, strict=True):
                 host.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)
+            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
     def wait(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Plays the scheduler with plain lists and dice: adds, finishes, preempts, verifies, in flight twice.
+"""Plays the scheduler with plain lists and dice: adds, finishes, preempts, verifies.
 
 Every result is compared with the oracle's continuation as it comes in.
 """

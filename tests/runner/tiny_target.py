@@ -171,7 +171,7 @@ def make_runner(
             Target(model, cache, builders, buffers, graphs),
             RequestTable(setup.max_num_reqs, MAX_LEN, VOCAB, setup.num_drafts, columns, CPU),
             buffers,
-            RowSampling(Sampler(SpeculativeConfig()), setup.num_drafts, VOCAB),
+            RowSampling(Sampler(SpeculativeConfig(), CPU), setup.num_drafts, VOCAB),
             speculator,
             DeviceQueue(CPU),
         )
