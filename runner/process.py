@@ -75,11 +75,12 @@ class WorkerProcess:
         ignores the signal itself, because service managers send that to every process at once
         and the worker must live on while the server drains.
         """
-        assert self._process.stdin is not None
         for seconds in (grace, 1.0):
             try:
                 return await asyncio.wait_for(self.wait(), seconds)
             except TimeoutError:
+                pass
+            finally:
                 self._close_stdin()
         return await self.kill()
 

@@ -52,7 +52,8 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help="print the version and exit")
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> NoReturn:
-        parser.exit(0, f"slipstream {version()}\n")
+        print(f"slipstream {version()}")
+        parser.exit(0)
 
 
 def command_names() -> list[str]:

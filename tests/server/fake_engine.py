@@ -1,0 +1,114 @@
+"""An engine without a model, for tests of the processes around it; see `build` for its tricks.
+
+Runs in the worker process, found through PYTHONPATH: `engine="fake_engine:build"`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+from slipstream.configs.schema import Config
+from slipstream.runner.messages import (
+    AbortRequests,
+    AddRequest,
+    Progress,
+    Ready,
+    RequestOutput,
+    StepOutputs,
+    StepStats,
+    ToWorker,
+)
+
+KILL, RAISE, HANG, EXIT = 60_001, 60_002, 60_003, 60_004  # first prompt token -> what happens
+
+
+class FakeEngine:
+    """Counts up: one token per request and step."""
+
+    def __init__(self, config: Config, seconds_per_step: float) -> None:
+        self.ready = Ready(
+            max_model_len=config.model.max_model_len or 2048,
+            vocab_size=49152,
+            num_blocks=100,
+            block_size=config.cache.block_size,
+            eos_token_ids=[2],
+            device="cpu",
+            dtype="float32",
+            attention_backend="reference",
+            speculative_method=config.speculative.method,
+            num_speculative_tokens=0,
+            startup_seconds={"load": 0.0},
+        )
+        self._seconds = seconds_per_step
+        self._running: dict[str, tuple[AddRequest, int]] = {}
+
+    def handle(self, messages: list[ToWorker]) -> None:
+        for message in messages:
+            if isinstance(message, AddRequest):
+                self._add(message)
+            elif isinstance(message, AbortRequests):
+                for request_id in message.request_ids:
+                    self._running.pop(request_id, None)
+
+    def _add(self, request: AddRequest) -> None:
+        trick = request.prompt_token_ids[0]
+        if trick == KILL:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if trick == RAISE:
+            raise RuntimeError("the device is lost\nmore of it")
+        if trick == EXIT:
+            os._exit(3)
+        if trick == HANG:
+            time.sleep(600)
+        self._running[request.request_id] = (request, 0)
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[StepOutputs]:
+        time.sleep(self._seconds)
+        outputs = []
+        for request_id, (request, done) in list(self._running.items()):
+            finished = done + 1 == request.sampling.max_tokens
+            outputs.append(
+                RequestOutput(
+                    request_id, [done + 100], finish_reason="length" if finished else None
+                )
+            )
+            self._running[request_id] = (request, done + 1)
+            if finished:
+                del self._running[request_id]
+        stats = StepStats(num_running=len(self._running), num_generated_tokens=len(outputs))
+        return [StepOutputs(outputs, stats)]
+
+    def shutdown(self) -> None:
+        if path := os.environ.get("FAKE_ENGINE_GOODBYE"):
+            with open(path, "w") as file:
+                file.write("bye")
+
+
+def build(config: Config, progress: Callable[[Progress], None]) -> FakeEngine:
+    """`hf_overrides` may hold fail (a message), exit (a status), start_seconds, step_seconds.
+
+    `fail_after_first` is a path: the first build creates it, and later ones fail while it exists.
+    """
+    tricks: dict[str, Any] = json.loads(config.model.hf_overrides or "{}")
+    for done in range(3):
+        progress(Progress("load", done + 1, 3))
+        time.sleep(tricks.get("start_seconds", 0.0) / 3)
+    progress(Progress("kv_cache", 1, 1, "100 blocks"))
+    if "fail" in tricks:
+        raise ValueError(tricks["fail"])
+    if "exit" in tricks:
+        os._exit(tricks["exit"])
+    if path := tricks.get("fail_after_first"):
+        if os.path.exists(path):
+            raise ValueError("still broken")
+        with open(path, "w"):
+            pass
+    return FakeEngine(config, tricks.get("step_seconds", 0.001))

@@ -1,0 +1,109 @@
+"""The command line: help without heavy imports, errors of one sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.server.commands import build_parser, command_names, main
+
+HEAVY = ("torch", "transformers", "fastapi", "uvicorn", "zmq", "numpy", "tokenizers", "pydantic")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["serve", "--help"], ["--version"]])
+def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from slipstream.server.commands import main
+try:
+    main({arguments!r})
+except SystemExit as end:
+    assert end.code == 0
+heavy = [name for name in {HEAVY!r} if name in sys.modules]
+assert not heavy, heavy
+"""
+    seconds = []
+    for _ in range(3):  # the first fills the bytecode cache; a busy machine may disturb one more
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        seconds.append(time.monotonic() - began)
+        assert done.returncode == 0, done.stderr
+        assert "slipstream" in done.stdout
+    assert min(seconds) < 1.0
+
+
+@pytest.mark.parametrize("name", command_names())
+def test_every_command_has_help_and_a_summary(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert end.value.code == 0
+    assert f"slipstream {name}" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert name in capsys.readouterr().out
+
+
+def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "COMMAND" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--prot", "9"], "there is no flag --prot (did you mean --port?)"),
+        (["serve", "--max-model"], "there is no flag --max-model"),
+        (["serve", "--port"], "--port"),
+        (["srve"], "srve"),
+        (["serve", "--port", "high"], "--port must be an integer, not 'high'"),
+        (["serve", "/no/such/model"], "/no/such/model"),
+    ],
+)
+def test_wrong_command_lines_are_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = main(arguments)
+    except SystemExit as end:
+        status = end.code  # type: ignore[assignment]
+    shown = capsys.readouterr().err
+    assert status == 2
+    assert words in shown
+    assert shown.startswith("slipstream") and len(shown.splitlines()) == 1
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(args: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("slipstream.server.commands.serve.run", interrupted)
+    assert main(["serve"]) == 130
+
+
+def test_environment_reaches_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_PORT", "70000")
+    assert main(["serve"]) == 2
+    assert "--port 70000: must be at most 65535" in capsys.readouterr().err
+
+
+def test_one_command_is_parsed_without_importing_the_others() -> None:
+    parser = build_parser("serve")
+    assert parser.parse_args(["serve", "--port", "1"]).command == "serve"
+
+
+def test_module_runs_as_the_console_script() -> None:
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "slipstream.server.commands", "--version"],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parent,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("slipstream ")
