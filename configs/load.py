@@ -201,8 +201,10 @@ def flag_table() -> str:
         f"| `-sc`, `--speculative-config JSON` | the preset's, or off | {_SPEC_DOC} |",
     ]
     for option in all_options().values():
-        flag = option.flag.replace("--", "--[no-]") if option.kind is bool else option.flag
-        names = f"`{flag}`" if option.short is None else f"`{option.short}`, `{flag}`"
+        spellings = [*filter(None, [option.short]), option.flag]
+        if option.kind is bool:
+            spellings.append(option.flag.replace("--", "--no-", 1))
+        names = ", ".join(f"`{spelling}`" for spelling in spellings)
         doc = option.doc + (f": {', '.join(option.choices)}" if option.choices else "")
         shown = (_default(option) or "").removeprefix("default: ")
         lines.append(f"| {names} | {shown} | {doc} |".replace("|  |", "| |"))

