@@ -1,0 +1,66 @@
+"""What transformers makes of texts and chats; runs as a child, for it imports torch.
+
+Reads one JSON object from standard input and writes one to standard output: `tokenize` maps a
+source to texts, `render` is a list of (template, special tokens, keyword arguments).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    convert_gguf_tokenizer,
+    get_gguf_tokenizer,
+)
+
+
+def tokenize(source: str, texts: list[str]) -> dict[str, Any]:
+    path = Path(source)
+    if path.is_file():
+        architecture, tokens, config = get_gguf_tokenizer(source)
+        backend, _ = convert_gguf_tokenizer(architecture, tokens)
+        named = {key: value for key, value in config.items() if key.endswith("_token")}
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    ids = [tokenizer.encode(text) for text in texts]
+    return {
+        "ids": ids,
+        "plain": [tokenizer.encode(text, add_special_tokens=False) for text in texts],
+        "texts": [tokenizer.decode(row) for row in ids],
+        "shown": [tokenizer.decode(row, skip_special_tokens=True) for row in ids],
+        "eos": tokenizer.eos_token_id,
+        "bos": tokenizer.bos_token_id,
+    }
+
+
+def render(template: str, special_tokens: dict[str, str], arguments: dict[str, Any]) -> str | None:
+    backend = Tokenizer(models.WordLevel({"x": 0}, "x"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special_tokens)
+    try:
+        chat = arguments.pop("messages")
+        return str(
+            tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **arguments)
+        )
+    except Exception:
+        return None
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):
+        answer = {
+            "tokenize": {source: tokenize(source, t) for source, t in request["tokenize"].items()},
+            "render": [render(*case) for case in request["render"]],
+        }
+    json.dump(answer, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
