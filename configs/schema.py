@@ -33,6 +33,9 @@ class ServerConfig:
     drain_timeout: float = option(30.0, "seconds to let open requests finish on shutdown")
     metrics_prefix: str = option("slipstream", "prefix of the metric names")
     chat_template: str | None = option(None, "file with a chat template that replaces the model's")
+    trust_request_chat_template: bool = option(
+        False, "run chat templates that requests bring; they can use up CPU time"
+    )
     root_path: str = option("", "path prefix when behind a proxy that strips it")
     ssl_keyfile: str | None = option(None, "TLS private key file")
     ssl_certfile: str | None = option(None, "TLS certificate file")

@@ -15,6 +15,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from .request_stream import EngineDead
+
 logger = logging.getLogger(__name__)
 
 
@@ -156,19 +158,25 @@ class NotReady(APIError):
     type = "service_unavailable"
     code = "not_ready"
 
-    def __init__(self, state: str) -> None:
-        super().__init__(f"The engine is not ready: {state}.", headers={"Retry-After": "1"})
+    def __init__(self, state: str, detail: str = "", retry_after: int = 1) -> None:
+        reason = f"{state} ({detail.rstrip('.')})" if detail else state
+        super().__init__(
+            f"The engine is not ready: {reason}.", headers={"Retry-After": str(retry_after)}
+        )
 
 
-class EngineDead(APIError):
+class EngineStopped(APIError):
     """The worker process ended while it had this request."""
 
     status = 503
     type = "service_unavailable"
     code = "engine_dead"
 
-    def __init__(self, reason: str = "The engine stopped while it ran this request.") -> None:
-        super().__init__(reason, headers={"Retry-After": "1"})
+    def __init__(self, reason: str = "the engine stopped", retry_after: int = 1) -> None:
+        super().__init__(
+            f"The request could not be finished: {reason}.",
+            headers={"Retry-After": str(retry_after)},
+        )
 
 
 class GenerationFailed(APIError):
@@ -207,8 +215,8 @@ def as_api_error(error: BaseException) -> APIError:
         return error
     if isinstance(error, HTTPException):
         return _from_http(error)
-    if type(error).__name__ == "EngineDead":
-        return EngineDead(str(error))
+    if isinstance(error, EngineDead):
+        return EngineStopped(str(error).rstrip("."), error.retry_after)
     logger.error("unexpected error in a request", exc_info=error)
     return InternalError()
 
@@ -226,8 +234,14 @@ def error_response(error: APIError) -> Response:
 
 def invalid_value(error: ValidationError, body: object, prefix: str = "") -> InvalidRequest:
     """The first complaint of pydantic as a 400 that names the parameter in `body`."""
-    first = error.errors(include_url=False, include_context=False)[0]
-    param = prefix + parameter_name(first["loc"], body)
+    found = error.errors(include_url=False, include_context=False)
+    named = [(parameter_name(each["loc"], body), each) for each in found]
+    # Of a union's members, the one that got furthest into the value is the one that was meant.
+    outer = named[0][0]
+    inner, first = max(
+        (each for each in named if each[0].startswith(outer)), key=lambda each: len(each[0])
+    )
+    param = prefix + inner
     if first["type"] == "missing":
         return InvalidRequest(
             f"Missing required parameter: '{param}'.", param, "missing_required_parameter"

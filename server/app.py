@@ -1,0 +1,110 @@
+"""Makes the HTTP application of one engine: services, routes, middleware, error handlers."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import secrets
+import time
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from ..configs.schema import Config
+from .body import BodyReader
+from .chat import chat_routes
+from .chat_template import ChatTemplate
+from .completions import completion_routes
+from .errors import install_error_handlers
+from .metrics import Metrics
+from .middleware import BodyLimit, Faults, Keys, RequestScope
+from .models import model_routes
+from .operations import absent_routes, operation_routes
+from .services import Engine, Services
+from .tokenize import tokenize_routes
+from .tokenizer import Tokenizer
+from .version import version
+
+
+def create_app(
+    config: Config,
+    engine: Engine,
+    source: str | None = None,
+    *,
+    tokenizer: Tokenizer | None = None,
+    template: ChatTemplate | None = None,
+) -> FastAPI:
+    """The application. `source` says where the tokenizer is, if not where the model is.
+
+    Loads tokenizer and chat template unless they are given, which may take seconds; needs no event
+    loop. Takes over the engine's `stats` callback. Raises TokenizerLoadError, OSError.
+    """
+    services = _services(config, engine, source, tokenizer, template)
+    engine.stats = services.metrics.step
+    app = FastAPI(
+        title="Slipstream",
+        version=version(),
+        root_path=config.server.root_path,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.services = services
+    for router in (
+        chat_routes(services),
+        completion_routes(services),
+        model_routes(services),
+        tokenize_routes(services),
+        operation_routes(services),
+        absent_routes(),
+    ):
+        app.include_router(router)
+    install_error_handlers(app)
+    _add_middleware(app, services)
+    return app
+
+
+def _services(
+    config: Config,
+    engine: Engine,
+    source: str | None,
+    tokenizer: Tokenizer | None,
+    template: ChatTemplate | None,
+) -> Services:
+    if tokenizer is None:
+        where = source or config.model.tokenizer or config.model.model
+        tokenizer = Tokenizer.load(where, config.model.revision)
+    if template is None:
+        file = config.server.chat_template
+        named = Path(file).read_text(encoding="utf-8") if file else tokenizer.chat_templates
+        template = ChatTemplate(named, tokenizer.special_tokens)
+    names = config.server.served_model_name or (config.model.model,)
+    identity = f"{version()} {config.model} {config.speculative}"
+    return Services(
+        config=config,
+        engine=engine,
+        tokenizer=tokenizer,
+        template=template,
+        metrics=Metrics(config.server.metrics_prefix, names[0]),
+        seeds=random.Random(config.model.seed or secrets.randbits(64)),
+        bodies=BodyReader(),
+        fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
+        created=int(time.time()),
+    )
+
+
+def _add_middleware(app: FastAPI, services: Services) -> None:
+    """The last one added is the outermost."""
+    server = services.config.server
+    app.add_middleware(BodyLimit, max_bytes=server.max_body_bytes)
+    app.add_middleware(Keys, keys=server.api_key)
+    app.add_middleware(Faults)
+    if server.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(server.allowed_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    app.add_middleware(RequestScope, metrics=services.metrics, log=server.access_log)

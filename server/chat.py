@@ -1,0 +1,245 @@
+"""POST /v1/chat/completions: parse, render, generate, answer whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from msgspec import UNSET
+
+from ..runner.messages import TokenLogprobs
+from .chat_output import MessageBuilder
+from .chat_tools import ChatFormat, chat_format
+from .choice import GenerationEvent, TextOptions, TokenEntry
+from .errors import InvalidRequest
+from .generation import Generation, Job, room, tokenize, truncated
+from .logprobs import chat_logprobs, prompt_logprobs
+from .openai_types.chat import ChatCompletionRequest
+from .openai_types.replies import (
+    ChatChoice,
+    ChatChunk,
+    ChatCompletion,
+    ChunkChoice,
+    Delta,
+    encode,
+)
+from .prompts import render_chat
+from .sampling import ModelLimits, sampling_params
+from .services import Services
+from .sse import DONE, EventStream, event, unless_disconnected
+from .usage import usage
+
+_LONG_CHAT = 16384  # bytes; rendering and parsing longer ones leaves the event loop
+
+
+def chat_routes(services: Services) -> APIRouter:
+    """The route of chat completions."""
+    router = APIRouter()
+
+    @router.post("/v1/chat/completions")
+    async def create_chat_completion(request: Request) -> Response:
+        arrived = time.monotonic()
+        body = await services.bodies.read(request, ChatCompletionRequest)
+        form = chat_format(services, body)
+        reply = _Reply(services, body, await prepare_chat(services, body, form), form)
+        generation = Generation(services, reply.job, arrived)
+        generation.submit()
+        if body.stream:
+            return EventStream(generation, reply.stream(generation))
+        with generation:
+            answer = await unless_disconnected(request, reply.whole(generation))
+        return Response(encode(answer), media_type="application/json")
+
+    return router
+
+
+async def prepare_chat(services: Services, body: ChatCompletionRequest, form: ChatFormat) -> Job:
+    """Everything that can be refused before the engine hears of it."""
+    services.check_model(body.model)
+    services.check_ready()
+    limits = ModelLimits.of(
+        services.engine.ready, services.tokenizer, services.config.model.max_logprobs
+    )
+    if body.top_logprobs and not body.logprobs:
+        raise InvalidRequest(
+            "'top_logprobs' is only allowed when 'logprobs' is true.",
+            "top_logprobs",
+            "invalid_value",
+        )
+    sampling = sampling_params(
+        body,
+        limits,
+        services.tokenizer,
+        services.seeds,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        grammar=form.grammar,
+    )
+    text = await _rendered(services, body, form)
+    (ids,) = await tokenize(services, [text], bool(body.add_special_tokens))
+    ids = truncated(ids, body.truncate_prompt_tokens, limits.max_model_len)
+    wanted = body.max_completion_tokens
+    if wanted is None:
+        wanted = body.max_tokens
+    return Job(
+        request_id=f"chatcmpl-{uuid.uuid4().hex}",
+        prompts=[ids],
+        sampling=sampling,
+        max_tokens=[room(ids, wanted, limits.max_model_len, "messages")],
+        text=TextOptions(
+            stop=body.stops,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special_tokens=body.skip_special_tokens is not False,
+            min_tokens=body.min_tokens or 0,
+            stop_token_ids=frozenset(body.stop_token_ids or ()),
+            keep=form.keep_token_ids,
+        ),
+        n=body.n or 1,
+        priority=body.priority or 0,
+        predicted=body.prediction is not None,
+    )
+
+
+async def _rendered(services: Services, body: ChatCompletionRequest, form: ChatFormat) -> str:
+    long = sum(map(_length, body.messages)) > _LONG_CHAT
+    if long:
+        return await asyncio.to_thread(render_chat, services, body, form.tools)
+    return render_chat(services, body, form.tools)
+
+
+def _length(message: Any) -> int:
+    content = message.content or ""
+    if isinstance(content, str):
+        return len(content) + 256
+    return 256 + sum(len(part.content) for part in content)
+
+
+@dataclass
+class _Whole:
+    """One message as far as it has come."""
+
+    message: MessageBuilder = field(default_factory=MessageBuilder)
+    token_ids: list[int] = field(default_factory=list)
+    entries: list[TokenEntry] = field(default_factory=list)
+    last: GenerationEvent | None = None
+
+
+class _Reply:
+    """Turns events into OpenAI's shapes."""
+
+    def __init__(
+        self, services: Services, body: ChatCompletionRequest, job: Job, form: ChatFormat
+    ) -> None:
+        self.job = job
+        self._services = services
+        self._body = body
+        self._form = form
+        self._parsers = [form.parser() for _ in range(job.num_choices)]
+        self._created = int(time.time())
+
+    async def whole(self, generation: Generation) -> ChatCompletion:
+        """The reply once everything is there."""
+        found = [_Whole() for _ in range(self.job.num_choices)]
+        of_prompt: list[TokenLogprobs | None] = []
+        async with aclosing(generation.events()) as events:
+            async for item in events:
+                part = found[item.index]
+                for delta in self._deltas(item):
+                    part.message.add(delta)
+                part.token_ids += item.token_ids
+                part.entries += item.logprobs
+                part.last = item
+                of_prompt = of_prompt or item.prompt_logprobs or []
+        answer = ChatCompletion(
+            self.job.request_id,
+            self._created,
+            self._body.model,
+            self._services.fingerprint,
+            [self._whole_choice(index, part) for index, part in enumerate(found)],
+            usage(generation.counts(), self._reasoning_tokens()),
+        )
+        if self._body.return_token_ids:
+            answer.prompt_token_ids = self.job.prompts[0]
+        if self._body.prompt_logprobs is not None:
+            answer.prompt_logprobs = prompt_logprobs(of_prompt, self._services.tokenizer)
+        return answer
+
+    def _whole_choice(self, index: int, part: _Whole) -> ChatChoice:
+        assert part.last is not None and part.last.finish_reason is not None
+        reason = self._form.finish_reason(part.last.finish_reason, part.message.has_calls)
+        choice = ChatChoice(
+            index, part.message.message(), reason, stop_reason=part.last.stop_reason
+        )
+        if self._body.logprobs:
+            choice.logprobs = chat_logprobs(part.entries, self._services.tokenizer)
+        if self._body.return_token_ids:
+            choice.token_ids = part.token_ids
+        return choice
+
+    def _deltas(self, item: GenerationEvent) -> list[Delta]:
+        parser = self._parsers[item.index]
+        deltas = parser.push(item.text, item.token_ids)
+        return deltas + parser.finish() if item.finish_reason else deltas
+
+    def _reasoning_tokens(self) -> int:
+        return sum(parser.num_reasoning_tokens for parser in self._parsers)
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The reply as events: roles, deltas, perhaps the usage, the end."""
+        for index in range(self.job.num_choices):
+            role = ChunkChoice(index, Delta(role="assistant", content=""))
+            yield self._framed(role, generation, first=True)
+        called = [False] * self.job.num_choices
+        async with aclosing(generation.events()) as events:
+            async for item in events:
+                deltas = self._deltas(item)
+                called[item.index] |= any(delta.tool_calls for delta in deltas)
+                for choice in self._chunk_choices(item, deltas, called[item.index]):
+                    yield self._framed(choice, generation)
+        if self._body.wants_usage:
+            last = self._chunk([])
+            last.usage = usage(generation.counts(), self._reasoning_tokens())
+            yield event(encode(last))
+        yield DONE
+
+    def _chunk_choices(
+        self, item: GenerationEvent, deltas: list[Delta], called: bool
+    ) -> list[ChunkChoice]:
+        """A chunk for each delta; the first carries tokens and logprobs, the last the end."""
+        body = self._body
+        told = item.finish_reason or item.logprobs or (body.return_token_ids and item.token_ids)
+        if not deltas and told:
+            deltas = [Delta()]
+        choices = [ChunkChoice(item.index, delta) for delta in deltas]
+        if choices and body.logprobs and item.logprobs:
+            choices[0].logprobs = chat_logprobs(item.logprobs, self._services.tokenizer)
+        if choices and body.return_token_ids:
+            choices[0].token_ids = item.token_ids
+        if item.finish_reason:
+            choices[-1].finish_reason = self._form.finish_reason(item.finish_reason, called)
+            choices[-1].stop_reason = item.stop_reason
+        return choices
+
+    def _framed(self, choice: ChunkChoice, generation: Generation, first: bool = False) -> bytes:
+        chunk = self._chunk([choice])
+        if self._body.wants_usage:
+            running = self._body.wants_running_usage
+            chunk.usage = usage(generation.counts(), self._reasoning_tokens()) if running else None
+        if first and self._body.return_token_ids:
+            chunk.prompt_token_ids = self.job.prompts[0]
+        return event(encode(chunk))
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        return ChatChunk(
+            self.job.request_id,
+            self._created,
+            self._body.model,
+            self._services.fingerprint,
+            choices,
+            usage=UNSET,
+        )

@@ -1,0 +1,86 @@
+"""Owns one choice's way from text to a message: content, reasoning, tool calls.
+
+A parser turns the growing text into deltas; a whole message is the sum of the same deltas, so that
+both ways of answering agree by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from msgspec import UNSET
+
+from .openai_types.replies import CalledFunction, ChatMessage, Delta, ReplyToolCall
+
+
+class MessageParser(Protocol):
+    """Reads the text of one choice, in any pieces."""
+
+    num_reasoning_tokens: int
+
+    def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
+        """What these characters add to the message; `token_ids` came with them."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """What was held back, once the text has ended."""
+        ...
+
+
+class PlainText:
+    """The text is the content."""
+
+    num_reasoning_tokens = 0
+
+    def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
+        """The text as content."""
+        return [Delta(content=text)] if text else []
+
+    def finish(self) -> list[Delta]:
+        """Nothing is ever held back."""
+        return []
+
+
+class MessageBuilder:
+    """Adds deltas up to a message."""
+
+    def __init__(self) -> None:
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, ReplyToolCall] = {}
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether a tool is called."""
+        return bool(self._calls)
+
+    def add(self, delta: Delta) -> None:
+        """Add one delta."""
+        if delta.content:
+            self._content.append(delta.content)
+        if delta.reasoning_content:
+            self._reasoning.append(delta.reasoning_content)
+        for part in delta.tool_calls or ():
+            self._add_call(part)
+
+    def _add_call(self, part: ReplyToolCall) -> None:
+        index = part.index if isinstance(part.index, int) else len(self._calls)
+        call = self._calls.setdefault(
+            index, ReplyToolCall(CalledFunction("", ""), id="", type="function")
+        )
+        if isinstance(part.id, str):
+            call.id = part.id
+        for name in ("name", "arguments"):
+            piece = getattr(part.function, name)
+            if isinstance(piece, str):
+                setattr(call.function, name, getattr(call.function, name) + piece)
+
+    def message(self) -> ChatMessage:
+        """The message; `content` is null when there are only tool calls."""
+        content = "".join(self._content)
+        message = ChatMessage(content if content or not self._calls else None)
+        if self._reasoning:
+            message.reasoning_content = "".join(self._reasoning)
+        message.tool_calls = [self._calls[i] for i in sorted(self._calls)] or UNSET
+        return message

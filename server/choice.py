@@ -1,0 +1,147 @@
+"""Owns one choice's way from token ids to text: detokenizer, stop strings, counts, logprobs.
+
+It knows nothing of HTTP or of the other choices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..runner.messages import RequestOutput, TokenLogprobs
+from .errors import GenerationFailed, InvalidRequest
+from .stop_strings import StopChecker
+from .tokenizer import Tokenizer
+
+
+class TextOptions(NamedTuple):
+    """How ids become text."""
+
+    stop: list[str]
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0  # stop strings are not looked for before
+    keep: frozenset[int] = frozenset()  # special tokens shown all the same
+    stop_token_ids: frozenset[int] = frozenset()  # the client's; their ids are stop reasons
+
+
+class TokenEntry(NamedTuple):
+    """One emitted token with its log probabilities."""
+
+    offset: int  # where its text begins in the choice's text
+    hidden: bool  # the stop token, whose text is not part of the output
+    logprobs: TokenLogprobs
+
+
+@dataclass(slots=True)
+class GenerationEvent:
+    """What one step brought for one choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+
+class Choice:
+    """The state of one choice while it is generated."""
+
+    def __init__(self, index: int, tokenizer: Tokenizer, options: TextOptions) -> None:
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.finish_reason: str | None = None
+        self.logprob_sum = 0.0
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens, options.keep)
+        self._stops = StopChecker(options.stop, options.include_stop) if options.stop else None
+        self._raw_length = 0  # characters the tokens made
+        self._shown_length = 0  # characters that left
+        self._held: list[tuple[int, TokenEntry]] = []  # where its text ends, entry
+
+    def feed(self, output: RequestOutput) -> GenerationEvent:
+        """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error."""
+        if output.finish_reason == "error":
+            message = output.error or "The engine could not finish this request."
+            raise InvalidRequest(message) if output.invalid_request else GenerationFailed(message)
+        self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
+        self.num_draft_tokens += output.num_draft_tokens
+        self.num_accepted_tokens += output.num_accepted_tokens
+        event = GenerationEvent(
+            self.index, "", output.token_ids, prompt_logprobs=output.prompt_logprobs
+        )
+        ids = output.token_ids
+        ended_by_token = output.stop_token_id is not None
+        visible = ids[:-1] if ended_by_token and not self._options.include_stop else ids
+        if self._stops is None and output.logprobs is None:
+            event.text = self._detokenizer.push(visible)
+        else:
+            self._push_each(event, visible, output.logprobs)
+        self.num_tokens += len(event.token_ids)
+        if event.finish_reason is None and output.finish_reason is not None:
+            self._end(event, output)
+        if output.logprobs is not None:
+            self._release(event)
+        self.finish_reason = event.finish_reason
+        return event
+
+    def _push_each(
+        self, event: GenerationEvent, visible: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> None:
+        """Token by token, so that a stop string ends the output at the token that completes it."""
+        shown = []
+        pieces = self._detokenizer.push_tokens(visible)
+        for number in range(len(event.token_ids)):
+            hidden = number >= len(pieces)
+            piece = "" if hidden else pieces[number]
+            if logprobs is not None:
+                self._hold(logprobs[number], len(piece), hidden)
+            self._raw_length += len(piece)
+            if self._stops is None or self.num_tokens + number < self._options.min_tokens:
+                shown.append(piece)
+                continue
+            text, matched = self._stops.push(piece, False)
+            shown.append(text)
+            if matched is not None:
+                self._stopped(event, matched)
+                event.token_ids = event.token_ids[: number + 1]
+                break
+        event.text = "".join(shown)
+        self._shown_length += len(event.text)
+
+    def _end(self, event: GenerationEvent, output: RequestOutput) -> None:
+        rest = self._detokenizer.flush()
+        event.finish_reason = output.finish_reason
+        if output.stop_token_id in self._options.stop_token_ids:
+            event.stop_reason = output.stop_token_id
+        if self._stops is not None:
+            rest, matched = self._stops.push(rest, True)
+            if matched is not None:
+                self._stopped(event, matched)
+        event.text += rest
+        self._shown_length += len(rest)
+
+    def _stopped(self, event: GenerationEvent, matched: str) -> None:
+        event.finish_reason = "stop"
+        event.stop_reason = matched
+
+    def _hold(self, entry: TokenLogprobs, length: int, hidden: bool) -> None:
+        self.logprob_sum += entry.logprob
+        end = self._raw_length + length
+        self._held.append((end, TokenEntry(self._raw_length, hidden, entry)))
+
+    def _release(self, event: GenerationEvent) -> None:
+        """Hand over the entries whose text has left; a stop string's tokens never leave."""
+        if isinstance(event.stop_reason, str):
+            event.logprobs = [e for _, e in self._held if e.offset < self._shown_length]
+            self._held = []
+        elif event.finish_reason is not None:
+            event.logprobs, self._held = [e for _, e in self._held], []
+        else:
+            event.logprobs = [e for end, e in self._held if end <= self._shown_length]
+            self._held = self._held[len(event.logprobs) :]

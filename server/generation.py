@@ -1,0 +1,215 @@
+"""From prompts to a stream of text events: length check, admission, n children, aborts, usage.
+
+Owns a request between the routes and the engine: whatever way the reader leaves (end, error,
+disconnect), no child is left running. It knows neither HTTP nor OpenAI's shapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from ..runner.messages import AddRequest, RequestOutput, SamplingParams
+from .choice import Choice, GenerationEvent, TextOptions
+from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull
+from .request_stream import EngineDead
+from .sampling import with_max_tokens
+from .services import Services
+
+_LONG_TEXT = 4096  # characters; shorter texts are tokenized on the event loop
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one HTTP request wants generated: every prompt `n` times."""
+
+    request_id: str
+    prompts: list[list[int]]
+    sampling: SamplingParams  # of child 0 of every prompt, with max_tokens 0
+    max_tokens: list[int]  # [prompts]
+    text: TextOptions
+    n: int = 1
+    priority: int = 0
+    predicted: bool = False  # drafts count as predicted tokens in the usage
+
+    @property
+    def num_choices(self) -> int:
+        """Choices of all prompts together."""
+        return len(self.prompts) * self.n
+
+
+@dataclass
+class TokenCounts:
+    """What a request used so far, all choices together."""
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    accepted_prediction: int = 0
+    rejected_prediction: int = 0
+
+
+async def tokenize(
+    services: Services, texts: Sequence[str], add_special_tokens: bool
+) -> list[list[int]]:
+    """The ids of each text; long texts are encoded in a thread, without holding the event loop."""
+    tokenizer = services.tokenizer
+    if sum(map(len, texts)) <= _LONG_TEXT:
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+    if len(texts) == 1:
+        return [await asyncio.to_thread(tokenizer.encode, texts[0], add_special_tokens)]
+    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
+
+
+def truncated(ids: list[int], keep: int | None, limit: int) -> list[int]:
+    """The last `keep` ids; -1 keeps as many as fit with one token of output."""
+    if keep is None:
+        return ids
+    if keep == 0 or keep >= limit:
+        raise InvalidRequest(
+            f"Invalid value for 'truncate_prompt_tokens': expected -1 or 1 … {limit - 1}.",
+            "truncate_prompt_tokens",
+            "invalid_value",
+        )
+    return ids[-keep:] if keep > 0 else ids[-(limit - 1) :]
+
+
+def room(prompt: Sequence[int], wanted: int | None, limit: int, param: str) -> int:
+    """How many tokens may be generated; ContextLengthExceeded if `wanted` do not fit."""
+    if not prompt:
+        raise InvalidRequest("The prompt is empty.", param, "invalid_value")
+    if len(prompt) + (1 if wanted is None else wanted) > limit:
+        raise ContextLengthExceeded(limit, len(prompt), 1 if wanted is None else wanted, param)
+    return limit - len(prompt) if wanted is None else wanted
+
+
+class Generation:
+    """A running job: `submit`, iterate `events()`; leaving it aborts what still runs."""
+
+    def __init__(self, services: Services, job: Job, arrived: float) -> None:
+        """`arrived` is time.monotonic() when the HTTP request came."""
+        self._services = services
+        self._job = job
+        self.choices = [
+            Choice(index, services.tokenizer, job.text) for index in range(job.num_choices)
+        ]
+        self._ids = [f"{job.request_id}-{index}" for index in range(job.num_choices)]
+        self._timings = [
+            services.metrics.request(arrived, len(job.prompts[index // job.n]))
+            for index in range(job.num_choices)
+        ]
+        self._streams: list[AsyncIterator[RequestOutput]] = []
+        self._pumps: list[asyncio.Task[None]] = []
+
+    def submit(self) -> None:
+        """Hand all children to the engine, or none: QueueFull, NotReady, EngineDead."""
+        self._admit()
+        children = [self._child(index) for index in range(self._job.num_choices)]
+        try:
+            for child in children:
+                self._streams.append(self._services.engine.submit(child))
+        except EngineDead:
+            self._abort("error")
+            raise
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for task in self._pumps:
+            task.cancel()
+        self._abort("error" if isinstance(error, Exception) else "abort")
+
+    async def events(self) -> AsyncGenerator[GenerationEvent, None]:
+        """Events of all choices as they come; each choice's last one has a finish reason."""
+        outputs = self._one() if len(self._streams) == 1 else self._merged()
+        async for index, output in outputs:
+            choice = self.choices[index]
+            if choice.finish_reason is not None:
+                continue  # a stop string ended it; what the engine had on its way is dropped
+            event = choice.feed(output)
+            self._timings[index].tokens(len(output.token_ids), time.monotonic())
+            if event.finish_reason is not None:
+                self._timings[index].end(event.finish_reason)
+                if output.finish_reason is None:
+                    self._services.engine.abort(self._ids[index])
+            yield event
+            if event.finish_reason is not None and len(self._streams) == 1:
+                return
+
+    def counts(self) -> TokenCounts:
+        """The usage so far."""
+        counts = TokenCounts(prompt=sum(map(len, self._job.prompts)))
+        for index, choice in enumerate(self.choices):
+            counts.completion += choice.num_tokens
+            if index % self._job.n == 0:  # the others find the first one's blocks
+                counts.cached += choice.num_cached_tokens
+            if self._job.predicted:
+                counts.accepted_prediction += choice.num_accepted_tokens
+                counts.rejected_prediction += choice.num_draft_tokens - choice.num_accepted_tokens
+        return counts
+
+    def _admit(self) -> None:
+        config, engine = self._services.config, self._services.engine
+        self._services.check_ready()
+        capacity = config.scheduler.max_num_seqs + config.server.max_queue_size
+        wanted = self._job.num_choices
+        if wanted > capacity:
+            raise InvalidRequest(
+                f"The request asks for {wanted} choices; the server takes at most {capacity}.", "n"
+            )
+        if engine.num_open + wanted > capacity:
+            raise QueueFull(engine.num_open, 1)
+
+    def _child(self, index: int) -> AddRequest:
+        job = self._job
+        prompt, child = divmod(index, job.n)
+        sampling = with_max_tokens(job.sampling, job.max_tokens[prompt], child)
+        return AddRequest(self._ids[index], job.prompts[prompt], sampling, job.priority)
+
+    async def _one(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        async for output in self._streams[0]:
+            yield 0, output
+        if self.choices[0].finish_reason is None:
+            raise EngineStopped("it was aborted")
+
+    async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
+        queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
+
+        async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
+            last: BaseException | None = None
+            try:
+                async for output in stream:
+                    queue.put_nowait((index, output))
+            except Exception as error:
+                last = error
+            queue.put_nowait((index, last))
+
+        self._pumps = [
+            asyncio.create_task(pump(index, stream)) for index, stream in enumerate(self._streams)
+        ]
+        running = len(self._pumps)
+        while running:
+            index, item = await queue.get()
+            if isinstance(item, RequestOutput):
+                yield index, item
+                continue
+            running -= 1
+            if item is not None:
+                raise item
+            if self.choices[index].finish_reason is None:
+                raise EngineStopped("it was aborted")
+
+    def _abort(self, outcome: str) -> None:
+        for choice, request_id, timing in zip(self.choices, self._ids, self._timings, strict=True):
+            if choice.finish_reason is None:
+                timing.end(outcome)
+                self._services.engine.abort(request_id)

@@ -1,0 +1,260 @@
+"""Owns the Prometheus metrics of one server: vLLM's names behind a prefix, in an own registry.
+
+Fed by the engine's step statistics and by the requests' timings. Histograms are plain lists that a
+collector reads, because they are written for every token.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+
+from ..runner.messages import Ready, StepStats
+
+_FINE = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
+TOKEN_SECONDS = (*_FINE, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
+FIRST_TOKEN_SECONDS = (*_FINE, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)
+REQUEST_SECONDS = (
+    *(0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
+    *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+OUTCOMES = ("stop", "length", "abort", "error")
+
+
+class Histogram:
+    """Counts values in buckets; not locked, for the event loop only."""
+
+    def __init__(self, name: str, doc: str, bounds: Sequence[float]) -> None:
+        self.name, self.doc, self.bounds = name, doc, bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, times: int = 1) -> None:
+        """Count a value, several times at once."""
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def buckets(self) -> list[tuple[str, float]]:
+        """Cumulative counts, as Prometheus writes them."""
+        total, found = 0, []
+        for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
+            total += count
+            found.append(("+Inf" if bound == float("inf") else repr(bound), float(total)))
+        return found
+
+
+class _Histograms(Collector):
+    def __init__(self, labels: dict[str, str], histograms: list[Histogram]) -> None:
+        self._labels = labels
+        self._histograms = histograms
+
+    def collect(self) -> Iterable[Metric]:
+        for histogram in self._histograms:
+            family = HistogramMetricFamily(histogram.name, histogram.doc, labels=list(self._labels))
+            family.add_metric(list(self._labels.values()), histogram.buckets(), histogram.sum)
+            yield family
+
+
+class RequestTiming:
+    """The clock of one choice, from the HTTP request's arrival to its end."""
+
+    __slots__ = ("_arrived", "_ended", "_first", "_last", "_metrics", "_num_tokens", "_prompt")
+
+    def __init__(self, metrics: Metrics, arrived: float, num_prompt_tokens: int) -> None:
+        self._metrics = metrics
+        self._arrived = arrived
+        self._prompt = num_prompt_tokens
+        self._first = self._last = 0.0
+        self._num_tokens = 0
+        self._ended = False
+
+    def tokens(self, count: int, now: float) -> None:
+        """`count` tokens came together; they share the time since the last ones."""
+        if not count:
+            return
+        metrics = self._metrics
+        if not self._num_tokens:
+            self._first = now
+            metrics.first_token.observe(now - self._arrived)
+            metrics.prompt_tokens.inc(self._prompt)
+            count -= 1
+            self._num_tokens = 1
+        if count:
+            gap = (now - (self._last or now)) / count
+            metrics.inter_token.observe(gap, count)
+            self._num_tokens += count
+        self._last = now
+
+    def end(self, outcome: str) -> None:
+        """The choice ended; "stop", "length", "abort" or "error". Later calls do nothing."""
+        if self._ended:
+            return
+        self._ended = True
+        metrics = self._metrics
+        metrics.outcomes[outcome if outcome in OUTCOMES else "stop"].inc()
+        if outcome in ("abort", "error"):
+            return
+        metrics.request_seconds.observe(time.monotonic() - self._arrived)
+        metrics.request_prompt_tokens.observe(self._prompt)
+        metrics.request_generation_tokens.observe(self._num_tokens)
+        if self._num_tokens > 1:
+            metrics.request_token_seconds.observe(
+                (self._last - self._first) / (self._num_tokens - 1)
+            )
+
+
+class Metrics:
+    """All metrics of a server that serves `model_name` under `prefix`."""
+
+    def __init__(self, prefix: str, model_name: str, engine: str = "0") -> None:
+        self.registry = CollectorRegistry()
+        self._prefix = prefix
+        self._labels = {"model_name": model_name, "engine": engine}
+        self._make_gauges()
+        self._make_counters()
+        self._make_histograms()
+
+    def _make_gauges(self) -> None:
+        self.running = self._gauge("num_requests_running", "Requests in the running batch.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
+        self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._startup = Gauge(
+            self._name("startup_seconds"),
+            "Seconds that the worker's start took, by phase.",
+            [*self._labels, "phase"],
+            registry=self.registry,
+        )
+
+    def _make_counters(self) -> None:
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of started requests.")
+        self._computed = self._counter(
+            "prompt_tokens_computed", "Prompt tokens computed, cached ones not counted."
+        )
+        self._generated = self._counter("generation_tokens", "Tokens generated.")
+        self._queries = self._counter("prefix_cache_queries", "Tokens looked up in the cache.")
+        self._hits = self._counter("prefix_cache_hits", "Tokens found in the cache.")
+        self._preemptions = self._counter("num_preemptions", "Requests preempted.")
+        self._plain_steps = self._counter(
+            "plain_decode_steps", "Steps of a request that verified no draft."
+        )
+        self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified drafts.")
+        self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
+        self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.")
+        self._per_position = Counter(
+            self._name("spec_decode_num_accepted_tokens_per_pos"),
+            "Drafts accepted, by position.",
+            [*self._labels, "position"],
+            registry=self.registry,
+        )
+        success = Counter(
+            self._name("request_success"),
+            "Ended requests, by outcome.",
+            [*self._labels, "finished_reason"],
+            registry=self.registry,
+        )
+        values = self._labels.values()
+        self.outcomes = {outcome: success.labels(*values, outcome) for outcome in OUTCOMES}
+        self._http = Counter(
+            self._name("http_requests"),
+            "HTTP requests, by method, route and status.",
+            ["method", "handler", "status"],
+            registry=self.registry,
+        )
+
+    def _make_histograms(self) -> None:
+        made: list[Histogram] = []
+
+        def histogram(name: str, doc: str, bounds: Sequence[float]) -> Histogram:
+            made.append(Histogram(self._name(name), doc, bounds))
+            return made[-1]
+
+        self.first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token.", FIRST_TOKEN_SECONDS
+        )
+        self.inter_token = histogram(
+            "inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_SECONDS
+        )
+        # vLLM's older name of the same; its dashboards still read it.
+        older = histogram("time_per_output_token_seconds", "As inter_token_latency.", TOKEN_SECONDS)
+        older.counts = self.inter_token.counts
+        self._mirror: Callable[[], None] = lambda: setattr(older, "sum", self.inter_token.sum)
+        self.request_token_seconds = histogram(
+            "request_time_per_output_token_seconds", "Mean per request.", TOKEN_SECONDS
+        )
+        self.request_seconds = histogram(
+            "e2e_request_latency_seconds", "From arrival to the end.", REQUEST_SECONDS
+        )
+        self.request_prompt_tokens = histogram(
+            "request_prompt_tokens", "Prompt tokens of a request.", TOKENS
+        )
+        self.request_generation_tokens = histogram(
+            "request_generation_tokens", "Tokens generated for a request.", TOKENS
+        )
+        self._step_tokens = histogram("iteration_tokens_total", "Tokens of a step.", TOKENS)
+        self.registry.register(_Histograms(self._labels, made))
+
+    def request(self, arrived: float, num_prompt_tokens: int) -> RequestTiming:
+        """The clock of a new choice."""
+        return RequestTiming(self, arrived, num_prompt_tokens)
+
+    def step(self, stats: StepStats) -> None:
+        """Take what one engine step counted."""
+        self.running.set(stats.num_running)
+        self.waiting.set(stats.num_waiting)
+        self.kv_usage.set(stats.kv_cache_usage)
+        for counter, value in (
+            (self._computed, stats.num_prompt_tokens),
+            (self._generated, stats.num_generated_tokens),
+            (self._queries, stats.prefix_cache_queries),
+            (self._hits, stats.prefix_cache_hits),
+            (self._preemptions, stats.num_preemptions),
+            (self._plain_steps, stats.num_plain_steps),
+            (self._drafts, stats.num_drafts),
+            (self._draft_tokens, stats.num_draft_tokens),
+            (self._accepted, stats.num_accepted_tokens),
+        ):
+            if value:
+                counter.inc(value)
+        for position, accepted in enumerate(stats.accepted_per_pos):
+            if accepted:
+                self._per_position.labels(*self._labels.values(), str(position)).inc(accepted)
+        if stats.num_prompt_tokens or stats.num_generated_tokens:
+            self._step_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
+
+    def engine_ready(self, ready: Ready) -> None:
+        """Show how long the worker's start took."""
+        for phase, seconds in ready.startup_seconds.items():
+            self._startup.labels(*self._labels.values(), phase).set(seconds)
+        for position in range(ready.num_speculative_tokens):
+            self._per_position.labels(*self._labels.values(), str(position))
+
+    def engine_gone(self) -> None:
+        """Nothing runs while there is no worker."""
+        for gauge in (self.running, self.waiting, self.kv_usage):
+            gauge.set(0)
+
+    def http(self, method: str, handler: str, status: int) -> None:
+        """Count an HTTP response; `handler` is the route, never the raw path."""
+        self._http.labels(method, handler, str(status)).inc()
+
+    def text(self) -> bytes:
+        """The exposition in Prometheus' text format."""
+        self._mirror()
+        return generate_latest(self.registry)
+
+    def _name(self, name: str) -> str:
+        return f"{self._prefix}:{name}"
+
+    def _gauge(self, name: str, doc: str) -> Gauge:
+        gauge = Gauge(self._name(name), doc, list(self._labels), registry=self.registry)
+        return gauge.labels(*self._labels.values())
+
+    def _counter(self, name: str, doc: str) -> Counter:
+        counter = Counter(self._name(name), doc, list(self._labels), registry=self.registry)
+        return counter.labels(*self._labels.values())

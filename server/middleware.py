@@ -1,0 +1,155 @@
+"""What happens to every request before and after its route: id, count, faults, keys, body size.
+
+Plain ASGI, each a small wrapper, because they are also around every chunk of every stream.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import AuthenticationFailed, BodyTooLarge, as_api_error, error_response
+from .metrics import Metrics
+
+access_log = logging.getLogger("slipstream.access")
+
+OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestScope:
+    """Outermost: gives the request its id, counts the response, writes the access log."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, log: bool = False) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        began = time.monotonic()
+        status = 499  # nothing was sent: the client went away
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            route = scope.get("route")
+            handler = getattr(route, "path", None) or "other"
+            self._metrics.http(scope["method"] if handler != "other" else "any", handler, status)
+            if self._log:
+                access_log.info(
+                    "%s %s %d %.3f s id=%s",
+                    *(scope["method"], scope["path"], status, time.monotonic() - began, request_id),
+                )
+
+
+class Faults:
+    """Turns what no route handled into a 500 with OpenAI's error object; the log has the trace."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            response = error_response(as_api_error(error))
+            if started or scope["type"] != "http":
+                raise
+            await response(scope, receive, send)
+
+
+class Keys:
+    """Lets only bearers of a key through; everything is open when there are no keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        # Digests have one length, so the comparison tells nothing about the keys.
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if (
+            not self._digests
+            or scope["type"] != "http"
+            or scope["method"] == "OPTIONS"
+            or _route_path(scope) in OPEN_PATHS
+        ):
+            await self._app(scope, receive, send)
+            return
+        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = token.strip() if scheme.lower() == "bearer" else ""
+        digest = _digest(given.encode("latin-1"))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        if any(matches):
+            await self._app(scope, receive, send)
+        else:
+            await error_response(AuthenticationFailed(bool(given)))(scope, receive, send)
+
+
+def _route_path(scope: Scope) -> str:
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+class BodyLimit:
+    """Refuses bodies over a size, by their header or while they come."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        stated = Headers(scope=scope).get("content-length", "")
+        if stated.isascii() and stated.isdecimal() and int(stated[:20]) > self._max_bytes:
+            await error_response(BodyTooLarge(self._max_bytes))(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > self._max_bytes:
+                    raise BodyTooLarge(self._max_bytes)
+            return message
+
+        await self._app(scope, counted, send)

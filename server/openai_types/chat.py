@@ -1,0 +1,99 @@
+"""The body of /v1/chat/completions: messages, tools and their choice."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from .common import INT32, Body, Content, GenerationBody, Integer
+
+
+class FunctionCall(Body):
+    """A call that an earlier assistant message made."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """One entry of an assistant message's `tool_calls`."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Body):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Content | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and self.role not in ("assistant", "function"):
+            raise ValueError(f"a message of role {self.role!r} needs 'content'")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only assistant messages carry 'tool_calls'")
+        if self.role == "assistant" and self.content is None and not self.tool_calls:
+            extra = self.model_extra or {}
+            if self.reasoning_content is None and not extra.get("refusal"):
+                raise ValueError("an assistant message needs 'content' or 'tool_calls'")
+        return self
+
+
+class FunctionDefinition(Body):
+    """What a function is called and takes."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """One tool the model may call."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(Body):
+    """Names one function."""
+
+    name: str
+
+
+class NamedToolChoice(Body):
+    """Forces one function."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class ChatCompletionRequest(GenerationBody):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_tokens: Integer | None = Field(None, ge=1, le=INT32)
+    max_completion_tokens: Integer | None = Field(None, ge=1, le=INT32)
+    logprobs: bool | None = None
+    top_logprobs: Integer | None = Field(None, ge=0, le=INT32)
+
+    tools: list[Tool] | None = Field(None, max_length=1024)
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    documents: list[dict[str, Any]] | None = None

@@ -1,0 +1,176 @@
+"""Request fields that completions and chat share; types and ranges only, nothing about the model.
+
+Bodies are strict (no "5" for 5), allow unknown fields, and take null wherever a default exists.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+MAX_STOPS = 16
+MAX_CHOICES = 128
+INT32 = 2**31 - 1
+INT64 = 2**63 - 1
+
+
+def _integral(value: object) -> object:
+    # JSON has one number type, so 5.0 is an integer too.
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Integer = Annotated[int, BeforeValidator(_integral)]
+TokenId = Annotated[int, Field(ge=0, le=INT32)]
+StopString = Annotated[str, Field(min_length=1)]
+
+
+class Body(BaseModel):
+    """A JSON object of a request; fields it does not know are kept in `model_extra`."""
+
+    model_config = ConfigDict(extra="allow", strict=True, populate_by_name=True)
+
+
+class StreamOptions(Body):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """`response_format.json_schema`."""
+
+    name: str | None = Field(None, max_length=256)
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """`response_format`."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+
+    @model_validator(mode="after")
+    def _schema_present(self) -> ResponseFormat:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError("json_schema is required when type is 'json_schema'")
+        return self
+
+
+class StructuredOutputs(Body):
+    """vLLM's `structured_outputs`: exactly one of these."""
+
+    json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+
+class Speculative(Body):
+    """Per-request control of speculative decoding."""
+
+    enabled: bool | None = None
+    max_tokens: Integer | None = Field(None, ge=0, le=INT32)
+
+
+class TextPart(Body):
+    """A text part of a content list."""
+
+    type: str
+    text: str | None = None
+
+    @model_validator(mode="after")
+    def _text_only(self) -> TextPart:
+        if self.type not in ("text", "input_text", "output_text", "refusal"):
+            raise ValueError(f"content of type {self.type[:40]!r} is not supported, only text")
+        if self.text is None and not isinstance((self.model_extra or {}).get("refusal"), str):
+            raise ValueError("a text part needs the field 'text'")
+        return self
+
+    @property
+    def content(self) -> str:
+        """The part's text."""
+        return self.text if self.text is not None else str((self.model_extra or {})["refusal"])
+
+
+Content = str | list[TextPart]
+
+
+def content_text(content: Content | None) -> str:
+    """A message's content as one text; parts are joined by line breaks."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "\n".join(part.content for part in content)
+
+
+class Prediction(Body):
+    """OpenAI's predicted output: text that the answer probably repeats."""
+
+    type: Literal["content"] = "content"
+    content: Content
+
+
+class GenerationBody(Body):
+    """How to sample and what to return; shared by completions and chat."""
+
+    model: str = Field(max_length=1024)
+    n: Integer | None = Field(None, ge=1, le=MAX_CHOICES)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    seed: Integer | None = Field(None, ge=-INT64 - 1, le=INT64)
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    priority: Integer | None = Field(None, ge=-INT32, le=INT32)
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=0, le=1)
+    top_k: Integer | None = Field(None, ge=-1, le=INT32)
+    min_p: float | None = Field(None, ge=0, le=1)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
+    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
+    bad_words: list[StopString] | None = Field(None, max_length=1024)
+
+    stop: StopString | list[StopString] | None = None
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Integer | None = Field(None, ge=0, le=INT32)
+    skip_special_tokens: bool | None = None
+
+    prompt_logprobs: Integer | None = Field(None, ge=0, le=INT32)
+    return_token_ids: bool | None = None
+    truncate_prompt_tokens: Integer | None = Field(None, ge=-1, le=INT32)
+    add_special_tokens: bool | None = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    speculative: Speculative | None = None
+    prediction: Prediction | None = None
+
+    @property
+    def stops(self) -> list[str]:
+        """The stop strings as a list."""
+        return [self.stop] if isinstance(self.stop, str) else list(self.stop or ())
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with a usage chunk."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_running_usage(self) -> bool:
+        """Whether every chunk of a stream carries the usage so far."""
+        options = self.stream_options
+        return self.wants_usage and options is not None and bool(options.continuous_usage_stats)

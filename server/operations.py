@@ -1,0 +1,75 @@
+"""What operators ask: /health, /ready, /metrics, /version; and a clear no for what is not here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from .errors import NotSupported
+from .services import Services
+from .version import version
+
+_ABSENT = {
+    "/v1/embeddings": "This model generates text; it has no embeddings.",
+    "/v1/moderations": "This server has no moderation model.",
+    "/v1/images/generations": "This model generates text only.",
+    "/v1/audio/transcriptions": "This model generates text only.",
+    "/v1/audio/speech": "This model generates text only.",
+}
+
+
+def operation_routes(services: Services) -> APIRouter:
+    """The routes that need no key."""
+    router = APIRouter()
+    engine = services.engine
+
+    def report() -> Response:
+        found = engine.health.report
+        status = 200 if found.is_ready else 503
+        headers = {} if found.is_ready else {"Retry-After": str(found.retry_after)}
+        body = msgspec.json.encode(found.as_dict())
+        return Response(body, status, headers, "application/json")
+
+    @router.get("/health")
+    @router.head("/health", include_in_schema=False)
+    async def health() -> Response:
+        return report()
+
+    @router.api_route("/ping", methods=["GET", "HEAD"], include_in_schema=False)
+    async def ping() -> Response:
+        return report()
+
+    @router.get("/ready")
+    @router.head("/ready", include_in_schema=False)
+    async def ready() -> Response:
+        return report()
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        if engine.state == "ready":
+            services.metrics.engine_ready(engine.ready)
+        elif engine.state != "draining":
+            services.metrics.engine_gone()
+        return Response(services.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @router.get("/version")
+    async def server_version() -> Response:
+        body = msgspec.json.encode({"version": version()})
+        return Response(body, media_type="application/json")
+
+    return router
+
+
+def absent_routes() -> APIRouter:
+    """Endpoints of OpenAI's that a text model cannot offer, with a sentence that says so."""
+    router = APIRouter()
+
+    async def absent(request: Request) -> Any:
+        raise NotSupported(_ABSENT[request.scope["route"].path])
+
+    for path in _ABSENT:
+        router.add_api_route(path, absent, methods=["POST"], include_in_schema=False)
+    return router

@@ -1,0 +1,101 @@
+"""POST /tokenize and /detokenize, in vLLM's shapes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import Field, model_validator
+
+from .errors import InvalidRequest
+from .generation import tokenize
+from .openai_types.chat import ChatCompletionRequest, Message, Tool
+from .openai_types.common import Body, TokenId
+from .prompts import render_chat
+from .sampling import check_token_ids
+from .services import Services
+
+
+class TokenizeRequest(Body):
+    """A text, or a chat as /v1/chat/completions would render it."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    tools: list[Tool] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("exactly one of 'prompt' and 'messages' is needed")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+
+
+class Tokens(msgspec.Struct):
+    """The reply of /tokenize."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+def tokenize_routes(services: Services) -> APIRouter:
+    """Both routes."""
+    router = APIRouter()
+
+    @router.post("/tokenize")
+    async def tokenize_text(request: Request) -> Response:
+        body = await services.bodies.read(request, TokenizeRequest)
+        if body.model is not None:
+            services.check_model(body.model)
+        services.check_ready()
+        text, special = body.prompt, body.add_special_tokens is not False
+        if text is None:
+            text, special = _chat_text(services, body), bool(body.add_special_tokens)
+        (ids,) = await tokenize(services, [text], special)
+        limit = services.engine.ready.max_model_len
+        reply = Tokens(len(ids), limit, ids)
+        if body.return_token_strs:
+            reply.token_strs = [services.tokenizer.id_to_token(i) or "" for i in ids]
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    @router.post("/detokenize")
+    async def detokenize(request: Request) -> Response:
+        body = await services.bodies.read(request, DetokenizeRequest)
+        if body.model is not None:
+            services.check_model(body.model)
+        services.check_ready()
+        check_token_ids(body.tokens, services.engine.ready.vocab_size, "tokens")
+        text = services.tokenizer.decode(body.tokens, skip_special_tokens=False)
+        return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+
+    return router
+
+
+def _chat_text(services: Services, body: TokenizeRequest) -> str:
+    if body.messages is None:
+        raise InvalidRequest("The request has no messages.", "messages")
+    chat = ChatCompletionRequest.model_construct(
+        messages=body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    return render_chat(services, chat, tools or None)
