@@ -199,7 +199,6 @@ def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
         app,
         log_config=None,  # its loggers pass their lines on to ours
         access_log=server.access_log,
-        root_path=server.root_path,
         ssl_keyfile=server.ssl_keyfile,
         ssl_certfile=server.ssl_certfile,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
