@@ -47,7 +47,8 @@ def gumbel_sample(
     if use_triton(logits):
         from .triton.sample import gumbel_sample as gumbel_sample_triton
 
-        return gumbel_sample_triton(logits, seeds, positions, salt, greedy)
+        tokens: Tensor = gumbel_sample_triton(logits, seeds, positions, salt, greedy)
+        return tokens
     return gumbel_sample_reference(logits, seeds, positions, salt, greedy)
 
 

@@ -31,7 +31,10 @@ def accept_drafts(
     if use_triton(logits):
         from .triton.verify import accept_drafts as accept_drafts_triton
 
-        return accept_drafts_triton(logits, draft_ids, draft_logits, slots, local_pos, log_u)
+        accepted: Tensor = accept_drafts_triton(
+            logits, draft_ids, draft_logits, slots, local_pos, log_u
+        )
+        return accepted
     return accept_drafts_reference(logits, draft_ids, draft_logits, slots, local_pos, log_u)
 
 
@@ -90,7 +93,10 @@ def residual_logits(
     if use_triton(logits):
         from .triton.verify import residual_logits as residual_logits_triton
 
-        return residual_logits_triton(logits, rows, draft_ids, draft_logits, slots, local_pos)
+        residual: Tensor = residual_logits_triton(
+            logits, rows, draft_ids, draft_logits, slots, local_pos
+        )
+        return residual
     return residual_logits_reference(logits, rows, draft_ids, draft_logits, slots, local_pos)
 
 

@@ -63,6 +63,8 @@ class SamplingState:
         self.allowed_bits: Tensor | None = None  # [R, ceil(V / 32)] int32, all ones = no limit
         self.prompt_bin_mask: Tensor | None = None  # [R, ceil(V / 32)] int32
         self.output_bin_counts: Tensor | None = None  # [R, V] int32, valid where penalties are used
+        self.prediction_ids: Tensor | None = None  # [R, P] int32, -1 = unused; for the drafter
+        self.prediction_len = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)  # [R]
         self._features = [Feature(0)] * max_num_reqs
         self.num_logprobs: list[int | None] = [None] * max_num_reqs  # host, per slot
         self._top_k_cpu = [0] * max_num_reqs
@@ -108,6 +110,13 @@ class SamplingState:
             self._set_allowed(slot, params.allowed_token_ids)
         if features & Feature.PENALTIES:
             self._set_counts(slot, prompt_token_ids, output_token_ids)
+
+        prediction = self._known(params.prediction_token_ids)
+        if prediction:
+            table = self._table(1) if self.prediction_ids is None else self.prediction_ids
+            self.prediction_ids = self._set_list(table, slot, prediction)
+        if self.prediction_ids is not None:
+            self.prediction_len[slot].fill_(len(prediction))
 
     def clear(self, slot: int) -> None:
         """Make a slot's lists neutral; its scalars stay valid until `set_request` writes them."""
