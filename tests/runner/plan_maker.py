@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,8 +18,8 @@ from slipstream.runner.plan import NewBlocks, NewRequest, RowResult, ScheduledRo
 
 
 def greedy(**options: Any) -> SamplingParams:
-    """Temperature 0."""
-    return SamplingParams(seed=1, max_tokens=MAX_LEN, temperature=0.0, **options)
+    """Temperature 0, unless `options` say otherwise."""
+    return SamplingParams(**({"seed": 1, "max_tokens": MAX_LEN, "temperature": 0.0} | options))
 
 
 @dataclass(eq=False)
@@ -55,17 +54,15 @@ class PlanMaker:
     def __init__(
         self,
         runner: ModelRunner,
-        oracle: Oracle,
+        oracle: Oracle | None,  # None: results are taken as they come
         rng: random.Random,
         depth: int = 2,
         num_drafts: int = 0,
         preempt: float = 0.05,
         max_chunk: int = 9,
-        before_step: Callable[[], None] | None = None,
     ) -> None:
         self.runner, self.oracle, self.rng, self.depth = runner, oracle, rng, depth
         self.num_drafts, self.preempt, self.max_chunk = num_drafts, preempt, max_chunk
-        self.before_step = before_step
         self.free_slots = list(range(runner.table.max_num_reqs))
         self.free_blocks = list(range(1, runner.facts.kv_groups[0].num_blocks))
         self.waiting: deque[Job] = deque()
@@ -76,7 +73,14 @@ class PlanMaker:
         self.step_id = 0
 
     def add(self, prompt_len: int, new_tokens: int, **options: Any) -> Job:
-        prompt = [self.rng.randrange(VOCAB) for _ in range(prompt_len)]
+        """Queue a job with a random prompt; `options` are sampling parameters."""
+        return self.add_prompt(
+            [self.rng.randrange(VOCAB) for _ in range(prompt_len)], new_tokens, **options
+        )
+
+    def add_prompt(self, prompt: list[int], new_tokens: int, **options: Any) -> Job:
+        """Queue a job."""
+        prompt_len = len(prompt)
         job = Job(prompt, prompt_len, prompt_len + new_tokens, greedy(**options))
         self.waiting.append(job)
         return job
@@ -192,8 +196,9 @@ class PlanMaker:
             assert len(result.token_ids) <= result.num_draft_tokens + 1
             job.draft_counts.append(result.num_draft_tokens)
             job.computed -= 1 + row.num_draft_tokens - len(result.token_ids)
-            expected = self.oracle.continuation(job.tokens, len(result.token_ids))
-            assert result.token_ids == expected, f"after {job.tokens}"
+            if self.oracle is not None:
+                expected = self.oracle.continuation(job.tokens, len(result.token_ids))
+                assert result.token_ids == expected, f"after {job.tokens}"
             job.tokens += result.token_ids
             if len(job.tokens) >= min(job.wanted, MAX_LEN):
                 self._release(job)
