@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,15 +68,26 @@ class DraftModelHost:
 
     def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> nn.Module:
         """Build the draft architecture `kind`, load its weights, register its attention layers."""
+        if kind == "draft_model":
+            model: Any = self._load_whole_model(speculative)
+        else:
+            from .draft_heads import load_head
+
+            model = load_head(kind, speculative, self, self._next_layer_id)
+        layers = model.attention_layers()
+        self.draft_layers += layers
+        self._next_layer_id += len(layers)
+        loaded: nn.Module = model
+        return loaded
+
+    def _load_whole_model(self, speculative: SpeculativeConfig) -> nn.Module:
         from .errors import ModelLoadError
         from .layers import resolve_format
         from .models.registry import build_model
         from .weights import load_weights, resolve_model
 
-        if kind != "draft_model":
-            raise ModelLoadError(f"draft models of kind {kind} are not supported yet.")
         if speculative.model is None:
-            raise ModelLoadError(f"speculative method {kind} needs a model.")
+            raise ModelLoadError("speculative method draft_model needs a model.")
         resolved = resolve_model(
             ModelConfig(
                 model=speculative.model,
@@ -84,6 +96,12 @@ class DraftModelHost:
                 device=self.device.type,
             )
         )
+        vocab_size = int(resolved.text_config.vocab_size)
+        if vocab_size != self.vocab_size:
+            raise ModelLoadError(
+                f"the draft model's vocabulary has {vocab_size} tokens, the target's "
+                f"{self.vocab_size}: they do not share a tokenizer."
+            )
         fmt = resolve_format(self._dtype_name, self.device, resolved.checkpoint_dtype)
         model = build_model(
             resolved.hf_config,
@@ -94,9 +112,6 @@ class DraftModelHost:
             max_position=self.max_model_len,
         )
         load_weights(model, resolved)
-        layers = model.attention_layers()
-        self.draft_layers += layers
-        self._next_layer_id += len(layers)
         return model
 
     def attach(
