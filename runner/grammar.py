@@ -19,6 +19,7 @@ import numpy as np
 from .messages import GrammarSpec
 
 ALL_ALLOWED = -1  # an int32 with every bit set
+MAX_WHITESPACE = 24  # between JSON tokens: room for indentation, no endless blanks
 
 
 class GrammarMatcher(Protocol):
@@ -63,7 +64,7 @@ def fill_rows(matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarr
     num_accepted = 0
     for index in range(len(lines)):
         matcher.fill(lines[index])
-        if index >= len(draft_ids) or draft_ids[index] < 0:
+        if index >= len(draft_ids) or not is_allowed(lines[index], draft_ids[index]):
             break
         if not matcher.accept(draft_ids[index]):
             break
@@ -75,6 +76,12 @@ def fill_rows(matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarr
         matcher.rollback(num_accepted)
     num_real = sum(draft_id >= 0 for draft_id in draft_ids)
     return num_real - num_accepted
+
+
+def is_allowed(line: np.ndarray, token_id: int) -> bool:
+    """Whether a mask line allows a token; an id that is none (-1) is never allowed."""
+    in_range = 0 <= token_id < 32 * len(line)
+    return in_range and bool(int(line[token_id // 32]) >> (token_id % 32) & 1)
 
 
 class XGrammarBackend(GrammarBackend):
@@ -106,9 +113,9 @@ class XGrammarBackend(GrammarBackend):
         try:
             match spec.kind:
                 case "json_schema":
-                    return compiler.compile_json_schema(spec.value)
+                    return self._json(spec.value)
                 case "json_object":
-                    return compiler.compile_builtin_json_grammar()
+                    return self._json('{"type": "object"}')
                 case "regex":
                     return compiler.compile_regex(spec.value)
                 case "choice":
@@ -120,6 +127,9 @@ class XGrammarBackend(GrammarBackend):
         except Exception as error:  # the library raises RuntimeError and errors of its own
             raise ValueError(first_line(error)) from error
         raise ValueError(f"unknown kind of grammar {spec.kind!r}")
+
+    def _json(self, schema: str) -> Any:
+        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 class XGrammarMatcher:
