@@ -20,11 +20,28 @@ from .errors import install_error_handlers
 from .metrics import Metrics
 from .middleware import BodyLimit, Faults, Keys, RequestScope
 from .models import model_routes
+from .openai_types.chat import ChatCompletionRequest
+from .openai_types.completions import CompletionRequest
+from .openai_types.replies import ChatCompletion, Completion
+from .openapi import Documented, install_openapi
 from .operations import absent_routes, operation_routes
 from .services import Engine, Services
-from .tokenize import tokenize_routes
+from .tokenize import (
+    Detokenized,
+    DetokenizeRequest,
+    TokenizeRequest,
+    Tokens,
+    tokenize_routes,
+)
 from .tokenizer import Tokenizer
 from .version import version
+
+_DOCUMENTED = {
+    "/v1/chat/completions": Documented(ChatCompletionRequest, ChatCompletion, streams=True),
+    "/v1/completions": Documented(CompletionRequest, Completion, streams=True),
+    "/tokenize": Documented(TokenizeRequest, Tokens),
+    "/detokenize": Documented(DetokenizeRequest, Detokenized),
+}
 
 
 def create_app(
@@ -60,6 +77,7 @@ def create_app(
     ):
         app.include_router(router)
     install_error_handlers(app)
+    install_openapi(app, _DOCUMENTED)
     _add_middleware(app, services)
     return app
 

@@ -54,6 +54,12 @@ class Tokens(msgspec.Struct):
     token_strs: list[str] | None = None
 
 
+class Detokenized(msgspec.Struct):
+    """The reply of /detokenize."""
+
+    prompt: str
+
+
 def tokenize_routes(services: Services) -> APIRouter:
     """Both routes."""
     router = APIRouter()
@@ -82,7 +88,7 @@ def tokenize_routes(services: Services) -> APIRouter:
         services.check_ready()
         check_token_ids(body.tokens, services.engine.ready.vocab_size, "tokens")
         text = services.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return Response(msgspec.json.encode({"prompt": text}), media_type="application/json")
+        return Response(msgspec.json.encode(Detokenized(text)), media_type="application/json")
 
     return router
 

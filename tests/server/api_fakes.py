@@ -55,16 +55,18 @@ assert EOS is not None
 
 
 def logprobs_of(ids: list[int], top: int) -> list[TokenLogprobs]:
-    """Token i has log probability -(i + 1) / 8; its rivals are tokens 0, 1, …"""
-    return [
-        TokenLogprobs(
-            token, -(i + 1) / 8, 1, [token, *range(top - 1)][:top], [-(i + 1) / 8 - j for j in range(top)]
-        )
-        for i, token in enumerate(ids)
-    ]
+    """Token i has log probability -(i + 1) / 8 and is the likeliest; its rivals follow it."""
+    found = []
+    for i, token in enumerate(ids):
+        rivals = [(token + j) % 200 if j else token for j in range(top)]
+        own = -(i + 1) / 8
+        found.append(TokenLogprobs(token, own, 1, rivals, [own - j for j in range(top)]))
+    return found
 
 
-def reply_with(text: str = REPLY, run: int = 3, eos: bool = True, ids: list[int] | None = None) -> Script:
+def reply_with(
+    text: str = REPLY, run: int = 3, eos: bool = True, ids: list[int] | None = None
+) -> Script:
     """Emits the text's tokens, `run` a step, up to max_tokens; then EOS if that may come."""
 
     def script(request: AddRequest) -> list[RequestOutput | Exception | float]:
@@ -100,7 +102,7 @@ def reply_with(text: str = REPLY, run: int = 3, eos: bool = True, ids: list[int]
 
 
 class ScriptedEngine:
-    """Plays `script` for each request: outputs, errors to raise, seconds to wait (inf = for ever)."""
+    """Plays `script` for each request: outputs, errors to raise, seconds to wait."""
 
     def __init__(self, script: Script | None = None) -> None:
         self.health = Health()
