@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .attention.base import AttentionState
+from .attention.base import AttentionState, Rotary
 from .graph_capture import Graph, GraphPool
 
 
@@ -118,3 +118,14 @@ class BreakableState(AttentionState):
         layer = self.layers[layer_id]
         width = layer.head_dim if layer.head_dim_v is None else layer.head_dim_v
         return self.graph.cut(layer_id, query, key, value, width)
+
+    def rotate_and_attend(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rotary: Rotary,
+    ) -> Tensor:
+        query, key = rotary.rotate(query, key)  # belongs to the segment before the cut
+        return self.attend(layer_id, query, key, value)

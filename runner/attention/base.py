@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
+from ...kernels.norm_rope import rotary_embedding
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,20 @@ class AttentionLayer:
     is_mla: bool = False  # one cached row of head_dim; V is its first head_dim_v values
     kv_source: int | None = None  # layer_id whose cache this layer reads; it writes none
     sinks: Tensor | None = None  # [num_heads] per-head sink logits
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Rotary embedding that a back end may fuse with its KV write."""
+
+    positions: Tensor  # [M*] int64
+    cos_sin_cache: Tensor  # [max_position, rot_dim]
+    interleaved: bool = False
+
+    def rotate(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """query [M, Hq, D] and key [M, Hkv, D], rotated; M rows from the first on."""
+        positions = self.positions[: query.shape[0]]
+        return rotary_embedding(positions, query, key, self.cos_sin_cache, self.interleaved)
 
 
 @dataclass(frozen=True)
@@ -79,6 +94,19 @@ class AttentionMetadata(ABC):
         kv_cache: Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]; MLA: [blocks, size, 1, dim]
     ) -> Tensor:  # [M*, num_heads, head_dim_v]
         """Write key and value at the slots of this step, then attend over the cache."""
+
+    def rotate_and_attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        rotary: Rotary,
+    ) -> Tensor:
+        """`attend` after rotating query and key; a back end with a fused kernel overrides it."""
+        query, key = rotary.rotate(query, key)
+        return self.attend(layer, query, key, value, kv_cache)
 
 
 class AttentionBuilder(ABC):
@@ -137,8 +165,20 @@ class AttentionState:
     ) -> Tensor:
         """Store and attend for one layer; shapes as in `AttentionMetadata.attend`."""
         metadata = self.metadata[self.group_of_layer[layer_id]]
-        return metadata.attend(
-            self.layers[layer_id], query, key, value, self.kv_caches[layer_id]
+        return metadata.attend(self.layers[layer_id], query, key, value, self.kv_caches[layer_id])
+
+    def rotate_and_attend(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rotary: Rotary,
+    ) -> Tensor:
+        """`attend` on query and key that are not rotated yet."""
+        metadata = self.metadata[self.group_of_layer[layer_id]]
+        return metadata.rotate_and_attend(
+            self.layers[layer_id], query, key, value, self.kv_caches[layer_id], rotary
         )
 
 

@@ -1,0 +1,391 @@
+"""Triton version of `kernels.paged_attention`: decode, verify, prefill; GQA and MLA.
+
+Every launch is shaped by sizes of tensors only, never by their contents, so it may be captured.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_MAX_SPLITS = 16
+
+
+@triton.jit
+def _find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
+    """The request of query block `block`: request i owns blocks start_i // BLOCK_Q + i onwards."""
+    low, high = 0, num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _attention_kernel(
+    query,  # [T, Hq, D]
+    key_cache,  # [num_blocks, PAGE, Hkv, D]
+    value_cache,  # [num_blocks, PAGE, Hkv, D]
+    block_table,  # [N, max_blocks] int32
+    query_start_loc,  # [N + 1] int32
+    seq_lens,  # [N] int32
+    sinks,  # [Hq]
+    out,  # [T, Hq, DIM_V], contiguous
+    partial,  # [SPLITS, T, Hq, DIM_V] fp32
+    lse,  # [SPLITS, T, Hq] fp32, log2 of the softmax denominator
+    scale,
+    softcap,
+    num_reqs,
+    num_tokens,
+    q_stride_t,
+    q_stride_h,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
+    v_stride_b,
+    v_stride_t,
+    v_stride_h,
+    table_stride,
+    Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    HEADS: tl.constexpr,  # query heads of one program
+    DIM: tl.constexpr,  # main part of the head
+    DIM_REST: tl.constexpr,  # what follows it and is no part of V (MLA), or 0
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # query tokens of one program
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 = none
+    ONE_BLOCK: tl.constexpr,  # every request fits into one program
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    MLA: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    block = tl.program_id(0)
+    head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // head_blocks
+    head_block = tl.program_id(1) % head_blocks
+    split = tl.program_id(2)
+    row = tl.arange(0, BLOCK_M)
+    in_group = head_block * HEADS + row % HEADS
+    head = kv_head * GROUP + in_group  # [BLOCK_M] query head
+    dim_v = tl.arange(0, BLOCK_V)
+
+    if SPLITS == 1:  # token rows of no request are zeros, shared out among the programs
+        covered = tl.load(query_start_loc + num_reqs)
+        used = (row < HEADS) & (in_group < GROUP)
+        for token in range(covered + block, num_tokens, tl.num_programs(0)):
+            at = head.to(tl.int64) + token * Q_HEADS
+            target = at[:, None] * DIM_V + dim_v[None, :]
+            zeros = tl.zeros([BLOCK_M, BLOCK_V], out.dtype.element_ty)
+            tl.store(out + target, zeros, mask=used[:, None] & (dim_v < DIM_V)[None, :])
+
+    if ONE_BLOCK:
+        request = block
+        start = tl.load(query_start_loc + request)
+        first = 0
+    else:
+        request = _find_request(query_start_loc, num_reqs, block, BLOCK_Q)
+        start = tl.load(query_start_loc + request)
+        first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
+    query_len = tl.load(query_start_loc + request + 1) - start
+    if first >= query_len:
+        return
+    seq_len = tl.load(seq_lens + request)
+    within = first + row // HEADS  # [BLOCK_M] query token within the request
+    valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
+    position = seq_len - query_len + within  # [BLOCK_M] sequence position
+    token = (start + within).to(tl.int64)
+
+    # Keys [low, high) are visible to some row; this program takes one chunk of them.
+    high = tl.minimum(seq_len, seq_len - query_len + first + BLOCK_Q)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, seq_len - query_len + first - WINDOW + 1)
+    chunk = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), SPLITS), BLOCK_N) * BLOCK_N
+    low += split * chunk
+    high = tl.minimum(high, low + chunk)
+
+    dim = tl.arange(0, BLOCK_D)
+    q_base = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
+    q = tl.load(q_base + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    if DIM_REST > 0:
+        rest = tl.arange(0, DIM_REST)
+        q_rest = tl.load(q_base + DIM + rest[None, :], mask=valid[:, None], other=0.0)
+
+    log2e: tl.constexpr = 1.4426950408889634
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, log2 domain
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if SINKS:
+        if split == 0:
+            top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * log2e
+            total += 1.0
+    for key_start in range(low, high, BLOCK_N):
+        at = key_start + tl.arange(0, BLOCK_N)  # [BLOCK_N] key position
+        exists = at < high
+        page = tl.load(
+            block_table + request.to(tl.int64) * table_stride + at // PAGE, mask=exists, other=0
+        ).to(tl.int64)
+        k_row = key_cache + page * k_stride_b + (at % PAGE) * k_stride_t + kv_head * k_stride_h
+        if BLOCK_D == DIM:
+            k = tl.load(k_row[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
+        else:
+            k_inside = exists[:, None] & (dim < DIM)[None, :]
+            k = tl.load(k_row[:, None] + dim[None, :], mask=k_inside, other=0.0)
+        k = k.to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if DIM_REST > 0:
+            k_rest = tl.load(k_row[:, None] + DIM + rest[None, :], mask=exists[:, None], other=0.0)
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision=PRECISION)
+        scores *= scale
+        if SOFTCAP:
+            scores = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * log2e * scores / softcap) + 1.0))
+        visible = exists[None, :] & (at[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (at[None, :] > position[:, None] - WINDOW)
+        scores = tl.where(visible, scores * log2e, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may see none of these keys
+        rescale = tl.exp2(top - base)
+        weights = tl.exp2(scores - base[:, None])
+        total = total * rescale + tl.sum(weights, 1)
+        if MLA:
+            v = k
+        else:
+            v_row = value_cache + page * v_stride_b + (at % PAGE) * v_stride_t
+            v_row += kv_head * v_stride_h
+            v_inside = exists[:, None] & (dim_v < DIM_V)[None, :]
+            v = tl.load(v_row[:, None] + dim_v[None, :], mask=v_inside, other=0.0).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
+        top = new_top
+
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    mask = valid[:, None] & (dim_v < DIM_V)[None, :]
+    flat = token * Q_HEADS + head
+    if SPLITS == 1:
+        target = out + flat[:, None] * DIM_V + dim_v[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+    else:
+        flat += split.to(tl.int64) * num_tokens * Q_HEADS
+        tl.store(partial + flat[:, None] * DIM_V + dim_v[None, :], result, mask=mask)
+        tl.store(lse + flat, top + tl.log2(total), mask=valid)
+
+
+@triton.jit
+def _reduce_kernel(
+    partial,  # [SPLITS, T, Hq, DIM_V] fp32
+    lse,  # [SPLITS, T, Hq] fp32
+    query_start_loc,  # [N + 1] int32
+    out,  # [T, Hq, DIM_V]
+    num_reqs,
+    num_tokens,
+    Q_HEADS: tl.constexpr,
+    DIM_V: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    SPLITS: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, BLOCK_V)
+    inside = (head < Q_HEADS)[:, None] & (dim < DIM_V)[None, :]
+    target = out + (token * Q_HEADS + head)[:, None] * DIM_V + dim[None, :]
+    live = token < tl.load(query_start_loc + num_reqs)  # rows of no request hold no partials
+    split = tl.arange(0, SPLITS)
+    flat = (split[:, None] * num_tokens + token) * Q_HEADS + head[None, :]  # [SPLITS, HEADS]
+    weights = tl.load(lse + flat, mask=live & (head < Q_HEADS)[None, :], other=float("-inf"))
+    top = tl.max(weights, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp2(weights - top[None, :]), 0)
+    acc = tl.zeros([HEADS, BLOCK_V], tl.float32)
+    for index in range(SPLITS):
+        at = (index * num_tokens + token) * Q_HEADS + head
+        weight = tl.load(lse + at, mask=live & (head < Q_HEADS), other=float("-inf"))
+        weight = tl.exp2(weight - top)
+        # a split without keys wrote no finite sum: its weight 0 must not meet a stray NaN
+        wanted = inside & live & (weight > 0.0)[:, None]
+        part = tl.load(partial + at[:, None] * DIM_V + dim[None, :], mask=wanted, other=0.0)
+        acc += part * weight[:, None]
+    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a call is cut up; a function of shapes only."""
+
+    block_m: int
+    block_q: int
+    heads: int
+    block_n: int
+    splits: int
+    one_block: bool
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_launch(
+    num_reqs: int,
+    num_tokens: int,
+    num_kv_heads: int,
+    group: int,
+    dim: int,
+    max_query_len: int,
+    max_keys: int,
+    num_processors: int,
+) -> Launch:
+    """Tile sizes and the number of KV splits for a call of these shapes."""
+    rows = group * max_query_len
+    largest = 128 if dim <= 128 else 64 if dim <= 256 else 32
+    if dim > 512:  # MLA: many heads share one KV row
+        largest = 64
+    block_m = max(16, min(largest, triton.next_power_of_2(rows)))
+    heads = min(group, block_m)
+    block_q = block_m // heads
+    one_block = max_query_len <= block_q
+    block_n = 64 if dim <= 128 else 32
+    query_blocks = num_reqs if one_block else num_tokens // block_q + num_reqs
+    programs = query_blocks * num_kv_heads * triton.cdiv(group, heads)
+    splits = 1
+    # Two programs a processor hide latency; a split of less than 128 keys does not pay.
+    while (
+        splits < _MAX_SPLITS
+        and programs * splits * 2 <= 2 * num_processors
+        and max_keys >= 128 * splits * 2
+    ):
+        splits *= 2
+    num_warps = 8 if block_m * dim >= 128 * 128 else 4
+    return Launch(
+        block_m, block_q, heads, block_n, splits, one_block, num_warps, 3 if dim <= 128 else 2
+    )
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    is_mla: bool = False,
+    head_dim_v: int | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """See `kernels.paged_attention.paged_attention`; `splits` overrides the planned number."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_reqs = seq_lens.shape[0]
+    dim_v = head_dim_v or head_dim
+    key_cache, value_cache = (kv_cache, kv_cache) if is_mla else (kv_cache[0], kv_cache[1])
+    page, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
+    assert query.stride(-1) == 1 and key_cache.stride(-1) == 1 and block_table.stride(-1) == 1
+    group = num_heads // num_kv_heads
+    dim = dim_v if is_mla else head_dim
+    out = torch.empty(num_tokens, num_heads, dim_v, dtype=query.dtype, device=query.device)
+    if num_tokens == 0 or num_reqs == 0:
+        return out.zero_()
+    launch = plan_launch(
+        num_reqs,
+        num_tokens,
+        num_kv_heads,
+        group,
+        head_dim,
+        max_query_len,
+        block_table.shape[1] * page,
+        _num_processors(query.device),
+    )
+    splits = launch.splits if splits is None else splits
+    partial, lse = out, out
+    if splits > 1:
+        shape = (splits, num_tokens, num_heads)
+        partial = torch.empty(*shape, dim_v, dtype=torch.float32, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    query_blocks = num_reqs
+    if not launch.one_block:
+        query_blocks = num_tokens // launch.block_q + num_reqs
+    head_blocks = triton.cdiv(group, launch.heads)
+    block_v = triton.next_power_of_2(dim_v)
+    _attention_kernel[(query_blocks, num_kv_heads * head_blocks, splits)](
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        query if sinks is None else sinks,
+        out,
+        partial,
+        lse,
+        scale,
+        1.0 if softcap is None else softcap,
+        num_reqs,
+        num_tokens,
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        Q_HEADS=num_heads,
+        GROUP=group,
+        HEADS=launch.heads,
+        DIM=dim,
+        DIM_REST=head_dim - dim,
+        DIM_V=dim_v,
+        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_V=block_v,
+        PAGE=page,
+        BLOCK_M=launch.block_m,
+        BLOCK_Q=launch.block_q,
+        BLOCK_N=launch.block_n,
+        SPLITS=splits,
+        WINDOW=sliding_window or 0,
+        ONE_BLOCK=launch.one_block,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        MLA=is_mla,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    if splits > 1:
+        heads = max(1, min(triton.next_power_of_2(num_heads), 512 // block_v))
+        _reduce_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+            partial,
+            lse,
+            query_start_loc,
+            out,
+            num_reqs,
+            num_tokens,
+            Q_HEADS=num_heads,
+            DIM_V=dim_v,
+            BLOCK_V=block_v,
+            SPLITS=splits,
+            HEADS=heads,
+        )
+    return out

@@ -1,0 +1,135 @@
+"""The Triton attention back end: one kernel for decode, verify and prefill; any batch fits a graph.
+
+It plans nothing on the host and keeps no state between steps, so metadata is only a set of views.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ...kernels.paged_attention import paged_attention
+from ...kernels.rotary_store_kv import rotary_store_kv
+from ...kernels.store_kv import store_kv
+from .base import (
+    AttentionBackend,
+    AttentionBuilder,
+    AttentionLayer,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    Rotary,
+)
+
+_MAX_HEAD_DIM = 512
+
+
+class TritonMetadata(AttentionMetadata):
+    """Views of the step buffers; a graph bakes their addresses and the bound on query lengths."""
+
+    def __init__(self, common: CommonAttentionMetadata, max_query_len: int) -> None:
+        self._common = common
+        self._max_query_len = max_query_len
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+    ) -> Tensor:
+        if key is not None:
+            store_kv(key, value, kv_cache, self._common.slot_mapping)
+        return self._read(layer, query, kv_cache)
+
+    def rotate_and_attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+        rotary: Rotary,
+    ) -> Tensor:
+        if key is None or value is None:
+            return super().rotate_and_attend(layer, query, key, value, kv_cache, rotary)
+        query = rotary_store_kv(
+            rotary.positions,
+            query,
+            key,
+            value,
+            rotary.cos_sin_cache,
+            kv_cache,
+            self._common.slot_mapping,
+            rotary.interleaved,
+        )
+        return self._read(layer, query, kv_cache)
+
+    def _read(self, layer: AttentionLayer, query: Tensor, kv_cache: Tensor) -> Tensor:
+        return paged_attention(
+            query,
+            kv_cache,
+            self._common.block_table,
+            self._common.query_start_loc,
+            self._common.seq_lens,
+            layer.scale,
+            self._max_query_len,
+            layer.sliding_window,
+            layer.softcap,
+            layer.sinks,
+            layer.is_mla,
+            layer.head_dim_v,
+        )
+
+
+class TritonBuilder(AttentionBuilder):
+    """Builds nothing: the kernel reads the step buffers themselves."""
+
+    supports = AttentionCGSupport.ALWAYS
+
+    def build(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
+    ) -> TritonMetadata:
+        return TritonMetadata(common, max_query_len(common, desc))
+
+
+def max_query_len(common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None) -> int:
+    """The bound on query lengths that a launch may bake: the descriptor's, not the dummy's."""
+    if desc is None or desc.mode is not CUDAGraphMode.FULL:
+        return common.max_query_len
+    return desc.uniform_token_count or desc.num_tokens
+
+
+class TritonBackend(AttentionBackend):
+    """Every model on a CUDA device (and, for tests, on the CPU through the references)."""
+
+    name = "triton"
+
+    @classmethod
+    def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "the package triton is not installed"
+        for layer in layers:
+            if layer.is_mla:
+                rest = layer.head_dim - (layer.head_dim_v or 0)
+                if rest < 16 or rest & (rest - 1):  # a tile of the kernel
+                    return f"its MLA kernel wants a rotary part of 16, 32, 64, ... and not {rest}"
+            elif layer.head_dim > _MAX_HEAD_DIM:
+                return f"head size {layer.head_dim} is over {_MAX_HEAD_DIM}"
+        return None
+
+    def create_builder(
+        self,
+        layers: Sequence[AttentionLayer],
+        block_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> TritonBuilder:
+        return TritonBuilder()

@@ -1,0 +1,35 @@
+"""Before any test module imports triton: without a GPU, kernels run in Triton's interpreter.
+
+The interpreter is chosen when triton is imported, so this cannot wait for the kernels' own tests.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session")
+def triton_interpreter() -> None:
+    """Skips where the interpreter is not in use; mends it for numpy 2.4, which takes only 0-d
+    arrays for integers, where triton 3.6 hands over a loop's bounds as arrays of one element."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("tests/gpu runs the compiled kernels")
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    interpreter._patch_lang_tensor = patch_tensor_and_index

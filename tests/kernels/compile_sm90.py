@@ -1,0 +1,139 @@
+"""Compiles the Triton kernels for sm_90a on a machine without a GPU; prints one line a kernel.
+
+Run by `test_triton_compile.py` in a process of its own, since Triton decides at import time between
+compiling and interpreting. Launches become compilations; tensors are never read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+SHARED_MEMORY = 232448  # bytes a block may use on an H100
+BF16, I32, I64 = torch.bfloat16, torch.int32, torch.int64
+done: dict[str, int] = {}
+
+
+class NoDriver:
+    """Answers what the compiler asks of a device."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+    shared = kernel.metadata.shared
+    assert shared <= SHARED_MEMORY, f"{self.fn.__name__} wants {shared} bytes of shared memory"
+    done[self.fn.__name__] = done.get(self.fn.__name__, 0) + 1
+    return kernel
+
+
+def t(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def module(name: str) -> Any:
+    return importlib.import_module(f"slipstream.kernels.triton.{name}")
+
+
+def attention() -> None:
+    run = module("paged_attention").paged_attention
+    for dim, heads, group, queries, options in [
+        (128, 8, 4, 1, {}),
+        (128, 8, 4, 4, {"splits": 4}),
+        (128, 8, 4, 200, {}),
+        (64, 3, 3, 1, {"sinks": t(9)}),
+        (256, 4, 2, 1, {"sliding_window": 512, "softcap": 50.0}),
+        (512, 2, 8, 100, {}),
+        (576, 1, 16, 1, {"is_mla": True, "head_dim_v": 512}),
+        (576, 1, 128, 4, {"is_mla": True, "head_dim_v": 512, "splits": 2}),
+    ]:
+        cache = t(9, 64, heads, dim) if "is_mla" in options else t(2, 9, 16, heads, dim)
+        query = t(4 * queries, heads * group, dim)
+        starts, lens = t(5, dtype=I32), t(4, dtype=I32)
+        run(query, cache, t(4, 256, dtype=I32), starts, lens, 0.1, queries, **options)
+
+
+def layers() -> None:
+    norm = module("norm_rope")
+    norm.rms_norm(t(4, 4096), t(4096), 1e-5)
+    norm.rms_norm(t(4, 32, 128), t(128), 1e-5)
+    norm.fused_add_rms_norm(t(4, 4096), t(4, 4096), t(4096), 1e-5)
+    positions, cos_sin = t(4, dtype=I64), t(64, 128, dtype=torch.float32)
+    query, key = t(4, 32, 128), t(4, 8, 128)
+    norm.rotary_embedding(positions, query, key, cos_sin)
+    norm.rotary_embedding(positions, query, None, cos_sin, True)
+    cache = t(2, 9, 16, 8, 128)
+    norm.rotary_store_kv(positions, query, key, key, cos_sin, cache, positions)
+    module("store_kv").store_kv(key, key, cache, positions)
+    module("store_kv").store_kv(t(4, 1, 576), None, t(9, 64, 1, 576), positions)
+    module("activation").silu_and_mul(t(4, 28672))
+    module("activation").gelu_tanh_and_mul(t(4, 28672))
+
+
+def batch() -> None:
+    ints = {name: t(64, dtype=I32) for name in ("idx_mapping", "query_start_loc", "cu_num_logits")}
+    ints |= {name: t(64, dtype=I32) for name in ("seq_lens", "num_draft_tokens", "input_ids")}
+    ints |= {name: t(64, dtype=I32) for name in ("expanded_idx_mapping", "expanded_local_pos")}
+    longs = ("positions", "logits_indices", "draft_ids", "logits_positions")
+    step = SimpleNamespace(
+        **ints,
+        **{name: t(64, dtype=I64) for name in longs},
+        is_padding=t(64, dtype=torch.bool),
+    )
+    requests = SimpleNamespace(
+        all_token_ids=t(8, 4096, dtype=I32),
+        draft_tokens=t(8, 4, dtype=I64),
+        **{n: t(8, dtype=I32) for n in ("prefill_len", "total_len", "num_computed_tokens")},
+        **{n: t(8, dtype=I64) for n in ("last_sampled_tokens", "next_prefill_tokens")},
+    )
+    gather = module("gather_batch")
+    gather.prepare_inputs(requests, step, 3, 12, 12, 4, 16)
+    tables = [t(8, 256, dtype=I32)]
+    gather.gather_block_tables(tables, step.idx_mapping, tables, 3, 4)
+    slots = t(1, 64, dtype=I64)
+    sizes = (3, 12, 16)
+    gather.compute_slot_mappings(tables, [16], step.query_start_loc, step.positions, slots, *sizes)
+    sampled, three = t(3, 5, dtype=I64), t(3, dtype=I32)
+    for counts in (None, t(8, 100, dtype=I32)):
+        gather.post_update(
+            requests, step.idx_mapping, step.query_start_loc, sampled, three, three, counts
+        )
+    module("prepare_draft").shift_draft_ids(
+        step.input_ids,
+        step.query_start_loc,
+        step.idx_mapping,
+        three,
+        three,
+        requests.last_sampled_tokens,
+        requests.next_prefill_tokens,
+        step.input_ids,
+        step.positions,
+        12,
+        4,
+        16,
+    )
+
+
+if __name__ == "__main__":
+    original = JITFunction.run
+    driver.set_active(NoDriver())
+    JITFunction.run = compile_instead
+    for part in sys.argv[1:] or ["attention", "layers", "batch"]:
+        globals()[part]()
+    for name, count in done.items():
+        print(name, count)

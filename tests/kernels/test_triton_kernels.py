@@ -1,0 +1,291 @@
+"""Triton kernels, interpreted, against their references: fresh inputs, poisoned outputs."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels import activation, gather_batch, norm_rope, prepare_draft, store_kv
+from slipstream.kernels.rotary_store_kv import rotary_store_kv_reference
+
+pytestmark = [
+    pytest.mark.usefixtures("triton_interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about inf and nan
+]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+POISON = 77
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel forgets to write shows: fresh memory holds NaN or 77."""
+
+    def poisoned(make: object) -> object:
+        def empty(*args: object, **kwargs: object) -> Tensor:
+            tensor: Tensor = make(*args, **kwargs)  # type: ignore[operator]
+            return tensor.fill_(float("nan") if tensor.is_floating_point() else POISON)
+
+        return empty
+
+    for name in ("empty", "empty_like"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    torch.manual_seed(torch.seed() % 2**31)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    tolerance = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[got.dtype]
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 10), (5, 64), (2, 3, 48), (1, 576)])
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    from slipstream.kernels.triton import norm_rope as kernels
+
+    x = torch.randn(*shape[:-1], shape[-1] + 16, dtype=torch.float32).to(dtype)[..., : shape[-1]]
+    for weight in (torch.randn(shape[-1]).to(dtype), torch.rand(shape[-1])):
+        close(kernels.rms_norm(x, weight, 1e-5), norm_rope.rms_norm_reference(x, weight, 1e-5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fused_add_rms_norm(dtype: torch.dtype) -> None:
+    from slipstream.kernels.triton import norm_rope as kernels
+
+    x, residual = torch.randn(2, 7, 96).to(dtype)
+    weight = torch.rand(96).to(dtype)
+    expected = norm_rope.fused_add_rms_norm_reference(x, residual, weight, 1e-6)
+    got = kernels.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-6)
+    for left, right in zip(got, expected, strict=True):
+        close(left, right)
+
+
+def heads_of(tokens: int, num_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    """A strided view, as models cut it from a fused projection."""
+    return torch.randn(tokens, num_heads + 2, dim).to(dtype)[:, 1 : num_heads + 1]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "rot_dim"), [(64, 64), (48, 48), (64, 32)])
+@pytest.mark.parametrize("num_kv_heads", [0, 2])
+def test_rotary_embedding(
+    dim: int, rot_dim: int, interleaved: bool, num_kv_heads: int, dtype: torch.dtype
+) -> None:
+    from slipstream.kernels.triton import norm_rope as kernels
+
+    positions = torch.randint(0, 50, (5,))
+    cos_sin = torch.randn(50, rot_dim)
+    query = heads_of(5, 6, dim, dtype)
+    key = heads_of(5, num_kv_heads, dim, dtype) if num_kv_heads else None
+    expected = norm_rope.rotary_embedding_reference(positions, query, key, cos_sin, interleaved)
+    got = kernels.rotary_embedding(positions, query, key, cos_sin, interleaved)
+    close(got[0], expected[0])
+    if expected[1] is None:
+        assert got[1] is None
+    else:
+        assert got[1] is not None
+        close(got[1], expected[1])
+
+
+def slots_with_gaps(tokens: int, num_slots: int) -> Tensor:
+    slots = torch.randperm(num_slots)[:tokens]
+    slots[torch.rand(tokens) < 0.3] = -1
+    return slots
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mla", [False, True])
+def test_store_kv(mla: bool, dtype: torch.dtype) -> None:
+    from slipstream.kernels.triton import store_kv as kernels
+
+    slots = slots_with_gaps(9, 24)
+    if mla:
+        cache = torch.randn(6, 4, 1, 80).to(dtype)
+        key, value = torch.randn(9, 1, 80).to(dtype), None
+    else:
+        cache = torch.randn(2, 6, 4, 3, 40).to(dtype)
+        key, value = heads_of(9, 3, 40, dtype), heads_of(9, 3, 40, dtype)
+    expected = cache.clone()
+    store_kv.store_kv_reference(key, value, expected, slots)
+    kernels.store_kv(key, value, cache, slots)
+    assert torch.equal(cache, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotary_store_kv(dtype: torch.dtype) -> None:
+    from slipstream.kernels.triton import norm_rope as kernels
+
+    positions, slots = torch.randint(0, 50, (9,)), slots_with_gaps(9, 24)
+    cos_sin, cache = torch.randn(50, 32), torch.randn(2, 6, 4, 3, 64).to(dtype)
+    query, key, value = (heads_of(9, count, 64, dtype) for count in (6, 3, 3))
+    expected_cache = cache.clone()
+    expected = rotary_store_kv_reference(
+        positions, query, key, value, cos_sin, expected_cache, slots
+    )
+    close(kernels.rotary_store_kv(positions, query, key, value, cos_sin, cache, slots), expected)
+    close(cache, expected_cache)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
+def test_gated_activation(name: str, dtype: torch.dtype) -> None:
+    from slipstream.kernels.triton import activation as kernels
+
+    x = (torch.randn(3, 2 * 70 + 4) * 8).to(dtype)[:, :140]
+    close(getattr(kernels, name)(x), getattr(activation, f"{name}_reference")(x))
+
+
+SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS = 7, 50, 3, 6, 64
+
+
+def random_step() -> tuple[SimpleNamespace, SimpleNamespace, tuple[int, ...]]:
+    """A request table and a batch of prefills and decodes over it; buffers hold poison."""
+    num_reqs = int(torch.randint(1, MAX_REQS, ()))
+    requests = SimpleNamespace(
+        all_token_ids=torch.randint(0, 90, (SLOTS, MAX_LEN), dtype=torch.int32),
+        prefill_len=torch.randint(5, 30, (SLOTS,), dtype=torch.int32),
+        total_len=torch.randint(30, MAX_LEN + 1, (SLOTS,), dtype=torch.int32),
+        num_computed_tokens=torch.randint(0, 40, (SLOTS,), dtype=torch.int32),
+        last_sampled_tokens=torch.randint(0, 90, (SLOTS,)),
+        next_prefill_tokens=torch.randint(0, 90, (SLOTS,)),
+        draft_tokens=torch.randint(-1, 90, (SLOTS, DRAFTS)),
+    )
+    batch = SimpleNamespace(
+        idx_mapping=torch.full((MAX_REQS,), -1, dtype=torch.int32),
+        query_start_loc=torch.zeros(MAX_REQS + 1, dtype=torch.int32),
+        cu_num_logits=torch.zeros(MAX_REQS + 1, dtype=torch.int32),
+    )
+    batch.idx_mapping[:num_reqs] = torch.randperm(SLOTS)[:num_reqs]
+    lens = torch.randint(1, 9, (num_reqs,))
+    num_logits = torch.minimum(torch.randint(1, DRAFTS + 2, (num_reqs,)), lens)
+    for target, counts in ((batch.query_start_loc, lens), (batch.cu_num_logits, num_logits)):
+        target[1 : num_reqs + 1] = counts.cumsum(0)
+        target[num_reqs + 1 :] = counts.sum()
+    for name, size, dtype in [
+        ("seq_lens", MAX_REQS, torch.int32),
+        ("num_draft_tokens", MAX_REQS, torch.int32),
+        ("input_ids", MAX_TOKENS, torch.int32),
+        ("positions", MAX_TOKENS, torch.int64),
+        ("is_padding", MAX_TOKENS, torch.bool),
+        ("logits_indices", MAX_TOKENS, torch.int64),
+        ("expanded_idx_mapping", MAX_TOKENS, torch.int32),
+        ("expanded_local_pos", MAX_TOKENS, torch.int32),
+        ("draft_ids", MAX_TOKENS, torch.int64),
+        ("logits_positions", MAX_TOKENS, torch.int64),
+    ]:
+        setattr(batch, name, torch.full((size,), POISON).to(dtype))
+    num_tokens = int(lens.sum())
+    sizes = (num_reqs, num_tokens, int(num_logits.sum()), num_reqs + 1, num_tokens + 5)
+    return requests, batch, sizes
+
+
+def copy_of(space: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(**{name: value.clone() for name, value in vars(space).items()})
+
+
+def equal(left: SimpleNamespace, right: SimpleNamespace) -> None:
+    for name, value in vars(left).items():
+        assert torch.equal(value, getattr(right, name)), name
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("num_drafts", [0, DRAFTS])
+def test_prepare_inputs(seed: int, num_drafts: int) -> None:
+    from slipstream.kernels.triton import gather_batch as kernels
+
+    torch.manual_seed(seed)
+    requests, batch, sizes = random_step()
+    if num_drafts == 0:
+        requests.draft_tokens = requests.draft_tokens[:, :0].contiguous()
+        batch.cu_num_logits[: sizes[0] + 1] = torch.arange(sizes[0] + 1)
+        sizes = (*sizes[:2], sizes[0], *sizes[3:])
+    expected_requests, expected = copy_of(requests), copy_of(batch)
+    gather_batch.prepare_inputs_reference(expected_requests, expected, *sizes)
+    kernels.prepare_inputs(requests, batch, *sizes)
+    equal(batch, expected)
+    equal(requests, expected_requests)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_block_tables_and_slots(seed: int) -> None:
+    from slipstream.kernels.triton import gather_batch as kernels
+
+    torch.manual_seed(seed)
+    _, batch, (num_reqs, num_tokens, _, reqs_padded, tokens_padded) = random_step()
+    tables = [torch.randint(0, 9, (SLOTS, width), dtype=torch.int32) for width in (4, 11)]
+    got = [torch.full((MAX_REQS, table.shape[1]), POISON, dtype=torch.int32) for table in tables]
+    expected = [table.clone() for table in got]
+    args = (num_reqs, reqs_padded)
+    gather_batch.gather_block_tables_reference(tables, batch.idx_mapping, expected, *args)
+    kernels.gather_block_tables(tables, batch.idx_mapping, got, *args)
+    for left, right in zip(got, expected, strict=True):
+        assert torch.equal(left, right)
+
+    positions = torch.randint(0, 70, (MAX_TOKENS,))
+    outs = [torch.full((2, MAX_TOKENS), POISON) for _ in range(2)]
+    for out, run in zip(
+        outs,
+        (kernels.compute_slot_mappings, gather_batch.compute_slot_mappings_reference),
+        strict=True,
+    ):
+        sizes = (num_reqs, num_tokens, tokens_padded)
+        run(expected, (16, 4), batch.query_start_loc, positions, out, *sizes)
+    assert torch.equal(*outs)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_post_update(seed: int) -> None:
+    from slipstream.kernels.triton import gather_batch as kernels
+
+    torch.manual_seed(seed)
+    requests, batch, (num_reqs, *_) = random_step()
+    batch.idx_mapping[0] = -1 if seed % 2 else batch.idx_mapping[0]
+    num_sampled = torch.randint(0, DRAFTS + 2, (num_reqs,), dtype=torch.int32)
+    sampled = torch.randint(0, 5, (num_reqs, DRAFTS + 1))  # few ids: repeats are likely
+    sampled[torch.arange(DRAFTS + 1) >= num_sampled[:, None]] = -1
+    rejected = torch.randint(0, 2, (num_reqs,), dtype=torch.int32)
+    for counts in (None, torch.randint(0, 9, (SLOTS, 90), dtype=torch.int32)):
+        expected, expected_counts = copy_of(requests), None if counts is None else counts.clone()
+        args = (batch.idx_mapping, batch.query_start_loc, sampled, num_sampled, rejected)
+        gather_batch.post_update_reference(expected, *args, expected_counts)
+        kernels.post_update(requests, *args, counts)
+        equal(requests, expected)
+        if counts is not None:
+            assert expected_counts is not None and torch.equal(counts, expected_counts)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_shift_draft_ids(seed: int) -> None:
+    from slipstream.kernels.triton import prepare_draft as kernels
+
+    torch.manual_seed(seed)
+    requests, batch, (num_reqs, num_tokens, _, reqs_padded, tokens_padded) = random_step()
+    lens = batch.query_start_loc[1 : num_reqs + 1] - batch.query_start_loc[:num_reqs]
+    rejected = torch.minimum(torch.randint(0, 3, (num_reqs,)), lens - 1).int()
+    num_sampled = torch.randint(0, 2, (num_reqs,), dtype=torch.int32)
+    ids = torch.randint(0, 90, (MAX_TOKENS,), dtype=torch.int32)
+    results = []
+    for run in (kernels.shift_draft_ids, prepare_draft.shift_draft_ids_reference):
+        out_ids = torch.full((MAX_TOKENS,), POISON, dtype=torch.int32)
+        out_last = torch.full((MAX_REQS,), POISON)
+        run(
+            ids,
+            batch.query_start_loc,
+            batch.idx_mapping,
+            num_sampled,
+            rejected,
+            requests.last_sampled_tokens,
+            requests.next_prefill_tokens,
+            out_ids,
+            out_last,
+            num_tokens,
+            reqs_padded,
+            tokens_padded,
+        )
+        results.append((out_ids, out_last))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
