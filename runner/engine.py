@@ -259,7 +259,7 @@ class Engine:
             request.matcher = future.result()
         except Exception as error:
             logger.info("grammar of %s: %s", request.request_id, error)
-            self._scheduler.fail(request, f"The grammar cannot be compiled: {error}")
+            self._scheduler.fail(request, f"The grammar cannot be compiled: {error}", True)
             return
         request.is_blocked = False
 

@@ -119,16 +119,16 @@ class Scheduler:
             if request := self._requests.get(request_id):
                 self._remove(request)
 
-    def fail(self, request: Request, error: str) -> None:
+    def fail(self, request: Request, error: str, invalid_request: bool = False) -> None:
         """End an unfinished request with an error output."""
         self._remove(request)
-        self._refuse(request, error)
+        self._refuse(request, error, invalid_request)
 
-    def _refuse(self, request: Request, error: str) -> None:
+    def _refuse(self, request: Request, error: str, invalid_request: bool = False) -> None:
         self._has_news = True
-        self._outputs.append(
-            RequestOutput(request.request_id, [], finish_reason="error", error=error)
-        )
+        output = RequestOutput(request.request_id, [], finish_reason="error", error=error)
+        output.invalid_request = invalid_request
+        self._outputs.append(output)
 
     def request_of(self, step_id: int, row_index: int) -> Request | None:
         """Whose a row of a step in flight is; None if the row is stale."""
