@@ -23,7 +23,7 @@ from slipstream.runner.messages import AddRequest, SamplingParams, StepOutputs
 VOCAB, MAX_LEN = 61, 128
 
 
-def save_llama(folder: Path, seed: int = 0, layers: int = 6, std: float = 0.4) -> Path:
+def save_llama(folder: Path, seed: int = 0, layers: int = 8, std: float = 0.4) -> Path:
     """A tiny Llama whose argmax is rarely a near-tie; returns its folder."""
     torch.manual_seed(seed)
     config = LlamaConfig(

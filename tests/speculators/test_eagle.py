@@ -1,0 +1,169 @@
+"""EAGLE heads against their plain statement: prefill, chunks, roll-back, formats, prefix hits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.models.draft_config import choose_boundaries
+from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
+from slipstream.speculators.base import DraftInputs
+
+from .eagle_oracle import VOCAB, HeadOracle, head_weights, save_head
+from .tiny_engine import TinyEngine, prompts, save_llama
+
+K = 3
+Proposals = list[tuple[list[int], list[int]]]  # (known tokens, drafts)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proposals]:
+    """Every proposal that follows a sampled token, as it is made."""
+    seen: Proposals = []
+    propose: Callable[..., Tensor] = AutoRegressiveSpeculator.propose
+
+    def recording(self: AutoRegressiveSpeculator, inputs: DraftInputs) -> Tensor:
+        drafts = propose(self, inputs)
+        for row in range(inputs.num_reqs):
+            slot = int(inputs.idx_mapping[row])
+            if int(inputs.num_sampled[row]):
+                known = int(inputs.requests.total_len[slot])
+                tokens = inputs.requests.all_token_ids[slot, :known].tolist()
+                seen.append((tokens, drafts[row].tolist()))
+        return drafts
+
+    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", recording)
+    yield seen
+
+
+def speculative(folder: Path, method: str, **changes: object) -> SpeculativeConfig:
+    options = {"num_speculative_tokens": K, "draft_sampling": "greedy"} | changes
+    return SpeculativeConfig(method=method, model=str(folder), **options)  # type: ignore[arg-type]
+
+
+def check(seen: Proposals, oracle: HeadOracle, at_least: int) -> None:
+    assert len(seen) >= at_least
+    for tokens, drafts in seen:
+        assert drafts == oracle.drafts(tokens, len(drafts)), f"after {len(tokens)} tokens"
+
+
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_eagle3_drafts_equal_the_plain_statement(
+    target: Path, tmp_path: Path, proposals: Proposals, norm_before_residual: bool
+) -> None:
+    weights = head_weights(eagle3=True)
+    head = save_head(tmp_path, weights, True, norm_before_residual=norm_before_residual)
+    engine = TinyEngine(target, speculative(head, "eagle3"))
+    run = engine.run(prompts(5), max_tokens=16)
+    engine.close()
+    assert run.accepted < run.drafted  # rejections happened, so roll-back was exercised
+    check(proposals, HeadOracle(target, weights, True, (2, 4, 5), norm_before_residual), 20)
+
+
+def test_eagle1_drafts_equal_the_plain_statement(
+    target: Path, tmp_path: Path, proposals: Proposals
+) -> None:
+    weights = head_weights(eagle3=False)
+    engine = TinyEngine(target, speculative(save_head(tmp_path, weights, False), "eagle"))
+    engine.run(prompts(5), max_tokens=16)
+    engine.close()
+    check(proposals, HeadOracle(target, weights, False), 20)
+
+
+def test_chunked_prefill_drafts_the_same(
+    target: Path, tmp_path: Path, proposals: Proposals
+) -> None:
+    weights = head_weights(eagle3=True)
+    head = save_head(tmp_path, weights, True)
+    scheduler = {"max_num_seqs": 2, "max_num_batched_tokens": 8}
+    engine = TinyEngine(target, speculative(head, "eagle3"), scheduler=scheduler)
+    engine.run(prompts(3, seed=9, longest=60), max_tokens=8)
+    engine.close()
+    check(proposals, HeadOracle(target, weights, True, (2, 4, 5)), 9)
+
+
+def test_prefix_hit_drafts_equal_a_cold_run(
+    target: Path, tmp_path: Path, proposals: Proposals
+) -> None:
+    weights = head_weights(eagle3=True)
+    engine = TinyEngine(target, speculative(save_head(tmp_path, weights, True), "eagle3"))
+    prefix = prompts(1, seed=4, longest=80)[0] + list(range(40))
+    engine.run([prefix], max_tokens=4)
+    hit = engine.run([prefix + [7, 8, 9]], max_tokens=12)
+    engine.close()
+    assert hit.cached_tokens["0"] >= len(prefix) - 2 * 4
+    check(proposals, HeadOracle(target, weights, True, (2, 4, 5)), 8)
+
+
+def test_speculators_format_and_own_embeddings(
+    target: Path, tmp_path: Path, proposals: Proposals
+) -> None:
+    weights = head_weights(eagle3=True)
+    weights["embed_tokens.weight"] = torch.randn(VOCAB, 32)
+    weights["input_norm.weight"] = torch.rand(96) + 0.5
+    renamed = {name.replace("midlayer.", "layers.0."): w for name, w in weights.items()}
+    head = save_head(tmp_path, renamed, True)
+    import json
+
+    raw = json.loads((head / "config.json").read_text())
+    config = {
+        "speculators_model_type": "eagle3", "transformer_layer_config": raw,
+        "draft_vocab_size": raw["draft_vocab_size"], "norm_before_fc": True,
+        "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+    }  # fmt: skip
+    (head / "config.json").write_text(json.dumps(config))
+    engine = TinyEngine(target, speculative(head, "eagle3"))
+    engine.run(prompts(3), max_tokens=10)
+    engine.close()
+    check(proposals, HeadOracle(target, weights, True, (1, 3, 4)), 9)
+
+
+def test_unknown_and_missing_tensors_are_named(target: Path, tmp_path: Path) -> None:
+    weights = head_weights(eagle3=True)
+    extra = weights | {"surprise.weight": torch.zeros(3)}
+    with pytest.raises(ModelLoadError, match="surprise.weight"):
+        TinyEngine(target, speculative(save_head(tmp_path / "extra", extra, True), "eagle3"))
+    del weights["midlayer.hidden_norm.weight"]
+    with pytest.raises(ModelLoadError, match="hidden_norm"):
+        TinyEngine(target, speculative(save_head(tmp_path / "less", weights, True), "eagle3"))
+
+
+def test_map_beyond_the_vocabulary_is_an_error(target: Path, tmp_path: Path) -> None:
+    weights = head_weights(eagle3=True)
+    weights["d2t"] = weights["d2t"] + VOCAB
+    with pytest.raises(ModelLoadError, match="d2t"):
+        TinyEngine(target, speculative(save_head(tmp_path, weights, True), "eagle3"))
+
+
+@pytest.mark.parametrize(
+    ("raw", "speculators_format", "taps"),
+    [
+        ({}, False, (2, 16, 29)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, False, (2, 16, 29)),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, False, (2, 16, 29)),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}, True, (1, 15, 28)),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 18, 32]}, True, (2, 18, 32)),
+    ],
+)
+def test_layer_ids_become_boundaries(
+    raw: dict[str, object], speculators_format: bool, taps: tuple[int, ...]
+) -> None:
+    assert choose_boundaries(raw, speculators_format, 32) == taps
+    assert choose_boundaries(raw, speculators_format, 32, (0, 5, 32)) == (0, 5, 32)
+
+
+def test_taps_out_of_order_or_range_are_an_error() -> None:
+    for ids in ([5, 3, 9], [2, 16, 33]):
+        with pytest.raises(ModelLoadError, match="taps"):
+            choose_boundaries({"eagle_aux_hidden_state_layer_ids": ids}, True, 32)
