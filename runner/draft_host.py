@@ -5,6 +5,7 @@ A drafter's attention layers join the target's KV groups, so it needs no allocat
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ from .attention.base import (
 )
 from .cuda_graphs import CudaGraphManager, ProgressFn
 from .graph_capture import GraphPool
+from .graph_dispatch import GraphRole, resolve_mode
 from .kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -118,9 +122,11 @@ class DraftModelHost:
         self,
         cache: KVCache,
         builders: Sequence[AttentionBuilder | None],  # by group; None = no draft layers
+        target_builders: Sequence[AttentionBuilder],  # by group; draft prefill reuses their work
         block_tables: Sequence[Tensor],  # the request table's, per group [R, max_blocks_g] int32
     ) -> None:
         """Tell it where KV lives; from then on `build_draft_attention` works."""
+        self._prefill_support = min(builder.supports for builder in target_builders)
         self._attention = _DraftAttention(
             cache, builders, block_tables, self.max_num_reqs, self.max_model_len, self.device
         )
@@ -148,16 +154,26 @@ class DraftModelHost:
     def create_graph_manager(
         self, name: str, mode: CUDAGraphMode, uniform_token_counts: Sequence[int]
     ) -> CudaGraphManager:
-        """A manager that shares the device's graph pool."""
+        """A manager that shares the device's graph pool.
+
+        `name` is the role, "draft prefill" or "draft decode"; it gets of `mode` what the attention
+        back end can do in that role.
+        """
         assert self._graphs is not None or mode is CUDAGraphMode.NONE, "this device has no graphs"
         if self._graphs is None:
             from .graph_recorder import RecordedGraphs
 
             return CudaGraphManager(name, [], GraphPool(RecordedGraphs()))
+        role = GraphRole(name)
+        decodes = role is GraphRole.DRAFT_DECODE
+        support = self.draft_decode_support if decodes else self._prefill_support
+        decision = resolve_mode(mode, support, role, uniform_token_counts)
+        if decision.reason:
+            logger.warning("%s graphs run as %s: %s", name, decision.mode.name, decision.reason)
         return CudaGraphManager.create(
             name,
-            mode,
-            uniform_token_counts,
+            decision.mode,
+            decision.uniform_token_counts,
             self._graphs.sizes,
             self.max_num_reqs,
             self.max_num_tokens,

@@ -26,11 +26,15 @@ class NoKVMemory(RunnerError):
 
 
 def kv_cache_bytes(
-    config: CacheConfig, device: torch.device, run_largest_step: Callable[[], None]
+    config: CacheConfig,
+    device: torch.device,
+    run_largest_step: Callable[[], None],
+    graph_bytes: Callable[[], int],
 ) -> int:
     """Bytes for the KV cache: as configured, else what the device has left, else 1 GiB (CPU).
 
-    On a GPU `run_largest_step` runs once, to see how much memory activations take at their peak.
+    On a GPU `run_largest_step` runs once, to see how much memory activations take at their peak,
+    and `graph_bytes` measures what captures will take.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
@@ -44,9 +48,11 @@ def kv_cache_bytes(
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
+    graphs = graph_bytes()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free  # weights, context, and whoever else uses this device
-    return int(total * config.gpu_memory_utilization) - others - activations
+    return int(total * config.gpu_memory_utilization) - others - activations - graphs
 
 
 def num_kv_blocks(

@@ -5,6 +5,7 @@ Start-up only; a step never comes here.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from ..configs.schema import Config, GraphConfig
 from ..speculators.base import BaseSpeculator, SpeculatorNeeds
 from ..speculators.registry import create_speculator
 from .attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
+from .attention.choice import choose_backend
 from .cuda_graphs import CudaGraphManager
 from .device_queue import DeviceQueue
 from .draft_host import DraftModelHost, GraphSettings
@@ -37,12 +39,9 @@ from .sampler import Sampler
 from .target import Target
 from .weights import load_weights, resolve_model
 
+logger = logging.getLogger(__name__)
 NO_SPECULATION = SpeculatorNeeds(num_speculative_tokens=0)
 ProgressFn = Callable[[Progress], None]
-
-
-class UnusableBackend(RunnerError):
-    """The attention back end that the user asked for cannot run this model here."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,8 @@ class _Assembly:
         config = self.config
         with self._phase("load"):
             self._load_target()
-            graphs = self._graph_settings()
-            host = self._draft_host(graphs)
+            self.graphs = self._graph_settings()
+            host = self._draft_host()
             speculator = create_speculator(config.speculative, host)
         needs = speculator.needs if speculator is not None else NO_SPECULATION
         with self._phase("kv_cache"), torch.inference_mode():
@@ -102,7 +101,7 @@ class _Assembly:
             builders = [self._builder(backend, group.layers) for group in groups]
             max_blocks = [-(-self.max_model_len // config.cache.block_size) for _ in groups]
             buffers = self._buffers(needs, max_blocks)
-            manager = self._graph_manager(graphs, builders, needs)
+            manager, mode = self._graph_manager(builders, needs)
             cache = self._kv_cache(groups, builders, buffers, manager, needs)
         table = RequestTable(
             self.max_num_reqs,
@@ -119,7 +118,9 @@ class _Assembly:
                 [layer for layer in group.layers if layer in host.draft_layers] for group in groups
             )
         ]
-        host.attach(cache, draft_builders, table.block_tables)
+        host.attach(cache, draft_builders, builders, table.block_tables)
+        if speculator is not None:
+            speculator.init_cudagraph_manager(mode)
         target = Target(
             self.model, cache, builders, buffers, manager, needs.aux_hidden_state_boundaries
         )
@@ -161,7 +162,7 @@ class _Assembly:
     def _load_progress(self, done: int, total: int) -> None:
         self.progress(Progress("load", done, total, "weights"))
 
-    def _draft_host(self, graphs: GraphSettings | None) -> DraftModelHost:
+    def _draft_host(self) -> DraftModelHost:
         return DraftModelHost(
             self.device,
             self.format.dtype,
@@ -171,8 +172,9 @@ class _Assembly:
             self.vocab_size,
             self.model,
             len(self.model.attention_layers()),
-            self.config.model.dtype,
-            graphs,
+            # KV groups are shared, so a drafter on a GPU takes the target's number format.
+            self.config.model.dtype if self.device.type == "cpu" else dtype_name(self.format.dtype),
+            self.graphs,
         )
 
     def _builder(
@@ -213,13 +215,11 @@ class _Assembly:
         )
 
     def _graph_manager(
-        self,
-        settings: GraphSettings | None,
-        builders: Sequence[AttentionBuilder],
-        needs: SpeculatorNeeds,
-    ) -> CudaGraphManager | None:
+        self, builders: Sequence[AttentionBuilder], needs: SpeculatorNeeds
+    ) -> tuple[CudaGraphManager | None, CUDAGraphMode]:
+        settings = self.graphs
         if settings is None:
-            return None
+            return None, CUDAGraphMode.NONE
         lengths = sorted({1, needs.num_speculative_tokens + 1})
         decision = resolve_mode(
             wanted_modes(self.config.graph, self.device.type).target,
@@ -227,7 +227,9 @@ class _Assembly:
             GraphRole.TARGET,
             lengths,
         )
-        return CudaGraphManager.create(
+        if decision.reason:
+            logger.warning("target graphs run as %s: %s", decision.mode.name, decision.reason)
+        manager = CudaGraphManager.create(
             "target",
             decision.mode,
             decision.uniform_token_counts,
@@ -238,6 +240,7 @@ class _Assembly:
             settings.progress,
             settings.debug_compare_eager,
         )
+        return manager, decision.mode
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -251,17 +254,23 @@ class _Assembly:
     ) -> KVCache:
         size, dtype = self.config.cache.block_size, self.format.dtype
 
-        def run_largest_step() -> None:
+        def small_target() -> Target:
             cache = KVCache(groups, 2, size, dtype, self.device)
-            target = Target(
-                self.model, cache, builders, buffers, None, needs.aux_hidden_state_boundaries
-            )
-            logits = target.warm_up(self.max_num_tokens)
+            taps = needs.aux_hidden_state_boundaries
+            return Target(self.model, cache, builders, buffers, manager, taps)
+
+        def run_largest_step() -> None:
+            logits = small_target().warm_up(self.max_num_tokens)
             rows = self.max_num_reqs * (needs.num_speculative_tokens + 1)
             logits[:1].float().expand(rows, -1).softmax(-1).cumsum(-1)  # as the sampler's copies
 
-        available = kv_cache_bytes(self.config.cache, self.device, run_largest_step)
-        del manager  # graphs take their memory from what gpu_memory_utilization leaves free
+        def graph_bytes() -> int:
+            if manager is None or self.graphs is None:
+                return 0
+            with self.graphs.pool.throw_away():
+                return manager.profile_memory(small_target().create_forward_fn)
+
+        available = kv_cache_bytes(self.config.cache, self.device, run_largest_step, graph_bytes)
         num_blocks = num_kv_blocks(
             self.config.cache,
             available,
@@ -284,7 +293,7 @@ class _Assembly:
             ),
             eos_token_ids=tuple(self.resolved.eos_token_ids),
             device=self.device.type,
-            dtype=str(self.format.dtype).removeprefix("torch."),
+            dtype=dtype_name(self.format.dtype),
             attention_backend=backend.name,
             needs=needs,
             startup_seconds=self.seconds,
@@ -305,14 +314,6 @@ def wants_graphs(graph: GraphConfig, device: torch.device) -> bool:
     return wanted_modes(graph, device.type).target is not CUDAGraphMode.NONE
 
 
-def choose_backend(
-    name: str, layers: Sequence[AttentionLayer], device: torch.device
-) -> AttentionBackend:
-    """The back end for `--attention-backend`; raises `UnusableBackend` if it cannot run."""
-    from .attention.reference import ReferenceBackend
-
-    if name not in ("auto", "reference"):
-        raise UnusableBackend(f"the attention back end {name} is not built yet")
-    if (reason := ReferenceBackend.check(layers, device)) is not None:
-        raise UnusableBackend(reason)
-    return ReferenceBackend()
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name without its module: `float32`."""
+    return str(dtype).removeprefix("torch.")
