@@ -1,0 +1,64 @@
+"""Tool-call parsers by name; each format's file is imported when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+
+from .base import ToolParser
+
+# name -> (file, class)
+_PARSERS = {
+    "hermes": ("hermes", "HermesToolParser"),
+    "qwen": ("hermes", "HermesToolParser"),
+    "qwen25": ("hermes", "HermesToolParser"),
+    "qwen3": ("hermes", "HermesToolParser"),
+    "llama3_json": ("llama3_json", "Llama3JsonToolParser"),
+    "llama4_json": ("llama3_json", "Llama3JsonToolParser"),
+    "mistral": ("mistral", "MistralToolParser"),
+    "deepseek_v3": ("deepseek", "DeepSeekToolParser"),
+    "deepseek_v31": ("deepseek", "DeepSeekToolParser"),
+    "gemma": ("gemma", "GemmaToolParser"),
+    "gemma3": ("gemma", "GemmaToolParser"),
+    "gemma4": ("gemma", "GemmaToolParser"),
+    "functiongemma": ("gemma", "GemmaToolParser"),
+    "pythonic": ("pythonic", "PythonicToolParser"),
+    "llama4_pythonic": ("pythonic", "PythonicToolParser"),
+}
+TOOL_PARSERS = tuple(_PARSERS)
+
+# What a chat template writes -> the format its model was taught; the first that fits.
+_SIGNS = (
+    ("<function=", None),  # Qwen3-Coder's XML, which no parser here reads
+    ("<｜tool▁call▁begin｜>", "deepseek_v3"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|tool_call>", "gemma"),
+    ("<start_function_call>", "gemma"),
+    ("<tool_call>", "hermes"),
+    ("<|python_start|>", "pythonic"),
+    ("func_name1(", "pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ("ipython", "llama3_json"),
+    ("tool_code", "gemma"),
+    ("<start_of_turn>", "gemma"),
+)
+
+
+def tool_parser_class(name: str) -> type[ToolParser]:
+    """The parser of a format. Raises ValueError for a name that is not in TOOL_PARSERS."""
+    if name not in _PARSERS:
+        raise ValueError(f"There is no tool parser {name!r}; there are {', '.join(_PARSERS)}.")
+    file, class_name = _PARSERS[name]
+    parser = getattr(importlib.import_module(f".{file}", __package__), class_name)
+    assert isinstance(parser, type) and issubclass(parser, ToolParser)
+    return parser
+
+
+def detect_tool_parser(chat_template: str | None, supports_tools: bool = True) -> str | None:
+    """The format that a chat template teaches, or None.
+
+    For a template that ignores tools it is the format in which `ChatTemplate.render` describes
+    them: hermes.
+    """
+    if not supports_tools:
+        return "hermes"
+    return next((name for sign, name in _SIGNS if sign in (chat_template or "")), None)

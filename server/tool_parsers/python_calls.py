@@ -1,0 +1,91 @@
+"""Tool calls written as Python: `f(a=1)`, read without running anything."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def parse_calls(
+    text: str, known: Mapping[str, Sequence[str]] | None
+) -> list[tuple[str, str]] | None:
+    """(name, JSON arguments) of a list of calls, or of one call a line; None if it is not that.
+
+    `known` maps the accepted names to their parameters in order, for positional arguments.
+    """
+    try:
+        tree = ast.parse(text.strip())
+        calls = [call for statement in tree.body for call in _calls(statement)]
+        return [_convert(call, known) for call in calls] or None
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return None
+
+
+def _calls(statement: ast.stmt) -> list[ast.expr]:
+    if not isinstance(statement, ast.Expr):
+        raise ValueError("not an expression")
+    return statement.value.elts if isinstance(statement.value, ast.List) else [statement.value]
+
+
+def _convert(call: ast.expr, known: Mapping[str, Sequence[str]] | None) -> tuple[str, str]:
+    if not isinstance(call, ast.Call):
+        raise ValueError("not a call")
+    name = ast.unparse(call.func)
+    inner = call.args[0] if name == "print" and len(call.args) == 1 else None
+    if inner is not None and not (known and name in known):
+        return _convert(inner, known)  # Gemma prints the result of its calls
+    if not all(part.isidentifier() for part in name.split(".")) or (known and name not in known):
+        raise ValueError("no such function")
+    order = known[name] if known else []
+    if len(call.args) > len(order):
+        raise ValueError("positional arguments without names")
+    arguments: dict[str, Any] = dict(zip(order, map(_literal, call.args), strict=False))
+    for keyword in call.keywords:
+        if keyword.arg is None or keyword.arg in arguments:
+            raise ValueError("an argument without its own name")
+        arguments[keyword.arg] = _literal(keyword.value)
+    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+
+
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _literal(node: ast.expr) -> Any:
+    """A literal's value; JSON's true, false and null count, too."""
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [_literal(key) if key else None for key in node.keys]
+        if not all(isinstance(key, str) for key in keys):
+            raise ValueError("a key that is no string")
+        return dict(zip(keys, map(_literal, node.values), strict=True))
+    return ast.literal_eval(node)
+
+
+class CodeCounter:
+    """Follows brackets and strings of Python text, to find where a list of calls ends."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._quote = ""
+        self._escaped = False
+
+    def closes(self, char: str) -> bool:
+        """Read one character; whether it closes the outermost bracket."""
+        if self._quote:
+            if char == self._quote and not self._escaped:
+                self._quote = ""
+            self._escaped = char == "\\" and not self._escaped
+            return False
+        if char in "'\"":
+            self._quote = char
+        elif char in "([{":
+            self.depth += 1
+        elif char in ")]}":
+            self.depth -= 1
+            return self.depth == 0
+        return False

@@ -1,0 +1,314 @@
+"""Every format, well formed and broken, gives the same calls in every chunking; no text is lost."""
+
+from __future__ import annotations
+
+import json
+import random
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.server.tool_parsers import TOOL_PARSERS, detect_tool_parser, tool_parser_class
+from slipstream.server.tool_parsers.base import (
+    ContentDelta,
+    Event,
+    ParsedOutput,
+    ToolArgumentsDelta,
+    ToolCallStart,
+    ToolParser,
+)
+from slipstream.server.tool_parsers.forced import ForcedToolParser
+
+PROPERTIES = {"city": {"type": "string"}, "days": {"type": "integer"}}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": {"properties": PROPERTIES}}},
+    {"type": "function", "function": {"name": "now"}},
+]
+ARGS = '{"city": "Kö}ln \\"x\\"",  "days":[1, {"a": null}]}'
+W, N = ("weather", ARGS), ("now", "{}")
+W2 = ("weather", '{"city": "Köln", "days": 3}')
+T1, T2 = "<tool_call>", "</tool_call>"
+DS, DE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+DC, DSEP, DCE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+JW, JN = f'{{"name": "weather", "arguments": {ARGS}}}', '{"name": "now", "arguments": {}}'
+PW = f'{{"name": "weather", "parameters": {ARGS}}}'
+Q = '<|"|>'
+
+# format -> (text, content, calls)
+CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
+    "hermes": [
+        (f"{T1}\n{JW}\n{T2}", "", [W]),
+        (f"Sure. \n{T1}{JW}{T2}\n{T1}\n{JN}\n{T2}\n", "Sure.", [W, N]),
+        (f'{T1}{{"arguments": {ARGS}, "name": "weather"}}\n{T2} done', " done", [W]),
+        (f'{T1}{{"name": "now"}}{T2}', "", [N]),
+        (f'{T1}{{"name": "now", "arguments": null}}{T2}', "", [N]),
+        (f'{T1}{{"name":"now","arguments":{{"a":"{T2}"}}}}{T2}', "", [("now", f'{{"a":"{T2}"}}')]),
+        (f'{T1}{{"name": "now", "arguments": "{{\\"a\\": 1}}"}}{T2}', "", [("now", '{"a": 1}')]),
+        (f'{T1}{{"name": "now", "arguments": {{}}, "id": "7"}}{T2}x', "x", [N]),
+        (f'{T1}{{"name": "now", "arguments": {{}}{T2}x', "x", [N]),
+        (f'{T1}{{"name": "now", "arguments": {{"a": [1{T2}x', "x", [("now", '{"a": [1')]),
+        (f'{T1}{{"name": "weather", "arguments": {{"city": "Kö', "", [("weather", '{"city": "Kö')]),
+        (f'{T1}{{"name": "now", "arguments": {{}}, bad}}{T2}x', f", bad}}{T2}x", [N]),
+        (f"a {T1} not json {T2} b", f"a {T1} not json {T2} b", []),
+        (f"{T1}{{'name': 'x'}}{T2}", f"{T1}{{'name': 'x'}}{T2}", []),
+        (f'{T1}{{"name": "", "arguments": {{}}}}', f'{T1}{{"name": "", "arguments": {{}}}}', []),
+        (f'{T1}{{"name": "x", "arguments": 5}}', f'{T1}{{"name": "x", "arguments": 5}}', []),
+        (f'{T1}{{"arguments": {{}}}}{T2}', f'{T1}{{"arguments": {{}}}}{T2}', []),
+        (f'{T1}{{"name": "no', f'{T1}{{"name": "no', []),
+        (f"{T1}{{bad}}{T2} {T1}{JN}{T2}", f"{T1}{{bad}}{T2}", [N]),
+        ("plain <b>text</b> <tool_cal\n ", "plain <b>text</b> <tool_cal\n ", []),
+        ("", "", []),
+    ],
+    "llama3_json": [
+        (PW, "", [W]),
+        (f"\n<|python_tag|>{PW}; {PW}", "", [W, W]),
+        (f"{PW}\n{JN}", "", [W, N]),
+        (f'{{"type": "function", {PW[1:]}', "", [W]),
+        (f"I look. <|python_tag|>{PW} ok", "I look. ok", [W]),
+        ('{"name": "Bob", "age": 5}', '{"name": "Bob", "age": 5}', []),
+        ('{"name": "now"}', '{"name": "now"}', []),
+        (PW.replace("weather", "unknown"), PW.replace("weather", "unknown"), []),
+        ('<|python_tag|>print("x")', '<|python_tag|>print("x")', []),
+        ("{x} " + PW, "{x} " + PW, []),
+        (PW[:-3], "", [("weather", ARGS[:-2])]),
+    ],
+    "mistral": [
+        (f"[TOOL_CALLS][{JW}, {JN}]", "", [W, N]),
+        (f"[TOOL_CALLS] [{JW}]\n", "", [W]),
+        (f"Hm.\n[TOOL_CALLS]weather{ARGS}[TOOL_CALLS]now{{}}", "Hm.", [W, N]),
+        (f"[TOOL_CALLS]weather[ARGS]{ARGS} x", " x", [W]),
+        (f"[TOOL_CALLS]weather[CALL_ID]abc123XYZ[ARGS]{ARGS}", "", [W]),
+        (f"[TOOL_CALLS]{JN}", "", [N]),
+        ("[TOOL_CALLS]no call", "[TOOL_CALLS]no call", []),
+        ("[TOOL_CALLS][1]", "[TOOL_CALLS][1]", []),
+        (f"[TOOL_CALLS][{JN}, oops] x", ", oops] x", [N]),
+        ("[TOOL_CALLS]", "[TOOL_CALLS]", []),
+        ("[TOOL_CALL] [1]", "[TOOL_CALL] [1]", []),
+    ],
+    "deepseek_v3": [
+        (f"{DS}{DC}function{DSEP}weather\n```json\n{ARGS}\n```{DCE}{DE}", "", [W]),
+        (
+            f"Ok.\n{DS}{DC}function{DSEP}now\n```json\n{{}}\n```{DCE}\n"
+            f"{DC}function{DSEP}weather\n```json\n{ARGS}\n```{DCE}{DE} end",
+            "Ok. end",
+            [N, W],
+        ),
+        (f"{DS}{DC}weather{DSEP}{ARGS}{DCE}{DC}now{DSEP}{{}}{DCE}{DE}", "", [W, N]),
+        (f'{DC}now{DSEP}{{"a": [{DCE}x', "x", [("now", '{"a": [')]),
+        (f"{DS}nothing{DE}", f"{DS}nothing{DE}", []),
+        (f"{DS}{DC}now{DCE}{DE}", f"{DS}{DC}now{DCE}{DE}", []),
+        (f"{DC}function{DSEP}now\nno json{DCE}", f"{DC}function{DSEP}now\nno json{DCE}", []),
+        (f"x{DS}{DC}fun", f"x{DS}{DC}fun", []),
+    ],
+    "gemma": [
+        (
+            '```tool_code\nweather(city="Köln", days=3)\n```',
+            "",
+            [W2 := ("weather", '{"city": "Köln", "days": 3}')],
+        ),
+        ("See:\n```tool_code\nprint(weather('Köln', 3))\nnow()\n```\nbye", "See:\nbye", [W2, N]),
+        ("```tool_code\nimport os\n```", "```tool_code\nimport os\n```", []),
+        ("```tool_code\nweather(1", "```tool_code\nweather(1", []),
+        (PW, "", [W]),
+        (f"Yes\n```json\n{PW}\n```", "Yes", [W]),
+        ('```json\n{"a": 1}\n```', '```json\n{"a": 1}\n```', []),
+        (
+            f"Hm <|tool_call>call:weather{{city:{Q}Köln, {{x}}{Q},days:3}}<tool_call|>",
+            "Hm",
+            [("weather", '{"city": "Köln, {x}", "days": 3}')],
+        ),
+        (
+            "<start_function_call>call:f{a:<escape>x<escape>, b:[1,{c:true}],d:{},e:[]}"
+            "<end_function_call><start_function_call>call:now{}<end_function_call>",
+            "",
+            [("f", '{"a": "x", "b": [1, {"c": true}], "d": {}, "e": []}'), N],
+        ),
+        (
+            '<|tool_call>call:f{"a":"b\\n",c:two words}<tool_call|>',
+            "",
+            [("f", '{"a": "b\\n", "c": "two words"}')],
+        ),
+        ("<|tool_call>call:f{a:}<tool_call|>", "<|tool_call>call:f{a:}<tool_call|>", []),
+        ("<|tool_call>call:f{a:1} x<tool_call|>", "<|tool_call>call:f{a:1} x<tool_call|>", []),
+        (
+            f"<|tool_call>call:f{{a:{Q}x}}<tool_call|>",
+            f"<|tool_call>call:f{{a:{Q}x}}<tool_call|>",
+            [],
+        ),
+        ("<|tool_call>call:f{a:1}", "", [("f", '{"a": 1}')]),
+    ],
+    "pythonic": [
+        ('[weather(city="Köln", days=3), now()]', "", [W2, N]),
+        (" [now()]\n", "", [N]),
+        ("<|python_start|>[now()]<|python_end|> hi", " hi", [N]),
+        (
+            '[weather(city="a]b\\"", days={"k": [None, true, -1.5]})]',
+            "",
+            [("weather", '{"city": "a]b\\"", "days": {"k": [null, true, -1.5]}}')],
+        ),
+        ("[weather('Köln', days=3)]", "", [W2]),
+        ("[1, 2, 3] are numbers", "[1, 2, 3] are numbers", []),
+        ("[link](http://x)", "[link](http://x)", []),
+        ("[now(), 5] x", "[now(), 5] x", []),
+        ("[unknown(a=1)]", "[unknown(a=1)]", []),
+        ("[now(__import__('os'))]", "[now(__import__('os'))]", []),
+        ("[weather(**x)]", "[weather(**x)]", []),
+        ("[weather(city=1e999)]", "[weather(city=1e999)]", []),
+        ("[now(", "[now(", []),
+        ("[]", "[]", []),
+        ("text [now()]", "text [now()]", []),
+    ],
+}
+FLAT = [(name, *case) for name, cases in CASES.items() for case in cases]
+
+
+def make(name: str) -> ToolParser:
+    numbers = count()
+    return tool_parser_class(name)(TOOLS, lambda: f"id{next(numbers)}")
+
+
+def parse(parser: ToolParser, pieces: list[str]) -> ParsedOutput:
+    events: list[Event] = []
+    for piece in pieces:
+        events += parser.push(piece)
+    return ParsedOutput().add(events).add(parser.finish())
+
+
+def cut(text: str, seed: int) -> list[str]:
+    """The text in random pieces, some of them empty."""
+    rng = random.Random(seed)
+    at = sorted(rng.choices(range(len(text) + 1), k=rng.randint(1, 12)))
+    return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), FLAT)
+def test_a_format_in_every_chunking(
+    name: str, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    whole = parse(make(name), [text])
+    assert whole.content == content
+    assert [(call.name, call.arguments) for call in whole.tool_calls] == calls
+    assert parse(make(name), list(text)) == whole
+    for at in range(len(text) + 1):
+        assert parse(make(name), [text[:at], text[at:]]) == whole
+    for seed in range(15):
+        assert parse(make(name), cut(text, seed)) == whole
+
+
+FRAGMENTS = {
+    name: sorted({f for text, _, _ in cases for f in (text[: len(text) // 2], text[-9:], text)})
+    for name, cases in CASES.items()
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(CASES)), st.data())
+def test_mixtures_of_fragments_stream_as_they_parse(name: str, data: st.DataObject) -> None:
+    odd = st.sampled_from(['{"', "}", "[", "]", '"', "\\", ",", ":", " ", "\n", "<", "é", "(", "="])
+    piece = st.one_of(st.sampled_from(FRAGMENTS[name]), odd)
+    text = "".join(data.draw(st.lists(piece, max_size=6)))
+    whole = parse(make(name), [text])
+    assert parse(make(name), list(text)) == whole
+    assert parse(make(name), cut(text, data.draw(st.integers(0, 999)))) == whole
+    if not whole.tool_calls:
+        assert whole.content == text
+    for call in whole.tool_calls:
+        assert call.name and text.count(call.name.split(".")[0])
+
+
+@pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "deepseek_v3"])
+def test_arguments_stream_while_they_are_written(name: str) -> None:
+    text = CASES[name][0][0]
+    parser = make(name)
+    seen = [event for char in text for event in parser.push(char)]
+    starts = [e for e in seen if isinstance(e, ToolCallStart)]
+    deltas = [e for e in seen if isinstance(e, ToolArgumentsDelta) and e.index == 0]
+    assert starts[0] == ToolCallStart(0, "id0", "weather")
+    assert len(deltas) == len(ARGS), "every character goes out as it comes"
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_plain_text_is_not_held_back(name: str) -> None:
+    parser = make(name)
+    assert parser.push("Hello,") == [ContentDelta("Hello,")]
+    assert parser.push(" world") == [ContentDelta(" world")]
+    assert parser.finish() == []
+
+
+def test_an_event_is_one_per_kind_and_push() -> None:
+    assert make("hermes").push(f"Hi {T1}{JN}{T2}") == [
+        ContentDelta("Hi"),
+        ToolCallStart(0, "id0", "now"),
+        ToolArgumentsDelta(0, "{}"),
+    ]
+
+
+def test_ids_are_fresh_and_of_the_format_s_shape() -> None:
+    ids = {tool_parser_class("mistral")().make_id() for _ in range(50)}
+    assert len(ids) == 50 and all(len(i) == 9 and i.isalnum() for i in ids)
+    assert len(make("hermes").make_id()) == 29
+    call = parse(make("mistral"), ["[TOOL_CALLS]now[CALL_ID]abc123XYZ[ARGS]{}"]).tool_calls[0]
+    assert call.id == "abc123XYZ"
+
+
+def test_without_tools_any_name_is_a_call() -> None:
+    parser = tool_parser_class("pythonic")()
+    assert [call.name for call in parse(parser, ["[any.thing(a=1)]"]).tool_calls] == ["any.thing"]
+
+
+def test_long_arguments_cost_linear_time() -> None:
+    text = f'{T1}{{"name": "now", "arguments": {{"a": "{"x" * 300_000}"}}}}{T2}'
+    assert len(parse(make("hermes"), [text]).tool_calls[0].arguments) == 300_009
+    escaped = json.dumps(json.dumps({"a": "x" * 300_000}))
+    whole = parse(make("hermes"), [f'{T1}{{"name": "now", "arguments": {escaped}}}{T2}'])
+    assert json.loads(whole.tool_calls[0].arguments) == {"a": "x" * 300_000}
+
+
+FORCED: list[tuple[str | None, str, str, list[tuple[str, str]]]] = [
+    (None, f"[{PW}]", "", [W]),
+    (None, f' [ {PW} ,\n{{"name": "now", "parameters": {{}}}} ] ', "", [W, N]),
+    (None, f"[{PW[:-3]}", "", [("weather", ARGS[:-2])]),
+    (None, "no list", "no list", []),
+    ("weather", ARGS, "", [W]),
+    ("weather", f" {ARGS[:9]}", "", [("weather", ARGS[:9])]),
+    ("weather", " nothing", " nothing", []),
+]
+
+
+@pytest.mark.parametrize(("function", "text", "content", "calls"), FORCED)
+def test_forced_calls(
+    function: str | None, text: str, content: str, calls: list[tuple[str, str]]
+) -> None:
+    for pieces in ([text], list(text), cut(text, 1)):
+        parsed = parse(ForcedToolParser(function, TOOLS), pieces)
+        assert parsed.content == content
+        assert [(call.name, call.arguments) for call in parsed.tool_calls] == calls
+
+
+def test_every_registered_name_has_its_parser() -> None:
+    for name in TOOL_PARSERS:
+        assert issubclass(tool_parser_class(name), ToolParser)
+    with pytest.raises(ValueError, match="no tool parser 'nope'; there are hermes"):
+        tool_parser_class("nope")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("… <tool_call> …", "hermes"),
+        ("[TOOL_CALLS]", "mistral"),
+        (f"{{{{ '{DC}' }}}}", "deepseek_v3"),
+        ("<|start_header_id|>ipython", "llama3_json"),
+        ("<|tool_call>call:", "gemma"),
+        ("<start_of_turn>model", "gemma"),
+        ("[func_name1(params)]", "pythonic"),
+        ("<tool_call><function=", None),
+        ("<|im_start|>", None),
+        (None, None),
+    ],
+)
+def test_the_format_is_read_off_the_template(template: str | None, name: str | None) -> None:
+    assert detect_tool_parser(template) == name
+    assert detect_tool_parser(template, supports_tools=False) == "hermes"
