@@ -176,12 +176,14 @@ class KVBlocks:
 
     def extend(self, blocks: RequestBlocks, num_tokens: int) -> list[list[int]] | None:
         """Append blocks until `num_tokens` tokens fit: the new ids by group, or None, unchanged."""
-        counts = []
+        new: list[list[int]] = []
         for group, pool, table in zip(self.groups, self.pools, blocks.tables, strict=True):
-            counts.append(max(0, ceil_div(num_tokens, group.block_size) - len(table)))
-            if counts[-1] > pool.num_free:
+            count = ceil_div(num_tokens, group.block_size) - len(table)
+            if count > pool.num_free:
+                for index, ids in enumerate(new):  # undo the groups before this one
+                    self.pools[index].release(ids)
                 return None
-        new = [pool.allocate(n) for pool, n in zip(self.pools, counts, strict=True)]
+            new.append(pool.allocate(count) if count > 0 else [])
         for table, ids in zip(blocks.tables, new, strict=True):
             table.extend(ids)
         return new

@@ -39,6 +39,7 @@ class Request:
     token_ids: list[int]  # prompt, then output; only confirmed tokens
     hashes: BlockHashes
     max_total_len: int  # prompt + output never get longer than this
+    max_drafts: int | None  # its own cap per step; 0 = speculation off, None = no cap
     status: RequestStatus = RequestStatus.WAITING
     is_blocked: bool = False  # its grammar is being compiled: not to be scheduled
     matcher: GrammarMatcher | None = None
@@ -72,6 +73,7 @@ class Request:
             token_ids=token_ids,
             hashes=BlockHashes(token_ids),
             max_total_len=min(len(token_ids) + sampling.max_tokens, max_model_len),
+            max_drafts=sampling.speculative_max_tokens if sampling.speculative_enabled else 0,
             is_blocked=sampling.grammar is not None,
         )
 

@@ -56,9 +56,9 @@ def num_drafts_allowed(request: Request, limits: RowLimits) -> int:
     max_model_len (so no position passes max_model_len - 2). max_total_len is held against the lower
     bound instead: a token too many is cut, a row too few would stall the request.
     """
-    drafts = limits.num_speculative_tokens if request.sampling.speculative_enabled else 0
-    if request.sampling.speculative_max_tokens is not None:
-        drafts = min(drafts, max(0, request.sampling.speculative_max_tokens))
+    drafts = limits.num_speculative_tokens
+    if request.max_drafts is not None:
+        drafts = min(drafts, max(0, request.max_drafts))
     if not limits.uniform_drafts:
         drafts = min(drafts, request.max_total_len - request.min_len - 1)
     return min(drafts, limits.max_model_len - request.max_len - 1)

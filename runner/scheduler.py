@@ -177,13 +177,13 @@ class Scheduler:
         """Rows of running requests; the budget left, and whether blocks sufficed for all."""
         budget = self._config.max_num_batched_tokens
         num_preemptions = self._stats.num_preemptions
-        index = 0
-        while index < len(self.running) and budget > 0:
-            request = self.running[index]
+        later = len(self.running)
+        for request in list(self.running):
+            if budget <= 0 or request.status is not RequestStatus.RUNNING:
+                break  # those behind a preempted one are preempted, too
             # Leave a token for each later one, so that a long chunk does not stop their decoding.
-            later = len(self.running) - index - 1
+            later -= 1
             row = next_row(request, self._limits, max(1, budget - later))
-            index += 1
             if row is None:
                 continue
             new_blocks = self._make_room(request, row)
@@ -372,6 +372,8 @@ class Scheduler:
 
     def _count_prompt_tokens(self, request: Request, row: ScheduledRow) -> None:
         """Count each prompt position once, though preemption may compute it again."""
+        if row.num_computed_tokens >= request.prompt_len:
+            return
         start = max(request.num_counted_prompt_tokens, row.num_computed_tokens)
         end = min(row.num_computed_tokens + row.num_tokens, request.prompt_len)
         if end > start:
