@@ -33,6 +33,12 @@ class ServerConfig:
     drain_timeout: float = option(30.0, "seconds to let open requests finish on shutdown")
     metrics_prefix: str = option("slipstream", "prefix of the metric names")
     chat_template: str | None = option(None, "file with a chat template that replaces the model's")
+    tool_call_parser: str = option(
+        "auto", "how the model writes tool calls: a format's name, none, or auto (by its template)"
+    )
+    reasoning_parser: str = option(
+        "auto", "how the model marks its reasoning: a format's name, none, or auto"
+    )
     trust_request_chat_template: bool = option(
         False, "run chat templates that requests bring; they can use up CPU time"
     )

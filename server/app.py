@@ -15,6 +15,7 @@ from ..configs.schema import Config
 from .body import BodyReader
 from .chat import chat_routes
 from .chat_template import ChatTemplate
+from .chat_tools import OutputFormat
 from .completions import completion_routes
 from .errors import install_error_handlers
 from .metrics import Metrics
@@ -106,6 +107,7 @@ def _services(
         metrics=Metrics(config.server.metrics_prefix, names[0]),
         seeds=random.Random(config.model.seed or secrets.randbits(64)),
         bodies=BodyReader(),
+        output_format=OutputFormat.of(config.server, template),
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         created=int(time.time()),
     )

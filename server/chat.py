@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET
 
 from ..runner.messages import TokenLogprobs
-from .chat_output import MessageBuilder
+from .chat_output import MessageBuilder, MessageParser
 from .chat_tools import ChatFormat, chat_format
 from .choice import GenerationEvent, TextOptions, TokenEntry
 from .errors import InvalidRequest
@@ -30,9 +30,10 @@ from .openai_types.replies import (
     encode,
 )
 from .prompts import render_chat
+from .respond import respond
 from .sampling import ModelLimits, sampling_params
 from .services import Services
-from .sse import DONE, EventStream, event, unless_disconnected
+from .sse import DONE, event
 from .usage import usage
 
 _LONG_CHAT = 16384  # bytes; rendering and parsing longer ones leaves the event loop
@@ -46,21 +47,24 @@ def chat_routes(services: Services) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         arrived = time.monotonic()
         body = await services.bodies.read(request, ChatCompletionRequest)
-        form = chat_format(services, body)
-        reply = _Reply(services, body, await prepare_chat(services, body, form), form)
-        generation = Generation(services, reply.job, arrived)
-        generation.submit()
-        if body.stream:
-            return EventStream(generation, reply.stream(generation))
-        with generation:
-            answer = await unless_disconnected(request, reply.whole(generation))
-        return Response(encode(answer), media_type="application/json")
+        form = chat_format(services.output_format, body)
+        job, prompt = await prepare_chat(services, body, form)
+        reply = _Reply(services, body, job, [form.parser(prompt) for _ in range(job.n)], form)
+        return await respond(
+            request,
+            Generation(services, job, arrived),
+            reply,
+            stream=bool(body.stream),
+            wait=job.sampling.grammar is not None,
+        )
 
     return router
 
 
-async def prepare_chat(services: Services, body: ChatCompletionRequest, form: ChatFormat) -> Job:
-    """Everything that can be refused before the engine hears of it."""
+async def prepare_chat(
+    services: Services, body: ChatCompletionRequest, form: ChatFormat
+) -> tuple[Job, str]:
+    """The job and the rendered chat; whatever can be refused is refused here."""
     services.check_model(body.model)
     services.check_ready()
     limits = ModelLimits.of(
@@ -86,7 +90,7 @@ async def prepare_chat(services: Services, body: ChatCompletionRequest, form: Ch
     wanted = body.max_completion_tokens
     if wanted is None:
         wanted = body.max_tokens
-    return Job(
+    job = Job(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompts=[ids],
         sampling=sampling,
@@ -97,12 +101,13 @@ async def prepare_chat(services: Services, body: ChatCompletionRequest, form: Ch
             skip_special_tokens=body.skip_special_tokens is not False,
             min_tokens=body.min_tokens or 0,
             stop_token_ids=frozenset(body.stop_token_ids or ()),
-            keep=form.keep_token_ids,
+            keep=form.kept_ids(services.tokenizer),
         ),
         n=body.n or 1,
         priority=body.priority or 0,
         predicted=body.prediction is not None,
     )
+    return job, text
 
 
 async def _rendered(services: Services, body: ChatCompletionRequest, form: ChatFormat) -> str:
@@ -133,13 +138,18 @@ class _Reply:
     """Turns events into OpenAI's shapes."""
 
     def __init__(
-        self, services: Services, body: ChatCompletionRequest, job: Job, form: ChatFormat
+        self,
+        services: Services,
+        body: ChatCompletionRequest,
+        job: Job,
+        parsers: list[MessageParser],
+        form: ChatFormat,
     ) -> None:
         self.job = job
         self._services = services
         self._body = body
         self._form = form
-        self._parsers = [form.parser() for _ in range(job.num_choices)]
+        self._parsers = parsers
         self._created = int(time.time())
 
     async def whole(self, generation: Generation) -> ChatCompletion:

@@ -12,6 +12,8 @@ from typing import Protocol
 from msgspec import UNSET
 
 from .openai_types.replies import CalledFunction, ChatMessage, Delta, ReplyToolCall
+from .output_parser import OutputParser
+from .tool_parsers.base import ContentDelta, Event, ReasoningDelta, ToolCallStart
 
 
 class MessageParser(Protocol):
@@ -40,6 +42,50 @@ class PlainText:
     def finish(self) -> list[Delta]:
         """Nothing is ever held back."""
         return []
+
+
+class EventParser:
+    """The events of a tool and reasoning parser as deltas."""
+
+    def __init__(self, output: OutputParser, show_reasoning: bool, parallel: bool) -> None:
+        self.num_reasoning_tokens = 0
+        self._output = output
+        self._show_reasoning = show_reasoning
+        self._parallel = parallel
+        self._num_tokens = 0
+        self._reasoned = False  # reasoning has begun
+        self._answered = False  # content or a call has begun
+
+    def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
+        """What the parser makes of these characters."""
+        self._num_tokens += len(token_ids)
+        return self._deltas(self._output.push(text)) if text else []
+
+    def finish(self) -> list[Delta]:
+        """What the parser held back."""
+        return self._deltas(self._output.finish())
+
+    def _deltas(self, events: list[Event]) -> list[Delta]:
+        deltas = [delta for event in events if (delta := self._delta(event)) is not None]
+        if self._reasoned and not self._answered:
+            self.num_reasoning_tokens = self._num_tokens
+        return deltas
+
+    def _delta(self, event: Event) -> Delta | None:
+        if isinstance(event, ReasoningDelta):
+            self._reasoned = True
+            return Delta(reasoning_content=event.text) if self._show_reasoning else None
+        self._answered = True
+        if isinstance(event, ContentDelta):
+            return Delta(content=event.text)
+        if event.index and not self._parallel:
+            return None
+        if isinstance(event, ToolCallStart):
+            function = CalledFunction(event.name, "")
+            call = ReplyToolCall(function, event.id, "function", event.index)
+        else:
+            call = ReplyToolCall(CalledFunction(arguments=event.text), index=event.index)
+        return Delta(tool_calls=[call])
 
 
 class MessageBuilder:
@@ -77,9 +123,10 @@ class MessageBuilder:
                 setattr(call.function, name, getattr(call.function, name) + piece)
 
     def message(self) -> ChatMessage:
-        """The message; `content` is null when there are only tool calls."""
+        """The message; `content` is null when there are only tool calls or reasoning."""
         content = "".join(self._content)
-        message = ChatMessage(content if content or not self._calls else None)
+        empty = not content and (self._calls or self._reasoning)
+        message = ChatMessage(None if empty else content)
         if self._reasoning:
             message.reasoning_content = "".join(self._reasoning)
         message.tool_calls = [self._calls[i] for i in sorted(self._calls)] or UNSET

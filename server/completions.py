@@ -25,9 +25,10 @@ from .openai_types.replies import (
     PromptLogprobs,
     encode,
 )
+from .respond import respond
 from .sampling import ModelLimits, check_token_ids, sampling_params
 from .services import Services
-from .sse import DONE, EventStream, event, unless_disconnected
+from .sse import DONE, event
 from .usage import usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -42,13 +43,13 @@ def completion_routes(services: Services) -> APIRouter:
         arrived = time.monotonic()
         body = await services.bodies.read(request, CompletionRequest)
         reply = _Reply(services, body, await _prepare(services, body))
-        generation = Generation(services, reply.job, arrived)
-        generation.submit()
-        if body.stream:
-            return EventStream(generation, reply.stream(generation))
-        with generation:
-            answer = await unless_disconnected(request, reply.whole(generation))
-        return Response(encode(answer), media_type="application/json")
+        return await respond(
+            request,
+            Generation(services, reply.job, arrived),
+            reply,
+            stream=bool(body.stream),
+            wait=reply.job.sampling.grammar is not None,
+        )
 
     return router
 

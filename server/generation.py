@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -103,6 +104,8 @@ class Generation:
         ]
         self._streams: list[AsyncIterator[RequestOutput]] = []
         self._pumps: list[asyncio.Task[None]] = []
+        self._begun: AsyncGenerator[GenerationEvent, None] | None = None
+        self._first: GenerationEvent | None = None
 
     def submit(self) -> None:
         """Hand all children to the engine, or none: QueueFull, NotReady, EngineDead."""
@@ -128,8 +131,25 @@ class Generation:
             task.cancel()
         self._abort("error" if isinstance(error, Exception) else "abort")
 
-    async def events(self) -> AsyncGenerator[GenerationEvent, None]:
+    async def begin(self) -> None:
+        """Wait for the first event; `events` still gives it."""
+        self._begun = self._events()
+        self._first = await anext(self._begun)
+
+    def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Events of all choices as they come; each choice's last one has a finish reason."""
+        return self._events() if self._begun is None else self._resumed(self._begun)
+
+    async def _resumed(
+        self, begun: AsyncGenerator[GenerationEvent, None]
+    ) -> AsyncGenerator[GenerationEvent, None]:
+        assert self._first is not None
+        yield self._first
+        async with aclosing(begun) as events:
+            async for event in events:
+                yield event
+
+    async def _events(self) -> AsyncGenerator[GenerationEvent, None]:
         outputs = self._one() if len(self._streams) == 1 else self._merged()
         async for index, output in outputs:
             choice = self.choices[index]

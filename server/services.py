@@ -15,6 +15,7 @@ from ..configs.schema import Config
 from ..runner.messages import AddRequest, Ready, RequestOutput, StepStats
 from .body import BodyReader
 from .chat_template import ChatTemplate
+from .chat_tools import OutputFormat
 from .errors import ModelNotFound, NotReady
 from .health import Health, State
 from .metrics import Metrics
@@ -52,6 +53,7 @@ class Services:
     metrics: Metrics
     seeds: random.Random
     bodies: BodyReader
+    output_format: OutputFormat
     fingerprint: str
     created: int  # Unix time at which this server started
 
