@@ -1,4 +1,4 @@
-"""Errors that a user or a machine can cause in the worker; a message is one sentence for the user."""
+"""Errors that a user or a machine can cause in the worker; a message is one sentence."""
 
 from __future__ import annotations
 

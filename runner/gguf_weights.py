@@ -3,11 +3,13 @@ transformers' checkpoints. Knows nothing about models."""
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf import GGUFReader, GGUFValueType
 from gguf.quants import dequantize
@@ -31,6 +33,7 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LONG_ARRAY = 1024  # longer ones are vocabularies
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, stored as its outcome
 
 
@@ -42,11 +45,14 @@ class _Reader(GGUFReader):  # type: ignore[misc]
     ) -> tuple[int, list[Any], list[int], list[Any]]:
         if raw_type == GGUFValueType.ARRAY:
             item_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
-            if self.byte_order == "I" and item_type == GGUFValueType.STRING and count > 64:
+            if self.byte_order == "I" and count > _LONG_ARRAY:
                 end = orig_offs + 12
-                for _ in range(count):
-                    end += 8 + struct.unpack_from("<Q", self.data, end)[0]
-                return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType.STRING]
+                if item_type == GGUFValueType.STRING:
+                    for _ in range(count):
+                        end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+                else:
+                    end += count * np.dtype(self.gguf_scalar_to_np[item_type]).itemsize
+                return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(item_type)]
         parts: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(
             orig_offs, raw_type
         )
@@ -151,13 +157,21 @@ class GGUFFile:
 
 
 def _dequantised(stored: Any, name: str) -> Tensor:
+    data = stored.data
+    if data.dtype == np.uint8 and data.ndim == 2:
+        # quantised blocks follow one another, so rows may be joined: `dequantize` works on 16 rows
+        # at a time, which is slow when they are short
+        joined = math.gcd(data.shape[0], 64)
+        data = data.reshape(data.shape[0] // joined, -1)
     try:
-        values = dequantize(stored.data, stored.tensor_type)
+        values = dequantize(data, stored.tensor_type)
     except NotImplementedError as error:
         raise ModelLoadError(
             f"tensor {name} has the quantisation {stored.tensor_type.name}, which is not supported."
         ) from error
-    return torch.from_numpy(values.copy() if not values.flags.writeable else values)
+    shape = tuple(int(size) for size in reversed(stored.shape))
+    values = values if values.flags.writeable else values.copy()
+    return torch.from_numpy(values).view(shape)
 
 
 def _split_rotary_pairs(tensor: Tensor, num_heads: int) -> Tensor:

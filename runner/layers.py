@@ -128,6 +128,7 @@ class Linear(nn.Module):
         if self.weight is None:
             self.weight = torch.empty(self.out_features, self.in_features)
             self._missing |= {(shard, "weight") for shard in self.shards}
+            self._packed = None
         self.weight[part].copy_(tensor)
         self._arrived(shard, "weight")
 
@@ -144,7 +145,8 @@ class Linear(nn.Module):
     def _pack(self) -> None:
         assert self.weight is not None
         # what fp16 cannot hold stays in fp32
-        if bool(self.weight.abs().max() <= torch.finfo(torch.float16).max):
+        low, high = self.weight.aminmax()
+        if max(-float(low), float(high)) <= torch.finfo(torch.float16).max:
             self._packed = torch.ops.quantized.linear_prepack_fp16(self.weight, self.bias)
             self.weight = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,14 @@ Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
 _MAX_NAMED = 5  # tensor names in one error
 
 
+class Checkpoint(Protocol):
+    """Stored weights under the names of transformers' checkpoints."""
+
+    names: list[str]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
 @dataclass(frozen=True)
 class ResolvedModel:
     """A model that was found. `kind` is "safetensors", "gguf" or "dummy"."""
@@ -32,6 +41,7 @@ class ResolvedModel:
     hf_config: Any  # a transformers config
     eos_token_ids: list[int] = field(default_factory=list)
     seed: int = 0  # of dummy weights
+    opened: Checkpoint | None = None  # a checkpoint that finding the config has opened
 
     @property
     def text_config(self) -> Any:
@@ -78,7 +88,7 @@ def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
     if standard is None:
         hf_config.rope_parameters = rope
     kind = "dummy" if config.load_format == "dummy" else "gguf"
-    return ResolvedModel(path, kind, hf_config, file.eos_token_ids, config.seed)
+    return ResolvedModel(path, kind, hf_config, file.eos_token_ids, config.seed, file)
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -137,14 +147,6 @@ def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = 
 # --- weights ----------------------------------------------------------------------------------
 
 
-class Checkpoint(Protocol):
-    """Stored weights under the names of transformers' checkpoints."""
-
-    names: list[str]
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
-
-
 def load_weights(
     model: TextModel, resolved: ResolvedModel, progress: Progress | None = None
 ) -> None:
@@ -159,10 +161,8 @@ def load_weights(
 
 def open_checkpoint(resolved: ResolvedModel) -> Checkpoint:
     """The stored weights of a model that has some."""
-    if resolved.kind == "gguf":
-        from .gguf_weights import GGUFFile
-
-        return GGUFFile(resolved.path)
+    if resolved.opened is not None:
+        return resolved.opened
     from .safetensors_weights import SafetensorsCheckpoint
 
     return SafetensorsCheckpoint(resolved.path, resolved.hf_config)
@@ -188,7 +188,7 @@ def load_checkpoint(
     _complain(f"{source} lacks tensors", missing)
     done = 0
     with torch.no_grad():
-        for name, tensor in checkpoint.tensors():
+        for name, tensor in _read_ahead(checkpoint.tensors()):
             target = targets[name]
             if target is None:
                 continue
@@ -202,6 +202,15 @@ def load_checkpoint(
             done += 1
             if progress is not None:
                 progress(done, len(wanted))
+
+
+def _read_ahead(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Read and dequantise the next tensor while the caller works on this one."""
+    with ThreadPoolExecutor(1, "read-weights") as reader:
+        pending = reader.submit(next, tensors, None)
+        while (item := pending.result()) is not None:
+            pending = reader.submit(next, tensors, None)
+            yield item
 
 
 def _complain(what: str, names: list[str]) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from slipstream.configs.schema import ModelConfig
 from slipstream.runner.attention.base import AttentionState, CommonAttentionMetadata
 from slipstream.runner.attention.reference import ReferenceBackend
@@ -16,7 +18,6 @@ from slipstream.runner.layers import resolve_format
 from slipstream.runner.models.base import TextModel
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.weights import load_weights, resolve_model
-from torch import Tensor
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
@@ -89,7 +90,7 @@ class Sequences:
     def step(
         self, rows: Sequence[tuple[int, Sequence[int]]], aux_boundaries: tuple[int, ...] = ()
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Compute new tokens of (request, ids) rows: logits per row [n, V], aux states per boundary."""
+        """Compute (request, new ids) rows: logits per row [n, V], aux states per boundary."""
         reqs, counts = [req for req, _ in rows], [len(ids) for _, ids in rows]
         attention, positions = self.attention(reqs, counts)
         ids = torch.tensor([token for _, row in rows for token in row], dtype=torch.int32)
@@ -102,7 +103,7 @@ class Sequences:
 
 
 def assert_equals_transformers(model: TextModel, oracle: Any, tolerance: float = 1e-4) -> None:
-    """Prefill, chunked prefill, ragged batches, verify-like rows and decode give the oracle's logits."""
+    """Prefill, chunks, ragged batches, verify-like rows and decode give the oracle's logits."""
     vocab = model.config.vocab_size
     generator = torch.Generator().manual_seed(5)
     lengths = (23, 9, 17, 2)

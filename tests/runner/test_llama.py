@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+
 from .model_harness import CPU, Sequences, assert_equals_transformers, load
 
 SHAPE = dict(
