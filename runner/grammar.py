@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy as np
 from .messages import GrammarSpec
 
 ALL_ALLOWED = -1  # an int32 with every bit set
-MAX_WHITESPACE = 24  # between JSON tokens: room for indentation, no endless blanks
+MAX_WHITESPACE = 12  # between JSON tokens: room for indentation, no endless blanks
 
 
 class GrammarMatcher(Protocol):
@@ -85,13 +85,16 @@ def is_allowed(line: np.ndarray, token_id: int) -> bool:
 
 
 class XGrammarBackend(GrammarBackend):
-    """Grammars by xgrammar. Compiled ones are cached, so a repeated schema costs nothing."""
+    """Grammars by xgrammar. Compiled ones are cached, so a repeated schema costs nothing.
 
-    def __init__(self, tokenizer_info: Any, eos_ids: Sequence[int], vocab_size: int) -> None:
-        import xgrammar
+    Everything runs on one thread; `make_compiler` (seconds for a large vocabulary) runs there, too,
+    when the first grammar comes.
+    """
 
-        self._xgrammar = xgrammar
-        self._compiler = xgrammar.GrammarCompiler(tokenizer_info, max_threads=2)
+    def __init__(
+        self, make_compiler: Callable[[], Any], eos_ids: Sequence[int], vocab_size: int
+    ) -> None:
+        self._make_compiler = cache(make_compiler)
         self._eos_ids = list(eos_ids)
         self._vocab_size = vocab_size
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
@@ -104,12 +107,13 @@ class XGrammarBackend(GrammarBackend):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _matcher(self, spec: GrammarSpec) -> GrammarMatcher:
-        compiled = self._compiled(spec)
-        matcher = self._xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._eos_ids)
+        import xgrammar
+
+        matcher = xgrammar.GrammarMatcher(self._compiled(spec), override_stop_tokens=self._eos_ids)
         return XGrammarMatcher(matcher, self._vocab_size)
 
     def _compile(self, spec: GrammarSpec) -> Any:
-        compiler = self._compiler
+        compiler = self._make_compiler()
         try:
             match spec.kind:
                 case "json_schema":
@@ -129,7 +133,8 @@ class XGrammarBackend(GrammarBackend):
         raise ValueError(f"unknown kind of grammar {spec.kind!r}")
 
     def _json(self, schema: str) -> Any:
-        return self._compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        compiler = self._make_compiler()
+        return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 class XGrammarMatcher:
@@ -170,26 +175,26 @@ def build_grammar_backend(
     eos_ids: Sequence[int],
     vocab_size: int,
 ) -> GrammarBackend:
-    """A backend for a vocabulary in id order.
+    """A backend for a vocabulary in id order. Control tokens must be empty: they spell no text.
 
     `vocab_type` says how pieces spell bytes: "raw" (they are the bytes), "byte_fallback" (<0x0A>
     and a metaspace, as sentencepiece has it) or "byte_level" (GPT-2's alphabet). `vocab_size` is
-    the width of the logits, which may be padded beyond the vocabulary.
+    the width of the logits, which may be padded beyond the vocabulary. Returns at once.
     """
-    import xgrammar
+    assert vocab_type in ("raw", "byte_fallback", "byte_level")
 
-    kinds = {
-        "raw": xgrammar.VocabType.RAW,
-        "byte_fallback": xgrammar.VocabType.BYTE_FALLBACK,
-        "byte_level": xgrammar.VocabType.BYTE_LEVEL,
-    }
-    info = xgrammar.TokenizerInfo(
-        list(vocab),
-        kinds[vocab_type],
-        vocab_size=vocab_size,
-        stop_token_ids=list(eos_ids),
-    )
-    return XGrammarBackend(info, eos_ids, vocab_size)
+    def make_compiler() -> Any:
+        import xgrammar
+
+        info = xgrammar.TokenizerInfo(
+            list(vocab),
+            xgrammar.VocabType[vocab_type.upper()],
+            vocab_size=vocab_size,
+            stop_token_ids=list(eos_ids),
+        )
+        return xgrammar.GrammarCompiler(info, max_threads=2)
+
+    return XGrammarBackend(make_compiler, eos_ids, vocab_size)
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

