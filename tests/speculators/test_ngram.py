@@ -71,7 +71,9 @@ def test_predictions_equal_a_plain_search(scan) -> None:
     min_n, max_n, k, count = 2, 4, 5, 300
     rows = [torch.randint(0, 4, (int(n),)).tolist() for n in torch.randint(3, 40, (count,))]
     predictions = [torch.randint(0, 4, (int(n),)).tolist() for n in torch.randint(0, 30, (count,))]
-    prompts = [min(int(n), len(row)) for n, row in zip(torch.randint(1, 9, (count,)), rows)]
+    prompts = [
+        min(int(n), len(row)) for n, row in zip(torch.randint(1, 9, (count,)), rows, strict=True)
+    ]
     table, lengths = table_of(rows)
     predicted, sizes = table_of(predictions, width=32)
     haystack = Haystack(table, torch.tensor(prompts).int(), predicted, sizes.long())
