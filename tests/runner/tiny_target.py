@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -12,11 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig
 
-from slipstream.configs.graphs import BatchExecutionDescriptor
+from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import AttentionMetadata, AttentionState
-from slipstream.runner.attention.reference import ReferenceBackend
+from slipstream.runner.attention.choice import choose_backend
+from slipstream.runner.cuda_graphs import CudaGraphManager
 from slipstream.runner.device_queue import DeviceQueue
+from slipstream.runner.graph_capture import CudaGraphs, GraphPool
 from slipstream.runner.graph_dispatch import eager_descriptor
 from slipstream.runner.input_batch import InputBuffers
 from slipstream.runner.kv_blocks import BlockGroup
@@ -33,11 +34,11 @@ from slipstream.speculators.base import BaseSpeculator, DraftInputs, SpeculatorN
 VOCAB, MAX_LEN, BLOCK, CPU = 67, 64, 4, torch.device("cpu")
 
 
-def tiny_llama(seed: int = 0) -> Any:
+def tiny_llama(seed: int = 0, device: torch.device = CPU) -> Any:
     """Two layers, float32, weights large enough that the argmax is never a near-tie."""
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=32,
+        hidden_size=64,  # heads of 16, the least that a matrix unit takes
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -45,11 +46,13 @@ def tiny_llama(seed: int = 0) -> Any:
         max_position_embeddings=MAX_LEN,
         tie_word_embeddings=False,
     )
-    model = build_model(config, CPU, torch.float32)
+    model = build_model(config, device, torch.float32)
     generator = torch.Generator().manual_seed(seed)
     for slot in model.checkpoint_slots().values():
         weights = torch.ones(slot.shape)
-        slot.load(weights if slot.init == "ones" else weights.normal_(0, 0.5, generator=generator))
+        if slot.init != "ones":
+            weights.normal_(0, 0.4, generator=generator)
+        slot.load(weights.to(device))
     return model
 
 
@@ -77,9 +80,10 @@ class Oracle:
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """[len(tokens), V]"""
-        ids = torch.tensor(list(tokens), dtype=torch.int32)
+        device = self._model.embed_tokens.weight.device
+        ids = torch.tensor(list(tokens), dtype=torch.int32, device=device)
         with torch.inference_mode():
-            hidden, _ = self._model(ids, torch.arange(len(tokens)), self._state)
+            hidden, _ = self._model(ids, torch.arange(len(tokens), device=device), self._state)
             return self._model.compute_logits(hidden)
 
     def continuation(self, tokens: Sequence[int], count: int) -> list[int]:
@@ -106,7 +110,8 @@ class ScriptedSpeculator(BaseSpeculator):
         for slot in inputs.idx_mapping[: inputs.num_reqs].tolist():
             known = table.all_token_ids[slot, : int(table.total_len[slot])].tolist()
             rows.append((self._script(slot, known) + [-1] * count)[:count])
-        return torch.tensor(rows, dtype=torch.int64).reshape(inputs.num_reqs, count)
+        drafts = torch.tensor(rows, dtype=torch.int64, device=table.draft_tokens.device)
+        return drafts.reshape(inputs.num_reqs, count)
 
 
 class PaddedEager:
@@ -136,48 +141,66 @@ class TinySetup:
     num_drafts: int = 0
     padded: bool = False
     buffers: type[InputBuffers] = InputBuffers
+    device: torch.device = CPU
+    mode: CUDAGraphMode = CUDAGraphMode.NONE  # on CUDA
 
 
 def make_runner(
-    model: Any, setup: TinySetup, script: Callable[[int, list[int]], list[int]] | None = None
+    model: Any,
+    setup: TinySetup,
+    script: Callable[[int, list[int]], list[int]] | None = None,
+    speculator: BaseSpeculator | None = None,
 ) -> ModelRunner:
-    """A runner on the CPU with the reference kernels."""
-    groups = make_groups(model.attention_layers())
-    cache = KVCache(groups, setup.num_blocks, BLOCK, torch.float32, CPU)
+    """A runner whose drafter follows `script`, or is `speculator`."""
+    device = setup.device
+    layers = model.attention_layers()
+    groups = make_groups(layers)
+    cache = KVCache(groups, setup.num_blocks, BLOCK, torch.float32, device)
     columns = [-(-MAX_LEN // BLOCK) for _ in groups]
     sizes = (setup.max_num_reqs, setup.max_num_tokens, MAX_LEN)
-    buffers = setup.buffers(*sizes, setup.num_drafts, [BLOCK] * len(groups), columns, CPU)
-    backend = ReferenceBackend()
+    buffers = setup.buffers(*sizes, setup.num_drafts, [BLOCK] * len(groups), columns, device)
+    backend = choose_backend("auto", layers, device)
     builders = [
-        backend.create_builder(group.layers, BLOCK, *sizes, torch.float32, CPU) for group in groups
+        backend.create_builder(group.layers, BLOCK, *sizes, torch.float32, device)
+        for group in groups
     ]
-    graphs: Any = None
-    if setup.padded:
-        graphs = PaddedEager(setup.max_num_reqs, 8, setup.max_num_tokens)
-    speculator = ScriptedSpeculator(setup.num_drafts, script) if script is not None else None
+    if script is not None:
+        speculator = ScriptedSpeculator(setup.num_drafts, script)
     facts = RunnerFacts(
         MAX_LEN,
         VOCAB,
         tuple(BlockGroup(setup.num_blocks, BLOCK) for _ in groups),
         (),
-        "cpu",
+        device.type,
         "float32",
-        "reference",
+        backend.name,
         speculator.needs if speculator else NO_SPECULATION,
     )
     return ModelRunner(
         RunnerParts(
             facts,
-            Target(model, cache, builders, buffers, graphs),
-            RequestTable(setup.max_num_reqs, MAX_LEN, VOCAB, setup.num_drafts, columns, CPU),
+            Target(model, cache, builders, buffers, _graphs(setup)),
+            RequestTable(setup.max_num_reqs, MAX_LEN, VOCAB, setup.num_drafts, columns, device),
             buffers,
-            RowSampling(Sampler(SpeculativeConfig(), CPU), setup.num_drafts, VOCAB),
+            RowSampling(Sampler(SpeculativeConfig(), device), setup.num_drafts, VOCAB),
             speculator,
-            DeviceQueue(CPU),
+            DeviceQueue(device),
         )
     )
 
 
-def namespace(**values: Any) -> SimpleNamespace:
-    """A stand-in object with these attributes."""
-    return SimpleNamespace(**values)
+def _graphs(setup: TinySetup) -> Any:
+    if setup.padded:
+        return PaddedEager(setup.max_num_reqs, 8, setup.max_num_tokens)
+    if setup.mode is CUDAGraphMode.NONE:
+        return None
+    return CudaGraphManager.create(
+        "target",
+        setup.mode,
+        sorted({1, setup.num_drafts + 1}),
+        (1, 2, 4, 8, 16, 32),
+        setup.max_num_reqs,
+        setup.max_num_tokens,
+        GraphPool(CudaGraphs(setup.device)),
+        debug_compare_eager=True,
+    )

@@ -1,0 +1,117 @@
+"""The runner on a GPU: eager and graphs give the recomputed text, and a step waits for nothing."""
+
+from __future__ import annotations
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
+
+from plan_maker import PlanMaker  # noqa: E402
+from tiny_target import VOCAB, Oracle, TinySetup, make_runner, tiny_llama  # noqa: E402
+from torch import Tensor  # noqa: E402
+
+from slipstream.configs.graphs import CUDAGraphMode  # noqa: E402
+from slipstream.runner.messages import SamplingParams  # noqa: E402
+from slipstream.runner.plan import NewRequest, ScheduledRow, StepPlan  # noqa: E402
+from slipstream.speculators.base import (  # noqa: E402
+    BaseSpeculator,
+    DraftInputs,
+    SpeculatorNeeds,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny_llama(device=torch.device("cuda", 0))
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Any) -> Oracle:
+    return Oracle(model)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+def test_random_plans_give_the_recomputed_text(
+    model: Any, oracle: Oracle, depth: int, num_drafts: int, mode: str
+) -> None:
+    rng = random.Random(f"{depth} {num_drafts} {mode}")
+
+    def script(slot: int, known: list[int]) -> list[int]:
+        drafts = oracle.continuation(known, rng.randint(0, num_drafts))
+        return [rng.choice([draft, draft, draft, rng.randrange(VOCAB), -1]) for draft in drafts]
+
+    device = torch.device("cuda", 0)
+    setup = TinySetup(num_drafts=num_drafts, device=device, mode=CUDAGraphMode[mode])
+    runner = make_runner(model, setup, script if num_drafts else None)
+    runner.warm_up()
+    runner.capture()
+    maker = PlanMaker(runner, oracle, rng, depth, num_drafts)
+    jobs = [maker.add(rng.randint(1, 30), rng.randint(1, 25)) for _ in range(12)]
+    maker.run()
+    runner.shutdown()
+    assert len(maker.done) == len(jobs)
+
+
+class Echo(BaseSpeculator):
+    """Drafts the newest token K times: tensor code, as a drafter has to be."""
+
+    needs = SpeculatorNeeds(num_speculative_tokens=2)
+
+    def propose(self, inputs: DraftInputs) -> Tensor:
+        slots = inputs.idx_mapping[: inputs.num_reqs]
+        return inputs.requests.last_sampled_tokens[slots][:, None].expand(-1, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.0},
+        {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
+        {"frequency_penalty": 0.5, "logprobs": 3, "logit_bias": {5: 2.0}},
+    ],
+)
+@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[str, Any]) -> None:
+    device = torch.device("cuda", 0)
+    setup = TinySetup(num_drafts=2, device=device, mode=CUDAGraphMode[mode])
+    runner = make_runner(model, setup, speculator=Echo())
+    runner._target._graphs and setattr(runner._target._graphs, "_debug_compare_eager", False)
+    runner.capture()
+
+    def life(first_step: int) -> list[Any]:
+        plan = StepPlan(first_step, freed_slots=[0, 1])
+        for slot in (0, 1):
+            sampling = SamplingParams(**({"seed": 3, "max_tokens": 20} | options))
+            blocks = [list(range(1 + 9 * slot, 9 + 9 * slot))]
+            plan.new_requests.append(NewRequest(slot, [1, 2, 3], 3, 0, blocks, sampling))
+            plan.rows.append(ScheduledRow(slot, 3, 0, 0, False, 0))
+        handles = [runner.execute(plan)]
+        for step in range(1, 4):
+            rows = [ScheduledRow(slot, 3, 2, 3 * step, False, step) for slot in (0, 1)]
+            handles.append(runner.execute(StepPlan(first_step + step, rows=rows)))
+        return handles
+
+    expected = [handle.get() for handle in life(0)]  # compiles kernels
+    runner.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        handles = life(10)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    found = [handle.get() for handle in handles]
+    runner.shutdown()
+    texts = [[result.token_ids for result in step] for step in expected]
+    assert [[result.token_ids for result in step] for step in found] == texts
