@@ -46,6 +46,14 @@ class GenerationEvent:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
+    def join(self, later: GenerationEvent) -> None:
+        """Add the event that follows this one."""
+        self.text += later.text
+        self.token_ids = self.token_ids + later.token_ids
+        self.logprobs = self.logprobs + later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+
 class Choice:
     """The state of one choice while it is generated."""
 

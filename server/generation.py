@@ -18,7 +18,7 @@ from .choice import Choice, GenerationEvent, TextOptions
 from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull
 from .request_stream import EngineDead
 from .sampling import with_max_tokens
-from .services import Services
+from .services import OutputStream, Services
 
 _LONG_TEXT = 4096  # characters; shorter texts are tokenized on the event loop
 
@@ -102,7 +102,7 @@ class Generation:
             services.metrics.request(arrived, len(job.prompts[index // job.n]))
             for index in range(job.num_choices)
         ]
-        self._streams: list[AsyncIterator[RequestOutput]] = []
+        self._streams: list[OutputStream] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._begun: AsyncGenerator[GenerationEvent, None] | None = None
         self._first: GenerationEvent | None = None
@@ -150,19 +150,26 @@ class Generation:
                 yield event
 
     async def _events(self) -> AsyncGenerator[GenerationEvent, None]:
-        outputs = self._one() if len(self._streams) == 1 else self._merged()
+        alone = self._streams[0] if len(self._streams) == 1 else None
+        outputs = self._merged() if alone is None else self._one(alone)
         async for index, output in outputs:
             choice = self.choices[index]
             if choice.finish_reason is not None:
                 continue  # a stop string ended it; what the engine had on its way is dropped
             event = choice.feed(output)
-            self._timings[index].tokens(len(output.token_ids), time.monotonic())
+            tokens = len(output.token_ids)
+            # What came while the client or the event loop was slow leaves as one event.
+            while alone and event.finish_reason is None and (later := alone.pop()):
+                output = later
+                event.join(choice.feed(output))
+                tokens += len(output.token_ids)
+            self._timings[index].tokens(tokens, time.monotonic())
             if event.finish_reason is not None:
                 self._timings[index].end(event.finish_reason)
                 if output.finish_reason is None:
                     self._services.engine.abort(self._ids[index])
             yield event
-            if event.finish_reason is not None and len(self._streams) == 1:
+            if event.finish_reason is not None and alone:
                 return
 
     def counts(self) -> TokenCounts:
@@ -195,8 +202,8 @@ class Generation:
         sampling = with_max_tokens(job.sampling, job.max_tokens[prompt], child)
         return AddRequest(self._ids[index], job.prompts[prompt], sampling, job.priority)
 
-    async def _one(self) -> AsyncIterator[tuple[int, RequestOutput]]:
-        async for output in self._streams[0]:
+    async def _one(self, stream: OutputStream) -> AsyncIterator[tuple[int, RequestOutput]]:
+        async for output in stream:
             yield 0, output
         if self.choices[0].finish_reason is None:
             raise EngineStopped("it was aborted")
@@ -204,7 +211,7 @@ class Generation:
     async def _merged(self) -> AsyncIterator[tuple[int, RequestOutput]]:
         queue: asyncio.Queue[tuple[int, RequestOutput | BaseException | None]] = asyncio.Queue()
 
-        async def pump(index: int, stream: AsyncIterator[RequestOutput]) -> None:
+        async def pump(index: int, stream: OutputStream) -> None:
             last: BaseException | None = None
             try:
                 async for output in stream:

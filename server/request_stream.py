@@ -36,6 +36,10 @@ class RequestStream:
         self._ended = self._ended or output.finish_reason is not None
         self._news.set()
 
+    def pop(self) -> RequestOutput | None:
+        """The next output if it is there already."""
+        return self._outputs.popleft() if self._outputs else None
+
     def fail(self, error: EngineDead) -> None:
         """End the stream with an error."""
         self._error = error

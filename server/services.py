@@ -22,6 +22,14 @@ from .metrics import Metrics
 from .tokenizer import Tokenizer
 
 
+class OutputStream(Protocol):
+    """What the routes use of a request's stream."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    def pop(self) -> RequestOutput | None: ...
+
+
 class Engine(Protocol):
     """What the routes use of the engine client."""
 
@@ -37,7 +45,7 @@ class Engine(Protocol):
     @property
     def num_open(self) -> int: ...
 
-    def submit(self, request: AddRequest) -> AsyncIterator[RequestOutput]: ...
+    def submit(self, request: AddRequest) -> OutputStream: ...
 
     def abort(self, request_id: str) -> None: ...
 

@@ -101,6 +101,22 @@ def reply_with(
     return script
 
 
+class ScriptedStream:
+    """As the engine client's stream; nothing is ever there before it is asked for."""
+
+    def __init__(self, outputs: AsyncIterator[RequestOutput]) -> None:
+        self._outputs = outputs
+
+    def __aiter__(self) -> ScriptedStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        return await anext(self._outputs)
+
+    def pop(self) -> RequestOutput | None:
+        return None
+
+
 class ScriptedEngine:
     """Plays `script` for each request: outputs, errors to raise, seconds to wait."""
 
@@ -126,13 +142,13 @@ class ScriptedEngine:
     def num_open(self) -> int:
         return len(self.open)
 
-    def submit(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
+    def submit(self, request: AddRequest) -> ScriptedStream:
         if self.state != "ready":
             raise EngineDead("there is no worker", 3)
         assert request.request_id not in self.open
         self.requests.append(request)
         self.open.add(request.request_id)
-        return self._play(request)
+        return ScriptedStream(self._play(request))
 
     async def _play(self, request: AddRequest) -> AsyncIterator[RequestOutput]:
         for item in self.script(request):

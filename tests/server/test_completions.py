@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from slipstream.server.request_stream import RequestStream
+
 from .api_fakes import (
     EOS,
     MAX_LEN,
@@ -65,6 +67,23 @@ async def test_stream_joins_to_the_whole_text(run: int) -> None:
     assert all(c["choices"][0]["finish_reason"] is None for c in found[:-1])
     assert all("usage" not in c for c in found)
     assert "\ufffd" not in json.dumps(found)
+
+
+async def test_outputs_that_wait_leave_as_one_chunk() -> None:
+    class Eager(ScriptedEngine):
+        def submit(self, request: Any) -> Any:
+            stream = RequestStream(request.request_id)
+            for output in self.script(request):
+                stream.put(output)  # type: ignore[arg-type]
+            return stream
+
+    (chunk,) = await chunks(Eager(), logprobs=0)
+    choice = chunk["choices"][0]
+    assert choice["text"] == REPLY and choice["finish_reason"] == "stop"
+    assert len(choice["logprobs"]["tokens"]) == 18
+    two = [c["choices"][0] for c in await chunks(Eager(), n=2)]
+    for index in range(2):
+        assert "".join(c["text"] for c in two if c["index"] == index) == REPLY
 
 
 async def test_usage_comes_last_and_is_null_before() -> None:
