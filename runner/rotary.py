@@ -65,7 +65,8 @@ def inverse_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, f
 
 def _frequencies(theta: float, rot_dim: int, dim: int) -> Tensor:
     exponents = torch.arange(0, rot_dim, 2, dtype=torch.int64).float() / dim
-    return torch.pow(theta, -exponents)
+    frequencies: Tensor = torch.pow(theta, -exponents)
+    return frequencies
 
 
 def _llama3(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:

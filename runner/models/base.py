@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionLayer, AttentionState
-from ..layers import CheckpointSlot, Embedding, Linear, WeightFormat, module_slots
+from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from ..rotary import RotaryEmbedding, RotaryStep
 
 # Tables that old checkpoints carry and every implementation recomputes.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.masked_bias$")
@@ -78,6 +79,49 @@ class TextModel(nn.Module):
     def checkpoint_name(self, name: str) -> str | None:
         """The slot a stored tensor belongs to; None = known and not needed."""
         return None if _RECOMPUTED.search(name) else name
+
+
+class Block(Protocol):
+    """A pre-norm decoder layer; its stream is the sum of the two tensors [M, H] it passes on."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotary: RotaryStep,
+        attention: AttentionState,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class PreNormModel(TextModel):
+    """Pre-norm blocks with one rotary embedding, then a final norm."""
+
+    def __init__(
+        self, config: Any, fmt: WeightFormat, blocks: Sequence[Block], rotary: RotaryEmbedding
+    ) -> None:
+        super().__init__(config, fmt)
+        self._blocks = list(blocks)
+        self.layers = nn.ModuleList(block for block in blocks if isinstance(block, nn.Module))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
+        self.rotary = rotary
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        attention: AttentionState,
+        aux_boundaries: tuple[int, ...] = (),
+    ) -> tuple[Tensor, list[Tensor]]:
+        hidden, residual = self.embed(input_ids), None
+        rotary = self.rotary.at(positions)
+        aux: list[Tensor] = []
+        for index, block in enumerate(self._blocks):
+            if index in aux_boundaries:
+                aux.append(hidden if residual is None else hidden + residual)
+            hidden, residual = block.forward(hidden, residual, rotary, attention)
+        if len(self._blocks) in aux_boundaries:
+            aux.append(hidden if residual is None else hidden + residual)
+        return self.norm.add(hidden, residual)[0], aux
 
 
 def _load_both(

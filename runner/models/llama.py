@@ -12,7 +12,7 @@ from ...kernels.activation import silu_and_mul
 from ..attention.base import AttentionLayer, AttentionState
 from ..layers import Linear, RMSNorm, WeightFormat
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
-from .base import TextModel
+from .base import PreNormModel
 
 
 @dataclass(frozen=True)
@@ -130,39 +130,20 @@ class DecoderLayer(nn.Module):
         return self.mlp.forward(hidden), residual
 
 
-class LlamaModel(TextModel):
+class LlamaModel(PreNormModel):
     """The whole model; attention layer i has id `layer_id_offset + i`."""
 
     def __init__(
         self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0
     ) -> None:
-        super().__init__(config, fmt)
-        self.layers = nn.ModuleList(
+        blocks = [
             DecoderLayer(config, index, layer_id_offset + index, fmt)
             for index in range(config.num_hidden_layers)
-        )
-        self.blocks: list[DecoderLayer] = [*self.layers]
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
-        head_dim = self.blocks[0].self_attn.head_dim
-        self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
-
-    def forward(
-        self,
-        input_ids: Tensor,
-        positions: Tensor,
-        attention: AttentionState,
-        aux_boundaries: tuple[int, ...] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
-        hidden, residual = self.embed(input_ids), None
-        rotary = self.rotary.at(positions)
-        aux: list[Tensor] = []
-        for index, block in enumerate(self.blocks):
-            if index in aux_boundaries:
-                aux.append(hidden if residual is None else hidden + residual)
-            hidden, residual = block.forward(hidden, residual, rotary, attention)
-        if len(self.blocks) in aux_boundaries:
-            aux.append(hidden if residual is None else hidden + residual)
-        return self.norm.add(hidden, residual)[0], aux
+        ]
+        head_dim = blocks[0].self_attn.head_dim
+        rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
+        super().__init__(config, fmt, blocks, rotary)
+        self.blocks = blocks
 
     def attention_layers(self) -> list[AttentionLayer]:
         return [block.self_attn.layer for block in self.blocks]

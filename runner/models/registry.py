@@ -17,6 +17,8 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "MistralForCausalLM": ("llama", "LlamaModel"),
     "Qwen2ForCausalLM": ("llama", "LlamaModel"),
     "Qwen3ForCausalLM": ("llama", "LlamaModel"),
+    "DeepseekV2ForCausalLM": ("deepseek", "DeepseekModel"),
+    "DeepseekV3ForCausalLM": ("deepseek", "DeepseekModel"),
 }
 # for configs that do not name an architecture
 _MODEL_TYPES: dict[str, str] = {
@@ -24,6 +26,8 @@ _MODEL_TYPES: dict[str, str] = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 

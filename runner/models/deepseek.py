@@ -1,0 +1,258 @@
+"""DeepSeek V2 and V3: latent attention (MLA) computed in the latent space for every step, and
+mixture-of-experts layers with shared experts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...kernels.mla import absorb_query, expand_value
+from ...kernels.moe import Routing, select_experts
+from ..attention.base import AttentionLayer, AttentionState
+from ..layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
+from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
+from .base import PreNormModel
+from .llama import MLP
+from .moe import Experts
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_LATENT_EPS = 1e-6  # of the norms inside attention; not the config's
+
+
+def attention_scale(config: Any) -> float:
+    """Softmax scale: per-head size, and YaRN's temperature squared."""
+    scale = float(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = rope_parameters(config)
+    all_dim = rope.get("mscale_all_dim")
+    if rope["rope_type"] == "yarn" and all_dim:
+        scale *= yarn_mscale(yarn_factor(rope), all_dim) ** 2
+    return scale
+
+
+class LatentUp(nn.Module):
+    """kv_b_proj, kept as its per-head key and value halves."""
+
+    w_uk: Tensor  # [num_heads, nope, latent]
+    w_uv: Tensor  # [num_heads, v, latent]
+
+    def __init__(
+        self, num_heads: int, nope: int, value: int, latent: int, fmt: WeightFormat
+    ) -> None:
+        super().__init__()
+        for name, size in (("w_uk", nope), ("w_uv", value)):
+            table = torch.empty(num_heads, size, latent, dtype=fmt.dtype, device=fmt.device)
+            self.register_buffer(name, table)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        num_heads, nope, latent = self.w_uk.shape
+        rows = num_heads * (nope + self.w_uv.shape[1])
+        yield f"{parent}{name}.weight", CheckpointSlot((rows, latent), self._load)
+
+    def _load(self, tensor: Tensor) -> None:
+        num_heads, nope, latent = self.w_uk.shape
+        heads = tensor.view(num_heads, -1, latent)
+        self.w_uk.copy_(heads[:, :nope])
+        self.w_uv.copy_(heads[:, nope:])
+
+
+class LatentAttention(nn.Module):
+    """Queries are brought into the latent space, so one cached row serves all heads."""
+
+    def __init__(self, config: Any, layer_id: int, fmt: WeightFormat) -> None:
+        super().__init__()
+        hidden, latent = config.hidden_size, config.kv_lora_rank
+        self.num_heads, self.latent = config.num_attention_heads, latent
+        self.nope, self.rope = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.layer = AttentionLayer(
+            layer_id,
+            self.num_heads,
+            1,
+            latent + self.rope,
+            scale=attention_scale(config),
+            head_dim_v=latent,
+            is_mla=True,
+        )
+        bias, heads_size = bool(config.attention_bias), self.num_heads * (self.nope + self.rope)
+        self.q_rank: int | None = config.q_lora_rank
+        down = {"kv_a_proj_with_mqa": latent + self.rope}
+        if self.q_rank is None:
+            self.q_proj = Linear(hidden, heads_size, fmt)
+        else:
+            down = {"q_a_proj": self.q_rank, **down}
+            self.q_a_layernorm = RMSNorm(self.q_rank, _LATENT_EPS, fmt)
+            self.q_b_proj = Linear(self.q_rank, heads_size, fmt)
+        self.down_proj = Linear(hidden, down, fmt, bias)
+        self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS, fmt)
+        self.kv_b_proj = LatentUp(self.num_heads, self.nope, config.v_head_dim, latent, fmt)
+        self.o_proj = Linear(self.num_heads * config.v_head_dim, hidden, fmt, bias)
+
+    def forward(self, hidden: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
+        """hidden: [M, H] -> [M, H]."""
+        tokens = hidden.shape[0]
+        down = self.down_proj.forward(hidden)
+        if self.q_rank is None:
+            heads = self.q_proj.forward(hidden)
+        else:
+            rank = self.q_rank
+            heads = self.q_b_proj.forward(self.q_a_layernorm.forward(down[:, :rank]))
+            down = down[:, rank:]
+        heads = heads.view(tokens, self.num_heads, -1)
+        # one row per token in the cache: normed latent, then the rotated part shared by all heads
+        row = torch.cat(
+            (
+                self.kv_a_layernorm.forward(down[:, : self.latent]).unsqueeze(1),
+                rotary.rotate(down[:, self.latent :].unsqueeze(1)),
+            ),
+            dim=-1,
+        )
+        query = torch.cat(
+            (
+                absorb_query(heads[..., : self.nope], self.kv_b_proj.w_uk),
+                rotary.rotate(heads[..., self.nope :]),
+            ),
+            dim=-1,
+        )
+        latent = attention.attend(self.layer.layer_id, query, row, None)
+        out = expand_value(latent, self.kv_b_proj.w_uv)
+        return self.o_proj.forward(out.reshape(tokens, -1))
+
+
+class Router(nn.Module):
+    """Scores experts in fp32."""
+
+    weight: Tensor  # [E, H]
+    e_score_correction_bias: Tensor | None  # [E]
+
+    def __init__(self, config: Any, fmt: WeightFormat) -> None:
+        super().__init__()
+        experts, is_v3 = config.n_routed_experts, config.model_type == "deepseek_v3"
+        self.routing = _routing(config)
+        empty = torch.empty(experts, config.hidden_size, dtype=torch.float32, device=fmt.device)
+        self.register_buffer("weight", empty)
+        bias = torch.empty(experts, dtype=torch.float32, device=fmt.device) if is_v3 else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden: [M, H] -> (weights [M, k] fp32, ids [M, k] int64)."""
+        logits = F.linear(hidden.float(), self.weight)
+        return select_experts(logits, self.routing, self.e_score_correction_bias)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        path, weight, bias = f"{parent}{name}", self.weight, self.e_score_correction_bias
+
+        def fill(target: Tensor, tensor: Tensor) -> None:
+            target.copy_(tensor)
+
+        yield (
+            f"{path}.weight",
+            CheckpointSlot(tuple(weight.shape), lambda tensor: fill(weight, tensor)),
+        )
+        if bias is not None:
+            yield (
+                f"{path}.e_score_correction_bias",
+                CheckpointSlot(tuple(bias.shape), lambda tensor: fill(bias, tensor), "zeros"),
+            )
+
+
+def _routing(config: Any) -> Routing:
+    """The routing rule: V3 scores by sigmoid and picks groups by their best two; V2 by softmax,
+    with `topk_method` saying whether groups count."""
+    v3 = config.model_type == "deepseek_v3"
+    grouped = v3 or config.topk_method == "group_limited_greedy"
+    return Routing(
+        top_k=config.num_experts_per_tok,
+        scoring="sigmoid" if v3 else "softmax",
+        num_groups=(config.n_group or 1) if grouped else 1,
+        top_groups=(config.topk_group or 1) if grouped else 1,
+        group_score="top2" if v3 else "max",
+        renormalise=v3 and bool(config.norm_topk_prob),
+        scale=float(config.routed_scaling_factor),
+    )
+
+
+class MoE(nn.Module):
+    """Routed experts beside shared ones."""
+
+    def __init__(self, config: Any, fmt: WeightFormat) -> None:
+        super().__init__()
+        size = config.moe_intermediate_size
+        self.gate = Router(config, fmt)
+        self.experts = Experts(config.n_routed_experts, config.hidden_size, size, fmt)
+        shared = config.n_shared_experts or 0
+        self.shared_experts = (
+            MLP(config.hidden_size, size * shared, fmt, _mlp_bias(config)) if shared else None
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [M, H] -> [M, H]."""
+        out = self.experts.forward(hidden, *self.gate.forward(hidden))
+        return out if self.shared_experts is None else out + self.shared_experts.forward(hidden)
+
+
+def _mlp_bias(config: Any) -> bool:
+    return bool(getattr(config, "mlp_bias", False))
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm block; the first layers are dense."""
+
+    def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
+        self.self_attn = LatentAttention(config, layer_id, fmt)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
+        dense = index < (config.first_k_dense_replace or 0)
+        self.mlp: MLP | MoE = (
+            MLP(config.hidden_size, config.intermediate_size, fmt, _mlp_bias(config))
+            if dense
+            else MoE(config, fmt)
+        )
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotary: RotaryStep,
+        attention: AttentionState,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden, residual: [M, H]; the stream is their sum."""
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn.forward(hidden, rotary, attention)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp.forward(hidden), residual
+
+
+def make_rotary(config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
+    """The rotary embedding of the heads' rotated part."""
+    interleaved = bool(getattr(config, "rope_interleave", True))
+    return RotaryEmbedding(
+        rope_parameters(config), config.qk_rope_head_dim, max_position, device, interleaved
+    )
+
+
+class DeepseekModel(PreNormModel):
+    """The target model; its checkpoint's multi-token-prediction layers belong to a drafter."""
+
+    def __init__(
+        self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0
+    ) -> None:
+        blocks = [
+            DecoderLayer(config, index, layer_id_offset + index, fmt)
+            for index in range(config.num_hidden_layers)
+        ]
+        super().__init__(config, fmt, blocks, make_rotary(config, max_position, fmt.device))
+        self.blocks = blocks
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        return [block.self_attn.layer for block in self.blocks]
+
+    def checkpoint_name(self, name: str) -> str | None:
+        layer = _LAYER.match(name)
+        if layer and int(layer.group(1)) >= len(self.blocks):
+            return None
+        return super().checkpoint_name(name)
