@@ -1,10 +1,21 @@
-"""Owns how log lines look, the same in the server and in the worker."""
+"""Owns how log lines look, the same in server and worker, and which request they tell of.
+
+The access log is written by a thread: the event loop only queues its lines.
+"""
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import queue
 import time
+from contextvars import ContextVar
+from logging.handlers import QueueHandler, QueueListener
+
+ACCESS_LOGGER = "slipstream.access"
+# The HTTP request that the running task serves; lines it logs carry the id.
+request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class _JsonFormatter(logging.Formatter):
@@ -23,14 +34,60 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
+        if found := getattr(record, "request_id", "") or request_id.get():
+            line["request_id"] = found
+        line |= getattr(record, "fields", {})
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
 
 
+class _TextFormatter(logging.Formatter):
+    """One line for people; a request's id stands at its end."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = getattr(record, "request_id", "") or request_id.get()
+        return super().format(record) + (f" id={found}" if found else "")
+
+
 def configure_logging(level: str, form: str, process: str) -> None:
-    """Send the logs of this process to stderr; `form` is "text" or "json"."""
+    """Send the logs of this process to stderr; `form` is "text" or "json".
+
+    A record's `fields` (a dict given as `extra`) become members of the JSON object.
+    """
     handler = logging.StreamHandler()
-    text = logging.Formatter(f"%(asctime)s %(levelname)-7s {process} %(name)s: %(message)s")
+    text = _TextFormatter(f"%(asctime)s %(levelname)-7s {process} %(name)s: %(message)s")
     handler.setFormatter(_JsonFormatter(process) if form == "json" else text)
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    _queue_access_log(handler)
+
+
+def _queue_access_log(handler: logging.Handler) -> None:
+    lines: queue.SimpleQueue[logging.LogRecord] = queue.SimpleQueue()
+    listener = QueueListener(lines, handler)
+    log = logging.getLogger(ACCESS_LOGGER)
+    log.handlers = [_LazyQueueHandler(lines, listener)]
+    log.propagate = False
+
+
+class _LazyQueueHandler(QueueHandler):
+    """Starts the writing thread with the first line, so that a process without a log has none."""
+
+    def __init__(
+        self, lines: queue.SimpleQueue[logging.LogRecord], listener: QueueListener
+    ) -> None:
+        super().__init__(lines)
+        self._listener = listener
+        self._started = False
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        """Leave the record as it is: it never leaves the process, and the thread formats it."""
+        return record
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue the line; the first one starts the thread, which ends with the process."""
+        if not self._started:
+            self._started = True
+            self._listener.start()
+            atexit.register(self._listener.stop)
+        super().enqueue(record)

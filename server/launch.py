@@ -198,7 +198,7 @@ def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         log_config=None,  # its loggers pass their lines on to ours
-        access_log=server.access_log,
+        access_log=False,  # `RequestScope` writes it
         ssl_keyfile=server.ssl_keyfile,
         ssl_certfile=server.ssl_certfile,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,

@@ -124,6 +124,7 @@ class Metrics:
         self.running = self._gauge("num_requests_running", "Requests in the running batch.")
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
+        self._up = self._gauge("engine_up", "1 while the worker serves, otherwise 0.")
         self._startup = Gauge(
             self._name("startup_seconds"),
             "Seconds that the worker's start took, by phase.",
@@ -140,6 +141,8 @@ class Metrics:
         self._queries = self._counter("prefix_cache_queries", "Tokens looked up in the cache.")
         self._hits = self._counter("prefix_cache_hits", "Tokens found in the cache.")
         self._preemptions = self._counter("num_preemptions", "Requests preempted.")
+        self._restarts = self._counter("engine_restarts", "Times the worker was started again.")
+        self._num_restarts = 0
         self._plain_steps = self._counter(
             "plain_decode_steps", "Steps of a request that verified no draft."
         )
@@ -228,7 +231,8 @@ class Metrics:
             self._step_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
 
     def engine_ready(self, ready: Ready) -> None:
-        """Show how long the worker's start took."""
+        """The worker serves; show how long its start took."""
+        self._up.set(1)
         for phase, seconds in ready.startup_seconds.items():
             self._startup.labels(*self._labels.values(), phase).set(seconds)
         for position in range(ready.num_speculative_tokens):
@@ -236,8 +240,13 @@ class Metrics:
 
     def engine_gone(self) -> None:
         """Nothing runs while there is no worker."""
-        for gauge in (self.running, self.waiting, self.kv_usage):
+        for gauge in (self._up, self.running, self.waiting, self.kv_usage):
             gauge.set(0)
+
+    def engine_restarts(self, total: int) -> None:
+        """Take how often the worker was started again since the server's start."""
+        self._restarts.inc(total - self._num_restarts)
+        self._num_restarts = total
 
     def http(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP response; `handler` is the route, never the raw path."""

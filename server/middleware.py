@@ -16,10 +16,12 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..configs.logs import ACCESS_LOGGER
+from ..configs.logs import request_id as current_request
 from .errors import AuthenticationFailed, BodyTooLarge, as_api_error, error_response
 from .metrics import Metrics
 
-access_log = logging.getLogger("slipstream.access")
+access_log = logging.getLogger(ACCESS_LOGGER)
 
 OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -41,6 +43,7 @@ class RequestScope:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
+        current_request.set(request_id)
         began = time.monotonic()
         status = 499  # nothing was sent: the client went away
 
@@ -58,10 +61,23 @@ class RequestScope:
             handler = getattr(route, "path", None) or "other"
             self._metrics.http(scope["method"] if handler != "other" else "any", handler, status)
             if self._log:
-                access_log.info(
-                    "%s %s %d %.3f s id=%s",
-                    *(scope["method"], scope["path"], status, time.monotonic() - began, request_id),
-                )
+                self._write(scope, status, time.monotonic() - began, request_id)
+
+    @staticmethod
+    def _write(scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        client = scope.get("client") or ("",)
+        fields = {
+            "method": scope["method"],
+            "path": scope["path"],
+            "status": status,
+            "seconds": round(seconds, 6),
+            "client": client[0],
+        }
+        access_log.info(
+            "%s %s %d %.3f s",
+            *(scope["method"], scope["path"], status, seconds),
+            extra={"request_id": request_id, "fields": fields},
+        )
 
 
 class Faults:

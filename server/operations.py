@@ -49,6 +49,7 @@ def operation_routes(services: Services) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
+        services.metrics.engine_restarts(engine.health.report.restarts)
         if engine.state == "ready":
             services.metrics.engine_ready(engine.ready)
         elif engine.state != "draining":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -204,12 +205,16 @@ async def test_stated_body_size_over_the_limit_is_a_413() -> None:
     assert len(engine.requests) == 1
 
 
-async def test_access_log_has_the_id(caplog: pytest.LogCaptureFixture) -> None:
+async def test_access_log_has_the_id(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level("INFO", logger="slipstream.access")
+    monkeypatch.setattr(logging.getLogger("slipstream.access"), "propagate", True)
     async with http_client(make_app(ScriptedEngine(), config_with(access_log=True))) as client:
         await client.get("/health", headers={"X-Request-Id": "id-7"})
     (record,) = [r for r in caplog.records if r.name == "slipstream.access"]
-    assert "GET /health 200" in record.getMessage() and "id=id-7" in record.getMessage()
+    assert record.getMessage().startswith("GET /health 200 ")
+    assert vars(record)["request_id"] == "id-7" and vars(record)["fields"]["status"] == 200
 
 
 async def test_openapi_document_describes_the_bodies() -> None:

@@ -1,0 +1,55 @@
+"""Log lines: JSON members, the request they belong to, and an access log written by a thread."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+from slipstream.configs.logs import request_id
+
+PROGRAM = """
+import logging, sys, threading
+from slipstream.configs.logs import ACCESS_LOGGER, configure_logging, request_id
+
+configure_logging("info", sys.argv[1], "server")
+logging.getLogger("a").info("before")
+request_id.set("req-7")
+logging.getLogger("a").warning("inside %d", 5)
+assert threading.active_count() == 1
+extra = {"request_id": "req-8", "fields": {"status": 200, "seconds": 0.25}}
+for _ in range(100):
+    logging.getLogger(ACCESS_LOGGER).info("GET /x", extra=extra)
+assert threading.active_count() == 2
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("a").exception("failed")
+"""
+
+
+def written(form: str) -> list[str]:
+    command = [sys.executable, "-c", PROGRAM, form]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr.splitlines()
+
+
+def test_json_lines_carry_the_request_and_their_fields() -> None:
+    lines = [json.loads(line) for line in written("json")]
+    plain = {line["message"]: line for line in lines}
+    assert "request_id" not in plain["before"]
+    assert plain["inside 5"]["request_id"] == "req-7"
+    assert plain["inside 5"]["level"] == "warning" and plain["inside 5"]["process"] == "server"
+    assert plain["GET /x"]["request_id"] == "req-8"
+    assert plain["GET /x"]["status"] == 200 and plain["GET /x"]["seconds"] == 0.25
+    assert "ZeroDivisionError" in plain["failed"]["exception"]
+
+
+def test_the_thread_writes_every_access_line_once_before_the_process_ends() -> None:
+    lines = written("text")
+    assert sum(line.endswith("GET /x id=req-8") for line in lines) == 100
+    assert any(line.endswith("inside 5 id=req-7") for line in lines)
+    assert any(line.endswith("before") for line in lines)
+
+
+def test_no_request_is_the_default() -> None:
+    assert request_id.get() == ""
