@@ -1,4 +1,4 @@
-"""The steps of draft verification over ragged logits rows; `speculators.verification` joins them.
+"""Rejection sampling of drafts over ragged logits rows; the output's law is the target's.
 
 Row r of L belongs to one request; a request's rows follow one another, `cu_num_logits` gives the
 bounds, and `draft_ids[r]` is the draft that row r judges (-1 = none: always rejected). A drafter's
@@ -8,56 +8,97 @@ stored logits a draft was an argmax and q is one-hot. Nothing here waits for the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from .device import use_triton
+from .sample import ACCEPT, RECOVERY, TARGET, gumbel_sample_reference, uniform
 
 
-def accept_drafts(
-    logits: Tensor,
-    draft_ids: Tensor,
-    draft_logits: Tensor | None,
-    slots: Tensor,
-    local_pos: Tensor,
-    log_u: Tensor,
-) -> Tensor:
-    """Accept row r's draft d iff log p(d) > log u + log q(d); [L] bool.
+@dataclass(frozen=True)
+class VerifyRows:
+    """L logits rows of N requests; the rows of a request follow one another."""
 
-    logits: [L, V] float32, processed; draft_ids: [L] int64; draft_logits: [R, K, Vd] float32 by
-    slot, or None for one-hot q; slots, local_pos: [L] int32, where q of row r is kept;
-    log_u: [L] float32 < 0.
+    logits: Tensor  # [L, V] float32, processed; softmax = the target's distribution p
+    draft_ids: Tensor  # [L] int64, draft judged by the row; -1 = none
+    draft_logits: Tensor | None  # [R, K, Vd] float32 by slot, softmax = q; None: q is one-hot
+    slots: Tensor  # [L] int32, logits row -> slot
+    local_pos: Tensor  # [L] int32, 0 .. n_draft
+    cu_num_logits: Tensor  # [N + 1] int32, batch row -> first logits row
+    seeds: Tensor  # [L] int64
+    positions: Tensor  # [L] int64, sequence position of the row
+    greedy: Tensor  # [L] bool, temperature 0
+    all_greedy: bool  # host: no row needs random numbers
+    any_greedy: bool  # host
+    width: int  # K + 1
+
+    @property
+    def has_drafts(self) -> bool:
+        """False if the layout has one row per request; known on the host."""
+        return self.logits.shape[0] > self.cu_num_logits.shape[0] - 1
+
+
+def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
+    """Accept with probability min(1, p / q), at the first rejection draw from max(p - q, 0).
+
+    Returns (emitted tokens [N, K + 1] int64, -1 beyond; accepted drafts [N] int64). A greedy
+    request accepts the argmax and emits it. Leviathan et al. 2023, Chen et al. 2023.
     """
-    if use_triton(logits):
-        from .triton.verify import accept_drafts as accept_drafts_triton
+    if use_triton(rows.logits):
+        from .triton.verify import rejection_sample as rejection_sample_triton
 
-        accepted: Tensor = accept_drafts_triton(
-            logits, draft_ids, draft_logits, slots, local_pos, log_u
-        )
-        return accepted
-    return accept_drafts_reference(logits, draft_ids, draft_logits, slots, local_pos, log_u)
+        result: tuple[Tensor, Tensor] = rejection_sample_triton(rows)
+        return result
+    return rejection_sample_reference(rows)
 
 
-def accept_drafts_reference(
-    logits: Tensor,
-    draft_ids: Tensor,
-    draft_logits: Tensor | None,
-    slots: Tensor,
-    local_pos: Tensor,
-    log_u: Tensor,
-) -> Tensor:
-    """The plain version of `accept_drafts`."""
-    drafts = draft_ids.clamp(min=0)[:, None]  # [L, 1]
-    log_p = logits.gather(1, drafts)[:, 0] - logits.logsumexp(-1)
-    bound = log_u
-    if draft_logits is not None:
-        column = local_pos.clamp(max=draft_logits.shape[1] - 1)  # the bonus row has no q
-        log_q = draft_logits[slots, column].log_softmax(-1)  # [L, Vd]
-        known = drafts < log_q.shape[1]
-        bound = log_u + torch.where(
-            known, log_q.gather(1, drafts.clamp(max=log_q.shape[1] - 1)), float("-inf")
-        ).squeeze(1)
-    return (log_p > bound) & (draft_ids >= 0)
+def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
+    """The plain version of `rejection_sample`."""
+    log_p = rows.logits - rows.logits.logsumexp(-1, keepdim=True)  # [L, V]
+    log_q = draft_log_probs(rows)  # [L, V], None = one-hot
+    drafts = rows.draft_ids.clamp(min=0)[:, None]  # [L, 1]
+
+    log_u = uniform(rows.seeds, rows.positions, ACCEPT).log()
+    log_q_of_draft = 0.0 if log_q is None else log_q.gather(1, drafts)[:, 0]
+    accepted = log_p.gather(1, drafts)[:, 0] > log_u + log_q_of_draft
+    if rows.any_greedy:
+        accepted = torch.where(rows.greedy, log_p.argmax(-1) == rows.draft_ids, accepted)
+    accepted &= rows.draft_ids >= 0
+    num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
+
+    last = rows.cu_num_logits[:-1].long() + num_accepted  # [N] batch row -> its last emitting row
+    rejected = rows.draft_ids[last] >= 0  # [N] else the bonus row, or a row without a draft
+    use_residual = rejected & ~rows.greedy[last]
+    left = residual(log_p[last], None if log_q is None else log_q[last], drafts[last])
+    is_empty = left.amax(-1) == float("-inf")  # by rounding: then p itself
+    left = torch.where((use_residual & ~is_empty)[:, None], left, log_p[last])
+    # A recovered token's noise is neither the drafts' nor that of the accepting number.
+    salt = torch.where(rejected, RECOVERY, TARGET)
+    tokens = gumbel_sample_reference(
+        left, rows.seeds[last], rows.positions[last], salt, rows.greedy[last]
+    )
+    return emit_tokens(rows, tokens, num_accepted), num_accepted
+
+
+def draft_log_probs(rows: VerifyRows) -> Tensor | None:
+    """log q of each row over the target's vocabulary, [L, V]; None for one-hot q."""
+    if rows.draft_logits is None:
+        return None
+    column = rows.local_pos.clamp(max=rows.draft_logits.shape[1] - 1)  # the bonus row has no q
+    log_q = rows.draft_logits[rows.slots, column].log_softmax(-1)
+    missing = rows.logits.shape[1] - log_q.shape[1]
+    return torch.nn.functional.pad(log_q, (0, missing), value=float("-inf"))
+
+
+def residual(log_p: Tensor, log_q: Tensor | None, drafts: Tensor) -> Tensor:
+    """log max(p - q, 0), unnormalised; log_p, log_q: [N, V]; drafts: [N, 1]."""
+    if log_q is None:
+        return log_p.scatter(1, drafts, float("-inf"))
+    # log(p - q) = log p + log(1 - q / p), without the cancellation of p - q
+    difference = log_p + torch.log1p(-torch.exp(log_q - log_p))
+    return torch.where(log_p > log_q, difference, float("-inf"))
 
 
 def count_accepted(accepted: Tensor, cu_num_logits: Tensor, local_pos: Tensor) -> Tensor:
@@ -66,9 +107,8 @@ def count_accepted(accepted: Tensor, cu_num_logits: Tensor, local_pos: Tensor) -
     accepted: [L] bool; cu_num_logits: [N + 1] int32; local_pos: [L] int32.
     """
     num_rows = accepted.shape[0]
-    last = (cu_num_logits[1:] - 1).long()  # [N] batch row -> its last logits row
     rejected = ~accepted
-    rejected[last] = True
+    rejected[cu_num_logits[1:].long() - 1] = True
     # First rejected row at or after each row; the answer for a request is at its first row.
     rows = torch.arange(num_rows, device=accepted.device)
     at = torch.where(rejected, rows, num_rows)
@@ -76,71 +116,11 @@ def count_accepted(accepted: Tensor, cu_num_logits: Tensor, local_pos: Tensor) -
     return local_pos[first].long()
 
 
-def residual_logits(
-    logits: Tensor,
-    rows: Tensor,
-    draft_ids: Tensor,
-    draft_logits: Tensor | None,
-    slots: Tensor,
-    local_pos: Tensor,
-) -> Tensor:
-    """Log of what is left to draw from at each request's last row; unnormalised, [N, V].
-
-    Where the row rejected a draft: log max(p - q, 0), or p without the draft for one-hot q; p
-    itself where there was no draft, or where rounding leaves nothing. rows: [N] int64 request ->
-    logits row; the other shapes as in `accept_drafts`.
-    """
-    if use_triton(logits):
-        from .triton.verify import residual_logits as residual_logits_triton
-
-        residual: Tensor = residual_logits_triton(
-            logits, rows, draft_ids, draft_logits, slots, local_pos
-        )
-        return residual
-    return residual_logits_reference(logits, rows, draft_ids, draft_logits, slots, local_pos)
-
-
-def residual_logits_reference(
-    logits: Tensor,
-    rows: Tensor,
-    draft_ids: Tensor,
-    draft_logits: Tensor | None,
-    slots: Tensor,
-    local_pos: Tensor,
-) -> Tensor:
-    """The plain version of `residual_logits`."""
-    target = logits[rows]  # [N, V]
-    drafts = draft_ids[rows]  # [N]
-    if draft_logits is None:
-        minus_draft = torch.where(drafts >= 0, float("-inf"), 0.0)[:, None]
-        residual = target.scatter_add(1, drafts.clamp(min=0)[:, None], minus_draft)
-    else:
-        column = local_pos[rows].clamp(max=draft_logits.shape[1] - 1)
-        log_q = draft_logits[slots[rows], column].log_softmax(-1)
-        missing = target.shape[1] - log_q.shape[1]
-        log_q = torch.nn.functional.pad(log_q, (0, missing), value=float("-inf"))
-        log_p = target.log_softmax(-1)
-        # log(p - q) = log p + log(1 - q / p), without the cancellation of p - q
-        difference = log_p + torch.log1p(-torch.exp(log_q - log_p))
-        residual = torch.where(log_p > log_q, difference, float("-inf"))
-    use_residual = (drafts >= 0) & (residual.amax(-1) > float("-inf"))
-    return torch.where(use_residual[:, None], residual, target)
-
-
-def emit_tokens(
-    draft_ids: Tensor,
-    tokens: Tensor,
-    num_accepted: Tensor,
-    cu_num_logits: Tensor,
-    width: int,
-) -> Tensor:
-    """Accepted drafts, then the new token, then -1; [N, width] int64.
-
-    draft_ids: [L]; tokens, num_accepted: [N] int64; cu_num_logits: [N + 1] int32; width: K + 1.
-    """
-    columns = torch.arange(width, device=tokens.device)
-    rows = cu_num_logits[:-1, None].long() + columns  # [N, width] -> logits row
-    drafts = draft_ids[rows.clamp(max=draft_ids.shape[0] - 1)]
+def emit_tokens(rows: VerifyRows, tokens: Tensor, num_accepted: Tensor) -> Tensor:
+    """Accepted drafts, then the new token, then -1; tokens, num_accepted: [N] -> [N, K + 1]."""
+    columns = torch.arange(rows.width, device=tokens.device)
+    at = rows.cu_num_logits[:-1, None].long() + columns  # [N, K + 1] -> logits row
+    drafts = rows.draft_ids[at.clamp(max=rows.draft_ids.shape[0] - 1)]
     count = num_accepted[:, None]
     emitted = torch.where(columns < count, drafts, -1)
     return torch.where(columns == count, tokens[:, None], emitted)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..configs.schema import SpeculativeConfig
-from ..speculators.verification import VerifyRows, create_verifier
+from ..kernels.verify import VerifyRows
+from ..speculators.verification import create_verifier
 from .logits_processing import SamplingRequests, SamplingRows, process_logits
 from .logprobs import emitted_logprobs
 from .sampling_state import Feature
@@ -110,6 +111,7 @@ class Sampler:
             positions=rows.positions,
             greedy=state.temperature[slots] == 0,
             all_greedy=not features & Feature.RANDOM,
+            any_greedy=bool(features & Feature.GREEDY),
             width=rows.max_num_drafts + 1,
         )
         sampled, num_accepted = self._verify(verify_rows)

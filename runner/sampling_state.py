@@ -34,9 +34,11 @@ class Feature(IntFlag):
     TOP_K = 128
     TOP_P = 256
     LOGPROBS = 512
+    GREEDY = 1024
 
 
-PROCESSED = ~(Feature.RANDOM | Feature.LOGPROBS)  # changes logits by more than temperature
+# Changes logits by more than the temperature.
+PROCESSED = ~(Feature.RANDOM | Feature.LOGPROBS | Feature.GREEDY)
 
 
 class SamplingState:
@@ -235,6 +237,7 @@ def _features_of(params: SamplingParams, temperature: float) -> Feature:
     random = temperature > 0  # the last three never change an argmax
     wanted = {
         Feature.RANDOM: random,
+        Feature.GREEDY: not random,
         Feature.BIAS: bool(params.logit_bias),
         Feature.ALLOWED: params.allowed_token_ids is not None,
         Feature.MIN_TOKENS: params.min_tokens > 0 and bool(params.stop_token_ids),

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.sample import DRAFT, RECOVERY, TARGET, gumbel_sample
+from slipstream.kernels.verify import VerifyRows, residual
 from slipstream.speculators.verification import (
-    VerifyRows,
     conditional_rates,
     verify_coupled,
     verify_standard,
@@ -46,6 +46,7 @@ def verify(
             positions=positions.repeat_interleave(width) + local,
             greedy=greedy[slots],
             all_greedy=bool(greedy.all()),
+            any_greedy=bool(greedy.any()),
             width=width,
         )
     )
@@ -161,19 +162,22 @@ def test_poison_a_draft_that_q_could_not_have_drawn() -> None:
 
 def test_poison_an_empty_residual_samples_p() -> None:
     """p = q and one-hot at the rejected draft leave nothing: the row falls back to p."""
-    from slipstream.kernels.verify import residual_logits
-
-    logits = torch.full((2, V), -torch.inf)
-    logits[0] = torch.randn(V)
-    logits[1, 4] = 0.0
-    local = torch.zeros(2, dtype=torch.int32)
-    slots = torch.arange(2, dtype=torch.int32)
-    rows, drafts = torch.arange(2), torch.tensor([1, 4])
-    same_q = residual_logits(logits, rows, drafts, logits[:, None], slots, local)
-    assert torch.equal(same_q, logits)
-    one_hot = residual_logits(logits, rows, drafts, None, slots, local)
-    assert torch.equal(one_hot[1], logits[1])
-    assert one_hot[0, 1] == -torch.inf
+    count = 2000
+    p = torch.randn(V, generator=GENERATOR).expand(count, 2, V)
+    one_hot = torch.full((count, 2, V), -torch.inf)
+    one_hot[:, :, 4] = 0.0
+    drafts = torch.full((count, 1), 4)
+    positions = torch.zeros(count, dtype=torch.int64)
+    certain = one_hot[0, 0]
+    assert (residual(certain[None], certain[None], drafts[:1]) == -torch.inf).all()
+    assert (residual(certain[None], None, drafts[:1]) == -torch.inf).all()
+    for q in (None, one_hot[:, :1]):
+        emitted, _ = verify(one_hot, drafts, q, positions)
+        assert (emitted[:, 0] == 4).all()
+    # q far above p at the draft and equal to p elsewhere: a residual of rounding errors
+    q = p[:, :1].clone()
+    emitted, accepted = verify(p, drafts, q, positions)
+    assert (accepted == 1).all() and (emitted >= 0).all() and (emitted < V).all()
 
 
 def test_a_smaller_draft_vocabulary_covers_the_first_ids() -> None:
