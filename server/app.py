@@ -24,8 +24,10 @@ from .models import model_routes
 from .openai_types.chat import ChatCompletionRequest
 from .openai_types.completions import CompletionRequest
 from .openai_types.replies import ChatCompletion, Completion
+from .openai_types.responses import ResponsesRequest
 from .openapi import Documented, install_openapi
 from .operations import absent_routes, operation_routes
+from .responses import response_routes
 from .services import Engine, Services
 from .tokenize import (
     Detokenized,
@@ -40,6 +42,7 @@ from .version import version
 _DOCUMENTED = {
     "/v1/chat/completions": Documented(ChatCompletionRequest, ChatCompletion, streams=True),
     "/v1/completions": Documented(CompletionRequest, Completion, streams=True),
+    "/v1/responses": Documented(ResponsesRequest, dict, streams=True),
     "/tokenize": Documented(TokenizeRequest, Tokens),
     "/detokenize": Documented(DetokenizeRequest, Detokenized),
 }
@@ -71,6 +74,7 @@ def create_app(
     for router in (
         chat_routes(services),
         completion_routes(services),
+        response_routes(services),
         model_routes(services),
         tokenize_routes(services),
         operation_routes(services),

@@ -10,12 +10,18 @@ from hypothesis import strategies as st
 
 from slipstream.server.openai_types.chat import ChatCompletionRequest
 from slipstream.server.openai_types.completions import CompletionRequest
+from slipstream.server.openai_types.responses import ResponsesRequest
 
 from .api_fakes import MODEL, ScriptedEngine, http_client, make_app
 
-PATHS = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize")
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 FIELDS = sorted(
-    {*ChatCompletionRequest.model_fields, *CompletionRequest.model_fields, "tokens", "surprise"}
+    {
+        *ChatCompletionRequest.model_fields,
+        *CompletionRequest.model_fields,
+        *ResponsesRequest.model_fields,
+        *("tokens", "surprise"),
+    }
 )
 NUMBERS = st.one_of(
     st.integers(),
@@ -46,7 +52,12 @@ LIKELY: dict[str, Any] = {
 BODIES = st.one_of(
     st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=6),
     st.fixed_dictionaries(
-        {"model": LIKELY["model"], "prompt": LIKELY["prompt"], "messages": LIKELY["messages"]},
+        {
+            "model": LIKELY["model"],
+            "prompt": LIKELY["prompt"],
+            "messages": LIKELY["messages"],
+            "input": LIKELY["prompt"],
+        },
         optional={field: LIKELY.get(field, VALUES) for field in FIELDS if field not in LIKELY}
         | {field: LIKELY[field] for field in ("max_tokens", "logit_bias", "stop")},
     ),
