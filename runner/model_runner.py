@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..configs.schema import Config
 from ..kernels.gather_batch import post_update
@@ -236,13 +237,14 @@ class ModelRunner:
             )
         )  # [N, K]
         slots = batch.idx_mapping[: batch.num_reqs]  # [N] batch row -> slot
+        missing = table.num_speculative_tokens - drafts.shape[1]
+        if missing:  # the speculator chose fewer than K
+            drafts = pad(drafts, (0, missing), value=-1)
         steps = torch.arange(drafts.shape[1], device=drafts.device)
         # No draft beyond the request's cap, and none for a prompt that is not finished.
         wanted = (steps < table.max_drafts[slots][:, None]) & (num_sampled > 0)[:, None]
-        width = drafts.shape[1]  # may be under K when the speculator chooses fewer
-        drafts = torch.where(wanted, drafts, -1)
-        table.draft_tokens[slots, :width] = drafts
-        table.draft_tokens[slots, width:] = -1
+        # index_copy_, as assignment by index to a number would wait for the device.
+        table.draft_tokens.index_copy_(0, slots.long(), torch.where(wanted, drafts, -1))
 
     # --- start-up -------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +87,8 @@ class Echo(BaseSpeculator):
 @pytest.mark.parametrize("mode", ["NONE", "FULL"])
 def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[str, Any]) -> None:
     device = torch.device("cuda", 0)
-    setup = TinySetup(num_drafts=2, device=device, mode=CUDAGraphMode[mode])
+    setup = TinySetup(num_drafts=2, device=device, mode=CUDAGraphMode[mode], compare=False)
     runner = make_runner(model, setup, speculator=Echo())
-    runner._target._graphs and setattr(runner._target._graphs, "_debug_compare_eager", False)
     runner.capture()
 
     def life(first_step: int) -> list[Any]:
@@ -106,7 +106,9 @@ def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[
 
     expected = [handle.get() for handle in life(0)]  # compiles kernels
     runner.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says that the mode is new
+        torch.cuda.set_sync_debug_mode("error")
     try:
         handles = life(10)
     finally:

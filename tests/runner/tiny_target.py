@@ -143,6 +143,7 @@ class TinySetup:
     buffers: type[InputBuffers] = InputBuffers
     device: torch.device = CPU
     mode: CUDAGraphMode = CUDAGraphMode.NONE  # on CUDA
+    compare: bool = True  # every replay with an eager run
 
 
 def make_runner(
@@ -202,5 +203,5 @@ def _graphs(setup: TinySetup) -> Any:
         setup.max_num_reqs,
         setup.max_num_tokens,
         GraphPool(CudaGraphs(setup.device)),
-        debug_compare_eager=True,
+        debug_compare_eager=setup.compare,
     )
