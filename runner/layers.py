@@ -29,6 +29,15 @@ class CheckpointSlot:
     optional: bool = False  # a checkpoint may leave it out
 
 
+def tensor_slot(target: Tensor, init: str = "normal", optional: bool = False) -> CheckpointSlot:
+    """The slot of a tensor that is stored as it is used."""
+
+    def load(tensor: Tensor) -> None:
+        target.copy_(tensor)
+
+    return CheckpointSlot(tuple(target.shape), load, init, optional)
+
+
 @runtime_checkable
 class TakesCheckpoint(Protocol):
     """A module with weights. `parent` is its parent's name with a dot, or empty; `name` its own."""
@@ -152,15 +161,23 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm. With `offset` 1 the checkpoint stores weight - 1 (Gemma 3)."""
+    """Root-mean-square norm. With `offset` 1 the checkpoint stores weight - 1 (Gemma 3); an `exact`
+    weight stays in fp32 and is applied before rounding (Gemma)."""
 
     weight: Tensor  # [size]
 
-    def __init__(self, size: int, eps: float, fmt: WeightFormat, offset: float = 0.0) -> None:
+    def __init__(
+        self,
+        size: int,
+        eps: float,
+        fmt: WeightFormat,
+        offset: float = 0.0,
+        exact: bool = False,
+    ) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
         # 1 + w would lose w's digits in bf16
-        dtype = torch.float32 if offset else fmt.dtype
+        dtype = torch.float32 if offset or exact else fmt.dtype
         self.register_buffer("weight", torch.empty(size, dtype=dtype, device=fmt.device))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -198,10 +215,7 @@ class Embedding(nn.Module):
         return F.embedding(ids, self.weight).to(self.dtype)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        yield f"{parent}{name}.weight", CheckpointSlot(tuple(self.weight.shape), self._load)
-
-    def _load(self, tensor: Tensor) -> None:
-        self.weight.copy_(tensor)
+        yield f"{parent}{name}.weight", tensor_slot(self.weight)
 
 
 def module_slots(root: nn.Module) -> dict[str, CheckpointSlot]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...kernels.mla import absorb_query, expand_value
 from ...kernels.moe import Routing, select_experts
 from ..attention.base import AttentionLayer, AttentionState
-from ..layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
+from ..layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .base import PreNormModel
 from .llama import MLP
@@ -143,20 +143,10 @@ class Router(nn.Module):
         return select_experts(logits, self.routing, self.e_score_correction_bias)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        path, weight, bias = f"{parent}{name}", self.weight, self.e_score_correction_bias
-
-        def fill(target: Tensor, tensor: Tensor) -> None:
-            target.copy_(tensor)
-
-        yield (
-            f"{path}.weight",
-            CheckpointSlot(tuple(weight.shape), lambda tensor: fill(weight, tensor)),
-        )
+        yield f"{parent}{name}.weight", tensor_slot(self.weight)
+        bias = self.e_score_correction_bias
         if bias is not None:
-            yield (
-                f"{path}.e_score_correction_bias",
-                CheckpointSlot(tuple(bias.shape), lambda tensor: fill(bias, tensor), "zeros"),
-            )
+            yield f"{parent}{name}.e_score_correction_bias", tensor_slot(bias, "zeros")
 
 
 def _routing(config: Any) -> Routing:

@@ -1,4 +1,4 @@
-"""Experts as stacked tensors, filled from a checkpoint's separate matrices."""
+"""Routed experts as stacked tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.moe import run_experts
-from ..layers import CheckpointSlot, WeightFormat
+from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer; checkpoint names `<module>.<expert>.gate_proj.weight` etc."""
+    """All routed experts of a layer. In a checkpoint they are matrices `<expert>.gate_proj.weight`,
+    `<expert>.up_proj.weight`, `<expert>.down_proj.weight`, or `stacked` as here."""
 
     gate_up: Tensor  # [E, 2I, H]
     down: Tensor  # [E, H, I]
@@ -25,9 +26,10 @@ class Experts(nn.Module):
         intermediate: int,
         fmt: WeightFormat,
         activation: str = "silu",
+        stacked: bool = False,
     ) -> None:
         super().__init__()
-        self.activation = activation
+        self.activation, self.stacked = activation, stacked
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
         self.register_buffer("gate_up", empty(num_experts, 2 * intermediate, hidden))
         self.register_buffer("down", empty(num_experts, hidden, intermediate))
@@ -37,14 +39,13 @@ class Experts(nn.Module):
         return run_experts(x, self.gate_up, self.down, weights, ids, self.activation)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        num_experts, hidden, size = self.down.shape
+        path = f"{parent}{name}"
+        if self.stacked:
+            yield f"{path}.gate_up_proj", tensor_slot(self.gate_up)
+            yield f"{path}.down_proj", tensor_slot(self.down)
+            return
+        num_experts, _, size = self.down.shape
         for expert in range(num_experts):
-            path = f"{parent}{name}.{expert}"
-            gate, up = self.gate_up[expert, :size], self.gate_up[expert, size:]
-            for part, target in (("gate", gate), ("up", up), ("down", self.down[expert])):
-                load = functools.partial(_fill, target)
-                yield f"{path}.{part}_proj.weight", CheckpointSlot(tuple(target.shape), load)
-
-
-def _fill(target: Tensor, tensor: Tensor) -> None:
-    target.copy_(tensor)
+            yield f"{path}.{expert}.gate_proj.weight", tensor_slot(self.gate_up[expert, :size])
+            yield f"{path}.{expert}.up_proj.weight", tensor_slot(self.gate_up[expert, size:])
+            yield f"{path}.{expert}.down_proj.weight", tensor_slot(self.down[expert])

@@ -19,6 +19,10 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "Qwen3ForCausalLM": ("llama", "LlamaModel"),
     "DeepseekV2ForCausalLM": ("deepseek", "DeepseekModel"),
     "DeepseekV3ForCausalLM": ("deepseek", "DeepseekModel"),
+    "Gemma3ForCausalLM": ("gemma3", "Gemma3Model"),
+    "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3Model"),
+    "Gemma4ForCausalLM": ("gemma4", "Gemma4Model"),
+    "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4Model"),
 }
 # for configs that do not name an architecture
 _MODEL_TYPES: dict[str, str] = {
@@ -28,6 +32,10 @@ _MODEL_TYPES: dict[str, str] = {
     "qwen3": "Qwen3ForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "gemma4_text": "Gemma4ForCausalLM",
+    "gemma4": "Gemma4ForConditionalGeneration",
 }
 
 
