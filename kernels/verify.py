@@ -108,7 +108,7 @@ def count_accepted(accepted: Tensor, cu_num_logits: Tensor, local_pos: Tensor) -
     """
     num_rows = accepted.shape[0]
     rejected = ~accepted
-    rejected[cu_num_logits[1:].long() - 1] = True
+    rejected.index_fill_(0, cu_num_logits[1:].long() - 1, True)  # assignment would wait
     # First rejected row at or after each row; the answer for a request is at its first row.
     rows = torch.arange(num_rows, device=accepted.device)
     at = torch.where(rejected, rows, num_rows)
