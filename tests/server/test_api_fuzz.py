@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
@@ -58,12 +59,18 @@ BODIES = st.one_of(
             "messages": LIKELY["messages"],
             "input": LIKELY["prompt"],
         },
-        optional={field: LIKELY.get(field, VALUES) for field in FIELDS if field not in LIKELY}
+        optional={
+            field: LIKELY.get(field, VALUES) for field in FIELDS if field not in {*LIKELY, "input"}
+        }
         | {field: LIKELY[field] for field in ("max_tokens", "logit_bias", "stop")},
     ),
 )
+EXAMPLES = int(os.environ.get("SLIPSTREAM_FUZZ_EXAMPLES", "120"))  # each of the two tests
 RELAXED = settings(
-    deadline=None, max_examples=400, suppress_health_check=[HealthCheck.too_slow], derandomize=True
+    deadline=None,
+    max_examples=EXAMPLES,
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=True,
 )
 
 
