@@ -148,7 +148,12 @@ class _Assembly:
         self.resolved = resolve_model(config)
         text: Any = self.resolved.text_config
         self.vocab_size = int(text.vocab_size)
-        self.max_model_len = config.max_model_len or int(text.max_position_embeddings)
+        longest = int(text.max_position_embeddings)
+        if config.max_model_len is not None and config.max_model_len > longest:
+            raise RunnerError(
+                f"--max-model-len {config.max_model_len} is beyond the model's {longest} tokens"
+            )
+        self.max_model_len = config.max_model_len or longest
         self.format = resolve_format(config.dtype, self.device, self.resolved.checkpoint_dtype)
         self.model = build_model(
             self.resolved.hf_config,

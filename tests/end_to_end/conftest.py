@@ -44,10 +44,11 @@ class RunningServer:
 
     def _read(self) -> None:
         assert self.process.stdout is not None
-        self.log.extend(self.process.stdout)
+        with self.process.stdout as lines:
+            self.log.extend(lines)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> RunningServer:
-        """Return once /ready answers 200; fail with the log if the process ends or time runs out."""
+        """Return once /ready answers 200; fail with the log if it ends or takes too long."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "".join(self.log)
