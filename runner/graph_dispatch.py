@@ -11,11 +11,12 @@ from enum import Enum
 
 from ..configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import GraphConfig
+from .errors import RunnerError
 
 DEFAULT_MAX_CAPTURE_SIZE = 512
 
 
-class GraphConfigError(ValueError):
+class GraphConfigError(RunnerError):
     """The user asked for graphs that cannot be had; the message is one sentence for them."""
 
 

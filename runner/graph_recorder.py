@@ -7,7 +7,7 @@ computes is poison, and reading a value back to the host is refused as CUDA refu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -55,7 +55,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise HostReadDuringCapture(str(func))
         if func in _ALLOCATIONS:
             return _poison(func(*args, **kwargs))
-        if func is _aten.lift_fresh.default or func.is_view:
+        if func is _aten.lift_fresh.default:
             return func(*args, **kwargs)
         if func._schema.is_mutable:
             self.nodes.append((str(func), lambda: func(*args, **kwargs)))
@@ -63,6 +63,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # Without side effects: run once for shapes and types, hand out poison, compute at replay.
         result = func(*args, **kwargs)
         outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        # Views compute nothing. Some operations (`to`, `reshape`) are views only if they can be.
+        if _storages(outputs) <= _storages(tree_flatten((args, kwargs))[0]):
+            return result
 
         def compute() -> None:
             fresh = tree_flatten(func(*args, **kwargs))[0]
@@ -71,6 +74,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         self.nodes.append((str(func), compute))
         return _poison(result)
+
+
+def _storages(leaves: Iterable[object]) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
 
 
 def _is_tensor(leaf: object) -> bool:

@@ -84,6 +84,9 @@ class CommonAttentionMetadata:
 class AttentionMetadata(ABC):
     """One KV group's attention for one forward pass."""
 
+    # False if this step does not fit what its FULL graph has baked: run it eagerly, padded as it is.
+    can_replay: bool = True
+
     @abstractmethod
     def attend(
         self,
@@ -113,6 +116,7 @@ class AttentionBuilder(ABC):
     """Builds one KV group's metadata; one builder per group and role (target, draft)."""
 
     supports: AttentionCGSupport  # verified by tests, see design 3.5
+    needs_exact_lens: bool = False  # `build` waits for the device to learn the real lengths
 
     @abstractmethod
     def build(
@@ -131,6 +135,11 @@ class AttentionBackend(ABC):
     """A family of kernels. `name` is the value of `--attention-backend`."""
 
     name: str
+
+    @classmethod
+    def block_size(cls, wanted: int) -> int:
+        """Tokens per KV block that this back end needs, where `--block-size` asks for `wanted`."""
+        return wanted
 
     @classmethod
     @abstractmethod
@@ -159,6 +168,11 @@ class AttentionState:
     layers: Mapping[int, AttentionLayer]  # by layer_id
     group_of_layer: Mapping[int, int]  # layer_id -> group
     kv_caches: Mapping[int, Tensor]  # by layer_id; a KV-shared layer maps to its source's tensor
+
+    @property
+    def can_replay(self) -> bool:
+        """False if the step must run eagerly although its descriptor is FULL."""
+        return all(metadata.can_replay for metadata in self.metadata)
 
     def attend(
         self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None

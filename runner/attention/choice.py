@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from importlib import import_module
 
@@ -10,14 +11,14 @@ import torch
 from ..errors import RunnerError
 from .base import AttentionBackend, AttentionLayer
 
+logger = logging.getLogger(__name__)
+
 _BACKENDS = {
     "reference": ("reference", "ReferenceBackend"),
     "triton": ("triton", "TritonBackend"),
     "flashinfer": ("flashinfer", "FlashInferBackend"),
     "flash_mla": ("flash_mla", "FlashMLABackend"),
 }
-# What "auto" tries, in order.
-_PREFERRED = {"cuda": ("triton", "reference"), "cpu": ("reference",)}
 
 
 class UnusableBackend(RunnerError):
@@ -30,13 +31,34 @@ class UnusableBackend(RunnerError):
 def choose_backend(
     name: str, layers: Sequence[AttentionLayer], device: torch.device
 ) -> AttentionBackend:
-    """The back end for `--attention-backend name`; raises `UnusableBackend` if it cannot run."""
-    candidates = _PREFERRED[device.type] if name == "auto" else (name,)
-    for candidate in candidates:
+    """The back end for `--attention-backend name`; raises `UnusableBackend` if it cannot run.
+
+    With "auto" the first of the preferred ones that can; one log line says which and why.
+    """
+    candidates = _preferred(layers, device) if name == "auto" else [(name, "as asked")]
+    refused: list[str] = []
+    for candidate, why in candidates:
         backend, reason = _load(candidate, layers, device)
         if backend is not None:
+            without = f" (not {'; not '.join(refused)})" if refused else ""
+            logger.info("attention back end: %s, %s%s", candidate, why, without)
             return backend
-    raise UnusableBackend(name, reason)
+        refused.append(f"{candidate}: {reason}")
+    raise UnusableBackend(name, reason if len(refused) == 1 else "; ".join(refused))
+
+
+def _preferred(layers: Sequence[AttentionLayer], device: torch.device) -> list[tuple[str, str]]:
+    """What "auto" tries, in order, and why it would be right.
+
+    FlashInfer is not among them: it must know exact lengths on the host, so every step waits.
+    """
+    reference = ("reference", "plain torch, which runs anywhere")
+    if device.type != "cuda":
+        return [("reference", "plain torch, since this is no CUDA device")]
+    triton = ("triton", "which puts any batch of this model into a graph")
+    if all(layer.is_mla for layer in layers):
+        return [("flash_mla", "the kernels made for latent attention on SM90"), triton, reference]
+    return [triton, reference]
 
 
 def _load(

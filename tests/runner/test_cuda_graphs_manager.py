@@ -214,6 +214,20 @@ def test_capture_computes_nothing_and_refuses_host_reads() -> None:
         graphs.end(graph)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_conversions_that_copy_are_recorded_and_views_are_not(inference: bool) -> None:
+    graphs, value = RecordedGraphs(), torch.arange(6).view(2, 3)
+    with torch.inference_mode(inference), torch.no_grad():
+        graph = graphs.begin(graphs.create_pool())
+        as_float, turned, same = value.float(), value.t().reshape(6), value.long().view(6)
+        graphs.end(graph)
+    assert len(graph.node_names) == 2
+    value.add_(10)
+    graph.replay()
+    assert as_float.flatten().tolist() == same.tolist() == list(range(10, 16))
+    assert turned.tolist() == [10, 13, 11, 14, 12, 15]
+
+
 def test_a_failing_capture_closes_the_graph() -> None:
     def create(desc: BatchExecutionDescriptor, warmup: bool) -> Any:
         def forward(state: AttentionState) -> None:

@@ -1,0 +1,176 @@
+"""FlashMLA (package `sgl-flash-mla`): dense MLA decode on SM90, planned on the device.
+
+A `FlashMLASchedMeta` is empty until its first call, which launches the planning kernel. One object
+serves all layers of a step and no second step: its plan holds for this step's lengths only. Under
+capture that first call is in the graph, since every `build` makes a fresh object (#42444).
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ...kernels.store_kv import store_kv
+from ..errors import RunnerError
+from .base import (
+    AttentionBackend,
+    AttentionBuilder,
+    AttentionLayer,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+)
+from .triton import TritonMetadata, max_query_len
+
+PAGE = 64
+ROW, ROW_V = 576, 512  # a cached row, and the part of it that is V
+
+
+class FlashMLAMetadata(AttentionMetadata):
+    """A batch of one query length L; M* = N* x L token rows."""
+
+    def __init__(
+        self,
+        common: CommonAttentionMetadata,
+        query_len: int,
+        create_schedule: Callable[[], Any],
+        decode: Callable[..., tuple[Tensor, Tensor]],
+    ) -> None:
+        self._common = common
+        self._query_len = query_len
+        self._create_schedule = create_schedule
+        self._decode = decode
+        # A plan also depends on the number of heads, which the kernel does not check (#39775).
+        self._schedules: dict[int, Any] = {}  # by num_heads
+        self._lens: Tensor | None = None  # [N*] int32
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+    ) -> Tensor:
+        common, length = self._common, self._query_len
+        if key is not None:
+            store_kv(key, None, kv_cache, common.slot_mapping)
+        if self._lens is None:
+            # Padded requests have length 0, for which the kernel is not defined: L rows of the null
+            # block instead. Inside the graph, so that it follows lengths that change on the device.
+            self._lens = common.seq_lens.clamp(min=length)
+        if layer.num_heads not in self._schedules:
+            self._schedules[layer.num_heads] = self._create_schedule()
+        num_reqs = common.num_reqs
+        out, _ = self._decode(
+            query.reshape(num_reqs, length, layer.num_heads, ROW),
+            kv_cache,
+            common.block_table,
+            self._lens,
+            ROW_V,
+            self._schedules[layer.num_heads],
+            softmax_scale=layer.scale,
+            causal=True,
+            use_legacy=True,
+        )
+        return out.view(num_reqs * length, layer.num_heads, ROW_V)
+
+
+class FlashMLABuilder(AttentionBuilder):
+    """Uniform batches run on FlashMLA, any others on the Triton kernel."""
+
+    supports = AttentionCGSupport.UNIFORM_BATCH
+
+    def __init__(
+        self,
+        create_schedule: Callable[[], Any],
+        decode: Callable[..., tuple[Tensor, Tensor]],
+        max_uniform_len: int = 16,
+    ) -> None:
+        self._create_schedule = create_schedule
+        self._decode = decode
+        self._max_uniform_len = max_uniform_len  # longer queries are prefills: no decode kernel
+
+    def build(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
+    ) -> AttentionMetadata:
+        length = uniform_query_len(common, desc)
+        if length is None or length > self._max_uniform_len:
+            return TritonMetadata(common, max_query_len(common, desc))
+        return FlashMLAMetadata(common, length, self._create_schedule, self._decode)
+
+
+def uniform_query_len(
+    common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None
+) -> int | None:
+    """The query length that all rows share: a FULL graph's promise, else from the host's copy."""
+    if desc is not None and desc.mode is CUDAGraphMode.FULL:
+        return desc.uniform_token_count
+    length, num_reqs = common.max_query_len, common.num_reqs
+    if length * num_reqs != common.num_actual_tokens:
+        return None
+    starts = common.query_start_loc_cpu
+    return length if bool((starts[1:] - starts[:-1] == length).all()) else None
+
+
+class FlashMLABackend(AttentionBackend):
+    """DeepSeek's latent attention on an H100 or H200."""
+
+    name = "flash_mla"
+
+    @classmethod
+    def block_size(cls, wanted: int) -> int:
+        return PAGE
+
+    @classmethod
+    def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+        for layer in layers:
+            if not layer.is_mla or (layer.head_dim, layer.head_dim_v) != (ROW, ROW_V):
+                return (
+                    f"it runs latent attention with rows of {ROW} only, and this model has others"
+                )
+            if layer.sliding_window or layer.softcap or layer.sinks is not None:
+                return "it knows no sliding window, soft cap or sinks"
+        if device.type != "cuda":
+            return "it needs a CUDA device"
+        if torch.cuda.get_device_capability(device)[0] != 9:
+            return (
+                f"dense FlashMLA is for SM90 only, and this is {torch.cuda.get_device_name(device)}"
+            )
+        return _missing()
+
+    def create_builder(
+        self,
+        layers: Sequence[AttentionLayer],
+        block_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FlashMLABuilder:
+        if block_size != PAGE:
+            raise RunnerError(f"FlashMLA needs --block-size {PAGE}, not {block_size}.")
+        if dtype is not torch.bfloat16:
+            raise RunnerError(f"FlashMLA needs --dtype bfloat16, not {dtype}.")
+        module = importlib.import_module("flash_mla")
+        return FlashMLABuilder(lambda: module.get_mla_metadata()[0], module.flash_mla_with_kvcache)
+
+
+def _missing() -> str | None:
+    """Why the package cannot be used, or None. PyPI's `flash-mla` is a stub without kernels."""
+    try:
+        module = importlib.import_module("flash_mla")
+    except ImportError as error:
+        return f"the package sgl-flash-mla cannot be imported ({error})"
+    call = getattr(module, "flash_mla_with_kvcache", None)
+    if call is None or "use_legacy" not in inspect.signature(call).parameters:
+        return "the installed flash_mla is not sgl-flash-mla 1.0, the package with SM90 kernels"
+    if not module.has_legacy():
+        return "the installed sgl-flash-mla was built without its SM90 kernels"
+    return None

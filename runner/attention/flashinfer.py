@@ -1,0 +1,268 @@
+"""FlashInfer (package `flashinfer-python`): decode and prefill wrappers, planned on the host.
+
+`plan()` needs the exact lengths on the host, and under asynchronous scheduling the host has bounds
+only. A plan for a bound may hold tiles that start behind the last key, where the kernels compute a
+negative size. So `build` copies the lengths from the device and waits for it, once a step: this
+back end gives up the overlap of scheduling and running. What a graph has baked of a plan (its
+layout) is compared after every `plan()`; a step that differs runs eagerly.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ...kernels.store_kv import store_kv
+from .base import (
+    AttentionBackend,
+    AttentionBuilder,
+    AttentionLayer,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+)
+
+logger = logging.getLogger(__name__)
+_HEAD_DIMS = (64, 128, 256)
+_FLOAT_WORKSPACE = 256 << 20  # bytes, partial results of split KV; shared by all wrappers
+_INT_WORKSPACE = 2 << 20  # bytes a wrapper, its plan
+
+
+class FlashInferMetadata(AttentionMetadata):
+    """A planned wrapper and the slots of this step."""
+
+    def __init__(self, wrapper: Any, slot_mapping: Tensor, can_replay: bool) -> None:
+        self._wrapper = wrapper
+        self._slot_mapping = slot_mapping  # [M*] int64
+        self.can_replay = can_replay
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+    ) -> Tensor:
+        if key is not None:
+            store_kv(key, value, kv_cache, self._slot_mapping)
+        query = query.contiguous()
+        out: Tensor = self._wrapper.run(
+            query, (kv_cache[0], kv_cache[1]), out=torch.empty_like(query)
+        )
+        return out
+
+
+class FlashInferBuilder(AttentionBuilder):
+    """One wrapper for each captured (requests, query length), one for everything eager."""
+
+    supports = AttentionCGSupport.UNIFORM_BATCH
+    needs_exact_lens = True
+
+    def __init__(
+        self,
+        module: Any,
+        layer: AttentionLayer,
+        block_size: int,
+        max_num_reqs: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        workspace: Tensor,  # [bytes] uint8
+    ) -> None:
+        device = workspace.device
+        self._module = module
+        self._layer = layer
+        self._block_size = block_size
+        self._dtype = dtype
+        self._workspace = workspace
+        pages = max_num_reqs * (-(-max_model_len // block_size))
+
+        def ints(size: int) -> Tensor:
+            return torch.zeros(size, dtype=torch.int32, device=device)
+
+        # Graphs bake these addresses; every wrapper uses their first elements.
+        self._query_indptr = ints(max_num_reqs + 1)
+        self._page_indptr = ints(max_num_reqs + 1)
+        self._page_indices = ints(pages)
+        self._last_page_len = ints(max_num_reqs)
+        self._wrappers: dict[tuple[int, int], Any] = {}  # by (num_reqs, query_len); (0, 0) = eager
+        self._baked: dict[tuple[int, int], list[int]] = {}  # plan layout that a graph holds
+        self._compiled = False
+        self.num_eager_fallbacks = 0
+
+    def build(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
+    ) -> FlashInferMetadata:
+        key = _graph_key(desc)
+        wrapper = self._plan(common, key)
+        can_replay = key not in self._baked or _layout(wrapper) == self._baked[key]
+        if not can_replay:
+            if self.num_eager_fallbacks == 0:
+                logger.warning("a FlashInfer plan differs from its graph's: such steps run eagerly")
+            self.num_eager_fallbacks += 1
+        return FlashInferMetadata(wrapper, common.slot_mapping, can_replay)
+
+    def build_for_capture(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor
+    ) -> FlashInferMetadata:
+        key = _graph_key(desc)
+        wrapper = self._plan(common, key)
+        if key != (0, 0):
+            self._baked[key] = _layout(wrapper)
+        return FlashInferMetadata(wrapper, common.slot_mapping, True)
+
+    def _plan(self, common: CommonAttentionMetadata, key: tuple[int, int]) -> Any:
+        """Plan the wrapper for this step's exact lengths. Waits for the device."""
+        num_reqs, query_len = key
+        if query_len:
+            # The graph holds N* x L rows: padded requests ask L rows of the null block.
+            starts = torch.arange(num_reqs + 1, dtype=torch.int32) * query_len
+        else:
+            starts = common.query_start_loc_cpu
+        num_rows = starts.shape[0] - 1
+        seq_lens = common.seq_lens[:num_rows].cpu()  # the wait
+        # A padded request has length 0, which is no valid plan.
+        lens = torch.maximum(seq_lens, (starts[1:] - starts[:-1]).clamp(min=1))
+        pages = (lens + self._block_size - 1) // self._block_size  # [N*]
+        indptr = torch.zeros(num_rows + 1, dtype=torch.int32)
+        indptr[1:] = pages.cumsum(0)
+        last_page_len = lens - (pages - 1) * self._block_size
+        indices = _page_indices(common.block_table, indptr, pages)
+        if not self._compiled:
+            logger.info(
+                "FlashInfer compiles its kernels for head size %d the first time (about 30 s)",
+                self._layer.head_dim,
+            )
+            self._compiled = True
+        wrapper = self._wrapper(key)
+        layer = self._layer
+        options = {
+            "pos_encoding_mode": "NONE",
+            "window_left": -1 if layer.sliding_window is None else layer.sliding_window - 1,
+            "logits_soft_cap": layer.softcap,
+            "sm_scale": layer.scale,
+            "q_data_type": self._dtype,
+            "kv_data_type": self._dtype,
+        }
+        shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, self._block_size)
+        if query_len == 1:
+            wrapper.plan(indptr, indices, last_page_len, *shape, **options)
+        else:
+            wrapper.plan(starts, indptr, indices, last_page_len, *shape, causal=True, **options)
+        return wrapper
+
+    def _wrapper(self, key: tuple[int, int]) -> Any:
+        if key in self._wrappers:
+            return self._wrappers[key]
+        num_reqs, query_len = key
+        buffers = {
+            "paged_kv_indptr": self._page_indptr[: num_reqs + 1],
+            "paged_kv_indices": self._page_indices,
+            "paged_kv_last_page_len": self._last_page_len[:num_reqs],
+        }
+        if query_len == 1:
+            wrapper = self._module.BatchDecodeWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=True,
+                **{f"{name}_buffer": buffer for name, buffer in buffers.items()},
+            )
+        elif query_len:
+            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace,
+                "NHD",
+                use_cuda_graph=True,
+                qo_indptr_buf=self._query_indptr[: num_reqs + 1],
+                backend="fa2",  # the module that tensor-core decode uses: compiled once
+                **{f"{name}_buf": buffer for name, buffer in buffers.items()},
+            )
+        else:
+            wrapper = self._module.BatchPrefillWithPagedKVCacheWrapper(
+                self._workspace, "NHD", backend="fa2"
+            )
+        plan = torch.empty(_INT_WORKSPACE, dtype=torch.uint8, device=self._workspace.device)
+        wrapper.reset_workspace_buffer(self._workspace, plan)
+        self._wrappers[key] = wrapper
+        return wrapper
+
+
+def _graph_key(desc: BatchExecutionDescriptor | None) -> tuple[int, int]:
+    if desc is None or desc.mode is not CUDAGraphMode.FULL:
+        return (0, 0)
+    assert desc.num_reqs is not None and desc.uniform_token_count is not None
+    return (desc.num_reqs, desc.uniform_token_count)
+
+
+def _layout(wrapper: Any) -> list[int]:
+    """The host-side part of a plan, which a launch takes as numbers."""
+    return [int(value) for value in wrapper._plan_info]
+
+
+def _page_indices(block_table: Tensor, indptr: Tensor, pages: Tensor) -> Tensor:
+    """Block ids of all requests in a row, [pages.sum()] int32 on the device.
+
+    block_table: [>= N*, max_blocks] on the device; indptr: [N* + 1], pages: [N*] on the host.
+    """
+    rows = torch.repeat_interleave(torch.arange(pages.shape[0]), pages.long())
+    columns = torch.arange(int(indptr[-1])) - indptr[:-1].long()[rows]
+    flat = (rows * block_table.shape[1] + columns).to(block_table.device, non_blocking=True)
+    return block_table.reshape(-1).index_select(0, flat)
+
+
+class FlashInferBackend(AttentionBackend):
+    """Llama-like attention on a CUDA device."""
+
+    name = "flashinfer"
+
+    def __init__(self) -> None:
+        self._workspaces: dict[torch.device, Tensor] = {}
+
+    @classmethod
+    def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+        for layer in layers:
+            if layer.is_mla:
+                return "its latent attention is not built in here; use flash_mla or triton"
+            if layer.sinks is not None:
+                return "it knows no attention sinks here; use triton"
+            if layer.head_dim not in _HEAD_DIMS:
+                return f"head size {layer.head_dim} is none of {', '.join(map(str, _HEAD_DIMS))}"
+        if device.type != "cuda":
+            return "it needs a CUDA device"
+        try:
+            importlib.import_module("flashinfer")
+        except ImportError as error:
+            return f"the package flashinfer-python cannot be imported ({error})"
+        return None
+
+    def create_builder(
+        self,
+        layers: Sequence[AttentionLayer],
+        block_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> FlashInferBuilder:
+        kinds = {(one.num_heads, one.scale, one.softcap, one.sliding_window) for one in layers}
+        assert len(kinds) == 1, "one plan serves a group, so its layers must be of one kind"
+        if device not in self._workspaces:
+            self._workspaces[device] = torch.zeros(
+                _FLOAT_WORKSPACE, dtype=torch.uint8, device=device
+            )
+        module = importlib.import_module("flashinfer")
+        return FlashInferBuilder(
+            module,
+            layers[0],
+            block_size,
+            max_num_reqs,
+            max_model_len,
+            dtype,
+            self._workspaces[device],
+        )
