@@ -51,26 +51,28 @@ def previous_drafts(draft_ids: Tensor, local_pos: Tensor, max_num_drafts: int) -
 def apply_penalties(
     logits: Tensor,
     counts: Tensor,
-    prompt_bits: Tensor,
     drafts: Tensor,
     presence: Tensor,
     frequency: Tensor,
-    repetition: Tensor,
+    repetition: Tensor | None,
+    prompt_bits: Tensor | None,
 ) -> None:
     """Repetition, frequency and presence penalties over output so far and the drafts before a row.
 
     logits: [L, V]; counts: [L, V] int32, output tokens of the row's request (a copy: the drafts are
-    added to it); prompt_bits: [L, ceil(V / 32)] int32; drafts: [L, K], -1 = none;
-    presence, frequency, repetition: [L]. Repetition also covers the prompt.
+    added to it); drafts: [L, K], -1 = none; presence, frequency, repetition: [L];
+    prompt_bits: [L, ceil(V / 32)] int32, for repetition, which also covers the prompt. None if no
+    row uses repetition.
     """
     counts.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).to(counts.dtype))
     in_output = counts > 0
-    seen = unpack_bits(prompt_bits, logits.shape[1]) | in_output
-    factor = repetition[:, None]
-    repeated = torch.where(logits > 0, logits / factor, logits * factor)
-    torch.where(seen, repeated, logits, out=logits)
-    logits.sub_(counts * frequency[:, None])
-    logits.sub_(in_output * presence[:, None])
+    if repetition is not None and prompt_bits is not None:
+        seen = unpack_bits(prompt_bits, logits.shape[1]) | in_output
+        factor = repetition[:, None]
+        repeated = torch.where(logits > 0, logits / factor, logits * factor)
+        torch.where(seen, repeated, logits, out=logits)
+    logits.addcmul_(counts, frequency[:, None], value=-1)
+    logits.addcmul_(in_output, presence[:, None], value=-1)
 
 
 def match_bad_words(bad_words: Tensor, tail: Tensor) -> Tensor:

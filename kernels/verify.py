@@ -56,24 +56,25 @@ def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
 
 def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     """The plain version of `rejection_sample`."""
-    log_p = rows.logits - rows.logits.logsumexp(-1, keepdim=True)  # [L, V]
+    log_z = rows.logits.logsumexp(-1, keepdim=True)  # [L, 1], log p = logits - log_z
     log_q = draft_log_probs(rows)  # [L, V], None = one-hot
     drafts = rows.draft_ids.clamp(min=0)[:, None]  # [L, 1]
 
-    log_u = uniform(rows.seeds, rows.positions, ACCEPT).log()
-    log_q_of_draft = 0.0 if log_q is None else log_q.gather(1, drafts)[:, 0]
-    accepted = log_p.gather(1, drafts)[:, 0] > log_u + log_q_of_draft
+    log_u = uniform(rows.seeds, rows.positions, ACCEPT)[:, None].log()
+    log_q_of_draft = 0.0 if log_q is None else log_q.gather(1, drafts)
+    accepted = (rows.logits.gather(1, drafts) - log_z > log_u + log_q_of_draft)[:, 0]
     if rows.any_greedy:
-        accepted = torch.where(rows.greedy, log_p.argmax(-1) == rows.draft_ids, accepted)
+        accepted = torch.where(rows.greedy, rows.logits.argmax(-1) == rows.draft_ids, accepted)
     accepted &= rows.draft_ids >= 0
     num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
 
     last = rows.cu_num_logits[:-1].long() + num_accepted  # [N] batch row -> its last emitting row
     rejected = rows.draft_ids[last] >= 0  # [N] else the bonus row, or a row without a draft
     use_residual = rejected & ~rows.greedy[last]
-    left = residual(log_p[last], None if log_q is None else log_q[last], drafts[last])
+    log_p = rows.logits[last].sub_(log_z[last])  # [N, V]
+    left = residual(log_p, None if log_q is None else log_q[last], drafts[last])
     is_empty = left.amax(-1) == float("-inf")  # by rounding: then p itself
-    left = torch.where((use_residual & ~is_empty)[:, None], left, log_p[last])
+    left = torch.where((use_residual & ~is_empty)[:, None], left, log_p)
     # A recovered token's noise is neither the drafts' nor that of the accepting number.
     salt = torch.where(rejected, RECOVERY, TARGET)
     tokens = gumbel_sample_reference(

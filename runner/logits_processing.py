@@ -178,14 +178,15 @@ def _apply_options(
         forbid_tokens(logits, state.stop_ids[slots], too_short[:, None])
     if features & Feature.PENALTIES:
         assert state.output_bin_counts is not None and state.prompt_bin_mask is not None
+        repeats = features & Feature.REPETITION
         apply_penalties(
             logits,
             state.output_bin_counts[slots],
-            state.prompt_bin_mask[slots],
             of.drafts,
             state.presence[slots],
             state.frequency[slots],
-            state.repetition[slots],
+            state.repetition[slots] if repeats else None,
+            state.prompt_bin_mask[slots] if repeats else None,
         )
     if features & Feature.BAD_WORDS:
         assert of.tail is not None

@@ -35,6 +35,7 @@ class Feature(IntFlag):
     TOP_P = 256
     LOGPROBS = 512
     GREEDY = 1024
+    REPETITION = 2048  # with PENALTIES
 
 
 # Changes logits by more than the temperature.
@@ -242,6 +243,7 @@ def _features_of(params: SamplingParams, temperature: float) -> Feature:
         Feature.ALLOWED: params.allowed_token_ids is not None,
         Feature.MIN_TOKENS: params.min_tokens > 0 and bool(params.stop_token_ids),
         Feature.PENALTIES: has_penalties,
+        Feature.REPETITION: params.repetition_penalty != 1,
         Feature.BAD_WORDS: any(params.bad_words_token_ids),
         Feature.MIN_P: random and params.min_p > 0,
         Feature.TOP_K: random and params.top_k > 0,
