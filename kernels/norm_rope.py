@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .device import use_triton
@@ -24,11 +23,16 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     """Plain version of `rms_norm`."""
-    if x.dtype == torch.float32 and (weight is None or weight.dtype == torch.float32):
-        return F.rms_norm(x, x.shape[-1:], weight, eps)
-    normed = F.rms_norm(x.float(), x.shape[-1:], None, eps)
+    size = x.shape[-1]
+    wide = x.float()
+    # a vector norm is one pass; torch's own rms_norm takes twice the time on few CPU rows
+    norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    inverse = norm.square_().mul_(1 / size).add_(eps).rsqrt_()
     if weight is None:
-        return normed.to(x.dtype)
+        return (wide * inverse).to(x.dtype)
+    if x.dtype == torch.float32:
+        return (wide * weight).mul_(inverse)
+    normed = wide * inverse
     if weight.dtype == torch.float32:  # a weight kept exact is applied before rounding
         return (normed * weight).to(x.dtype)
     return normed.to(x.dtype) * weight.to(x.dtype)

@@ -270,11 +270,13 @@ def planned_attention(
         # [n, L, Hq, D] -> [n, Hq, L, D]
         heads = rows.view(run.num_reqs, run.query_len, *rows.shape[1:]).transpose(1, 2)
         key, value = _keys_and_values(kv_cache, run, is_mla, dim_v)
+        if key.dtype != heads.dtype:
+            key, value = key.to(heads.dtype), value.to(heads.dtype)
         if softcap is None and sinks is None and not is_mla:
             attended = F.scaled_dot_product_attention(
                 heads,
-                key.to(heads.dtype),
-                value.to(heads.dtype),
+                key,
+                value,
                 attn_mask=run.mask,
                 is_causal=run.is_causal,
                 scale=scale,
@@ -294,11 +296,19 @@ def _keys_and_values(
 ) -> tuple[Tensor, Tensor]:
     """K and V of a run, [n, Hkv, num_keys, D]: a view of the cache where the pages allow it."""
 
+    if run.blocks is None:  # one request, neighbouring pages
+        first, last = run.first_block, run.first_block + run.num_blocks
+        if is_mla:
+            rows = kv_cache[first:last].flatten(0, 1)
+            rows = rows[run.offset : run.offset + run.num_keys].transpose(0, 1).unsqueeze(0)
+            return rows, rows[..., :dim_v]
+        both = kv_cache[:, first:last].flatten(1, 2)
+        both = both[:, run.offset : run.offset + run.num_keys].transpose(1, 2).unsqueeze(1)
+        return both.unbind(0)  # type: ignore[return-value]
+
     def gather(cache: Tensor) -> Tensor:
-        if run.blocks is None:
-            pages = cache[run.first_block : run.first_block + run.num_blocks]
-        else:
-            pages = cache.index_select(0, run.blocks)
+        assert run.blocks is not None
+        pages = cache.index_select(0, run.blocks)
         keys = pages.view(run.num_reqs, -1, *cache.shape[2:])
         return keys[:, run.offset : run.offset + run.num_keys].transpose(1, 2)
 
@@ -321,7 +331,7 @@ def _explicit_attention(
     num_reqs, num_heads, query_len, dim = heads.shape
     num_kv_heads = key.shape[1]
     grouped = (heads * scale).reshape(num_reqs, num_kv_heads, -1, dim)  # group-major query rows
-    scores = torch.matmul(grouped, key.to(heads.dtype).transpose(2, 3)).float()
+    scores = torch.matmul(grouped, key.transpose(2, 3)).float()
     scores = scores.view(num_reqs, num_heads, query_len, -1)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -336,6 +346,4 @@ def _explicit_attention(
     else:
         weights = scores.softmax(-1)
     weights = weights.to(heads.dtype).view(num_reqs, num_kv_heads, -1, scores.shape[-1])
-    return torch.matmul(weights, value.to(heads.dtype)).view(
-        num_reqs, num_heads, query_len, value.shape[-1]
-    )
+    return torch.matmul(weights, value).view(num_reqs, num_heads, query_len, value.shape[-1])

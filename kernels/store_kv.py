@@ -39,6 +39,8 @@ def store_kv_reference(
         kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(kv_cache.dtype))
         return
     # [2, slots, Hkv, D]: flattening blocks and offsets of a contiguous cache is a view
-    slots = kv_cache.flatten(1, 2)
-    slots[0].index_copy_(0, slot_mapping, key.to(kv_cache.dtype))
-    slots[1].index_copy_(0, slot_mapping, value.to(kv_cache.dtype))
+    keys, values = kv_cache.flatten(1, 2).unbind(0)
+    if key.dtype != kv_cache.dtype:
+        key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
+    keys.index_copy_(0, slot_mapping, key)
+    values.index_copy_(0, slot_mapping, value)

@@ -117,7 +117,8 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]."""
         if self._packed is not None:
-            out: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+            # `.default` skips the overload lookup, 9 us of a call
+            out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
             return out
         assert self.weight is not None, "weights are not loaded"
         return F.linear(x, self.weight, self.bias)

@@ -75,7 +75,8 @@ def _llama3(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
     blend = ((turns - low) / (high - low)).clamp(0, 1)  # 0 = stretched, 1 = kept
-    return (1 - blend) * frequencies / factor + blend * frequencies
+    scaled: Tensor = (1 - blend) * frequencies / factor + blend * frequencies
+    return scaled
 
 
 def _yarn(

@@ -26,7 +26,7 @@ _LATENT_EPS = 1e-6  # of the norms inside attention; not the config's
 
 def attention_scale(config: Any) -> float:
     """Softmax scale: per-head size, and YaRN's temperature squared."""
-    scale = float(config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     rope = rope_parameters(config)
     all_dim = rope.get("mscale_all_dim")
     if rope["rope_type"] == "yarn" and all_dim:

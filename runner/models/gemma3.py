@@ -94,9 +94,8 @@ class Attention(nn.Module):
         """hidden: [M, H] -> [M, H]; `rotary` is by layer type."""
         tokens, step = hidden.shape[0], rotary[self.layer_type]
         heads = self.qkv_proj.forward(hidden).view(tokens, -1, self.head_dim)
-        query, key, value = heads.split(
-            (self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1
-        )
+        query, key = heads[:, : self.num_heads], heads[:, self.num_heads : -self.num_kv_heads]
+        value = heads[:, -self.num_kv_heads :]
         query = step.rotate(self.q_norm.forward(query))
         key = step.rotate(self.k_norm.forward(key))
         out = attention.attend(self.layer.layer_id, query, key, value)

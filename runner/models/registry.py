@@ -73,4 +73,7 @@ def build_model(
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )
+    for part in model.modules():
+        # found as plain attributes, submodules cost no search: half a millisecond of a CPU step
+        part.__dict__.update(part._modules)
     return model.eval()
