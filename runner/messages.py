@@ -32,7 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     bad_words_token_ids: list[list[int]] = []
     min_tokens: int = 0
     stop_token_ids: list[int] = []  # the model's EOS ids included unless ignore_eos
-    logprobs: int | None = None  # top alternatives per emitted token; the chosen one is always there
+    logprobs: int | None = None  # top alternatives per emitted token, beside the chosen one
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
     speculative_enabled: bool = True
@@ -123,8 +123,8 @@ class RequestOutput(msgspec.Struct, omit_defaults=True):
     finish_reason: str | None = None  # "stop" | "length" | "error"
     stop_token_id: int | None = None  # which stop token ended it (its id is in `token_ids`)
     error: str | None = None  # one sentence, with finish_reason "error"
-    invalid_request: bool = False  # with `error`: the request is at fault, not the engine (HTTP 400)
-    num_cached_tokens: int = 0  # prompt tokens served from the prefix cache; set in the first output
+    invalid_request: bool = False  # with `error`: the request is at fault (HTTP 400)
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache; set in the first output
     num_draft_tokens: int = 0  # drafts verified in this step
     num_accepted_tokens: int = 0  # of those, accepted
 

@@ -32,7 +32,7 @@ class NewBlocks:
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """One request's share of the step. Rows are in batch order (drafted rows first, prefills last)."""
+    """One request's share of the step. Rows are in batch order: drafted first, prefills last."""
 
     slot: int
     num_tokens: int  # query length: scheduled tokens, drafts included
@@ -66,5 +66,5 @@ class RowResult:
     token_ids: list[int]  # emitted: accepted drafts, then one recovered or bonus token
     num_draft_tokens: int = 0  # real drafts verified (ids != -1)
     logprobs: list[tuple[int, float, int, list[int], list[float]]] | None = None
-    prompt_logprobs: list[tuple[int, float, int, list[int], list[float]]] | None = None  # this chunk
+    prompt_logprobs: list[tuple[int, float, int, list[int], list[float]]] | None = None  # a chunk's
     has_nan: bool = False  # the row's logits held NaN: the request ends with an error

@@ -26,7 +26,8 @@ PLAIN = "Write a long story about a lighthouse keeper and the sea."
 PASSAGE = (
     "def area(width, height):\n    return width * height\n\n"
     "def volume(width, height, depth):\n    return area(width, height) * depth\n\n"
-    "def surface(width, height, depth):\n    return 2 * (area(width, height) + area(width, depth))\n"
+    "def surface(width, height, depth):\n"
+    "    return 2 * (area(width, height) + area(width, depth))\n"
 )
 COPY = f"Repeat this text exactly, twice:\n{PASSAGE}\nFirst copy:\n{PASSAGE}\nSecond copy:\n"
 ROUNDS = 3

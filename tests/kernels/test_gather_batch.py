@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from slipstream.kernels.gather_batch import (
     compute_slot_mappings,
     gather_block_tables,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+
 from slipstream.kernels.prepare_draft import (
     advance_draft_decode,
     shift_draft_ids,
