@@ -19,6 +19,7 @@ from .gguf_metadata import read_gguf_metadata
 
 # Byte-level vocabularies that are split by the plain GPT-2 pattern: they need no transformers.
 _GPT2_SPLIT = {"gpt-2", "smollm"}
+_SINGLE_DIGITS = {"smollm"}  # of these, the ones that take digits one by one before that
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
 # A GGUF carries one EOS; chat models also stop at the token that ends a turn.
 _END_OF_TURN = (
@@ -37,7 +38,11 @@ def byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""
     )
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        split = pre_tokenizers.Sequence([digits, split])
+    tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]

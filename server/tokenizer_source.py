@@ -25,7 +25,7 @@ _VOCABULARIES = (
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
     *("sentencepiece.bpe.model", "tiktoken.model"),
 )
-_CONVERTER_VERSION = "1"  # part of the cache key: raise it when the conversion changes
+_CONVERTER_VERSION = "2"  # part of the cache key: raise it when the conversion changes
 _CONVERT_SECONDS = 300
 
 

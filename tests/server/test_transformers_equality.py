@@ -26,6 +26,7 @@ TEXTS = [
     *("😀👩\u200d👩\u200d👧 🇩🇪", "日本語の文章。中文", "café cafe\u0301 ñ", "ไทย العربية हिन्दी"),
     *("\ufeff\u200b\u00a0x", "\x00\x01\x7f", "ﬁ Å", "a  "),
     *("def f(x):\n    return x+1  # ok", "3.14159 and 2026", "I'm you're IT'S"),
+    *("a  12", "  7", "x\n\n 3 4", "v1.02b٣²"),
 ]
 USER = {"role": "user", "content": " What is <b>2+2</b>? é "}
 SYSTEM = {"role": "system", "content": "Be “kind”. "}
@@ -132,6 +133,7 @@ def sources(tokenizer: Tokenizer) -> dict[str, str]:
 def oracle(llama_folder: Path, sources: dict[str, str]) -> dict[str, Any]:
     request = {
         "tokenize": {str(smollm2()): TEXTS, str(llama_folder): TEXTS},
+        "single_digits": [str(smollm2())],
         "render": [(sources[name], SPECIAL, CHATS[n]) for name, n in CASES],
     }
     child = subprocess.run(
@@ -197,6 +199,19 @@ def test_smollm2_from_gguf_equals_transformers(
     check_tokenizer(tokenizer, oracle["tokenize"][str(smollm2())])
     assert tokenizer.eos_ids == {2} and tokenizer.max_length == 8192
     assert tokenizer.encode("<|im_start|><|im_end|>") == [1, 2]
+
+
+def test_smollm2_takes_digits_one_by_one_and_the_spaces_before_them_as_one(
+    tokenizer: Tokenizer,
+) -> None:
+    """As the model's own tokenizer.json has it; the plain pattern of GPT-2 gives Ġ, Ġ12."""
+    for text, pieces in (
+        ("a  12", ["a", "ĠĠ", "1", "2"]),
+        (" 7", ["Ġ", "7"]),
+        ("in 2026", ["in", "Ġ", "2", "0", "2", "6"]),
+    ):
+        assert [tokenizer.id_to_token(i) for i in tokenizer.encode(text)] == pieces
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 def test_sentencepiece_equals_transformers_from_a_folder_and_from_gguf(

@@ -1,7 +1,9 @@
 """What transformers makes of texts and chats; runs as a child, for it imports torch.
 
 Reads one JSON object from standard input and writes one to standard output: `tokenize` maps a
-source to texts, `render` is a list of (template, special tokens, keyword arguments).
+source to texts, `single_digits` lists the sources whose tokenizer.json takes digits one by one,
+which the reader of GGUF files passes over, and `render` is a list of (template, special tokens,
+keyword arguments).
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models
+from tokenizers.pre_tokenizers import Digits, Sequence
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     convert_gguf_tokenizer,
@@ -20,11 +23,14 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 )
 
 
-def tokenize(source: str, texts: list[str]) -> dict[str, Any]:
+def tokenize(source: str, texts: list[str], single_digits: bool) -> dict[str, Any]:
     path = Path(source)
     if path.is_file():
         architecture, tokens, config = get_gguf_tokenizer(source)
         backend, _ = convert_gguf_tokenizer(architecture, tokens)
+        if single_digits:
+            digits = Digits(individual_digits=True)
+            backend.pre_tokenizer = Sequence([digits, backend.pre_tokenizer])
         named = {key: value for key, value in config.items() if key.endswith("_token")}
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
     else:
@@ -56,7 +62,10 @@ def main() -> None:
     request = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
         answer = {
-            "tokenize": {source: tokenize(source, t) for source, t in request["tokenize"].items()},
+            "tokenize": {
+                source: tokenize(source, texts, source in request["single_digits"])
+                for source, texts in request["tokenize"].items()
+            },
             "render": [render(*case) for case in request["render"]],
         }
     json.dump(answer, sys.stdout)
