@@ -7,6 +7,7 @@ the model runner's. It knows nothing about processes, channels or text.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -15,7 +16,13 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ..configs.schema import Config
-from .grammar import ALL_ALLOWED, GrammarBackend, GrammarMatcher, fill_rows
+from .grammar import (
+    ALL_ALLOWED,
+    GrammarBackend,
+    GrammarMatcher,
+    build_grammar_backend,
+    fill_rows,
+)
 from .kv_blocks import BlockGroup, KVBlocks
 from .messages import (
     AbortRequests,
@@ -24,6 +31,7 @@ from .messages import (
     Progress,
     Ready,
     ResetPrefixCache,
+    SetVocabulary,
     StepOutputs,
     ToWorker,
 )
@@ -37,6 +45,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPILE_POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a grammar
+MAX_COMPILE_SECONDS = 30.0  # a grammar that takes longer is refused
 
 
 class Handle(Protocol):
@@ -124,11 +133,13 @@ class Engine:
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
         self._grammar_backend = grammar_backend
-        self._compiling: dict[str, Future[GrammarMatcher]] = {}  # request id -> its grammar
+        # request id -> its grammar, and when it must be there (time.monotonic())
+        self._compiling: dict[str, tuple[Future[GrammarMatcher], float]] = {}
 
     def set_grammar_backend(self, backend: GrammarBackend) -> None:
-        """Make structured output possible."""
+        """Make structured output possible; the backend prepares itself off this thread."""
         self._grammar_backend = backend
+        backend.prepare()
 
     def handle(self, messages: list[ToWorker]) -> None:
         """Take in messages of the server. `Shutdown` is the worker's business."""
@@ -140,6 +151,10 @@ class Engine:
                     self._scheduler.abort(request_ids)
                 case ResetPrefixCache():
                     self._scheduler.kv.reset_prefix_cache()
+                case SetVocabulary(tokens, eos_token_ids):
+                    eos = sorted({*eos_token_ids, *self.ready.eos_token_ids})
+                    vocab_size = self.ready.vocab_size
+                    self.set_grammar_backend(build_grammar_backend(tokens, "raw", eos, vocab_size))
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -158,7 +173,8 @@ class Engine:
             while len(self._in_flight) >= self._max_in_flight:
                 outputs.append(self._land())
         elif self._compiling:
-            wait(self._compiling.values(), COMPILE_POLL_SECONDS, "FIRST_COMPLETED")
+            futures = [future for future, _ in self._compiling.values()]
+            wait(futures, COMPILE_POLL_SECONDS, "FIRST_COMPLETED")
         if self._scheduler.has_news:
             outputs.append(self._scheduler.take_news())
         return outputs
@@ -242,16 +258,22 @@ class Engine:
         if self._grammar_backend is None:
             self._scheduler.fail(request, "Structured output is not available for this model.")
             return
-        self._compiling[request.request_id] = self._grammar_backend.compile(spec)
+        deadline = time.monotonic() + MAX_COMPILE_SECONDS
+        self._compiling[request.request_id] = (self._grammar_backend.compile(spec), deadline)
 
     def _admit_compiled(self) -> None:
-        for request_id, future in list(self._compiling.items()):
+        for request_id, (future, deadline) in list(self._compiling.items()):
             request = self._scheduler.get(request_id)
             if request is None:  # aborted meanwhile
-                del self._compiling[request_id]
+                future.cancel()
             elif future.done():
-                del self._compiling[request_id]
                 self._unblock(request, future)
+            elif time.monotonic() > deadline:
+                future.cancel()
+                self._scheduler.fail(request, "The grammar takes too long to compile.", True)
+            else:
+                continue
+            del self._compiling[request_id]
 
     def _unblock(self, request: Request, future: Future[GrammarMatcher]) -> None:
         """A grammar that does not compile ends its request alone."""

@@ -8,10 +8,12 @@ vocabulary's extra ids never are. xgrammar is imported late; another library wou
 from __future__ import annotations
 
 import json
+import os
+import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,9 @@ from .messages import GrammarSpec
 
 ALL_ALLOWED = -1  # an int32 with every bit set
 MAX_WHITESPACE = 12  # between JSON tokens: room for indentation, no endless blanks
+MAX_GRAMMAR_CHARS = 1 << 17  # longer ones can take minutes to compile, and that cannot be stopped
+CACHE_BYTES = 512 << 20  # of compiled grammars
+NUM_COMPILING = 4  # grammars at once, so that a slow one does not hold up the others
 
 
 class GrammarMatcher(Protocol):
@@ -44,6 +49,10 @@ class GrammarMatcher(Protocol):
 
 class GrammarBackend(ABC):
     """Compiles grammars."""
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Begin with what the first grammar will need. Returns at once."""
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
@@ -85,20 +94,24 @@ def is_allowed(line: np.ndarray, token_id: int) -> bool:
 
 
 class XGrammarBackend(GrammarBackend):
-    """Grammars by xgrammar. Compiled ones are cached, so a repeated schema costs nothing.
+    """Grammars by xgrammar, which caches compiled ones, so a repeated schema costs nothing.
 
-    Everything runs on one thread; `make_compiler` (seconds for a large vocabulary) runs there, too,
-    when the first grammar comes.
+    Everything runs on threads of its own and mostly without the GIL; so does `make_compiler`
+    (seconds with the library's import), once, when the first grammar comes or `prepare` is called.
     """
 
     def __init__(
         self, make_compiler: Callable[[], Any], eos_ids: Sequence[int], vocab_size: int
     ) -> None:
-        self._make_compiler = cache(make_compiler)
+        self._make_compiler = make_compiler
+        self._made: Any = None
+        self._lock = threading.Lock()
         self._eos_ids = list(eos_ids)
         self._vocab_size = vocab_size
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar")
-        self._compiled = lru_cache(maxsize=256)(self._compile)
+        self._pool = ThreadPoolExecutor(NUM_COMPILING, thread_name_prefix="grammar")
+
+    def prepare(self) -> None:
+        self._pool.submit(self._compiler)
 
     def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
         return self._pool.submit(self._matcher, spec)
@@ -107,13 +120,27 @@ class XGrammarBackend(GrammarBackend):
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _matcher(self, spec: GrammarSpec) -> GrammarMatcher:
+        if len(spec.value) > MAX_GRAMMAR_CHARS:
+            raise ValueError(f"it is longer than {MAX_GRAMMAR_CHARS} characters")
+        compiled = self._compile(spec)
         import xgrammar
 
-        matcher = xgrammar.GrammarMatcher(self._compiled(spec), override_stop_tokens=self._eos_ids)
-        return XGrammarMatcher(matcher, self._vocab_size)
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=self._eos_ids)
+        found = XGrammarMatcher(matcher, self._vocab_size)
+        line = np.empty(-(-self._vocab_size // 32), dtype=np.int32)
+        found.fill(line)
+        if not line.any():
+            raise ValueError("no text satisfies it")
+        return found
+
+    def _compiler(self) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make_compiler()
+            return self._made
 
     def _compile(self, spec: GrammarSpec) -> Any:
-        compiler = self._make_compiler()
+        compiler = self._compiler()
         try:
             match spec.kind:
                 case "json_schema":
@@ -133,8 +160,7 @@ class XGrammarBackend(GrammarBackend):
         raise ValueError(f"unknown kind of grammar {spec.kind!r}")
 
     def _json(self, schema: str) -> Any:
-        compiler = self._make_compiler()
-        return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+        return self._compiler().compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 class XGrammarMatcher:
@@ -186,13 +212,18 @@ def build_grammar_backend(
     def make_compiler() -> Any:
         import xgrammar
 
-        info = xgrammar.TokenizerInfo(
-            list(vocab),
-            xgrammar.VocabType[vocab_type.upper()],
-            vocab_size=vocab_size,
-            stop_token_ids=list(eos_ids),
+        facts = {
+            "vocab_type": xgrammar.VocabType[vocab_type.upper()].value,
+            "vocab_size": vocab_size,
+            "add_prefix_space": False,
+            "stop_token_ids": list(eos_ids),
+        }
+        # Unlike the constructor this releases the GIL: half a second for a large vocabulary.
+        info = xgrammar.TokenizerInfo.from_vocab_and_metadata(
+            list(vocab[:vocab_size]), json.dumps(facts)
         )
-        return xgrammar.GrammarCompiler(info, max_threads=2)
+        threads = min(8, max(1, (os.cpu_count() or 1) // 4))
+        return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
 
     return XGrammarBackend(make_compiler, eos_ids, vocab_size)
 
@@ -205,5 +236,6 @@ def choice_grammar(choices: Sequence[str]) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """The first line of an error's text."""
-    return str(error).strip().partition("\n")[0]
+    """The first line of an error's text, without the place in the library that wrote it."""
+    line = str(error).strip().partition("\n")[0]
+    return re.sub(r"\[[\d:]+\] /\S+:\d+: ", "", line)

@@ -85,7 +85,8 @@ def process_logits(
     processed = None
     if features & PROCESSED:
         processed = logits.clone() if subset is None else logits[subset]
-        _apply_options(processed, _gather(rows, requests, features, subset), state, features)
+        context = _gather(rows, requests, features, subset)
+        _apply_options(processed, context, state, features, grammar_bitmask is not None)
         if subset is None:
             return processed
     if features & Feature.RANDOM:
@@ -105,6 +106,23 @@ class _Context:
     drafts: Tensor  # [P, K] drafts before the row, nearest first, -1 = none
     tail: Tensor | None  # [P, W - 1] output tokens before the row, oldest first, -2 = none
     max_top_k: int | None  # bound of top_k over these rows, if all use it
+
+
+def _forbid_stops(
+    logits: Tensor,  # [P, V] float32, in place
+    stop_ids: Tensor,  # [P, S] int, -1 = none
+    too_short: Tensor,  # [P] bool
+    has_grammar: bool,
+) -> None:
+    """Forbid stop tokens, except in rows whose grammar leaves nothing else: its text is over."""
+    if has_grammar:
+        ids = stop_ids.clamp(min=0).long()
+        before = logits.gather(1, ids)
+    forbid_tokens(logits, stop_ids, too_short[:, None])
+    if has_grammar:
+        over = (logits.amax(-1) == float("-inf"))[:, None] & (stop_ids >= 0)
+        kept = torch.where(over, before, float("-inf"))
+        logits.scatter_reduce_(1, ids, kept, "amax")
 
 
 def _rows_to_process(
@@ -165,6 +183,7 @@ def _apply_options(
     of: _Context,
     state: SamplingState,
     features: Feature,
+    has_grammar: bool,
 ) -> None:
     """Every option but the grammar; the order is part of the interface."""
     slots = of.slots
@@ -175,7 +194,7 @@ def _apply_options(
         apply_token_bitmask(logits, state.allowed_bits[slots])
     if features & Feature.MIN_TOKENS:
         too_short = of.output_len < state.min_tokens[slots]
-        forbid_tokens(logits, state.stop_ids[slots], too_short[:, None])
+        _forbid_stops(logits, state.stop_ids[slots], too_short, has_grammar)
     if features & Feature.PENALTIES:
         assert state.output_bin_counts is not None and state.prompt_bin_mask is not None
         repeats = features & Feature.REPETITION

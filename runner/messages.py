@@ -13,6 +13,7 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
     kind: str  # "json_schema" | "json_object" | "regex" | "choice" | "grammar" | "structural_tag"
     value: str = ""  # the schema, pattern or grammar; for "choice" a JSON list of strings
+    param: str = ""  # the request's parameter that holds it, for the server's error messages
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -62,11 +63,18 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
     """Drop every cached block that no request holds."""
 
 
+class SetVocabulary(msgspec.Struct, tag="vocabulary"):
+    """What the tokens spell, so that grammars can be compiled; comes before any request."""
+
+    tokens: list[bytes]  # in id order; empty where a token spells no text, as control tokens
+    eos_token_ids: list[int]  # they end a grammar's text
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Stop after the current step and exit with status 0."""
 
 
-ToWorker = AddRequest | AbortRequests | ResetPrefixCache | Shutdown
+ToWorker = AddRequest | AbortRequests | ResetPrefixCache | SetVocabulary | Shutdown
 
 
 # --- worker -> server -------------------------------------------------------------------------

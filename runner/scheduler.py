@@ -23,6 +23,7 @@ from .schedule_policy import RequestQueue, RowLimits, batch_order, next_row, pre
 logger = logging.getLogger(__name__)
 
 NAN_ERROR = "The model produced NaN for this request."
+DEAD_END_ERROR = "No token satisfies this request's grammar together with its other options."
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +338,8 @@ class Scheduler:
         request.num_rows_in_flight -= 1
         self._count_prompt_tokens(request, row)
         if result.has_nan:
-            self._report(request, result, Verdict(0, "error", error=NAN_ERROR))
+            error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
+            self._report(request, result, Verdict(0, "error", error=error))
             return
         if request.wants_prompt_logprobs and result.prompt_logprobs:
             new = [TokenLogprobs(*item) for item in result.prompt_logprobs]

@@ -14,6 +14,7 @@ from ..runner.messages import GrammarSpec
 from .chat_output import EventParser, MessageParser, PlainText
 from .chat_template import ChatTemplate
 from .errors import InvalidRequest
+from .json_schema import SchemaError
 from .openai_types.chat import ChatCompletionRequest, NamedToolChoice
 from .output_parser import OutputParser, TokenIds
 from .reasoning import ReasoningParser, detect_reasoning_parser, reasoning_parser_class
@@ -110,9 +111,14 @@ def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
         raise _wrong_choice("forced calls leave no room for another output format")
     if name is not None and name not in _names(body):
         raise _wrong_choice(f"there is no tool {name[:64]!r}")
-    return ChatFormat(
-        model, tools, forced_grammar(tools, name, parallel), True, name, False, True, parallel
-    )
+    try:
+        grammar = forced_grammar(tools, name, parallel)
+    except (SchemaError, RecursionError) as error:
+        why = str(error) if isinstance(error, SchemaError) else "they are nested too deep"
+        raise InvalidRequest(
+            f"Invalid value for 'tools': wrong parameters: {why}.", "tools", "invalid_value"
+        ) from None
+    return ChatFormat(model, tools, grammar, True, name, False, True, parallel)
 
 
 def _names(body: ChatCompletionRequest) -> Sequence[str]:

@@ -23,6 +23,7 @@ class TextOptions(NamedTuple):
     min_tokens: int = 0  # stop strings are not looked for before
     keep: frozenset[int] = frozenset()  # special tokens shown all the same
     stop_token_ids: frozenset[int] = frozenset()  # the client's; their ids are stop reasons
+    grammar_param: str | None = None  # the parameter at fault if the engine refuses the request
 
 
 class TokenEntry(NamedTuple):
@@ -44,7 +45,6 @@ class GenerationEvent:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-
 
     def join(self, later: GenerationEvent) -> None:
         """Add the event that follows this one."""
@@ -76,7 +76,10 @@ class Choice:
         """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error."""
         if output.finish_reason == "error":
             message = output.error or "The engine could not finish this request."
-            raise InvalidRequest(message) if output.invalid_request else GenerationFailed(message)
+            if output.invalid_request:
+                param = self._options.grammar_param
+                raise InvalidRequest(message, param, "invalid_value" if param else None)
+            raise GenerationFailed(message)
         self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += output.num_accepted_tokens

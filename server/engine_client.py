@@ -24,6 +24,7 @@ from ..runner.messages import (
     Progress,
     Ready,
     ResetPrefixCache,
+    SetVocabulary,
     Shutdown,
     StepOutputs,
     StepStats,
@@ -89,6 +90,7 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._outbox: list[ToWorker] = []
+        self._vocabulary: SetVocabulary | None = None
         self._supervisor: asyncio.Task[None] | None = None
 
     @property
@@ -140,6 +142,12 @@ class EngineClient:
         if stream is not None:
             stream.close()
             self._post(AbortRequests([request_id]))
+
+    def set_vocabulary(self, vocabulary: SetVocabulary) -> None:
+        """Tell this worker, and each that follows it, what the tokens spell."""
+        self._vocabulary = vocabulary
+        if self._worker is not None:
+            self._worker.channel.send([vocabulary])
 
     def reset_prefix_cache(self) -> None:
         """Drop every cached block that no request holds."""
@@ -230,6 +238,8 @@ class EngineClient:
             raise
         if isinstance(outcome, Ready):
             self._worker = worker
+            if self._vocabulary is not None:
+                channel.send([self._vocabulary])
             return outcome
         await worker.end()
         raise WorkerFailed(outcome)

@@ -94,8 +94,10 @@ class Generation:
         """`arrived` is time.monotonic() when the HTTP request came."""
         self._services = services
         self._job = job
+        grammar = job.sampling.grammar
+        text = job.text._replace(grammar_param=grammar.param or None) if grammar else job.text
         self.choices = [
-            Choice(index, services.tokenizer, job.text) for index in range(job.num_choices)
+            Choice(index, services.tokenizer, text) for index in range(job.num_choices)
         ]
         self._ids = [f"{job.request_id}-{index}" for index in range(job.num_choices)]
         self._timings = [

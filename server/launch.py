@@ -19,6 +19,7 @@ import uvicorn
 
 from ..configs.logs import configure_logging
 from ..configs.schema import Config, ServerConfig
+from ..runner.messages import SetVocabulary
 from .engine_client import STOP_SECONDS, EngineClient, WorkerFailed
 from .progress import StartupProgress
 
@@ -110,8 +111,9 @@ class Launch:
         worker = asyncio.create_task(client.start(progress))
         await asyncio.sleep(0)  # let the worker's process begin
         try:
-            app = await asyncio.to_thread(_create_app, self._config, client)
+            app, vocabulary = await asyncio.to_thread(_create_app, self._config, client)
             await worker
+            client.set_vocabulary(vocabulary)
         finally:
             progress.close()
             worker.cancel()
@@ -179,16 +181,21 @@ class Launch:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-def _create_app(config: Config, client: EngineClient) -> FastAPI:
-    """The app with its tokenizer; LaunchError if the model's text side cannot be set up."""
+def _create_app(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocabulary]:
+    """The app with its tokenizer, and what the worker must know of that.
+
+    LaunchError if the model's text side cannot be set up.
+    """
     from .app import create_app
     from .tokenizer_source import TokenizerLoadError
 
     source = config.model.tokenizer or config.model.model
     try:
-        return create_app(config, client, source)
+        app = create_app(config, client, source)
     except (TokenizerLoadError, ValueError, OSError) as error:
         raise LaunchError(str(error).rstrip(".")) from error
+    tokenizer = app.state.services.tokenizer
+    return app, SetVocabulary(tokenizer.vocabulary(), sorted(tokenizer.eos_ids))
 
 
 def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
@@ -204,6 +211,7 @@ def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         server_header=False,
+        ws="none",
     )
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from ..runner.messages import GrammarSpec, Ready, SamplingParams
 from .errors import InvalidRequest
+from .json_schema import SchemaError, prepare_schema
 from .openai_types.common import INT64, MAX_STOPS, GenerationBody, content_text
 from .tokenizer import Tokenizer
 
@@ -203,11 +204,14 @@ def _response_format(body: GenerationBody) -> GrammarSpec | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
-        return GrammarSpec("json_object")
+        return GrammarSpec("json_object", param="response_format")
     if wanted.type == "structural_tag":
-        return GrammarSpec("structural_tag", _encode(wanted.model_dump(exclude_none=True)))
-    schema = wanted.json_schema.schema_ if wanted.json_schema else None
-    return _json_schema({} if schema is None else schema, "response_format")
+        tag = _encode(wanted.model_dump(exclude_none=True))
+        return GrammarSpec("structural_tag", tag, "response_format")
+    named = wanted.json_schema
+    schema = {} if named is None or named.schema_ is None else named.schema_
+    strict = named is not None and named.strict is True
+    return json_schema_grammar(schema, "response_format", strict)
 
 
 def _structured(body: GenerationBody) -> list[tuple[str, GrammarSpec | None]]:
@@ -217,30 +221,37 @@ def _structured(body: GenerationBody) -> list[tuple[str, GrammarSpec | None]]:
     name = "structured_outputs"
     tag = wanted.structural_tag
     return [
-        (f"{name}.json", _json_schema(wanted.json_, name)),
+        (f"{name}.json", json_schema_grammar(wanted.json_, name)),
         (f"{name}.regex", _pattern("regex", wanted.regex, name)),
         (f"{name}.choice", _choice(wanted.choice, name)),
         (f"{name}.grammar", _pattern("grammar", wanted.grammar, name)),
-        (f"{name}.json_object", GrammarSpec("json_object") if wanted.json_object else None),
+        (
+            f"{name}.json_object",
+            GrammarSpec("json_object", param=name) if wanted.json_object else None,
+        ),
         (
             f"{name}.structural_tag",
             None
             if tag is None
-            else GrammarSpec("structural_tag", tag if isinstance(tag, str) else _encode(tag)),
+            else GrammarSpec("structural_tag", tag if isinstance(tag, str) else _encode(tag), name),
         ),
     ]
 
 
 def _guided(body: GenerationBody) -> list[tuple[str, GrammarSpec | None]]:
     return [
-        ("guided_json", _json_schema(body.guided_json, "guided_json")),
+        ("guided_json", json_schema_grammar(body.guided_json, "guided_json")),
         ("guided_regex", _pattern("regex", body.guided_regex, "guided_regex")),
         ("guided_choice", _choice(body.guided_choice, "guided_choice")),
         ("guided_grammar", _pattern("grammar", body.guided_grammar, "guided_grammar")),
     ]
 
 
-def _json_schema(schema: Any, param: str) -> GrammarSpec | None:
+def json_schema_grammar(schema: Any, param: str, strict: bool = True) -> GrammarSpec | None:
+    """The grammar of a schema, which may be JSON text. InvalidRequest if it cannot be enforced;
+
+    what cannot be is left out if not `strict`.
+    """
     if schema is None:
         return None
     if isinstance(schema, str):
@@ -252,13 +263,19 @@ def _json_schema(schema: Any, param: str) -> GrammarSpec | None:
         raise InvalidRequest(
             f"Invalid value for '{param}': a JSON schema is an object.", param, "invalid_value"
         )
-    return GrammarSpec("json_schema", _encode(schema))
+    try:
+        return GrammarSpec("json_schema", _encode(prepare_schema(schema, strict)), param)
+    except (SchemaError, RecursionError) as error:
+        why = str(error) if isinstance(error, SchemaError) else "it is nested too deep"
+        raise InvalidRequest(
+            f"Invalid schema for '{param}': {why}.", param, "invalid_value"
+        ) from None
 
 
 def _pattern(kind: str, value: str | None, param: str) -> GrammarSpec | None:
     if value == "":
         raise InvalidRequest(f"Invalid value for '{param}': it is empty.", param, "invalid_value")
-    return None if value is None else GrammarSpec(kind, value)
+    return None if value is None else GrammarSpec(kind, value, param)
 
 
 def _choice(choices: list[str] | None, param: str) -> GrammarSpec | None:
@@ -270,7 +287,7 @@ def _choice(choices: list[str] | None, param: str) -> GrammarSpec | None:
             param,
             "invalid_value",
         )
-    return GrammarSpec("choice", _encode(choices))
+    return GrammarSpec("choice", _encode(choices), param)
 
 
 def _encode(value: Any) -> str:

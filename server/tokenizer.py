@@ -105,6 +105,11 @@ class Tokenizer:
             return self.table[token_id]
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
+    def vocabulary(self) -> list[bytes]:
+        """What every token spells, in id order; empty for special tokens and EOS, for grammars."""
+        silent = self.special_ids | self.eos_ids
+        return [b"" if i in silent else self.token_bytes(i) for i in range(self.vocab_size)]
+
     def token_text(self, token_id: int) -> str:
         """One token alone as text, for logprobs; parts of a character become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...runner.messages import GrammarSpec
+from ..json_schema import prepare_schema
 from .base import Wait
 from .json_call import JsonToolParser
 
@@ -47,7 +48,8 @@ def forced_grammar(
     """The grammar of an answer that is calls and nothing else.
 
     With `name` it is that function's arguments; else a list of `{"name": …, "parameters": {…}}`,
-    of one call if not `parallel`. Raises KeyError if no tool has the name.
+    of one call if not `parallel`. Raises KeyError if no tool has the name, SchemaError if a
+    function's parameters cannot be enforced, though it is `strict`, or admit nothing.
     """
     functions = {f["name"]: f for f in (tool.get("function") or tool for tool in tools)}
     if name is not None:
@@ -67,12 +69,15 @@ def forced_grammar(
 
 
 def _spec(schema: Mapping[str, Any]) -> GrammarSpec:
-    return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False))
+    return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False), "tools")
 
 
 def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
     empty = {"type": "object", "properties": {}, "additionalProperties": False}
-    return copy.deepcopy(dict(function.get("parameters") or empty))
+    given = copy.deepcopy(dict(function.get("parameters") or empty))
+    prepared = prepare_schema(given, strict=function.get("strict") is True)
+    assert isinstance(prepared, dict)
+    return prepared
 
 
 def _call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:

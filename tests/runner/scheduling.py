@@ -83,6 +83,10 @@ class ParityBackend(GrammarBackend):
         self._at_once = at_once
         self._waiting: list[tuple[GrammarSpec, Future[GrammarMatcher]]] = []
         self.was_shut_down = False
+        self.is_prepared = False
+
+    def prepare(self) -> None:
+        self.is_prepared = True
 
     def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
         future: Future[GrammarMatcher] = Future()

@@ -1,0 +1,205 @@
+"""Prepares JSON schemas for the grammar compiler, which passes over what it cannot express.
+
+What can be said in other words is rewritten, always to a schema that admits no more than the given
+one; what cannot be enforced is refused, or, where the client asked for no guarantee, left out.
+Schemas are taken apart with a stack of our own: clients choose their depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+Schema = dict[str, Any]
+
+MAX_DEPTH = 200
+
+_NOTES = {
+    *("title", "description", "default", "examples", "example", "deprecated", "readOnly"),
+    *("writeOnly", "$comment", "$id", "$schema", "$defs", "definitions", "$anchor", "strict"),
+    *("discriminator", "contentEncoding", "contentMediaType", "nullable", "x-order"),
+}
+_UNENFORCED = {
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired"),
+    *("dependentSchemas", "dependencies", "uniqueItems", "$dynamicRef", "$recursiveRef"),
+}
+_TYPE_OF = {
+    **dict.fromkeys(
+        ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"), "number"
+    ),
+    **dict.fromkeys(("minLength", "maxLength", "pattern", "format"), "string"),
+    **dict.fromkeys(("items", "prefixItems", "minItems", "maxItems"), "array"),
+    **dict.fromkeys(("properties", "required", "patternProperties"), "object"),
+    **dict.fromkeys(("minProperties", "maxProperties"), "object"),
+}
+_CHOOSERS = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
+_MAPS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
+_SINGLE = ("items", "additionalProperties", "propertyNames", "unevaluatedItems")
+
+
+class SchemaError(ValueError):
+    """A schema that cannot be enforced, or that nothing satisfies; one sentence."""
+
+
+def prepare_schema(schema: Schema | bool, strict: bool) -> Schema | bool:
+    """The schema as the compiler can enforce it. SchemaError if it cannot, or nothing fits it.
+
+    Without `strict`, what cannot be enforced is left out.
+    """
+    if schema is False:
+        raise SchemaError("no value satisfies the schema false")
+    if schema is True:
+        return schema
+    root: dict[str, Any] = {"": schema}
+    stack: list[tuple[Any, Any, int]] = [(root, "", 0)]  # container, key, depth
+    while stack:
+        container, key, depth = stack.pop()
+        if not isinstance(container[key], dict):
+            continue
+        if depth > MAX_DEPTH:
+            raise SchemaError(f"it is nested more than {MAX_DEPTH} deep")
+        rewritten = container[key] = _rewritten(container[key], strict)
+        stack.extend((*place, depth + 1) for place in _places(rewritten))
+    prepared: Schema = root[""]
+    return prepared
+
+
+def _places(schema: Schema) -> Iterator[tuple[Any, Any]]:
+    """Where the schemas directly below are; containers are copies, so that they may be changed."""
+    for name in _MAPS:
+        if isinstance(schema.get(name), dict):
+            schema[name] = dict(schema[name])
+            yield from ((schema[name], key) for key in schema[name])
+    for name in _LISTS:
+        if isinstance(schema.get(name), list):
+            schema[name] = list(schema[name])
+            yield from ((schema[name], index) for index in range(len(schema[name])))
+    yield from ((schema, name) for name in _SINGLE if isinstance(schema.get(name), dict))
+
+
+def _rewritten(given: Schema, strict: bool) -> Schema:
+    schema = dict(given)
+    for rewrite in (_drop_unenforced, _merge_choosers, _filter_enum, _infer_type, _open_objects):
+        rewrite(schema, strict)
+    return schema
+
+
+def _refuse(schema: Schema, names: set[str], why: str, strict: bool) -> None:
+    if strict:
+        raise SchemaError(f"{' and '.join(map(repr, sorted(names)))} {why}")
+    for name in names:
+        del schema[name]
+
+
+def _drop_unenforced(schema: Schema, strict: bool) -> None:
+    found = {name for name in _UNENFORCED & schema.keys() if schema[name] is not False}
+    if found:
+        _refuse(schema, found, "cannot be enforced", strict)
+    lengths = {"minLength", "maxLength"} & schema.keys()
+    shape = {"pattern", "format"} & schema.keys()
+    if lengths and shape:
+        why = f"cannot be enforced together with {sorted(shape)[0]!r}"
+        _refuse(schema, lengths, why, strict)
+
+
+def _merge_choosers(schema: Schema, strict: bool) -> None:
+    """The compiler looks at one chooser alone: move what stands beside it into the branches."""
+    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
+        _merge_into(schema, schema.pop("allOf")[0], strict)
+    choosers = [name for name in _CHOOSERS if name in schema]
+    beside = schema.keys() - _NOTES - set(choosers)
+    if len(choosers) > 1:
+        _refuse(schema, set(choosers[1:]), f"cannot be enforced beside {choosers[0]!r}", strict)
+    chooser = choosers[0] if choosers else ""
+    if chooser == "allOf":
+        _refuse(schema, {"allOf"}, "can be enforced with one schema only", strict)
+    elif chooser in ("anyOf", "oneOf") and beside and isinstance(schema[chooser], list):
+        shared = {name: schema.pop(name) for name in beside}
+        schema[chooser] = [_merged(shared, branch, strict) for branch in schema[chooser]]
+    elif chooser == "$ref" and beside:
+        _refuse(schema, beside, "cannot be enforced beside '$ref'", strict)
+
+
+def _merge_into(schema: Schema, branch: Any, strict: bool) -> None:
+    schema.update(_merged({k: v for k, v in schema.items() if k not in _NOTES}, branch, strict))
+
+
+def _merged(shared: Schema, branch: Any, strict: bool) -> Any:
+    """A branch and what stood beside it, as one schema."""
+    if branch is True:
+        return shared
+    if not isinstance(branch, dict):
+        return branch
+    merged = {**shared, **branch}
+    for name in shared.keys() & branch.keys() - _NOTES:
+        ours, theirs = shared[name], branch[name]
+        if ours == theirs:
+            continue
+        if name == "required" and isinstance(ours, list) and isinstance(theirs, list):
+            merged[name] = [*ours, *(key for key in theirs if key not in ours)]
+        elif name == "properties" and not ours.keys() & theirs.keys():
+            merged[name] = {**ours, **theirs}
+        elif strict:
+            raise SchemaError(f"{name!r} cannot be enforced both beside and inside a choice")
+    return merged
+
+
+def _filter_enum(schema: Schema, strict: bool) -> None:
+    """Of listed values keep those of the right type; other limits on them are not looked at."""
+    name = next((name for name in ("enum", "const") if name in schema), None)
+    if name is None or (name == "enum" and not isinstance(schema["enum"], list)):
+        return
+    values = schema["enum"] if name == "enum" else [schema["const"]]
+    if "type" in schema:
+        kinds = schema.pop("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        if not all(kind in _IS for kind in kinds if isinstance(kind, str)):
+            raise SchemaError(f"{kinds[0]!r} is no type")
+        values = [v for v in values if any(_IS[k](v) for k in kinds if isinstance(k, str))]
+    if not values:
+        raise SchemaError(f"no value of {name!r} has the type that the schema asks for")
+    if name == "enum":
+        schema["enum"] = values
+    beside = schema.keys() - _NOTES - {name}
+    if beside:
+        _refuse(schema, beside, f"cannot be enforced beside {name!r}", strict)
+
+
+_IS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+    ),
+}
+
+
+def _infer_type(schema: Schema, strict: bool) -> None:
+    """A limit without a type binds that type alone; the compiler would pass over it."""
+    if "type" in schema or any(name in schema for name in _CHOOSERS):
+        return
+    kind = next((_TYPE_OF[name] for name in schema if name in _TYPE_OF), None)
+    if kind is not None:
+        schema["type"] = kind
+
+
+def _open_objects(schema: Schema, strict: bool) -> None:
+    """Objects admit what they list and no more, except where counts or names ask for more."""
+    if not {"minProperties", "maxProperties"}.isdisjoint(schema):
+        schema.setdefault("additionalProperties", True)
+    required, properties = schema.get("required"), schema.get("properties", {})
+    if not isinstance(required, list) or not isinstance(properties, dict):
+        return
+    missing = [name for name in required if isinstance(name, str) and name not in properties]
+    if not missing:
+        return
+    others = schema.get("additionalProperties", True)
+    if others is False and "patternProperties" not in schema:
+        raise SchemaError(f"{missing[0]!r} is required, but no such property is allowed")
+    named = others if isinstance(others, dict) else {}
+    schema["properties"] = {**properties, **dict.fromkeys(missing, named)}
