@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .device import use_triton
 
-_OUTSIDE = -2  # stands for "before the output" and "before the prediction", which match
+OUTSIDE = -2  # stands for "before the output" and "before the prediction", which match
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def ngram_scan_reference(
     back = torch.arange(1, max_n + 1, device=slots.device)  # [max_n]
     steps = torch.arange(num_drafts, device=slots.device)  # [K]
     suffix = tokens.gather(1, (length - back).clamp(min=0))  # [N, max_n], newest first
-    suffix = torch.where(back <= length, suffix, _OUTSIDE)
+    suffix = torch.where(back <= length, suffix, OUTSIDE)
 
     ends = torch.arange(tokens.shape[1], device=slots.device)  # a match ends before this index
     matched = torch.where(ends < length, _match_lengths(tokens, suffix, -1), 0)  # [N, S]
@@ -77,10 +77,10 @@ def ngram_scan_reference(
     if haystack.prediction_ids is not None and haystack.prediction_len is not None:
         predicted = haystack.prediction_ids[slots].long()  # [N, P]
         output_len = length - haystack.prompt_len[slots].long()[:, None]
-        suffix = torch.where(back <= output_len, suffix, _OUTSIDE)
+        suffix = torch.where(back <= output_len, suffix, OUTSIDE)
         ends = torch.arange(predicted.shape[1], device=slots.device)
         size = haystack.prediction_len[slots][:, None]
-        matched = torch.where(ends < size, _match_lengths(predicted, suffix, _OUTSIDE), 0)
+        matched = torch.where(ends < size, _match_lengths(predicted, suffix, OUTSIDE), 0)
         span = predicted.shape[1] + tokens.shape[1]
         end = (matched * span - (ends - output_len).abs()).argmax(1, keepdim=True)
         in_prediction = matched.gather(1, end)
@@ -128,9 +128,9 @@ def ngram_scan_cpu(
         size = 0 if haystack.prediction_len is None else int(haystack.prediction_len[slot])
         if size and haystack.prediction_ids is not None:
             prompt_len = int(haystack.prompt_len[slot])
-            text = np.full(max_n + size, _OUTSIDE, dtype=np.int32)
+            text = np.full(max_n + size, OUTSIDE, dtype=np.int32)
             text[max_n:] = haystack.prediction_ids[slot, :size].numpy()
-            suffix = np.full(max_n, _OUTSIDE, dtype=np.int32)
+            suffix = np.full(max_n, OUTSIDE, dtype=np.int32)
             output = tokens[prompt_len:][: -max_n - 1 : -1]
             suffix[: output.shape[0]] = output
             matched, ends = _longest_matches(text, suffix, max_n)
