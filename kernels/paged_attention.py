@@ -15,7 +15,8 @@ from torch import Tensor
 
 from .device import use_triton
 
-# Padding a request's keys by so many costs about as much as a separate attention call (CPU).
+# Padding a request's keys by so many costs about as much as a separate attention call (CPU); a
+# request with more keys than that attends alone, since gathering its pages would cost more.
 _CALL_OVERHEAD_KEYS = 300
 
 
@@ -164,7 +165,7 @@ def plan_attention(
             previous = query_start_loc[pending[-1] + 1] - query_start_loc[pending[-1]]
             count = len(pending)
             padding = (count + 1) * max(longest, seq_len) - count * longest - seq_len
-            if previous != query_len or padding > _CALL_OVERHEAD_KEYS:
+            if previous != query_len or max(padding, seq_len, longest) > _CALL_OVERHEAD_KEYS:
                 flush()
         longest = max(longest, seq_len) if pending else seq_len
         pending.append(row)
