@@ -9,25 +9,14 @@ start of the prediction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 from torch import Tensor
 
 from .device import use_triton
+from .haystack import OUTSIDE, Haystack
 
-OUTSIDE = -2  # stands for "before the output" and "before the prediction", which match
-
-
-@dataclass(frozen=True)
-class Haystack:
-    """The request rows to search; rows are slots."""
-
-    token_ids: Tensor  # [R, S] int32, prompt, then output
-    prompt_len: Tensor  # [R] int32
-    prediction_ids: Tensor | None = None  # [R, P] int32
-    prediction_len: Tensor | None = None  # [R] int64, 0 = no prediction
+__all__ = ["Haystack", "ngram_scan", "ngram_scan_cpu", "ngram_scan_reference"]
 
 
 def ngram_scan(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..ngram_scan import OUTSIDE, Haystack
+from ..haystack import OUTSIDE, Haystack
 
 BLOCK = 1024  # places looked at together
 

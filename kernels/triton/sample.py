@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import sample as reference
+from .. import random_streams as constants
 
 BLOCK = 4096  # tokens of one program
 
-_GOLDEN = tl.constexpr(reference.GOLDEN)
-_SECOND = tl.constexpr(reference.SECOND)
-_MULTIPLIER_1 = tl.constexpr(reference.MULTIPLIER_1)
-_MULTIPLIER_2 = tl.constexpr(reference.MULTIPLIER_2)
-_SCALE = tl.constexpr(reference.UNIFORM_SCALE)
+_GOLDEN = tl.constexpr(constants.GOLDEN)
+_SECOND = tl.constexpr(constants.SECOND)
+_MULTIPLIER_1 = tl.constexpr(constants.MULTIPLIER_1)
+_MULTIPLIER_2 = tl.constexpr(constants.MULTIPLIER_2)
+_SCALE = tl.constexpr(constants.UNIFORM_SCALE)
 
 
 @triton.jit

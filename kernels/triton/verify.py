@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .. import sample as streams
-from ..verify import VerifyRows
+from .. import random_streams as streams
+from ..verify_rows import VerifyRows
 from . import sample as noise
 from .sample import best_of, gumbel, log_1_minus, pick, row_key, uniform
 
