@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
-CODE := configs kernels runner server speculators tests
+CODE := configs examples kernels runner server speculators tests
 ARGS ?=
 
-.PHONY: serve test lint types pytest format setup setup-gpu clean
+.PHONY: serve test lint types pytest format docs setup setup-gpu clean
 
 serve: setup  ## start the server; flags: make serve ARGS="--port 9000"
 	@$(BIN)/slipstream serve $(ARGS)
@@ -29,6 +29,9 @@ pytest: setup
 format: setup  ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
+
+docs: setup  ## write the table of flags anew
+	$(BIN)/python -m slipstream.configs.load > docs/flags.md
 
 setup: $(STAMP)
 

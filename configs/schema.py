@@ -50,6 +50,9 @@ class ServerConfig:
     )
     log_format: str = option("text", "how log lines look", choices=("text", "json"))
     access_log: bool = option(False, "log one line per HTTP request")
+    otlp_traces_endpoint: str | None = option(
+        None, "URL that takes OTLP traces over HTTP (ends in /v1/traces); needs the extra otel"
+    )
 
 
 @dataclass(frozen=True)

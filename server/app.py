@@ -131,4 +131,10 @@ def _add_middleware(app: FastAPI, services: Services) -> None:
             allow_headers=["*"],
             expose_headers=["x-request-id", "retry-after"],
         )
+    if server.otlp_traces_endpoint:
+        from .tracing import Traces, start_tracing
+
+        name = services.model_names[0]
+        tracer = start_tracing(server.otlp_traces_endpoint, name, services.metrics)
+        app.add_middleware(Traces, tracer=tracer)
     app.add_middleware(RequestScope, metrics=services.metrics, log=server.access_log)

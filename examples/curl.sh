@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# The API with curl. SLIPSTREAM_URL and SLIPSTREAM_API_KEY say where, and with which key.
+set -euo pipefail
+url=${SLIPSTREAM_URL:-http://127.0.0.1:8000}
+call() {
+  curl --silent --show-error --fail-with-body --no-buffer \
+    --header "Authorization: Bearer ${SLIPSTREAM_API_KEY:-none}" --header 'Content-Type: application/json' "$@"
+}
+
+echo "# the models"
+call "$url/v1/models"
+
+echo; echo "# a chat, answered at once"
+call "$url/v1/chat/completions" --data '{
+  "model": "smollm2-135m",
+  "messages": [{"role": "user", "content": "What is the capital of France?"}],
+  "temperature": 0,
+  "max_tokens": 40
+}'
+
+echo; echo "# the same as a stream, with what it used at the end"
+call "$url/v1/chat/completions" --data '{
+  "model": "smollm2-135m",
+  "messages": [{"role": "user", "content": "What is the capital of France?"}],
+  "temperature": 0,
+  "max_tokens": 40,
+  "stream": true,
+  "stream_options": {"include_usage": true}
+}'
+
+echo "# a completion with the three likeliest tokens at each place"
+call "$url/v1/completions" --data '{
+  "model": "smollm2-135m",
+  "prompt": "1, 2, 3, 4,",
+  "temperature": 0,
+  "max_tokens": 6,
+  "logprobs": 3
+}'

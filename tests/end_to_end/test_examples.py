@@ -1,0 +1,66 @@
+"""Every file in examples/ runs as it stands against the real server."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .conftest import RunningServer, environment
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def output_of(server: RunningServer, *command: str) -> str:
+    done = subprocess.run(
+        command,
+        env={**environment(), "SLIPSTREAM_URL": server.url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_example_has_a_test() -> None:
+    shown = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
+    assert shown == {"curl.sh", "openai_sdk.py", "langchain_chat.py"}
+
+
+def test_curl(server: RunningServer) -> None:
+    parts = output_of(server, str(EXAMPLES / "curl.sh")).split("# ")[1:]
+    models, chat, stream, completion = (part.partition("\n")[2] for part in parts)
+    assert "smollm2-135m" in [model["id"] for model in json.loads(models)["data"]]
+    text = json.loads(chat)["choices"][0]["message"]["content"]
+    assert "Paris" in text
+    events = [line.removeprefix("data: ") for line in stream.split("\n\n") if line.strip()]
+    assert events.pop() == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    pieces = [choice["delta"].get("content") or "" for c in chunks for choice in c["choices"]]
+    assert "".join(pieces) == text
+    assert chunks[-1]["usage"]["completion_tokens"] > 0
+    choice = json.loads(completion)["choices"][0]
+    assert choice["text"].startswith(" 5, 6")
+    assert all(len(places) == 3 for places in choice["logprobs"]["top_logprobs"])
+
+
+def test_openai_sdk(server: RunningServer) -> None:
+    lines = output_of(server, sys.executable, str(EXAMPLES / "openai_sdk.py")).splitlines()
+    assert "Paris" in lines[0]
+    accepted = next(line for line in lines if line.startswith("predicted tokens accepted:"))
+    assert int(accepted.rpartition(" ")[2]) > 0
+    assert lines[-1] == "the same without speculation: True"
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("langchain_openai") is None, reason="langchain-openai is not installed"
+)
+def test_langchain(server: RunningServer) -> None:
+    lines = output_of(server, sys.executable, str(EXAMPLES / "langchain_chat.py")).splitlines()
+    assert "Paris" in lines[0]
+    assert lines[1:] == lines[:1]  # the stream says the same as the whole answer

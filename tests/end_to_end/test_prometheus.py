@@ -1,0 +1,178 @@
+"""A real Prometheus scrapes the real server; the board's and the alerts' expressions give data."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from openai import OpenAI
+
+from .conftest import RunningServer, free_port
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+BOARD = json.loads((CONFIGS / "grafana/dashboards/slipstream.json").read_text())
+ALERTS = CONFIGS / "prometheus/alerts.yml"
+MODEL = "smollm2-135m"
+# What Grafana fills in before it asks Prometheus.
+VARIABLES = {"$__rate_interval": "1m", "$__range": "5m", "$model_name": ".*", "$instance": ".*"}
+ROUNDS = 4
+
+
+def expressions() -> dict[str, str]:
+    """Panel and letter -> expression."""
+    found = {}
+    for panel in BOARD["panels"]:
+        for target in panel.get("targets", ()):
+            text = target["expr"]
+            for name, value in VARIABLES.items():
+                text = text.replace(name, value)
+            found[f"{panel['title']} {target['refId']}"] = text
+    return found
+
+
+class Prometheus:
+    """A running Prometheus and its HTTP API."""
+
+    def __init__(self, url: str) -> None:
+        self.api = httpx.Client(base_url=f"{url}/api/v1", timeout=10)
+
+    def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
+        """Labels and value of every series that the expression gives now."""
+        reply = self.api.get("/query", params={"query": expression}).json()
+        assert reply["status"] == "success", f"{expression}: {reply}"
+        return [(each["metric"], float(each["value"][1])) for each in reply["data"]["result"]]
+
+    def metric_names(self) -> set[str]:
+        """Every metric it has seen."""
+        return set(self.api.get("/label/__name__/values").json()["data"])
+
+    def rules(self) -> list[dict[str, Any]]:
+        """The alert rules as they stand."""
+        groups = self.api.get("/rules").json()["data"]["groups"]
+        return [rule for group in groups for rule in group["rules"]]
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if holds():
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"not in {seconds} s: {what}")
+
+
+def write_config(path: Path, server: RunningServer) -> None:
+    """The shipped configuration with another target and a scrape every second."""
+    config = yaml.safe_load((CONFIGS / "prometheus/prometheus.yml").read_text())
+    config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config["rule_files"] = [str(ALERTS)]
+    (job,) = config["scrape_configs"]
+    job["static_configs"] = [{"targets": [server.url.removeprefix("http://")]}]
+    path.write_text(yaml.safe_dump(config))
+
+
+def make_traffic(server: RunningServer, client: OpenAI) -> None:
+    """Some of everything that the board shows, over several scrapes."""
+    words = "red green blue yellow black white " * 5
+    for number in range(ROUNDS):
+        # Repeats itself, so there is something to draft; long enough to be found in the cache.
+        client.completions.create(
+            model=MODEL, prompt=f"Repeat: {words}", temperature=0, max_tokens=24
+        )
+        client.chat.completions.create(
+            model=MODEL, messages=[{"role": "user", "content": f"Say {number}."}], max_tokens=8
+        )
+        httpx.post(f"{server.url}/v1/completions", json={"model": "absent", "prompt": "x"})
+        time.sleep(1)
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    server: RunningServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    program = shutil.which("prometheus")
+    if program is None:
+        pytest.skip("prometheus is not installed (Debian: apt-get install prometheus)")
+    folder = tmp_path_factory.mktemp("prometheus")
+    write_config(folder / "prometheus.yml", server)
+    port = free_port()
+    command = [
+        program,
+        f"--config.file={folder / 'prometheus.yml'}",
+        f"--storage.tsdb.path={folder / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--log.level=warn",
+    ]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    found = Prometheus(f"http://127.0.0.1:{port}")
+    try:
+        # Counters that begin before the traffic: a rate needs a sample to grow from.
+        up = "slipstream:engine_up == 1"
+        wait_until(lambda: len(found.query(up)) == 1, (folder / "log").read_text())
+        with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
+            make_traffic(server, sdk)
+        yield found
+    finally:
+        found.api.close()
+        process.terminate()
+        process.wait(20)
+
+
+def data(prometheus: Prometheus, expression: str) -> list[float]:
+    return [value for _, value in prometheus.query(expression) if not math.isnan(value)]
+
+
+def test_every_panel_shows_data(prometheus: Prometheus) -> None:
+    empty = dict(expressions())
+
+    def all_found() -> bool:
+        for name in [name for name, text in empty.items() if data(prometheus, text)]:
+            del empty[name]
+        return not empty
+
+    wait_until(all_found, f"data for {sorted(empty)}")
+
+
+def test_the_panels_say_what_happened(prometheus: Prometheus) -> None:
+    board = expressions()
+    assert data(prometheus, board["Worker A"]) == [1.0]
+    assert 0 < data(prometheus, board["Acceptance rate A"])[0] <= 1
+    assert 1 < data(prometheus, board["Mean acceptance length A"])[0] <= 5
+    positions = prometheus.query(board["Acceptance by position A"])
+    assert {labels["position"] for labels, _ in positions} == {"0", "1", "2", "3"}
+    shares = [value for _, value in sorted(positions, key=lambda each: each[0]["position"])]
+    assert shares == sorted(shares, reverse=True) and shares[0] > 0
+    drafted, configured = (data(prometheus, board[f"Current K {letter}"])[0] for letter in "AB")
+    assert 0 < drafted <= configured == 4
+    assert 0 < data(prometheus, board["Prefix cache hit rate A"])[0] < 1
+    assert data(prometheus, board["Share of failed answers A"]) == [0.0]
+    answers = prometheus.query(board["HTTP answers a second A"])
+    routes = {(labels["handler"], labels["status"]) for labels, _ in answers}
+    assert {("/v1/completions", "200"), ("/v1/completions", "404")} <= routes
+
+
+def test_alert_rules_are_evaluated_on_metrics_that_exist(prometheus: Prometheus) -> None:
+    def evaluated() -> bool:
+        return all(rule["health"] == "ok" for rule in prometheus.rules())
+
+    wait_until(evaluated, str(prometheus.rules()))
+    rules = prometheus.rules()
+    named = yaml.safe_load(ALERTS.read_text())["groups"][0]["rules"]
+    assert {rule["name"] for rule in rules} == {rule["alert"] for rule in named}
+    assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
+    used = re.findall(r"slipstream:\w+", ALERTS.read_text() + json.dumps(BOARD))
+    assert set(used) <= prometheus.metric_names()
