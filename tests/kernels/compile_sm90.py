@@ -129,11 +129,35 @@ def batch() -> None:
     )
 
 
+def sampling() -> None:
+    from slipstream.kernels.ngram_scan import Haystack
+    from slipstream.kernels.verify import VerifyRows
+
+    logits, longs = t(8, 128256, dtype=torch.float32), t(8, dtype=I64)
+    ints, flags = t(8, dtype=I32), t(8, dtype=torch.bool)
+    module("sample").gumbel_sample(logits, longs, longs, 3)
+    module("sample").gumbel_sample(logits, longs, longs, longs, flags)
+    for q in (None, t(4, 3, 32000, dtype=torch.float32)):
+        keys = (longs, longs, flags, False, True, 4)
+        rows = VerifyRows(logits, longs, q, ints, ints, t(5, dtype=I32), *keys)
+        module("verify").rejection_sample(rows)
+    text = t(8, 4096, dtype=I32)
+    for prediction in ((None, None), (text, longs)):
+        haystack = Haystack(text, ints, *prediction)
+        module("ngram_scan").ngram_scan(haystack, longs, ints, 2, 4, 5)
+
+
+def experts() -> None:
+    for tokens in (1, 300):
+        ids, weights = t(tokens, 6, dtype=I64), t(tokens, 6, dtype=torch.float32)
+        module("moe").run_experts(t(tokens, 512), t(16, 256, 512), t(16, 512, 128), weights, ids)
+
+
 if __name__ == "__main__":
     original = JITFunction.run
     driver.set_active(NoDriver())
     JITFunction.run = compile_instead
-    for part in sys.argv[1:] or ["attention", "layers", "batch"]:
+    for part in sys.argv[1:] or ["attention", "layers", "batch", "sampling", "experts"]:
         globals()[part]()
     for name, count in done.items():
         print(name, count)

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for an H100 (sm_90a) and fits into its shared memory; no GPU needed."""
+"""Every Triton kernel compiles for an H100 (sm_90a) and fits its shared memory; no GPU needed."""
 
 from __future__ import annotations
 

@@ -1,0 +1,91 @@
+"""One rank of `test_data_parallel.py`, run as a process: random batches, collectives counted.
+
+Passes hold collectives that carry the padded size, as MoE layers do: a rank that ran one pass more,
+or another size, would hang or fail. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import hashlib
+import json
+import random
+import sys
+
+import torch
+import torch.distributed as dist
+
+from slipstream.configs.graphs import CUDAGraphMode
+from slipstream.runner.data_parallel import DataParallelSync
+from slipstream.runner.graph_dispatch import descriptors, dispatch
+
+DRAFTS = 3
+MAX_REQS, MAX_TOKENS, MAX_LEN = 8, 64, 200
+GRAPHS = descriptors(
+    CUDAGraphMode.FULL_AND_PIECEWISE, [1, DRAFTS + 1], (1, 2, 4, 8, 16, 32), MAX_REQS, MAX_TOKENS
+)
+DRAFT_GRAPHS = descriptors(CUDAGraphMode.FULL_DECODE_ONLY, [1], (1, 2, 4, 8), MAX_REQS, MAX_TOKENS)
+
+
+def next_batch(rng: random.Random, lens: list[int]) -> tuple[int, int, int | None]:
+    """A random step over requests that grow and end at MAX_LEN: (tokens, requests, uniform)."""
+    if rng.random() < 0.3:
+        return 0, 0, None  # idle
+    while len(lens) < rng.randint(1, MAX_REQS):
+        lens.append(rng.randint(1, MAX_LEN - 1))
+    query_lens = []
+    chunk = rng.random() < 0.2  # a prefill among them
+    for index, length in enumerate(lens):
+        wanted = rng.randint(1, 9) if chunk else DRAFTS + 1
+        query_lens.append(min(wanted, MAX_LEN - length))  # fewer drafts near the end
+        lens[index] += rng.randint(1, query_lens[-1])
+    lens[:] = [length for length in lens if length < MAX_LEN]
+    same = len(set(query_lens)) == 1 and not chunk
+    return sum(query_lens), len(query_lens), query_lens[0] if same else None
+
+
+def main(rank: int, size: int, rendezvous: str, steps: int) -> None:
+    timeout = datetime.timedelta(seconds=20)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout
+    )
+    sync = DataParallelSync(functools.partial(dispatch, GRAPHS), DRAFTS + 1, rank, size)
+    rng, lens = random.Random(1000 + rank), []
+    passes, modes, seen = 0, {mode.name: 0 for mode in CUDAGraphMode}, hashlib.sha256()
+
+    def run_pass(num_tokens: int) -> None:
+        """A pass with one MoE collective: the sum checks that all ranks sent as much."""
+        nonlocal passes
+        passes += 1
+        rows = torch.full((1,), num_tokens, dtype=torch.int64)
+        dist.all_reduce(rows)
+        expected = sum(agreement.num_tokens_across_dp) if target else num_tokens * size
+        assert int(rows) == expected, (int(rows), expected)
+
+    for _ in range(steps if rank or steps > 100 else steps + 1):  # a short run: rank 0 goes on
+        batch = next_batch(rng, lens)
+        agreement = sync.agree(*batch)
+        desc = agreement.descriptor
+        assert agreement.has_work or batch[0] == 0
+        if not agreement.has_work:
+            continue
+        assert desc.num_tokens >= batch[0]
+        assert agreement.num_tokens_across_dp[rank] == desc.num_tokens
+        modes[desc.mode.name] += 1
+        shared = (desc.mode.name, agreement.num_tokens_across_dp, agreement.num_draft_reqs)
+        seen.update(repr(shared).encode())
+        target = True
+        run_pass(desc.num_tokens)  # target
+        target = False
+        draft = dispatch(DRAFT_GRAPHS, agreement.num_draft_reqs, agreement.num_draft_reqs, 1)
+        run_pass(draft.num_tokens)  # one draft decode stands for all of them
+    dist.barrier()
+    print(json.dumps({
+        "exchanges": sync.num_exchanges, "passes": passes, "modes": modes, "seen": seen.hexdigest()
+    }))  # fmt: skip
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
