@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
-from scipy.stats import chisquare
 from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
@@ -31,10 +30,15 @@ class Table:
     draft_logits: Tensor | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[tuple[SamplingParams, list[int], list[int]]], vocab_size: int):
+    def of(
+        cls,
+        requests: Sequence[tuple[SamplingParams, list[int], list[int]]],
+        vocab_size: int,
+        device: torch.device = CPU,
+    ):
         """One slot per (params, prompt, output so far)."""
         count = len(requests)
-        state = SamplingState(count, vocab_size, CPU)
+        state = SamplingState(count, vocab_size, device)
         tokens = torch.full((count, 128), 3, dtype=torch.int32)
         for slot, (params, prompt, output) in enumerate(requests):
             state.set_request(slot, params, prompt, output)
@@ -42,7 +46,8 @@ class Table:
             tokens[slot, : len(known)] = torch.tensor(known)
         prompts = torch.tensor([len(prompt) for _, prompt, _ in requests], dtype=torch.int32)
         total = torch.tensor([len(p) + len(o) for _, p, o in requests], dtype=torch.int32)
-        return cls(tokens, prompts, total.clone(), total, state)
+        columns = (tokens, prompts, total.clone(), total)
+        return cls(*(column.to(device) for column in columns), state)
 
     @classmethod
     def repeated(
@@ -107,6 +112,12 @@ def rows_of(
         seq_lens=table.total_len[slot_ids.long()] + counts.int() - 1,
         max_num_drafts=max_num_drafts,
     )
+
+
+def rows_on(rows: SamplingRows, device: torch.device) -> SamplingRows:
+    """The same step with its tensors elsewhere."""
+    moved = {k: v.to(device) for k, v in vars(rows).items() if isinstance(v, Tensor)}
+    return replace(rows, **moved)
 
 
 def uniform_rows(table: Table, drafts: Tensor) -> SamplingRows:
@@ -185,6 +196,8 @@ def expected_distribution(
 
 def assert_law(tokens: np.ndarray | Tensor, probs: np.ndarray, limit: float = 1e-4) -> None:
     """Chi-square of drawn tokens against `probs`; tokens of probability 0 must not occur."""
+    from scipy.stats import chisquare
+
     counts = np.bincount(np.asarray(tokens), minlength=len(probs))
     total = counts.sum()
     assert total > 300, "too few draws to tell"
