@@ -95,7 +95,9 @@ class Target:
             self._forward_into_outputs(desc.num_tokens, self.build_attention(batch))
 
         assert self._graphs is not None
-        if desc.mode is CUDAGraphMode.FULL:
+        if desc.mode is CUDAGraphMode.FULL and not state.can_replay:
+            self._forward_into_outputs(desc.num_tokens, state)
+        elif desc.mode is CUDAGraphMode.FULL:
             self._graphs.run_fullgraph(desc, eager)
         else:
             self._graphs.run_piecewise(desc, state, batch.num_tokens, eager)

@@ -172,7 +172,8 @@ class AttentionState:
     @property
     def can_replay(self) -> bool:
         """False if the step must run eagerly although its descriptor is FULL."""
-        return all(metadata.can_replay for metadata in self.metadata)
+        # A group of which a drafter uses no layer has no metadata.
+        return all(one.can_replay for one in self.metadata if one is not None)
 
     def attend(
         self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None

@@ -46,7 +46,7 @@ def next_batch(rng: random.Random, lens: list[int]) -> tuple[int, int, int | Non
 
 
 def main(rank: int, size: int, rendezvous: str, steps: int) -> None:
-    timeout = datetime.timedelta(seconds=20)
+    timeout = datetime.timedelta(seconds=20 if steps > 100 else 6)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout
     )
