@@ -10,12 +10,13 @@ RUN apt-get update \
  && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
  && rm -rf /var/lib/apt/lists/*
 
-# Triton and FlashInfer compile kernels when they are first used: with gcc, Python's headers and nvcc.
+# Triton compiles what starts its kernels when they are first used: with gcc and Python's headers. For
+# `--attention-backend flashinfer`, which compiles with nvcc, build with
+# --build-arg CUDA_BASE=docker.io/nvidia/cuda:13.0.0-devel-ubuntu24.04
 FROM ${CUDA_BASE} AS cuda-system
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends \
-      ca-certificates gcc g++ libc6-dev ninja-build python3 python3-dev python3-venv \
-      cuda-minimal-build-13-0 libcurand-dev-13-0 \
+      ca-certificates gcc libc6-dev python3 python3-dev python3-venv \
  && rm -rf /var/lib/apt/lists/*
 
 # ---- our own wheel, and the list of what it needs -----------------------------------------------

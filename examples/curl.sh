@@ -36,3 +36,27 @@ call "$url/v1/completions" --data '{
   "max_tokens": 6,
   "logprobs": 3
 }'
+
+echo; echo "# an answer that fits a schema"
+call "$url/v1/chat/completions" --data '{
+  "model": "smollm2-135m",
+  "messages": [{"role": "user", "content": "Name a city and its country."}],
+  "temperature": 0,
+  "max_tokens": 80,
+  "response_format": {
+    "type": "json_schema",
+    "json_schema": {
+      "name": "city",
+      "strict": true,
+      "schema": {
+        "type": "object",
+        "properties": {
+          "city": {"type": "string", "maxLength": 30},
+          "country": {"enum": ["France", "Japan", "Peru"]}
+        },
+        "required": ["city", "country"],
+        "additionalProperties": false
+      }
+    }
+  }
+}'

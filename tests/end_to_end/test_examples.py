@@ -34,7 +34,7 @@ def test_every_example_has_a_test() -> None:
 
 def test_curl(server: RunningServer) -> None:
     parts = output_of(server, str(EXAMPLES / "curl.sh")).split("# ")[1:]
-    models, chat, stream, completion = (part.partition("\n")[2] for part in parts)
+    models, chat, stream, completion, schema = (part.partition("\n")[2] for part in parts)
     assert "smollm2-135m" in [model["id"] for model in json.loads(models)["data"]]
     text = json.loads(chat)["choices"][0]["message"]["content"]
     assert "Paris" in text
@@ -47,6 +47,8 @@ def test_curl(server: RunningServer) -> None:
     choice = json.loads(completion)["choices"][0]
     assert choice["text"].startswith(" 5, 6")
     assert all(len(places) == 3 for places in choice["logprobs"]["top_logprobs"])
+    city = json.loads(json.loads(schema)["choices"][0]["message"]["content"])
+    assert city["country"] in ("France", "Japan", "Peru") and len(city["city"]) <= 30
 
 
 def test_openai_sdk(server: RunningServer) -> None:

@@ -1,0 +1,114 @@
+"""The documentation says what the code does: flags, routes, metrics, alerts, parsers, links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from slipstream.configs.load import flag_table
+from slipstream.configs.speculative import METHODS
+from slipstream.server.metrics import Metrics
+from slipstream.server.middleware import OPEN_PATHS
+from slipstream.server.openai_types.chat import ChatCompletionRequest
+from slipstream.server.openai_types.completions import CompletionRequest
+from slipstream.server.reasoning import REASONING_PARSERS
+from slipstream.server.tool_parsers import TOOL_PARSERS
+
+from ..server.api_fakes import ScriptedEngine, make_app
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+
+
+def page(name: str) -> str:
+    return (DOCS / f"{name}.md").read_text()
+
+
+def first_cells(text: str) -> list[str]:
+    """The first cell of every table row."""
+    return [line.split("|")[1].strip() for line in text.splitlines() if line.startswith("| ")]
+
+
+def code(text: str) -> set[str]:
+    """What stands between back-ticks in a line."""
+    return set(re.findall(r"`([^`\n]+)`", re.sub(r"(?ms)^```.*?^```", "", text)))
+
+
+def test_the_table_of_flags_is_the_generated_one() -> None:
+    assert page("flags") == flag_table(), "run `make docs`"
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), f"{path.name} links to {target}"
+
+
+def test_the_index_lists_every_page() -> None:
+    listed = set(re.findall(r"\]\(([\w]+\.md)\)", page("README")))
+    assert listed == {path.name for path in DOCS.glob("*.md")} - {"README.md"}
+
+
+def test_every_route_is_described() -> None:
+    described = set()
+    for cell in first_cells(page("api")):
+        described |= {tuple(entry.split()) for entry in code(cell) if " /" in entry}
+    served = set()
+    routes = list(make_app(ScriptedEngine()).routes)
+    for route in routes:
+        routes += getattr(getattr(route, "original_router", None), "routes", ())
+        path = re.sub(r":\w+}", "}", getattr(route, "path", ""))
+        for method in getattr(route, "methods", None) or ():
+            if method != "HEAD" and not path.startswith(("/v1/responses/", "/docs/")):
+                served.add((method, path))
+    assert described == served
+
+
+def test_every_parameter_is_described() -> None:
+    described: set[str] = set()
+    for cell in first_cells(page("api")):
+        described |= code(cell)
+    for model in (ChatCompletionRequest, CompletionRequest):
+        missing = set(model.model_fields) - described - {"modalities"}
+        assert not missing, f"{model.__name__}: {sorted(missing)}"
+
+
+def test_every_parser_and_method_is_named() -> None:
+    assert {*TOOL_PARSERS, *REASONING_PARSERS} <= code(page("api"))
+    assert {method for method in METHODS if method != "off"} <= code(page("speculation"))
+    assert all(path in code(page("api")) for path in OPEN_PATHS)
+
+
+def test_the_table_of_metrics_is_complete() -> None:
+    exposed = set()
+    for family in text_string_to_metric_families(Metrics("slipstream", "m").text().decode()):
+        if not family.name.endswith("_created"):
+            exposed.add(family.name + ("_total" if family.type == "counter" else ""))
+    cells = [code(cell) for cell in first_cells(page("metrics"))]
+    described = {name for cell in cells for name in cell if name.startswith("slipstream:")}
+    assert described == exposed
+
+
+def test_every_alert_is_described() -> None:
+    rules = yaml.safe_load((ROOT / "configs/prometheus/alerts.yml").read_text())
+    named = {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
+    assert named == {name for name in code(page("metrics")) if name.startswith("Slipstream")}
+
+
+def test_flags_that_pages_mention_exist() -> None:
+    known = code(flag_table())
+    words = {word.split()[0] for word in known}
+    elsewhere = {  # Docker's, pip's, make's
+        *("--build-arg", "--target", "--tag", "--rm", "--init", "--gpus", "--ipc", "--publish"),
+        *("--volume", "--read-only", "--tmpfs", "--cap-drop", "--health-cmd", "--env", "--build"),
+        *("--help", "--flag", "--no-flag"),
+    }
+    for path in DOCS.glob("*.md"):
+        for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()):
+            assert flag in words | elsewhere, f"{path.name} mentions {flag}"

@@ -1,0 +1,195 @@
+"""Dockerfile, compose files, alerts and board agree with each other and with the repository."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from slipstream.configs.schema import ServerConfig
+
+ROOT = Path(__file__).parents[2]
+COMPOSE = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
+FOLDERS = sorted(path.name for path in (ROOT / ".src/slipstream").iterdir() if path.is_symlink())
+
+
+def instructions() -> list[tuple[str, str]]:
+    """The Dockerfile as (instruction, rest), continued lines joined."""
+    text = "\n".join(
+        line for line in (ROOT / "Dockerfile").read_text().splitlines() if not line.startswith("#")
+    )
+    lines = re.sub(r"\\\n\s*", "", text).splitlines()
+    parts = [line.strip().split(None, 1) for line in lines if line.strip()]
+    return [(part[0], part[1] if len(part) > 1 else "") for part in parts]
+
+
+def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """Stage -> (what it is built on, its instructions), in order."""
+    found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
+    name = ""
+    for instruction, rest in instructions():
+        if instruction == "FROM":
+            match = re.fullmatch(r"(\S+) AS (\S+)", rest)
+            assert match, f"a stage without a name: FROM {rest}"
+            name = match[2]
+            assert name not in found
+            found[name] = (match[1], [])
+        elif name:
+            found[name][1].append((instruction, rest))
+    return found
+
+
+def ignored(path: str) -> bool:
+    """Whether .dockerignore leaves a top-level name out."""
+    out = False
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        pattern = line.strip()
+        if pattern and not pattern.startswith("#"):
+            keep = pattern.startswith("!")
+            if fnmatch.fnmatch(path, pattern.lstrip("!")):
+                out = not keep
+    return out
+
+
+def test_stages_stand_on_earlier_stages_or_named_bases() -> None:
+    arguments = {
+        rest.partition("=")[0] for instruction, rest in instructions() if instruction == "ARG"
+    }
+    earlier: list[str] = []
+    for name, (base, steps) in stages().items():
+        variable = re.fullmatch(r"\$\{(\w+)\}", base)
+        assert base in earlier or (variable and variable[1] in arguments), f"{name}: {base}"
+        for instruction, rest in steps:
+            if instruction == "COPY" and (match := re.search(r"--from=(\S+)", rest)):
+                assert match[1] in earlier, f"{name}: COPY {rest}"
+        earlier.append(name)
+    assert earlier[-1] == "cpu"  # what `docker build .` makes
+
+
+def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
+    copied = set()
+    for _, steps in stages().values():
+        for instruction, rest in steps:
+            if instruction != "COPY" or "--from=" in rest:
+                continue
+            for source in shlex.split(rest)[:-1]:
+                assert (ROOT / source).exists(), source
+                assert not ignored(source.strip("/").split("/")[0]), source
+                copied.add(source.strip("/"))
+    assert {".src", *FOLDERS} <= copied
+    assert ignored("docs") and ignored("tests") and ignored(".venv") and ignored(".git")
+
+
+def test_the_pins_that_steps_look_up_exist() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    looked_up = re.findall(r"grep '(\^[^']+)' (\S+?\.txt)", text)
+    assert looked_up
+    for pattern, file in looked_up:
+        lines = (ROOT / file).read_text().splitlines()
+        assert sum(bool(re.match(pattern, line)) for line in lines) == 1, f"{pattern} in {file}"
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_an_image_runs_as_a_user_and_reports_its_health(name: str) -> None:
+    base, steps = stages()[name]
+    assert base == f"{name}-system"
+    found = dict(steps)
+    assert int(found["USER"]) > 0
+    assert "PYTHONSAFEPATH=1" in found["ENV"] and "SLIPSTREAM_HOST=0.0.0.0" in found["ENV"]
+    check = json.loads(found["HEALTHCHECK"].partition("CMD ")[2])
+    assert "/ready" in check[-1]
+    compile(check[-1], "HEALTHCHECK", "exec")
+    assert json.loads(found["ENTRYPOINT"]) == ["slipstream"]
+    assert found["STOPSIGNAL"] == "SIGTERM"
+    order = [instruction for instruction, _ in steps]
+    assert order.index("COPY") < order.index("USER")  # the code belongs to root
+
+
+def bind_mounts(service: dict[str, Any]) -> dict[str, str]:
+    """Path in the container -> path in the repository."""
+    pairs = [volume.split(":") for volume in service["volumes"]]
+    return {target[0]: source for source, *target in pairs if source.startswith("./")}
+
+
+def test_compose_has_the_services_and_their_files() -> None:
+    services = COMPOSE["services"]
+    assert set(services) == {"slipstream", "prometheus", "grafana"}
+    assert services["slipstream"]["build"]["target"] in stages()
+    for service in services.values():
+        assert all((ROOT / source).exists() for source in bind_mounts(service).values())
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+        named = [v.split(":")[0] for v in service["volumes"] if not v.startswith("./")]
+        assert set(named) <= set(COMPOSE["volumes"])
+    grace = int(services["slipstream"]["stop_grace_period"].rstrip("s"))
+    assert grace > ServerConfig().drain_timeout
+    cuda = yaml.safe_load((ROOT / "docker-compose.cuda.yml").read_text())["services"]["slipstream"]
+    assert cuda["build"]["target"] == "cuda"
+
+
+def test_prometheus_and_grafana_find_what_they_are_pointed_at() -> None:
+    services = COMPOSE["services"]
+    config = yaml.safe_load((ROOT / "configs/prometheus/prometheus.yml").read_text())
+    (job,) = config["scrape_configs"]
+    host, port = job["static_configs"][0]["targets"][0].split(":")
+    assert host in services and int(port) == ServerConfig().port
+    for file in config["rule_files"]:
+        assert (ROOT / "configs/prometheus" / file).exists()
+    folder = ROOT / "configs/grafana"
+    source = yaml.safe_load((folder / "provisioning/datasources/prometheus.yml").read_text())
+    assert re.fullmatch(r"http://(\w+):9090", source["datasources"][0]["url"])[1] in services  # type: ignore[index]
+    provider = yaml.safe_load((folder / "provisioning/dashboards/slipstream.yml").read_text())
+    path = provider["providers"][0]["options"]["path"]
+    assert (ROOT / bind_mounts(services["grafana"])[path] / "slipstream.json").exists()
+    home = services["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert Path(home).parent == Path(path)
+
+
+def test_the_board_is_whole() -> None:
+    board = json.loads((ROOT / "configs/grafana/dashboards/slipstream.json").read_text())
+    panels = board["panels"]
+    assert len({panel["id"] for panel in panels}) == len(panels)
+    variables = {variable["name"] for variable in board["templating"]["list"]}
+    text = json.dumps(panels)
+    used = set(re.findall(r"\$\{?(\w+)", text)) - {"__rate_interval", "__range"}
+    assert used == variables
+    taken = set()
+    for panel in panels:
+        at = panel["gridPos"]
+        cells = {(at["x"] + i, at["y"] + j) for i in range(at["w"]) for j in range(at["h"])}
+        assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
+        taken |= cells
+        assert panel["type"] == "row" or (panel["targets"] and panel["description"])
+
+
+@pytest.mark.skipif(
+    shutil.which("promtool") is None,
+    reason="promtool is not installed (Debian: apt-get install prometheus)",
+)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "config", "configs/prometheus/prometheus.yml"),
+        ("check", "rules", "configs/prometheus/alerts.yml"),
+        ("test", "rules", "tests/deployment/alerts_test.yml"),
+    ],
+    ids=lambda arguments: " ".join(arguments[:2]),
+)
+def test_promtool(arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        ["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_script_that_builds_the_image_is_a_shell_script() -> None:
+    script = ROOT / "tests/deployment/build_rootfs.sh"
+    assert script.stat().st_mode & 0o111
+    assert subprocess.run(["bash", "-n", script]).returncode == 0
