@@ -38,11 +38,10 @@ def byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
         vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""
     )
     tokenizer = Tokenizer(model)
-    split = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
     if metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        split = pre_tokenizers.Sequence([digits, split])
-    tokenizer.pre_tokenizer = split
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
     tokenizer.decoder = decoders.ByteLevel()
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     special = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]

@@ -21,7 +21,7 @@ DRAFT_VOCAB, VOCAB = 24, 61
 Weights = dict[str, Tensor]
 
 
-def head_weights(eagle3: bool, seed: int = 1, width: int = H) -> Weights:
+def head_weights(eagle3: bool, seed: int = 1, width: int = H, vocab_size: int = VOCAB) -> Weights:
     """Random weights under SafeAILab's names; EAGLE-3 with a draft vocabulary."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -42,8 +42,8 @@ def head_weights(eagle3: bool, seed: int = 1, width: int = H) -> Weights:
         "fc.weight": normal(width, 3 * H if eagle3 else 2 * H),
     }
     if eagle3:
-        ids = torch.randperm(VOCAB, generator=generator)[:DRAFT_VOCAB].sort().values
-        has_id = torch.zeros(VOCAB, dtype=torch.bool)
+        ids = torch.randperm(vocab_size, generator=generator)[:DRAFT_VOCAB].sort().values
+        has_id = torch.zeros(vocab_size, dtype=torch.bool)
         has_id[ids] = True
         weights |= {
             "midlayer.hidden_norm.weight": 1 + normal(width),

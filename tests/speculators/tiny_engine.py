@@ -23,12 +23,19 @@ from slipstream.runner.messages import AddRequest, SamplingParams, StepOutputs
 VOCAB, MAX_LEN = 61, 128
 
 
-def save_llama(folder: Path, seed: int = 0, layers: int = 8, std: float = 0.4) -> Path:
+def save_llama(
+    folder: Path,
+    seed: int = 0,
+    layers: int = 8,
+    std: float = 0.4,
+    vocab_size: int = VOCAB,
+    max_len: int = MAX_LEN,
+) -> Path:
     """A tiny Llama whose argmax is rarely a near-tie; returns its folder."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=MAX_LEN,
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=max_len,
         initializer_range=std, tie_word_embeddings=False, eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
