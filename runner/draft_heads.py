@@ -1,7 +1,8 @@
-"""Loads draft heads (EAGLE-1, EAGLE-3): finds the checkpoint, reads its config."""
+"""Loads draft heads: finds the checkpoint, reads its config, fills the model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,7 @@ from .weights import (
     load_random,
     make_hf_config,
     open_checkpoint,
+    resolve_model,
 )
 
 
@@ -27,12 +29,24 @@ class HeadHost(Protocol):
     device: torch.device
     max_model_len: int
     target_model: Any
+    target_resolved: ResolvedModel | None  # where the target came from
 
 
 def load_head(
     kind: str, speculative: SpeculativeConfig, host: HeadHost, layer_id: int
 ) -> nn.Module:
-    """Build and fill the head of `kind` ("eagle", "eagle3"); its first layer has id `layer_id`."""
+    """Build and fill the head of `kind`; its first layer has id `layer_id`."""
+    loaders = {"mtp": _load_mtp}
+    if kind in loaders:
+        return loaders[kind](speculative, host, layer_id)
+    if kind in ("eagle", "eagle3"):
+        return _load_eagle(kind, speculative, host, layer_id)
+    raise ModelLoadError(f"there is no draft head of kind {kind!r}.")
+
+
+def _load_eagle(
+    kind: str, speculative: SpeculativeConfig, host: HeadHost, layer_id: int
+) -> nn.Module:
     from .models.draft_config import read_draft_config
 
     if speculative.model is None:
@@ -68,12 +82,64 @@ def load_head(
         from .models.eagle import EagleHead
 
         model = EagleHead(*args)
-    dummy = speculative.load_format == "dummy"
-    if dummy:
-        load_random(model.checkpoint_slots(), host.device, seed=1)
-    else:
-        resolved = ResolvedModel(path, "safetensors", config)
-        checkpoint = open_checkpoint(resolved)
-        load_checkpoint(model.checkpoint_slots(), checkpoint, model.checkpoint_name, str(path))
-    model.finish_loading(dummy)
+    _fill(model, ResolvedModel(path, _kind(speculative), config), host.device)
     return model  # type: ignore[no-any-return]
+
+
+def _load_mtp(speculative: SpeculativeConfig, host: HeadHost, layer_id: int) -> nn.Module:
+    """DeepSeek's module, from the target's checkpoint or from a folder of its own."""
+    from .models.deepseek_mtp import DeepseekMtpHead, module_index
+
+    target = host.target_model
+    if target.config.model_type != "deepseek_v3":
+        raise ModelLoadError(
+            "speculative method mtp needs a DeepSeek V3 target, but this one is "
+            f"{target.config.model_type}."
+        )
+    source = _own_or_target(speculative, host)
+    names: list[str] = []
+    if source.kind != "dummy":
+        names = open_checkpoint(source).names
+    index = module_index(names, target.config.num_hidden_layers)
+    model = DeepseekMtpHead(
+        source.text_config,
+        target.format,
+        target,
+        host.max_model_len,
+        index,
+        layer_id,
+        speculative.mtp_feedback == "post_norm",
+    )
+    # Behind the target's layers stand the target's own: only this module is read.
+    _fill(model, source, host.device, only=model.prefix if index else "")
+    return model
+
+
+def _kind(speculative: SpeculativeConfig) -> str:
+    return "dummy" if speculative.load_format == "dummy" else "safetensors"
+
+
+def _own_or_target(speculative: SpeculativeConfig, host: HeadHost) -> ResolvedModel:
+    """The drafter's folder if one is named, else the target's."""
+    if speculative.model is not None:
+        source = ModelConfig(model=speculative.model, load_format=speculative.load_format)
+        return resolve_model(source, check_architecture=False)
+    if host.target_resolved is None:
+        raise ModelLoadError(f"speculative method {speculative.method} needs a model.")
+    if speculative.load_format == "dummy":
+        return replace(host.target_resolved, kind="dummy")
+    return host.target_resolved
+
+
+def _fill(model: Any, source: ResolvedModel, device: torch.device, only: str = "") -> None:
+    """Load the tensors whose names start with `only`, each exactly once; or random ones."""
+    dummy = source.kind == "dummy"
+    if dummy:
+        load_random(model.checkpoint_slots(), device, seed=source.seed + 1)
+    else:
+        checkpoint = open_checkpoint(source)
+        checkpoint.names = [name for name in checkpoint.names if name.startswith(only)]
+        load_checkpoint(
+            model.checkpoint_slots(), checkpoint, model.checkpoint_name, str(source.path)
+        )
+    model.finish_loading(dummy)

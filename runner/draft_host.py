@@ -27,6 +27,7 @@ from .cuda_graphs import CudaGraphManager, ProgressFn
 from .graph_capture import GraphPool
 from .graph_dispatch import GraphRole, resolve_mode
 from .kv_cache import KVCache
+from .weights import ResolvedModel
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class DraftModelHost:
         num_target_layers: int,
         dtype_name: str,
         graphs: GraphSettings | None,
+        target_resolved: ResolvedModel | None = None,
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -64,6 +66,7 @@ class DraftModelHost:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.target_model = target_model
+        self.target_resolved = target_resolved  # some targets bring their drafter along
         self.draft_layers: list[AttentionLayer] = []
         self._next_layer_id = num_target_layers
         self._dtype_name = dtype_name

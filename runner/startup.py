@@ -98,8 +98,9 @@ class _Assembly:
             layers = [*self.model.attention_layers(), *host.draft_layers]
             groups = make_groups(layers)
             backend = choose_backend(config.graph.attention_backend, layers, self.device)
+            self.block_size = backend.block_size(config.cache.block_size)
             builders = [self._builder(backend, group.layers) for group in groups]
-            max_blocks = [-(-self.max_model_len // config.cache.block_size) for _ in groups]
+            max_blocks = [-(-self.max_model_len // self.block_size) for _ in groups]
             buffers = self._buffers(needs, max_blocks)
             manager, mode = self._graph_manager(builders, needs)
             cache = self._kv_cache(groups, builders, buffers, manager, needs)
@@ -180,6 +181,7 @@ class _Assembly:
             # KV groups are shared, so a drafter on a GPU takes the target's number format.
             self.config.model.dtype if self.device.type == "cpu" else dtype_name(self.format.dtype),
             self.graphs,
+            self.resolved,
         )
 
     def _builder(
@@ -187,7 +189,7 @@ class _Assembly:
     ) -> AttentionBuilder:
         return backend.create_builder(
             layers,
-            self.config.cache.block_size,
+            self.block_size,
             self.max_num_reqs,
             self.max_num_tokens,
             self.max_model_len,
@@ -201,7 +203,7 @@ class _Assembly:
             self.max_num_tokens,
             self.max_model_len,
             needs.num_speculative_tokens,
-            [self.config.cache.block_size] * len(max_blocks),
+            [self.block_size] * len(max_blocks),
             max_blocks,
             self.device,
         )
@@ -257,7 +259,7 @@ class _Assembly:
         manager: CudaGraphManager | None,
         needs: SpeculatorNeeds,
     ) -> KVCache:
-        size, dtype = self.config.cache.block_size, self.format.dtype
+        size, dtype = self.block_size, self.format.dtype
 
         def small_target() -> Target:
             cache = KVCache(groups, 2, size, dtype, self.device)

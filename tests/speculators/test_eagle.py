@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.models.draft_config import choose_boundaries
-from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
-from slipstream.speculators.base import DraftInputs
 
 from .eagle_oracle import VOCAB, HeadOracle, head_weights, save_head
+from .recorded_proposals import Proposals, recorded_proposals
 from .tiny_engine import TinyEngine, prompts, save_llama
 
 K = 3
-Proposals = list[tuple[list[int], list[int]]]  # (known tokens, drafts)
 
 
 @pytest.fixture(scope="module")
@@ -28,23 +25,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def proposals(monkeypatch: pytest.MonkeyPatch) -> Iterator[Proposals]:
-    """Every proposal that follows a sampled token, as it is made."""
-    seen: Proposals = []
-    propose: Callable[..., Tensor] = AutoRegressiveSpeculator.propose
-
-    def recording(self: AutoRegressiveSpeculator, inputs: DraftInputs) -> Tensor:
-        drafts = propose(self, inputs)
-        for row in range(inputs.num_reqs):
-            slot = int(inputs.idx_mapping[row])
-            if int(inputs.num_sampled[row]):
-                known = int(inputs.requests.total_len[slot])
-                tokens = inputs.requests.all_token_ids[slot, :known].tolist()
-                seen.append((tokens, drafts[row].tolist()))
-        return drafts
-
-    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", recording)
-    yield seen
+def proposals() -> Iterator[Proposals]:
+    with recorded_proposals() as seen:
+        yield seen
 
 
 def speculative(folder: Path, method: str, **changes: object) -> SpeculativeConfig:
