@@ -66,7 +66,6 @@ def create_app(
     app = FastAPI(
         title="Slipstream",
         version=version(),
-        root_path=config.server.root_path,
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -137,4 +136,9 @@ def _add_middleware(app: FastAPI, services: Services) -> None:
         name = services.model_names[0]
         tracer = start_tracing(server.otlp_traces_endpoint, name, services.metrics)
         app.add_middleware(Traces, tracer=tracer)
-    app.add_middleware(RequestScope, metrics=services.metrics, log=server.access_log)
+    app.add_middleware(
+        RequestScope,
+        metrics=services.metrics,
+        log=server.access_log,
+        root_path=server.root_path.rstrip("/"),
+    )

@@ -28,18 +28,26 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestScope:
-    """Outermost: gives the request its id, counts the response, writes the access log."""
+    """Outermost: gives the request its id, counts the response, writes the access log.
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, log: bool = False) -> None:
+    `root_path` is the prefix that a proxy strips; requests that still carry it are served, too.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, log: bool = False, root_path: str = ""
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._log = log
+        self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if self._root_path:
+            scope["root_path"] = self._root_path
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope.setdefault("state", {})["request_id"] = request_id
@@ -118,7 +126,7 @@ class Keys:
             not self._digests
             or scope["type"] != "http"
             or scope["method"] == "OPTIONS"
-            or _route_path(scope) in OPEN_PATHS
+            or route_path(scope) in OPEN_PATHS
         ):
             await self._app(scope, receive, send)
             return
@@ -132,7 +140,8 @@ class Keys:
             await error_response(AuthenticationFailed(bool(given)))(scope, receive, send)
 
 
-def _route_path(scope: Scope) -> str:
+def route_path(scope: Scope) -> str:
+    """The path without the prefix of a proxy."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "").rstrip("/"))
 

@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .metrics import Ended, Metrics
-from .middleware import OPEN_PATHS
+from .middleware import OPEN_PATHS, route_path
 from .version import version
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Traces:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request; what probes and scrapers ask is not traced."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+        if scope["type"] != "http" or route_path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         from opentelemetry.trace import SpanKind, StatusCode
