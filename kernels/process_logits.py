@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .device import use_triton
+
 _SHORT_SORT = 1024  # on the CPU, top-p first tries this many of the largest logits
 
 
@@ -108,6 +110,22 @@ def apply_top_k_top_p(
     logits: [L, V]; top_k: [L] int64, 0 = off; top_p: [L], 1 = off; max_top_k: bound of top_k over
     the rows if all of them use it. Tokens that tie with the last one kept are kept.
     """
+    if use_triton(logits):
+        from .triton.top_k_top_p import apply_top_k_top_p as apply_top_k_top_p_triton
+
+        apply_top_k_top_p_triton(logits, top_k, top_p, any_top_p)
+    else:
+        apply_top_k_top_p_reference(logits, top_k, top_p, max_top_k, any_top_p)
+
+
+def apply_top_k_top_p_reference(
+    logits: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    max_top_k: int | None,
+    any_top_p: bool,
+) -> None:
+    """The plain version of `apply_top_k_top_p`."""
     vocab_size = logits.shape[1]
     width = min(max_top_k or vocab_size, vocab_size)
     if any_top_p and width > _SHORT_SORT and not logits.is_cuda:

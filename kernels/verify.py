@@ -15,7 +15,13 @@ from .device import use_triton
 from .sample import ACCEPT, RECOVERY, TARGET, gumbel_sample_reference, uniform
 from .verify_rows import VerifyRows
 
-__all__ = ["VerifyRows", "count_accepted", "emit_tokens", "rejection_sample"]
+__all__ = [
+    "VerifyRows",
+    "count_accepted",
+    "emit_matching",
+    "emit_tokens",
+    "rejection_sample",
+]
 
 
 def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
@@ -58,6 +64,25 @@ def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     tokens = gumbel_sample_reference(
         left, rows.seeds[last], rows.positions[last], salt, rows.greedy[last]
     )
+    return emit_tokens(rows, tokens, num_accepted), num_accepted
+
+
+def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept drafts as long as they are the drawn tokens, then emit the drawn one.
+
+    drawn: [L] int64; returns (emitted tokens [N, K + 1] int64, accepted drafts [N] int64).
+    """
+    if use_triton(drawn):
+        from .triton.verify import emit_matching as emit_matching_triton
+
+        result: tuple[Tensor, Tensor] = emit_matching_triton(rows, drawn)
+        return result
+    if rows.has_drafts:
+        accepted = drawn == rows.draft_ids
+        num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
+    else:
+        num_accepted = torch.zeros_like(drawn)
+    tokens = drawn[rows.cu_num_logits[:-1] + num_accepted]
     return emit_tokens(rows, tokens, num_accepted), num_accepted
 
 

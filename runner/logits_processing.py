@@ -136,7 +136,7 @@ def _rows_to_process(
         return None
     chosen: list[int] = []
     for index, slot in enumerate(rows.slots):
-        if state.features([slot]) & PROCESSED:
+        if state.uses(slot, PROCESSED):
             chosen.extend(range(rows.cu_num_logits_cpu[index], rows.cu_num_logits_cpu[index + 1]))
     return None if len(chosen) == rows.cu_num_logits_cpu[-1] else torch.tensor(chosen)
 
@@ -156,7 +156,7 @@ def _gather(
     if subset is not None:
         slots, drafts, output_len = slots[subset], drafts[subset], output_len[subset]
         tail = None if tail is None else tail[subset]
-        used = [slot for slot in rows.slots if state.features([slot]) & PROCESSED]
+        used = [slot for slot in rows.slots if state.uses(slot, PROCESSED)]
     return _Context(slots, output_len, drafts, tail, state.max_top_k(used))
 
 

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from ..configs.schema import SpeculativeConfig
+from ..kernels.finish_samples import finish_samples
 from ..kernels.verify import VerifyRows
 from ..speculators.verification import create_verifier
 from .logits_processing import SamplingRequests, SamplingRows, process_logits
 from .logprobs import emitted_logprobs
-from .sampling_state import Feature
+from .sampling_state import PROCESSED, Feature
 from .staging import StagingPool
 from .step_output import TokenLogprobTensors
 
@@ -84,6 +85,8 @@ class Sampler:
         """Batch rows at which chunks of whole requests begin, and N."""
         max_rows = self._max_chunk_bytes // (4 * vocab_size)
         bounds = [0]
+        if cu_num_logits[-1] <= max_rows:
+            return [0, len(cu_num_logits) - 1]
         for row in range(1, len(cu_num_logits) - 1):
             if cu_num_logits[row + 1] - cu_num_logits[bounds[-1]] > max_rows:
                 bounds.append(row)
@@ -115,24 +118,16 @@ class Sampler:
             width=rows.max_num_drafts + 1,
         )
         sampled, num_accepted = self._verify(verify_rows)
-        has_nan = _cannot_sample(raw, logits, rows, num_accepted)
-        num_logits = rows.cu_num_logits[1:] - rows.cu_num_logits[:-1]
-        samples = rows.seq_lens >= requests.prefill_len[rows.idx_mapping]
-        num_sampled = torch.where(samples, num_accepted + 1, 0).int()
-        num_rejected = torch.where(samples, num_logits - num_sampled, 0).int()
-        sampled = torch.where(samples[:, None], sampled, -1)
-        return sampled, num_sampled, num_rejected, has_nan & samples
-
-
-def _cannot_sample(raw: Tensor, logits: Tensor, rows: SamplingRows, num_accepted: Tensor) -> Tensor:
-    """Requests with a row that emits and whose logits are not finite or forbid everything; [N]."""
-    bad = ~raw.amax(-1).isfinite()  # NaN wins every maximum
-    if logits is not raw:
-        bad |= logits.amax(-1) == float("-inf")
-    num_rows, num_reqs = raw.shape[0], num_accepted.shape[0]
-    if num_rows == num_reqs:
-        return bad
-    logits_rows = torch.arange(num_rows, device=raw.device, dtype=torch.int32)
-    batch_rows = torch.searchsorted(rows.cu_num_logits[1:], logits_rows, right=True)  # [L]
-    bad &= rows.expanded_local_pos <= num_accepted[batch_rows]
-    return torch.zeros_like(num_accepted).index_add_(0, batch_rows, bad.long()) > 0
+        # Where only the temperature changed a row, it cannot have lost its last token.
+        restricted = grammar_bitmask is not None or bool(features & PROCESSED)
+        num_sampled, num_rejected, has_nan = finish_samples(
+            sampled,
+            num_accepted,
+            raw.amax(-1),
+            logits.amax(-1) if restricted else None,
+            rows.cu_num_logits,
+            rows.idx_mapping,
+            rows.seq_lens,
+            requests.prefill_len,
+        )
+        return sampled, num_sampled, num_rejected, has_nan

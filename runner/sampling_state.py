@@ -68,7 +68,7 @@ class SamplingState:
         self.output_bin_counts: Tensor | None = None  # [R, V] int32, valid where penalties are used
         self.prediction_ids: Tensor | None = None  # [R, P] int32, -1 = unused; for the drafter
         self.prediction_len = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)  # [R]
-        self._features = [Feature(0)] * max_num_reqs
+        self._features = [0] * max_num_reqs  # bits of Feature; plain ints, for speed
         self.num_logprobs: list[int | None] = [None] * max_num_reqs  # host, per slot
         self._top_k_cpu = [0] * max_num_reqs
 
@@ -96,7 +96,8 @@ class SamplingState:
         seed = (params.seed + 2**63) % 2**64 - 2**63  # any integer, as two's complement
         ints = (seed, max(params.top_k, 0), params.min_tokens)
         self._write(self._ints[:, slot], np.array(ints, dtype=np.int64))
-        self._features[slot] = features = _features_of(params, temperature)
+        features = _features_of(params, temperature)
+        self._features[slot] = int(features)
         self.num_logprobs[slot] = params.logprobs
         self._top_k_cpu[slot] = params.top_k
         if features & Feature.BIAS:
@@ -124,7 +125,7 @@ class SamplingState:
     def clear(self, slot: int) -> None:
         """Make a slot's lists neutral; its scalars stay valid until `set_request` writes them."""
         features = self._features[slot]
-        self._features[slot] = Feature(0)
+        self._features[slot] = 0
         self.num_logprobs[slot] = None
         self._top_k_cpu[slot] = 0
         for feature, table in (
@@ -138,14 +139,14 @@ class SamplingState:
 
     def features(self, slots: Iterable[int]) -> Feature:
         """Union of what these slots use."""
-        union = Feature(0)
+        union = 0
         for slot in slots:
             union |= self._features[slot]
-        return union
+        return Feature(union)
 
-    def feature_of(self, slot: int) -> Feature:
-        """What one slot uses."""
-        return self._features[slot]
+    def uses(self, slot: int, features: Feature) -> bool:
+        """True if the slot uses one of `features`."""
+        return bool(self._features[slot] & int(features))
 
     def max_top_k(self, slots: Iterable[int]) -> int | None:
         """Largest top_k of these slots; None if one of them is unlimited."""

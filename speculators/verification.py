@@ -15,7 +15,13 @@ from torch import Tensor
 
 from ..configs.schema import SpeculativeConfig
 from ..kernels.sample import ACCEPT, TARGET, gumbel_sample, uniform
-from ..kernels.verify import VerifyRows, count_accepted, emit_tokens, rejection_sample
+from ..kernels.verify import (
+    VerifyRows,
+    count_accepted,
+    emit_matching,
+    emit_tokens,
+    rejection_sample,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -44,13 +50,7 @@ def verify_coupled(rows: VerifyRows) -> tuple[Tensor, Tensor]:
         drawn = rows.logits.argmax(-1)
     else:
         drawn = gumbel_sample(rows.logits, rows.seeds, rows.positions, TARGET, rows.greedy)
-    if rows.has_drafts:
-        accepted = drawn == rows.draft_ids
-        num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
-    else:
-        num_accepted = torch.zeros_like(drawn)
-    tokens = drawn[rows.cu_num_logits[:-1] + num_accepted]
-    return emit_tokens(rows, tokens, num_accepted), num_accepted
+    return emit_matching(rows, drawn)
 
 
 def verify_synthetic(rows: VerifyRows, conditional_rates: Tensor) -> tuple[Tensor, Tensor]:

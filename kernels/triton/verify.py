@@ -234,6 +234,44 @@ def _emit_kernel(
     )
 
 
+@triton.jit
+def _match_kernel(
+    drawn,  # [L] int64
+    draft_ids,  # [L] int64
+    cu_num_logits,  # [N + 1] int32
+    num_accepted,  # [N] int64
+    emitted,  # [N, K + 1] int64
+    width,
+    WIDTH: tl.constexpr,
+):
+    """One request: the drawn tokens up to the first that is not the draft."""
+    request = tl.program_id(0).to(tl.int64)
+    start = tl.load(cu_num_logits + request)
+    num_logits = tl.load(cu_num_logits + request + 1) - start
+    column = tl.arange(0, WIDTH)
+    inside = column < num_logits
+    token = tl.load(drawn + start + column, mask=inside, other=-1)
+    draft = tl.load(draft_ids + start + column, mask=inside, other=-1)
+    stops = (token != draft) | (column >= num_logits - 1)
+    count = tl.min(tl.where(stops, column, WIDTH), axis=0)
+    tl.store(num_accepted + request, count.to(tl.int64))
+    out = tl.where(column <= count, token, -1)
+    tl.store(emitted + request * width + column, out, mask=column < width)
+
+
+def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.verify.emit_matching`."""
+    num_reqs, device = rows.cu_num_logits.shape[0] - 1, drawn.device
+    num_accepted = torch.empty(num_reqs, dtype=torch.int64, device=device)
+    emitted = torch.empty(num_reqs, rows.width, dtype=torch.int64, device=device)
+    if num_reqs:
+        _match_kernel[(num_reqs,)](
+            drawn, rows.draft_ids, rows.cu_num_logits, num_accepted, emitted, rows.width,
+            WIDTH=triton.next_power_of_2(rows.width), num_warps=1,
+        )  # fmt: skip
+    return emitted, num_accepted
+
+
 def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     """See `kernels.verify.rejection_sample`."""
     logits = rows.logits

@@ -76,13 +76,14 @@ def test_a_mixed_batch_gives_the_cpus_tokens_and_never_waits(kind: str, rule: st
     ]
     count = len(requests)
     tables = {device: Table.of(requests, V, device) for device in (CPU, CUDA)}
-    drafts = [torch.randint(0, 12, (i % 4,)).tolist() for i in range(count)]
+    drafts = [torch.randint(0, 3, (i % 4,)).tolist() for i in range(count)]
     rows = rows_of(tables[CPU], torch.randperm(count).tolist(), drafts, 3)
     logits = torch.randn(int(rows.cu_num_logits[-1]), V)
     logits[:, :12] += 6.0
+    logits[:, :3] += 4.0
     if kind == "probabilistic":
         stored = torch.randn(count, 3, V)
-        stored[:, :, :12] += 6.0
+        stored[:, :, :3] += 8.0
         for device, table in tables.items():
             table.draft_logits = stored.to(device)
     mask = torch.full((logits.shape[0], -(-V // 32)), -1, dtype=torch.int32)
@@ -127,10 +128,10 @@ def test_compiled_rejection_sample_equals_the_reference(kind: str) -> None:
     local = torch.arange(width, device=CUDA).repeat(count)
     slots = torch.randperm(count, device=CUDA).repeat_interleave(width)
     logits = torch.randn(num_rows, vocab_size, device=CUDA)
-    logits[:, :8] += 11.0
+    logits[:, :2] += 15.0
     stored = torch.randn(count, width - 1, draft_vocab, device=CUDA)
-    stored[:, :, :8] += 11.0
-    drafts = torch.randint(0, 8, (num_rows,), device=CUDA)
+    stored[:, :, :2] += 15.0
+    drafts = torch.randint(0, 2, (num_rows,), device=CUDA)
     drafts[(local == width - 1) | (torch.rand(num_rows, device=CUDA) < 0.1)] = -1
     rows = VerifyRows(
         logits=logits,

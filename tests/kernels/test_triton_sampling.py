@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.finish_samples import finish_samples_reference
 from slipstream.kernels.ngram_scan import Haystack, ngram_scan_reference
+from slipstream.kernels.process_logits import apply_top_k_top_p_reference
 from slipstream.kernels.sample import DRAFT, TARGET, gumbel_sample_reference
 from slipstream.kernels.verify import VerifyRows, rejection_sample_reference
+from slipstream.kernels.verify import emit_matching as emit_matching_reference
 
 pytestmark = [
     pytest.mark.usefixtures("triton_interpreter"),
@@ -19,10 +24,11 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several blocks per row, the last one ragged."""
-    from slipstream.kernels.triton import ngram_scan, sample
+    from slipstream.kernels.triton import ngram_scan, sample, top_k_top_p
 
     monkeypatch.setattr(sample, "BLOCK", 128)
     monkeypatch.setattr(ngram_scan, "BLOCK", 16)
+    monkeypatch.setattr(top_k_top_p, "BLOCK", 128)
 
 
 @pytest.mark.parametrize("vocab_size", [40, 300])
@@ -51,7 +57,7 @@ def test_nan_never_gives_an_id_outside_the_vocabulary() -> None:
 
 def ragged_rows(kind: str, vocab_size: int, draft_vocab: int) -> VerifyRows:
     """Requests with 0 .. 3 drafts, some -1, some greedy, slots out of order."""
-    counts = torch.randint(0, 4, (16,))
+    counts = torch.randint(0, 4, (10,))
     num_reqs, width = counts.shape[0], 4
     cu = torch.zeros(num_reqs + 1, dtype=torch.int32)
     cu[1:] = (counts + 1).cumsum(0)
@@ -114,6 +120,78 @@ def test_an_empty_residual_falls_back_to_the_target() -> None:
     assert (accepted == 0).all()
     assert (emitted[:, 0] == 150).all() and (emitted[:, 1:] == -1).all()
     assert torch.equal(emitted, rejection_sample_reference(rows)[0])
+
+
+@pytest.mark.parametrize("with_drafts", [False, True])
+def test_emit_matching(with_drafts: bool) -> None:
+    from slipstream.kernels.triton.verify import emit_matching
+
+    torch.manual_seed(5)
+    rows = ragged_rows("one_hot", 12, 12)
+    if not with_drafts:
+        alone = rows.local_pos == 0
+        columns = {
+            name: value[alone]
+            for name, value in vars(rows).items()
+            if isinstance(value, Tensor) and value.shape[0] == alone.shape[0]
+        }
+        starts = torch.arange(int(alone.sum()) + 1, dtype=torch.int32)
+        rows = replace(rows, **columns, cu_num_logits=starts)
+        rows.draft_ids.fill_(-1)
+    drawn = torch.where(rows.draft_ids >= 0, rows.draft_ids, 7)
+    drawn[torch.rand(drawn.shape[0]) < 0.2] = 3
+    expected = emit_matching_reference(rows, drawn)
+    for got, wanted in zip(emit_matching(rows, drawn), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert (expected[1].max() > 0) == with_drafts
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_finish_samples(restricted: bool) -> None:
+    from slipstream.kernels.triton.finish_samples import finish_samples
+
+    torch.manual_seed(6)
+    rows = ragged_rows("one_hot", 12, 12)
+    num_reqs, num_rows = rows.cu_num_logits.shape[0] - 1, rows.logits.shape[0]
+    accepted = torch.minimum(torch.randint(0, 4, (num_reqs,)), rows.cu_num_logits.diff() - 1)
+    emitted = torch.randint(0, 12, (num_reqs, 4))
+    faults = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    raw, processed = torch.randn(num_rows), torch.randn(num_rows)
+    raw[::5] = faults[torch.arange(raw[::5].shape[0]) % 3]
+    processed[::4] = -torch.inf
+    args = (
+        accepted.long(), raw, processed if restricted else None, rows.cu_num_logits,
+        torch.randperm(num_reqs).int(), torch.randint(3, 6, (num_reqs,)).int(),
+        torch.randint(2, 6, (num_reqs,)).int(),
+    )  # fmt: skip
+    kept = emitted.clone()
+    expected = finish_samples_reference(kept, *args)
+    for got, wanted in zip(finish_samples(emitted, *args), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert torch.equal(emitted, kept) and (kept == -1).any()
+    assert expected[2].any() and not expected[2].all()
+
+
+def test_top_k_top_p() -> None:
+    from slipstream.kernels.triton import top_k_top_p
+
+    torch.manual_seed(7)
+    logits = torch.randn(12, 150) * 2
+    logits[3] = logits[3].round()  # ties
+    logits[4, 5:] = -torch.inf
+    logits[5] = -torch.inf
+    top_k = torch.tensor([0, 5, 0, 7, 9, 3, 1, 150, 400, 20, 0, 2])
+    top_p = torch.tensor([1.0, 1.0, 0.5, 0.7, 0.9, 0.5, 0.3, 0.8, 0.95, 0.6, 1e-9, 1.0])
+    expected, got = logits.clone(), logits.clone()
+    apply_top_k_top_p_reference(expected, top_k, top_p, None, True)
+    top_k_top_p.apply_top_k_top_p(got, top_k, top_p, True)
+    assert torch.equal(got, expected)
+    assert (got[5] == -torch.inf).all()
+    assert (expected > -torch.inf).sum(1).unique().numel() > 4
+    expected, got = logits[:2].clone(), logits[:2].clone()
+    apply_top_k_top_p_reference(expected, top_k[:2], top_p[:2], None, False)
+    top_k_top_p.apply_top_k_top_p(got, top_k[:2], top_p[:2], False)
+    assert torch.equal(got, expected)
 
 
 def padded(rows: list[Tensor], width: int) -> tuple[Tensor, Tensor]:
