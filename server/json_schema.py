@@ -114,9 +114,12 @@ def _merge_choosers(schema: Schema, strict: bool) -> None:
     chooser = choosers[0] if choosers else ""
     if chooser == "allOf":
         _refuse(schema, {"allOf"}, "can be enforced with one schema only", strict)
-    elif chooser in ("anyOf", "oneOf") and beside and isinstance(schema[chooser], list):
+    elif chooser in ("anyOf", "oneOf") and isinstance(schema[chooser], list):
         shared = {name: schema.pop(name) for name in beside}
-        schema[chooser] = [_merged(shared, branch, strict) for branch in schema[chooser]]
+        branches = [_merged(shared, branch, strict) for branch in schema[chooser]]
+        schema[chooser] = [branch for branch in branches if not _is_void(branch)]
+        if branches and not schema[chooser]:
+            raise SchemaError(f"nothing satisfies any schema of {chooser!r}")
     elif chooser == "$ref" and beside:
         _refuse(schema, beside, "cannot be enforced beside '$ref'", strict)
 
@@ -128,7 +131,7 @@ def _merge_into(schema: Schema, branch: Any, strict: bool) -> None:
 def _merged(shared: Schema, branch: Any, strict: bool) -> Any:
     """A branch and what stood beside it, as one schema."""
     if branch is True:
-        return shared
+        return shared or True
     if not isinstance(branch, dict):
         return branch
     merged = {**shared, **branch}
@@ -143,6 +146,15 @@ def _merged(shared: Schema, branch: Any, strict: bool) -> Any:
         elif strict:
             raise SchemaError(f"{name!r} cannot be enforced both beside and inside a choice")
     return merged
+
+
+def _is_void(branch: Any) -> bool:
+    """Whether its listed values are all of another type than it asks for."""
+    try:
+        _filter_enum(dict(branch) if isinstance(branch, dict) else {}, strict=False)
+    except SchemaError:
+        return True
+    return branch is False
 
 
 def _filter_enum(schema: Schema, strict: bool) -> None:

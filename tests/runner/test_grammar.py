@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from slipstream.runner.grammar import (
+    MAX_GRAMMAR_CHARS,
     GrammarBackend,
     build_grammar_backend,
     choice_grammar,
@@ -209,3 +211,51 @@ def test_a_number_follows_its_pattern(backend: GrammarBackend) -> None:
     bench.run()
     text = bytes(bench.received["a"].token_ids[:-1]).decode()
     assert re.fullmatch("[0-9]{3}-[0-9]{2}", text)
+
+
+def test_what_no_text_satisfies_is_an_error(backend: GrammarBackend) -> None:
+    for spec in (
+        GrammarSpec("json_schema", '{"$ref": "#"}'),
+        GrammarSpec("grammar", 'root ::= root "a"'),
+    ):
+        with pytest.raises(ValueError, match="no text satisfies it"):
+            backend.compile(spec).result(timeout=30)
+
+
+def test_a_grammar_too_long_to_compile_in_time_is_an_error(backend: GrammarBackend) -> None:
+    spec = GrammarSpec("regex", "a" * (MAX_GRAMMAR_CHARS + 1))
+    with pytest.raises(ValueError, match="longer"):
+        backend.compile(spec).result(timeout=30)
+
+
+def test_an_error_does_not_show_the_librarys_files(backend: GrammarBackend) -> None:
+    with pytest.raises(ValueError, match="^Regex parsing error") as caught:
+        backend.compile(GrammarSpec("regex", "(?=a)b")).result(timeout=30)
+    assert ".cc" not in str(caught.value)
+
+
+def test_python_runs_on_while_a_grammar_compiles(backend: GrammarBackend) -> None:
+    """The engine's thread needs the GIL at every step."""
+    names = [f"k{n}" for n in range(400)]
+    properties = {name: {"type": "string", "pattern": "^[a-z]{3,20}$"} for name in names}
+    spec = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": properties}))
+    backend.prepare()
+    start = last = time.perf_counter()
+    longest, future = 0.0, backend.compile(spec)
+    while not future.done():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert future.result().accept(ord("{"))
+    assert longest < (last - start) / 2
+
+
+def test_a_repeated_grammar_is_compiled_once(backend: GrammarBackend) -> None:
+    properties = {f"p{n}": {"type": "integer"} for n in range(300)}
+    spec = GrammarSpec("json_schema", json.dumps({"type": "object", "properties": properties}))
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        backend.compile(spec).result(timeout=60)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds[1:]) < seconds[0] / 4

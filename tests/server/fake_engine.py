@@ -19,6 +19,7 @@ from slipstream.runner.messages import (
     Progress,
     Ready,
     RequestOutput,
+    SetVocabulary,
     StepOutputs,
     StepStats,
     ToWorker,
@@ -28,7 +29,7 @@ KILL, RAISE, HANG, EXIT = 60_001, 60_002, 60_003, 60_004  # first prompt token -
 
 
 class FakeEngine:
-    """Counts up: one token per request and step."""
+    """Counts up: one token per request and step. Says as cached tokens how many tokens it knows."""
 
     def __init__(self, config: Config, seconds_per_step: float) -> None:
         self.ready = Ready(
@@ -45,12 +46,15 @@ class FakeEngine:
             startup_seconds={"load": 0.0},
         )
         self._seconds = seconds_per_step
+        self._num_known = 0
         self._running: dict[str, tuple[AddRequest, int]] = {}
 
     def handle(self, messages: list[ToWorker]) -> None:
         for message in messages:
             if isinstance(message, AddRequest):
                 self._add(message)
+            elif isinstance(message, SetVocabulary):
+                self._num_known = len(message.tokens)
             elif isinstance(message, AbortRequests):
                 for request_id in message.request_ids:
                     self._running.pop(request_id, None)
@@ -77,7 +81,10 @@ class FakeEngine:
             finished = done + 1 == request.sampling.max_tokens
             outputs.append(
                 RequestOutput(
-                    request_id, [done + 100], finish_reason="length" if finished else None
+                    request_id,
+                    [done + 100],
+                    finish_reason="length" if finished else None,
+                    num_cached_tokens=self._num_known,
                 )
             )
             self._running[request_id] = (request, done + 1)

@@ -15,7 +15,13 @@ import psutil
 import pytest
 
 from slipstream.configs.schema import Config, ModelConfig
-from slipstream.runner.messages import AddRequest, Progress, SamplingParams, StepStats
+from slipstream.runner.messages import (
+    AddRequest,
+    Progress,
+    SamplingParams,
+    SetVocabulary,
+    StepStats,
+)
 from slipstream.server.engine_client import (
     Backoff,
     EngineClient,
@@ -267,3 +273,23 @@ async def test_frozen_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> 
     await until(lambda: client.state == "ready")
     assert is_gone(pid)
     await client.shutdown()
+
+
+@pytest.mark.parametrize("before_start", [True, False])
+async def test_every_worker_is_told_the_vocabulary_before_its_first_request(
+    before_start: bool,
+) -> None:
+    client = make_client()
+    vocabulary = SetVocabulary([b"a", b"b", b"\xc3"], [0])
+    if before_start:
+        client.set_vocabulary(vocabulary)
+    await client.start()
+    if not before_start:
+        client.set_vocabulary(vocabulary)
+    known = [output.num_cached_tokens async for output in client.submit(request("a"))]
+    with pytest.raises(EngineDead):
+        await tokens(client.submit(request("b", first_token=KILL)))
+    await until(lambda: client.state == "ready")
+    known += [output.num_cached_tokens async for output in client.submit(request("c"))]
+    await client.shutdown()
+    assert set(known) == {3}

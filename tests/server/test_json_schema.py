@@ -1,0 +1,151 @@
+"""Whatever a schema says is enforced or refused: checked with the grammar library itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from slipstream.runner.grammar import GrammarBackend, build_grammar_backend
+from slipstream.runner.messages import GrammarSpec
+from slipstream.server.errors import InvalidRequest
+from slipstream.server.json_schema import SchemaError, prepare_schema
+from slipstream.server.sampling import json_schema_grammar
+from slipstream.server.tool_parsers.forced import forced_grammar
+
+INT, STR = {"type": "integer"}, {"type": "string"}
+
+
+@pytest.fixture(scope="module")
+def backend() -> Iterator[GrammarBackend]:
+    vocabulary = [b"", *(bytes([byte]) for byte in range(1, 256))]
+    backend = build_grammar_backend(vocabulary, "raw", [0], 256)
+    yield backend
+    backend.shutdown()
+
+
+def accepts(backend: GrammarBackend, schema: Any, text: str) -> bool:
+    matcher = backend.compile(GrammarSpec("json_schema", json.dumps(schema))).result(timeout=60)
+    return all(matcher.accept(byte) for byte in text.encode()) and matcher.accept(0)
+
+
+def an_object(**more: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": {"a": INT}, **more}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "integer", "multipleOf": 5}, "10", "3"),
+        ({"minimum": 3, "maximum": 9}, "3", "2"),
+        ({"minimum": 3}, "3", '"x"'),  # less than allowed, never more
+        ({"minLength": 3}, '"abc"', '"a"'),
+        ({"pattern": "^a+$"}, '"aa"', '"b"'),
+        ({"items": INT, "maxItems": 1}, "[1]", "[1, 2]"),
+        ({"type": ["integer", "null"], "minimum": 3}, "null", "2"),
+        ({"type": "number", "exclusiveMinimum": 1, "maximum": 2}, "1.5", "1"),
+        ({"type": "string", "maxLength": 1}, '"é"', '"éé"'),
+        ({"type": "string", "format": "date"}, '"2020-01-31"', '"x"'),
+        ({"enum": ["a", 1, None], "type": "string"}, '"a"', "1"),
+        ({"enum": [1, 2.5, True], "type": "integer"}, "1", "true"),
+        ({"const": "a", "type": ["string", "null"]}, '"a"', "null"),
+        ({"type": "array", "prefixItems": [INT], "items": False}, "[1]", "[1, 2]"),
+        (an_object(), '{"a": 1}', '{"b": 1}'),
+        (an_object(required=["b"]), '{"a": 1, "b": [2]}', '{"a": 1}'),
+        (an_object(required=["b"], additionalProperties=STR), '{"b": "x"}', '{"b": 1}'),
+        (an_object(anyOf=[{"required": ["a"]}]), '{"a": 1}', "{}"),
+        (an_object(minProperties=1), '{"z": 1}', "{}"),
+        ({"anyOf": [{"const": "a"}, {"const": 1}], "type": "string"}, '"a"', "1"),
+        ({"anyOf": [{"minimum": 3}, {"maximum": -3}], "type": "integer"}, "-4", "0"),
+        ({"allOf": [{"minLength": 2}], "type": "string"}, '"ab"', '"a"'),
+        ({"allOf": [{"$ref": "#/$defs/n"}], "$defs": {"n": INT}, "default": 1}, "1", '"a"'),
+        ({"$ref": "#/$defs/n", "$defs": {"n": {"maximum": 5}}, "title": "N"}, "4", "6"),
+        ({"type": "array", "items": {"anyOf": [{"minLength": 2}]}}, '["ab"]', '["a"]'),
+        ({"type": "object", "properties": {"not": INT, "enum": STR}}, '{"not": 1}', '{"not": ""}'),
+        ({"enum": [{"not": 1}]}, '{"not":1}', '{"not":2}'),
+        ({"type": "array", "items": INT, "uniqueItems": False}, "[1, 1]", '["x"]'),
+    ],
+)
+def test_a_schema_admits_what_it_says_and_no_more(
+    backend: GrammarBackend, schema: dict[str, Any], good: str, bad: str
+) -> None:
+    before = json.dumps(schema)
+    for strict in (True, False):
+        prepared = prepare_schema(schema, strict)
+        assert accepts(backend, prepared, good)
+        assert not accepts(backend, prepared, bad)
+    assert json.dumps(schema) == before
+
+
+@pytest.mark.parametrize(
+    ("schema", "word"),
+    [
+        ({"not": STR}, "'not'"),
+        ({"type": "array", "items": {"type": "array", "uniqueItems": True}}, "'uniqueItems'"),
+        ({"type": "array", "contains": INT}, "'contains'"),
+        ({"if": STR, "then": {"minLength": 2}}, "'if' and 'then'"),
+        (an_object(dependentRequired={"a": ["b"]}), "'dependentRequired'"),
+        ({"type": "string", "pattern": "^a+$", "maxLength": 3}, "'maxLength'"),
+        ({"type": "string", "format": "date", "minLength": 3}, "'format'"),
+        ({"allOf": [{"type": "string"}, {"minLength": 2}]}, "'allOf'"),
+        ({"$ref": "#/$defs/n", "minimum": 3, "$defs": {"n": INT}}, "'minimum'"),
+        ({"enum": ["a"], "maxLength": 3}, "'maxLength'"),
+        ({"anyOf": [STR, INT], "enum": ["a"]}, "'anyOf'"),
+        ({"type": "string", "minLength": 1, "anyOf": [{"minLength": 2}]}, "'minLength'"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused_or_without_a_promise_left_out(
+    backend: GrammarBackend, schema: dict[str, Any], word: str
+) -> None:
+    with pytest.raises(SchemaError, match=word):
+        prepare_schema(schema, strict=True)
+    spec = GrammarSpec("json_schema", json.dumps(prepare_schema(schema, strict=False)))
+    assert backend.compile(spec).result(timeout=60) is not None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        False,
+        {"enum": ["a"], "type": "integer"},
+        {"const": None, "type": "string"},
+        {"type": "string", "anyOf": [{"const": 1}, False]},
+        {"type": "nothing", "const": 1},
+        an_object(required=["b"], additionalProperties=False),
+    ],
+)
+def test_what_nothing_satisfies_is_refused_in_any_case(schema: Any) -> None:
+    for strict in (True, False):
+        with pytest.raises(SchemaError):
+            prepare_schema(schema, strict)
+
+
+@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"minItems": 3, "maxItems": 2}, {"type": 3}])
+def test_what_the_compiler_finds_impossible_is_an_error_there(
+    backend: GrammarBackend, schema: Any
+) -> None:
+    with pytest.raises(ValueError):
+        accepts(backend, prepare_schema(schema, strict=True), "1")
+
+
+def test_depth_is_bounded() -> None:
+    schema: dict[str, Any] = INT
+    for _ in range(100_000):
+        schema = {"items": schema}
+    with pytest.raises(SchemaError, match="deep"):
+        prepare_schema(schema, strict=True)
+
+
+def test_the_error_and_the_grammar_name_the_parameter() -> None:
+    with pytest.raises(InvalidRequest, match="'not' cannot be enforced") as caught:
+        json_schema_grammar({"not": {}}, "guided_json")
+    assert (caught.value.param, caught.value.status) == ("guided_json", 400)
+    spec = json_schema_grammar('{"type": "null"}', "structured_outputs")
+    assert spec == GrammarSpec("json_schema", '{"type":"null"}', "structured_outputs")
+    tool = {"function": {"name": "f", "parameters": {"not": {}}, "strict": True}}
+    with pytest.raises(SchemaError):
+        forced_grammar([tool], "f")
+    tool["function"]["strict"] = False
+    assert forced_grammar([tool], "f").param == "tools"
