@@ -36,7 +36,7 @@ def load_head(
     kind: str, speculative: SpeculativeConfig, host: HeadHost, layer_id: int
 ) -> nn.Module:
     """Build and fill the head of `kind`; its first layer has id `layer_id`."""
-    loaders = {"mtp": _load_mtp}
+    loaders = {"mtp": _load_mtp, "gemma4_mtp": _load_assistant}
     if kind in loaders:
         return loaders[kind](speculative, host, layer_id)
     if kind in ("eagle", "eagle3"):
@@ -112,6 +112,30 @@ def _load_mtp(speculative: SpeculativeConfig, host: HeadHost, layer_id: int) -> 
     )
     # Behind the target's layers stand the target's own: only this module is read.
     _fill(model, source, host.device, only=model.prefix if index else "")
+    return model
+
+
+def _load_assistant(speculative: SpeculativeConfig, host: HeadHost, layer_id: int) -> nn.Module:
+    """Gemma 4's assistant, from a folder of its own."""
+    from .models.gemma4_assistant import Gemma4Assistant
+
+    source = _own_or_target(speculative, host)
+    if source.hf_config.model_type != "gemma4_assistant":
+        raise ModelLoadError(
+            f"speculative method gemma4_mtp needs a gemma4_assistant checkpoint, but {source.path} "
+            f"is of type {source.hf_config.model_type}."
+        )
+    generation = source.path / "generation_config.json"
+    settings = _read_json(generation) if generation.exists() else {}
+    model = Gemma4Assistant(
+        source.hf_config,
+        host.target_model.format,
+        host.target_model,
+        host.max_model_len,
+        layer_id,
+        tuple(settings.get("suppress_tokens") or ()),
+    )
+    _fill(model, source, host.device)
     return model
 
 

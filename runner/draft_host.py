@@ -143,15 +143,24 @@ class DraftModelHost:
         idx_mapping: Tensor,
         desc: BatchExecutionDescriptor | None,
         for_capture: bool = False,
+        writes_kv: bool = True,
     ) -> AttentionState:
-        """An AttentionState for one-token-per-request draft decodes, slots from `positions`.
+        """An AttentionState for one-token-per-request draft decodes.
 
+        KV slots come from `positions`, or are all -1 for a drafter that only reads.
         query_start_loc [N* + 1] int32 = min(i, N); seq_lens [N*] int32, padded 0; positions [N*]
         int64; idx_mapping [N*] int32, padded -1. `num_reqs` is N. Waits for nothing.
         """
         assert self._attention is not None, "the drafter asked for attention before the KV cache"
         return self._attention.build(
-            num_reqs, query_start_loc, seq_lens, positions, idx_mapping, desc, for_capture
+            num_reqs,
+            query_start_loc,
+            seq_lens,
+            positions,
+            idx_mapping,
+            desc,
+            for_capture,
+            writes_kv,
         )
 
     def create_graph_manager(
@@ -230,20 +239,24 @@ class _DraftAttention:
         idx_mapping: Tensor,
         desc: BatchExecutionDescriptor | None,
         for_capture: bool,
+        writes_kv: bool,
     ) -> AttentionState:
         padded = seq_lens.shape[0]
         gather_block_tables(self._requests, idx_mapping, self._block_tables, num_reqs, padded)
-        sizes = [self._cache.block_size] * len(self._block_tables)
-        compute_slot_mappings(
-            self._block_tables,
-            sizes,
-            query_start_loc,
-            positions,
-            self._slot_mappings,
-            num_reqs,
-            num_reqs,
-            padded,
-        )
+        if writes_kv:
+            sizes = [self._cache.block_size] * len(self._block_tables)
+            compute_slot_mappings(
+                self._block_tables,
+                sizes,
+                query_start_loc,
+                positions,
+                self._slot_mappings,
+                num_reqs,
+                num_reqs,
+                padded,
+            )
+        else:
+            self._slot_mappings.fill_(-1)
         starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs)
         bounds = torch.zeros(padded, dtype=torch.int32)
         bounds[:num_reqs] = self._max_model_len  # the host does not know how many were rejected

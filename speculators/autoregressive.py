@@ -27,6 +27,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     """
 
     advance_draft_positions = True  # each draft's KV goes one position on (False: Gemma 4)
+    runs_draft_prefill = True  # False: the first draft, too, comes from a decode (Gemma 4)
 
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         super().__init__(config, host)
@@ -70,14 +71,20 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         full = mode.decode_mode() is CUDAGraphMode.FULL
         decode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         lengths = sorted({1, self.num_drafts + 1})
-        self._prefill_graphs = self.host.create_graph_manager("draft prefill", decode, lengths)
+        if self.runs_draft_prefill:
+            self._prefill_graphs = self.host.create_graph_manager("draft prefill", decode, lengths)
         self._decode_graphs = self.host.create_graph_manager("draft decode", decode, [1])
 
     def capture(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> None:
         """Capture draft prefill with the target's pairs, then draft decodes with fresh states."""
-        if self._prefill_graphs is None or self._decode_graphs is None:
-            return
+        if self._prefill_graphs is not None:
+            self._capture_prefill(self._prefill_graphs, attention_states)
+        if self._decode_graphs is not None:
+            self._decode_graphs.capture(self._create_decode)
 
+    def _capture_prefill(
+        self, graphs: GraphManager, attention_states: Mapping[BatchExecutionDescriptor, Any]
+    ) -> None:
         def create_prefill(
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> tuple[Callable[[Any], None], Any]:
@@ -89,23 +96,23 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
                 pair.warmup if warmup else pair.captured,
             )
 
-        def create_decode(
-            desc: BatchExecutionDescriptor, warmup: bool
-        ) -> tuple[Callable[[Any], None], Any]:
-            rows = desc.num_reqs or desc.num_tokens
-            self._fill_rows(rows)
-            attention = self._decode_attention(rows, rows, desc, for_capture=True)
-            return lambda attention: self._decode_forward(rows, attention), attention
+        self._prefill_captured = graphs.capture(create_prefill)
 
-        self._prefill_captured = self._prefill_graphs.capture(create_prefill)
-        self._decode_graphs.capture(create_decode)
+    def _create_decode(
+        self, desc: BatchExecutionDescriptor, warmup: bool
+    ) -> tuple[Callable[[Any], None], Any]:
+        rows = desc.num_reqs or desc.num_tokens
+        self._fill_rows(rows)
+        attention = self._decode_attention(rows, rows, desc, for_capture=True)
+        return lambda attention: self._decode_forward(rows, attention), attention
 
     # --- one proposal -----------------------------------------------------------------------------
 
     def propose(self, inputs: DraftInputs) -> Tensor:
         """Draft K tokens for every row; [N, K] int64."""
         self._stage(inputs)
-        self._first_pass(inputs)
+        if self.runs_draft_prefill:
+            self._first_pass(inputs)
         attention: Any = None
         for _ in range(self.num_decodes):
             attention = self._decode(inputs.num_reqs, attention)
@@ -211,6 +218,16 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         desc: BatchExecutionDescriptor | None,
         for_capture: bool = False,
     ) -> Any:
+        return self._build_attention(num_reqs, rows, desc, for_capture, writes_kv=True)
+
+    def _build_attention(
+        self,
+        num_reqs: int,
+        rows: int,
+        desc: BatchExecutionDescriptor | None,
+        for_capture: bool,
+        writes_kv: bool,
+    ) -> Any:
         return self.host.build_draft_attention(
             num_reqs,
             self.query_start_loc[: rows + 1],
@@ -219,6 +236,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self.idx_mapping[:rows],
             desc,
             for_capture,
+            writes_kv,
         )
 
     def _decode_forward(self, rows: int, attention: Any) -> None:

@@ -106,8 +106,12 @@ class DraftHost(Protocol):
         idx_mapping: Tensor,
         desc: BatchExecutionDescriptor | None,
         for_capture: bool = False,
+        writes_kv: bool = True,
     ) -> Any:
-        """An AttentionState for one-token-per-request draft decodes, slots from `positions`."""
+        """An AttentionState for one-token-per-request draft decodes.
+
+        KV slots come from `positions`; without `writes_kv` they are all -1.
+        """
 
     def create_graph_manager(
         self, name: str, mode: CUDAGraphMode, uniform_token_counts: Sequence[int]

@@ -1,0 +1,67 @@
+"""Gemma 4's assistant as drafter: K decodes at one position, over the target's own KV.
+
+It adds no KV, so position, length and attention metadata stay the same for all K drafts; only the
+newest token and the fed-back hidden state change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..configs.graphs import BatchExecutionDescriptor
+from .autoregressive import AutoRegressiveSpeculator
+from .base import DraftInputs, SpeculatorNeeds
+
+
+class Gemma4Speculator(AutoRegressiveSpeculator):
+    """Starts from the last valid row: position P = seq_len - rejected - 1, KV 0 .. P."""
+
+    advance_draft_positions = False
+    runs_draft_prefill = False
+    model_returns_tuple = True
+
+    def load_draft_model(self) -> nn.Module:
+        """The assistant; embeddings are always the target's, the output head its own."""
+        return self.host.load_draft_model("gemma4_mtp", self.config)
+
+    @property
+    def num_decodes(self) -> int:
+        """All K drafts come from decodes."""
+        return self.num_drafts
+
+    def describe_needs(self) -> SpeculatorNeeds:
+        """No KV of its own: no lookahead slots, and prefix hits stay whole."""
+        return replace(
+            super().describe_needs(), num_lookahead_tokens=0, drop_last_matched_block=False
+        )
+
+    def select_target_hidden(self, inputs: DraftInputs) -> Tensor:
+        """Not used: only the last valid rows are read."""
+        nothing: Tensor = self.target_hidden[:0]
+        return nothing
+
+    def _stage(self, inputs: DraftInputs) -> None:
+        super()._stage(inputs)
+        assert inputs.hidden_states is not None
+        rows = inputs.num_reqs
+        last = self.last_token_indices[:rows]
+        # The shifted id of the last valid row is the newest token.
+        self.decode_ids[:rows] = self.input_ids[last]
+        self.decode_ids[rows:] = 0
+        self.hidden[:rows] = inputs.hidden_states[last]
+        self.hidden[rows:] = 0
+        if self.config.position_offset:
+            self.decode_positions[:rows] += self.config.position_offset
+            self.decode_positions.clamp_(max=self.max_position - 1)
+
+    def _decode_attention(
+        self,
+        num_reqs: int,
+        rows: int,
+        desc: BatchExecutionDescriptor | None,
+        for_capture: bool = False,
+    ) -> Any:
+        return self._build_attention(num_reqs, rows, desc, for_capture, writes_kv=False)
