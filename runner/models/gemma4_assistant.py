@@ -108,7 +108,7 @@ class Gemma4Assistant(nn.Module):
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, positions [N], hidden [N, B] -> ([N, h] for the logits, [N, B] to feed back)."""
+        """input_ids, positions [N], hidden [N, B] -> [N, h] for the logits, [N, B] to feed back."""
         embedding = self.target[0].embed(input_ids)
         stream = self.pre_projection.forward(torch.cat([embedding, hidden], dim=-1))
         rotary = {kind: table.at(positions) for kind, table in self.rotary.items()}
@@ -152,7 +152,7 @@ class Gemma4Assistant(nn.Module):
         return slots
 
     def checkpoint_name(self, name: str) -> str | None:
-        """Names inside a multimodal checkpoint -> ours; leftovers of dropped layers are left out."""
+        """Names inside a multimodal checkpoint -> ours; keys and values are not needed."""
         text = text_name(name)
         if text is None or ".self_attn.k_" in text or ".self_attn.v_" in text:
             return None
@@ -184,7 +184,7 @@ def _check_target(config: Any, target: Any) -> None:
 def _make_block(
     config: Any, index: int, layer_id: int, fmt: WeightFormat, target: Any
 ) -> DecoderLayer:
-    """A decoder layer whose attention has the cache's shape and window, whatever its config says."""
+    """A decoder layer whose attention has the shape and window of the cache it reads."""
     kind = config.layer_types[index]
     source = source_layer(target, kind)
     block = DecoderLayer(config, index, layer_id, source.layer_id, fmt)
