@@ -53,7 +53,7 @@ def completion_logprobs(
         text_offset=[start + entry.offset for entry in entries],
         token_logprobs=[_finite(entry.logprobs.logprob) for entry in entries],
         tokens=[
-            "" if entry.hidden else tokenizer.token_text(entry.logprobs.token_id)
+            "" if entry.hidden else _spelled(entry.logprobs.token_id, tokenizer)
             for entry in entries
         ],
         top_logprobs=[_top(entry.logprobs, tokenizer) for entry in entries],
@@ -74,7 +74,7 @@ def echoed_logprobs(
     return CompletionLogprobs(
         text_offset=offsets,
         token_logprobs=[None if entry is None else _finite(entry.logprob) for entry in found],
-        tokens=[tokenizer.token_text(i) for i in ids],
+        tokens=[_spelled(i, tokenizer) for i in ids],
         top_logprobs=[None if entry is None else _top(entry, tokenizer) for entry in found],
     )
 
@@ -104,10 +104,22 @@ def _by_id(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, PromptLogpro
     return {str(entry.token_id): own, **top}
 
 
+def _spelled(token_id: int, tokenizer: Tokenizer) -> str:
+    """A token's text; a part of a character as OpenAI spells it: bytes:\\xf0\\x9f.
+
+    Completions key their candidates by text, so parts of characters need names that differ.
+    """
+    data = tokenizer.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(chr(b) if 32 <= b < 127 else f"\\x{b:02x}" for b in data)
+
+
 def _top(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, float]:
     """The likeliest tokens and the chosen one; of tokens with the same text, the likelier."""
     top: dict[str, float] = {}
     for i, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
-        top.setdefault(tokenizer.token_text(i), _finite(logprob))
-    top.setdefault(tokenizer.token_text(entry.token_id), _finite(entry.logprob))
+        top.setdefault(_spelled(i, tokenizer), _finite(logprob))
+    top.setdefault(_spelled(entry.token_id, tokenizer), _finite(entry.logprob))
     return top
