@@ -17,9 +17,8 @@ from .verify_rows import VerifyRows
 
 __all__ = [
     "VerifyRows",
-    "count_accepted",
+    "emit_by_chance",
     "emit_matching",
-    "emit_tokens",
     "rejection_sample",
 ]
 
@@ -82,6 +81,24 @@ def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
         num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
     else:
         num_accepted = torch.zeros_like(drawn)
+    tokens = drawn[rows.cu_num_logits[:-1] + num_accepted]
+    return emit_tokens(rows, tokens, num_accepted), num_accepted
+
+
+def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept draft j with probability rates[j], whatever it is; then emit the drawn token.
+
+    drawn: [L] int64; rates: [K] float32; returns as `emit_matching`.
+    """
+    if use_triton(drawn):
+        from .triton.verify import emit_by_chance as emit_by_chance_triton
+
+        result: tuple[Tensor, Tensor] = emit_by_chance_triton(rows, drawn, rates)
+        return result
+    u = uniform(rows.seeds, rows.positions, ACCEPT)
+    column = rows.local_pos.clamp(max=rates.shape[0] - 1)
+    accepted = (u < rates[column]) & (rows.draft_ids >= 0)
+    num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
     tokens = drawn[rows.cu_num_logits[:-1] + num_accepted]
     return emit_tokens(rows, tokens, num_accepted), num_accepted
 

@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 
 from ..configs.schema import SpeculativeConfig
-from ..kernels.sample import ACCEPT, TARGET, gumbel_sample, uniform
-from ..kernels.verify import (
+from ..kernels.sample import TARGET, gumbel_sample
+from ..kernels.verify import VerifyRows, emit_by_chance, emit_matching, rejection_sample
     VerifyRows,
-    count_accepted,
     emit_matching,
-    emit_tokens,
     rejection_sample,
 )
 
@@ -46,11 +44,7 @@ def verify_coupled(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     The text is that of the same seed without speculation. Acceptance is lower than in
     `verify_standard`, unless the request is greedy: then both are the same.
     """
-    if rows.all_greedy:
-        drawn = rows.logits.argmax(-1)
-    else:
-        drawn = gumbel_sample(rows.logits, rows.seeds, rows.positions, TARGET, rows.greedy)
-    return emit_matching(rows, drawn)
+    return emit_matching(rows, _draw(rows))
 
 
 def verify_synthetic(rows: VerifyRows, conditional_rates: Tensor) -> tuple[Tensor, Tensor]:
@@ -60,24 +54,22 @@ def verify_synthetic(rows: VerifyRows, conditional_rates: Tensor) -> tuple[Tenso
     """
     if not rows.has_drafts:
         return verify_coupled(rows)
-    u = uniform(rows.seeds, rows.positions, ACCEPT)
-    column = rows.local_pos.clamp(max=conditional_rates.shape[0] - 1)
-    accepted = (u < conditional_rates[column]) & (rows.draft_ids >= 0)
-    num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
-    last = rows.cu_num_logits[:-1].long() + num_accepted  # [N] batch row -> logits row
-    logits = rows.logits[last]
+    return emit_by_chance(rows, _draw(rows), conditional_rates)
+
+
+def _draw(rows: VerifyRows) -> Tensor:
+    """The target's own token at every row, [L] int64."""
     if rows.all_greedy:
-        tokens = logits.argmax(-1)
-    else:
-        key = (rows.seeds[last], rows.positions[last])
-        tokens = gumbel_sample(logits, *key, TARGET, rows.greedy[last])
-    return emit_tokens(rows, tokens, num_accepted), num_accepted
+        return rows.logits.argmax(-1)
+    return gumbel_sample(rows.logits, rows.seeds, rows.positions, TARGET, rows.greedy)
 
 
 def create_verifier(config: SpeculativeConfig, device: torch.device) -> Verifier:
     """The rule that the configuration asks for."""
     if config.synthetic_acceptance_rates is not None:
-        rates = torch.tensor(conditional_rates(config.synthetic_acceptance_rates), device=device)
+        listed = conditional_rates(config.synthetic_acceptance_rates)
+        missing = config.num_speculative_tokens - len(listed)  # drafts beyond the list never stand
+        rates = torch.tensor(listed + [0.0] * missing, device=device)
         _log.warning(
             "synthetic acceptance is ON (%s): drafts are accepted by chance, the output is NOT "
             "the model's; for benchmarks only",

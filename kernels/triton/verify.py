@@ -235,16 +235,20 @@ def _emit_kernel(
 
 
 @triton.jit
-def _match_kernel(
+def _emit_drawn_kernel(
     drawn,  # [L] int64
     draft_ids,  # [L] int64
     cu_num_logits,  # [N + 1] int32
+    seeds,  # [L] int64
+    positions,  # [L] int64
+    rates,  # [K] float32
     num_accepted,  # [N] int64
     emitted,  # [N, K + 1] int64
     width,
+    BY_CHANCE: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """One request: the drawn tokens up to the first that is not the draft."""
+    """One request: drafts up to the first that is not accepted, then the token drawn there."""
     request = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_num_logits + request)
     num_logits = tl.load(cu_num_logits + request + 1) - start
@@ -252,24 +256,44 @@ def _match_kernel(
     inside = column < num_logits
     token = tl.load(drawn + start + column, mask=inside, other=-1)
     draft = tl.load(draft_ids + start + column, mask=inside, other=-1)
-    stops = (token != draft) | (column >= num_logits - 1)
+    if BY_CHANCE:
+        seed = tl.load(seeds + start + column, mask=inside, other=0)
+        position = tl.load(positions + start + column, mask=inside, other=0)
+        key_0, key_1 = row_key(seed, position, tl.full([], _ACCEPT, tl.int32))
+        rate = tl.load(rates + column, mask=column < width - 1, other=0.0)
+        accepted = uniform(key_0, key_1, tl.zeros([WIDTH], tl.uint32)) < rate
+        accepted = accepted & (draft >= 0)
+    else:
+        accepted = token == draft
+    stops = (accepted == 0) | (column >= num_logits - 1)
     count = tl.min(tl.where(stops, column, WIDTH), axis=0)
     tl.store(num_accepted + request, count.to(tl.int64))
-    out = tl.where(column <= count, token, -1)
+    out = tl.where(column < count, draft, tl.where(column == count, token, -1))
     tl.store(emitted + request * width + column, out, mask=column < width)
 
 
-def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.verify.emit_matching`."""
+def _emit_drawn(rows: VerifyRows, drawn: Tensor, rates: Tensor | None) -> tuple[Tensor, Tensor]:
     num_reqs, device = rows.cu_num_logits.shape[0] - 1, drawn.device
     num_accepted = torch.empty(num_reqs, dtype=torch.int64, device=device)
     emitted = torch.empty(num_reqs, rows.width, dtype=torch.int64, device=device)
     if num_reqs:
-        _match_kernel[(num_reqs,)](
-            drawn, rows.draft_ids, rows.cu_num_logits, num_accepted, emitted, rows.width,
-            WIDTH=triton.next_power_of_2(rows.width), num_warps=1,
+        _emit_drawn_kernel[(num_reqs,)](
+            drawn, rows.draft_ids, rows.cu_num_logits, rows.seeds, rows.positions,
+            rows.seeds if rates is None else rates, num_accepted, emitted, rows.width,
+            BY_CHANCE=rates is not None, WIDTH=triton.next_power_of_2(rows.width), num_warps=1,
         )  # fmt: skip
     return emitted, num_accepted
+
+
+def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.verify.emit_matching`."""
+    return _emit_drawn(rows, drawn, None)
+
+
+def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.verify.emit_by_chance`; `rates` must have K entries."""
+    assert rates.shape[0] == rows.width - 1
+    return _emit_drawn(rows, drawn, rates)
 
 
 def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from slipstream.kernels.ngram_scan import Haystack, ngram_scan_reference
 from slipstream.kernels.process_logits import apply_top_k_top_p_reference
 from slipstream.kernels.sample import DRAFT, TARGET, gumbel_sample_reference
 from slipstream.kernels.verify import VerifyRows, rejection_sample_reference
+from slipstream.kernels.verify import emit_by_chance as emit_by_chance_reference
 from slipstream.kernels.verify import emit_matching as emit_matching_reference
 
 pytestmark = [
@@ -144,6 +145,19 @@ def test_emit_matching(with_drafts: bool) -> None:
     for got, wanted in zip(emit_matching(rows, drawn), expected, strict=True):
         assert torch.equal(got, wanted)
     assert (expected[1].max() > 0) == with_drafts
+
+
+def test_emit_by_chance() -> None:
+    from slipstream.kernels.triton.verify import emit_by_chance
+
+    torch.manual_seed(8)
+    rows = ragged_rows("one_hot", 12, 12)
+    drawn = torch.randint(0, 12, rows.draft_ids.shape)
+    rates = torch.tensor([0.9, 0.8, 0.7])
+    expected = emit_by_chance_reference(rows, drawn, rates)
+    for got, wanted in zip(emit_by_chance(rows, drawn, rates), expected, strict=True):
+        assert torch.equal(got, wanted)
+    assert expected[1].unique().numel() > 2
 
 
 @pytest.mark.parametrize("restricted", [False, True])

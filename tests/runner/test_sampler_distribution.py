@@ -114,7 +114,7 @@ def test_synthetic_acceptance_meets_its_unconditional_rates(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rates = (0.8, 0.6, 0.3)
-    judge = sampler(synthetic_acceptance_rates=rates)
+    judge = sampler(synthetic_acceptance_rates=rates, num_speculative_tokens=3)
     assert "NOT" in caplog.text
     table = Table.repeated(SamplingParams(seed=0, max_tokens=9), PROMPT, OUTPUT, COUNT, V)
     drafts = torch.randint(0, V, (COUNT, 3))
