@@ -16,10 +16,6 @@ from torch import Tensor
 from ..configs.schema import SpeculativeConfig
 from ..kernels.sample import TARGET, gumbel_sample
 from ..kernels.verify import VerifyRows, emit_by_chance, emit_matching, rejection_sample
-    VerifyRows,
-    emit_matching,
-    rejection_sample,
-)
 
 _log = logging.getLogger(__name__)
 
