@@ -127,7 +127,7 @@ def run_experts(
         "BLOCK_M": block_m,
         "BLOCK_N": 64,
         "BLOCK_K": 64,
-        "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
         "num_stages": 3,
     }
     _expert_kernel[(num_blocks, triton.cdiv(inner, 64))](

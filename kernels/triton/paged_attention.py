@@ -256,17 +256,20 @@ def plan_launch(
     max_query_len: int,
     max_keys: int,
     num_processors: int,
+    element_size: int = 2,
 ) -> Launch:
     """Tile sizes and the number of KV splits for a call of these shapes."""
     rows = group * max_query_len
     largest = 128 if dim <= 128 else 64 if dim <= 256 else 32
     if dim > 512:  # MLA: many heads share one KV row
         largest = 64
+    block_n, stages = (64, 3) if dim <= 128 else (32, 2)
+    if element_size > 2:  # tiles of the same number of bytes
+        largest, block_n, stages = largest // 2, block_n // 2, 2
     block_m = max(16, min(largest, triton.next_power_of_2(rows)))
     heads = min(group, block_m)
     block_q = block_m // heads
     one_block = max_query_len <= block_q
-    block_n = 64 if dim <= 128 else 32
     query_blocks = num_reqs if one_block else num_tokens // block_q + num_reqs
     programs = query_blocks * num_kv_heads * triton.cdiv(group, heads)
     splits = 1
@@ -278,9 +281,7 @@ def plan_launch(
     ):
         splits *= 2
     num_warps = 8 if block_m * dim >= 128 * 128 else 4
-    return Launch(
-        block_m, block_q, heads, block_n, splits, one_block, num_warps, 3 if dim <= 128 else 2
-    )
+    return Launch(block_m, block_q, heads, block_n, splits, one_block, num_warps, stages)
 
 
 def paged_attention(
@@ -319,6 +320,7 @@ def paged_attention(
         max_query_len,
         block_table.shape[1] * page,
         _num_processors(query.device),
+        query.element_size(),
     )
     splits = launch.splits if splits is None else splits
     partial, lse = out, out
@@ -369,7 +371,7 @@ def paged_attention(
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         MLA=is_mla,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
+        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
     )

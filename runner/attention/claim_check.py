@@ -17,6 +17,7 @@ from ..graph_capture import GraphPool
 from .base import (
     AttentionBackend,
     AttentionLayer,
+    AttentionMetadata,
     AttentionState,
     CommonAttentionMetadata,
 )
@@ -83,27 +84,27 @@ class ClaimTrial:
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> tuple[Callable[[AttentionState], Tensor], AttentionState]:
             short = [min(64, self.setup.max_len)] * num_reqs
-            common = self._fill(desc, self._query_lens(length, num_reqs), short)
-            state = self._state(self.builder.build_for_capture(common, desc))
-            return lambda state: self._forward(num_tokens, state), state
+            common = self.fill(desc, self.query_lens(length, num_reqs), short)
+            state = self.state(self.builder.build_for_capture(common, desc))
+            return lambda state: self.forward(num_tokens, state), state
 
         manager.capture(create)
         worst = 0.0
         for live, longest in self._growing():
             lens = [max(length or 1, longest - 37 * row) for row in range(live)]
-            query_lens = self._query_lens(length, live)
+            query_lens = self.query_lens(length, live)
             lens = [max(n, q) for n, q in zip(lens, query_lens, strict=True)]
-            common = self._fill(desc, query_lens, lens)
+            common = self.fill(desc, query_lens, lens)
             metadata = self.builder.build(common, desc)
             self.output.fill_(float("nan"))
             if metadata.can_replay:
                 manager.run_fullgraph(desc)
             else:
-                self._forward(num_tokens, self._state(metadata))
+                self.forward(num_tokens, self.state(metadata))
             real = sum(query_lens)
             replayed = self.output[:real].clone()
             eager = common.with_rows(live, real)
-            self._forward(real, self._state(self.builder.build(eager)))
+            self.forward(real, self.state(self.builder.build(eager)))
             worst = max(worst, relative_error(replayed, self.output[:real]))
         manager.reset()
         return worst
@@ -114,13 +115,14 @@ class ClaimTrial:
         steps = [(full, 64), (full, 700), (max(1, full - 1), longest // 2), (1, longest)]
         return [(live, min(n, longest)) for live, n in (*steps, (full, longest), (full, 65))]
 
-    def _query_lens(self, length: int | None, live: int) -> list[int]:
+    def query_lens(self, length: int | None, live: int) -> list[int]:
+        """Query lengths of `live` requests: uniform, or (None) one prefill chunk and decodes."""
         if length is not None:
             return [length] * live
         rest = self.setup.mixed_tokens - live
         return [rest // 2, *[1] * (live - 1)]
 
-    def _fill(
+    def fill(
         self, desc: BatchExecutionDescriptor, query_lens: Sequence[int], lens: Sequence[int]
     ) -> CommonAttentionMetadata:
         """Write one batch into the buffers, padded as a step pads it."""
@@ -159,17 +161,19 @@ class ClaimTrial:
             slot_mapping=self.slot_mapping[: desc.num_tokens],
         )
 
-    def _forward(self, num_tokens: int, state: AttentionState) -> Tensor:
+    def forward(self, num_tokens: int, state: AttentionState) -> Tensor:
+        """The layer on the first rows of the buffers; returns its rows of `output`."""
         value = None if self.value is None else self.value[:num_tokens]
         out = state.attend(
             self.layer.layer_id, self.query[:num_tokens], self.key[:num_tokens], value
         )
         return self.output[:num_tokens].copy_(out)
 
-    def _state(self, metadata: object) -> AttentionState:
+    def state(self, metadata: AttentionMetadata) -> AttentionState:
+        """The attention state of the trial's one layer."""
         number = self.layer.layer_id
         return AttentionState(
-            [metadata],  # type: ignore[list-item]
+            [metadata],
             {number: self.layer},
             {number: 0},
             {number: self.cache},

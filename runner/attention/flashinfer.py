@@ -232,6 +232,12 @@ class FlashInferBackend(AttentionBackend):
                 return "it knows no attention sinks here; use triton"
             if layer.head_dim not in _HEAD_DIMS:
                 return f"head size {layer.head_dim} is none of {', '.join(map(str, _HEAD_DIMS))}"
+        kinds: dict[object, set[object]] = {}  # of the layers that share a plan
+        for layer in layers:
+            group = (layer.num_kv_heads, layer.head_dim, layer.sliding_window)
+            kinds.setdefault(group, set()).add((layer.num_heads, layer.scale, layer.softcap))
+        if any(len(kind) > 1 for kind in kinds.values()):
+            return "layers of one KV group differ in heads, scale or soft cap; use triton"
         if device.type != "cuda":
             return "it needs a CUDA device"
         try:
@@ -250,8 +256,6 @@ class FlashInferBackend(AttentionBackend):
         dtype: torch.dtype,
         device: torch.device,
     ) -> FlashInferBuilder:
-        kinds = {(one.num_heads, one.scale, one.softcap, one.sliding_window) for one in layers}
-        assert len(kinds) == 1, "one plan serves a group, so its layers must be of one kind"
         if device not in self._workspaces:
             self._workspaces[device] = torch.zeros(
                 _FLOAT_WORKSPACE, dtype=torch.uint8, device=device

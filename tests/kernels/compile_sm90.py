@@ -59,11 +59,14 @@ def attention() -> None:
         (64, 3, 3, 1, {"sinks": t(9)}),
         (256, 4, 2, 1, {"sliding_window": 512, "softcap": 50.0}),
         (512, 2, 8, 100, {}),
+        (64, 2, 4, 100, {"dtype": torch.float32}),
+        (512, 2, 4, 100, {"dtype": torch.float32}),
         (576, 1, 16, 1, {"is_mla": True, "head_dim_v": 512}),
         (576, 1, 128, 4, {"is_mla": True, "head_dim_v": 512, "splits": 2}),
     ]:
-        cache = t(9, 64, heads, dim) if "is_mla" in options else t(2, 9, 16, heads, dim)
-        query = t(4 * queries, heads * group, dim)
+        dtype = options.pop("dtype", BF16)
+        shape = (9, 64, heads, dim) if "is_mla" in options else (2, 9, 16, heads, dim)
+        cache, query = t(*shape, dtype=dtype), t(4 * queries, heads * group, dim, dtype=dtype)
         starts, lens = t(5, dtype=I32), t(4, dtype=I32)
         run(query, cache, t(4, 256, dtype=I32), starts, lens, 0.1, queries, **options)
 

@@ -1,0 +1,302 @@
+"""Compiled Triton kernels on a GPU against their references: fresh inputs, poisoned memory.
+
+References get the same (rounded) inputs in fp32; `tests/kernels` has the exhaustive cases.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels import activation, gather_batch, moe, norm_rope, prepare_draft, store_kv
+from slipstream.kernels.paged_attention import paged_attention, paged_attention_reference
+from slipstream.kernels.rotary_store_kv import rotary_store_kv, rotary_store_kv_reference
+from slipstream.runner.cuda_graphs import relative_error
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+ERROR = {torch.bfloat16: 6e-3, torch.float32: 2e-6}  # relative error over all elements
+DTYPES = list(ERROR)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Freed memory holds NaN, so what a kernel forgets to write shows."""
+    torch.manual_seed(torch.seed() % 2**31)
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
+        torch.full((size,), float("nan"), device="cuda")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, device="cuda").to(dtype)
+
+
+def heads_of(tokens: int, heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    return randn(tokens, heads + 2, dim, dtype=dtype)[:, 1 : heads + 1]
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    assert got.shape == expected.shape
+    assert relative_error(got, expected) < ERROR[got.dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 300])
+def test_norms_and_activations(rows: int, dtype: torch.dtype) -> None:
+    for size in (576, 4096, 7168):
+        x, residual = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype)
+        weight = randn(size, dtype=dtype)
+        floats = (x.float(), weight.float(), 1e-5)
+        close(norm_rope.rms_norm(x, weight, 1e-5), norm_rope.rms_norm_reference(*floats))
+        exact = norm_rope.fused_add_rms_norm_reference(x, residual, weight, 1e-5)
+        got = norm_rope.fused_add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+        close(got[0], exact[0])
+        close(got[1], exact[1])
+    heads = heads_of(rows, 32, 128, dtype)
+    weight = randn(128, dtype=dtype)
+    exact_heads = norm_rope.rms_norm_reference(heads.float(), weight.float(), 1e-6)
+    close(norm_rope.rms_norm(heads, weight, 1e-6), exact_heads)
+    x = randn(rows, 2 * 3000, dtype=dtype) * 4
+    for name in ("silu_and_mul", "gelu_tanh_and_mul"):
+        close(getattr(activation, name)(x), getattr(activation, f"{name}_reference")(x.float()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("dim", "rot_dim"), [(64, 64), (128, 128), (256, 64)])
+def test_rotary_and_store(dim: int, rot_dim: int, interleaved: bool, dtype: torch.dtype) -> None:
+    positions = torch.randint(0, 5000, (77,), device="cuda")
+    cos_sin = randn(5000, rot_dim)
+    query, key, value = (heads_of(77, count, dim, dtype) for count in (9, 3, 3))
+    expected = norm_rope.rotary_embedding_reference(
+        positions, query.float(), key.float(), cos_sin, interleaved
+    )
+    got = norm_rope.rotary_embedding(positions, query, key, cos_sin, interleaved)
+    assert got[1] is not None and expected[1] is not None
+    close(got[0], expected[0])
+    close(got[1], expected[1])
+
+    slots = torch.randperm(40 * 16, device="cuda")[:77]
+    slots[::5] = -1
+    cache = randn(2, 40, 16, 3, dim, dtype=dtype)
+    expected_cache = cache.clone()
+    store_kv.store_kv_reference(key, value, expected_cache, slots)
+    stored = cache.clone()
+    store_kv.store_kv(key, value, stored, slots)
+    assert torch.equal(stored, expected_cache)
+    args = (positions, query, key, value, cos_sin)
+    expected_cache = cache.clone()
+    rotated = rotary_store_kv_reference(*args, expected_cache, slots, interleaved)
+    close(rotary_store_kv(*args, cache, slots, interleaved), rotated)
+    close(cache, expected_cache)
+
+
+def paged(
+    query_lens: list[int],
+    seq_lens: list[int],
+    heads: tuple[int, int],
+    dim: int,
+    dtype: torch.dtype,
+    page: int = 16,
+    mla: bool = False,
+) -> dict[str, Any]:
+    """Arguments of `paged_attention` over shuffled pages, with two padded requests and 5 rows."""
+    per_req = -(-max(seq_lens) // page)
+    count = len(seq_lens)
+    table = (torch.randperm(count * per_req) + 1).int().view(count, per_req)
+    table = torch.cat([table, torch.zeros(2, per_req, dtype=torch.int32)])
+    starts = torch.tensor([0, *query_lens, 0, 0]).cumsum(0).int()
+    shape = (1 + count * per_req, page, 1 if mla else heads[1], dim)
+    return {
+        "query": heads_of(int(starts[-1]) + 5, heads[0], dim, dtype),
+        "kv_cache": randn(*(shape if mla else (2, *shape)), dtype=dtype),
+        "block_table": table.cuda(),
+        "query_start_loc": starts.cuda(),
+        "seq_lens": torch.tensor([*seq_lens, 0, 0], dtype=torch.int32, device="cuda"),
+        "scale": dim**-0.5,
+        "max_query_len": max(query_lens),
+        "is_mla": mla,
+    }
+
+
+def check_attention(args: dict[str, Any], **options: Any) -> None:
+    got = paged_attention(**args, **options)
+    exact = args | {name: args[name].float() for name in ("query", "kv_cache")}
+    expected = paged_attention_reference(**exact, **options)
+    tolerance = 6e-3 if got.dtype is torch.bfloat16 else 2e-5
+    assert relative_error(got, expected) < tolerance
+    assert not got[-5:].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 80, 128, 192, 256, 512])
+def test_attention_of_every_head_size(dim: int, dtype: torch.dtype) -> None:
+    check_attention(paged([1, 1, 1], [3000, 65, 1], (8, 2), dim, dtype))
+    check_attention(paged([300, 1, 40], [300, 900, 2000], (8, 2), dim, dtype))
+
+
+@pytest.mark.parametrize("query_len", [1, 2, 4, 6])
+@pytest.mark.parametrize("batch", [1, 3, 40])
+def test_attention_of_uniform_batches(batch: int, query_len: int) -> None:
+    lens = [query_len + 4000 * index // batch for index in range(batch)]
+    for heads in ((32, 8), (9, 3)):
+        check_attention(paged([query_len] * batch, lens, heads, 128, torch.bfloat16))
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [4, 4], [200, 1]])
+def test_attention_options(query_lens: list[int]) -> None:
+    args = paged(query_lens, [2500, 300], (16, 4), 128, torch.bfloat16)
+    check_attention(args, sliding_window=128)
+    check_attention(args, softcap=20.0)
+    check_attention(args, sinks=randn(16) * 3)
+    check_attention(args, sinks=randn(16), sliding_window=33, softcap=5.0)
+
+
+@pytest.mark.parametrize("num_heads", [16, 128])
+@pytest.mark.parametrize("query_lens", [[1, 1], [4, 4], [200, 1]])
+def test_latent_attention(query_lens: list[int], num_heads: int) -> None:
+    args = paged(query_lens, [2500, 300], (num_heads, 1), 576, torch.bfloat16, 64, mla=True)
+    check_attention(args, head_dim_v=512)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 64, 6), (33, 8, 2), (700, 16, 4)])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+def test_experts(tokens: int, experts: int, top_k: int, act: str, dtype: torch.dtype) -> None:
+    hidden, inner = 512, 192
+    x = randn(tokens, hidden, dtype=dtype)
+    gate_up = (randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
+    down = (randn(experts, hidden, inner) / inner**0.5).to(dtype)
+    ids = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :top_k]
+    weights = torch.rand(tokens, top_k, device="cuda")
+    expected = moe.run_experts_reference(
+        x.float(), gate_up.float(), down.float(), weights, ids, act
+    )
+    got = moe.run_experts(x, gate_up, down, weights, ids, act)
+    tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
+    assert relative_error(got, expected) < tolerance
+
+
+SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS, POISON = 70, 4096, 3, 66, 9000, 77
+
+
+def random_step() -> tuple[SimpleNamespace, SimpleNamespace, tuple[int, ...]]:
+    """A request table and a batch of 60 decodes and prefills; buffers hold poison."""
+    num_reqs = 60
+    requests = SimpleNamespace(
+        all_token_ids=torch.randint(0, 90, (SLOTS, MAX_LEN), dtype=torch.int32),
+        prefill_len=torch.randint(5, 3000, (SLOTS,), dtype=torch.int32),
+        total_len=torch.randint(3000, MAX_LEN + 1, (SLOTS,), dtype=torch.int32),
+        num_computed_tokens=torch.randint(0, 4000, (SLOTS,), dtype=torch.int32),
+        last_sampled_tokens=torch.randint(0, 90, (SLOTS,)),
+        next_prefill_tokens=torch.randint(0, 90, (SLOTS,)),
+        draft_tokens=torch.randint(-1, 90, (SLOTS, DRAFTS)),
+    )
+    batch = SimpleNamespace(
+        idx_mapping=torch.full((MAX_REQS,), -1, dtype=torch.int32),
+        query_start_loc=torch.zeros(MAX_REQS + 1, dtype=torch.int32),
+        cu_num_logits=torch.zeros(MAX_REQS + 1, dtype=torch.int32),
+    )
+    batch.idx_mapping[:num_reqs] = torch.randperm(SLOTS)[:num_reqs]
+    lens = torch.randint(1, 9, (num_reqs,))
+    lens[-2:] = torch.tensor([2500, 1024])
+    num_logits = torch.minimum(torch.randint(1, DRAFTS + 2, (num_reqs,)), lens)
+    for target, counts in ((batch.query_start_loc, lens), (batch.cu_num_logits, num_logits)):
+        target[1 : num_reqs + 1] = counts.cumsum(0)
+        target[num_reqs + 1 :] = counts.sum()
+    for name, size, dtype in [
+        ("seq_lens", MAX_REQS, torch.int32),
+        ("num_draft_tokens", MAX_REQS, torch.int32),
+        ("input_ids", MAX_TOKENS, torch.int32),
+        ("positions", MAX_TOKENS, torch.int64),
+        ("is_padding", MAX_TOKENS, torch.bool),
+        ("logits_indices", MAX_TOKENS, torch.int64),
+        ("expanded_idx_mapping", MAX_TOKENS, torch.int32),
+        ("expanded_local_pos", MAX_TOKENS, torch.int32),
+        ("draft_ids", MAX_TOKENS, torch.int64),
+        ("logits_positions", MAX_TOKENS, torch.int64),
+    ]:
+        setattr(batch, name, torch.full((size,), POISON).to(dtype))
+    for space in (requests, batch):
+        for name, value in vars(space).items():
+            setattr(space, name, value.cuda())
+    num_tokens = int(lens.sum())
+    sizes = (num_reqs, num_tokens, int(num_logits.sum()), num_reqs + 3, num_tokens + 900)
+    return requests, batch, sizes
+
+
+def copy_of(space: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(**{name: value.clone() for name, value in vars(space).items()})
+
+
+def equal(left: SimpleNamespace, right: SimpleNamespace) -> None:
+    for name, value in vars(left).items():
+        assert torch.equal(value, getattr(right, name)), name
+
+
+def test_batch_kernels() -> None:
+    requests, batch, sizes = random_step()
+    num_reqs, num_tokens, _, reqs_padded, tokens_padded = sizes
+    expected_requests, expected = copy_of(requests), copy_of(batch)
+    gather_batch.prepare_inputs_reference(expected_requests, expected, *sizes)
+    gather_batch.prepare_inputs(requests, batch, *sizes)
+    equal(batch, expected)
+    equal(requests, expected_requests)
+
+    tables = [torch.randint(0, 999, (SLOTS, w), dtype=torch.int32).cuda() for w in (64, 256)]
+    got = [torch.full((MAX_REQS, t.shape[1]), POISON, dtype=torch.int32).cuda() for t in tables]
+    wanted = [table.clone() for table in got]
+    rows = (num_reqs, reqs_padded)
+    gather_batch.gather_block_tables_reference(tables, batch.idx_mapping, wanted, *rows)
+    gather_batch.gather_block_tables(tables, batch.idx_mapping, got, *rows)
+    assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
+    slots = [torch.full((2, MAX_TOKENS), POISON, device="cuda") for _ in range(2)]
+    args = (got, (64, 16), batch.query_start_loc, batch.positions)
+    counts = (num_reqs, num_tokens, tokens_padded)
+    gather_batch.compute_slot_mappings(*args, slots[0], *counts)
+    gather_batch.compute_slot_mappings_reference(*args, slots[1], *counts)
+    assert torch.equal(*slots)
+
+
+def test_post_update_and_draft_ids() -> None:
+    requests, batch, (num_reqs, num_tokens, _, reqs_padded, tokens_padded) = random_step()
+    num_sampled = torch.randint(0, DRAFTS + 2, (num_reqs,), dtype=torch.int32, device="cuda")
+    sampled = torch.randint(0, 5, (num_reqs, DRAFTS + 1), device="cuda")
+    sampled[torch.arange(DRAFTS + 1, device="cuda") >= num_sampled[:, None]] = -1
+    rejected = torch.zeros(num_reqs, dtype=torch.int32, device="cuda")
+    counts = torch.randint(0, 9, (SLOTS, 90), dtype=torch.int32, device="cuda")
+    expected, expected_counts = copy_of(requests), counts.clone()
+    args = (batch.idx_mapping, batch.query_start_loc, sampled, num_sampled, rejected)
+    gather_batch.post_update_reference(expected, *args, expected_counts)
+    gather_batch.post_update(requests, *args, counts)
+    equal(requests, expected)
+    assert torch.equal(counts, expected_counts)
+
+    ids = torch.randint(0, 90, (MAX_TOKENS,), dtype=torch.int32, device="cuda")
+    results = []
+    for run in (prepare_draft.shift_draft_ids, prepare_draft.shift_draft_ids_reference):
+        outs = (
+            torch.full((MAX_TOKENS,), POISON, dtype=torch.int32, device="cuda"),
+            torch.full((MAX_REQS,), POISON, device="cuda"),
+        )
+        run(
+            ids,
+            batch.query_start_loc,
+            batch.idx_mapping,
+            num_sampled,
+            rejected,
+            requests.last_sampled_tokens,
+            requests.next_prefill_tokens,
+            *outs,
+            num_tokens,
+            reqs_padded,
+            tokens_padded,
+        )
+        results.append(outs)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

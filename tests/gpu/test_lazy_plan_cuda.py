@@ -1,0 +1,145 @@
+"""The seed faults on a GPU: stale plans of FlashMLA (vLLM #42444) and of FlashInfer. Both must be
+wrong where the fault is made, and right where it is avoided."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from slipstream.kernels.paged_attention import paged_attention_reference
+from slipstream.runner.attention.base import AttentionLayer
+from slipstream.runner.attention.claim_check import ClaimSetup, ClaimTrial
+from slipstream.runner.cuda_graphs import relative_error
+from slipstream.runner.graph_capture import CudaGraphs, GraphPool
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from graph_nodes import kernel_nodes  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+LENS = [8192, 70, 3000, 517]
+
+
+def package(name: str) -> Any:
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"the package {name} is not installed")
+    return importlib.import_module(name)
+
+
+class MLACase:
+    """A dense decode over ragged lengths; `lens` and `out` have addresses that graphs bake."""
+
+    def __init__(self, flash_mla: Any, num_heads: int, query_len: int) -> None:
+        torch.manual_seed(num_heads + query_len)
+        self.module, count = flash_mla, len(LENS)
+        pages = -(-max(LENS) // 64)
+        self.query = torch.randn(
+            count, query_len, num_heads, 576, device="cuda", dtype=torch.bfloat16
+        )
+        self.cache = torch.randn(1 + count * pages, 64, 1, 576, device="cuda", dtype=torch.bfloat16)
+        self.table = (torch.randperm(count * pages, device="cuda") + 1).int().view(count, pages)
+        self.lens = torch.full((count,), max(1, query_len), dtype=torch.int32, device="cuda")
+        self.out = torch.zeros(
+            count, query_len, num_heads, 512, device="cuda", dtype=torch.bfloat16
+        )
+
+    def run(self, schedule: Any) -> None:
+        out, _ = self.module.flash_mla_with_kvcache(
+            self.query, self.cache, self.table, self.lens, 512, schedule,
+            softmax_scale=0.07, causal=True, use_legacy=True,
+        )  # fmt: skip
+        self.out.copy_(out)
+
+    def capture(self, schedule: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            self.run(schedule)
+        return graph
+
+    def error(self) -> float:
+        """Relative error of `out` against fp32."""
+        count, length = self.query.shape[:2]
+        starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * length
+        expected = paged_attention_reference(
+            self.query.float().flatten(0, 1), self.cache.float(), self.table, starts, self.lens,
+            0.07, length, is_mla=True, head_dim_v=512,
+        )  # fmt: skip
+        return relative_error(self.out.flatten(0, 1), expected)
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("num_heads", [16, 64, 128])
+def test_42444_flash_mla_needs_a_fresh_schedule_at_capture(num_heads: int, query_len: int) -> None:
+    flash_mla = package("flash_mla")
+    with torch.inference_mode():
+        case = MLACase(flash_mla, num_heads, query_len)
+        shared, fresh = (flash_mla.get_mla_metadata()[0] for _ in range(2))
+        case.run(shared)  # warm-up, at short lengths
+        bad, good = case.capture(shared), case.capture(fresh)
+        case.lens.copy_(torch.tensor(LENS))
+        bad.replay()
+        bad_error = case.error()
+        case.out.fill_(float("nan"))
+        good.replay()
+        good_error = case.error()
+        # and once more at other lengths: the plan is computed at each replay
+        case.lens.copy_(torch.tensor(LENS[::-1]))
+        good.replay()
+        again = case.error()
+    assert bad_error > 0.1, bad_error
+    assert max(good_error, again) < 5e-3, (good_error, again)
+    assert kernel_nodes(good) > kernel_nodes(bad)  # by the planning kernel
+
+
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_flashinfer_needs_a_plan_before_each_replay(query_len: int) -> None:
+    package("flashinfer")
+    from slipstream.runner.attention.flashinfer import FlashInferBackend
+
+    device = torch.device("cuda", 0)
+    layer = AttentionLayer(0, num_heads=8, num_kv_heads=2, head_dim=128, scale=0.09)
+    num_tokens = 4 * query_len
+    desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens, 4, query_len)
+    with torch.inference_mode():
+        trial = ClaimTrial(
+            FlashInferBackend(),
+            layer,
+            ClaimSetup(max_len=8192),
+            torch.bfloat16,
+            device,
+            GraphPool(CudaGraphs(device)),
+        )
+        query_lens = [query_len] * 4
+        common = trial.fill(desc, query_lens, [64] * 4)
+        trial.forward(num_tokens, trial.state(trial.builder.build_for_capture(common, desc)))
+        state = trial.state(trial.builder.build_for_capture(common, desc))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            trial.forward(num_tokens, state)
+        workspace = trial.builder._workspace.data_ptr()  # type: ignore[attr-defined]
+        for step, lens in enumerate(([8192, 70, 3000, 517], [100, 8000, 64, 4096])):
+            common = trial.fill(desc, query_lens, lens)
+            if step == 0:
+                graph.replay()  # without the second plan()
+                stale = trial.output[:num_tokens].clone()
+            assert trial.builder.build(common, desc).can_replay
+            trial.output.fill_(float("nan"))
+            graph.replay()
+            expected = paged_attention_reference(
+                trial.query[:num_tokens].float(), trial.cache.float(), common.block_table,
+                common.query_start_loc, common.seq_lens, layer.scale, query_len,
+            )  # fmt: skip
+            assert relative_error(trial.output[:num_tokens], expected) < 8e-3
+            if step == 0:
+                assert relative_error(stale, expected) > 0.1
+        assert workspace == trial.builder._workspace.data_ptr()  # type: ignore[attr-defined]
