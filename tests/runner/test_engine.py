@@ -99,6 +99,26 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
     bench.expect(good)
 
 
+def test_a_grammar_that_takes_too_long_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slipstream.runner.engine.MAX_COMPILE_SECONDS", 0.05)
+    bench = Bench(compile_at_once=False)
+    good = add("good", [3, 4])
+    bench.engine.handle([add("slow", [1, 2], grammar=PARITY), good])
+    bench.run()
+    (output,) = bench.received["slow"].outputs
+    assert output.finish_reason == "error" and "too long" in (output.error or "")
+    assert output.invalid_request
+    bench.expect(good)
+
+
+def test_the_grammar_backend_prepares_itself_before_the_first_grammar() -> None:
+    bench = Bench()
+    bench.engine.set_grammar_backend(bench.backend)
+    assert bench.backend.is_prepared
+
+
 def test_an_abort_while_its_grammar_compiles_leaves_nothing_behind() -> None:
     bench = Bench(compile_at_once=False)
     bench.add("a", [1, 2], grammar=PARITY)

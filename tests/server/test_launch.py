@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from slipstream.configs.schema import Config, ModelConfig, ServerConfig
-from slipstream.runner.messages import AddRequest, SamplingParams
+from slipstream.runner.messages import AddRequest, SamplingParams, SetVocabulary
 from slipstream.server import launch
 from slipstream.server.engine_client import EngineClient, EngineDead
 from slipstream.server.launch import Launch, LaunchError, bind, serve
@@ -28,7 +28,7 @@ from slipstream.server.tokenizer_source import TokenizerLoadError
 HANG = 60_003  # as in fake_engine
 
 
-def tiny_app(config: Config, client: EngineClient) -> Any:
+def tiny_app(config: Config, client: EngineClient) -> tuple[Any, SetVocabulary]:
     """GET /N streams N numbers from the engine, then `end` or the error."""
 
     async def app(scope: Any, receive: Any, send: Callable[[Any], Awaitable[None]]) -> None:
@@ -47,7 +47,7 @@ def tiny_app(config: Config, client: EngineClient) -> Any:
             last = str(error).encode()
         await send({"type": "http.response.body", "body": last})
 
-    return app
+    return app, SetVocabulary([b"a"], [])
 
 
 @pytest.fixture(autouse=True)
