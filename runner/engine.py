@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -37,6 +38,7 @@ from .messages import (
 )
 from .plan import RowResult, StepPlan
 from .request import Request
+from .schedule_policy import step_tokens
 from .scheduler import Scheduler
 
 if TYPE_CHECKING:
@@ -304,8 +306,9 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         enable_prefix_caching=config.cache.enable_prefix_caching,
         drop_last_matched_block=needs.drop_last_matched_block,
     )
+    budget = step_tokens(config.scheduler, facts.device.startswith("cpu"), num_drafts)
     scheduler = Scheduler(
-        config.scheduler,
+        replace(config.scheduler, max_num_batched_tokens=budget),
         kv,
         facts.max_model_len,
         num_speculative_tokens=num_drafts,

@@ -6,8 +6,23 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ..configs.schema import SchedulerConfig
 from .plan import ScheduledRow
 from .request import Request
+
+CPU_STEP_TOKENS = 256  # about a second on two cores, which larger steps do not use better
+
+
+def step_tokens(config: SchedulerConfig, is_cpu: bool, num_drafts: int) -> int:
+    """The token budget of one step: what is configured, but on a CPU no more than a second's work.
+
+    A step cannot be interrupted: until it ends no other request gets a token, and what an aborted
+    one holds stays taken. Every request that may run still has room for its drafts.
+    """
+    if not is_cpu or not config.enable_chunked_prefill:
+        return config.max_num_batched_tokens
+    short = max(CPU_STEP_TOKENS, config.max_num_seqs * (num_drafts + 1))
+    return min(config.max_num_batched_tokens, short)
 
 
 class RequestQueue:
