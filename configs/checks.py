@@ -32,6 +32,7 @@ _MAX = {"port": 65535, "seed": 2**63 - 1, "gpu_memory_utilization": 1.0, "block_
 def check(config: Config) -> Config:
     """The configuration itself, or ConfigError: one sentence that names the flag and its value."""
     _check_ranges(config)
+    _check_parallel(config)
     _check_server(config)
     _check_model(config)
     _check_budget(config)
@@ -56,6 +57,13 @@ def _check_ranges(config: Config) -> None:
     sizes = config.graph.cudagraph_capture_sizes
     if sizes is not None and (not sizes or min(sizes) < 1):
         _fail("cudagraph_capture_sizes", ",".join(map(str, sizes)), "must be token counts from 1")
+
+
+def _check_parallel(config: Config) -> None:
+    for name in ("tensor_parallel_size", "data_parallel_size"):
+        size = getattr(config.parallel, name)
+        if size > 1:
+            _fail(name, size, "only 1 is possible, since this version serves from one device")
 
 
 def _check_server(config: Config) -> None:

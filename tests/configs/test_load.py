@@ -151,6 +151,8 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
         (["--port", "65536"], "--port 65536: must be at most 65535"),
         (["--port", "-1"], "--port -1: must be at least 0"),
         (["--dtype", "bfloat"], r"--dtype must be one of .* not 'bfloat' \(did you mean bfloat16"),
+        (["-tp", "2"], "--tensor-parallel-size 2: only 1 is possible"),
+        (["-dp", "2"], "--data-parallel-size 2: only 1 is possible"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
         (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: too small.* need 3000"),
         (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization 0.0: must be above 0"),
