@@ -1,7 +1,7 @@
 """The attention interface: what a back end builds per step, and what a model calls per layer.
 
 A model's forward pass takes one `AttentionState` as an argument and calls `attend` per layer; there
-is no global. A builder owns persistent buffers and *writes in place*, because graphs bake addresses.
+is no global. A builder owns persistent buffers and *writes in place*: graphs bake addresses.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class CommonAttentionMetadata:
     slot_mapping: Tensor  # [M*] int64, -1 = do not write
 
     def with_rows(self, num_reqs: int, num_tokens: int) -> CommonAttentionMetadata:
-        """The first `num_reqs` requests and `num_tokens` tokens: every row-indexed field together."""
+        """The first `num_reqs` requests and `num_tokens` tokens of every row-indexed field."""
         return replace(
             self,
             num_reqs=num_reqs,
@@ -84,7 +84,7 @@ class CommonAttentionMetadata:
 class AttentionMetadata(ABC):
     """One KV group's attention for one forward pass."""
 
-    # False if this step does not fit what its FULL graph has baked: run it eagerly, padded as it is.
+    # False if this step does not fit what its FULL graph has baked: run it eagerly, padded.
     can_replay: bool = True
 
     @abstractmethod
@@ -94,7 +94,7 @@ class AttentionMetadata(ABC):
         query: Tensor,  # [M*, num_heads, head_dim]
         key: Tensor | None,  # [M*, num_kv_heads, head_dim]; None = read only
         value: Tensor | None,  # [M*, num_kv_heads, head_dim_v]; None for MLA and read only
-        kv_cache: Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]; MLA: [blocks, size, 1, dim]
+        kv_cache: Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]; MLA: no first 2
     ) -> Tensor:  # [M*, num_heads, head_dim_v]
         """Write key and value at the slots of this step, then attend over the cache."""
 
