@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from .common import INT32, Body, Content, GenerationBody, Integer
 
@@ -33,6 +33,13 @@ class Message(Body):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _has_parts(cls, content: Content | None) -> Content | None:
+        if content == []:
+            raise ValueError("expected a text or at least one part")
+        return content
 
     @model_validator(mode="after")
     def _has_content(self) -> Message:

@@ -121,6 +121,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
      "messages[0].content[0]"),
     ({"messages": [{"role": "assistant"}]}, "messages[0]"),
