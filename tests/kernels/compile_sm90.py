@@ -144,6 +144,15 @@ def sampling() -> None:
         keys = (longs, longs, flags, False, True, 4)
         rows = VerifyRows(logits, longs, q, ints, ints, t(5, dtype=I32), *keys)
         module("verify").rejection_sample(rows)
+        module("verify").emit_matching(rows, longs)
+        module("verify").emit_by_chance(rows, longs, t(3, dtype=torch.float32))
+    for any_top_p in (False, True):
+        top_p = t(8, dtype=torch.float32)
+        module("top_k_top_p").apply_top_k_top_p(logits, longs, top_p, any_top_p)
+    emitted, four, floats = t(4, 4, dtype=I64), t(4, dtype=I32), t(8, dtype=torch.float32)
+    for largest in (None, floats):
+        finish = module("finish_samples").finish_samples
+        finish(emitted, longs, floats, largest, t(5, dtype=I32), four, four, ints)
     text = t(8, 4096, dtype=I32)
     for prediction in ((None, None), (text, longs)):
         haystack = Haystack(text, ints, *prediction)
