@@ -242,8 +242,12 @@ class _DraftAttention:
         writes_kv: bool,
     ) -> AttentionState:
         padded = seq_lens.shape[0]
-        gather_block_tables(self._requests, idx_mapping, self._block_tables, num_reqs, padded)
-        if writes_kv:
+        if for_capture:  # dummy rows belong to no request: they read the null block
+            for table in self._block_tables:
+                table.zero_()
+        else:
+            gather_block_tables(self._requests, idx_mapping, self._block_tables, num_reqs, padded)
+        if writes_kv and not for_capture:
             sizes = [self._cache.block_size] * len(self._block_tables)
             compute_slot_mappings(
                 self._block_tables,

@@ -19,6 +19,7 @@ from ..configs.schema import Config
 from ..kernels.gather_batch import post_update
 from ..speculators.base import BaseSpeculator, DraftInputs
 from .attention.base import AttentionState
+from .cuda_graphs import RebuiltStates
 from .input_batch import InputBatch
 from .plan import StepPlan
 from .prompt_logprobs import PromptLogprobs
@@ -254,7 +255,8 @@ class ModelRunner:
     def _capture(self) -> None:
         states = self._target.capture()
         if self._speculator is not None and states:
-            self._speculator.capture(states)
+            # Built anew at each look-up: the pairs that the target used are planned already.
+            self._speculator.capture(RebuiltStates(list(states), self._target.create_forward_fn))
 
 
 def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:

@@ -20,7 +20,7 @@ from ..speculators.base import BaseSpeculator, SpeculatorNeeds
 from ..speculators.registry import create_speculator
 from .attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
 from .attention.choice import choose_backend
-from .cuda_graphs import CudaGraphManager
+from .cuda_graphs import CudaGraphManager, RebuiltStates
 from .device_queue import DeviceQueue
 from .draft_host import DraftModelHost, GraphSettings
 from .errors import RunnerError
@@ -103,7 +103,27 @@ class _Assembly:
             max_blocks = [-(-self.max_model_len // self.block_size) for _ in groups]
             buffers = self._buffers(needs, max_blocks)
             manager, mode = self._graph_manager(builders, needs)
-            cache = self._kv_cache(groups, builders, buffers, manager, needs)
+            draft_builders = [
+                self._builder(backend, draft) if draft else None
+                for draft in (
+                    [layer for layer in group.layers if layer in host.draft_layers]
+                    for group in groups
+                )
+            ]
+
+            def draft_graph_bytes(target: Target) -> int:
+                if speculator is None or manager is None:
+                    return 0
+                tables = [
+                    torch.zeros(self.max_num_reqs, blocks, dtype=torch.int32, device=self.device)
+                    for blocks in max_blocks
+                ]
+                host.attach(target.cache, draft_builders, builders, tables)
+                speculator.init_cudagraph_manager(mode)
+                states = RebuiltStates(manager.wanted, target.create_forward_fn)
+                return speculator.profile_graph_memory(states)
+
+            cache = self._kv_cache(groups, builders, buffers, manager, needs, draft_graph_bytes)
         table = RequestTable(
             self.max_num_reqs,
             self.max_model_len,
@@ -113,12 +133,6 @@ class _Assembly:
             self.device,
             self.vocab_size if needs.draft_logits else None,
         )
-        draft_builders = [
-            self._builder(backend, draft) if draft else None
-            for draft in (
-                [layer for layer in group.layers if layer in host.draft_layers] for group in groups
-            )
-        ]
         host.attach(cache, draft_builders, builders, table.block_tables)
         if speculator is not None:
             speculator.init_cudagraph_manager(mode)
@@ -258,6 +272,7 @@ class _Assembly:
         buffers: InputBuffers,
         manager: CudaGraphManager | None,
         needs: SpeculatorNeeds,
+        draft_graph_bytes: Callable[[Target], int],
     ) -> KVCache:
         size, dtype = self.block_size, self.format.dtype
 
@@ -275,7 +290,9 @@ class _Assembly:
             if manager is None or self.graphs is None:
                 return 0
             with self.graphs.pool.throw_away():
-                return manager.profile_memory(small_target().create_forward_fn)
+                target = small_target()
+                total = manager.profile_memory(target.create_forward_fn)
+                return total + draft_graph_bytes(target)
 
         available = kv_cache_bytes(self.config.cache, self.device, run_largest_step, graph_bytes)
         num_blocks = num_kv_blocks(

@@ -70,21 +70,31 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             return
         full = mode.decode_mode() is CUDAGraphMode.FULL
         decode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+        # The target's own families, less its pieces: each graph follows one of the target's.
+        prefill = mode if mode is CUDAGraphMode.FULL else decode
         lengths = sorted({1, self.num_drafts + 1})
         if self.runs_draft_prefill:
-            self._prefill_graphs = self.host.create_graph_manager("draft prefill", decode, lengths)
+            self._prefill_graphs = self.host.create_graph_manager("draft prefill", prefill, lengths)
         self._decode_graphs = self.host.create_graph_manager("draft decode", decode, [1])
 
     def capture(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> None:
         """Capture draft prefill with the target's pairs, then draft decodes with fresh states."""
         if self._prefill_graphs is not None:
-            self._capture_prefill(self._prefill_graphs, attention_states)
+            create = self._prefill_creator(attention_states)
+            self._prefill_captured = self._prefill_graphs.capture(create)
         if self._decode_graphs is not None:
             self._decode_graphs.capture(self._create_decode)
 
-    def _capture_prefill(
-        self, graphs: GraphManager, attention_states: Mapping[BatchExecutionDescriptor, Any]
-    ) -> None:
+    def profile_graph_memory(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> int:
+        """Bytes that `capture` will take; leaves nothing captured."""
+        total = 0
+        if self._prefill_graphs is not None:
+            total += self._prefill_graphs.profile_memory(self._prefill_creator(attention_states))
+        if self._decode_graphs is not None:
+            total += self._decode_graphs.profile_memory(self._create_decode)
+        return total
+
+    def _prefill_creator(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> Any:
         def create_prefill(
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> tuple[Callable[[Any], None], Any]:
@@ -96,7 +106,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
                 pair.warmup if warmup else pair.captured,
             )
 
-        self._prefill_captured = graphs.capture(create_prefill)
+        return create_prefill
 
     def _create_decode(
         self, desc: BatchExecutionDescriptor, warmup: bool
@@ -171,7 +181,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _first_pass(self, inputs: DraftInputs) -> None:
         desc = inputs.descriptor
-        if desc in self._prefill_captured and self._prefill_graphs is not None:
+        replayable = desc in self._prefill_captured and inputs.attention.can_replay
+        if replayable and self._prefill_graphs is not None:
             self._prefill_graphs.run_fullgraph(desc)
             return
         # PIECEWISE attention has the real rows only.
@@ -202,7 +213,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if attention is None or self.advance_draft_positions:
             # Rebuilt before every decode whose positions advanced: see spec on stale metadata.
             attention = self._decode_attention(num_reqs, rows, desc)
-        if desc is None or self._decode_graphs is None:
+        if desc is None or self._decode_graphs is None or not attention.can_replay:
             self._decode_forward(rows, attention)
         else:
             self._decode_graphs.run_fullgraph(desc)

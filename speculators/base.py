@@ -80,6 +80,8 @@ class GraphManager(Protocol):
 
     def capture(self, create_forward_fn: Any) -> dict[BatchExecutionDescriptor, Any]: ...
 
+    def profile_memory(self, create_forward_fn: Any) -> int: ...
+
     def run_fullgraph(self, desc: BatchExecutionDescriptor) -> None: ...
 
 
@@ -140,6 +142,10 @@ class BaseSpeculator(ABC):
     def capture(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> None:
         """Capture the drafter's graphs; given are the target's `AttentionStatePair`s."""
         return
+
+    def profile_graph_memory(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> int:
+        """Bytes that `capture` will take, measured on throw-away graphs before KV is sized."""
+        return 0
 
     @abstractmethod
     def propose(self, inputs: DraftInputs) -> Tensor:

@@ -1,0 +1,53 @@
+"""Tiny checkpoints of every drafter with a model, each with its target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from slipstream.configs.schema import SpeculativeConfig
+
+from .eagle_oracle import head_weights, save_head
+from .gemma4_oracle import AssistantOracle
+from .mtp_oracle import MtpOracle
+from .tiny_engine import save_llama
+
+METHODS = ("eagle", "eagle3", "draft_model", "mtp", "gemma4_mtp")
+
+
+class Drafters:
+    """Makes each pair when it is first asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._pairs: dict[str, tuple[Path, Path | None]] = {}
+
+    def pair(self, method: str) -> tuple[Path, Path | None]:
+        """(target, drafter); the drafter is None where the target brings it along."""
+        if method not in self._pairs:
+            self._pairs[method] = self._make(method)
+        return self._pairs[method]
+
+    def speculative(self, method: str, k: int = 3, **changes: Any) -> SpeculativeConfig:
+        """The configuration of the drafter."""
+        drafter = self.pair(method)[1]
+        options = {"num_speculative_tokens": k, "draft_sampling": "greedy"} | changes
+        return SpeculativeConfig(
+            method=method, model=None if drafter is None else str(drafter), **options
+        )
+
+    def _make(self, method: str) -> tuple[Path, Path | None]:
+        folder = self.folder / method
+        if method == "mtp":
+            MtpOracle(folder / "target")
+            return folder / "target", None
+        if method == "gemma4_mtp":
+            oracle = AssistantOracle(folder, ordered=True)
+            return oracle.target_folder, oracle.folder
+        target = save_llama(folder / "target", layers=4)
+        if method == "draft_model":
+            return target, save_llama(folder / "draft", seed=5, layers=1)
+        eagle3 = method == "eagle3"
+        weights = head_weights(eagle3)
+        taps = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]} if eagle3 else {}
+        return target, save_head(folder / "head", weights, eagle3, **taps)

@@ -1,0 +1,183 @@
+"""Engines on the CPU whose target and drafter run inside recorded graphs, as on a GPU.
+
+The attention back end reads only persistent buffers, which `build` writes in place: metadata that
+is not rebuilt before a replay is stale, as it would be on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner import graph_dispatch, startup
+from slipstream.runner.attention.base import (
+    AttentionBackend,
+    AttentionBuilder,
+    AttentionLayer,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+)
+from slipstream.runner.cuda_graphs import CudaGraphManager
+from slipstream.runner.graph_recorder import RecordedGraphs
+from slipstream.runner.models import moe
+
+from .tiny_engine import TinyEngine
+
+
+class TensorMetadata(AttentionMetadata):
+    """Attention in tensor operations of fixed shapes, so that it can be recorded."""
+
+    def __init__(self, starts: Tensor, lens: Tensor, table: Tensor, slots: Tensor) -> None:
+        self.starts, self.lens, self.table, self.slots = starts, lens, table, slots
+
+    def attend(
+        self, layer: AttentionLayer, query: Tensor, key: Any, value: Any, kv_cache: Tensor
+    ) -> Tensor:
+        if key is not None:
+            self._store(layer, key, value, kv_cache)
+        tokens = query.shape[0]
+        row = torch.searchsorted(self.starts[1:], torch.arange(tokens).int(), right=True)
+        row = row.clamp(max=self.lens.shape[0] - 1)
+        position = self.lens[row] - (self.starts[1:][row] - torch.arange(tokens))  # [M]
+        pages = self.table[row]  # [M, max_blocks]
+        if layer.is_mla:
+            keys = kv_cache[pages].flatten(1, 2)
+            values = keys[..., : layer.head_dim_v]
+        else:
+            keys, values = (half[pages].flatten(1, 2) for half in kv_cache)
+        heads = layer.num_heads // layer.num_kv_heads
+        keys, values = (t.repeat_interleave(heads, dim=2) for t in (keys, values))
+        at = torch.arange(keys.shape[1])
+        seen = at <= position[:, None]
+        if layer.sliding_window is not None:
+            seen = seen & (at > position[:, None] - layer.sliding_window)
+        scores = torch.einsum("mhd,mkhd->mhk", query, keys) * layer.scale
+        weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(-1).nan_to_num(0.0)
+        return torch.einsum("mhk,mkhd->mhd", weights, values)
+
+    def _store(self, layer: AttentionLayer, key: Tensor, value: Any, kv_cache: Tensor) -> None:
+        slots = self.slots[: key.shape[0]]
+        written, at = (slots >= 0)[:, None, None], slots.clamp(min=0)
+        halves = [(kv_cache, key)] if layer.is_mla else zip(kv_cache, (key, value), strict=True)
+        for cache, new in halves:
+            rows = cache.view(-1, *cache.shape[2:])
+            rows[at] = torch.where(written, new, rows[at])  # slot 0 is in the null block
+
+
+def run_all_experts(
+    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, activation: str = "silu"
+) -> Tensor:
+    """`kernels.moe.run_experts` without a loop over counts, which a graph could not hold."""
+    assert activation == "silu"
+    gate, up = torch.einsum("th,tkih->tki", x, gate_up[ids]).chunk(2, dim=-1)
+    out = torch.einsum("tki,tkhi->tkh", torch.nn.functional.silu(gate) * up, down[ids])
+    return (out * weights[..., None]).sum(1)
+
+
+class TensorBuilder(AttentionBuilder):
+    """Owns the buffers; `num_builds` counts."""
+
+    supports = AttentionCGSupport.ALWAYS
+
+    def __init__(self, max_reqs: int, max_tokens: int, max_blocks: int) -> None:
+        self.starts = torch.zeros(max_reqs + 1, dtype=torch.int32)
+        self.lens = torch.zeros(max_reqs, dtype=torch.int32)
+        self.table = torch.zeros(max_reqs, max_blocks, dtype=torch.int32)
+        self.slots = torch.zeros(max_tokens, dtype=torch.int64)
+        self.num_builds = 0
+
+    def build(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
+    ) -> TensorMetadata:
+        self.num_builds += 1
+        rows, tokens = common.num_reqs, common.num_actual_tokens
+        starts = common.query_start_loc_cpu
+        assert starts.tolist() == common.query_start_loc.tolist(), "host and device disagree"
+        assert starts.diff().min() >= 0, "query_start_loc decreases"
+        assert common.block_table.shape[0] == common.seq_lens.shape[0] == starts.shape[0] - 1
+        own = (self.starts[: rows + 1], self.lens[:rows], self.table[:rows], self.slots[:tokens])
+        theirs = (common.query_start_loc, common.seq_lens, common.block_table, common.slot_mapping)
+        for mine, given in zip(own, theirs, strict=True):
+            mine.copy_(given)
+        return TensorMetadata(*own)
+
+
+class TensorBackend(AttentionBackend):
+    """Runs any layer, in any graph."""
+
+    name = "tensor"
+
+    @classmethod
+    def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
+        return None
+
+    def create_builder(
+        self, layers: Sequence[AttentionLayer], block_size: int, max_num_reqs: int,
+        max_num_tokens: int, max_model_len: int, dtype: torch.dtype, device: torch.device,
+    ) -> TensorBuilder:  # fmt: skip
+        return TensorBuilder(max_num_reqs, max_num_tokens, -(-max_model_len // block_size))
+
+
+class GraphEngine(TinyEngine):
+    """`replays` counts the replays of each manager by name; `backend` holds the graphs."""
+
+    replays: dict[str, int]
+    backend: RecordedGraphs
+
+    @property
+    def speculator(self) -> Any:
+        """The drafter."""
+        return self.engine._runner._speculator  # type: ignore[attr-defined]
+
+    @property
+    def table(self) -> Any:
+        """The request table."""
+        return self.engine._runner.table  # type: ignore[attr-defined]
+
+
+@contextmanager
+def graph_engine(
+    model: Path,
+    speculative: SpeculativeConfig,
+    graphs: bool = True,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
+    **changes: Any,
+) -> Iterator[GraphEngine]:
+    """An engine with recorded graphs, or (`graphs=False`) with the same attention, eager."""
+    replays: dict[str, int] = {}
+    replay = CudaGraphManager.run_fullgraph
+
+    def counted(self: CudaGraphManager, desc: Any, eager: Any = None) -> None:
+        replays[self.name] = replays.get(self.name, 0) + 1
+        replay(self, desc, eager)
+
+    backend = RecordedGraphs()
+    modes = graph_dispatch.WantedModes(mode, mode, CUDAGraphMode.FULL_DECODE_ONLY)
+    sizes = tuple(
+        sorted(
+            {n * length for n in (2, 4) for length in (1, 1 + speculative.num_speculative_tokens)}
+        )
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup, "choose_backend", lambda *args: TensorBackend())
+        patch.setattr(moe, "run_experts", run_all_experts)
+        patch.setattr(CudaGraphManager, "run_fullgraph", counted)
+        if graphs:
+            patch.setattr(startup, "CudaGraphs", lambda device: backend)
+            patch.setattr(startup, "wanted_modes", lambda *args: modes)
+            patch.setattr(startup, "capture_sizes", lambda *args: sizes)
+        changes["scheduler"] = {"max_num_seqs": 4} | changes.pop("scheduler", {})
+        engine = GraphEngine(model, speculative, **changes)
+        engine.replays, engine.backend = replays, backend
+        try:
+            yield engine
+        finally:
+            engine.close()

@@ -1,0 +1,217 @@
+"""Drafters inside graphs equal drafters without, whatever the padded rows held before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.configs.graphs import CUDAGraphMode
+from slipstream.runner.attention.base import AttentionStatePair
+from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
+from slipstream.speculators.base import DraftInputs
+
+from .all_drafters import METHODS, Drafters
+from .recorded_graphs import GraphEngine, graph_engine
+from .recorded_proposals import Proposals, recorded_proposals
+from .tiny_engine import prompts
+
+ASKED = prompts(5, seed=2, longest=20)  # more requests than rows: batches of 4, 3, 2 and 1
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
+    return Drafters(tmp_path_factory.mktemp("drafters"))
+
+
+def proposals_of(
+    drafters: Drafters, method: str, graphs: bool, k: int = 3, temperature: float = 0.0,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
+) -> tuple[Proposals, GraphEngine]:  # fmt: skip
+    target = drafters.pair(method)[0]
+    sampling = "probabilistic" if temperature else "greedy"
+    config = drafters.speculative(method, k, draft_sampling=sampling)
+    with graph_engine(target, config, graphs, mode) as engine:
+        with recorded_proposals() as seen:
+            for count in (5, 3):
+                run = engine.run(ASKED[:count], max_tokens=7, temperature=temperature)
+                assert sum(map(len, run.tokens.values())) == 7 * count
+            engine.engine._runner.synchronize()  # type: ignore[attr-defined]
+    return seen, engine
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature"), [("eagle3", 0.0), *((method, 0.8) for method in METHODS)]
+)
+def test_drafts_in_graphs_equal_eager_drafts(
+    drafters: Drafters, method: str, temperature: float
+) -> None:
+    eager, none = proposals_of(drafters, method, False, temperature=temperature)
+    graphs, engine = proposals_of(drafters, method, True, temperature=temperature)
+    assert graphs == eager and len(graphs) >= 16
+    assert not none.replays
+    prefills, decodes = (engine.replays.get(f"draft {part}", 0) for part in ("prefill", "decode"))
+    assert engine.replays["target"] > 6
+    assert decodes >= 2 * engine.replays["target"]
+    # only a uniform step of the target has a graph that the draft prefill can follow
+    assert prefills == (0 if method == "gemma4_mtp" else engine.replays["target"])
+
+
+def test_with_full_graphs_for_mixed_batches_the_draft_prefill_follows(drafters: Drafters) -> None:
+    eager, _ = proposals_of(drafters, "eagle3", False)
+    graphs, engine = proposals_of(drafters, "eagle3", True, mode=CUDAGraphMode.FULL)
+    assert graphs == eager
+    assert engine.replays["draft prefill"] == engine.replays["target"] > 6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trap_05_stale_tails_of_every_buffer_change_nothing(
+    drafters: Drafters, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, _ = proposals_of(drafters, method, False, temperature=0.8)
+    garbage = torch.Generator().manual_seed(7)
+    stage = AutoRegressiveSpeculator._stage
+    poisoned = set()
+
+    def poisoning(self: Any, inputs: DraftInputs) -> None:
+        high = {"last_token_indices": 90, "idx_mapping": 4, "seq_lens": 90, "query_start_loc": 4}
+        for name, buffer in vars(self).items():
+            if isinstance(buffer, Tensor) and name != "step":
+                poisoned.add(name)
+                bound = high.get(name, 50)
+                shape = buffer.shape
+                buffer.copy_(torch.randint(0, bound, shape, generator=garbage).to(buffer.dtype))
+        stage(self, inputs)
+
+    monkeypatch.setattr(AutoRegressiveSpeculator, "_stage", poisoning)
+    assert proposals_of(drafters, method, True, temperature=0.8)[0] == plain
+    assert {"last_token_indices", "seq_lens", "idx_mapping", "temperature"} <= poisoned
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_trap_06_padded_rows_touch_no_other_slot(
+    drafters: Drafters, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots outside the batch, slot 0 among them: their drafts, q and KV stay bit-identical."""
+    propose = AutoRegressiveSpeculator.propose
+    batches = set()
+
+    def watched(self: Any, inputs: DraftInputs) -> Tensor:
+        table: Any = inputs.requests
+        slots = inputs.idx_mapping[: inputs.num_reqs].tolist()
+        outside = [slot for slot in range(4) if slot not in slots]
+        table.draft_logits[outside] = torch.arange(len(outside)).float()[:, None, None] + 0.5
+        logits, tokens = table.draft_logits[outside].clone(), table.draft_tokens.clone()
+        caches = {i: cache.clone() for i, cache in inputs.attention.kv_caches.items()}
+        drafts = propose(self, inputs)
+        assert torch.equal(table.draft_logits[outside], logits)
+        assert torch.equal(table.draft_tokens, tokens)
+        for layer, cache in inputs.attention.kv_caches.items():
+            blocks = cache.shape[0] if cache.dim() == 4 else cache.shape[1]
+            group = inputs.attention.group_of_layer[layer]
+            mine = table.block_tables[group][slots].flatten().long()
+            foreign = torch.ones(blocks, dtype=torch.bool)
+            foreign[mine] = False
+            foreign[0] = True  # the null block belongs to nobody
+            pick: Any = foreign if cache.dim() == 4 else (slice(None), foreign)
+            assert torch.equal(cache[pick], caches[layer][pick])
+        batches.add((inputs.num_reqs, 0 in slots))
+        return drafts
+
+    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", watched)
+    config = drafters.speculative(method, 3, draft_sampling="probabilistic")
+    with graph_engine(drafters.pair(method)[0], config) as engine:
+        for lengths in ((2, 9, 9, 9), (2, 2, 12, 7)):
+            add_of_lengths(engine, lengths)
+        engine.engine._runner.synchronize()  # type: ignore[attr-defined]
+    assert {(3, False), (2, False), (1, False)} <= batches  # on graphs of 4, 2 and 1
+
+
+def add_of_lengths(engine: GraphEngine, lengths: tuple[int, ...]) -> None:
+    from slipstream.runner.messages import AddRequest, SamplingParams
+
+    engine.engine.handle(
+        [
+            AddRequest(f"{i}", ASKED[i], SamplingParams(max_tokens=length, temperature=0.8, seed=i))
+            for i, length in enumerate(lengths)
+        ]
+    )
+    while engine.engine.has_work():
+        engine.engine.step()
+
+
+def test_trap_03_metadata_is_rebuilt_before_every_decode_that_advances(
+    drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    good, _ = proposals_of(drafters, "eagle3", True, k=4)
+    # The fault itself: built once, although positions advance.
+    build = AutoRegressiveSpeculator._decode_attention
+    monkeypatch.setattr(AutoRegressiveSpeculator, "_decode_attention", once(build))
+    bad, _ = proposals_of(drafters, "eagle3", True, k=4)
+    first = [(drafts[:2]) for _, drafts in good]
+    assert first == [drafts[:2] for _, drafts in bad]  # right up to the first decode
+    assert any(a[2:] != b[2:] for (_, a), (_, b) in zip(good, bad, strict=True))
+
+
+def once(build: Any) -> Any:
+    def built_once(
+        self: Any, num_reqs: int, rows: int, desc: Any, for_capture: bool = False
+    ) -> Any:
+        if for_capture or int(self.step) <= 1:
+            self.kept = build(self, num_reqs, rows, desc, for_capture)
+        return self.kept
+
+    return built_once
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"), [("eagle3", 3), ("draft_model", 4), ("gemma4_mtp", 1)]
+)
+def test_trap_03_builds_per_proposal(
+    drafters: Drafters, method: str, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once where positions are constant, else before each decode; never more."""
+    propose, builds = AutoRegressiveSpeculator.propose, set()
+
+    def counted(self: Any, inputs: DraftInputs) -> Tensor:
+        builders = [b for b in self.host._attention._builders if b is not None]
+        before = [builder.num_builds for builder in builders]
+        drafts = propose(self, inputs)
+        builds.update(b.num_builds - n for b, n in zip(builders, before, strict=True))
+        return drafts
+
+    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", counted)
+    proposals_of(drafters, method, False, k=4)
+    assert builds == {wanted}
+
+
+def test_trap_02_draft_prefill_is_captured_with_fresh_states(
+    drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that the target has used must not be used again: it may be planned on paper only."""
+    used: list[int] = []
+    kept: list[Any] = []  # alive, so that ids are not given again
+    create = AttentionStatePair.__init__
+
+    def noted(self: Any, warmup: Any, captured: Any) -> None:
+        create(self, warmup, captured)
+        kept.append(self)
+
+    monkeypatch.setattr(AttentionStatePair, "__init__", noted)
+    forward = AutoRegressiveSpeculator._prefill_forward
+
+    def watched(self: Any, num_tokens: int, num_rows: int, attention: Any) -> None:
+        used.append(id(attention))
+        kept.append(attention)
+        forward(self, num_tokens, num_rows, attention)
+
+    monkeypatch.setattr(AutoRegressiveSpeculator, "_prefill_forward", watched)
+    target = drafters.pair("eagle")[0]
+    with graph_engine(target, drafters.speculative("eagle")) as engine:
+        manager = engine.engine._runner._target._graphs  # type: ignore[attr-defined]
+        targets = {id(s) for p in manager._states.values() for s in (p.warmup, p.captured)}
+        captured = engine.speculator._prefill_graphs.captured
+    assert len(used) == len(set(used)) == 2 * len(captured) > 4
+    assert not targets & set(used)
