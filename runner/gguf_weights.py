@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGUFReader, GGUFValueType
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -34,6 +35,7 @@ _BLOCK_NAMES = {
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _LONG_ARRAY = 1024  # longer ones are vocabularies
+_PIECE = 8192  # quantised blocks turned to numbers at once
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, stored as its outcome
 
 
@@ -157,7 +159,20 @@ class GGUFFile:
 
 
 def _dequantised(stored: Any, name: str) -> Tensor:
+    """The tensor in fp32."""
+    shape = tuple(int(size) for size in reversed(stored.shape))
     data = stored.data
+    if stored.tensor_type in _FAST:
+        blocks, per_block = _FAST[stored.tensor_type]
+        out = torch.empty(shape)
+        rows = data.reshape(-1, GGML_QUANT_SIZES[stored.tensor_type][1])
+        into = out.view(-1, per_block)
+        # in pieces, so that what lies between stays in the CPU's cache
+        for start in range(0, len(rows), _PIECE):
+            piece = slice(start, start + _PIECE)
+            # a copy, as torch takes no read-only memory
+            blocks(torch.from_numpy(rows[piece].copy()), into[piece])
+        return out
     if data.dtype == np.uint8 and data.ndim == 2:
         # quantised blocks follow one another, so rows may be joined: `dequantize` works on 16 rows
         # at a time, which is slow when they are short
@@ -169,9 +184,30 @@ def _dequantised(stored: Any, name: str) -> Tensor:
         raise ModelLoadError(
             f"tensor {name} has the quantisation {stored.tensor_type.name}, which is not supported."
         ) from error
-    shape = tuple(int(size) for size in reversed(stored.shape))
     values = values if values.flags.writeable else values.copy()
     return torch.from_numpy(values).view(shape)
+
+
+def _q4_1(blocks: Tensor, out: Tensor) -> None:
+    """[n, 20] bytes (fp16 scale, fp16 minimum, 32 nibbles: first the low ones) -> [n, 32] fp32."""
+    scales = blocks[:, :4].contiguous().view(torch.float16).float()
+    nibbles = blocks[:, 4:]
+    out[:, :16] = nibbles & 15
+    out[:, 16:] = nibbles >> 4
+    out.mul_(scales[:, :1]).add_(scales[:, 1:])
+
+
+def _q8_0(blocks: Tensor, out: Tensor) -> None:
+    """[n, 34] bytes (fp16 scale, 32 int8) -> [n, 32] fp32."""
+    out.copy_(blocks[:, 2:].view(torch.int8))
+    out.mul_(blocks[:, :2].contiguous().view(torch.float16).float())
+
+
+# The forms of the default model. The gguf package's NumPy takes ten times as long.
+_FAST: dict[GGMLQuantizationType, tuple[Callable[[Tensor, Tensor], None], int]] = {
+    GGMLQuantizationType.Q4_1: (_q4_1, 32),
+    GGMLQuantizationType.Q8_0: (_q8_0, 32),
+}
 
 
 def _split_rotary_pairs(tensor: Tensor, num_heads: int) -> Tensor:

@@ -6,9 +6,11 @@ block-table rows point at it, so it is never handed to a request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -86,8 +88,7 @@ class KVCache:
         for group in groups:
             shape = group.shape(num_blocks, block_size)
             for layer in group.owners:
-                # zeros: a masked key of garbage NaN would still poison a weighted sum
-                self.kv_caches[layer.layer_id] = torch.zeros(shape, dtype=dtype, device=device)
+                self.kv_caches[layer.layer_id] = _zeros(shape, dtype, device)
         for layer in self.layers.values():
             source = layer
             while source.kv_source is not None:
@@ -97,6 +98,15 @@ class KVCache:
     def attention_state(self, metadata: Sequence[AttentionMetadata]) -> AttentionState:
         """The state a model's forward pass takes; `metadata` is by group."""
         return AttentionState(metadata, self.layers, self.group_of_layer, self.kv_caches)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros: a masked key of garbage NaN would still poison a weighted sum."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # NumPy asks the system for zeroed pages, which cost nothing until they are used.
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
 
 
 def block_bytes(groups: Sequence[KVCacheGroup], block_size: int, dtype: torch.dtype) -> int:

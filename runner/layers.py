@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import platform
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -21,7 +22,8 @@ from ..kernels.norm_rope import fused_add_rms_norm, rms_norm
 
 @dataclass(frozen=True)
 class CheckpointSlot:
-    """Where one checkpoint tensor goes. `load` takes it on any device, in any float dtype."""
+    """Where one checkpoint tensor goes. `load` takes it on any device, in any float dtype; loads of
+    different tensors may run in several threads at once."""
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]
@@ -108,6 +110,7 @@ class Linear(nn.Module):
         kinds = ("weight", "bias") if bias else ("weight",)
         self._missing = {(shard, kind) for shard in self.shards for kind in kinds}
         self._packed: Any = None
+        self._lock = threading.Lock()  # of what parts that arrive change
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
         # packed weights exist unpacked only while their parts arrive
         weight = None if fmt.pack_fp16 else empty(self.out_features, in_features)
@@ -135,10 +138,11 @@ class Linear(nn.Module):
             start += size
 
     def _load_weight(self, shard: str, part: slice, tensor: Tensor) -> None:
-        if self.weight is None:
-            self.weight = torch.empty(self.out_features, self.in_features)
-            self._missing |= {(shard, "weight") for shard in self.shards}
-            self._packed = None
+        with self._lock:
+            if self.weight is None:
+                self.weight = torch.empty(self.out_features, self.in_features)
+                self._missing |= {(shard, "weight") for shard in self.shards}
+                self._packed = None
         self.weight[part].copy_(tensor)
         self._arrived(shard, "weight")
 
@@ -148,8 +152,10 @@ class Linear(nn.Module):
         self._arrived(shard, "bias")
 
     def _arrived(self, shard: str, kind: str) -> None:
-        self._missing.discard((shard, kind))
-        if self.format.pack_fp16 and not self._missing:
+        with self._lock:
+            self._missing.discard((shard, kind))
+            is_last = not self._missing
+        if self.format.pack_fp16 and is_last:
             self._pack()
 
     def _pack(self) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,9 @@ from .models.base import TextModel
 from .models.registry import architecture_of
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+_LOADERS = 2  # threads that bring tensors to their places; packing on a CPU is one thread's work
+_MAX_PENDING_BYTES = 256 << 20  # of tensors that were read and wait for a loader
+_PLAIN_WINDOW = ("llama", "mistral")  # model types without rules about which layers have a window
 _MAX_NAMED = 5  # tensor names in one error
 
 
@@ -38,7 +43,7 @@ class ResolvedModel:
 
     path: Path  # folder, or the .gguf file
     kind: str
-    hf_config: Any  # a transformers config
+    hf_config: Any  # a transformers config, or its like
     eos_token_ids: list[int] = field(default_factory=list)
     seed: int = 0  # of dummy weights
     opened: Checkpoint | None = None  # a checkpoint that finding the config has opened
@@ -83,10 +88,16 @@ def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
     rope = raw.pop("rope_parameters")
     # transformers does not know all our rope types, so they are set past its validation
     standard = rope if rope["rope_type"] != "divisors" else None
-    raw = _merged(raw | ({"rope_parameters": standard} if standard else {}), _overrides(config))
-    hf_config = make_hf_config(raw, str(path))
-    if standard is None:
-        hf_config.rope_parameters = rope
+    overrides = _overrides(config)
+    if not overrides and (raw["model_type"] in _PLAIN_WINDOW or "sliding_window" not in raw):
+        # The header states every value, and importing transformers would take two seconds.
+        hf_config: Any = SimpleNamespace(**raw, rope_parameters=rope)
+        architecture_of(hf_config)
+    else:
+        raw = _merged(raw | ({"rope_parameters": standard} if standard else {}), overrides)
+        hf_config = make_hf_config(raw, str(path))
+        if standard is None:
+            hf_config.rope_parameters = rope
     kind = "dummy" if config.load_format == "dummy" else "gguf"
     return ResolvedModel(path, kind, hf_config, file.eos_token_ids, config.seed, file)
 
@@ -186,9 +197,20 @@ def load_checkpoint(
     given = set(wanted)
     missing = [n for n, slot in slots.items() if not slot.optional and n not in given]
     _complain(f"{source} lacks tensors", missing)
-    done = 0
-    with torch.no_grad():
-        for name, tensor in _read_ahead(checkpoint.tensors()):
+    jobs: deque[tuple[Future[None], int]] = deque()  # and the bytes of its tensor
+    pending_bytes = done = 0
+
+    def finish_oldest() -> None:
+        nonlocal pending_bytes, done
+        job, size = jobs.popleft()
+        job.result()
+        pending_bytes -= size
+        done += 1
+        if progress is not None:
+            progress(done, len(wanted))
+
+    with _one_thread_each(), ThreadPoolExecutor(_LOADERS, "load-weights") as loaders:
+        for name, tensor in checkpoint.tensors():
             target = targets[name]
             if target is None:
                 continue
@@ -198,19 +220,28 @@ def load_checkpoint(
                     f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
                     f"asks for {list(slot.shape)}."
                 )
-            slot.load(tensor)
-            done += 1
-            if progress is not None:
-                progress(done, len(wanted))
+            jobs.append((loaders.submit(_load, slot, tensor), tensor.nbytes))
+            pending_bytes += tensor.nbytes
+            while jobs and (pending_bytes > _MAX_PENDING_BYTES or jobs[0][0].done()):
+                finish_oldest()
+        while jobs:
+            finish_oldest()
 
 
-def _read_ahead(tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Read and dequantise the next tensor while the caller works on this one."""
-    with ThreadPoolExecutor(1, "read-weights") as reader:
-        pending = reader.submit(next, tensors, None)
-        while (item := pending.result()) is not None:
-            pending = reader.submit(next, tensors, None)
-            yield item
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Keep torch's operations from starting threads of their own in each of ours."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _load(slot: CheckpointSlot, tensor: Tensor) -> None:
+    with torch.no_grad():  # it is per thread
+        slot.load(tensor)
 
 
 def _complain(what: str, names: list[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -184,8 +186,11 @@ def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1", "Q5_0"])
-def test_joined_rows_dequantise_like_single_rows(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0"])
+def test_every_form_dequantises_as_the_gguf_package_does(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.runner.gguf_weights._PIECE", 100)  # several pieces
     quantisation = GGMLQuantizationType[kind]
     from gguf.constants import GGML_QUANT_SIZES
 
@@ -214,3 +219,14 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(ModelLoadError, match="'mamba' is not supported; supported: llama"):
         load(tmp_path / "x.gguf")
+
+
+def test_a_plain_header_needs_no_transformers(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama", make_oracle("Llama"), ["F32"])
+    code = (
+        "import sys; from slipstream.configs.schema import ModelConfig\n"
+        "from slipstream.runner.weights import resolve_model\n"
+        f"config = resolve_model(ModelConfig({str(tmp_path / 'm.gguf')!r})).hf_config\n"
+        "assert 'transformers' not in sys.modules and config.model_type == 'llama'"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)

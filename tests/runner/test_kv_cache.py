@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from slipstream.runner.attention.base import AttentionLayer
@@ -40,3 +41,11 @@ def test_tensors_have_the_documented_shapes_and_readers_see_their_source() -> No
     assert cache.group_of_layer == {0: 0, 1: 1, 2: 0, 3: 2}
     total = sum(tensor.nbytes for tensor in {id(t): t for t in cache.kv_caches.values()}.values())
     assert total == 7 * block_bytes(cache.groups, 16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tensors_begin_as_zeros_of_the_dtype(dtype: torch.dtype) -> None:
+    cache = KVCache(make_groups([FULL, MLA]), 7, 16, dtype, CPU)
+    for tensor in cache.kv_caches.values():
+        assert tensor.dtype == dtype and tensor.is_contiguous() and not tensor.any()
+        tensor.fill_(1)  # writable

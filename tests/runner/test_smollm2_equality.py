@@ -14,7 +14,7 @@ from torch import Tensor
 
 from slipstream.configs.schema import ModelConfig
 from slipstream.runner.models.base import TextModel
-from slipstream.runner.weights import open_checkpoint, resolve_model
+from slipstream.runner.weights import make_hf_config, open_checkpoint, resolve_model
 
 from .model_harness import Sequences, load
 
@@ -78,7 +78,7 @@ def prompts(gguf_path: Path) -> list[list[int]]:
 def oracle(gguf_path: Path) -> Any:
     """transformers' model with the dequantised weights, fp32."""
     resolved = resolve_model(ModelConfig(model=str(gguf_path)))
-    config = resolved.hf_config
+    config = make_hf_config(vars(resolved.hf_config), str(gguf_path))
     config._attn_implementation = "eager"
     model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32).eval()
     weights = dict(open_checkpoint(resolved).tensors())
