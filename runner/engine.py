@@ -283,7 +283,8 @@ class Engine:
             request.matcher = future.result()
         except Exception as error:
             logger.info("grammar of %s: %s", request.request_id, error)
-            self._scheduler.fail(request, f"The grammar cannot be compiled: {error}", True)
+            is_theirs = isinstance(error, ValueError)
+            self._scheduler.fail(request, f"The grammar cannot be compiled: {error}", is_theirs)
             return
         request.is_blocked = False
 

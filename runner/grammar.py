@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ ALL_ALLOWED = -1  # an int32 with every bit set
 MAX_WHITESPACE = 12  # between JSON tokens: room for indentation, no endless blanks
 MAX_GRAMMAR_CHARS = 1 << 17  # longer ones can take minutes to compile, and that cannot be stopped
 CACHE_BYTES = 512 << 20  # of compiled grammars
+LOW_PRIORITY = 5  # nice: a busy core is shared 1 to 3 with the engine
 NUM_COMPILING = 4  # grammars at once, so that a slow one does not hold up the others
 
 
@@ -96,27 +98,35 @@ def is_allowed(line: np.ndarray, token_id: int) -> bool:
 class XGrammarBackend(GrammarBackend):
     """Grammars by xgrammar, which caches compiled ones, so a repeated schema costs nothing.
 
-    Everything runs on threads of its own and mostly without the GIL; so does `make_compiler`
-    (seconds with the library's import), once, when the first grammar comes or `prepare` is called.
+    Everything runs on threads of its own and mostly without the GIL. `make_compiler` (seconds with
+    the library's import) runs once, when the first grammar comes or `prepare` is called.
     """
 
     def __init__(
         self, make_compiler: Callable[[], Any], eos_ids: Sequence[int], vocab_size: int
     ) -> None:
         self._make_compiler = make_compiler
-        self._made: Any = None
-        self._lock = threading.Lock()
         self._eos_ids = list(eos_ids)
         self._vocab_size = vocab_size
-        self._pool = ThreadPoolExecutor(NUM_COMPILING, thread_name_prefix="grammar")
+        # At full priority: it runs Python for long, and waiting with the GIL would stop the engine.
+        self._maker = ThreadPoolExecutor(1, thread_name_prefix="grammar-compiler")
+        self._lock = threading.Lock()
+        self._compiler: Future[Any] | None = None
+        self._pool = ThreadPoolExecutor(
+            NUM_COMPILING, thread_name_prefix="grammar", initializer=yield_to_others
+        )
 
     def prepare(self) -> None:
-        self._pool.submit(self._compiler)
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = self._maker.submit(self._make_compiler)
 
     def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
+        self.prepare()
         return self._pool.submit(self._matcher, spec)
 
     def shutdown(self) -> None:
+        self._maker.shutdown(wait=False, cancel_futures=True)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _matcher(self, spec: GrammarSpec) -> GrammarMatcher:
@@ -133,20 +143,15 @@ class XGrammarBackend(GrammarBackend):
             raise ValueError("no text satisfies it")
         return found
 
-    def _compiler(self) -> Any:
-        with self._lock:
-            if self._made is None:
-                self._made = self._make_compiler()
-            return self._made
-
     def _compile(self, spec: GrammarSpec) -> Any:
-        compiler = self._compiler()
+        assert self._compiler is not None
+        compiler = self._compiler.result()
         try:
             match spec.kind:
                 case "json_schema":
-                    return self._json(spec.value)
+                    return self._json(compiler, spec.value)
                 case "json_object":
-                    return self._json('{"type": "object"}')
+                    return self._json(compiler, '{"type": "object"}')
                 case "regex":
                     return compiler.compile_regex(spec.value)
                 case "choice":
@@ -159,8 +164,9 @@ class XGrammarBackend(GrammarBackend):
             raise ValueError(first_line(error)) from error
         raise ValueError(f"unknown kind of grammar {spec.kind!r}")
 
-    def _json(self, schema: str) -> Any:
-        return self._compiler().compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
+    @staticmethod
+    def _json(compiler: Any, schema: str) -> Any:
+        return compiler.compile_json_schema(schema, max_whitespace_cnt=MAX_WHITESPACE)
 
 
 class XGrammarMatcher:
@@ -233,6 +239,12 @@ def choice_grammar(choices: Sequence[str]) -> str:
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("a choice needs at least one string, and none may be empty")
     return "root ::= " + " | ".join(json.dumps(choice) for choice in choices)
+
+
+def yield_to_others() -> None:
+    """Lower this thread's priority below the engine's, which computes on the same cores."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
 
 
 def first_line(error: Exception) -> str:

@@ -103,6 +103,10 @@ class ParityBackend(GrammarBackend):
                 future.set_exception(ValueError("no such grammar"))
         self._waiting.clear()
 
+    def take_waiting(self) -> list[tuple[GrammarSpec, Future[GrammarMatcher]]]:
+        waiting, self._waiting = self._waiting, []
+        return waiting
+
     def shutdown(self) -> None:
         self.was_shut_down = True
 

@@ -96,7 +96,18 @@ def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
     bench.run()
     (output,) = bench.received["bad"].outputs
     assert output.finish_reason == "error" and "no such grammar" in (output.error or "")
+    assert output.invalid_request
     bench.expect(good)
+
+
+def test_a_fault_of_the_grammar_library_is_not_the_requests() -> None:
+    bench = Bench(compile_at_once=False)
+    bench.add("a", [1, 2], grammar=PARITY)
+    for future in [future for _, future in bench.backend.take_waiting()]:
+        future.set_exception(ImportError("no library"))
+    bench.run()
+    (output,) = bench.received["a"].outputs
+    assert output.finish_reason == "error" and not output.invalid_request
 
 
 def test_a_grammar_that_takes_too_long_ends_its_request_alone(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ import pytest
 from slipstream.runner.grammar import (
     MAX_GRAMMAR_CHARS,
     GrammarBackend,
+    XGrammarBackend,
     build_grammar_backend,
     choice_grammar,
     fill_rows,
@@ -259,3 +262,26 @@ def test_a_repeated_grammar_is_compiled_once(backend: GrammarBackend) -> None:
         backend.compile(spec).result(timeout=60)
         seconds.append(time.perf_counter() - start)
     assert min(seconds[1:]) < seconds[0] / 4
+
+
+def test_only_the_compiling_yields_to_the_engine() -> None:
+    niceness: dict[str, int] = {}
+
+    def note(name: str) -> None:
+        niceness[name] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    class Compiler:
+        def compile_regex(self, pattern: str) -> None:
+            note("compile")
+            raise ValueError(pattern)
+
+    def make_compiler() -> Compiler:
+        note("make")
+        return Compiler()
+
+    backend = XGrammarBackend(make_compiler, [EOS], VOCAB_SIZE)
+    with pytest.raises(ValueError, match="a"):
+        backend.compile(GrammarSpec("regex", "a")).result(timeout=30)
+    backend.shutdown()
+    note("test")
+    assert niceness["make"] == niceness["test"] < niceness["compile"]
