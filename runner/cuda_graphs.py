@@ -220,6 +220,7 @@ class CudaGraphManager:
                 finally:
                     backend.end(graph)
                 self._full[desc] = graph
+        self._pool.add_graphs(1)
         self._states[desc] = AttentionStatePair(warmup_state, state)
         if self._debug_compare_eager:
             self._outputs[desc] = _tensors(result)
@@ -246,12 +247,15 @@ class CudaGraphManager:
 
     def reset(self) -> None:
         """Drop every graph and state."""
+        num_graphs = len(self._full) + len(self._pieces)
         for graph in self._full.values():
             graph.reset()
         for pieces in self._pieces.values():
             pieces.reset()
         for kept in (self._full, self._pieces, self._outputs, self._states, self._dispatched):
             kept.clear()
+        if num_graphs:
+            self._pool.add_graphs(-num_graphs)
 
     # --- replay -----------------------------------------------------------------------------------
 

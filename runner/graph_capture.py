@@ -63,6 +63,7 @@ class GraphPool:
     def __init__(self, backend: GraphBackend) -> None:
         self.backend = backend
         self._handle: Any = None
+        self._num_graphs = 0  # that live in it
 
     @property
     def handle(self) -> Any:
@@ -71,14 +72,25 @@ class GraphPool:
             self._handle = self.backend.create_pool()
         return self._handle
 
+    def add_graphs(self, count: int) -> None:
+        """Graphs were captured into the pool, or (negative) dropped.
+
+        The allocator gives a pool up with its last graph and refuses captures into it from then on,
+        so the next capture gets a new one.
+        """
+        self._num_graphs += count
+        if count < 0 and self._num_graphs == 0:
+            self._handle = None
+
     @contextmanager
     def throw_away(self) -> Iterator[None]:
         """Redirect the captures of *all* managers to a temporary pool; drop their graphs inside."""
-        kept, self._handle = self._handle, None
+        kept = self._handle, self._num_graphs
+        self._handle, self._num_graphs = None, 0
         try:
             yield
         finally:
-            self._handle = kept
+            self._handle, self._num_graphs = kept
             self.backend.release_unused()
 
 
