@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from ..configs.schema import SchedulerConfig
 from .plan import ScheduledRow
@@ -62,6 +62,17 @@ class RowLimits:
     max_model_len: int
     num_speculative_tokens: int
     uniform_drafts: bool = False
+    ignore_caps: bool = False  # schedule K rows for a request that drafts fewer: they hold -1
+
+    def of_step(self, running: Iterable[Request]) -> RowLimits:
+        """The limits of a step of these requests.
+
+        One request with a cap on drafts must not cost the others their FULL graph.
+        """
+        if not self.uniform_drafts:
+            return self
+        caps = {request.max_drafts for request in running}
+        return replace(self, ignore_caps=True) if len(caps) > 1 else self
 
 
 def num_drafts_allowed(request: Request, limits: RowLimits) -> int:
@@ -72,7 +83,7 @@ def num_drafts_allowed(request: Request, limits: RowLimits) -> int:
     bound instead: a token too many is cut, a row too few would stall the request.
     """
     drafts = limits.num_speculative_tokens
-    if request.max_drafts is not None:
+    if request.max_drafts is not None and not limits.ignore_caps:
         drafts = min(drafts, max(0, request.max_drafts))
     if not limits.uniform_drafts:
         drafts = min(drafts, request.max_total_len - request.min_len - 1)

@@ -178,13 +178,14 @@ class Scheduler:
         """Rows of running requests; the budget left, and whether blocks sufficed for all."""
         budget = self._config.max_num_batched_tokens
         num_preemptions = self._stats.num_preemptions
+        limits = self._limits.of_step(self.running)
         later = len(self.running)
         for request in list(self.running):
             if budget <= 0 or request.status is not RequestStatus.RUNNING:
                 break  # those behind a preempted one are preempted, too
             # Leave a token for each later one, so that a long chunk does not stop their decoding.
             later -= 1
-            row = next_row(request, self._limits, max(1, budget - later))
+            row = next_row(request, limits, max(1, budget - later))
             if row is None:
                 continue
             new_blocks = self._make_room(request, row)

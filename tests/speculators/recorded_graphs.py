@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,10 @@ def graph_engine(
         changes["scheduler"] = {"max_num_seqs": 4} | changes.pop("scheduler", {})
         engine = GraphEngine(model, speculative, **changes)
         engine.replays, engine.backend = replays, backend
+        # as on a GPU: the host never looks at drafts, and batches stay uniform
+        scheduler = engine.engine._scheduler
+        scheduler._limits = replace(scheduler._limits, uniform_drafts=True)
+        engine.engine._runner._on_cpu = False  # type: ignore[attr-defined]
         try:
             yield engine
         finally:

@@ -30,12 +30,13 @@ def save_llama(
     std: float = 0.4,
     vocab_size: int = VOCAB,
     max_len: int = MAX_LEN,
+    heads: int = 4,
 ) -> Path:
     """A tiny Llama whose argmax is rarely a near-tie; returns its folder."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=max_len,
+        num_attention_heads=heads, num_key_value_heads=2, max_position_embeddings=max_len,
         initializer_range=std, tie_word_embeddings=False, eos_token_id=None, bos_token_id=None,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
@@ -108,7 +109,12 @@ class TinyEngine:
         while self.engine.has_work():
             for step in self.engine.step():
                 run.take(step)
+        self.synchronize()
         return run
+
+    def synchronize(self) -> None:
+        """Wait for the drafts of the last step, which nobody asks for."""
+        self.engine._runner.synchronize()  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Free the engine's thread."""
