@@ -111,6 +111,9 @@ class SpeculativeConfig:
     num_speculative_tokens: int = option(4, "drafts per step (K)")
     prompt_lookup_max: int = option(4, "n-gram: longest suffix to look for")
     prompt_lookup_min: int = option(2, "n-gram: shortest suffix to look for")
+    prompt_lookup_adaptive: bool = option(
+        True, "n-gram on a CPU: fewer drafts for requests whose drafts are rejected"
+    )
     draft_sampling: str = option(
         "auto", "how drafts are drawn", choices=("auto", "greedy", "probabilistic")
     )

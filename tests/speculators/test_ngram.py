@@ -109,6 +109,8 @@ def test_a_loop_is_drafted_beyond_the_known_tokens() -> None:
 @dataclass
 class Host:
     max_model_len: int = 64
+    max_num_reqs: int = 8
+    device: torch.device = CPU
 
 
 @dataclass
@@ -117,10 +119,14 @@ class Rows:
     total_len: Tensor
     prompt_len: Tensor
     max_drafts: Tensor
+    prefill_len: Tensor
+    temperature: Tensor
     draft_logits: Tensor | None = None
 
 
-def inputs_for(rows: Rows, num_sampled: list[int], mapping: list[int]) -> DraftInputs:
+def inputs_for(
+    rows: Rows, num_sampled: list[int], mapping: list[int], num_rejected: list[int] | None = None
+) -> DraftInputs:
     empty = torch.empty(0)
     return DraftInputs(
         num_reqs=len(num_sampled),
@@ -132,7 +138,7 @@ def inputs_for(rows: Rows, num_sampled: list[int], mapping: list[int]) -> DraftI
         input_ids=empty,
         positions=empty,
         num_sampled=torch.tensor(num_sampled, dtype=torch.int32),
-        num_rejected=empty,
+        num_rejected=torch.tensor(num_rejected or [0] * len(num_sampled), dtype=torch.int32),
         requests=rows,  # type: ignore[arg-type]
     )
 
@@ -148,8 +154,10 @@ def test_trap_17_drafts_stop_at_the_limits_of_request_and_model() -> None:
     loop = [1, 2, 3] * 22
     table, lengths = table_of([loop[:62], loop[:30], loop[:30], loop[:30], loop[:64]])
     caps = torch.tensor([4, 4, 0, 2, 4], dtype=torch.int32)
-    rows = Rows(table, lengths, lengths, caps)
-    drafts = speculator().propose(inputs_for(rows, [1, 0, 1, 5, 1], [0, 1, 2, 3, 4, -1]))
+    rows = Rows(table, lengths, lengths, caps, lengths - 1, torch.zeros(5))
+    drafts = speculator(prompt_lookup_adaptive=False).propose(
+        inputs_for(rows, [1, 0, 1, 5, 1], [0, 1, 2, 3, 4, -1])
+    )
     assert drafts.tolist() == [
         [3, 1, -1, -1],  # positions 62 and 63 are the model's last
         [-1] * 4,  # a prefill chunk emitted nothing
@@ -159,6 +167,35 @@ def test_trap_17_drafts_stop_at_the_limits_of_request_and_model() -> None:
     ]
     short = speculator(max_model_len=31).propose(inputs_for(rows, [1, 1], [0, 3]))
     assert short.tolist() == [[-1] * 4, [1, -1, -1, -1]]
+
+
+def adapt(temperature: float, device: str = "cpu") -> list[int]:
+    """Drafts per step of a request that always finds some, none of which is ever accepted."""
+    table, length = table_of([[1, 2, 3] * 21])
+    prompt = torch.tensor([20], dtype=torch.int32)
+    cap = torch.tensor([4], dtype=torch.int32)
+    rows = Rows(table, length, prompt, cap, prompt, torch.full((1,), temperature))
+    host = Host(device=torch.device(device))
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
+    drafter = create_speculator(config, host)  # type: ignore[arg-type]
+    assert drafter is not None
+    counts: list[int] = []
+    for step in range(30):
+        length[0] = 21 + step
+        rejected = counts[-1] if counts else 0
+        drafts = drafter.propose(inputs_for(rows, [1], [0], [rejected]))
+        counts.append(int((drafts >= 0).sum()))
+    return counts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rejected_drafts_become_few_on_a_cpu(temperature: float) -> None:
+    counts = adapt(temperature)
+    assert counts[0] >= 2 and set(counts[10:]) == {0, 1}
+
+
+def test_where_rows_are_padded_rejections_change_nothing() -> None:
+    assert set(adapt(0.0, device="meta")) == {4}
 
 
 def test_a_row_at_4k_context_costs_little() -> None:
