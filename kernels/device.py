@@ -14,15 +14,19 @@ def _triton_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+@cache
+def _triton_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"  # triton, too, looks only once
+
+
 def use_triton(tensor: Tensor) -> bool:
     """True if the Triton implementation should work on `tensor`.
 
     That is so for CUDA tensors where triton is installed. CPU tensors need Triton's interpreter
     (`TRITON_INTERPRET=1`) and the wish to use it (`SLIPSTREAM_TRITON=1`): it is exact but slow.
     """
-    if not _triton_installed():
-        return False
     if tensor.is_cuda:
-        return True
-    wanted = os.environ.get("TRITON_INTERPRET") == "1"
-    return wanted and os.environ.get("SLIPSTREAM_TRITON") == "1"
+        return _triton_installed()
+    if not _triton_interpreted():
+        return False
+    return _triton_installed() and os.environ.get("SLIPSTREAM_TRITON") == "1"

@@ -27,7 +27,7 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.float()
     # a vector norm is one pass; torch's own rms_norm takes twice the time on few CPU rows
     norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = norm.square_().mul_(1 / size).add_(eps).rsqrt_()
+    inverse = torch.rsub(norm.square_(), eps, alpha=-1 / size).rsqrt_()  # eps + norm^2 / size
     if weight is None:
         return (wide * inverse).to(x.dtype)
     if x.dtype == torch.float32:
