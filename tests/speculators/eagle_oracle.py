@@ -21,7 +21,13 @@ DRAFT_VOCAB, VOCAB = 24, 61
 Weights = dict[str, Tensor]
 
 
-def head_weights(eagle3: bool, seed: int = 1, width: int = H, vocab_size: int = VOCAB) -> Weights:
+def head_weights(
+    eagle3: bool,
+    seed: int = 1,
+    width: int = H,
+    vocab_size: int = VOCAB,
+    draft_vocab_size: int = DRAFT_VOCAB,
+) -> Weights:
     """Random weights under SafeAILab's names; EAGLE-3 with a draft vocabulary."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -42,15 +48,15 @@ def head_weights(eagle3: bool, seed: int = 1, width: int = H, vocab_size: int = 
         "fc.weight": normal(width, 3 * H if eagle3 else 2 * H),
     }
     if eagle3:
-        ids = torch.randperm(vocab_size, generator=generator)[:DRAFT_VOCAB].sort().values
+        ids = torch.randperm(vocab_size, generator=generator)[:draft_vocab_size].sort().values
         has_id = torch.zeros(vocab_size, dtype=torch.bool)
         has_id[ids] = True
         weights |= {
             "midlayer.hidden_norm.weight": 1 + normal(width),
             "midlayer.input_layernorm.weight": 1 + normal(width),
             "norm.weight": 1 + normal(width),
-            "lm_head.weight": normal(DRAFT_VOCAB, width),
-            "d2t": ids - torch.arange(DRAFT_VOCAB),
+            "lm_head.weight": normal(draft_vocab_size, width),
+            "d2t": ids - torch.arange(draft_vocab_size),
             "t2d": has_id,
         }
     return weights
