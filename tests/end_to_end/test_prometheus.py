@@ -92,9 +92,7 @@ def make_traffic(server: RunningServer, client: OpenAI) -> None:
     words = "red green blue yellow black white " * 12
     for number in range(ROUNDS):
         # Repeats itself, so there is something to draft; long enough to be found in the cache.
-        client.completions.create(
-            model=MODEL, prompt=words.strip(), temperature=0, max_tokens=48
-        )
+        client.completions.create(model=MODEL, prompt=words.strip(), temperature=0, max_tokens=48)
         client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": f"Say {number}."}], max_tokens=8
         )
