@@ -42,6 +42,11 @@ class ServerConfig:
     trust_request_chat_template: bool = option(
         False, "run chat templates that requests bring; they can use up CPU time"
     )
+    per_request_spec_decode_metrics: str = option(
+        "none",
+        "what replies tell of their drafts' acceptance (metrics.speculative_decoding)",
+        choices=("none", "summary", "detailed"),
+    )
     root_path: str = option("", "path prefix when behind a proxy that strips it")
     ssl_keyfile: str | None = option(None, "TLS private key file")
     ssl_certfile: str | None = option(None, "TLS certificate file")

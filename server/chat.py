@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from ..runner.messages import TokenLogprobs
 from .chat_output import MessageBuilder, MessageParser
@@ -27,6 +27,7 @@ from .openai_types.replies import (
     ChatCompletion,
     ChunkChoice,
     Delta,
+    ReplyMetrics,
     encode,
 )
 from .prompts import render_chat
@@ -34,7 +35,7 @@ from .respond import respond
 from .sampling import ModelLimits, sampling_params
 from .services import Services
 from .sse import DONE, event
-from .usage import usage
+from .usage import reply_metrics, usage
 
 _LONG_CHAT = 16384  # bytes; rendering and parsing longer ones leaves the event loop
 
@@ -173,11 +174,15 @@ class _Reply:
             [self._whole_choice(index, part) for index, part in enumerate(found)],
             usage(generation.counts(), self._reasoning_tokens()),
         )
+        answer.metrics = self._metrics(generation)
         if self._body.return_token_ids:
             answer.prompt_token_ids = self.job.prompts[0]
         if self._body.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs(of_prompt, self._services.tokenizer)
         return answer
+
+    def _metrics(self, generation: Generation) -> ReplyMetrics | UnsetType:
+        return reply_metrics(self._services, self._body.speculative, generation.choices)
 
     def _whole_choice(self, index: int, part: _Whole) -> ChatChoice:
         assert part.last is not None and part.last.finish_reason is not None
@@ -214,6 +219,7 @@ class _Reply:
         if self._body.wants_usage:
             last = self._chunk([])
             last.usage = usage(generation.counts(), self._reasoning_tokens())
+            last.metrics = self._metrics(generation)
             yield event(encode(last))
         yield DONE
 

@@ -63,6 +63,7 @@ class Choice:
         self.num_cached_tokens = 0
         self.num_draft_tokens = 0
         self.num_accepted_tokens = 0
+        self.spec_steps: list[tuple[int, int]] = []  # (accepted, drafted) of each verify step
         self.finish_reason: str | None = None
         self.logprob_sum = 0.0
         self._options = options
@@ -83,6 +84,8 @@ class Choice:
         self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
         self.num_draft_tokens += output.num_draft_tokens
         self.num_accepted_tokens += output.num_accepted_tokens
+        if output.num_draft_tokens:
+            self.spec_steps.append((output.num_accepted_tokens, output.num_draft_tokens))
         event = GenerationEvent(
             self.index, "", output.token_ids, prompt_logprobs=output.prompt_logprobs
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET
+from msgspec import UNSET, UnsetType
 
 from ..runner.messages import TokenLogprobs
 from .choice import GenerationEvent, TextOptions, TokenEntry
@@ -23,13 +23,14 @@ from .openai_types.replies import (
     CompletionChoice,
     CompletionLogprobs,
     PromptLogprobs,
+    ReplyMetrics,
     encode,
 )
 from .respond import respond
 from .sampling import ModelLimits, check_token_ids, sampling_params
 from .services import Services
 from .sse import DONE, event
-from .usage import usage
+from .usage import reply_metrics, usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -174,7 +175,11 @@ class _Reply:
             ]
         )
         answer.usage = usage(generation.counts())
+        answer.metrics = self._metrics(generation)
         return answer
+
+    def _metrics(self, generation: Generation) -> ReplyMetrics | UnsetType:
+        return reply_metrics(self._services, self._body.speculative, generation.choices)
 
     def _best(self, prompt: int, generation: Generation) -> list[int]:
         """The job's choices of a prompt that are shown: best_of's best by mean log probability."""
@@ -266,6 +271,7 @@ class _Reply:
                     each.num_tokens = 0
             last = self._completion([])
             last.usage = usage(generation.counts())
+            last.metrics = self._metrics(generation)
             yield event(encode(last))
         yield DONE
 

@@ -76,6 +76,7 @@ class Speculative(Body):
 
     enabled: bool | None = None
     max_tokens: Integer | None = Field(None, ge=0, le=INT32)
+    metrics: Literal["none", "summary", "detailed"] | None = None  # over the server's setting
 
 
 class TextPart(Body):

@@ -43,6 +43,27 @@ class PromptLogprob(msgspec.Struct):
     decoded_token: str
 
 
+class SpeculativeMetrics(msgspec.Struct, omit_defaults=True):
+    """Acceptance of one request's drafts, all choices together (vLLM's shape)."""
+
+    mean_acceptance_length: float  # tokens per verification step, the target's own included
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # [K + 1] steps that accepted so many drafts
+    acceptance_histogram_by_draft_length: dict[str, list[int]]
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # K
+    per_step_accepted: list[int] | UnsetType = UNSET
+    per_step_drafted: list[int] | UnsetType = UNSET
+
+
+class ReplyMetrics(msgspec.Struct):
+    """Facts about one request beside its usage."""
+
+    speculative_decoding: SpeculativeMetrics
+
+
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -81,6 +102,7 @@ class Completion(msgspec.Struct):
     choices: list[CompletionChoice]
     object: str = "text_completion"
     usage: Usage | None | UnsetType = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 # --- chat ---------------------------------------------------------------------------------------
@@ -160,6 +182,7 @@ class ChatCompletion(msgspec.Struct):
     service_tier: str = "default"
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
@@ -193,3 +216,4 @@ class ChatChunk(msgspec.Struct):
     object: str = "chat.completion.chunk"
     usage: Usage | None | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
+    metrics: ReplyMetrics | UnsetType = UNSET
