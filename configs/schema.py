@@ -111,7 +111,10 @@ class SchedulerConfig:
 class SpeculativeConfig:
     """Drafting; the JSON object of `--speculative-config`. `method="off"` turns it off."""
 
-    method: str = option("off", "off, ngram, draft_model, eagle, eagle3, mtp, gemma4_mtp")
+    method: str = option(
+        "off",
+        "off, ngram, draft_model, eagle, eagle3, mtp, gemma4_mtp, or a module:Class of your own",
+    )
     model: str | None = option(None, "the drafter's folder or id")
     num_speculative_tokens: int = option(4, "drafts per step (K)")
     prompt_lookup_max: int = option(4, "n-gram: longest suffix to look for")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from .options import ConfigError, did_you_mean, read_value, section_options
@@ -10,6 +11,7 @@ from .schema import SpeculativeConfig
 
 METHODS = ("off", "ngram", "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp")
 MAX_DRAFTS = 32
+_ELSEWHERE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class of a drafter of one's own
 _NEED_MODEL = {"draft_model", "eagle", "eagle3", "gemma4_mtp"}
 
 
@@ -43,7 +45,7 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
         if not holds:
             raise ConfigError(f"{label}: {key} must {rule}, not {getattr(spec, key)!r}")
 
-    if spec.method not in METHODS:
+    if spec.method not in METHODS and not _ELSEWHERE.fullmatch(spec.method):
         hint = did_you_mean(spec.method, METHODS)
         require(False, "method", f"be one of {', '.join(METHODS)}{hint}")
     require(

@@ -201,6 +201,20 @@ class DraftModelHost:
         return self._attention.support
 
 
+class _NoAttention(AttentionMetadata):
+    """Stands for a KV group without draft layers."""
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+    ) -> Tensor:
+        raise AssertionError(f"layer {layer.layer_id} is no draft layer")
+
+
 class _DraftAttention:
     """Builders and buffers of draft decodes: one token per request, rebuilt per decode step."""
 
@@ -228,7 +242,8 @@ class _DraftAttention:
 
     @property
     def support(self) -> AttentionCGSupport:
-        return min(b.supports for b in self._builders if b is not None)
+        claims = [b.supports for b in self._builders if b is not None]
+        return min(claims, default=AttentionCGSupport.ALWAYS)  # none: nothing to attend to
 
     def build(
         self,
@@ -264,10 +279,10 @@ class _DraftAttention:
         starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs)
         bounds = torch.zeros(padded, dtype=torch.int32)
         bounds[:num_reqs] = self._max_model_len  # the host does not know how many were rejected
-        metadata: list[AttentionMetadata | None] = []
+        metadata: list[AttentionMetadata] = []
         for group, builder in enumerate(self._builders):
             if builder is None:
-                metadata.append(None)
+                metadata.append(_NoAttention())
                 continue
             common = CommonAttentionMetadata(
                 num_reqs=padded,
@@ -286,5 +301,4 @@ class _DraftAttention:
                 metadata.append(builder.build_for_capture(common, desc))
             else:
                 metadata.append(builder.build(common, desc))
-        # A group without draft layers is never asked to attend.
-        return self._cache.attention_state(metadata)  # type: ignore[arg-type]
+        return self._cache.attention_state(metadata)

@@ -18,18 +18,34 @@ _SPECULATORS = {
 }
 
 
+def _find(method: str) -> tuple[str, str | None, str]:
+    """(module, package it is relative to, class) of a method, or of a `module:Class` elsewhere."""
+    if method in _SPECULATORS:
+        module, name = _SPECULATORS[method]
+        return f".{module}", __package__, name
+    module, colon, name = method.partition(":")
+    if not (colon and module and name):
+        known = ", ".join(["off", *_SPECULATORS])
+        raise ValueError(f"unknown speculative method {method!r}; known: {known}, or module:Class")
+    return module, None, name
+
+
 def create_speculator(config: SpeculativeConfig, host: DraftHost) -> BaseSpeculator | None:
     """The drafter of `config.method`, or None for "off"; ValueError for an unknown method."""
     if config.method == "off":
         return None
-    if config.method not in _SPECULATORS:
-        known = ", ".join(["off", *_SPECULATORS])
-        raise ValueError(f"unknown speculative method {config.method!r}; known: {known}")
+    module, package, name = _find(config.method)
     if config.num_speculative_tokens < 1:
         raise ValueError(
             f"num_speculative_tokens must be at least 1, but is {config.num_speculative_tokens}"
         )
-    module, name = _SPECULATORS[config.method]
-    speculator = getattr(import_module(f".{module}", __package__), name)(config, host)
-    assert isinstance(speculator, BaseSpeculator)
-    return speculator
+    try:
+        found = getattr(import_module(module, package), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(
+            f"speculative method {config.method!r} cannot be loaded: {error}"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, BaseSpeculator)):
+        raise ValueError(f"speculative method {config.method!r} is no BaseSpeculator")
+    made: BaseSpeculator = found(config, host)  # type: ignore[call-arg]
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.graphs import CUDAGraphMode
+from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import AttentionStatePair
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import DraftInputs
@@ -16,7 +18,7 @@ from slipstream.speculators.base import DraftInputs
 from .all_drafters import METHODS, Drafters
 from .recorded_graphs import GraphEngine, graph_engine
 from .recorded_proposals import Proposals, recorded_proposals
-from .tiny_engine import prompts
+from .tiny_engine import prompts, save_llama
 
 ASKED = prompts(5, seed=2, longest=20)  # more requests than rows: batches of 4, 3, 2 and 1
 
@@ -57,6 +59,24 @@ def test_drafts_in_graphs_equal_eager_drafts(
     assert decodes >= 2 * engine.replays["target"]
     # only a uniform step of the target has a graph that the draft prefill can follow
     assert prefills == (0 if method == "gemma4_mtp" else engine.replays["target"])
+
+
+def test_a_drafter_with_kv_groups_of_its_own_runs_in_graphs(
+    drafters: Drafters, tmp_path: Path
+) -> None:
+    """Its decodes attend in one group of two: the target's has nothing to build for them."""
+    target = drafters.pair("draft_model")[0]
+    draft = save_llama(tmp_path, seed=5, layers=1, heads=8)
+    config = SpeculativeConfig(
+        method="draft_model", model=str(draft), num_speculative_tokens=3, draft_sampling="greedy"
+    )
+    found = []
+    for graphs in (False, True):
+        with graph_engine(target, config, graphs) as engine, recorded_proposals() as seen:
+            engine.run(ASKED[:4], max_tokens=7)
+        found.append(seen)
+        assert ("draft decode" in engine.replays) == graphs
+    assert found[0] == found[1] and len(found[0]) >= 8
 
 
 def test_with_full_graphs_for_mixed_batches_the_draft_prefill_follows(drafters: Drafters) -> None:
