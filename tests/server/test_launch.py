@@ -98,9 +98,15 @@ async def fetch(url: str) -> str:
 
 async def test_serves_says_where_and_ends_with_0(capsys: pytest.CaptureFixture[str]) -> None:
     run = await Run(make_config()).ready()
-    assert f"Serving fake at {run.url} (cpu, float32, speculation: off)" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    for _ in range(200):  # the port answers a moment before the line is printed
+        if "Serving" in said:
+            break
+        await asyncio.sleep(0.02)
+        said += capsys.readouterr().out
     os.kill(os.getpid(), signal.SIGTERM)
     assert await run.end() == 0
+    assert f"Serving fake at {run.url} (cpu, float32, speculation: off)" in said
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
