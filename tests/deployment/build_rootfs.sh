@@ -23,7 +23,7 @@ done
 
 step "a Debian system in place of the base image"
 if [ ! -e "$work/base/etc/debian_version" ]; then
-  debootstrap --variant=minbase bookworm "$work/base" http://deb.debian.org/debian > "$work/debootstrap.log"
+  debootstrap --variant=minbase bookworm "$work/base" > "$work/debootstrap.log"
 fi
 build=()
 if [ -n "${PIP_CERT:-}" ] || [ -n "${PIP_FIND_LINKS:-}" ]; then
