@@ -2,16 +2,17 @@
 
 Run with `python tests/end_to_end/speed_cpu.py`. Prints a table; exits with 1 if a bound is missed:
 batch 1 without speculation at least transformers' bf16 greedy `generate`, 8 parallel requests at
-least 3 times batch 1, n-gram speculation on a copy-heavy prompt at least 1.5 times off.
+least 3 times batch 1, n-gram speculation on a copy-heavy prompt at least 1.5 times off and on a
+plain prompt not slower than off (0.95 leaves room for what a measurement varies by).
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import statistics
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -61,23 +62,20 @@ def stream_seconds(
 
 
 def rate(url: str, prompt: str, speculate: bool, parallel: int = 1) -> float:
-    """Decode tokens per second over `parallel` equal requests; the median of several rounds."""
-    rates = []
-    for _ in range(ROUNDS):
-        with ThreadPoolExecutor(parallel) as pool:
-            jobs = [
-                pool.submit(
-                    stream_seconds, url, f"{prompt} ({n})" if parallel > 1 else prompt, speculate
-                )
-                for n in range(parallel)
-            ]
-            results = [job.result() for job in jobs]
-        rates.append(sum(count for count, _ in results) / max(seconds for _, seconds in results))
-    return statistics.median(rates)
+    """Decode tokens per second over `parallel` equal requests."""
+    with ThreadPoolExecutor(parallel) as pool:
+        jobs = [
+            pool.submit(
+                stream_seconds, url, f"{prompt} ({n})" if parallel > 1 else prompt, speculate
+            )
+            for n in range(parallel)
+        ]
+        results = [job.result() for job in jobs]
+    return sum(count for count, _ in results) / max(seconds for _, seconds in results)
 
 
-def transformers_rate() -> float:
-    """Tokens per second of transformers' greedy bf16 `generate` on the same weights."""
+def transformers_peer() -> Callable[[], float]:
+    """Measures tokens per second of transformers' greedy bf16 `generate` on the same weights."""
     import torch
     from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -95,10 +93,10 @@ def transformers_rate() -> float:
     model.load_state_dict(weights, strict=False)  # the head is the embedding
     text = Tokenizer.from_file(str(find_tokenizer_folder(MODEL) / "tokenizer.json"))
     ids = torch.tensor([text.encode(PLAIN).ids])
-    rates = []
-    with torch.inference_mode():
-        for _ in range(ROUNDS):
-            seconds = []
+
+    def measure() -> float:
+        seconds = []
+        with torch.inference_mode():
             for tokens in (1, TOKENS):
                 start = time.perf_counter()
                 model.generate(
@@ -109,36 +107,50 @@ def transformers_rate() -> float:
                     do_sample=False,
                 )
                 seconds.append(time.perf_counter() - start)
-            rates.append((TOKENS - 1) / (seconds[1] - seconds[0]))
-    return statistics.median(rates)
+        return (TOKENS - 1) / (seconds[1] - seconds[0])
+
+    return measure
 
 
 def main() -> int:
-    """Measure, print, and say whether every bound holds."""
-    peer = transformers_rate()
+    """Measure, print, and say whether every bound holds.
+
+    Every round measures every case, and each case's best round counts: what else the machine does
+    meanwhile can only take away.
+    """
+    peer = transformers_peer()
     running = RunningServer().wait_ready()
+    url = running.url
+    cases: dict[str, Callable[[], float]] = {
+        "peer": peer,
+        "one": lambda: rate(url, PLAIN, speculate=False),
+        "plain_on": lambda: rate(url, PLAIN, speculate=True),
+        "copy_off": lambda: rate(url, COPY, speculate=False),
+        "copy_on": lambda: rate(url, COPY, speculate=True),
+        "eight": lambda: rate(url, PLAIN, speculate=False, parallel=8),
+    }
+    best = dict.fromkeys(cases, 0.0)
     try:
-        stream_seconds(running.url, PLAIN, True, 8)
-        one = rate(running.url, PLAIN, speculate=False)
-        eight = rate(running.url, PLAIN, speculate=False, parallel=8)
-        copy_off = rate(running.url, COPY, speculate=False)
-        copy_on = rate(running.url, COPY, speculate=True)
-        plain_on = rate(running.url, PLAIN, speculate=True)
+        stream_seconds(url, PLAIN, True, 8)
+        for _ in range(ROUNDS):
+            for name, measure in cases.items():
+                best[name] = max(best[name], measure())
     finally:
         running.stop()
+    one = best["one"]
     rows = [
-        ("transformers bf16 generate, batch 1", peer, None, None),
-        ("batch 1, no speculation", one, one / peer, 1.0),
-        ("8 parallel, no speculation", eight, eight / one, 3.0),
-        ("copy-heavy prompt, no speculation", copy_off, None, None),
-        ("copy-heavy prompt, n-gram", copy_on, copy_on / copy_off, 1.5),
-        ("plain prompt, n-gram", plain_on, plain_on / one, None),
+        ("transformers bf16 generate, batch 1", best["peer"], None, None),
+        ("batch 1, no speculation", one, one / best["peer"], 1.0),
+        ("8 parallel, no speculation", best["eight"], best["eight"] / one, 3.0),
+        ("copy-heavy prompt, no speculation", best["copy_off"], None, None),
+        ("copy-heavy prompt, n-gram", best["copy_on"], best["copy_on"] / best["copy_off"], 1.5),
+        ("plain prompt, n-gram", best["plain_on"], best["plain_on"] / one, 0.95),
     ]
     print(f"{'case':40s} {'tokens/s':>9s} {'ratio':>6s} {'bound':>6s}")
-    for name, value, ratio, bound in rows:
+    for label, value, ratio, bound in rows:
         print(
-            f"{name:40s} {value:9.1f} {'' if ratio is None else f'{ratio:6.2f}'} "
-            f"{'' if bound is None else f'{bound:6.1f}'}"
+            f"{label:40s} {value:9.1f} {'' if ratio is None else f'{ratio:6.2f}'} "
+            f"{'' if bound is None else f'{bound:6.2f}'}".rstrip()
         )
     return int(
         any(bound is not None and ratio is not None and ratio < bound for *_, ratio, bound in rows)
