@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,10 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     wide = x.float()
     # a vector norm is one pass; torch's own rms_norm takes twice the time on few CPU rows
     norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    inverse = torch.rsub(norm.square_(), eps, alpha=-1 / size).rsqrt_()  # eps + norm^2 / size
+    if norm.is_cpu:  # one operation for three: few rows cost as much as their operations
+        inverse = torch.addcmul(_scalar(eps), norm, norm, value=1 / size).rsqrt_()
+    else:
+        inverse = norm.square_().mul_(1 / size).add_(eps).rsqrt_()
     if weight is None:
         return (wide * inverse).to(x.dtype)
     if x.dtype == torch.float32:
@@ -36,6 +41,12 @@ def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
     if weight.dtype == torch.float32:  # a weight kept exact is applied before rounding
         return (normed * weight).to(x.dtype)
     return normed.to(x.dtype) * weight.to(x.dtype)
+
+
+@lru_cache(maxsize=16)
+def _scalar(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32)
 
 
 def fused_add_rms_norm(

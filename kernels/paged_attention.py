@@ -7,7 +7,7 @@ KV group uses the plan: on the CPU that bookkeeping would cost more than the att
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from .device import use_triton
 # Padding a request's keys by so many costs about as much as a separate attention call (CPU); a
 # request with more keys than that attends alone, since gathering its pages would cost more.
 _CALL_OVERHEAD_KEYS = 300
+_GROUPED_KEYS = 1024
 
 
 def paged_attention(
@@ -117,6 +118,21 @@ class AttentionRun:
     num_keys: int  # keys per request after `offset`, padded to the longest
     is_causal: bool  # plain causal square: needs no mask
     mask: Tensor | None  # [num_reqs, 1, query_len, num_keys], added to the scores
+    group_masks: dict[int, Tensor] = field(default_factory=dict)  # `mask` for groups of heads
+
+    @property
+    def groups_pay(self) -> bool:
+        """Whether query heads of one key head should attend as rows of one call (CPU): torch's own
+        grouping copies the keys for each of them, but is quicker for one row of few keys."""
+        return not self.is_causal and (self.query_len > 1 or self.num_keys >= _GROUPED_KEYS)
+
+    def group_mask(self, group: int) -> Tensor | None:
+        """`mask` with each query row repeated `group` times; made once a step."""
+        if self.mask is None or self.query_len == 1:
+            return self.mask
+        if group not in self.group_masks:
+            self.group_masks[group] = self.mask.repeat_interleave(group, 2)
+        return self.group_masks[group]
 
 
 @dataclass(frozen=True)
@@ -274,22 +290,42 @@ def planned_attention(
         if key.dtype != heads.dtype:
             key, value = key.to(heads.dtype), value.to(heads.dtype)
         if softcap is None and sinks is None and not is_mla:
-            attended = F.scaled_dot_product_attention(
-                heads,
-                key,
-                value,
-                attn_mask=run.mask,
-                is_causal=run.is_causal,
-                scale=scale,
-                enable_gqa=heads.shape[1] != key.shape[1],
-            )
+            group = heads.shape[1] // key.shape[1]  # query heads of a key head
+            if group > 1 and run.groups_pay:
+                attended = _grouped_attention(rows, key, value, run, scale)
+            else:
+                attended = F.scaled_dot_product_attention(
+                    heads,
+                    key,
+                    value,
+                    attn_mask=run.mask,
+                    is_causal=run.is_causal,
+                    scale=scale,
+                    enable_gqa=group > 1,
+                ).transpose(1, 2)
         else:
             attended = _explicit_attention(heads, key, value, run, scale, softcap, sinks)
-        attended = attended.transpose(1, 2).reshape(rows.shape[0], rows.shape[1], dim_v)
+            attended = attended.transpose(1, 2)
+        attended = attended.reshape(rows.shape[0], rows.shape[1], dim_v)
         if out is None:
             return attended
         out[run.start : run.start + rows.shape[0]] = attended
     return query.new_zeros(query.shape[0], query.shape[1], dim_v) if out is None else out
+
+
+def _grouped_attention(
+    rows: Tensor, key: Tensor, value: Tensor, run: AttentionRun, scale: float
+) -> Tensor:
+    """Query heads of one key head as neighbouring rows; rows [T, Hq, D] -> [n, L, Hkv, G, D]."""
+    num_kv_heads, dim = key.shape[1], rows.shape[2]
+    group = rows.shape[1] // num_kv_heads
+    shape = (run.num_reqs, run.query_len, num_kv_heads, group, dim)
+    # [n, L, Hkv, G, D] -> [n, Hkv, L * G, D]
+    heads = rows.view(shape).transpose(1, 2).reshape(run.num_reqs, num_kv_heads, -1, dim)
+    out = F.scaled_dot_product_attention(
+        heads, key, value, attn_mask=run.group_mask(group), scale=scale
+    )
+    return out.view(run.num_reqs, num_kv_heads, run.query_len, group, -1).transpose(1, 2)
 
 
 def _keys_and_values(
@@ -303,9 +339,15 @@ def _keys_and_values(
             rows = kv_cache[first:last].flatten(0, 1)
             rows = rows[run.offset : run.offset + run.num_keys].transpose(0, 1).unsqueeze(0)
             return rows, rows[..., :dim_v]
-        both = kv_cache[:, first:last].flatten(1, 2)
-        both = both[:, run.offset : run.offset + run.num_keys].transpose(1, 2).unsqueeze(1)
-        return both.unbind(0)  # type: ignore[return-value]
+        # one operation each, on a cache whose pages follow one another
+        _, _, block_size, num_heads, dim = kv_cache.shape
+        between_kv, _, between_keys, between_heads, _ = kv_cache.stride()
+        at = kv_cache.storage_offset() + (first * block_size + run.offset) * between_keys
+        size = (1, num_heads, run.num_keys, dim)
+        stride = (between_kv, between_heads, between_keys, 1)
+        return kv_cache.as_strided(size, stride, at), kv_cache.as_strided(
+            size, stride, at + between_kv
+        )
 
     def gather(cache: Tensor) -> Tensor:
         assert run.blocks is not None

@@ -45,6 +45,8 @@ class NgramSpeculator(BaseSpeculator):
         # Draft k would stand at total_len + k, which the model must have a position for.
         allowed = torch.minimum(max_drafts, self._max_len - total_len)
         drafts_at_all = (inputs.num_sampled[: inputs.num_reqs] > 0) & (allowed > 0)
+        if slots.is_cpu and not drafts_at_all.any():  # nobody speculates
+            return torch.full((inputs.num_reqs, self.needs.num_speculative_tokens), -1)
         lengths = torch.where(drafts_at_all, total_len, 0)
         # The table also carries predictions; a bare `RequestRows` need not.
         predictions = cast(Predictions | None, getattr(requests, "sampling", None))

@@ -27,13 +27,14 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
 
 
 def make_step(
-    batch: list[tuple[int, int]], dim: int, heads: int, is_mla: bool
+    batch: list[tuple[int, int]], dim: int, heads: int, is_mla: bool, in_order: bool = False
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor, Tensor]]]:
     """Arguments of `paged_attention` and, per request, its query, keys and values."""
     torch.manual_seed(3)
     pages = max(1, max(-(-length // BLOCK) for _, length in batch))
     num_blocks = 1 + len(batch) * pages
-    order = (1 + torch.randperm(num_blocks - 1)).to(torch.int32).view(len(batch), pages)
+    blocks = torch.arange(num_blocks - 1) if in_order else torch.randperm(num_blocks - 1)
+    order = (1 + blocks).to(torch.int32).view(len(batch), pages)
     for row, (_, length) in enumerate(batch):
         order[row, -(-length // BLOCK) :] = 0  # unused entries point at the null block
     shape = (num_blocks, BLOCK, heads, dim)
@@ -94,6 +95,19 @@ def test_equals_attention_written_out(batch: str, options: str) -> None:
     got = paged_attention(**arguments, sliding_window=window, softcap=softcap, sinks=sinks)
     parts = [written_out(*request, window, softcap, sinks) for request in requests]
     torch.testing.assert_close(got.double(), torch.cat(parts), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("grouped_from", [1, 10**6])
+def test_neither_page_order_nor_grouping_changes_the_result(
+    batch: str, window: int | None, grouped_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.kernels.paged_attention._GROUPED_KEYS", grouped_from)
+    arguments, requests = make_step(BATCHES[batch], DIM, HKV, False, in_order=True)
+    out = paged_attention(**arguments, sliding_window=window)
+    expected = torch.cat([written_out(*request, window) for request in requests])
+    torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("batch", BATCHES)
