@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .device import use_triton
+from .gather_batch_cpu import post_update_cpu, prepare_inputs_cpu
 
 
 class RequestTensors(Protocol):
@@ -68,6 +69,8 @@ def prepare_inputs(
         from .triton.gather_batch import prepare_inputs as prepare_inputs_triton
 
         prepare_inputs_triton(requests, batch, *sizes)
+    elif batch.input_ids.is_cpu:
+        prepare_inputs_cpu(requests, batch, *sizes)
     else:
         prepare_inputs_reference(requests, batch, *sizes)
 
@@ -241,6 +244,8 @@ def post_update(
         from .triton.gather_batch import post_update as post_update_triton
 
         post_update_triton(requests, *args, output_bin_counts)
+    elif idx_mapping.is_cpu:
+        post_update_cpu(requests, *args, output_bin_counts)
     else:
         post_update_reference(requests, *args, output_bin_counts)
 

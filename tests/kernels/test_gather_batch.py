@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
@@ -13,10 +14,13 @@ from slipstream.kernels.gather_batch import (
     compute_slot_mappings,
     gather_block_tables,
     post_update,
+    post_update_reference,
     prepare_inputs,
+    prepare_inputs_reference,
 )
 
 SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS, VOCAB = 6, 40, 3, 6, 64, 50
+UPDATES = pytest.mark.parametrize("update", [post_update, post_update_reference])
 
 
 @dataclass
@@ -95,15 +99,16 @@ def random_rows(rng: random.Random) -> list[Row]:
     return rows
 
 
+@pytest.mark.parametrize("prepare", [prepare_inputs, prepare_inputs_reference])
 @pytest.mark.parametrize("seed", range(30))
-def test_prepare_inputs_equals_lists(seed: int) -> None:
+def test_prepare_inputs_equals_lists(seed: int, prepare: Callable[..., None]) -> None:
     rng = random.Random(seed)
     rows = random_rows(rng)
     requests, batch = make_requests(rows), make_batch(rows)
     num_reqs, num_tokens = len(rows), sum(row.query_len for row in rows)
     num_logits = sum(len(row.drafts) + 1 for row in rows)
     tokens_padded = num_tokens + rng.randint(0, 5)
-    prepare_inputs(requests, batch, num_reqs, num_tokens, num_logits, MAX_REQS, tokens_padded)
+    prepare(requests, batch, num_reqs, num_tokens, num_logits, MAX_REQS, tokens_padded)
 
     ids: list[int] = []
     positions: list[int] = []
@@ -174,12 +179,13 @@ def test_positions_beyond_the_table_write_nothing() -> None:
     assert slots.tolist() == [[6, 7, -1]]
 
 
-def test_post_update_follows_the_worked_example() -> None:
+@UPDATES
+def test_post_update_follows_the_worked_example(update: Callable[..., None]) -> None:
     """K = 3, tokens 0..7 known, one of three drafts accepted."""
     row = Row(2, list(range(10, 18)), 4, 7, [1, 2, 3], 4)
     requests, counts = make_requests([row]), torch.zeros((SLOTS, VOCAB), dtype=torch.int32)
     before = requests.all_token_ids.clone()
-    post_update(
+    update(
         requests,
         torch.tensor([2, -1], dtype=torch.int32),
         torch.tensor([0, 4, 4], dtype=torch.int32),
@@ -196,24 +202,28 @@ def test_post_update_follows_the_worked_example() -> None:
     assert counts.nonzero().tolist() == [[2, 1], [2, 30]]
 
 
-def test_post_update_of_a_prefill_chunk_only_counts_tokens() -> None:
+@UPDATES
+def test_post_update_of_a_prefill_chunk_only_counts_tokens(update: Callable[..., None]) -> None:
     row = Row(0, list(range(20)), 20, 5, query_len=6)
     requests = make_requests([row])
     before = requests.all_token_ids.clone()
     none = torch.zeros(1, dtype=torch.int32)
     ids = torch.full((1, 4), -1)
     bounds = torch.tensor([0, 6], dtype=torch.int32)
-    post_update(requests, none, bounds, ids, none, none, None)
+    update(requests, none, bounds, ids, none, none, None)
     assert requests.num_computed_tokens[0] == 11
     assert requests.total_len[0] == 20
     assert requests.last_sampled_tokens[0] == 19
     assert requests.all_token_ids.equal(before)
 
 
-def test_post_update_counts_a_repeated_token_twice_and_stops_at_the_table_end() -> None:
+@UPDATES
+def test_post_update_counts_a_repeated_token_twice_and_stops_at_the_table_end(
+    update: Callable[..., None],
+) -> None:
     row = Row(3, [5] * (MAX_LEN - 1), 4, MAX_LEN - 2, [6, 6, 6], 4)
     requests, counts = make_requests([row]), torch.zeros((SLOTS, VOCAB), dtype=torch.int32)
-    post_update(
+    update(
         requests,
         torch.tensor([3], dtype=torch.int32),
         torch.tensor([0, 4], dtype=torch.int32),
@@ -226,3 +236,35 @@ def test_post_update_counts_a_repeated_token_twice_and_stops_at_the_table_end() 
     assert requests.all_token_ids[3, MAX_LEN - 1] == 6
     assert requests.total_len[3] == MAX_LEN
     assert requests.last_sampled_tokens[3] == 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_cpu_version_equals_the_reference_on_whole_steps(seed: int) -> None:
+    """Also near the end of the table, where positions of drafts have no place."""
+    rng = random.Random(seed)
+    rows = random_rows(rng)
+    for row in rows:
+        if rng.random() < 0.3 and row.prefill_len < len(row.tokens):
+            row.tokens = [rng.randrange(VOCAB) for _ in range(MAX_LEN - rng.randint(0, 2))]
+            row.computed = len(row.tokens) - 1
+    num_reqs, num_tokens = len(rows), sum(row.query_len for row in rows)
+    num_logits = sum(len(row.drafts) + 1 for row in rows)
+    torch.manual_seed(seed)
+    sampled = torch.randint(0, VOCAB, (num_reqs, DRAFTS + 1))
+    num_sampled = torch.randint(0, DRAFTS + 2, (num_reqs,)).int()
+    num_rejected = torch.randint(0, 2, (num_reqs,)).int()
+    after = []
+    for prepare, update in (
+        (prepare_inputs, post_update),
+        (prepare_inputs_reference, post_update_reference),
+    ):
+        torch.manual_seed(seed)
+        requests, batch = make_requests(rows), make_batch(rows)
+        counts = torch.zeros((SLOTS, VOCAB), dtype=torch.int32)
+        prepare(requests, batch, num_reqs, num_tokens, num_logits, MAX_REQS, num_tokens + 3)
+        batch.idx_mapping[num_reqs // 2] = -1  # a row whose request is gone
+        maps = (batch.idx_mapping, batch.query_start_loc)
+        update(requests, *maps, sampled, num_sampled, num_rejected, counts)
+        after.append({**vars(requests), **vars(batch), "counts": counts})
+    for name, tensor in after[0].items():
+        assert tensor.equal(after[1][name]), name
