@@ -35,7 +35,9 @@ class NgramSpeculator(BaseSpeculator):
         self._max_len = min(own_limit, host.max_model_len)
         # On a GPU a step's rows are padded to K + 1 a request: fewer drafts would save nothing.
         adapts = config.prompt_lookup_adaptive and host.device.type == "cpu"
-        self._budget = DraftBudget(host.max_num_reqs) if adapts else None
+        self._budget: DraftBudget | None = None
+        if adapts:
+            self._budget = DraftBudget(host.max_num_reqs, config.num_speculative_tokens)
 
     def propose(self, inputs: DraftInputs) -> Tensor:
         """Drafts for rows that emitted a token; [N, K] int64, -1 = none."""

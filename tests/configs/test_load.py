@@ -154,7 +154,7 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
         (["-tp", "2"], "--tensor-parallel-size 2: only 1 is possible"),
         (["-dp", "2"], "--data-parallel-size 2: only 1 is possible"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
-        (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: too small.* need 5400"),
+        (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: too small.* need 7200"),
         (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization 0.0: must be above 0"),
         (["--gpu-memory-utilization", "1.5"], "must be at most 1.0"),
         (["--drain-timeout", "soon"], "--drain-timeout must be a number, not 'soon'"),
