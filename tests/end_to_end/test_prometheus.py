@@ -26,6 +26,8 @@ MODEL = "smollm2-135m"
 # What Grafana fills in before it asks Prometheus.
 VARIABLES = {"$__rate_interval": "1m", "$__range": "5m", "$model_name": ".*", "$instance": ".*"}
 ROUNDS = 4
+PRESET = yaml.safe_load((CONFIGS / f"presets/{MODEL}.yaml").read_text())
+DRAFTS = PRESET["speculative_config"]["num_speculative_tokens"]
 
 
 def expressions() -> dict[str, str]:
@@ -153,10 +155,10 @@ def test_the_panels_say_what_happened(prometheus: Prometheus) -> None:
     assert data(prometheus, board["Worker A"]) == [1.0]
     assert 0 < data(prometheus, board["Acceptance rate A"])[0] <= 1
     drafted, configured = (data(prometheus, board[f"Current K {letter}"])[0] for letter in "AB")
-    assert 0 < drafted <= configured == 8
+    assert 0 < drafted <= configured == DRAFTS
     assert 1 < data(prometheus, board["Mean acceptance length A"])[0] <= configured + 1
     positions = prometheus.query(board["Acceptance by position A"])
-    assert {labels["position"] for labels, _ in positions} == {str(k) for k in range(8)}
+    assert {labels["position"] for labels, _ in positions} == {str(k) for k in range(DRAFTS)}
     shares = [value for _, value in sorted(positions, key=lambda each: each[0]["position"])]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0
     assert 0 < data(prometheus, board["Prefix cache hit rate A"])[0] < 1
