@@ -1,6 +1,6 @@
 """Start, failure, restart and shutdown of the real server.
 
-Streams are greedy: sampled on past the end, a text may be all special tokens, which leaves nothing to stream.
+Streams are greedy: sampled on past the end, a text may be special tokens only and show nothing.
 """
 
 from __future__ import annotations
