@@ -90,6 +90,10 @@ class WorkerChannel:
         with self._lock:
             self._socket.send(encoder.encode(messages))
 
+    def has_messages(self) -> bool:
+        """Whether `receive` would find any without waiting."""
+        return bool(self._socket.poll(0))
+
     def receive(self, timeout: float | None) -> list[ToWorker]:
         """All messages that wait; if none, wait `timeout` seconds (None: as long as it takes)."""
         messages: list[ToWorker] = []

@@ -47,11 +47,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 COMPILE_POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a grammar
+NEWS_POLL_SECONDS = 0.02  # how often a step that waits for results asks whether messages wait
 MAX_COMPILE_SECONDS = 30.0  # a grammar that takes longer is refused
 
 
 class Handle(Protocol):
     """Results of a launched step."""
+
+    def wait(self, timeout: float) -> bool:
+        """True once `get` waits no longer than a copy takes; False if `timeout` seconds pass."""
 
     def get(self) -> list[RowResult]:
         """Wait for them: one per row of the plan, in its order. Raises what the step raised."""
@@ -134,6 +138,7 @@ class Engine:
         self._scheduler = scheduler
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
+        self._forwarded: StepPlan | None = None  # launched up to its logits, which wait for a mask
         self._grammar_backend = grammar_backend
         # request id -> its grammar, and when it must be there (time.monotonic())
         self._compiling: dict[str, tuple[Future[GrammarMatcher], float]] = {}
@@ -163,18 +168,23 @@ class Engine:
         scheduler = self._scheduler
         return bool(scheduler.has_requests or self._in_flight or scheduler.has_news)
 
-    def step(self) -> list[StepOutputs]:
-        """Launch the next step, then bring in what has to be brought in."""
+    def step(self, interrupted: Callable[[], bool] = lambda: False) -> list[StepOutputs]:
+        """Launch the next step, then bring in what has to be brought in.
+
+        Returns before that if `interrupted` while it waits for results, so that an abort need not
+        wait for a long step; the next call goes on with it.
+        """
         self._admit_compiled()
         outputs: list[StepOutputs] = []
-        plan = self._scheduler.schedule()
-        if plan is None and self._in_flight:
-            outputs.append(self._land())
-        elif plan is not None:
-            self._launch(plan, outputs)
-            while len(self._in_flight) >= self._max_in_flight:
-                outputs.append(self._land())
-        elif self._compiling:
+        launched = self._launch_next()
+        if self._forwarded is not None and self._bring_in(0, outputs, interrupted):
+            self._sample_forwarded(self._forwarded)
+            launched = True
+        if launched:
+            self._bring_in(self._max_in_flight - 1, outputs, interrupted)
+        elif self._in_flight and self._forwarded is None:
+            self._bring_in(len(self._in_flight) - 1, outputs, interrupted)
+        elif self._compiling and not self._in_flight:
             futures = [future for future, _ in self._compiling.values()]
             wait(futures, COMPILE_POLL_SECONDS, "FIRST_COMPLETED")
         if self._scheduler.has_news:
@@ -192,16 +202,40 @@ class Engine:
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def _launch(self, plan: StepPlan, outputs: list[StepOutputs]) -> None:
-        """Start a step. With a grammar in it, its masks need the results of the step before."""
-        if not self._has_grammar(plan):
-            self._in_flight.append((plan, self._runner.execute(plan), []))
-            return
-        self._runner.forward(plan)
-        while self._in_flight:
-            outputs.append(self._land())
+    def _launch_next(self) -> bool:
+        """Start the next step if there is room for one and something to do.
+
+        With a grammar in it, its masks need the results of the step before: False for now.
+        """
+        if self._forwarded is not None or len(self._in_flight) >= self._max_in_flight:
+            return False
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return False
+        if self._has_grammar(plan):
+            self._runner.forward(plan)
+            self._forwarded = plan
+            return False
+        self._in_flight.append((plan, self._runner.execute(plan), []))
+        return True
+
+    def _sample_forwarded(self, plan: StepPlan) -> None:
+        """Start the rest of a step whose masks can be made now."""
         bitmask, num_cut = self._grammar_bitmask(plan)
         self._in_flight.append((plan, self._runner.sample(plan, bitmask), num_cut))
+        self._forwarded = None
+
+    def _bring_in(
+        self, num_left: int, outputs: list[StepOutputs], interrupted: Callable[[], bool]
+    ) -> bool:
+        """Land steps until so many are in flight; False if interrupted before."""
+        while len(self._in_flight) > num_left:
+            _, handle, _ = self._in_flight[0]
+            while not handle.wait(NEWS_POLL_SECONDS):
+                if interrupted():
+                    return False
+            outputs.append(self._land())
+        return True
 
     def _land(self) -> StepOutputs:
         """Wait for the oldest step in flight and apply its results."""

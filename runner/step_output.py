@@ -122,6 +122,14 @@ class StepHandle:
         """True if `get` need not wait for the runner (it may wait for a copy)."""
         return self._output.done()
 
+    def wait(self, timeout: float) -> bool:
+        """True once `done`; False if that takes longer than `timeout` seconds."""
+        try:
+            self._output.exception(timeout)
+        except TimeoutError:
+            return False
+        return True
+
     def get(self) -> list[RowResult]:
         """One result per row of the plan, in plan order. Waits; raises what the step raised."""
         output = self._output.result()

@@ -34,8 +34,8 @@ class WorkerEngine(Protocol):
     def has_work(self) -> bool:
         """True while a step would do something, a step in flight included."""
 
-    def step(self) -> Sequence[StepOutputs]:
-        """Run one step and return what is finished, perhaps nothing."""
+    def step(self, interrupted: Callable[[], bool]) -> Sequence[StepOutputs]:
+        """Run one step and return what is finished; or, if `interrupted`, leave it running."""
 
     def shutdown(self) -> None:
         """Stop threads and free devices."""
@@ -63,7 +63,7 @@ def run(engine: WorkerEngine, channel: WorkerChannel) -> None:
         if messages:
             engine.handle(messages)
         if engine.has_work():
-            outputs = engine.step()
+            outputs = engine.step(channel.has_messages)
             if outputs:
                 channel.send([*outputs])
 

@@ -51,6 +51,10 @@ class FakeHandle:
 
     run_queue: Callable[[], None]
     results: list[RowResult] | None = None
+    is_slow: Callable[[], bool] = lambda: False
+
+    def wait(self, timeout: float) -> bool:
+        return not self.is_slow()
 
     def get(self) -> list[RowResult]:
         while self.results is None:
@@ -97,6 +101,7 @@ class FakeRunner:
         self.nan_slots: set[int] = set()
         self.plans: list[StepPlan] = []
         self.was_shut_down = False
+        self.is_slow = False  # results take longer than anybody wants to wait
         self._accuracy, self._lazy, self._trim = draft_accuracy, lazy, trim
         self._random = random.Random(seed)
         self._slots: dict[int, Slot] = {}
@@ -121,7 +126,7 @@ class FakeRunner:
         return [list(ids) for ids in self._drafts[plan.step_id]]
 
     def sample(self, plan: StepPlan, grammar_bitmask: np.ndarray | None) -> FakeHandle:
-        handle = FakeHandle(self._run_next)
+        handle = FakeHandle(self._run_next, is_slow=lambda: self.is_slow)
         self._launch(lambda: self._sample(plan, grammar_bitmask, handle))
         return handle
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -172,6 +173,50 @@ def test_a_grammar_that_breaks_while_masking_ends_its_request_alone() -> None:
     assert bench.received["bad"].finish_reason == "error"
     assert "out of luck" in (bench.received["bad"].outputs[-1].error or "")
     bench.expect(good)
+
+
+def test_news_interrupt_a_wait_for_results_so_that_an_abort_frees_row_and_blocks_at_once() -> None:
+    bench = Bench()
+    bench.add("long", list(range(1, 40)), max_tokens=20, stop_token_ids=[])
+    other = add("other", [1, 2, 3])
+    bench.step()  # one step is in flight
+    bench.runner.is_slow = True
+    bench.engine.handle([other])
+    (news,) = bench.engine.step(lambda: True)  # came back, though two are in flight now
+    assert news.outputs == [] and news.stats.num_running == 2 == len(bench.runner.plans)
+    bench.abort("long")
+    (news,) = bench.engine.step(lambda: True)
+    assert news.outputs == [] and news.stats.num_running + news.stats.num_waiting == 1
+    bench.check_books()
+    bench.runner.is_slow = False
+    bench.run()
+    assert "long" not in bench.received
+    bench.expect(other)
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_interruptions_at_any_moment_change_no_output(async_scheduling: bool) -> None:
+    """Also between the forward pass and the mask of a step with a grammar."""
+    chance = random.Random(1)
+    for accuracy in (0.3, 0.9):
+        bench = Bench(num_drafts=3, draft_accuracy=accuracy, async_scheduling=async_scheduling)
+        step = bench.engine.step
+        bench.engine.step = lambda step=step: step(lambda: True)  # type: ignore[method-assign,misc]
+        kept = []
+        for number in range(30):
+            grammar = PARITY if number % 2 else None
+            message = add(f"r{number}", [number % 30 + 1, 2, 3], max_tokens=12, grammar=grammar)
+            bench.engine.handle([message])
+            bench.runner.is_slow = chance.random() < 0.7
+            bench.step()
+            if chance.random() < 0.4:
+                bench.abort(message.request_id)
+            else:
+                kept.append(message)
+        bench.runner.is_slow = False
+        bench.run()
+        for message in kept:
+            bench.expect(message)
 
 
 def test_a_fault_of_the_runner_is_raised() -> None:

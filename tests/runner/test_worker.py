@@ -36,6 +36,9 @@ class ScriptedChannel:
         self.timeouts.append(timeout)
         return self.incoming.pop(0) if self.incoming else [Shutdown()]
 
+    def has_messages(self) -> bool:
+        return False
+
     def send(self, messages: list[Any]) -> None:
         self.sent.append(messages)
 
@@ -62,7 +65,8 @@ class ScriptedEngine:
     def has_work(self) -> bool:
         return self.left > 0
 
-    def step(self) -> list[StepOutputs]:
+    def step(self, interrupted: Any) -> list[StepOutputs]:
+        assert not interrupted()
         if self.fails:
             raise self.fails
         self.left -= 1

@@ -74,7 +74,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._running)
 
-    def step(self) -> list[StepOutputs]:
+    def step(self, interrupted: Callable[[], bool]) -> list[StepOutputs]:
         time.sleep(self._seconds)
         outputs = []
         for request_id, (request, done) in list(self._running.items()):
