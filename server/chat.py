@@ -25,6 +25,7 @@ from .openai_types.replies import (
     ChatChoice,
     ChatChunk,
     ChatCompletion,
+    ChatLogprobs,
     ChunkChoice,
     Delta,
     ReplyMetrics,
@@ -181,6 +182,10 @@ class _Reply:
             answer.prompt_logprobs = prompt_logprobs(of_prompt, self._services.tokenizer)
         return answer
 
+    def _logprobs(self, entries: list[TokenEntry]) -> ChatLogprobs:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        return chat_logprobs(entries, self._services.tokenizer, as_ids)
+
     def _metrics(self, generation: Generation) -> ReplyMetrics | UnsetType:
         return reply_metrics(self._services, self._body.speculative, generation.choices)
 
@@ -191,7 +196,7 @@ class _Reply:
             index, part.message.message(), reason, stop_reason=part.last.stop_reason
         )
         if self._body.logprobs:
-            choice.logprobs = chat_logprobs(part.entries, self._services.tokenizer)
+            choice.logprobs = self._logprobs(part.entries)
         if self._body.return_token_ids:
             choice.token_ids = part.token_ids
         return choice
@@ -233,7 +238,7 @@ class _Reply:
             deltas = [Delta()]
         choices = [ChunkChoice(item.index, delta) for delta in deltas]
         if choices and body.logprobs and item.logprobs:
-            choices[0].logprobs = chat_logprobs(item.logprobs, self._services.tokenizer)
+            choices[0].logprobs = self._logprobs(item.logprobs)
         if choices and body.return_token_ids:
             choices[0].token_ids = item.token_ids
         if item.finish_reason:

@@ -5,6 +5,7 @@ It knows nothing of HTTP or of the other choices.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -30,7 +31,7 @@ class TokenEntry(NamedTuple):
     """One emitted token with its log probabilities."""
 
     offset: int  # where its text begins in the choice's text
-    hidden: bool  # the stop token, whose text is not part of the output
+    hidden: bool  # its text is not part of the output: the stop token, skipped special tokens
     logprobs: TokenLogprobs
 
 
@@ -57,7 +58,14 @@ class GenerationEvent:
 class Choice:
     """The state of one choice while it is generated."""
 
-    def __init__(self, index: int, tokenizer: Tokenizer, options: TextOptions) -> None:
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        prompt_ids: Sequence[int] = (),
+    ) -> None:
+        """The text goes on behind `prompt_ids`: a space that begins it is not lost."""
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -67,7 +75,9 @@ class Choice:
         self.finish_reason: str | None = None
         self.logprob_sum = 0.0
         self._options = options
-        self._detokenizer = tokenizer.detokenizer(options.skip_special_tokens, options.keep)
+        self._detokenizer = tokenizer.detokenizer(
+            options.skip_special_tokens, options.keep, prompt_ids
+        )
         self._stops = StopChecker(options.stop, options.include_stop) if options.stop else None
         self._raw_length = 0  # characters the tokens made
         self._shown_length = 0  # characters that left
@@ -111,9 +121,10 @@ class Choice:
         shown = []
         pieces = self._detokenizer.push_tokens(visible)
         for number in range(len(event.token_ids)):
-            hidden = number >= len(pieces)
-            piece = "" if hidden else pieces[number]
+            piece = pieces[number] if number < len(pieces) else ""
             if logprobs is not None:
+                token_id = event.token_ids[number]
+                hidden = number >= len(pieces) or token_id in self._detokenizer.dropped
                 self._hold(logprobs[number], len(piece), hidden)
             self._raw_length += len(piece)
             if self._stops is None or self.num_tokens + number < self._options.min_tokens:

@@ -224,9 +224,11 @@ class _Reply:
         echoed = self._echo_text(prompt) if self._body.echo else ""
         if self._body.logprobs is None:
             return echoed + text, None
-        logprobs = completion_logprobs(entries, tokenizer, len(echoed))
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        logprobs = completion_logprobs(entries, tokenizer, len(echoed), as_ids)
         if self._body.echo:
-            before = echoed_logprobs(self.job.prompts[prompt], of_prompt or [], tokenizer, echoed)
+            ids = self.job.prompts[prompt]
+            before = echoed_logprobs(ids, of_prompt or [], tokenizer, echoed, as_ids)
             logprobs = joined(before, logprobs)
         return echoed + text, logprobs
 
@@ -302,7 +304,9 @@ class _Reply:
         else:
             starts.setdefault(index, 0)
             if body.logprobs is not None and entries:
-                logprobs = completion_logprobs(entries, self._services.tokenizer, starts[index])
+                as_ids = bool(body.return_tokens_as_token_ids)
+                tokenizer = self._services.tokenizer
+                logprobs = completion_logprobs(entries, tokenizer, starts[index], as_ids)
         told = text or logprobs is not None or item.finish_reason or body.return_token_ids
         if not told:
             return None

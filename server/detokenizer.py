@@ -167,7 +167,7 @@ class IncrementalDetokenizer:
         keep: frozenset[int] = frozenset(),
         prompt_ids: Sequence[int] = (),
     ) -> None:
-        self._dropped = vocabulary.special_ids - keep if skip_special_tokens else frozenset()
+        self.dropped = vocabulary.special_ids - keep if skip_special_tokens else frozenset()
         self._steps: _Steps = (
             _TableSteps(vocabulary.table, continues=bool(prompt_ids))
             if vocabulary.table
@@ -180,7 +180,7 @@ class IncrementalDetokenizer:
 
     def push_tokens(self, ids: Sequence[int]) -> list[str]:
         """As push, one string a token; a character belongs to the token that completes it."""
-        return ["" if i in self._dropped else self._steps.push(i) for i in ids]
+        return ["" if i in self.dropped else self._steps.push(i) for i in ids]
 
     def flush(self) -> str:
         """What is still held back: bytes that never became a character, as U+FFFD."""

@@ -96,7 +96,10 @@ class Generation:
         self._job = job
         grammar = job.sampling.grammar
         text = job.text._replace(grammar_param=grammar.param or None) if grammar else job.text
-        self.choices = [Choice(index, services.tokenizer, text) for index in range(job.num_choices)]
+        self.choices = [
+            Choice(index, services.tokenizer, text, job.prompts[index // job.n])
+            for index in range(job.num_choices)
+        ]
         self._ids = [f"{job.request_id}-{index}" for index in range(job.num_choices)]
         self._timings = [
             services.metrics.request(arrived, len(job.prompts[index // job.n]))

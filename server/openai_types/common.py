@@ -148,6 +148,7 @@ class GenerationBody(Body):
 
     prompt_logprobs: Integer | None = Field(None, ge=0, le=INT32)
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Integer | None = Field(None, ge=-1, le=INT32)
     add_special_tokens: bool | None = None
 
