@@ -54,8 +54,8 @@ class Target:
         aux_boundaries: tuple[int, ...] = (),
     ) -> None:
         self.cache = cache
-        self._model = model
-        self._builders = builders
+        self.model = model
+        self.builders = builders
         self._buffers = buffers
         self._graphs = graphs
         self._aux_boundaries = aux_boundaries
@@ -63,7 +63,7 @@ class Target:
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[L, H] -> [L, V]"""
-        return self._model.compute_logits(hidden_states)
+        return self.model.compute_logits(hidden_states)
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, uniform_token_count: int | None
@@ -81,7 +81,7 @@ class Target:
             common = [group.with_rows(batch.num_reqs, batch.num_tokens) for group in common]
         metadata = [
             builder.build(group, batch.descriptor)
-            for builder, group in zip(self._builders, common, strict=True)
+            for builder, group in zip(self.builders, common, strict=True)
         ]
         return self.cache.attention_state(metadata)
 
@@ -109,7 +109,7 @@ class Target:
         num_reqs = min(num_tokens, self._buffers.max_num_reqs)
         desc = eager_descriptor(num_tokens, num_reqs, None)
         common = self._buffers.fill_dummy(desc)
-        metadata = [b.build(c, desc) for b, c in zip(self._builders, common, strict=True)]
+        metadata = [b.build(c, desc) for b, c in zip(self.builders, common, strict=True)]
         hidden, _ = self._forward(num_tokens, self.cache.attention_state(metadata))
         return self.compute_logits(hidden[:num_reqs])
 
@@ -126,7 +126,7 @@ class Target:
         common = self._buffers.fill_dummy(desc)
         metadata = [
             builder.build_for_capture(group, desc)
-            for builder, group in zip(self._builders, common, strict=True)
+            for builder, group in zip(self.builders, common, strict=True)
         ]
 
         def forward(state: AttentionState) -> list[Tensor]:
@@ -136,7 +136,7 @@ class Target:
 
     def _forward(self, num_tokens: int, state: AttentionState) -> ForwardOutput:
         ids, positions = self._buffers.input_ids, self._buffers.positions
-        return self._model(ids[:num_tokens], positions[:num_tokens], state, self._aux_boundaries)
+        return self.model(ids[:num_tokens], positions[:num_tokens], state, self._aux_boundaries)
 
     def _forward_into_outputs(self, num_tokens: int, state: AttentionState) -> list[Tensor]:
         hidden, aux = self._forward(num_tokens, state)
@@ -149,7 +149,7 @@ class Target:
         """Outputs outlive replays: allocated before the first capture, at the largest size."""
         desc = eager_descriptor(1, 1, 1)
         common = self._buffers.fill_dummy(desc)
-        metadata = [b.build(c, desc) for b, c in zip(self._builders, common, strict=True)]
+        metadata = [b.build(c, desc) for b, c in zip(self.builders, common, strict=True)]
         hidden, aux = self._forward(1, self.cache.attention_state(metadata))
         rows = self._buffers.max_num_tokens
         self._outputs = [

@@ -194,7 +194,7 @@ def test_trap_8_all_groups_have_the_rows_of_the_batch(
 def test_trap_9_embeddings_are_the_targets_although_sizes_differ(oracle: AssistantOracle) -> None:
     engine = make_engine(oracle)
     runner = engine.engine._runner
-    model, target = runner._speculator.model, runner._target._model
+    model, target = runner._speculator.model, runner._target.model
     assert model.target[0].embed_tokens.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
     assert model.config.hidden_size != target.config.hidden_size
     assert not hasattr(model, "embed_tokens")  # its own table serves as output head only

@@ -154,7 +154,7 @@ def test_trap_10_tap_convention_marker_model(
     speculative = SpeculativeConfig(method="eagle3", model=str(head), num_speculative_tokens=2)
     with caplog.at_level(logging.INFO, "slipstream"):
         engine = TinyEngine(target, speculative)
-    model: Any = engine.engine._runner._target._model  # type: ignore[attr-defined]
+    model: Any = engine.engine._runner._target.model  # type: ignore[attr-defined]
     model.embed_tokens.weight.zero_()
 
     def marker(b: int) -> Any:
