@@ -115,7 +115,8 @@ def test_disconnect_frees_the_request_within_a_second(server: RunningServer) -> 
     }
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
         assert stream.status_code == 200
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # held: a dropped iterator closes the connection
+        next(lines)
         assert server.metric("num_requests_running") == 1
     deadline = time.monotonic() + 1.0
     while server.metric("num_requests_running") and time.monotonic() < deadline:

@@ -159,7 +159,7 @@ def test_the_panels_say_what_happened(prometheus: Prometheus) -> None:
     assert 1 < data(prometheus, board["Mean acceptance length A"])[0] <= configured + 1
     positions = prometheus.query(board["Acceptance by position A"])
     assert {labels["position"] for labels, _ in positions} == {str(k) for k in range(DRAFTS)}
-    shares = [value for _, value in sorted(positions, key=lambda each: each[0]["position"])]
+    shares = [value for _, value in sorted(positions, key=lambda each: int(each[0]["position"]))]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0
     assert 0 < data(prometheus, board["Prefix cache hit rate A"])[0] < 1
     assert data(prometheus, board["Share of failed answers A"]) == [0.0]
