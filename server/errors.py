@@ -235,7 +235,7 @@ def error_response(error: APIError) -> Response:
 def invalid_value(error: ValidationError, body: object, prefix: str = "") -> InvalidRequest:
     """The first complaint of pydantic as a 400 that names the parameter in `body`."""
     found = error.errors(include_url=False, include_context=False)
-    named = [(parameter_name(each["loc"], body), each) for each in found]
+    named = [(parameter_name(each["loc"], body, each["type"] == "missing"), each) for each in found]
     # Of a union's members, the one that got furthest into the value is the one that was meant.
     outer = named[0][0]
     inner, first = max(
@@ -251,14 +251,17 @@ def invalid_value(error: ValidationError, body: object, prefix: str = "") -> Inv
     return InvalidRequest(f"Invalid value for '{param}': {reason}.", param or None, code)
 
 
-def parameter_name(loc: Sequence[str | int], body: object) -> str:
-    """`messages[0].content` for a location of pydantic's; parts that name a union's member go."""
+def parameter_name(loc: Sequence[str | int], body: object, missing: bool = False) -> str:
+    """`messages[0].content` for a location of pydantic's; parts that name a union's member go.
+
+    `missing` says that the last part is a field that `body` lacks.
+    """
     name, here = "", body
     for number, part in enumerate(loc):
         if isinstance(part, int):
             if isinstance(here, list) and part < len(here):
                 name, here = f"{name}[{part}]", here[part]
-        elif isinstance(here, dict) and (part in here or number == len(loc) - 1):
+        elif isinstance(here, dict) and (part in here or (missing and number == len(loc) - 1)):
             name, here = f"{name}.{part}" if name else part, here.get(part)
     return name or str(loc[0] if loc else "")
 
