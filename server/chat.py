@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
 from ..runner.messages import TokenLogprobs
-from .chat_output import MessageBuilder, MessageParser
+from .chat_output import MessageBuilder, MessageParser, PlainText
 from .chat_tools import ChatFormat, chat_format
 from .choice import GenerationEvent, TextOptions, TokenEntry
 from .errors import InvalidRequest
@@ -35,7 +35,7 @@ from .prompts import render_chat
 from .respond import respond
 from .sampling import ModelLimits, sampling_params
 from .services import Services
-from .sse import DONE, event
+from .sse import DONE, MAX_SILENT_TOKENS, event
 from .usage import reply_metrics, usage
 
 _LONG_CHAT = 16384  # bytes; rendering and parsing longer ones leaves the event loop
@@ -136,6 +136,27 @@ class _Whole:
     last: GenerationEvent | None = None
 
 
+@dataclass
+class _Told:
+    """What a stream has said of one choice."""
+
+    anything: bool = False
+    called: bool = False
+    num_silent: int = 0  # tokens since the last chunk
+
+    def add(self, item: GenerationEvent, deltas: list[Delta]) -> None:
+        self.anything |= bool(deltas)
+        self.called |= any(delta.tool_calls or delta.function_call for delta in deltas)
+        self.num_silent = 0 if deltas else self.num_silent + len(item.token_ids)
+
+    def is_overdue(self) -> bool:
+        """Whether an empty chunk must show that tokens come, though they have no text yet."""
+        if self.num_silent < MAX_SILENT_TOKENS:
+            return False
+        self.num_silent = 0
+        return True
+
+
 class _Reply:
     """Turns events into OpenAI's shapes."""
 
@@ -212,14 +233,12 @@ class _Reply:
     async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The reply as events: roles, deltas, perhaps the usage, the end."""
         for index in range(self.job.num_choices):
-            role = ChunkChoice(index, Delta(role="assistant", content=""))
-            yield self._framed(role, generation, first=True)
-        called = [False] * self.job.num_choices
+            yield self._framed(self._role(index), generation, first=True)
+        told = [_Told() for _ in range(self.job.num_choices)]
         async with aclosing(generation.events()) as events:
             async for item in events:
                 deltas = self._deltas(item)
-                called[item.index] |= any(delta.tool_calls for delta in deltas)
-                for choice in self._chunk_choices(item, deltas, called[item.index]):
+                for choice in self._chunk_choices(item, deltas, told[item.index]):
                     yield self._framed(choice, generation)
         if self._body.wants_usage:
             last = self._chunk([])
@@ -228,21 +247,27 @@ class _Reply:
             yield event(encode(last))
         yield DONE
 
+    def _role(self, index: int) -> ChunkChoice:
+        """The first chunk; where the message may be calls alone, its content is still open."""
+        plain = isinstance(self._parsers[index], PlainText)
+        return ChunkChoice(index, Delta(role="assistant", content="" if plain else None))
+
     def _chunk_choices(
-        self, item: GenerationEvent, deltas: list[Delta], called: bool
+        self, item: GenerationEvent, deltas: list[Delta], told: _Told
     ) -> list[ChunkChoice]:
         """A chunk for each delta; the first carries tokens and logprobs, the last the end."""
         body = self._body
-        told = item.finish_reason or item.logprobs or (body.return_token_ids and item.token_ids)
-        if not deltas and told:
-            deltas = [Delta()]
+        told.add(item, deltas)
+        must = item.finish_reason or item.logprobs or (body.return_token_ids and item.token_ids)
+        if not deltas and (must or told.is_overdue()):
+            deltas = [Delta(content=None if told.anything or not item.finish_reason else "")]
         choices = [ChunkChoice(item.index, delta) for delta in deltas]
         if choices and body.logprobs and item.logprobs:
             choices[0].logprobs = self._logprobs(item.logprobs)
         if choices and body.return_token_ids:
             choices[0].token_ids = item.token_ids
         if item.finish_reason:
-            choices[-1].finish_reason = self._form.finish_reason(item.finish_reason, called)
+            choices[-1].finish_reason = self._form.finish_reason(item.finish_reason, told.called)
             choices[-1].stop_reason = item.stop_reason
         return choices
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,7 @@ class TemplateTraits:
     tests_content_type: bool  # it asks whether content is a string or a list
     tests_content_none: bool  # it asks whether content is none
     knows_developer: bool  # it names the role "developer"
+    knows_function: bool = False  # it names the role "function"
 
     @property
     def content_format(self) -> str:
@@ -51,7 +52,27 @@ class TemplateTraits:
             tests_content_type=bool(kinds & {"string", "iterable", "sequence", "mapping"}),
             tests_content_none="none" in kinds,
             knows_developer="developer" in texts,
+            knows_function=_compares_role(tree, "function"),
         )
+
+
+def _compares_role(tree: nodes.Template, role: str) -> bool:
+    """Whether the template asks somewhere for a message of this role."""
+    for compare in tree.find_all(nodes.Compare):
+        if _is_role(compare.expr) and any(
+            const.value == role
+            for operand in compare.ops
+            for const in (operand.expr, *operand.expr.find_all(nodes.Const))
+            if isinstance(const, nodes.Const)
+        ):
+            return True
+    return False
+
+
+def _is_role(node: nodes.Node) -> bool:
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "role"
+    return isinstance(node, nodes.Getattr) and node.attr == "role"
 
 
 def _content_aliases(tree: nodes.Template) -> set[str]:
@@ -88,7 +109,28 @@ def prepare_messages(
     messages: Iterable[Mapping[str, Any]], traits: TemplateTraits
 ) -> list[dict[str, Any]]:
     """Fresh plain messages in the form that the template reads. Raises UnsupportedContent."""
-    return [_prepare(message, traits) for message in messages]
+    return [_prepare(message, traits) for message in _with_tools(messages, traits)]
+
+
+def _with_tools(
+    messages: Iterable[Mapping[str, Any]], traits: TemplateTraits
+) -> Iterator[Mapping[str, Any]]:
+    """Function calls and their results as tool calls and theirs, which all templates know."""
+    number = 0
+    for message in messages:
+        if call := message.get("function_call"):
+            number += 1
+            rest = {key: value for key, value in message.items() if key != "function_call"}
+            named = {"id": _call_id(number), "type": "function", "function": call}
+            yield {**rest, "tool_calls": [*(message.get("tool_calls") or ()), named]}
+        elif message.get("role") == "function" and not traits.knows_function:
+            yield {**message, "role": "tool", "tool_call_id": _call_id(number)}
+        else:
+            yield message
+
+
+def _call_id(number: int) -> str:
+    return f"call{number:05d}"  # nine characters, as Mistral's templates demand
 
 
 def _prepare(message: Mapping[str, Any], traits: TemplateTraits) -> dict[str, Any]:

@@ -47,11 +47,15 @@ class PlainText:
 class EventParser:
     """The events of a tool and reasoning parser as deltas."""
 
-    def __init__(self, output: OutputParser, show_reasoning: bool, parallel: bool) -> None:
+    def __init__(
+        self, output: OutputParser, show_reasoning: bool, parallel: bool, legacy: bool = False
+    ) -> None:
+        """`legacy` tells calls as `function_call`, as OpenAI did before there were tools."""
         self.num_reasoning_tokens = 0
         self._output = output
         self._show_reasoning = show_reasoning
         self._parallel = parallel
+        self._legacy = legacy
         self._num_tokens = 0
         self._reasoned = False  # reasoning has begun
         self._answered = False  # content or a call has begun
@@ -84,7 +88,10 @@ class EventParser:
             function = CalledFunction(event.name, "")
             call = ReplyToolCall(function, event.id, "function", event.index)
         else:
-            call = ReplyToolCall(CalledFunction(arguments=event.text), index=event.index)
+            function = CalledFunction(arguments=event.text)
+            call = ReplyToolCall(function, index=event.index)
+        if self._legacy:
+            return Delta(function_call=function)
         return Delta(tool_calls=[call])
 
 
@@ -95,11 +102,12 @@ class MessageBuilder:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: dict[int, ReplyToolCall] = {}
+        self._function: CalledFunction | None = None
 
     @property
     def has_calls(self) -> bool:
         """Whether a tool is called."""
-        return bool(self._calls)
+        return bool(self._calls) or self._function is not None
 
     def add(self, delta: Delta) -> None:
         """Add one delta."""
@@ -109,6 +117,9 @@ class MessageBuilder:
             self._reasoning.append(delta.reasoning_content)
         for part in delta.tool_calls or ():
             self._add_call(part)
+        if delta.function_call is not None:
+            self._function = self._function or CalledFunction("", "")
+            _extend(self._function, delta.function_call)
 
     def _add_call(self, part: ReplyToolCall) -> None:
         index = part.index if isinstance(part.index, int) else len(self._calls)
@@ -117,17 +128,22 @@ class MessageBuilder:
         )
         if isinstance(part.id, str):
             call.id = part.id
-        for name in ("name", "arguments"):
-            piece = getattr(part.function, name)
-            if isinstance(piece, str):
-                setattr(call.function, name, getattr(call.function, name) + piece)
+        _extend(call.function, part.function)
 
     def message(self) -> ChatMessage:
         """The message; `content` is null when there are only tool calls or reasoning."""
         content = "".join(self._content)
-        empty = not content and (self._calls or self._reasoning)
+        empty = not content and (self.has_calls or self._reasoning)
         message = ChatMessage(None if empty else content)
         if self._reasoning:
             message.reasoning_content = "".join(self._reasoning)
         message.tool_calls = [self._calls[i] for i in sorted(self._calls)] or UNSET
+        message.function_call = self._function or UNSET
         return message
+
+
+def _extend(whole: CalledFunction, part: CalledFunction) -> None:
+    for name in ("name", "arguments"):
+        piece = getattr(part, name)
+        if isinstance(piece, str):
+            setattr(whole, name, getattr(whole, name) + piece)

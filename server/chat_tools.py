@@ -5,8 +5,7 @@ It knows the request and the model's format, not the text.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..configs.schema import ServerConfig
@@ -15,7 +14,12 @@ from .chat_output import EventParser, MessageParser, PlainText
 from .chat_template import ChatTemplate
 from .errors import InvalidRequest
 from .json_schema import SchemaError
-from .openai_types.chat import ChatCompletionRequest, NamedToolChoice
+from .openai_types.chat import (
+    AllowedToolsChoice,
+    ChatCompletionRequest,
+    FunctionName,
+    NamedToolChoice,
+)
 from .output_parser import OutputParser, TokenIds
 from .reasoning import ReasoningParser, detect_reasoning_parser, reasoning_parser_class
 from .sampling import grammar_of
@@ -60,13 +64,14 @@ class ChatFormat:
     reasoning: bool = True  # look for reasoning
     show_reasoning: bool = True
     parallel: bool = True
+    legacy: bool = False  # the client speaks of functions, not of tools
 
     def parser(self, prompt: str) -> MessageParser:
         """A parser for one choice of the rendered chat `prompt`."""
         output = self._output(prompt)
         if output is None:
             return PlainText()
-        return EventParser(output, self.show_reasoning, self.parallel)
+        return EventParser(output, self.show_reasoning, self.parallel, self.legacy)
 
     def kept_ids(self, tokenizer: TokenIds) -> frozenset[int]:
         """Special tokens that must stay in the text for the parser to see."""
@@ -75,7 +80,9 @@ class ChatFormat:
 
     def finish_reason(self, reason: str, called: bool) -> str:
         """OpenAI's reason: "tool_calls" where the model chose to call."""
-        return "tool_calls" if called and reason == "stop" and self.name is None else reason
+        if not called or reason != "stop" or self.name is not None:
+            return reason
+        return "function_call" if self.legacy else "tool_calls"
 
     def _output(self, prompt: str) -> OutputParser | None:
         if self.forced:
@@ -89,43 +96,86 @@ class ChatFormat:
 
 def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
     """How this request's output is read. InvalidRequest if tools and tool_choice disagree."""
-    choice, constrained = body.tool_choice, grammar_of(body) is not None
+    constrained = grammar_of(body) is not None
+    wish = _wish_of_functions(body) if body.functions else _wish(body)
     # A grammar holds from the first token on, so there is no room for reasoning before it.
     plain = ChatFormat(
         model, reasoning=not constrained, show_reasoning=body.include_reasoning is not False
     )
-    if not body.tools:
-        if choice is not None and choice != "none":
-            raise _wrong_choice("it is only allowed when 'tools' are given")
+    if not wish.tools or wish.mode == "none":
         return plain
-    if choice == "none":
-        return plain
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools]
-    parallel = body.parallel_tool_calls is not False
-    name = choice.function.name if isinstance(choice, NamedToolChoice) else None
-    if name is None and choice != "required":
-        return ChatFormat(
-            model, tools, None, False, None, not constrained, plain.show_reasoning, parallel
-        )
+    if wish.mode == "auto":
+        return replace(plain, tools=wish.tools, parallel=wish.parallel, legacy=wish.legacy)
     if constrained:
-        raise _wrong_choice("forced calls leave no room for another output format")
-    if name is not None and name not in _names(body):
-        raise _wrong_choice(f"there is no tool {name[:64]!r}")
+        raise _wrong(wish.param, "forced calls leave no room for another output format")
     try:
-        grammar = forced_grammar(tools, name, parallel)
+        grammar = forced_grammar(wish.tools, wish.name, wish.parallel)
     except (SchemaError, RecursionError) as error:
         why = str(error) if isinstance(error, SchemaError) else "they are nested too deep"
-        raise InvalidRequest(
-            f"Invalid value for 'tools': wrong parameters: {why}.", "tools", "invalid_value"
-        ) from None
-    return ChatFormat(model, tools, grammar, True, name, False, True, parallel)
-
-
-def _names(body: ChatCompletionRequest) -> Sequence[str]:
-    return [tool.function.name for tool in body.tools or ()]
-
-
-def _wrong_choice(reason: str) -> InvalidRequest:
-    return InvalidRequest(
-        f"Invalid value for 'tool_choice': {reason}.", "tool_choice", "invalid_value"
+        raise _wrong("functions" if wish.legacy else "tools", f"wrong parameters: {why}") from None
+    return ChatFormat(
+        model,
+        tools=wish.tools,
+        grammar=grammar,
+        forced=True,
+        name=wish.name,
+        reasoning=False,
+        parallel=wish.parallel,
+        legacy=wish.legacy,
     )
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """Which calls the client wants; `param` is where it said so."""
+
+    tools: Tools
+    mode: str  # none, auto, required; a name forces that function
+    name: str | None = None
+    parallel: bool = True
+    legacy: bool = False
+    param: str = "tool_choice"
+
+
+def _wish(body: ChatCompletionRequest) -> _Wish:
+    if body.function_call is not None and body.function_call != "none":
+        raise _wrong("function_call", "it is only allowed when 'functions' are given")
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+    choice = body.tool_choice
+    if not tools:
+        if choice is not None and choice != "none":
+            raise _wrong("tool_choice", "it is only allowed when 'tools' are given")
+        return _Wish(tools, "none")
+    parallel = body.parallel_tool_calls is not False
+    names = {tool["function"]["name"] for tool in tools}
+    if isinstance(choice, AllowedToolsChoice):
+        allowed = {named.function.name for named in choice.allowed_tools.tools}
+        _refuse_unknown(allowed - names, "tool_choice")
+        shown = [tool for tool in tools if tool["function"]["name"] in allowed]
+        return _Wish(shown, choice.allowed_tools.mode, None, parallel)
+    if isinstance(choice, NamedToolChoice):
+        _refuse_unknown({choice.function.name} - names, "tool_choice")
+        return _Wish(tools, "required", choice.function.name, parallel)
+    return _Wish(tools, choice or "auto", None, parallel)
+
+
+def _wish_of_functions(body: ChatCompletionRequest) -> _Wish:
+    """`functions` and `function_call`, which `tools` followed: one call at most."""
+    if body.tools or body.tool_choice is not None:
+        raise _wrong("functions", "they are not allowed beside 'tools'")
+    functions = [each.model_dump(exclude_none=True) for each in body.functions or ()]
+    tools = [{"type": "function", "function": function} for function in functions]
+    choice = body.function_call
+    if isinstance(choice, FunctionName):
+        _refuse_unknown({choice.name} - {each["name"] for each in functions}, "function_call")
+        return _Wish(tools, "required", choice.name, False, True, "function_call")
+    return _Wish(tools, choice or "auto", None, False, True, "function_call")
+
+
+def _refuse_unknown(names: set[str], param: str) -> None:
+    for name in sorted(names)[:1]:
+        raise _wrong(param, f"there is no tool {name[:64]!r}")
+
+
+def _wrong(param: str, reason: str) -> InvalidRequest:
+    return InvalidRequest(f"Invalid value for '{param}': {reason}.", param, "invalid_value")

@@ -29,7 +29,7 @@ from .openai_types.replies import (
 from .respond import respond
 from .sampling import ModelLimits, check_token_ids, sampling_params
 from .services import Services
-from .sse import DONE, event
+from .sse import DONE, MAX_SILENT_TOKENS, event
 from .usage import reply_metrics, usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -157,6 +157,7 @@ class _Reply:
         self._skip = body.skip_special_tokens is not False
         self._only_echo = body.max_tokens == 0
         self._created = int(time.time())
+        self._silent: dict[int, int] = {}  # choice -> tokens since its last chunk
 
     async def whole(self, generation: Generation) -> Completion:
         """The reply once everything is there."""
@@ -308,7 +309,9 @@ class _Reply:
                 tokenizer = self._services.tokenizer
                 logprobs = completion_logprobs(entries, tokenizer, starts[index], as_ids)
         told = text or logprobs is not None or item.finish_reason or body.return_token_ids
-        if not told:
+        silent = 0 if told else self._silent.get(index, 0) + len(ids)
+        self._silent[index] = silent % MAX_SILENT_TOKENS
+        if not told and silent < MAX_SILENT_TOKENS:
             return None
         choice = CompletionChoice(index, text, logprobs, item.finish_reason)
         choice.stop_reason = item.stop_reason if item.finish_reason else UNSET

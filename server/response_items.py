@@ -18,6 +18,7 @@ class ResponseItems:
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
+        self.logprobs: list[dict[str, Any]] = []  # of tokens whose text comes next
         self._open = ""  # the open item's type
 
     def add(self, delta: Delta) -> list[Event]:
@@ -42,7 +43,8 @@ class ResponseItems:
         name = "output_text" if kind == "message" else "reasoning_text"
         event = self._event(f"response.{name}.delta", content_index=0, delta=text)
         if kind == "message":
-            event["logprobs"] = []
+            event["logprobs"], self.logprobs = self.logprobs, []
+            self.items[-1]["content"][0]["logprobs"] += event["logprobs"]
         return [*events, event]
 
     def _call(self, part: ReplyToolCall) -> list[Event]:
@@ -80,7 +82,8 @@ class ResponseItems:
             part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         item["content"].append(part)
         name = "response.content_part.added"
-        return [added, self._event(name, content_index=0, part=dict(part))]
+        shown = {key: list(v) if isinstance(v, list) else v for key, v in part.items()}
+        return [added, self._event(name, content_index=0, part=shown)]
 
     def _close(self, status: str = "completed") -> list[Event]:
         if not self._open:
@@ -96,7 +99,7 @@ class ResponseItems:
             name = "output_text" if kind == "message" else "reasoning_text"
             done = self._event(f"response.{name}.done", content_index=0, text=part["text"])
             if kind == "message":
-                done["logprobs"] = []
+                done["logprobs"] = part["logprobs"]
             closed = self._event("response.content_part.done", content_index=0, part=dict(part))
             events = [done, closed]
         last = self._event("response.output_item.done", item=_copy(item))

@@ -14,10 +14,11 @@ from fastapi import APIRouter, Request, Response
 from .body import validated
 from .chat import prepare_chat
 from .chat_output import MessageParser
-from .chat_tools import chat_format
+from .chat_tools import ChatFormat, chat_format
 from .choice import GenerationEvent
 from .errors import APIError, InvalidRequest, NotSupported, as_api_error
 from .generation import Generation, Job
+from .logprobs import chat_logprobs
 from .openai_types.chat import ChatCompletionRequest
 from .openai_types.responses import CHAT_NAMES, ResponsesRequest
 from .respond import respond
@@ -35,24 +36,28 @@ def response_routes(services: Services) -> APIRouter:
         arrived = time.monotonic()
         body = await services.bodies.read(request, ResponsesRequest)
         _check(body)
-        try:
-            chat = validated(_without_none(body.chat()), ChatCompletionRequest)
-            form = chat_format(services.output_format, chat)
-            job, prompt = await prepare_chat(services, chat, form)
-        except InvalidRequest as error:
-            raise _renamed(error) from None
+        job, form, prompt = await _prepare(services, body)
         return await respond(
             request,
             Generation(services, job, arrived),
-            _Reply(body, job, form.parser(prompt)),
+            _Reply(services, body, job, form.parser(prompt)),
             stream=bool(body.stream),
             wait=job.sampling.grammar is not None,
         )
+
+    @router.post("/v1/responses/input_tokens", include_in_schema=False)
+    async def count_input_tokens(request: Request) -> Response:
+        body = await services.bodies.read(request, ResponsesRequest)
+        _check(body)
+        job, _, _ = await _prepare(services, body)
+        count = {"object": "response.input_tokens", "input_tokens": len(job.prompts[0])}
+        return Response(msgspec.json.encode(count), media_type="application/json")
 
     async def absent() -> Any:
         raise NotSupported("This server stores no responses; send the whole conversation.")
 
     for path, methods in (
+        ("/v1/responses/compact", ["POST"]),
         ("/v1/responses/{response_id}", ["GET", "DELETE"]),
         ("/v1/responses/{response_id}/cancel", ["POST"]),
         ("/v1/responses/{response_id}/input_items", ["GET"]),
@@ -61,8 +66,18 @@ def response_routes(services: Services) -> APIRouter:
     return router
 
 
+async def _prepare(services: Services, body: ResponsesRequest) -> tuple[Job, ChatFormat, str]:
+    try:
+        chat = validated(_without_none(body.chat()), ChatCompletionRequest)
+        form = chat_format(services.output_format, chat)
+        job, prompt = await prepare_chat(services, chat, form)
+    except InvalidRequest as error:
+        raise _renamed(error) from None
+    return job, form, prompt
+
+
 def _check(body: ResponsesRequest) -> None:
-    for name in ("previous_response_id", "conversation", "background"):
+    for name in ("previous_response_id", "conversation", "background", "prompt"):
         if getattr(body, name):
             raise InvalidRequest(
                 f"'{name}' is not supported, because this server stores no responses: "
@@ -88,7 +103,10 @@ def _without_none(body: dict[str, Any]) -> dict[str, Any]:
 class _Reply:
     """Turns events into the shapes of /v1/responses."""
 
-    def __init__(self, body: ResponsesRequest, job: Job, parser: MessageParser) -> None:
+    def __init__(
+        self, services: Services, body: ResponsesRequest, job: Job, parser: MessageParser
+    ) -> None:
+        self._services = services
         self._body = body
         self._job = job
         self._parser = parser
@@ -129,6 +147,10 @@ class _Reply:
         deltas = self._parser.push(item.text, item.token_ids)
         if item.finish_reason:
             deltas = deltas + self._parser.finish()
+        if self._body.wants_logprobs:
+            shown = [entry for entry in item.logprobs if not entry.hidden]
+            found = chat_logprobs(shown, self._services.tokenizer).content
+            self._items.logprobs += msgspec.to_builtins(found)
         events = [each for delta in deltas for each in self._items.add(delta)]
         if item.finish_reason:
             self._reason = item.finish_reason
@@ -150,23 +172,30 @@ class _Reply:
             "id": self._id,
             "object": "response",
             "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "background": False,
             "status": status,
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": cut,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
             "model": body.model,
             "output": self._items.items,
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
-            "reasoning": {"effort": body.reasoning.effort if body.reasoning else None},
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": self._reasoning(),
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
             "store": False,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": self._text_format(),
             "tool_choice": self._tool_choice(),
             "tools": [tool.model_dump() for tool in body.tools or ()],
             "top_p": 1.0 if body.top_p is None else body.top_p,
-            "truncation": "disabled",
+            "top_logprobs": body.top_logprobs or 0,
+            "truncation": body.truncation or "disabled",
             "usage": None if generation is None else self._usage(generation),
             "user": body.user,
             "metadata": body.metadata or {},
@@ -174,8 +203,16 @@ class _Reply:
 
     def _text_format(self) -> dict[str, Any]:
         given = self._body.text.format if self._body.text else None
-        plain = {"type": "text"}
-        return {"format": given.model_dump(by_alias=True, exclude_none=True) if given else plain}
+        form = given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
+        verbosity = self._body.text.verbosity if self._body.text else None
+        return {"format": form, "verbosity": verbosity or "medium"}
+
+    def _reasoning(self) -> dict[str, Any]:
+        asked = self._body.reasoning
+        return {
+            "effort": asked.effort if asked else None,
+            "summary": asked.summary if asked else None,
+        }
 
     def _tool_choice(self) -> Any:
         choice = self._body.tool_choice
@@ -185,7 +222,7 @@ class _Reply:
         counts = generation.counts()
         return {
             "input_tokens": counts.prompt,
-            "input_tokens_details": {"cached_tokens": counts.cached},
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
             "output_tokens": counts.completion,
             "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning_tokens},
             "total_tokens": counts.prompt + counts.completion,

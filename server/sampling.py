@@ -51,20 +51,20 @@ def sampling_params(
     """
     check_logprobs(body, logprobs, limits.max_logprobs)
     check_stops(body)
+    if body.use_beam_search:
+        raise InvalidRequest(
+            "'use_beam_search' is not supported.", "use_beam_search", "invalid_value"
+        )
     stop_ids = set(body.stop_token_ids or ())
     check_token_ids(sorted(stop_ids), limits.vocab_size, "stop_token_ids")
     check_token_ids(body.allowed_token_ids or (), limits.vocab_size, "allowed_token_ids")
-    top_k = max(body.top_k or 0, 0)
-    top_p = _or(body.top_p, 1.0)
-    if top_p <= 0.0:  # a nucleus of nothing is the likeliest token
-        top_p, top_k = 1.0, 1
     speculative = body.speculative
     return SamplingParams(
         seed=seeds.getrandbits(63) if body.seed is None else body.seed & INT64,
         max_tokens=0,
         temperature=_or(body.temperature, 1.0),
-        top_p=top_p,
-        top_k=top_k,
+        top_p=_or(body.top_p, 1.0),
+        top_k=max(body.top_k or 0, 0),
         min_p=_or(body.min_p, 0.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),

@@ -19,6 +19,7 @@ from .errors import as_api_error, error_body
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
+MAX_SILENT_TOKENS = 8  # without text, before a chunk without any shows that the stream lives
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,6 +31,7 @@ class Message(Body):
     content: Content | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
+    function_call: FunctionCall | None = None  # older OpenAI's, as roles "function" are
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -45,9 +46,10 @@ class Message(Body):
     def _has_content(self) -> Message:
         if self.content is None and self.role not in ("assistant", "function"):
             raise ValueError(f"a message of role {self.role!r} needs 'content'")
-        if self.tool_calls and self.role != "assistant":
+        calls = self.tool_calls or self.function_call
+        if calls and self.role != "assistant":
             raise ValueError("only assistant messages carry 'tool_calls'")
-        if self.role == "assistant" and self.content is None and not self.tool_calls:
+        if self.role == "assistant" and self.content is None and not calls:
             extra = self.model_extra or {}
             if self.reasoning_content is None and not extra.get("refusal"):
                 raise ValueError("an assistant message needs 'content' or 'tool_calls'")
@@ -83,6 +85,26 @@ class NamedToolChoice(Body):
     function: FunctionName
 
 
+class AllowedTools(Body):
+    """Of the tools, those that may be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedToolChoice] = Field(min_length=1)
+
+
+class AllowedToolsChoice(Body):
+    """Lets only some of the tools be called."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = (
+    Literal["none", "auto", "required"]
+    | Annotated[NamedToolChoice | AllowedToolsChoice, Field(discriminator="type")]
+)
+
+
 class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`."""
 
@@ -93,10 +115,13 @@ class ChatCompletionRequest(GenerationBody):
     top_logprobs: Integer | None = Field(None, ge=0, le=INT32)
 
     tools: list[Tool] | None = Field(None, max_length=1024)
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    functions: list[FunctionDefinition] | None = Field(None, min_length=1, max_length=1024)
+    function_call: Literal["none", "auto"] | FunctionName | None = None
     include_reasoning: bool | None = None
     reasoning_effort: str | None = None
+    verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
 
     add_generation_prompt: bool | None = None

@@ -23,6 +23,7 @@ def _integral(value: object) -> object:
 Integer = Annotated[int, BeforeValidator(_integral)]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
 StopString = Annotated[str, Field(min_length=1)]
+Metadata = Annotated[dict[str, str], Field(max_length=16)]
 
 
 class Body(BaseModel):
@@ -125,11 +126,15 @@ class GenerationBody(Body):
     stream_options: StreamOptions | None = None
     seed: Integer | None = Field(None, ge=-INT64 - 1, le=INT64)
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
+    store: bool | None = None  # nothing is stored; this and the next ones have no effect
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     priority: Integer | None = Field(None, ge=-INT32, le=INT32)
 
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
     top_k: Integer | None = Field(None, ge=-1, le=INT32)
     min_p: float | None = Field(None, ge=0, le=1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
@@ -145,6 +150,8 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     min_tokens: Integer | None = Field(None, ge=0, le=INT32)
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None  # fast tokenizers never add any
+    use_beam_search: bool | None = None
 
     prompt_logprobs: Integer | None = Field(None, ge=0, le=INT32)
     return_token_ids: bool | None = None

@@ -156,6 +156,7 @@ class ChatMessage(msgspec.Struct):
     refusal: None = None
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ReplyToolCall] | UnsetType = UNSET
+    function_call: CalledFunction | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct):
@@ -192,6 +193,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ReplyToolCall] | None = None
+    function_call: CalledFunction | None = None
 
 
 class ChunkChoice(msgspec.Struct):

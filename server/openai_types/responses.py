@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from .common import INT32, INT64, Body, Content, Integer
+from .common import INT32, INT64, Body, Content, Integer, Metadata
 
 
 class InputItem(Body):
@@ -19,6 +19,21 @@ class InputItem(Body):
     name: str | None = None
     arguments: str | None = None
     output: Content | None = None
+
+    @model_validator(mode="after")
+    def _is_whole(self) -> InputItem:
+        missing = [name for name in _NEEDED[self.type] if getattr(self, name) is None]
+        if missing:
+            raise ValueError(f"an item of type {self.type!r} needs {missing[0]!r}")
+        return self
+
+
+_NEEDED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
 
 
 class FunctionTool(Body):
@@ -38,6 +53,14 @@ class NamedFunction(Body):
     name: str
 
 
+class AllowedTools(Body):
+    """Lets only some of the tools be called."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction] = Field(min_length=1)
+
+
 class TextFormat(Body):
     """`text.format`; flat, unlike `response_format`."""
 
@@ -47,17 +70,25 @@ class TextFormat(Body):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _schema_present(self) -> TextFormat:
+        if self.type == "json_schema" and self.schema_ is None:
+            raise ValueError("'schema' is required when type is 'json_schema'")
+        return self
+
 
 class TextOptions(Body):
     """`text`."""
 
     format: TextFormat | None = None
+    verbosity: str | None = None
 
 
 class Reasoning(Body):
     """`reasoning`."""
 
     effort: str | None = None
+    summary: str | None = None
 
 
 class ResponsesRequest(Body):
@@ -68,23 +99,39 @@ class ResponsesRequest(Body):
     instructions: str | None = None
     max_output_tokens: Integer | None = Field(None, ge=1, le=INT32)
     temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, ge=0, le=1)
+    top_p: float | None = Field(None, gt=0, le=1)
     top_k: Integer | None = Field(None, ge=-1, le=INT32)
     seed: Integer | None = Field(None, ge=-INT64 - 1, le=INT64)
     stream: bool | None = None
+    stream_options: dict[str, Any] | None = None
     tools: list[FunctionTool] | None = Field(None, max_length=1024)
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: (
+        Literal["none", "auto", "required"]
+        | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
+        | None
+    ) = None
+    max_tool_calls: Integer | None = Field(None, ge=1, le=INT32)
     parallel_tool_calls: bool | None = None
     text: TextOptions | None = None
     reasoning: Reasoning | None = None
     store: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: Metadata | None = None
     user: str | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
+    top_logprobs: Integer | None = Field(None, ge=0, le=INT32)
+    prompt: Any = None
     previous_response_id: str | None = None
     conversation: Any = None
     background: bool | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether the text comes with the log probabilities of its tokens."""
+        return "message.output_text.logprobs" in (self.include or ())
 
     def chat(self) -> dict[str, Any]:
         """The same wish as the body of a chat completion."""
@@ -96,12 +143,17 @@ class ResponsesRequest(Body):
             **{name: getattr(self, name) for name in _SHARED},
         }
         if isinstance(self.tool_choice, NamedFunction):
-            body["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+            body["tool_choice"] = _nested(self.tool_choice.model_dump())
+        elif isinstance(self.tool_choice, AllowedTools):
+            allowed = [_nested(tool.model_dump()) for tool in self.tool_choice.tools]
+            choice = {"mode": self.tool_choice.mode, "tools": allowed}
+            body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice}
+        if self.wants_logprobs:
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        if self.truncation == "auto":  # as vLLM: what is too much is cut off at the start
+            body["truncate_prompt_tokens"] = -1
         if self.tools is not None:
-            body["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type"})}
-                for tool in self.tools
-            ]
+            body["tools"] = [_nested(tool.model_dump()) for tool in self.tools]
         if self.text is not None and self.text.format is not None:
             form = self.text.format.model_dump(exclude_none=True, by_alias=True)
             kind = form.pop("type")
@@ -147,7 +199,13 @@ CHAT_NAMES = {
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
+    "truncate_prompt_tokens": "truncation",
 }
+
+
+def _nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """A function in the chat's form."""
+    return {"type": "function", "function": {k: v for k, v in flat.items() if k != "type"}}
 
 
 def _plain(content: Content | None) -> Any:

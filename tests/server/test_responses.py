@@ -7,6 +7,8 @@ from typing import Any
 
 import openai
 import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
 
 from slipstream.server.request_stream import EngineDead
 
@@ -115,7 +117,7 @@ async def test_json_schema_and_forced_call_reach_the_grammar() -> None:
         ({"input": ""}, "input"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [{"role": "user"}]}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
          "input[0].content[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
@@ -125,6 +127,21 @@ async def test_json_schema_and_forced_call_reach_the_grammar() -> None:
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "king"}}, "tool_choice"),
+        ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0]"),
+        ({"input": [{"type": "function_call", "call_id": "x"}]}, "input[0]"),
+        ({"input": [{"content": "x"}]}, "input[0]"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": {"type": "string", "enum": [1]}}}},
+         "text.format"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"truncation": "some"}, "truncation"),
     ],
 )  # fmt: skip
 async def test_wrong_values_are_named(change: dict[str, Any], param: str) -> None:
@@ -132,6 +149,87 @@ async def test_wrong_values_are_named(change: dict[str, Any], param: str) -> Non
         response = await client.post("/v1/responses", json={"model": MODEL, "input": "x", **change})
     assert response.status_code == 400, response.text
     assert response.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"max_output_tokens": 3},
+        {"instructions": "Be brief.", "metadata": {"a": "b"}, "truncation": "auto", "user": "u"},
+        {"include": ["message.output_text.logprobs"], "top_logprobs": 1},
+        {"text": {"format": {"type": "json_object"}, "verbosity": "low"}},
+        {"reasoning": {"effort": "low", "summary": "auto"}, "max_tool_calls": 3},
+        {"tools": [TOOL], "tool_choice": "required"},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "name": "weather"}},
+        {"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools":
+            [{"type": "function", "name": "weather"}]}},
+    ],
+)  # fmt: skip
+async def test_every_shape_is_openais(change: dict[str, Any]) -> None:
+    forced = "tool_choice" in change and "allowed" not in str(change)
+    text = '[{"name": "weather", "parameters": {}}]' if forced else REPLY
+    body = {"model": MODEL, "input": "hi", **change}
+    events: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    async with http_client(app_for(ScriptedEngine(reply_with(text)))) as client:
+        whole = (await client.post("/v1/responses", json=body)).json()
+        stream = (await client.post("/v1/responses", json={**body, "stream": True})).text
+    Response.model_validate(whole)
+    told = []
+    for number, block in enumerate(stream.split("\n\n")[:-1]):
+        name, _, data = block.partition("\n")
+        told.append(json.loads(data.removeprefix("data: ")))
+        events.validate_python(told[-1])
+        assert name == f"event: {told[-1]['type']}" and told[-1]["sequence_number"] == number
+    last = told[-1]["response"]
+    cut = "max_output_tokens" in change
+    assert told[-1]["type"] == ("response.incomplete" if cut else "response.completed")
+    assert last["incomplete_details"] == ({"reason": "max_output_tokens"} if cut else None)
+    ids = {"id", "call_id", "created_at", "completed_at"}
+    assert _without(last, ids) == _without(whole, ids)
+
+
+def _without(value: Any, names: set[str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _without(item, names) for key, item in value.items() if key not in names}
+    return [_without(item, names) for item in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("run", [1, 4])
+async def test_logprobs_come_with_the_text_when_asked(run: int) -> None:
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    async with sdk_client(app_for(ScriptedEngine(reply_with(run=run)))) as client:
+        reply = await client.responses.create(model=MODEL, input="hi", **asked)  # type: ignore[call-overload]
+        plain = await client.responses.create(model=MODEL, input="hi", top_logprobs=2)
+        stream = await client.responses.create(model=MODEL, input="hi", stream=True, **asked)  # type: ignore[call-overload]
+        deltas = [event async for event in stream if event.type == "response.output_text.delta"]
+    found = reply.output[0].content[0].logprobs
+    assert bytes(b for entry in found for b in entry.bytes).decode() == reply.output_text == REPLY
+    assert all(len(entry.top_logprobs) == 2 for entry in found)
+    streamed = [entry.logprob for delta in deltas for entry in delta.logprobs]
+    assert streamed == [entry.logprob for entry in found]
+    assert plain.output[0].content[0].logprobs == []  # type: ignore[union-attr]
+
+
+async def test_input_tokens_are_counted_without_generating() -> None:
+    engine = ScriptedEngine()
+    async with sdk_client(app_for(engine)) as client:
+        count = await client.responses.input_tokens.count(model=MODEL, input="hi")
+        assert not engine.requests
+        reply = await client.responses.create(model=MODEL, input="hi")
+    assert reply.usage is not None and count.input_tokens == reply.usage.input_tokens
+    assert count.object == "response.input_tokens"
+
+
+async def test_truncation_drops_the_start_where_it_is_asked_for() -> None:
+    engine = ScriptedEngine()
+    long = {"model": MODEL, "input": "x" * 5000}
+    async with http_client(app_for(engine)) as client:
+        refused = await client.post("/v1/responses", json=long)
+        taken = await client.post("/v1/responses", json={**long, "truncation": "auto"})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
+    assert taken.status_code == 200 and taken.json()["truncation"] == "auto"
+    assert len(engine.requests[0].prompt_token_ids) == 4095
 
 
 async def test_stored_responses_do_not_exist() -> None:
