@@ -1,0 +1,167 @@
+"""The EAGLE-3 head as it is trained: all positions of a batch at once, unrolled over K drafts.
+
+Training-time test (Li et al. 2025): draft k of a chain that starts at row t reads the hidden state
+that the head itself made for draft k - 1. It attends to the keys that true hidden states made, up
+to row t, and to the k keys of its own chain. No draft attends to another row's chain, so those k
+keys are diagonals: row t of step 1, row t of step 2, and so on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .geometry import HeadGeometry
+
+
+class Norm(nn.Module):
+    """RMSNorm, computed in fp32."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., size]."""
+        wide = x.float()
+        inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        return wide * inverse * self.weight
+
+
+class Attention(nn.Module):
+    """Queries, keys and values from [embedding, hidden state] side by side."""
+
+    def __init__(self, geometry: HeadGeometry) -> None:
+        super().__init__()
+        wide, dim = 2 * geometry.hidden_size, geometry.head_dim
+        self.dim, self.groups = dim, geometry.num_heads // geometry.num_kv_heads
+        self.q_proj = nn.Linear(wide, geometry.num_heads * dim, bias=False)
+        self.k_proj = nn.Linear(wide, geometry.num_kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(wide, geometry.num_kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(geometry.num_heads * dim, geometry.hidden_size, bias=False)
+        self.theta = geometry.rope_theta
+
+    def forward(self, x: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """x [B, T, 2H] of step k = len(chain) -> [B, T, H]; appends this step's keys and values.
+
+        `chain` holds those of the steps before, each [B, heads, T, dim]; the first are of the true
+        prefix.
+        """
+        step = len(chain)
+        query = self._rotate(self._heads(self.q_proj(x)), step)
+        key = self._rotate(self._heads(self.k_proj(x)), step).repeat_interleave(self.groups, 1)
+        value = self._heads(self.v_proj(x)).repeat_interleave(self.groups, 1)
+        chain.append((key, value))
+        query = query * self.dim**-0.5
+        prefix_key, prefix_value = chain[0]
+        rows = x.shape[1]
+        scores = (query @ prefix_key.transpose(-1, -2)).float()  # [B, heads, T, T]
+        ahead = torch.ones(rows, rows, dtype=torch.bool, device=x.device).triu(1)
+        scores = scores.masked_fill(ahead, float("-inf"))
+        own = [(query * k).sum(-1, keepdim=True).float() for k, _ in chain[1:]]
+        weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(value.dtype)
+        out = weights[..., :rows] @ prefix_value
+        for index, (_, own_value) in enumerate(chain[1:]):
+            out = out + weights[..., rows + index, None] * own_value
+        mixed: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
+        return mixed
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:2], -1, self.dim).transpose(1, 2)  # [B, heads, T, dim]
+
+    def _rotate(self, x: Tensor, step: int) -> Tensor:
+        """Rotary embedding; row t of step k stands at position t + k."""
+        half = self.dim // 2
+        exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
+        positions = torch.arange(step, step + x.shape[2], device=x.device, dtype=torch.float32)
+        angles = positions[:, None] * torch.pow(self.theta, -exponents)
+        cos, sin = angles.cos(), angles.sin()
+        low, high = x[..., :half].float(), x[..., half:].float()
+        return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+
+class MLP(nn.Module):
+    """SiLU-gated feed-forward."""
+
+    def __init__(self, geometry: HeadGeometry) -> None:
+        super().__init__()
+        hidden, inner = geometry.hidden_size, geometry.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [B, T, H] -> [B, T, H]."""
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class Layer(nn.Module):
+    """The head's one decoder layer."""
+
+    def __init__(self, geometry: HeadGeometry) -> None:
+        super().__init__()
+        hidden, eps = geometry.hidden_size, geometry.rms_norm_eps
+        self.hidden_norm = Norm(hidden, eps)
+        self.input_layernorm = Norm(hidden, eps)
+        self.self_attn = Attention(geometry)
+        self.post_attention_layernorm = Norm(hidden, eps)
+        self.mlp = MLP(geometry)
+
+    def forward(
+        self, embedding: Tensor, hidden: Tensor, chain: list[tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """embedding, hidden: [B, T, H] -> the stream [B, T, H]."""
+        both = torch.cat([self.input_layernorm(embedding), self.hidden_norm(hidden)], dim=-1)
+        stream = hidden + self.self_attn(both, chain)
+        out: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
+        return out
+
+
+class TrainingHead(nn.Module):
+    """The whole head in fp32; parameters have the names of SpecForge's checkpoints."""
+
+    def __init__(self, geometry: HeadGeometry, seed: int = 0) -> None:
+        super().__init__()
+        hidden = geometry.hidden_size
+        self.geometry = geometry
+        self.fc = nn.Linear(len(geometry.taps) * hidden, hidden, bias=False)
+        self.midlayer = Layer(geometry)
+        self.norm = Norm(hidden, geometry.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, geometry.draft_vocab_size, bias=False)
+        self._initialise(seed)
+
+    def unroll(self, taps: Tensor, embeddings: Tensor, num_steps: int) -> Iterator[Tensor]:
+        """Logits of draft 0, 1, ... for chains that start at every row; each [B, T, D].
+
+        taps [B, T, taps * H] and embeddings [B, T, H] are of the true tokens; row t starts from the
+        target's state at position t and the embedding of token t + 1, and its draft k stands for
+        token t + 2 + k. Rows whose tokens lie beyond the end read zeros and mean nothing.
+        """
+        hidden = self.fc(taps)
+        chain: list[tuple[Tensor, Tensor]] = []
+        following = embeddings
+        for _ in range(num_steps):
+            following = F.pad(following[:, 1:], (0, 0, 0, 1))
+            hidden = self.midlayer(following, hidden, chain)
+            yield self.lm_head(self.norm(hidden))
+
+    @torch.no_grad()
+    def start_from(self, lm_head: Tensor, norm: Tensor | None) -> None:
+        """Begin with the target's own head: its rows [D, H] of the draft vocabulary, and the weight
+        [H] of its final norm."""
+        self.lm_head.weight.copy_(lm_head)
+        if norm is not None:
+            self.norm.weight.copy_(norm)
+
+    @torch.no_grad()
+    def _initialise(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                std = module.in_features**-0.5 * 0.5
+                module.weight.normal_(0, std, generator=generator)
