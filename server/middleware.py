@@ -59,7 +59,9 @@ class RequestScope:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["openai-processing-ms"] = str(round(1000 * (time.monotonic() - began)))
             await send(message)
 
         try:

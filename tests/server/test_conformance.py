@@ -85,3 +85,19 @@ async def test_a_message_without_anything_has_empty_content_in_a_stream_too() ->
     found = await chunks(engine, CHAT, tools=[tool])
     deltas = [chunk["choices"][0]["delta"] for chunk in found]
     assert deltas == [{"role": "assistant"}, {"content": ""}]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_every_response_has_its_id_and_time(stream: bool) -> None:
+    async with http_client(make_app(ScriptedEngine())) as client:
+        body = {**BODIES[CHAT], "stream": stream}
+        found = [
+            await client.post(CHAT, json=body, headers={"x-request-id": "mine"}),
+            await client.post(CHAT, json={}),
+            await client.get("/v1/models"),
+            await client.get("/nowhere"),
+        ]
+    assert [response.status_code for response in found] == [200, 400, 200, 404]
+    assert found[0].headers["x-request-id"] == "mine"
+    assert all(response.headers["x-request-id"] for response in found)
+    assert all(0 <= int(response.headers["openai-processing-ms"]) < 60_000 for response in found)
