@@ -1,8 +1,10 @@
-"""Triton version of `kernels.prepare_draft`: one program a request row, one more for the tail."""
+"""Triton versions of `kernels.prepare_draft`."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import triton
 import triton.language as tl
@@ -28,9 +30,9 @@ def _shift_draft_ids_kernel(
     num_tokens_padded,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    row = tl.program_id(0)  # a request row, or one more for the tail
     lane = tl.arange(0, BLOCK)
-    if row == num_reqs:  # the tail program
+    if row == num_reqs:
         for at in range(num_reqs, num_reqs_padded, BLOCK):
             tl.store(out_last_token_indices + at + lane, 0, mask=at + lane < num_reqs_padded)
         for at in range(num_tokens, num_tokens_padded, BLOCK):
@@ -84,3 +86,91 @@ def shift_draft_ids(
         num_tokens_padded,
         BLOCK=_BLOCK,
     )
+
+
+@triton.jit
+def _advance_kernel(
+    positions,
+    seq_lens,
+    write_positions,
+    num_rows,
+    max_model_len,
+    WRITES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    length = tl.load(seq_lens + row, mask=inside, other=0)
+    live = length > 0
+    step = live.to(tl.int32)
+    position = tl.load(positions + row, mask=inside, other=0) + step
+    if WRITES:
+        known = live & (position < max_model_len)
+        tl.store(write_positions + row, tl.where(known, position, -1), mask=inside)
+    tl.store(positions + row, tl.minimum(position, max_model_len - 1), mask=inside)
+    tl.store(seq_lens + row, tl.minimum(length + step, max_model_len), mask=inside)
+
+
+def advance_draft_decode(
+    positions: Tensor,
+    seq_lens: Tensor,
+    max_model_len: int,
+    out_write_positions: Tensor | None = None,
+) -> None:
+    """See `kernels.prepare_draft.advance_draft_decode`."""
+    rows = positions.shape[0]
+    _advance_kernel[(triton.cdiv(rows, _BLOCK),)](
+        positions,
+        seq_lens,
+        positions if out_write_positions is None else out_write_positions,
+        rows,
+        max_model_len,
+        WRITES=out_write_positions is not None,
+        BLOCK=_BLOCK,
+    )
+
+
+@triton.jit
+def _draft_slots_kernel(
+    table,  # [>= N*, width] int32, rows are batch rows
+    seq_lens,
+    write_positions,
+    out,  # [>= N*] int64
+    table_stride,
+    width,
+    block_size,
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    position = tl.load(write_positions + row, mask=inside, other=-1)
+    writes = (position >= 0) & (tl.load(seq_lens + row, mask=inside, other=0) > 0)
+    column = position // block_size
+    writes &= column < width
+    block = tl.load(table + row.to(tl.int64) * table_stride + column, mask=writes, other=0)
+    slot = block.to(tl.int64) * block_size + position % block_size
+    tl.store(out + row, tl.where(block > 0, slot, -1), mask=inside)
+
+
+def map_draft_slots(
+    block_tables: Sequence[Tensor],
+    block_sizes: Sequence[int],
+    seq_lens: Tensor,
+    write_positions: Tensor,
+    out: Tensor,
+) -> None:
+    """See `kernels.prepare_draft.map_draft_slots`."""
+    rows = write_positions.shape[0]
+    for group, (table, size) in enumerate(zip(block_tables, block_sizes, strict=True)):
+        _draft_slots_kernel[(triton.cdiv(rows, _BLOCK),)](
+            table,
+            seq_lens,
+            write_positions,
+            out[group],
+            table.stride(0),
+            table.shape[1],
+            size,
+            rows,
+            BLOCK=_BLOCK,
+        )

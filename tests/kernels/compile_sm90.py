@@ -130,6 +130,10 @@ def batch() -> None:
         4,
         16,
     )
+    positions, lens = t(4, dtype=I64), t(4, dtype=I32)
+    for writes in (None, t(4, dtype=I64)):
+        module("prepare_draft").advance_draft_decode(positions, lens, 64, writes)
+    module("prepare_draft").map_draft_slots(tables, [16], lens, positions, slots)
 
 
 def sampling() -> None:

@@ -289,3 +289,34 @@ def test_shift_draft_ids(seed: int) -> None:
         results.append((out_ids, out_last))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_draft_decodes_advance_and_find_their_slots(seed: int) -> None:
+    from slipstream.kernels.triton import prepare_draft as kernels
+
+    generator = torch.Generator().manual_seed(seed)
+    rows, limit = 5, 24
+    seq_lens = torch.randint(1, limit + 1, (rows,), generator=generator).int()
+    seq_lens[-1] = 0
+    seq_lens[0] = limit
+    positions = (seq_lens.long() - 1).clamp(min=0)
+    tables = [
+        torch.randint(0, 9, (rows + 2, n), generator=generator).int() for n in (limit // 4, 3)
+    ]
+    found = []
+    for versions in (kernels, prepare_draft):
+        suffix = "" if versions is kernels else "_reference"
+        advance = getattr(versions, f"advance_draft_decode{suffix}")
+        slots_of = getattr(versions, f"map_draft_slots{suffix}")
+        place, lens, writes = positions.clone(), seq_lens.clone(), torch.full((rows,), POISON)
+        out = torch.full((2, rows + 1), POISON)
+        states = []
+        for _ in range(3):
+            advance(place, lens, limit, writes)
+            slots_of(tables, [4, 4], lens, writes, out)
+            states.append([t.tolist() for t in (place, lens, writes, out)])
+        advance(place, lens, limit)
+        found.append((states, place.tolist()))
+    assert found[0] == found[1]
+    assert all(-1 in state[3][0] and max(state[3][0][:-1]) > 0 for state in found[0][0][:1])
