@@ -114,10 +114,31 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
 def convert_folder(source: Path, folder: Path) -> None:
     """Let transformers read whatever vocabulary the folder has and write it as tokenizer.json."""
-    from transformers import AutoTokenizer
+    if (source / "tekken.json").is_file():
+        convert_tekken(source, folder)
+    else:
+        from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     for name in ("generation_config.json", "config.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+
+
+def convert_tekken(source: Path, folder: Path) -> None:
+    """Mistral's own format: byte-level BPE as ranks; the rest is in files beside it."""
+    from transformers.integrations.mistral.tokenizer import MistralConverter
+
+    tokenizer: Tokenizer = MistralConverter(str(source / "tekken.json")).converted()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    known = {name: text for name, text in named.items() if tokenizer.token_to_id(text) is not None}
+    path = source / "tokenizer_config.json"
+    given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    _write(
+        folder / "tokenizer_config.json", {**known, "add_bos_token": "bos_token" in known, **given}
+    )
+    for name in ("chat_template.jinja", "chat_template.json"):
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
 

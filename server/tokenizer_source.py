@@ -20,10 +20,11 @@ HUB_FILES = [
     *("generation_config.json", "chat_template.jinja", "chat_template.json", "added_tokens.json"),
     *("additional_chat_templates/*.jinja", "tokenizer.model", "spiece.model", "*.tiktoken"),
     *("vocab.json", "merges.txt", "vocab.txt", "sentencepiece.bpe.model", "tiktoken.model"),
+    "tekken.json",
 ]
 _VOCABULARIES = (
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
-    *("sentencepiece.bpe.model", "tiktoken.model"),
+    *("sentencepiece.bpe.model", "tiktoken.model", "tekken.json"),
 )
 _CONVERTER_VERSION = "2"  # part of the cache key: raise it when the conversion changes
 _CONVERT_SECONDS = 300
@@ -56,7 +57,9 @@ def _in_folder(path: Path) -> Path:
         return converted(path)
     if files := sorted(path.glob("*.gguf")):
         return converted(files[0])
-    raise TokenizerLoadError(f"{path} holds no tokenizer.json, tokenizer.model or .gguf file.")
+    raise TokenizerLoadError(
+        f"{path} holds no tokenizer.json, tokenizer.model, tekken.json or .gguf file."
+    )
 
 
 def _packaged_smollm2() -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -209,3 +210,46 @@ def test_importing_the_tokenizer_brings_neither_torch_nor_transformers() -> None
     package = str(Path(tokenizer_source.__file__).parents[2])
     child = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": package})
     assert child.returncode == 0
+
+
+def tekken(path: Path, words: list[bytes]) -> str:
+    """Mistral's format: special tokens first, then the ranks of all bytes and of these words."""
+    special = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[TOOL_CALLS]", "<pad>"]
+    pieces = [*(bytes([b]) for b in range(256)), *words, b"padding that is not used"]
+    value = {
+        "config": {
+            "pattern": r"\S+|\s+",
+            "default_vocab_size": 8 + 256 + len(words),
+            "default_num_special_tokens": 8,
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(piece).decode(), "token_str": None}
+            for rank, piece in enumerate(pieces)
+        ],
+        "special_tokens": [
+            {"rank": rank, "token_str": text, "is_control": True}
+            for rank, text in enumerate(special)
+        ],
+    }
+    path.mkdir()
+    (path / "tekken.json").write_text(json.dumps(value))
+    (path / "chat_template.jinja").write_text(
+        "{{ bos_token }}[INST]{{ messages[0].content }}[/INST]"
+    )
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 6]}))
+    return str(path)
+
+
+def test_mistrals_tekken_is_converted(tmp_path: Path) -> None:
+    words = [b"he", b"ll", b"hell", b"hello", "é".encode(), b" \xf0"]
+    tokenizer = Tokenizer.load(tekken(tmp_path / "model", words))
+    text = "hello é 🎉"
+    ids = tokenizer.encode(text)
+    assert ids[:2] == [1, 8 + 256 + 3] and tokenizer.bos_id == 1  # BOS, then the longest word
+    assert tokenizer.decode(ids) == text and tokenizer.vocab_size == 8 + 256 + 6
+    assert tokenizer.eos_ids == {2, 6} and tokenizer.token_to_id("[TOOL_CALLS]") == 5
+    assert tokenizer.encode("[INST]a[/INST]", add_special_tokens=False) == [3, 8 + ord("a"), 4]
+    assert tokenizer.chat_template is not None and tokenizer.special_tokens["bos_token"] == "<s>"
+    chars = tokenizer.detokenizer()
+    assert "".join(chars.push([i]) for i in ids) + chars.flush() == text
