@@ -22,9 +22,20 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# One thread a process: the tests' models are tiny, and threads that wait for each other cost more than they bring.
+# One thread a process: the tests' models are tiny, and threads that wait for each other cost more than they bring. Two processes
+# share the parts; then, one after the other, comes what starts whole servers. make pytest ARGS="tests/runner -x" runs some.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+WHOLE := tests/deployment tests/end_to_end $(wildcard tests/reliability)
+ifeq ($(ARGS),)
 pytest: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	status=0; \
+	$(PYTEST) --numprocesses 2 --dist loadfile $(addprefix --ignore ,$(WHOLE)) || status=1; \
+	$(PYTEST) $(WHOLE) || status=1; \
+	exit $$status
+else
+pytest: setup
+	$(PYTEST) $(ARGS)
+endif
 
 format: setup  ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix $(CODE)
