@@ -52,7 +52,10 @@ def _scalar(value: float) -> Tensor:
 def fused_add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); both inputs [T, H] and possibly overwritten."""
+    """(rms_norm(x + residual), x + residual); both inputs possibly overwritten.
+
+    x: [T, H], or float32 parts [S, T, H] whose sum is meant; residual: [T, H].
+    """
     if use_triton(x):
         from .triton import norm_rope as triton_norm_rope
 
@@ -65,7 +68,10 @@ def fused_add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
     """Plain version of `fused_add_rms_norm`; leaves its inputs alone."""
-    residual = x + residual
+    if x.dim() > residual.dim():
+        residual = (x.sum(0) + residual).to(residual.dtype)
+    else:
+        residual = x + residual
     return rms_norm_reference(residual, weight, eps), residual
 
 

@@ -1,0 +1,86 @@
+"""An output head and the choice of a token in one: the logits are never written.
+
+A token is the argmax of its row's logits, rounded to the model's dtype, over temperature plus the
+noise of `kernels.sample`: what that module would pick from the same logits, ties included. The
+logits themselves are those of the chosen linear kernel, which differ in the last bits between
+kernels, as any two matrix products do; noise and ties never depend on the kernel or the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .device import use_triton
+from .linear import linear
+from .linear_choice import Choice, Gemv
+from .sample import TARGET, gumbel_sample, gumbel_sample_reference
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the rows of a head draw their tokens; all [L]."""
+
+    seeds: Tensor  # int64
+    positions: Tensor  # int64, sequence position of the row
+    greedy: Tensor  # bool
+    temperature: Tensor  # float32, 0 = greedy
+    salt: int = TARGET
+
+
+def sample_head(
+    x: Tensor, weight: Tensor, draws: Draws | None = None, choice: Choice = None
+) -> tuple[Tensor, Tensor]:
+    """(tokens [L] int64, each row's largest logit [L] float32, NaN if one is).
+
+    x: [L, H]; weight: [V, H]; without `draws` every row is greedy.
+    """
+    if not use_triton(x):
+        return sample_head_reference(x, weight, draws)
+    if choice is None:
+        return _pick(linear(x, weight), draws, gumbel_sample)
+    from .triton.head_sample import HeadRows
+
+    if draws is None:
+        head = HeadRows(x.shape[0], x.device, None, None, None, None, 0)
+    else:
+        head = HeadRows(
+            x.shape[0],
+            x.device,
+            draws.seeds.contiguous(),
+            draws.positions.contiguous(),
+            draws.greedy.contiguous(),
+            draws.temperature.contiguous(),
+            draws.salt,
+        )
+    result: tuple[Tensor, Tensor]
+    if isinstance(choice, Gemv):
+        from .triton.gemv import sample_head as gemv
+
+        result = gemv(x, weight, choice, head)
+        return result
+    from .triton.skinny import sample_head as skinny
+
+    result = skinny(x, weight, choice, head)
+    return result
+
+
+def sample_head_reference(
+    x: Tensor, weight: Tensor, draws: Draws | None = None, choice: Choice = None
+) -> tuple[Tensor, Tensor]:
+    """Plain version of `sample_head`: writes the logits, then picks; `choice` makes the logits."""
+    return _pick(linear(x, weight, None, choice), draws, gumbel_sample_reference)
+
+
+def _pick(
+    logits: Tensor, draws: Draws | None, sample: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
+    logits = logits.float()
+    if draws is None:
+        return logits.argmax(-1), logits.amax(-1)
+    heat = torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
+    keys = (draws.seeds, draws.positions, draws.salt, draws.greedy)
+    return sample(logits / heat, *keys), logits.amax(-1)

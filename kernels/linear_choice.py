@@ -1,0 +1,177 @@
+"""Which kernel computes a linear layer of few rows: the kinds, their tile sizes, the known winners.
+
+A choice is a function of the layer's shape and the number of rows alone, never of data, so a CUDA
+graph may bake it. Rows are padded rows: what a row holds, and where it stands, changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+ROLES = ("qkv", "o", "gate_up", "down", "head", "other")
+BUCKETS = (1, 16, 32, 64, 128, 256)  # a choice holds for row counts up to these
+
+
+@dataclass(frozen=True)
+class Gemv:
+    """One row, on the CUDA cores: each program sums `rows` weight rows in registers."""
+
+    rows: int  # weight rows of a program
+    block_k: int
+    num_warps: int
+    stages: int = 0  # 0 = the first chunk is loaded before the kernel waits for its input
+
+
+@dataclass(frozen=True)
+class Skinny:
+    """Few rows, on the tensor cores, the weights as the left operand; split over K to fill the
+    card. The parts of a split are float32 and summed by whatever kernel comes next."""
+
+    block_n: int  # weight rows of a program
+    block_k: int
+    stages: int
+    num_warps: int
+    split_k: int
+    block_m: int  # rows of a program
+
+
+Choice: TypeAlias = Gemv | Skinny | None  # None = torch (cuBLAS)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A linear layer: its part in the model, its number of outputs and of inputs."""
+
+    role: str  # one of ROLES
+    outputs: int  # of gate_up: gate and up together
+    inputs: int
+
+    @property
+    def may_split(self) -> bool:
+        """Whether what follows can sum parts."""
+        return self.role in ("qkv", "o", "down")
+
+
+def bucket_of(num_rows: int) -> int | None:
+    """The smallest bucket that holds `num_rows`, None = none does."""
+    return next((bucket for bucket in BUCKETS if num_rows <= bucket), None)
+
+
+def fits(choice: Choice, shape: Shape, num_rows: int) -> bool:
+    """Whether the kernels can compute this at all; else torch does."""
+    if choice is None:
+        return True
+    if shape.inputs % 8 or shape.outputs % (2 if shape.role == "gate_up" else 1):
+        return False  # rows of 16 bytes
+    if shape.outputs * shape.inputs >= 2**31:  # 32-bit offsets
+        return False
+    if isinstance(choice, Gemv):
+        return num_rows == 1
+    return choice.split_k == 1 or shape.may_split
+
+
+def default_choice(shape: Shape, num_rows: int) -> Choice:
+    """A choice for a shape that nobody measured, by the pattern of the measured ones."""
+    bucket = bucket_of(num_rows)
+    if bucket is None or bucket > 64:
+        return None
+    if bucket == 1:
+        return Gemv(4, 1024 if shape.inputs <= 1024 or shape.role == "gate_up" else 2048, 4)
+    block_k = 64 if shape.inputs <= 1024 else 128
+    split_k = 1
+    tiles = -(-shape.outputs // 64)
+    while shape.may_split and tiles * split_k < 200 and shape.inputs // split_k >= 4 * block_k:
+        split_k *= 2
+    return Skinny(64, block_k, 3 if shape.role == "gate_up" else 4, 4, split_k, bucket)
+
+
+def _gemvs(**of_role: tuple[int, ...]) -> dict[str, Choice]:
+    return {role: Gemv(*sizes) for role, sizes in of_role.items()}
+
+
+def _skinny(**of_role: tuple[int, int, int, int, int, int] | None) -> dict[str, Choice]:
+    return {role: None if sizes is None else Skinny(*sizes) for role, sizes in of_role.items()}
+
+
+# The winners on an H100 (SXM, bf16), measured layer by layer and as whole steps.
+_LARGE: Mapping[int, Mapping[str, Choice]] = {
+    1: _gemvs(
+        qkv=(4, 2048, 4),
+        o=(4, 2048, 4),
+        gate_up=(4, 1024, 4),
+        down=(4, 2048, 4),
+        head=(4, 1024, 4, 4),
+    ),
+    16: _skinny(
+        qkv=(64, 128, 4, 4, 4, 16),
+        o=(64, 256, 3, 4, 2, 16),
+        gate_up=(64, 128, 3, 4, 1, 16),
+        down=(64, 256, 3, 4, 2, 16),
+        head=(64, 256, 3, 4, 1, 16),
+    ),
+    32: _skinny(
+        qkv=(64, 128, 4, 4, 2, 32),
+        o=(64, 256, 3, 4, 2, 32),
+        gate_up=(64, 128, 3, 4, 1, 32),
+        down=(64, 256, 3, 4, 2, 32),
+        head=(128, 128, 3, 4, 1, 32),
+    ),
+    64: _skinny(
+        qkv=(64, 128, 4, 4, 2, 64),
+        o=(64, 128, 4, 4, 2, 64),
+        gate_up=(64, 64, 5, 4, 1, 64),
+        down=(64, 128, 4, 4, 4, 64),
+        head=None,
+    ),
+}
+_SMALL_TILE = (64, 64, 4, 4)
+_SMALL: Mapping[int, Mapping[str, Choice]] = {
+    1: _gemvs(
+        qkv=(8, 1024, 4),
+        o=(2, 1024, 2),
+        gate_up=(4, 1024, 4),
+        down=(2, 1024, 2),
+        head=(8, 1024, 4),
+    ),
+    **{
+        rows: _skinny(
+            qkv=(*_SMALL_TILE, 3, rows),
+            o=(*_SMALL_TILE, 3, rows),
+            gate_up=(*_SMALL_TILE, 1, rows),
+            down=(*_SMALL_TILE, 3, rows),
+            head=(*_SMALL_TILE, 1, rows),
+        )
+        for rows in (16, 32, 64)
+    },
+}
+_SHAPES_LARGE = (  # Llama 3 8B, and an EAGLE-3 head for it
+    Shape("qkv", 6144, 4096),
+    Shape("qkv", 6144, 8192),
+    Shape("o", 4096, 4096),
+    Shape("gate_up", 28672, 4096),
+    Shape("down", 4096, 14336),
+    Shape("head", 128256, 4096),
+    Shape("head", 32000, 4096),
+)
+_SHAPES_SMALL = (  # SmolLM2 135M
+    Shape("qkv", 960, 576),
+    Shape("o", 576, 576),
+    Shape("gate_up", 3072, 576),
+    Shape("down", 576, 1536),
+    Shape("head", 49152, 576),
+)
+
+
+def _table() -> dict[tuple[Shape, int], Choice]:
+    table: dict[tuple[Shape, int], Choice] = {}
+    for shapes, by_rows in ((_SHAPES_LARGE, _LARGE), (_SHAPES_SMALL, _SMALL)):
+        for shape in shapes:
+            for bucket, of_role in by_rows.items():
+                table[shape, bucket] = of_role[shape.role]
+    return table
+
+
+# (shape, bucket) -> winner on Hopper cards; what is not in it is torch's
+H100_WINNERS: Mapping[tuple[Shape, int], Choice] = _table()

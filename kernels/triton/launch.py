@@ -1,0 +1,57 @@
+"""What this card and this Triton can do: programmatic dependent launch, tensor memory accelerator.
+
+With programmatic dependent launch (PDL) a kernel starts while the one before it still runs, loads
+what no kernel writes (weights), and waits before it touches the rest. Every kernel so launched must
+wait in every program, or a later kernel could overtake an earlier one.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+_HOPPER = (9, 0)
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Wait for the kernels before this one, then let the next one start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Both features came with Hopper."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+
+
+def pdl_options(tensor: Tensor) -> dict[str, Any]:
+    """Arguments of a launch whose kernel calls `wait_for_inputs(PDL)`."""
+    if _is_hopper(tensor.device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+def has_tma(tensor: Tensor) -> bool:
+    """True if the card loads tiles through descriptors."""
+    return _is_hopper(tensor.device)
+
+
+def fits_tma(*matrices: Tensor) -> bool:
+    """True if descriptors can describe these [rows, columns]: aligned, rows multiples of 16 B."""
+    return all(
+        matrix.stride(1) == 1
+        and matrix.data_ptr() % 16 == 0
+        and matrix.stride(0) * matrix.element_size() % 16 == 0
+        for matrix in matrices
+    )
