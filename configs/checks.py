@@ -15,6 +15,8 @@ _MIN = {
     "max_queue_size": 1,
     "max_body_bytes": 1024,
     "drain_timeout": 0,
+    "worker_timeout": 0,
+    "client_timeout": 0,
     "max_model_len": 1,
     "max_logprobs": 0,
     "seed": 0,

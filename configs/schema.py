@@ -31,6 +31,12 @@ class ServerConfig:
     max_queue_size: int = option(1024, "requests waiting before the server answers 429")
     max_body_bytes: int = option(32 << 20, "largest accepted request body")
     drain_timeout: float = option(30.0, "seconds to let open requests finish on shutdown")
+    worker_timeout: float = option(
+        300.0, "seconds without a finished step before a busy worker is started anew; 0 = never"
+    )
+    client_timeout: float = option(
+        60.0, "seconds a client may take to send a request, or may not read its reply; 0 = no limit"
+    )
     metrics_prefix: str = option("slipstream", "prefix of the metric names")
     chat_template: str | None = option(None, "file with a chat template that replaces the model's")
     tool_call_parser: str = option(

@@ -14,43 +14,52 @@ import msgspec
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from .errors import BodyTooSlow, MalformedBody, UnsupportedMediaType, invalid_value
+from .errors import (
+    BodyTooSlow,
+    MalformedBody,
+    UnsupportedEncoding,
+    UnsupportedMediaType,
+    invalid_value,
+)
 
 logger = logging.getLogger("slipstream.http")
 
 Model = TypeVar("Model", bound=BaseModel)
 
 MAX_DEPTH = 64
-READ_SECONDS = 60.0
 _MAX_NAMES = 1000
 
 
 class BodyReader:
     """Reads bodies; remembers which unknown parameters the log has."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: float = 60.0) -> None:
+        """`timeout` in seconds, for a whole body; 0 waits for ever."""
+        self._timeout = timeout or None
         self._logged: set[str] = set()
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The body as `model`. Unknown fields are accepted and logged once each."""
-        body = validated(parse_json(await _bytes(request)), model)
+        body = validated(parse_json(await self._bytes(request)), model)
         for name in body.model_extra or ():
             if name not in self._logged and len(self._logged) < _MAX_NAMES:
                 self._logged.add(name)
                 logger.warning("the parameter %.80r is not known and has no effect", name)
         return body
 
-
-async def _bytes(request: Request) -> bytes:
-    content_type = request.headers.get("content-type", "")
-    kind = content_type.partition(";")[0].strip().lower()
-    if kind and kind != "application/json" and not kind.endswith("+json"):
-        raise UnsupportedMediaType(content_type)
-    try:
-        async with asyncio.timeout(READ_SECONDS):
-            return await request.body()
-    except TimeoutError:
-        raise BodyTooSlow(READ_SECONDS) from None
+    async def _bytes(self, request: Request) -> bytes:
+        content_type = request.headers.get("content-type", "")
+        kind = content_type.partition(";")[0].strip().lower()
+        if kind and kind != "application/json" and not kind.endswith("+json"):
+            raise UnsupportedMediaType(content_type)
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            raise UnsupportedEncoding(coding)
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await request.body()
+        except TimeoutError:
+            raise BodyTooSlow(self._timeout or 0) from None
 
 
 def validated(value: Any, model: type[Model]) -> Model:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from ..configs.schema import Config
@@ -33,6 +33,7 @@ from ..runner.messages import (
 from ..runner.process import WorkerOrders, WorkerProcess, describe_exit
 from .health import Health, State
 from .request_stream import EngineDead, RequestStream
+from .watchdog import Watchdog
 
 __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
 
@@ -92,6 +93,7 @@ class EngineClient:
         self._outbox: list[ToWorker] = []
         self._vocabulary: SetVocabulary | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._watchdog = Watchdog(config.server.worker_timeout, lambda: bool(self._streams))
 
     @property
     def ready(self) -> Ready:
@@ -250,7 +252,8 @@ class EngineClient:
         while True:
             assert self._worker is not None
             worker, began = self._worker, time.monotonic()
-            outcome = await _watch(worker, self._on_message)
+            self._watchdog.feed()
+            outcome = await _watch(worker, self._on_message, self._hung())
             self._worker = None
             if time.monotonic() - began >= self._backoff.healthy_after:
                 failures = 0
@@ -261,6 +264,10 @@ class EngineClient:
             if self.state == "draining":
                 return
             failures = await self._restart(failures)
+
+    async def _hung(self) -> str:
+        await self._watchdog.bite()
+        return f"the worker finished no step in {self._config.server.worker_timeout:g} s"
 
     async def _restart(self, failures: int) -> int:
         """Try until a worker serves; returns the failures so far."""
@@ -285,6 +292,7 @@ class EngineClient:
             self.health.change("restarting", f"the engine is restarting: {reason}", delay)
 
     def _on_message(self, message: FromWorker) -> str | None:
+        self._watchdog.feed()
         match message:
             case StepOutputs():
                 self._dispatch(message)
@@ -304,10 +312,17 @@ def _on_start(message: FromWorker, progress: ProgressCallback | None) -> Ready |
     return None
 
 
+async def _frozen(worker: _Worker) -> str:
+    await worker.channel.disconnected()
+    return "the worker stopped answering"
+
+
 async def _watch(
-    worker: _Worker, handle: Callable[[FromWorker], Ready | str | None]
+    worker: _Worker,
+    handle: Callable[[FromWorker], Ready | str | None],
+    hung: Coroutine[None, None, str] | None = None,
 ) -> Ready | str:
-    """Handle messages until one of them says that it is the last, or the worker is gone.
+    """Handle messages until one of them says that it is the last, or the worker is gone or hangs.
 
     Returns what the handler returned, or a sentence about the end of the process.
     """
@@ -321,8 +336,8 @@ async def _watch(
 
     reader = asyncio.create_task(read())
     ended = asyncio.create_task(worker.process.wait())
-    silent = asyncio.create_task(worker.channel.disconnected())
-    tasks = {reader, ended, silent}
+    silent = [asyncio.create_task(each) for each in (_frozen(worker), hung) if each is not None]
+    tasks = {reader, ended, *silent}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if not reader.done():
@@ -331,7 +346,7 @@ async def _watch(
             return reader.result()
         if ended.done():
             return f"the worker {describe_exit(ended.result())}"
-        return "the worker stopped answering"
+        return next(task.result() for task in silent if task.done())
     finally:
         for task in tasks:
             task.cancel()

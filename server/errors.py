@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import msgspec
@@ -35,6 +36,11 @@ class APIError(Exception):
         self.param = param
         self.headers = dict(headers or {})
 
+    @property
+    def reason(self) -> str:
+        """The status in words."""
+        return HTTPStatus(self.status).phrase
+
 
 class InvalidRequest(APIError):
     """A value the client must change; `param` names it."""
@@ -61,6 +67,15 @@ class UnsupportedMediaType(InvalidRequest):
 
     def __init__(self, content_type: str) -> None:
         super().__init__(f"The body must be application/json, not {content_type[:100]!r}.")
+
+
+class UnsupportedEncoding(InvalidRequest):
+    """The body is compressed."""
+
+    status = 415
+
+    def __init__(self, coding: str) -> None:
+        super().__init__(f"Bodies must be sent uncompressed, not as {coding[:40]!r}.")
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -134,6 +149,39 @@ class BodyTooSlow(APIError):
             f"The request body did not arrive within {seconds:g} seconds.",
             headers={"Connection": "close"},
         )
+
+
+class HeadTooSlow(APIError):
+    """The client did not send its request's head in time."""
+
+    status = 408
+    type = "invalid_request_error"
+    code = "request_timeout"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(f"The request did not arrive within {seconds:g} seconds.")
+
+
+class HeadTooLarge(APIError):
+    """The request's line and headers pass the server's limit."""
+
+    status = 431
+    type = "invalid_request_error"
+    code = "headers_too_large"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"The request's headers are larger than {limit} bytes.")
+
+
+class MalformedRequest(APIError):
+    """What the client sent is no HTTP."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "malformed_request"
+
+    def __init__(self) -> None:
+        super().__init__("This is not a valid HTTP/1.1 request.")
 
 
 class QueueFull(APIError):

@@ -30,6 +30,7 @@ log = logging.getLogger("slipstream.server")
 
 _FORCED = 130  # exit status after a second Ctrl-C
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
+_UNSENT_BYTES = 128 << 10  # more than a fast network drains before the event loop comes round
 _CLOSE_SECONDS = 5  # for responses whose last bytes are still on their way after the drain
 # "module:function" that builds an engine in place of the real one, for tests of this process.
 _ENGINE_VARIABLE = "SLIPSTREAM_TEST_ENGINE"
@@ -71,6 +72,10 @@ def bind(server: ServerConfig) -> socket.socket:
     listener = socket.socket(family, kind, proto)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if unsent := getattr(socket, "TCP_NOTSENT_LOWAT", None):
+            # Accepted sockets inherit it. Else the kernel takes megabytes for a client that does
+            # not read, and what waits for it is noticed late.
+            listener.setsockopt(socket.IPPROTO_TCP, unsent, _UNSENT_BYTES)
         listener.bind(address)
     except OSError as error:
         listener.close()
@@ -199,6 +204,8 @@ def _create_app(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocab
 
 
 def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
+    from .connection import connection_factory
+
     server = config.server
     if server.log_level != "debug":
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
@@ -208,6 +215,7 @@ def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
         access_log=False,  # `RequestScope` writes it
         ssl_keyfile=server.ssl_keyfile,
         ssl_certfile=server.ssl_certfile,
+        http=connection_factory(server.client_timeout),
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         server_header=False,

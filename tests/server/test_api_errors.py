@@ -283,12 +283,10 @@ async def test_stream_error_raises_in_the_sdk() -> None:
                 pass
 
 
-async def test_slow_body_is_a_408(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.server.body.READ_SECONDS", 0.05)
-
+async def test_slow_body_is_a_408() -> None:
     async def slowly() -> Any:
         yield b'{"model"'
         await asyncio.sleep(5)
 
-    async with http_client(make_app(ScriptedEngine())) as client:
+    async with http_client(make_app(ScriptedEngine(), config_with(client_timeout=0.05))) as client:
         error_of(await client.post(TEXT, content=slowly()), 408)

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from slipstream.configs.schema import Config, ModelConfig
+from slipstream.configs.schema import Config, ModelConfig, ServerConfig
 from slipstream.runner.messages import (
     AddRequest,
     Progress,
@@ -29,6 +29,7 @@ from slipstream.server.engine_client import (
     RequestStream,
     WorkerFailed,
 )
+from slipstream.server.watchdog import Watchdog
 
 KILL, RAISE, HANG, EXIT = 60_001, 60_002, 60_003, 60_004  # as in fake_engine
 QUICK = Backoff(first=0.05, longest=0.2)
@@ -273,6 +274,42 @@ async def test_frozen_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> 
     await until(lambda: client.state == "ready")
     assert is_gone(pid)
     await client.shutdown()
+
+
+async def test_worker_that_hangs_in_a_step_is_started_again() -> None:
+    config = Config(server=ServerConfig(worker_timeout=0.5))
+    client = EngineClient(config, engine="fake_engine:build", backoff=QUICK)
+    await client.start()
+    await asyncio.sleep(0.8)  # idle is not hung
+    pid = client.worker_pid
+    assert pid is not None and client.health.report.restarts == 0
+    assert len(await tokens(client.submit(request("long", max_tokens=600)))) == 600  # nor is busy
+    began = time.monotonic()
+    with pytest.raises(EngineDead, match="finished no step in 0.5 s"):
+        await tokens(client.submit(request("hangs", first_token=HANG)))
+    assert 0.4 < time.monotonic() - began < 2.5
+    await until(lambda: client.state == "ready")
+    assert is_gone(pid)
+    assert len(await tokens(client.submit(request("after")))) == 5
+    await client.shutdown()
+
+
+async def test_a_server_that_was_stopped_itself_suspects_nobody() -> None:
+    watchdog = Watchdog(0.5, lambda: True)
+    bite = asyncio.create_task(watchdog.bite())
+    await asyncio.sleep(0.1)
+    time.sleep(1.0)  # the event loop stands still, as after SIGSTOP
+    await asyncio.sleep(0.1)
+    assert not bite.done()
+    watchdog.feed()
+    await asyncio.sleep(0.3)
+    assert not bite.done()
+    await asyncio.wait_for(bite, 2)
+
+
+async def test_watchdog_without_a_timeout_never_bites() -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(Watchdog(0, lambda: True).bite(), 0.1)
 
 
 @pytest.mark.parametrize("before_start", [True, False])

@@ -1,0 +1,185 @@
+"""Owns one client's connection: what a client that stalls, floods or talks nonsense is told.
+
+uvicorn's protocol does the HTTP; it waits for ever for a client that has begun something. Here such
+a client is cut: one that sends its request too slowly, and one that does not read its reply. Both
+are looked for a few times within the time-out, so a connection costs one timer in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from functools import partial
+from typing import Any
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from .errors import APIError, HeadTooLarge, HeadTooSlow, MalformedRequest, error_body
+
+MAX_HEAD_BYTES = 64 << 10
+_LOOKS = 4  # within one time-out
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 connection with time-outs and with errors in OpenAI's form.
+
+    Two things are cut when they take `timeout` seconds: to send a request's head, or its body when
+    the reply has gone out already (a route that waits for a body watches that itself); and to read
+    any byte of a reply that is ready. Then the socket is closed, and the request that wrote to it
+    is aborted as after any disconnect.
+
+    Two faults of uvicorn's are mended: of pipelined requests the one that runs is told of a
+    disconnect, not the last one; and a request that offers an upgrade keeps its body.
+    """
+
+    def __init__(self, *arguments: Any, timeout: float = 0.0, **options: Any) -> None:
+        """`timeout` in seconds; 0 waits for ever."""
+        super().__init__(*arguments, **options)
+        self._timeout = timeout
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_since: float | None = None  # the client owes the rest of a head since then
+        self._head_bytes = 0  # of packets that held nothing but a part of this head
+        self._unread: tuple[int, float] | None = None  # bytes that wait for the client, since when
+        self._late_since: float | None = None  # a body still comes though the reply has gone out
+        self._running: RequestResponseCycle | None = None  # of pipelined ones: the one being served
+
+    # --- what uvicorn calls -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there."""
+        super().connection_made(transport)
+        self._head_since = self.loop.time()
+        if self._timeout > 0:
+            self._timer = self.loop.call_later(self._timeout / _LOOKS, self._look)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        super().connection_lost(exc)
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """A packet came."""
+        began = self._head_since
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(MalformedRequest())
+            return
+        if self._head_since is None or self._head_since != began:
+            return
+        self._head_bytes += len(data)
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HeadTooLarge(MAX_HEAD_BYTES))
+
+    def on_message_begin(self) -> None:
+        """A request's first byte came."""
+        super().on_message_begin()
+        if self._head_since is None:  # else it counts from the connection's beginning
+            self._head_since = self.loop.time()
+
+    def on_headers_complete(self) -> None:
+        """A request's head is there."""
+        self._head_since = None
+        self._head_bytes = 0
+        if not self.parser.should_upgrade():  # else `_feed` brings it again, without the offer
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A request's last byte came."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def _feed(self, data: bytes) -> None:
+        """Parse a packet. Some clients offer HTTP/2 with every request: served without it.
+
+        After an offer the parser takes what follows, the body included, for another protocol.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = data[upgrade.args[0] :]
+            line = self.parser.get_method() + b" " + self.url + b" HTTP/1.1\r\n"
+            hidden = {b"upgrade", b"connection", b"http2-settings"}
+            lines = [b"%s: %s\r\n" % each for each in self.headers if each[0] not in hidden]
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(line + b"".join(lines) + b"\r\n" + rest)
+
+    # --- time-outs --------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        if self._reads_nothing(now):
+            self.transport.abort()  # `close` would wait for the bytes that nobody reads
+            return
+        if self._is_past(self._head_since, now) and not self.transport.is_closing():
+            if self._head_bytes:
+                self._refuse(HeadTooSlow(self._timeout))
+            else:
+                self.transport.close()
+        elif self._sends_for_nothing(now):
+            self.transport.close()
+        self._timer = self.loop.call_later(self._timeout / _LOOKS, self._look)
+
+    def _is_past(self, since: float | None, now: float) -> bool:
+        return since is not None and now - since >= self._timeout
+
+    def _reads_nothing(self, now: float) -> bool:
+        """Whether no byte left for a time-out, at moments when none is added either."""
+        size = self.transport.get_write_buffer_size()
+        adds = not (self.flow.write_paused or self._has_answered or self.transport.is_closing())
+        if not size or adds:
+            self._unread = None
+        elif self._unread is None or size + self._in_kernel() != self._unread[0]:
+            self._unread = (size + self._in_kernel(), now)
+        return self._unread is not None and self._is_past(self._unread[1], now)
+
+    def _in_kernel(self) -> int:
+        """Bytes that the client's side has not acknowledged; 0 where that cannot be known."""
+        try:
+            from fcntl import ioctl
+            from termios import TIOCOUTQ
+
+            found = ioctl(self.transport.get_extra_info("socket"), TIOCOUTQ, bytes(4))
+        except (ImportError, OSError, ValueError):
+            return 0
+        return int(struct.unpack("i", found)[0])
+
+    def _sends_for_nothing(self, now: float) -> bool:
+        """Whether a body still comes a time-out after its reply went out."""
+        if not (self._has_answered and self._running is not None and self._running.more_body):
+            self._late_since = None
+        elif self._late_since is None:
+            self._late_since = now
+        return self._is_past(self._late_since, now)
+
+    @property
+    def _has_answered(self) -> bool:
+        return self._running is None or self._running.response_complete
+
+    def _refuse(self, error: APIError) -> None:
+        """Answer what never became a request, and close. Not while an answer is on its way."""
+        if self._has_answered or (self._running and not self._running.response_started):
+            body = error_body(error)
+            head = (
+                f"HTTP/1.1 {error.status} {error.reason}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def connection_factory(timeout: float) -> Any:
+    """What uvicorn takes as its protocol class."""
+    return partial(Connection, timeout=timeout)

@@ -1,0 +1,339 @@
+"""Bytes on a real socket: slow, silent, huge and odd clients, and what each of them is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
+from typing import Any
+
+import pytest
+import uvicorn
+
+from slipstream.server.connection import MAX_HEAD_BYTES
+from slipstream.server.launch import _uvicorn_config, bind
+
+from .api_fakes import MODEL, ScriptedEngine, config_with, make_app, reply_with
+
+BODY = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 50}).encode()
+
+
+def post(*headers: str, body: bytes = BODY, path: str = "/v1/completions") -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *headers]
+    return "\r\n".join([*lines, "", ""]).encode() + body
+
+
+@asynccontextmanager
+async def serving(
+    engine: ScriptedEngine | None = None, **server: Any
+) -> AsyncIterator[Callable[[], Any]]:
+    """A server; calling what it gives connects to it, as (reader, writer)."""
+    config = config_with(port=0, **server)
+    app = make_app(engine or ScriptedEngine(), config)
+    with bind(config.server) as listener:
+        listener.listen()
+        running = uvicorn.Server(_uvicorn_config(config, app))
+        task = asyncio.create_task(running._serve([listener]))
+        writers: list[asyncio.StreamWriter] = []
+
+        async def connect(**options: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            reader, writer = await asyncio.open_connection(*listener.getsockname(), **options)
+            writers.append(writer)
+            return reader, writer
+
+        while not running.started:
+            await asyncio.sleep(0.01)
+        try:
+            yield connect
+        finally:
+            for writer in writers:
+                writer.close()
+            await asyncio.gather(*(w.wait_closed() for w in writers), return_exceptions=True)
+            running.should_exit = True
+            await asyncio.wait_for(task, 10)
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
+    """The next response: status, headers, body."""
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)).decode()
+    first, *lines = head.rstrip().split("\r\n")
+    headers = {k.lower(): v for k, v in (line.split(": ", 1) for line in lines)}
+    if headers.get("transfer-encoding") == "chunked":
+        body = b""
+        while size := int(await reader.readline(), 16):
+            body += (await reader.readexactly(size + 2))[:-2]
+        await reader.readline()
+    else:
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+    return int(first.split()[1]), headers, body
+
+
+async def closed(reader: asyncio.StreamReader, seconds: float = 5) -> bytes:
+    """What comes until the server closes."""
+    try:
+        return await asyncio.wait_for(reader.read(), seconds)
+    except ConnectionResetError:
+        return b""
+
+
+async def refused(reader: asyncio.StreamReader, status: int) -> dict[str, Any]:
+    """The error object of a refusal, after which the connection is closed."""
+    got, headers, body = await answer(reader)
+    assert got == status and headers["connection"] == "close"
+    assert await closed(reader) == b""
+    error: dict[str, Any] = json.loads(body)["error"]
+    assert error["message"] and error["type"] == "invalid_request_error"
+    return error
+
+
+async def nothing_open(engine: ScriptedEngine) -> None:
+    """The engine's requests end within a second."""
+    deadline = asyncio.get_running_loop().time() + 1
+    while engine.open:
+        assert asyncio.get_running_loop().time() < deadline
+        await asyncio.sleep(0.01)
+
+
+@contextmanager
+def small_socket(size: int) -> Iterator[socket.socket]:
+    """A socket whose kernel takes little before its program reads."""
+    with closing(socket.socket()) as small:
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+        yield small
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/comple", b"GET /health HTTP/1.1\r\nA: b\r\n"])
+async def test_head_that_does_not_come_is_cut(sent: bytes) -> None:
+    async with serving(client_timeout=0.3) as connect:
+        reader, writer = await connect()
+        writer.write(sent)
+        if sent:
+            assert (await refused(reader, 408))["code"] == "request_timeout"
+        else:
+            assert await closed(reader) == b""
+
+
+async def test_dribbled_head_is_cut_though_bytes_keep_coming() -> None:
+    async with serving(client_timeout=0.4) as connect:
+        reader, writer = await connect()
+        began = asyncio.get_running_loop().time()
+        task = asyncio.create_task(closed(reader))
+        for byte in b"GET /health HTTP/1.1\r\nHost: example.org\r\nX: " + b"y" * 60:
+            if task.done():
+                break
+            writer.write(bytes([byte]))
+            await asyncio.sleep(0.02)
+        assert await task == b"" or b" 408 " in task.result()  # a reset may overtake the reply
+        assert asyncio.get_running_loop().time() - began < 1.2
+
+
+async def test_second_request_on_a_connection_has_the_same_limit() -> None:
+    async with serving(client_timeout=0.4) as connect:
+        reader, writer = await connect()
+        for _ in range(3):  # together they take longer than the time-out, each takes less
+            writer.write(b"GET /health HT")
+            await asyncio.sleep(0.2)
+            writer.write(b"TP/1.1\r\n\r\n")
+            assert (await answer(reader))[0] == 200
+        writer.write(b"GET /health HT")
+        assert await closed(reader, 2) == b""
+
+
+async def test_dribbled_body_is_a_408_and_reaches_no_engine() -> None:
+    engine = ScriptedEngine()
+    async with serving(engine, client_timeout=0.3) as connect:
+        reader, writer = await connect()
+        writer.write(post()[:-5])
+        assert (await refused(reader, 408))["code"] == "request_timeout"
+    assert not engine.requests
+
+
+async def test_body_that_no_route_reads_is_cut_too() -> None:
+    async with serving(client_timeout=0.3) as connect:
+        reader, writer = await connect()
+        writer.write(b"GET /health HTTP/1.1\r\nContent-Length: 1000\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        task = asyncio.create_task(closed(reader, 3))
+        while not task.done():
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+        assert await task == b""
+
+
+async def test_without_a_time_out_slow_clients_are_waited_for() -> None:
+    async with serving(client_timeout=0) as connect:
+        reader, writer = await connect()
+        for part in (post()[:9], post()[9:-5], post()[-5:]):
+            await asyncio.sleep(0.2)
+            writer.write(part)
+        assert (await answer(reader))[0] == 200
+
+
+async def test_client_that_does_not_read_is_cut_and_its_request_aborted() -> None:
+    engine = ScriptedEngine(reply_with("abcdefgh" * 100, run=1, eos=False))
+    async with serving(engine, client_timeout=0.5) as connect:
+        with small_socket(4096) as small:
+            _, writer = await connect()
+            small.connect(writer.get_extra_info("peername"))
+            body = {"model": MODEL, "prompt": ["x"] * 60, "max_tokens": 500, "stream": True}
+            small.sendall(post(body=json.dumps({**body, "logprobs": 5}).encode()))
+            reader, writer = await connect()
+            for _ in range(100):
+                writer.write(post())
+                assert (await answer(reader))[0] == 200  # others are served meanwhile
+                if len(engine.requests) > 60 and not engine.open:
+                    break
+                await asyncio.sleep(0.05)
+            assert not engine.open
+            await asyncio.sleep(1.0)
+            small.settimeout(5)
+            received = b""
+            with suppress(ConnectionResetError):
+                while chunk := small.recv(1 << 20):
+                    received += chunk
+            assert b"[DONE]" not in received and len(received) < 3 << 20  # what the kernel held
+
+
+async def test_client_that_reads_slowly_is_not_cut() -> None:
+    engine = ScriptedEngine(reply_with("abcdefgh" * 100, run=1, eos=False))
+    async with serving(engine, client_timeout=0.6) as connect, AsyncExitStack() as stack:
+        small = stack.enter_context(small_socket(16384))
+        small.connect((await connect())[1].get_extra_info("peername"))
+        reader, writer = await asyncio.open_connection(sock=small, limit=1024)
+        body = {"model": MODEL, "prompt": ["x"] * 10, "max_tokens": 400, "stream": True}
+        writer.write(post(body=json.dumps({**body, "logprobs": 5}).encode()))
+        text, loop = b"", asyncio.get_running_loop()
+        began = loop.time()
+        while b"[DONE]" not in text:
+            chunk = await asyncio.wait_for(reader.read(60_000), 2)
+            assert chunk, "cut"
+            text += chunk
+            await asyncio.sleep(0.02)
+        assert loop.time() - began > 0.8  # twice the time-out
+        writer.close()
+
+
+async def test_endless_headers_are_a_431() -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(b"GET /health HTTP/1.1\r\n")
+        with pytest.raises(ConnectionError):
+            for number in range(4 * MAX_HEAD_BYTES // 1000):
+                writer.write(b"X-%d: " % number + b"y" * 1000 + b"\r\n")
+                await writer.drain()
+                await asyncio.sleep(0.001)
+                if reader.at_eof() or writer.transport.is_closing():
+                    raise ConnectionResetError
+        _, writer = await connect()
+        reader, writer = await connect()
+        writer.write(b"GET /health HTTP/1.1\r\nX: " + b"y" * MAX_HEAD_BYTES)
+        await asyncio.sleep(0.1)
+        writer.write(b"y" * 2000)
+        assert (await refused(reader, 431))["code"] == "headers_too_large"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc",  # TLS
+        b"HELO example.org\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: -3\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nContent-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+        b"GET /\x00 HTTP/1.1\r\n\r\n",
+        b"\r\n" * 20 + b"\x00" * 20,
+    ],
+)
+async def test_what_is_no_http_is_a_400_in_openais_form(sent: bytes) -> None:
+    async with serving(client_timeout=5) as connect:
+        reader, writer = await connect()
+        writer.write(sent)
+        got, headers, body = await answer(reader)
+        assert got == 400 and json.loads(body)["error"]["message"]
+        reader, writer = await connect()
+        writer.write(post())
+        assert (await answer(reader))[0] == 200
+
+
+async def test_pipelined_requests_are_answered_in_order() -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(post() + b"GET /health HTTP/1.1\r\n\r\n" + post(path="/nowhere") + post())
+        assert [(await answer(reader))[0] for _ in range(4)] == [200, 200, 404, 200]
+
+
+async def test_hanging_up_on_pipelined_requests_leaves_nothing() -> None:
+    engine = ScriptedEngine(lambda r: [*reply_with()(r)[:2], float("inf")])
+    async with serving(engine) as connect:
+        _, writer = await connect()
+        writer.write(post() * 5)
+        while not engine.open:
+            await asyncio.sleep(0.01)
+        writer.close()
+        await nothing_open(engine)
+
+
+async def test_expect_100_continue_is_answered_when_the_body_is_wanted() -> None:
+    async with serving(max_body_bytes=2000) as connect:
+        reader, writer = await connect()
+        writer.write(
+            post("Expect: 100-continue", body=b"")[:-2].replace(b": 0", b": %d" % len(BODY))
+        )
+        writer.write(b"\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(BODY)
+        assert (await answer(reader))[0] == 200
+        reader, writer = await connect()
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nContent-Length: 9999\r\n")
+        writer.write(b"Expect: 100-continue\r\n\r\n")
+        assert (await answer(reader))[0] == 413  # and no invitation before
+
+
+async def test_chunked_bodies_are_read_and_limited() -> None:
+    async with serving(max_body_bytes=2000) as connect:
+        reader, writer = await connect()
+        head = b"POST /v1/completions HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head)
+        for byte in BODY:
+            writer.write(b"1;name=value\r\n%c\r\n" % byte)
+        writer.write(b"0\r\nTrailer: x\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+        writer.write(head + b"7d1\r\n" + b" " * 2001 + b"\r\n")
+        got, _, body = await answer(reader)
+        assert got == 413 and json.loads(body)["error"]["code"] == "request_too_large"
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip"])
+async def test_compressed_bodies_are_a_clear_415(coding: str) -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(post(f"Content-Encoding: {coding}"))
+        got, _, body = await answer(reader)
+        assert got == 415 and coding in json.loads(body)["error"]["message"]
+        writer.write(post("Content-Encoding: identity"))
+        assert (await answer(reader))[0] == 200
+
+
+async def test_offer_of_http_2_is_declined_quietly(caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as connect:
+        for _ in range(2):
+            reader, writer = await connect()
+            offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMA")
+            writer.write(post(*offer))
+            assert (await answer(reader))[0] == 200
+    assert not [r for r in caplog.records if "pgrade" in r.getMessage()]
+
+
+async def test_half_closed_client_counts_as_gone() -> None:
+    engine = ScriptedEngine(lambda r: [*reply_with()(r)[:2], float("inf")])
+    async with serving(engine) as connect:
+        reader, writer = await connect()
+        writer.write(post())
+        while not engine.open:
+            await asyncio.sleep(0.01)
+        writer.write_eof()
+        assert await closed(reader) == b""
+        await nothing_open(engine)
