@@ -12,6 +12,8 @@ _PARSERS = {
     "qwen": ("hermes", "HermesToolParser"),
     "qwen25": ("hermes", "HermesToolParser"),
     "qwen3": ("hermes", "HermesToolParser"),
+    "qwen3_coder": ("qwen3_coder", "Qwen3CoderToolParser"),
+    "qwen3_xml": ("qwen3_coder", "Qwen3CoderToolParser"),
     "llama3_json": ("llama3_json", "Llama3JsonToolParser"),
     "llama4_json": ("llama3_json", "Llama3JsonToolParser"),
     "mistral": ("mistral", "MistralToolParser"),
@@ -28,7 +30,8 @@ TOOL_PARSERS = tuple(_PARSERS)
 
 # What a chat template writes -> the format its model was taught; the first that fits.
 _SIGNS = (
-    ("<function=", None),  # Qwen3-Coder's XML, which no parser here reads
+    ("<parameter=", "qwen3_coder"),
+    ("<function=", None),  # some other XML, which no parser here reads
     ("<｜tool▁call▁begin｜>", "deepseek_v3"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>", "gemma"),

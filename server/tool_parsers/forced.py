@@ -37,7 +37,8 @@ class ForcedToolParser(JsonToolParser):
             yield from self.json_object(self.arguments)
         elif self._name is None and first == "[":
             rest = yield from self.json_calls()
-            self.content(rest or "")
+            if not self.num_calls:  # else it is a call that the output's end cut off
+                self.content(rest or "")
         else:
             self.content(raw)
 

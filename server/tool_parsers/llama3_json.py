@@ -1,11 +1,19 @@
-"""`{"name": …, "parameters": {…}}` as the whole answer, maybe behind `<|python_tag|>`: Llama 3."""
+"""`{"name": …, "parameters": {…}}` as the whole answer, maybe behind `<|python_tag|>`: Llama 3.
+
+Also the tools that Llama 3 knows by itself: `<|python_tag|>brave_search.call(query="…")`, and code
+behind the tag where the request has a tool that runs it.
+"""
 
 from __future__ import annotations
 
+import json
+
 from .base import Wait
 from .json_call import JsonToolParser
+from .python_calls import CodeCounter, parse_calls
 
 TAG = "<|python_tag|>"
+CODE_TOOLS = ("code_interpreter", "ipython", "python")
 
 
 class Llama3JsonToolParser(JsonToolParser):
@@ -34,10 +42,48 @@ class Llama3JsonToolParser(JsonToolParser):
             before = self.num_calls
             rest = yield from self.json_call(needs_arguments=True)
             if self.num_calls == before:
-                self.content(raw + (rest or ""))
+                if raw.strip() == TAG and not rest:
+                    yield from self._built_in(raw)
+                else:
+                    self.content(raw + (rest or ""))
                 return
             self.content(rest or "")
             raw = yield from self.take_space()
             raw += yield from self.take_any([";"])
             raw += yield from self.take_space()
             raw += yield from self.take_any([TAG])
+
+    def _built_in(self, raw: str) -> Wait[None]:
+        """What follows the tag and is no JSON: `name.call(…)`, or code."""
+        code_tool = next((name for name in CODE_TOOLS if name in (self.known or ())), None)
+        counter, head = CodeCounter(), ""
+
+        def ends(char: str) -> bool:
+            nonlocal head
+            if "(" not in head:
+                head += char
+            return counter.closes(char) or not _may_be_call(head)
+
+        text = (yield from self.take_through(ends))[0]
+        known = None if self.known is None else {f"{n}.call": k for n, k in self.known.items()}
+        calls = parse_calls(text, known) if text.endswith(")") and _may_be_call(head) else None
+        if calls:
+            ((name, arguments),) = calls
+            self.start_call(name.removesuffix(".call"))
+            self.arguments(arguments)
+        elif code_tool is not None:
+            pieces = [text]
+            yield from self.take_until([TAG], pieces.append)
+            self.start_call(code_tool)
+            self.arguments(json.dumps({"code": "".join(pieces)}, ensure_ascii=False))
+        else:
+            self.content(raw + text)
+
+
+def _may_be_call(head: str) -> bool:
+    """Whether this can begin `name.call(`."""
+    name, bracket, _ = head.partition("(")
+    first, dot, rest = name.partition(".")
+    if bracket:
+        return first.isidentifier() and rest == "call"
+    return (not first or first.isidentifier()) and (not dot or "call".startswith(rest))

@@ -35,6 +35,15 @@ DC, DSEP, DCE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool�
 JW, JN = f'{{"name": "weather", "arguments": {ARGS}}}', '{"name": "now", "arguments": {}}'
 PW = f'{{"name": "weather", "parameters": {ARGS}}}'
 Q = '<|"|>'
+PE, FE = "</parameter>", "</function>"
+XW = (
+    "<function=weather>\n<parameter=city>\nKöln\n</parameter>\n<parameter=days>\n3\n"
+    + PE
+    + "\n"
+    + FE
+)
+XN = "<function=now>\n</function>"
+XP, XQ, XD = "<function=w><parameter=", "<parameter=", "<function=weather><parameter=days>"
 
 # format -> (text, content, calls)
 CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
@@ -72,7 +81,40 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (PW.replace("weather", "unknown"), PW.replace("weather", "unknown"), []),
         ('<|python_tag|>print("x")', '<|python_tag|>print("x")', []),
         ("{x} " + PW, "{x} " + PW, []),
+        ('<|python_tag|>weather.call(city="Köln", days=3)', "", [W2]),
+        ('Ok <|python_tag|>weather.call(city="Köln", days=3) ', "Ok", [W2]),
+        ('<|python_tag|>other.call(a="b")', '<|python_tag|>other.call(a="b")', []),
+        ("<|python_tag|>weather.call(city=f())", "<|python_tag|>weather.call(city=f())", []),
+        ("<|python_tag|>weather.ca", "<|python_tag|>weather.ca", []),
         (PW[:-3], "", [("weather", ARGS[:-2])]),
+    ],
+    "qwen3_coder": [
+        (f"{T1}\n{XW}\n{T2}", "", [W2]),
+        (f"Sure.\n{T1}\n{XW}\n{T2}\n{T1}\n{XN}\n{T2}", "Sure.", [W2, N]),
+        (f"{XW} then", " then", [W2]),
+        (f"{T1}<function=now>{T2}x", "x", [N]),
+        (
+            f'{T1}{XP}city>\na\n\n"b"\\\n\n{PE}{FE}',
+            "",
+            [("w", '{"city": "a\\n\\n\\"b\\"\\\\\\n"}')],
+        ),
+        (f"{XP}days>3{XQ}x>1{PE}{FE}", "", [("w", '{"days": "3", "x": "1"}')]),
+        (f"{XP}city>a < b </para{FE}", "", [("w", '{"city": "a < b </para"}')]),
+        (
+            f"{XD}{{'a': None, 'b': [1.5]}}{PE}{FE}",
+            "",
+            [("weather", '{"days": {"a": null, "b": [1.5]}}')],
+        ),
+        (f"{XD}True{PE}{FE}", "", [("weather", '{"days": true}')]),
+        (f"{XD}many{PE}{FE}", "", [("weather", '{"days": "many"}')]),
+        (f"{XP}city>Kö", "", [("w", '{"city": "Kö')]),
+        (f"{XP}city>a{PE} junk", " junk", [("w", '{"city": "a"}')]),
+        (f"{XP}ci", "", [("w", "{")]),
+        (f"{XD}3", "", [("weather", '{"days": ')]),
+        (f"{T1}\n<function", f"{T1}\n<function", []),
+        (f"{T1} {JN} {T2}", f"{T1} {JN} {T2}", []),
+        ("a <function=>b", "a <function=>b", []),
+        ("a <function=x\n>b", "a <function=x\n>b", []),
     ],
     "mistral": [
         (f"[TOOL_CALLS][{JW}, {JN}]", "", [W, N]),
@@ -218,6 +260,39 @@ def test_mixtures_of_fragments_stream_as_they_parse(name: str, data: st.DataObje
         assert call.name and text.count(call.name.split(".")[0])
 
 
+def test_code_behind_the_tag_goes_to_the_tool_that_runs_it() -> None:
+    tool = {"type": "function", "function": {"name": "code_interpreter"}}
+    for code in ('print("x")\nweather.call(', "ipython.call(1)", "a"):
+        for pieces in ([code], list(code)):
+            parser = tool_parser_class("llama3_json")([tool])
+            (call,) = parse(parser, ["<|python_tag|>", *pieces]).tool_calls
+            assert call.name == "code_interpreter"
+            assert json.loads(call.arguments) == {"code": code}
+
+
+def test_qwen3_coder_s_values_have_the_schema_s_types() -> None:
+    parameters = {
+        "properties": {
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "level": {"$ref": "#/$defs/Level"},
+            "color": {"enum": ["1", "2"]},
+            "count": {"enum": [1, 2]},
+            "tags": {"type": ["array", "null"]},
+        },
+        "$defs": {"Level": {"type": "integer"}},
+    }
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    given = {"maybe": "null", "level": "3", "color": "1", "count": "2", "tags": '["a"]', "new": "5"}
+    text = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in given.items())
+    parser = tool_parser_class("qwen3_coder")([tool])
+    (call,) = parse(
+        parser, [f"<tool_call>\n<function=f>\n{text}</function>\n</tool_call>"]
+    ).tool_calls
+    assert json.loads(call.arguments) == {
+        "maybe": None, "level": 3, "color": "1", "count": 2, "tags": ["a"], "new": "5",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "deepseek_v3"])
 def test_arguments_stream_while_they_are_written(name: str) -> None:
     text = CASES[name][0][0]
@@ -270,6 +345,8 @@ FORCED: list[tuple[str | None, str, str, list[tuple[str, str]]]] = [
     (None, f"[{PW}]", "", [W]),
     (None, f' [ {PW} ,\n{{"name": "now", "parameters": {{}}}} ] ', "", [W, N]),
     (None, f"[{PW[:-3]}", "", [("weather", ARGS[:-2])]),
+    (None, f'[{PW}, {{"name": "we', "", [W]),  # the output was too long for the second call
+    (None, '[{"name": "we', '[{"name": "we', []),
     (None, "no list", "no list", []),
     ("weather", ARGS, "", [W]),
     ("weather", f" {ARGS[:9]}", "", [("weather", ARGS[:9])]),
@@ -305,6 +382,7 @@ def test_every_registered_name_has_its_parser() -> None:
         ("<start_of_turn>model", "gemma"),
         ("[func_name1(params)]", "pythonic"),
         ("<tool_call><function=", None),
+        ("<tool_call><function=x><parameter=y>", "qwen3_coder"),
         ("<|im_start|>", None),
         (None, None),
     ],
