@@ -1,0 +1,166 @@
+"""`slipstream bench acceptance`: measure a drafter on held-out prompts before it is used."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..configs.load import load_config
+from ..configs.options import ConfigError, all_options, read_text
+from ..configs.schema import Config
+
+if TYPE_CHECKING:
+    from .acceptance import MeasuredPrompt
+    from .engine_client import EngineClient
+
+SUMMARY = "acceptance of a drafter by position and domain, on held-out prompts"
+_TARGET = (
+    *("model", "tokenizer", "revision", "dtype", "load_format", "max_model_len", "device"),
+    *("gpu_memory_utilization", "max_num_seqs", "chat_template", "enforce_eager", "log_level"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """DRAFTER_DIR and what to measure it on."""
+    parser.add_argument("drafter", metavar="DRAFTER_DIR", help="the drafter's folder or hub id")
+    parser.add_argument(
+        "--method", metavar="STR", default="eagle3", help="speculative method (default: eagle3)"
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        default="builtin",
+        help="JSONL of prompts, of which those with split heldout count if there are any; or "
+        "builtin for 80 chats of eight domains (default)",
+    )
+    for flag, kind, default, text in (
+        ("--num-speculative-tokens", int, 4, "drafts per step (K)"),
+        ("--max-tokens", int, 128, "longest reply"),
+        ("--concurrency", int, 8, "replies at once"),
+    ):
+        parser.add_argument(
+            flag, type=kind, metavar="INT", default=default, help=f"{text} (default: {default})"
+        )
+    parser.add_argument(
+        "--temperatures", metavar="LIST", default="0,1", help="temperatures (default: 0,1)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the figures there; - is the output")
+    group = parser.add_argument_group("target", "The model, as for `slipstream serve`.")
+    for name in _TARGET:
+        option = all_options()[name]
+        text = option.doc.replace("%", "%%")
+        kwargs: dict[str, Any] = {"default": argparse.SUPPRESS, "help": text}
+        if option.kind is bool:
+            group.add_argument(option.flag, action=argparse.BooleanOptionalAction, **kwargs)
+        else:
+            group.add_argument(option.flag, metavar=option.kind.__name__.upper(), **kwargs)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start an engine with the drafter, measure, print; returns the exit status."""
+    given = vars(args)
+    temperatures = _temperatures(args.temperatures)
+    for flag in ("max_tokens", "concurrency"):
+        if given[flag] < 1:
+            raise ConfigError(f"--{flag.replace('_', '-')} must be at least 1, not {given[flag]}")
+    speculative = {
+        "method": args.method,
+        "model": args.drafter,
+        "num_speculative_tokens": args.num_speculative_tokens,
+    }
+    flags = {name: given[name] for name in _TARGET if name in given}
+    config = load_config(flags | {"speculative_config": json.dumps(speculative)}, os.environ)
+    return asyncio.run(_measure(config, args, temperatures))
+
+
+def _temperatures(text: str) -> tuple[float, ...]:
+    from ..configs.options import section_options
+    from ..configs.training import ReplyConfig
+
+    option = next(o for o in section_options("", ReplyConfig) if o.name == "temperatures")
+    found: tuple[float, ...] = read_text(option, "--temperatures", text)
+    if not found or any(not 0 <= t <= 2 for t in found):
+        raise ConfigError("--temperatures must be numbers from 0 to 2")
+    return found
+
+
+async def _measure(
+    config: Config, args: argparse.Namespace, temperatures: tuple[float, ...]
+) -> int:
+    from .acceptance import MeasurementFailed
+    from .engine_client import EngineClient, EngineDead, WorkerFailed
+    from .tokenizer import TokenizerLoadError
+    from .training_prompts import PromptError
+
+    client = EngineClient(config)
+    try:
+        prompts, stop_token_ids = _prompts(config, args.data)
+        ready = await client.start()
+        stop = sorted({*stop_token_ids, *ready.eos_token_ids})
+        figures = [
+            await _at(client, temperature, prompts, stop, args) for temperature in temperatures
+        ]
+    except (PromptError, TokenizerLoadError) as error:
+        raise ConfigError(str(error).rstrip(".")) from None
+    except (WorkerFailed, EngineDead, MeasurementFailed) as error:
+        print(f"slipstream bench acceptance: error: {error}", file=sys.stderr)
+        return 1
+    finally:
+        await client.shutdown()
+    _write(args.json, {"drafter": args.drafter, "model": config.model.model, "runs": figures})
+    return 0
+
+
+def _prompts(config: Config, data: str) -> tuple[list[MeasuredPrompt], set[int]]:
+    """The prompts to measure on, and the tokens that end a reply."""
+    from .acceptance import MeasuredPrompt
+    from .chat_template import ChatTemplate
+    from .tokenizer import Tokenizer
+    from .training_prompts import heldout_prompts, read_prompts, tokenize_prompts
+
+    model = config.model
+    tokenizer = Tokenizer.load(model.tokenizer or model.model, model.revision)
+    template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+    prompts = heldout_prompts() if data == "builtin" else read_prompts(Path(data))
+    prompts = [p for p in prompts if p.is_heldout] or prompts
+    ids = tokenize_prompts(prompts, tokenizer, template)
+    pairs = zip(ids, prompts, strict=True)
+    return [MeasuredPrompt(tuple(found), p.domain) for found, p in pairs], set(tokenizer.eos_ids)
+
+
+async def _at(
+    client: EngineClient,
+    temperature: float,
+    prompts: list[MeasuredPrompt],
+    stop: list[int],
+    args: argparse.Namespace,
+) -> dict[str, Any]:
+    """Measure and print at one temperature; the figures for JSON."""
+    from tqdm import tqdm
+
+    from .acceptance import measure_acceptance, table, total
+
+    with tqdm(total=len(prompts), desc=f"temperature {temperature:g}", disable=None) as bar:
+        tallies = await measure_acceptance(
+            client, prompts, temperature, args.max_tokens, stop, args.concurrency, bar.update
+        )
+    print(f"temperature {temperature:g}, {len(prompts)} prompts")
+    print(table(tallies, args.num_speculative_tokens), flush=True)
+    return {
+        "temperature": temperature,
+        "all": total(tallies).as_dict(),
+        "domains": {name: tally.as_dict() for name, tally in sorted(tallies.items())},
+    }
+
+
+def _write(where: str | None, figures: dict[str, Any]) -> None:
+    text = json.dumps(figures, indent=2) + "\n"
+    if where == "-":
+        print(text, end="")
+    elif where is not None:
+        Path(where).write_text(text, encoding="utf-8")

@@ -1,0 +1,27 @@
+"""`slipstream bench KIND`: measurements. Each kind is a module with the interface of a command."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+from typing import Any
+
+SUMMARY = "measure speed or acceptance"
+_KINDS = {"acceptance": "..acceptance_command"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """A parser for each kind."""
+    kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
+    for name, path in _KINDS.items():
+        module: Any = importlib.import_module(path, __package__)
+        kind = kinds.add_parser(
+            name, help=module.SUMMARY, description=module.SUMMARY, allow_abbrev=False
+        )
+        module.add_arguments(kind)
+        kind.set_defaults(run_kind=module.run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the kind; returns the exit status."""
+    return int(args.run_kind(args))
