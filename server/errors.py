@@ -269,6 +269,17 @@ def as_api_error(error: BaseException) -> APIError:
     return InternalError()
 
 
+def outcome_of(error: BaseException | None) -> str | None:
+    """How metrics count a request that was left early: "abort" if nobody waits for it any more,
+
+    "error" if it failed, None if it was refused: nothing was served then, as with any other 4xx.
+    """
+    if isinstance(error, APIError) and error.status < 500:
+        return None
+    failed = isinstance(error, Exception) and not isinstance(error, ClientDisconnect)
+    return "error" if failed else "abort"
+
+
 def error_body(error: APIError) -> bytes:
     """`{"error": {...}}` as JSON."""
     fields = ErrorObject(error.message, error.type, error.param, error.code)

@@ -15,7 +15,7 @@ from types import TracebackType
 
 from ..runner.messages import AddRequest, RequestOutput, SamplingParams
 from .choice import Choice, GenerationEvent, TextOptions
-from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull
+from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull, outcome_of
 from .request_stream import EngineDead
 from .sampling import with_max_tokens
 from .services import OutputStream, Services
@@ -132,7 +132,7 @@ class Generation:
     ) -> None:
         for task in self._pumps:
             task.cancel()
-        self._abort("error" if isinstance(error, Exception) else "abort")
+        self._abort(outcome_of(error))
 
     async def begin(self) -> None:
         """Wait for the first event; `events` still gives it."""
@@ -238,8 +238,9 @@ class Generation:
             if self.choices[index].finish_reason is None:
                 raise EngineStopped("it was aborted")
 
-    def _abort(self, outcome: str) -> None:
+    def _abort(self, outcome: str | None) -> None:
         for choice, request_id, timing in zip(self.choices, self._ids, self._timings, strict=True):
             if choice.finish_reason is None:
-                timing.end(outcome)
+                if outcome is not None:
+                    timing.end(outcome)
                 self._services.engine.abort(request_id)

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from msgspec.structs import replace
 
+from slipstream.runner.messages import RequestOutput
 from slipstream.server.errors import BodyTooLarge
 
 from .api_fakes import MODEL, ScriptedEngine, config_with, make_app, reply_with
@@ -66,15 +70,42 @@ async def test_chunks_leave_as_they_come() -> None:
     await request.hang_up()
 
 
-async def test_outcomes_are_counted() -> None:
-    engine = ScriptedEngine(stalling)
+GRAMMAR = {"structured_outputs": {"regex": "a+"}}
+
+
+@pytest.mark.parametrize("more", [{"stream": True}, {"stream": True, **GRAMMAR}, {}, GRAMMAR])
+async def test_hanging_up_counts_as_an_abort_and_not_as_an_error(more: dict[str, Any]) -> None:
+    """Also while the status line waits: for the whole reply, or for a grammar to be accepted."""
+    engine = ScriptedEngine(lambda request: [float("inf")] if more else stalling(request))
     app = make_app(engine)
-    request = OpenRequest(app, TEXT, body_for(TEXT, stream=True))
-    await request.next()
+    request = OpenRequest(app, TEXT, body_for(TEXT, **more))
+    while not engine.open:
+        await asyncio.sleep(0.005)
+    await asyncio.sleep(0.02)
     await request.hang_up()
+    assert outcomes(app) == {"abort": 1.0}
+
+
+async def test_what_the_engine_refuses_is_no_outcome_and_what_fails_is_an_error() -> None:
+    end = RequestOutput("", [], finish_reason="error", error="no such grammar")
+    engine = ScriptedEngine()
+
+    def ends(invalid: bool) -> Any:
+        return lambda r: [replace(end, request_id=r.request_id, invalid_request=invalid)]
+
+    app = make_app(engine)
+    for invalid, status, found in ((True, 400, {}), (False, 500, {"error": 1.0})):
+        engine.script = ends(invalid)
+        request = OpenRequest(app, TEXT, body_for(TEXT, **GRAMMAR))
+        assert (await request.next())["status"] == status
+        assert outcomes(app) == found
+
+
+def outcomes(app: FastAPI) -> dict[str, float]:
+    """The counts of request_success_total that are not zero."""
     text = app.state.services.metrics.text().decode()
-    (line,) = [x for x in text.splitlines() if "request_success_total" in x and 'on="abort"' in x]
-    assert line.endswith(" 1.0")
+    found = re.findall(r'request_success_total\{.*finished_reason="(\w+)".*\} (\S+)', text)
+    return {name: float(count) for name, count in found if float(count)}
 
 
 async def test_body_over_the_limit_is_refused_while_it_comes() -> None:
