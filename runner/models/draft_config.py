@@ -77,16 +77,18 @@ def choose_boundaries(
 
     An id in a config means either the *input* of that layer (boundary = id) or its *output*
     (boundary = id + 1). Configs of `speculators` mean inputs. SpecForge's defaults mean outputs and
-    start at layer 1, which no list of inputs does, so a first id of 1 marks outputs.
+    start at layer 1, which no list of inputs does, so a first id of 1 marks outputs; unless the
+    config has both lists (ours does: vLLM reads one, SGLang the other), which says it all.
     """
-    eagle_config = raw.get("eagle_config") or {}
     key = "eagle_aux_hidden_state_layer_ids"
-    ids = raw.get(key) or eagle_config.get(key)
+    at_top, below = raw.get(key), (raw.get("eagle_config") or {}).get(key)
+    ids = at_top or below
+    has_both = bool(at_top and below) and [i - 1 for i in at_top] == list(below)
     if chosen is not None:
         taps, reason = tuple(chosen), "chosen by the user"
     elif ids is None:
         taps, reason = (2, num_layers // 2, num_layers - 3), "the default: the config names none"
-    elif not speculators_format and ids[0] == 1:
+    elif not speculators_format and not has_both and ids[0] == 1:
         taps, reason = tuple(i + 1 for i in ids), f"outputs of layers {ids}"
     else:
         taps, reason = tuple(ids), f"inputs of layers {ids}"

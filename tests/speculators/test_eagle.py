@@ -136,6 +136,14 @@ def test_map_beyond_the_vocabulary_is_an_error(target: Path, tmp_path: Path) -> 
         ({"eagle_aux_hidden_state_layer_ids": [2, 16, 29]}, False, (2, 16, 29)),
         ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}}, False, (2, 16, 29)),
         ({"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}, True, (1, 15, 28)),
+        (
+            {
+                "eagle_aux_hidden_state_layer_ids": [1, 15, 28],
+                "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 14, 27]},
+            },
+            False,
+            (1, 15, 28),
+        ),
         ({"eagle_aux_hidden_state_layer_ids": [2, 18, 32]}, True, (2, 18, 32)),
     ],
 )

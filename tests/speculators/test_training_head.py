@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.draft_heads import load_head
 from slipstream.runner.layers import WeightFormat
 from slipstream.speculators.training.export import FORMATS, Verifier, save_head
-from slipstream.speculators.training.geometry import check_taps, default_taps
+from slipstream.speculators.training.geometry import HeadGeometry, check_taps, default_taps
 from slipstream.speculators.training.head import TrainingHead
 from slipstream.speculators.training.vocabulary import choose_draft_vocabulary, count_tokens
 
@@ -54,8 +55,14 @@ def load(folder: Path, embeddings: Tensor, dtype: torch.dtype) -> Any:
     return load_head("eagle3", SpeculativeConfig("eagle3", str(folder)), host, 8)
 
 
-def save(folder: Path, head: TrainingHead, dtype: torch.dtype, form: str = "specforge") -> Path:
-    save_head(folder, dict(head.named_parameters()), GEOMETRY, VOCABULARY, VERIFIER, 4, form, dtype)
+def save(
+    folder: Path,
+    head: TrainingHead,
+    dtype: torch.dtype,
+    form: str = "specforge",
+    geometry: HeadGeometry = GEOMETRY,
+) -> Path:
+    save_head(folder, dict(head.named_parameters()), geometry, VOCABULARY, VERIFIER, 4, form, dtype)
     return folder
 
 
@@ -186,8 +193,6 @@ def test_taps_are_those_of_other_engines_where_the_target_has_them() -> None:
 
 
 def test_size_of_the_recipe_for_the_default_model() -> None:
-    from dataclasses import replace
-
     shape = replace(
         GEOMETRY, hidden_size=576, intermediate_size=1536, num_heads=9, num_kv_heads=3,
         head_dim=64, vocab_size=49152, draft_vocab_size=4096,
@@ -195,3 +200,11 @@ def test_size_of_the_recipe_for_the_default_model() -> None:
     counted = sum(p.numel() for p in TrainingHead(shape).parameters())
     assert counted == shape.num_parameters()
     assert 2 * counted + 8 * shape.draft_vocab_size + shape.vocab_size < 15_000_000
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("taps", [(0, 1, 2), (1, 2, 3), (2, 4, 5)])
+def test_taps_survive_the_file(tmp_path: Path, form: str, taps: tuple[int, ...]) -> None:
+    geometry = replace(GEOMETRY, taps=taps)
+    folder = save(tmp_path, random_head(), torch.float32, form, geometry)
+    assert load(folder, torch.zeros(61, 32), torch.float32).aux_boundaries == taps

@@ -1,0 +1,105 @@
+"""A head for a tiny random target, trained, measured and served as a user would do it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .conftest import RunningServer, environment, slipstream
+
+VOCAB, HIDDEN, DRAFTS = 64, 64, 3
+# After the first token two verify steps that accept everything make up a reply.
+REPLY = 1 + 2 * (DRAFTS + 1)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose tokens are the words w0, w1, ..."""
+    folder = tmp_path_factory.mktemp("target")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128,
+        initializer_range=0.8, tie_word_embeddings=False, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [slipstream(), *arguments], capture_output=True, text=True, env=environment(), timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_head_that_has_learnt_its_texts_drafts_them(target: Path, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    prompts = torch.randint(VOCAB, (32, 4), generator=generator).tolist()
+    lines = []
+    for split in ("train", "heldout"):  # the same texts: this head is to learn them by heart
+        for prompt in prompts:
+            text = " ".join(f"w{i}" for i in prompt)
+            lines.append(json.dumps({"prompt": text, "split": split, "domain": "words"}))
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("\n".join(lines))
+    head = tmp_path / "head"
+    model = ["--model", str(target), "--dtype", "float32", "--device", "cpu", "--data", str(data)]
+    told = run(
+        "train", *model, "--output", str(head), "--max-reply-tokens", str(REPLY + 1),
+        "--temperatures", "0", "--draft-vocab-size", "60", "--head-intermediate-size", "192",
+        "--num-speculative-tokens", str(DRAFTS), "--max-steps", "110", "--learning-rate", "0.01",
+        "--warmup", "0.1", "--clip", "1", "--loss-decay", "1", "--batch-tokens", "2048",
+        "--eval-every", "55", "--kv-cache-memory-bytes", "4M",
+    )  # fmt: skip
+    assert "held-out acceptance length" in told
+    names = {path.name for path in head.iterdir()}
+    assert names >= {"config.json", "model.safetensors", "README.md", "training.png"}
+    card = (head / "README.md").read_text()
+    assert "words 32" in card and "slipstream train --model" in card
+
+    speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
+    server = RunningServer(
+        str(target), "--dtype", "float32", "-sc", json.dumps(speculative), "--max-num-seqs", "8",
+        "--kv-cache-memory-bytes", "4M",
+    )  # fmt: skip
+    try:
+        server.wait_ready()
+        texts = [_complete(server, target, prompt) for prompt in prompts]
+        off = _replies(tmp_path)
+        assert texts == off  # as the target wrote without a drafter
+        num_drafts = server.metric("spec_decode_num_drafts_total")
+        for position in range(DRAFTS):
+            accepted = server.metric(
+                "spec_decode_num_accepted_tokens_per_pos_total", position=str(position)
+            )
+            assert accepted > 0.9 * num_drafts > 0, f"position {position}"
+    finally:
+        server.stop()
+
+
+def _complete(server: RunningServer, target: Path, prompt: list[int]) -> list[str]:
+    body = {"model": str(target), "prompt": prompt, "temperature": 0, "max_tokens": REPLY}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=30)
+    assert reply.status_code == 200, reply.text
+    text: str = reply.json()["choices"][0]["text"]
+    return text.split()
+
+
+def _replies(folder: Path) -> list[list[str]]:
+    """What the target wrote to the training prompts, in their order."""
+    lines = (folder / "head" / "work" / "replies.jsonl").read_text().splitlines()
+    rows = sorted(json.loads(line) for line in lines)
+    return [[f"w{i}" for i in ids[length : length + REPLY]] for _, length, _, ids in rows[:32]]
