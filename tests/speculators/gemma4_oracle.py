@@ -38,10 +38,19 @@ def _randomise(model: Any) -> None:
 class AssistantOracle:
     """Saves target and assistant; `folder` gets two folders."""
 
-    def __init__(self, folder: Path, ordered: bool = False, seed: int = 1) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ordered: bool = False,
+        seed: int = 1,
+        vocab_size: int = VOCAB,
+        **both: Any,
+    ) -> None:
         torch.manual_seed(seed)
-        target = transformers.Gemma4TextConfig(**TARGET)
-        text = transformers.Gemma4TextConfig(**ASSISTANT)
+        both |= {"vocab_size": vocab_size}
+        own = {"vocab_size_per_layer_input": vocab_size}
+        target = transformers.Gemma4TextConfig(**{**TARGET, **both, **own})
+        text = transformers.Gemma4TextConfig(**{**ASSISTANT, **both})
         assistant = transformers.Gemma4AssistantConfig(
             text_config=text, backbone_hidden_size=48, use_ordered_embeddings=ordered,
             num_centroids=8, centroid_intermediate_top_k=3,
@@ -53,7 +62,7 @@ class AssistantOracle:
         _randomise(self.target)
         _randomise(self.assistant)
         if ordered:
-            self.assistant.masked_embedding.token_ordering.copy_(torch.randperm(VOCAB))
+            self.assistant.masked_embedding.token_ordering.copy_(torch.randperm(vocab_size))
         self.target_folder, self.folder = folder / "target", folder / "assistant"
         self.target.save_pretrained(self.target_folder)
         self.assistant.save_pretrained(self.folder)

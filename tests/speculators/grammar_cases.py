@@ -19,6 +19,8 @@ from slipstream.runner.messages import AddRequest, GrammarSpec, SamplingParams, 
 from slipstream.server.json_schema import prepare_schema
 
 from .eagle_oracle import head_weights, save_head
+from .gemma4_oracle import AssistantOracle
+from .mtp_oracle import MtpOracle
 from .tiny_engine import Run, TinyEngine, save_llama
 
 EOS, VOCAB, MAX_LEN = 0, 144, 512
@@ -125,7 +127,8 @@ class Case:
 
 
 CASES = [Case.of(kind) for kind in KINDS]
-METHODS = ("off", "ngram", "draft_model", "eagle3")
+METHODS = ("off", "ngram", "draft_model", "eagle3")  # with one target
+MORE_METHODS = ("eagle", "mtp", "gemma4_mtp")  # with a target of their own, or slow to draft
 
 
 def text_of(tokens: list[int]) -> bytes:
@@ -153,17 +156,38 @@ class Models:
         weights = head_weights(eagle3=True, vocab_size=VOCAB)
         more = {"vocab_size": VOCAB, "max_position_embeddings": MAX_LEN}
         self.head = save_head(folder / "head", weights, True, **more)
+        self._folder, self._more = folder, more
+        self._pairs: dict[str, tuple[Path, Path | None]] = {}
+
+    def pair(self, method: str) -> tuple[Path, Path | None]:
+        """(target, drafter); the drafter is None where there is none or the target brings it."""
+        if method not in self._pairs:
+            self._pairs[method] = self._make(method)
+        return self._pairs[method]
+
+    def _make(self, method: str) -> tuple[Path, Path | None]:
+        folder = self._folder / method
+        if method == "mtp":
+            MtpOracle(folder / "target", **self._more)
+            return folder / "target", None
+        if method == "gemma4_mtp":
+            oracle = AssistantOracle(folder, **self._more)  # type: ignore[arg-type]
+            return oracle.target_folder, oracle.folder
+        if method == "eagle":
+            weights = head_weights(eagle3=False, vocab_size=VOCAB)
+            return self.target, save_head(folder, weights, False, **self._more)
+        return self.target, {"draft_model": self.draft, "eagle3": self.head}.get(method)
 
     def engine(self, method: str, **changes: Any) -> TinyEngine:
         """An engine with the drafter, 3 drafts a step, that knows the vocabulary."""
-        drafter = {"draft_model": self.draft, "eagle3": self.head}.get(method)
+        target, drafter = self.pair(method)
         speculative = SpeculativeConfig(
             method=method,
             model=None if drafter is None else str(drafter),
             num_speculative_tokens=3,
             prompt_lookup_min=1,
         )
-        engine = TinyEngine(self.target, speculative, **changes)
+        engine = TinyEngine(target, speculative, **changes)
         engine.engine.handle([SetVocabulary(TOKENS, [EOS])])
         return engine
 
