@@ -82,7 +82,7 @@ def default_choice(shape: Shape, num_rows: int) -> Choice:
     block_k = 64 if shape.inputs <= 1024 else 128
     split_k = 1
     tiles = -(-shape.outputs // 64)
-    while shape.may_split and tiles * split_k < 200 and shape.inputs // split_k >= 4 * block_k:
+    while shape.may_split and tiles * split_k < 128 and shape.inputs // split_k >= 4 * block_k:
         split_k *= 2
     return Skinny(64, block_k, 3 if shape.role == "gate_up" else 4, 4, split_k, bucket)
 

@@ -127,5 +127,7 @@ class BreakableState(AttentionState):
         value: Tensor | None,
         rotary: Rotary,
     ) -> Tensor:
-        query, key = rotary.rotate(query, key)  # belongs to the segment before the cut
+        # belongs to the segment before the cut
+        dtype = self.kv_caches[layer_id].dtype
+        query, key, value = rotary.prepare(query, key, value, dtype)
         return self.attend(layer_id, query, key, value)

@@ -17,6 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.linear import GATED, Norm, gated_linear, linear, linear_parts
+from ..kernels.linear_choice import Choice, Gemv, Shape
+from ..kernels.linear_tuned import LinearChooser, create_chooser
 from ..kernels.norm_rope import fused_add_rms_norm, rms_norm
 
 
@@ -54,6 +57,7 @@ class WeightFormat:
     device: torch.device
     dtype: torch.dtype  # activations, and weights unless packed
     pack_fp16: bool = False  # CPU: linear weights as packed fp16, accumulated in fp32
+    linear: LinearChooser | None = None  # which kernels compute linear layers; None = torch
 
     @property
     def table_dtype(self) -> torch.dtype:
@@ -61,14 +65,17 @@ class WeightFormat:
         return torch.float16 if self.pack_fp16 else self.dtype
 
 
-def resolve_format(name: str, device: torch.device, checkpoint_dtype: object) -> WeightFormat:
+def resolve_format(
+    name: str, device: torch.device, checkpoint_dtype: object, linear_backend: str = "torch"
+) -> WeightFormat:
     """The format for `--dtype name`; `auto` is packed fp16 on x86 CPUs, bf16 or fp16 on GPUs."""
-    if name != "auto":
-        return WeightFormat(device, getattr(torch, name))
-    if device.type == "cpu":
+    if name == "auto" and device.type == "cpu":
         return WeightFormat(device, torch.float32, pack_fp16=packing_available())
-    half = str(checkpoint_dtype).removeprefix("torch.") == "float16"
-    return WeightFormat(device, torch.float16 if half else torch.bfloat16)
+    if name == "auto":
+        half = str(checkpoint_dtype).removeprefix("torch.") == "float16"
+        name = "float16" if half else "bfloat16"
+    dtype: torch.dtype = getattr(torch, name)
+    return WeightFormat(device, dtype, linear=create_chooser(linear_backend, device, dtype))
 
 
 @functools.cache
@@ -90,7 +97,7 @@ class Linear(nn.Module):
     """y = x Wᵀ + b for one or several checkpoint matrices fused along the output.
 
     `outputs` is the number of outputs, or for a fused layer maps each part's checkpoint name (a
-    sibling of this module's) to its number, in order.
+    sibling of this module's) to its number, in order. `role` is one of `linear_choice.ROLES`.
     """
 
     weight: Tensor | None  # [out_features, in_features]
@@ -102,11 +109,13 @@ class Linear(nn.Module):
         outputs: int | Mapping[str, int],
         fmt: WeightFormat,
         bias: bool = False,
+        role: str = "other",
     ) -> None:
         super().__init__()
         self.shards = {"": outputs} if isinstance(outputs, int) else dict(outputs)
         self.in_features, self.out_features = in_features, sum(self.shards.values())
-        self.format = fmt
+        self.format, self.chooser = fmt, fmt.linear
+        self.shape = Shape(role, self.out_features, in_features)
         kinds = ("weight", "bias") if bias else ("weight",)
         self._missing = {(shard, kind) for shard in self.shards for kind in kinds}
         self._packed: Any = None
@@ -124,7 +133,38 @@ class Linear(nn.Module):
             out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
             return out
         assert self.weight is not None, "weights are not loaded"
-        return F.linear(x, self.weight, self.bias)
+        if self.chooser is None:
+            return F.linear(x, self.weight, self.bias)
+        return linear(x, self.weight, self.bias, self._choice(x))
+
+    def parts(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        """`forward` of x [M, in_features], normed first; whole [M, out_features], or float32 parts
+        [S, M, out_features] whose sum it is, for `RMSNorm.add` or a fused rotary embedding."""
+        if self._packed is not None or self.weight is None:
+            return self.forward(x if norm is None else rms_norm(x, *norm))
+        return linear_parts(x, self.weight, self.bias, self._choice(x), norm)
+
+    def gated(self, x: Tensor, activation: str, norm: Norm | None = None) -> Tensor:
+        """act(gate) * up of a fused gate and up projection; [M, in_features] -> [M, I]."""
+        if self._packed is not None or self.weight is None:
+            return GATED[activation](self.parts(x, norm))
+        return gated_linear(x, self.weight, self.bias, activation, self._choice(x), norm)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """residual + `forward`; [M, in_features] -> [M, out_features]."""
+        if self._packed is not None or self.weight is None:
+            return residual + self.forward(x)
+        return linear(x, self.weight, self.bias, self._choice(x), None, residual)
+
+    @property
+    def streams_one_row(self) -> bool:
+        """Whether a step of one row is computed with norm and residual inside."""
+        return self.chooser is not None and isinstance(self.chooser.choose(self.shape, 1), Gemv)
+
+    def _choice(self, x: Tensor) -> Choice:
+        if self.chooser is None or x.dim() != 2 or not x.is_contiguous():
+            return None
+        return self.chooser.choose(self.shape, x.shape[0])
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         start = 0
@@ -191,8 +231,14 @@ class RMSNorm(nn.Module):
         """x: [..., size], normed."""
         return rms_norm(x, self.weight, self.eps)
 
+    @property
+    def inside(self) -> Norm:
+        """For a linear layer that norms its input itself."""
+        return self.weight, self.eps
+
     def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(normed x + residual, x + residual); both [M, size]; a missing residual is 0."""
+        """(normed x + residual, x + residual), both [M, size]; a missing residual is 0; x may be
+        parts [S, M, size]."""
         if residual is None:
             return rms_norm(x, self.weight, self.eps), x
         return fused_add_rms_norm(x, residual, self.weight, self.eps)
@@ -204,6 +250,15 @@ class RMSNorm(nn.Module):
 
     def _load(self, tensor: Tensor) -> None:
         self.weight.copy_(tensor.float() + self.offset)
+
+
+def stream_of(hidden: Tensor, residual: Tensor | None) -> Tensor:
+    """hidden + residual, [M, H]; a missing residual is 0; hidden may be parts [S, M, H]."""
+    if residual is None:
+        return hidden
+    if hidden.dim() > residual.dim():
+        return (hidden.sum(0) + residual).to(residual.dtype)
+    return hidden + residual
 
 
 class Embedding(nn.Module):

@@ -21,6 +21,7 @@ from .head_sample import HeadRows, keep_best
 from .launch import fits_tma, has_tma, pdl_options, wait_for_inputs
 
 _PLAIN, _PARTS, _GATED, _SAMPLE = 0, 1, 2, 3
+_EARLY = 256  # columns of weights brought into L2 before the input is ready; more did not pay
 
 
 @triton.jit
@@ -86,7 +87,7 @@ def _skinny_kernel(
     ACTIVATION: tl.constexpr,
     NOISE: tl.constexpr,
     TMA: tl.constexpr,
-    EARLY: tl.constexpr,  # columns of the first tile fetched before the input is ready
+    EARLY: tl.constexpr,  # columns fetched before the input is ready
     DTYPE: tl.constexpr,  # of the model
     PDL: tl.constexpr,
 ):
@@ -100,7 +101,7 @@ def _skinny_kernel(
     total_rows = num_outputs
     if MODE == 2:
         total_rows = 2 * num_outputs
-    if EARLY > 0:
+    if EARLY >= 64:
         line = tl.arange(0, EARLY // 64) * 64
         at = tl.minimum(n, num_outputs - 1)[:, None] * num_inputs + (k_start + line)[None, :]
         at = tl.minimum(at, num_outputs * num_inputs - 1)
@@ -186,7 +187,9 @@ def _launch(
         w_source = TensorDescriptor.from_tensor(weight, [choice.block_n, choice.block_k])
         x_source = TensorDescriptor.from_tensor(x, [choice.block_m, choice.block_k])
     options = pdl_options(x)
-    early = min(256, choice.block_k) if options["PDL"] else 0
+    early = _EARLY if options["PDL"] else 0
+    while early > span:
+        early //= 2
     blocks = triton.cdiv(num_outputs, choice.block_n)
     sampling = (x,) * 7 + (0,) if head is None else head.arguments(blocks)
     _skinny_kernel[(blocks * split_k, triton.cdiv(num_rows, choice.block_m))](

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
 from ...kernels.norm_rope import rotary_embedding
+from ...kernels.rotary_store_kv import HeadNorms, rotary_qkv
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,18 @@ class Rotary:
     positions: Tensor  # [M*] int64
     cos_sin_cache: Tensor  # [max_position, rot_dim]
     interleaved: bool = False
+    norms: HeadNorms | None = None  # of query and key heads, before they are rotated
+
+    def prepare(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Query, key and value for `attend`; they may be float32 parts [S, M, heads, D]."""
+        if key is None or value is None or (query.dim() == 3 and self.norms is None):
+            assert self.norms is None
+            return *self.rotate(query, key), value
+        positions = self.positions[: query.shape[-3]]
+        table, norms = self.cos_sin_cache, self.norms
+        return rotary_qkv(positions, query, key, value, table, dtype, self.interleaved, norms)
 
     def rotate(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """query [M, Hq, D] and key [M, Hkv, D], rotated; M rows from the first on."""
@@ -108,7 +121,7 @@ class AttentionMetadata(ABC):
         rotary: Rotary,
     ) -> Tensor:
         """`attend` after rotating query and key; a back end with a fused kernel overrides it."""
-        query, key = rotary.rotate(query, key)
+        query, key, value = rotary.prepare(query, key, value, kv_cache.dtype)
         return self.attend(layer, query, key, value, kv_cache)
 
 

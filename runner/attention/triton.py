@@ -66,6 +66,7 @@ class TritonMetadata(AttentionMetadata):
             kv_cache,
             self._common.slot_mapping,
             rotary.interleaved,
+            rotary.norms,
         )
         return self._read(layer, query, kv_cache)
 

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from ..attention.base import AttentionLayer, AttentionState
-from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from ..layers import (
+    CheckpointSlot,
+    Embedding,
+    Linear,
+    RMSNorm,
+    WeightFormat,
+    module_slots,
+    stream_of,
+)
 from ..rotary import RotaryEmbedding, RotaryStep
 
 # Tables that old checkpoints carry and every implementation recomputes.
@@ -28,7 +36,7 @@ class TextModel(nn.Module):
         self.format = fmt
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, fmt)
         self.tied = bool(config.tie_word_embeddings)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, fmt)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, fmt, role="head")
         if self.tied and not fmt.pack_fp16:
             self.lm_head.weight = self.embed_tokens.weight  # one tensor, two uses
 
@@ -82,7 +90,8 @@ class TextModel(nn.Module):
 
 
 class Block(Protocol):
-    """A pre-norm decoder layer; its stream is the sum of the two tensors [M, H] it passes on."""
+    """A pre-norm decoder layer; its stream is the sum of the two tensors [M, H] it passes on. The
+    first may be in parts [S, M, H], the second missing (see `layers.stream_of`)."""
 
     def forward(
         self,
@@ -90,7 +99,7 @@ class Block(Protocol):
         residual: Tensor | None,
         rotary: RotaryStep,
         attention: AttentionState,
-    ) -> tuple[Tensor, Tensor]: ...
+    ) -> tuple[Tensor, Tensor | None]: ...
 
 
 class PreNormModel(TextModel):
@@ -112,15 +121,16 @@ class PreNormModel(TextModel):
         attention: AttentionState,
         aux_boundaries: tuple[int, ...] = (),
     ) -> tuple[Tensor, list[Tensor]]:
-        hidden, residual = self.embed(input_ids), None
+        hidden: Tensor = self.embed(input_ids)
+        residual: Tensor | None = None
         rotary = self.rotary.at(positions)
         aux: list[Tensor] = []
         for index, block in enumerate(self._blocks):
             if index in aux_boundaries:
-                aux.append(hidden if residual is None else hidden + residual)
+                aux.append(stream_of(hidden, residual))
             hidden, residual = block.forward(hidden, residual, rotary, attention)
         if len(self._blocks) in aux_boundaries:
-            aux.append(hidden if residual is None else hidden + residual)
+            aux.append(stream_of(hidden, residual))
         return self.norm.add(hidden, residual)[0], aux
 
 

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from ..layers import (
+    CheckpointSlot,
+    Embedding,
+    Linear,
+    RMSNorm,
+    WeightFormat,
+    module_slots,
+    stream_of,
+)
 from ..rotary import RotaryEmbedding, rope_parameters
 from .draft_config import DraftHeadConfig
 from .llama import DecoderLayer
@@ -76,15 +84,16 @@ class EagleHead(nn.Module):
         if self.head.para_norm:
             embedding = self.embedding_layernorm.forward(embedding)
             hidden = self.hidden_states_layernorm.forward(hidden)
-        residual = self.fc.forward(torch.cat([embedding, hidden], dim=-1))
+        stream = self.fc.forward(torch.cat([embedding, hidden], dim=-1))
         rotary = self.rotary.at(positions)
         first = self.blocks[0]
-        out = first.self_attn.forward(residual, rotary, attention)
-        out, residual = first.post_attention_layernorm.add(out, residual)
-        out = first.mlp.forward(out)
+        out = first.self_attn.forward(stream, rotary, attention)
+        residual: Tensor | None
+        out, residual = first.post_attention_layernorm.add(out, stream)
+        out = first.mlp.parts(out)
         for block in self.blocks[1:]:
             out, residual = block.forward(out, residual, rotary, attention)
-        return out + residual
+        return stream_of(out, residual)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V], by the target's head."""

@@ -34,6 +34,7 @@ class FirstLayer(DecoderLayer):
             attention.qkv_proj.shards,
             fmt,
             attention.qkv_proj.bias is not None,
+            "qkv",
         )
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.norm_before_residual = norm_before_residual
@@ -45,13 +46,13 @@ class FirstLayer(DecoderLayer):
         rotary: RotaryStep,
         attention: AttentionState,
     ) -> tuple[Tensor, Tensor]:
-        """As `DecoderLayer.forward`: (hidden, residual), the stream is their sum."""
+        """As `DecoderLayer.forward`: (hidden or parts, residual), the stream is their sum."""
         normed = self.hidden_norm.forward(hidden)
         residual = normed if self.norm_before_residual else hidden
         both = torch.cat([self.input_layernorm.forward(embedding), normed], dim=-1)
         out = self.self_attn.forward(both, rotary, attention)
         out, residual = self.post_attention_layernorm.add(out, residual)
-        return self.mlp.forward(out), residual
+        return self.mlp.parts(out), residual
 
 
 class Eagle3Head(nn.Module):
@@ -86,7 +87,7 @@ class Eagle3Head(nn.Module):
         self.blocks: list[DecoderLayer] = [*self.layers]
         self.norm = RMSNorm(hidden, config.rms_norm_eps, fmt)
         self.embed_tokens = Embedding(config.vocab_size, hidden, fmt)
-        self.lm_head = Linear(hidden, head.draft_vocab_size, fmt)
+        self.lm_head = Linear(hidden, head.draft_vocab_size, fmt, role="head")
         head_dim = self.blocks[0].self_attn.head_dim
         self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         self._loaded: set[str] = set()
@@ -107,6 +108,7 @@ class Eagle3Head(nn.Module):
         rotary = self.rotary.at(positions)
         first = self.blocks[0]
         assert isinstance(first, FirstLayer)
+        residual: Tensor | None
         out, residual = first.first(self._embed(input_ids), hidden, rotary, attention)
         for block in self.blocks[1:]:
             out, residual = block.forward(out, residual, rotary, attention)

@@ -6,10 +6,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ...kernels.activation import silu_and_mul
-from ..attention.base import AttentionLayer, AttentionState
+from ...kernels.linear import Norm
+from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..layers import Linear, RMSNorm, WeightFormat
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .base import PreNormModel
@@ -67,15 +69,24 @@ class Attention(nn.Module):
             sliding_window=_sliding_window(config, index),
         )
         shards = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
-        self.qkv_proj = Linear(hidden, shards, fmt, traits.qkv_bias)
-        self.o_proj = Linear(self.q_size, hidden, fmt, traits.output_bias)
+        self.qkv_proj = Linear(hidden, shards, fmt, traits.qkv_bias, "qkv")
+        self.o_proj = Linear(self.q_size, hidden, fmt, traits.output_bias, "o")
         if traits.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt)
         self.qk_norm = traits.qk_norm
 
-    def forward(self, hidden: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
-        """hidden: [M, H] -> [M, H]."""
+    def forward(
+        self,
+        hidden: Tensor,
+        rotary: RotaryStep,
+        attention: AttentionState,
+        norm: Norm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """hidden: [M, H], normed first by `norm` -> [M, H] plus `residual`, or in parts."""
+        if rotary.cos is None:
+            return self._fused(hidden, rotary, attention, norm, residual)
         tokens = hidden.shape[0]
         qkv = self.qkv_proj.forward(hidden)
         # rows of heads: query heads, then key heads, then value heads
@@ -91,6 +102,28 @@ class Attention(nn.Module):
         out = attention.attend(self.layer.layer_id, query, key, value)
         return self.o_proj.forward(out.reshape(tokens, self.q_size))
 
+    def _fused(
+        self,
+        hidden: Tensor,
+        rotary: RotaryStep,
+        attention: AttentionState,
+        norm: Norm | None,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """`forward` where one kernel follows the projection: it sums parts, norms heads, rotates
+        and, if the back end can, stores keys and values."""
+        qkv = self.qkv_proj.parts(hidden, norm)
+        heads = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
+        counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        query, key, value = torch.split(heads, counts, dim=-2)
+        norms = None
+        if self.qk_norm:
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+        turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms)
+        out = attention.rotate_and_attend(self.layer.layer_id, query, key, value, turn)
+        out = out.reshape(hidden.shape[0], self.q_size)
+        return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
+
 
 class MLP(nn.Module):
     """SiLU-gated feed-forward with fused gate and up."""
@@ -98,12 +131,24 @@ class MLP(nn.Module):
     def __init__(self, hidden: int, intermediate: int, fmt: WeightFormat, bias: bool) -> None:
         super().__init__()
         shards = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up_proj = Linear(hidden, shards, fmt, bias)
-        self.down_proj = Linear(intermediate, hidden, fmt, bias)
+        self.gate_up_proj = Linear(hidden, shards, fmt, bias, "gate_up")
+        self.down_proj = Linear(intermediate, hidden, fmt, bias, "down")
+        self.is_plain = fmt.linear is None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
         return self.down_proj.forward(silu_and_mul(self.gate_up_proj.forward(hidden)))
+
+    def parts(
+        self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """`forward`, normed first by `norm`, plus `residual`; or in parts for a norm to sum."""
+        if self.is_plain:
+            return self.forward(hidden)
+        inner = self.gate_up_proj.gated(hidden, "silu", norm)
+        return (
+            self.down_proj.parts(inner) if residual is None else self.down_proj.add(inner, residual)
+        )
 
 
 class DecoderLayer(nn.Module):
@@ -115,6 +160,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, index, layer_id, fmt)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.mlp = MLP(config.hidden_size, config.intermediate_size, fmt, _traits(config).mlp_bias)
+        self.is_plain = fmt.linear is None
 
     def forward(
         self,
@@ -122,12 +168,24 @@ class DecoderLayer(nn.Module):
         residual: Tensor | None,
         rotary: RotaryStep,
         attention: AttentionState,
-    ) -> tuple[Tensor, Tensor]:
-        """hidden, residual: [M, H]; the stream is their sum."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """hidden, residual: [M, H]; the stream is their sum (see `layers.stream_of`)."""
+        if residual is None and self._streams(hidden, rotary):
+            first, second = self.input_layernorm.inside, self.post_attention_layernorm.inside
+            hidden = self.self_attn.forward(hidden, rotary, attention, first, hidden)
+            return self.mlp.parts(hidden, second, hidden), None
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn.forward(hidden, rotary, attention)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp.forward(hidden), residual
+        return self.mlp.parts(hidden), residual
+
+    def _streams(self, hidden: Tensor, rotary: RotaryStep) -> bool:
+        """Whether this is one row for which every linear layer does what surrounds it, too."""
+        if self.is_plain or hidden.shape[0] != 1 or rotary.cos is not None:
+            return False
+        attention, mlp = self.self_attn, self.mlp
+        layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
+        return all(layer.streams_one_row for layer in layers)
 
 
 class LlamaModel(PreNormModel):

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ...kernels.linear_tuned import LinearChooser
 from ..errors import ModelLoadError
 from ..layers import WeightFormat
 from .base import TextModel
@@ -59,17 +60,18 @@ def build_model(
     layer_id_offset: int = 0,
     pack_fp16: bool = False,
     max_position: int | None = None,
+    linear: LinearChooser | None = None,
 ) -> TextModel:
     """The model with uninitialised weights; `max_position` bounds the positions it will see.
 
-    `dtype` and `pack_fp16` are those of a `layers.WeightFormat` (see `layers.resolve_format`).
+    `dtype`, `pack_fp16`, `linear`: those of a `layers.WeightFormat` (see `layers.resolve_format`).
     """
     module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
     module = importlib.import_module(f".{module_name}", __package__)
     text_config = getattr(hf_config, "text_config", None) or hf_config
     model: TextModel = getattr(module, class_name)(
         text_config,
-        WeightFormat(device, dtype, pack_fp16),
+        WeightFormat(device, dtype, pack_fp16, linear),
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )

@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema import ModelConfig
-from slipstream.runner.attention.base import AttentionState, CommonAttentionMetadata
+from slipstream.runner.attention.base import (
+    AttentionBackend,
+    AttentionState,
+    CommonAttentionMetadata,
+)
 from slipstream.runner.attention.reference import ReferenceBackend
 from slipstream.runner.kv_cache import KVCache, make_groups
 from slipstream.runner.layers import resolve_format
@@ -35,16 +39,22 @@ def load(folder: Path | str, dtype: str = "float32", **settings: Any) -> TextMod
 class Sequences:
     """KV state of several requests, with scattered pages; a stand-in for the runner."""
 
-    def __init__(self, model: TextModel, num_reqs: int, max_len: int, block_size: int = BLOCK_SIZE):
+    def __init__(
+        self,
+        model: TextModel,
+        num_reqs: int,
+        max_len: int,
+        block_size: int = BLOCK_SIZE,
+        backend: AttentionBackend | None = None,
+    ):
+        backend, dtype = backend or ReferenceBackend(), model.format.dtype
         self.model, self.block_size = model, block_size
         self.groups = make_groups(model.attention_layers())
         pages = -(-max_len // block_size)
         num_blocks = 1 + num_reqs * pages
-        self.cache = KVCache(self.groups, num_blocks, block_size, torch.float32, CPU)
+        self.cache = KVCache(self.groups, num_blocks, block_size, dtype, CPU)
         self.builders = [
-            ReferenceBackend().create_builder(
-                group.layers, block_size, num_reqs, 1024, max_len, torch.float32, CPU
-            )
+            backend.create_builder(group.layers, block_size, num_reqs, 1024, max_len, dtype, CPU)
             for group in self.groups
         ]
         self.lengths = [0] * num_reqs
