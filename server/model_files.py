@@ -1,0 +1,133 @@
+"""Looks at a local model's files before anything is loaded: are they whole, do they fit the flags?
+
+Reads headers only, in a fraction of a second, so that a broken download is refused at once and not
+after minutes of loading. What it does not know it leaves to the worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ..configs.schema import Config
+from .gguf_metadata import GGUFError, check_gguf_tensors, read_gguf_metadata
+from .tokenizer_source import packaged_smollm2
+
+_MAX_HEADER = 100 << 20  # safetensors' own limit
+
+
+class ModelFilesError(Exception):
+    """A model cannot be served from its files; the text is one sentence for the user."""
+
+
+def check_model_files(config: Config) -> None:
+    """Raise ModelFilesError if a file of the model or of its drafter is broken or missing, or if
+
+    --max-model-len is beyond the model. Hub ids are the worker's business.
+    """
+    model = config.model
+    path = _local(model.model)
+    if path is not None:
+        found = _checked(path, model.load_format)
+        _check_length(model.max_model_len, model.hf_overrides, found)
+    if config.speculative.method != "off" and config.speculative.model:
+        drafter = _local(config.speculative.model)
+        if drafter is not None:
+            _checked(drafter, config.speculative.load_format)
+
+
+def _local(name: str) -> Path | None:
+    if name == "smollm2-135m":
+        return packaged_smollm2()
+    path = Path(name).expanduser()
+    return path if path.exists() else None
+
+
+def _checked(path: Path, load_format: str) -> dict[str, Any]:
+    """What the model says of itself, in the words of a config.json; empty if it says nothing."""
+    if path.is_dir() and load_format == "gguf":
+        files = sorted(path.glob("*.gguf"))
+        path = files[0] if len(files) == 1 else path
+    if path.is_file():
+        return _checked_gguf(path)
+    raw = _json(path / "config.json") if (path / "config.json").is_file() else {}
+    if load_format in ("auto", "safetensors"):
+        for file in _safetensors(path):
+            _check_safetensors(file)
+    text = raw.get("text_config")
+    return {**raw, **text} if isinstance(text, dict) else raw
+
+
+def _checked_gguf(path: Path) -> dict[str, Any]:
+    try:
+        metadata = read_gguf_metadata(path, long_arrays=False)
+        check_gguf_tensors(path)
+    except GGUFError as error:
+        raise ModelFilesError(str(error)) from error
+    architecture = metadata.get("general.architecture")
+    return {"max_position_embeddings": metadata.get(f"{architecture}.context_length")}
+
+
+def _check_length(wanted: int | None, overrides: str | None, model: dict[str, Any]) -> None:
+    longest = model.get("max_position_embeddings")
+    changed = json.loads(overrides) if overrides else {}
+    if "max_position_embeddings" in changed:
+        longest = changed["max_position_embeddings"]
+    elif isinstance(changed.get("text_config"), dict):
+        longest = changed["text_config"].get("max_position_embeddings", longest)
+    if isinstance(longest, int) and wanted is not None and wanted > longest:
+        raise ModelFilesError(f"--max-model-len {wanted} is beyond the model's {longest} tokens")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFilesError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path} is not a JSON object.")
+    return value
+
+
+def _safetensors(folder: Path) -> Iterator[Path]:
+    """The weight files that will be read; ModelFilesError if one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        single = folder / "model.safetensors"
+        yield from [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        return
+    files = _json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+        raise ModelFilesError(f"{index} is not a valid safetensors index.")
+    paths = [folder / name for name in sorted(set(files.values()))]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise ModelFilesError(f"{folder} lacks the weight file {', '.join(missing)}.")
+    yield from paths
+
+
+def _check_safetensors(path: Path) -> None:
+    """The header's length, its JSON, and that the file ends where the last tensor does."""
+
+    def broken(reason: str) -> ModelFilesError:
+        return ModelFilesError(f"{path} is not a readable safetensors file: {reason}.")
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise broken("its header is not whole")
+            header = json.loads(file.read(length))
+        tensors = [value for key, value in header.items() if key != "__metadata__"]
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
+    except OSError as error:
+        raise broken(error.strerror or "an input error") from error
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise broken("its header makes no sense") from error
+    if size != 8 + length + end:
+        raise broken(f"it has {size} bytes, and its header says {8 + length + end}")
