@@ -105,7 +105,7 @@ def _check_model(config: Config) -> None:
 
 def _check_budget(config: Config) -> None:
     scheduler, spec = config.scheduler, config.speculative
-    per_request = 1 if spec.method == "off" else spec.num_speculative_tokens + 1
+    per_request = 1 if spec.method == "off" else spec.max_drafts + 1
     needed = scheduler.max_num_seqs * per_request
     if scheduler.max_num_batched_tokens < needed:
         why = (

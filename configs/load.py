@@ -28,7 +28,7 @@ from .schema import Config, SpeculativeConfig
 from .speculative import read_speculative
 
 _SPEC = "speculative_config"
-_SPEC_DOC = 'JSON object such as {"method":"ngram","num_speculative_tokens":4}, or off'
+_SPEC_DOC = 'JSON object such as {"method":"ngram","num_speculative_tokens":"auto"}, or off'
 _CONFIG_DOC = "YAML file with the same names as the flags"
 Layer = dict[str, Any]  # option name -> value; _SPEC -> SpeculativeConfig
 

@@ -122,12 +122,14 @@ class SpeculativeConfig:
         "off, ngram, draft_model, eagle, eagle3, mtp, gemma4_mtp, or a module:Class of your own",
     )
     model: str | None = option(None, "the drafter's folder or id")
-    num_speculative_tokens: int = option(4, "drafts per step (K)")
+    num_speculative_tokens: int | None = option(
+        None, "drafts per step (K), or auto (default): chosen for each step, from none up"
+    )
+    max_speculative_tokens: int | None = option(
+        None, "auto: the largest K; default: 5, for mtp 3, for ngram 8"
+    )
     prompt_lookup_max: int = option(4, "n-gram: longest suffix to look for")
     prompt_lookup_min: int = option(2, "n-gram: shortest suffix to look for")
-    prompt_lookup_adaptive: bool = option(
-        True, "n-gram on a CPU: fewer drafts for requests whose drafts are rejected"
-    )
     draft_sampling: str = option(
         "auto", "how drafts are drawn", choices=("auto", "greedy", "probabilistic")
     )
@@ -146,6 +148,29 @@ class SpeculativeConfig:
     )
     position_offset: int = option(0, "Gemma 4 assistant: 0 = position P, 1 = P + 1")
     load_format: str = option("auto", "like the model's --load-format, for the drafter")
+    watchdog: bool = option(True, "stop a drafter that seems broken, and try it again later")
+
+    @property
+    def max_drafts(self) -> int:
+        """The largest K, fixed or chosen."""
+        if self.num_speculative_tokens is not None:
+            return self.num_speculative_tokens
+        if self.max_speculative_tokens is not None:
+            return self.max_speculative_tokens
+        if self.synthetic_acceptance_rates is not None:
+            return len(self.synthetic_acceptance_rates)
+        return {"mtp": 3, "ngram": 8}.get(self.method, 5)
+
+    @property
+    def draft_counts(self) -> tuple[int, ...]:
+        """The K above 0 that a step may have. Each has graphs of its own, so not every large one
+        is among them; a single one is fixed."""
+        most = self.max_drafts
+        if self.method == "off":
+            return ()
+        if self.num_speculative_tokens is not None:
+            return (most,)
+        return (*(k for k in (1, 2, 3, 4, 5, 6, 8, 11, 16, 23) if k < most), most)
 
 
 @dataclass(frozen=True)

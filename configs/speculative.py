@@ -11,6 +11,7 @@ from .schema import SpeculativeConfig
 
 METHODS = ("off", "ngram", "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp")
 MAX_DRAFTS = 32
+AUTO = "auto"  # num_speculative_tokens: K is chosen while serving
 _ELSEWHERE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class of a drafter of one's own
 _NEED_MODEL = {"draft_model", "eagle", "eagle3", "gemma4_mtp"}
 
@@ -32,6 +33,8 @@ def read_speculative(label: str, value: Any) -> SpeculativeConfig:
         name = str(key).replace("-", "_")
         if name not in options:
             raise ConfigError(f"{label} has no key {key!r}{did_you_mean(name, options)}")
+        if name == "num_speculative_tokens" and item == AUTO:
+            item = None
         fields[name] = read_value(options[name], f"{label}: {key}", item)
     if "method" not in fields:
         raise ConfigError(f"{label} must name a method: {', '.join(METHODS)}")
@@ -48,10 +51,13 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
     if spec.method not in METHODS and not _ELSEWHERE.fullmatch(spec.method):
         hint = did_you_mean(spec.method, METHODS)
         require(False, "method", f"be one of {', '.join(METHODS)}{hint}")
+    for key in ("num_speculative_tokens", "max_speculative_tokens"):
+        count = getattr(spec, key)
+        require(count is None or 1 <= count <= MAX_DRAFTS, key, f"be from 1 to {MAX_DRAFTS}")
     require(
-        1 <= spec.num_speculative_tokens <= MAX_DRAFTS,
-        "num_speculative_tokens",
-        f"be from 1 to {MAX_DRAFTS}",
+        spec.num_speculative_tokens is None or spec.max_speculative_tokens is None,
+        "max_speculative_tokens",
+        "be left out where num_speculative_tokens is not auto",
     )
     require(spec.prompt_lookup_min >= 1, "prompt_lookup_min", "be at least 1")
     require(
@@ -76,10 +82,10 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
     rates = spec.synthetic_acceptance_rates
     if rates is not None:
         require(
-            len(rates) == spec.num_speculative_tokens
+            len(rates) == spec.max_drafts > 0
             and all(0.0 <= rate <= 1.0 for rate in rates)
             and list(rates) == sorted(rates, reverse=True),
             "synthetic_acceptance_rates",
-            f"be {spec.num_speculative_tokens} falling rates between 0 and 1",
+            f"be {spec.max_drafts or 'some'} falling rates between 0 and 1",
         )
     return spec

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,6 +28,7 @@ from .cuda_graphs import CudaGraphManager, ProgressFn
 from .graph_capture import GraphPool
 from .graph_dispatch import GraphRole, resolve_mode
 from .kv_cache import KVCache
+from .staging import StagingPool
 from .weights import ResolvedModel
 
 logger = logging.getLogger(__name__)
@@ -72,6 +74,11 @@ class DraftModelHost:
         self._dtype_name = dtype_name
         self._graphs = graphs
         self._attention: _DraftAttention | None = None
+        self._staging = StagingPool(device)
+
+    def upload(self, array: np.ndarray) -> Tensor:
+        """A host array of int32 or int64 on the device, without a wait."""
+        return self._staging.upload(array)
 
     def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> nn.Module:
         """Build the draft architecture `kind`, load its weights, register its attention layers."""
@@ -131,7 +138,13 @@ class DraftModelHost:
         """Tell it where KV lives; from then on `build_draft_attention` works."""
         self._prefill_support = min(builder.supports for builder in target_builders)
         self._attention = _DraftAttention(
-            cache, builders, block_tables, self.max_num_reqs, self.max_model_len, self.device
+            cache,
+            builders,
+            block_tables,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self.max_model_len,
+            self.device,
         )
 
     def build_draft_attention(
@@ -144,12 +157,14 @@ class DraftModelHost:
         desc: BatchExecutionDescriptor | None,
         for_capture: bool = False,
         writes_kv: bool = True,
+        query_lens: Sequence[int] | None = None,
     ) -> AttentionState:
-        """An AttentionState for one-token-per-request draft decodes.
+        """An AttentionState for draft decodes of one token per request, or of `query_lens` [N].
 
         KV slots come from `positions`, or are all -1 for a drafter that only reads.
         query_start_loc [N* + 1] int32 = min(i, N); seq_lens [N*] int32, padded 0; positions [N*]
-        int64; idx_mapping [N*] int32, padded -1. `num_reqs` is N. Waits for nothing.
+        int64; idx_mapping [N*] int32, padded -1. `num_reqs` is N. With `query_lens`, N* = N,
+        query_start_loc holds their sums and positions has a row for every token. Waits for nothing.
         """
         assert self._attention is not None, "the drafter asked for attention before the KV cache"
         return self._attention.build(
@@ -161,6 +176,7 @@ class DraftModelHost:
             desc,
             for_capture,
             writes_kv,
+            query_lens,
         )
 
     def create_graph_manager(
@@ -224,6 +240,7 @@ class _DraftAttention:
         builders: Sequence[AttentionBuilder | None],
         block_tables: Sequence[Tensor],
         max_num_reqs: int,
+        max_num_tokens: int,
         max_model_len: int,
         device: torch.device,
     ) -> None:
@@ -237,7 +254,7 @@ class _DraftAttention:
             for table in block_tables
         ]
         self._slot_mappings = torch.zeros(
-            (len(block_tables), max_num_reqs), dtype=torch.int64, device=device
+            (len(block_tables), max_num_tokens), dtype=torch.int64, device=device
         )
 
     @property
@@ -255,8 +272,9 @@ class _DraftAttention:
         desc: BatchExecutionDescriptor | None,
         for_capture: bool,
         writes_kv: bool,
+        query_lens: Sequence[int] | None,
     ) -> AttentionState:
-        padded = seq_lens.shape[0]
+        padded, num_tokens = seq_lens.shape[0], positions.shape[0]
         if for_capture:  # dummy rows belong to no request: they read the null block
             for table in self._block_tables:
                 table.zero_()
@@ -271,12 +289,14 @@ class _DraftAttention:
                 positions,
                 self._slot_mappings,
                 num_reqs,
-                num_reqs,
-                padded,
+                num_reqs if query_lens is None else num_tokens,
+                num_tokens,
             )
         else:
             self._slot_mappings.fill_(-1)
         starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs)
+        if query_lens is not None:
+            starts[1:] = torch.tensor(query_lens).cumsum(0)
         bounds = torch.zeros(padded, dtype=torch.int32)
         bounds[:num_reqs] = self._max_model_len  # the host does not know how many were rejected
         metadata: list[AttentionMetadata] = []
@@ -286,8 +306,8 @@ class _DraftAttention:
                 continue
             common = CommonAttentionMetadata(
                 num_reqs=padded,
-                num_actual_tokens=padded,
-                max_query_len=1,
+                num_actual_tokens=num_tokens,
+                max_query_len=1 if query_lens is None else max(query_lens),
                 max_seq_len=self._max_model_len,
                 query_start_loc=query_start_loc,
                 query_start_loc_cpu=starts,
@@ -295,7 +315,7 @@ class _DraftAttention:
                 seq_lens_cpu_upper_bound=bounds,
                 block_table=self._block_tables[group],
                 slot_mapping=self._slot_mappings[group],
-            ).with_rows(padded, padded)
+            ).with_rows(padded, num_tokens)
             if for_capture:
                 assert desc is not None
                 metadata.append(builder.build_for_capture(common, desc))

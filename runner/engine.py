@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ..configs.schema import Config
+from .draft_planner import DraftPlanner, plan_drafts
 from .grammar import (
     ALL_ALLOWED,
     GrammarBackend,
@@ -91,6 +92,9 @@ class RunnerFacts(Protocol):
     @property
     def startup_seconds(self) -> dict[str, float]: ...
 
+    @property
+    def step_seconds(self) -> dict[tuple[int, int], float]: ...
+
 
 class ModelRunner(Protocol):
     """What the engine needs of the model runner. Steps run in the order of their launch."""
@@ -132,8 +136,10 @@ class Engine:
         ready: Ready,
         max_in_flight: int,
         grammar_backend: GrammarBackend | None = None,
+        drafts: DraftPlanner | None = None,  # None: no drafter
     ) -> None:
         self.ready = ready
+        self._drafts = drafts
         self._runner = runner
         self._scheduler = scheduler
         self._max_in_flight = max_in_flight
@@ -212,6 +218,8 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is None:
             return False
+        if self._drafts is not None:
+            self._scheduler.set_num_speculative_tokens(self._drafts.complete(plan))
         if self._has_grammar(plan):
             self._runner.forward(plan)
             self._forwarded = plan
@@ -243,7 +251,19 @@ class Engine:
         results = handle.get()
         for result, cut in zip(results, num_cut, strict=False):
             result.num_draft_tokens -= cut  # drafts that a grammar forbade were not verified
-        return self._scheduler.apply(plan, results)
+        if self._drafts is None:
+            return self._scheduler.apply(plan, results)
+        self._drafts.land(plan, results, lambda: self._texts(plan))
+        outputs = self._scheduler.apply(plan, results)
+        self._drafts.tell(plan, outputs.stats)
+        if not self._scheduler.has_requests:
+            self._drafts.rest()
+        return outputs
+
+    def _texts(self, plan: StepPlan) -> list[Sequence[int]]:
+        """The tokens of the requests in a step that has not been applied."""
+        requests = [self._scheduler.request_of(plan.step_id, i) for i in range(len(plan.rows))]
+        return [request.token_ids for request in requests if request is not None]
 
     def _grammar_request(self, plan: StepPlan, index: int) -> Request | None:
         """Whose row this is if a grammar masks it: not a prefill chunk, and not stale."""
@@ -363,4 +383,5 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         num_speculative_tokens=num_drafts,
         startup_seconds=dict(facts.startup_seconds),
     )
-    return Engine(runner, scheduler, ready, 2 if config.scheduler.async_scheduling else 1)
+    in_flight = 2 if config.scheduler.async_scheduling else 1
+    return Engine(runner, scheduler, ready, in_flight, drafts=plan_drafts(facts, config))

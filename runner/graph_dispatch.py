@@ -119,11 +119,25 @@ def descriptors(
     found: set[BatchExecutionDescriptor] = set()
     if mode.decode_mode() is CUDAGraphMode.FULL and mode.separate_routine():
         for length in uniform_token_counts:
-            found.update(uniform_descriptors(sizes, length, max_num_reqs, max_num_tokens))
+            of_length = uniform_descriptors(sizes, length, max_num_reqs, max_num_tokens)
+            between = min(uniform_token_counts) < length < max(uniform_token_counts)
+            found.update(_thinned(of_length) if between else of_length)
     if (mixed := mode.mixed_mode()) is not CUDAGraphMode.NONE:
         alignment = max(uniform_token_counts, default=1)
         found.update(mixed_descriptors(sizes, mixed, alignment, max_num_reqs, max_num_tokens))
     return sorted(found, key=_capture_order)
+
+
+def _thinned(descs: list[BatchExecutionDescriptor]) -> list[BatchExecutionDescriptor]:
+    """About two sizes for each doubling, and the largest: lengths that only a controller chooses
+    need not fit as closely as they would cost in memory and start-up."""
+    kept, last = descs[-1:], 0
+    for desc in descs:
+        requests = desc.num_reqs or 0
+        if requests >= last * 4 / 3:
+            kept.append(desc)
+            last = requests
+    return kept
 
 
 def _capture_order(desc: BatchExecutionDescriptor) -> tuple[int, int, int]:

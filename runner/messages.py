@@ -153,6 +153,10 @@ class StepStats(msgspec.Struct):
     accepted_per_pos: list[int] = []  # [K] accepted drafts at position i
     num_plain_steps: int = 0  # per request: sampling rows that carried no draft
     num_generated_tokens: int = 0
+    current_k: int | None = None  # drafts made after the step; None = nobody could have any
+    k_reason: str = ""
+    drafter_healthy: bool = True
+    drafter_troubles: dict[str, int] = {}  # newly noticed, by kind
 
 
 class StepOutputs(msgspec.Struct, tag="step"):

@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..configs.schema import Config
+from ..configs.speculative import MAX_DRAFTS
 from ..kernels.gather_batch import post_update
 from ..speculators.base import BaseSpeculator, DraftInputs
 from .attention.base import AttentionState
+from .data_parallel import StepAgreement
 from .cuda_graphs import RebuiltStates
 from .input_batch import InputBatch
 from .plan import StepPlan
@@ -27,6 +29,7 @@ from .sampling_state import Feature
 from .staging import StagingPool
 from .startup import ProgressFn, RunnerFacts, RunnerParts, assemble
 from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
+from .step_timing import measure_steps
 
 
 @dataclass
@@ -40,6 +43,7 @@ class _Step:
     aux_hidden_states: list[Tensor] = field(default_factory=list)  # each [M*, H]
     drafts: Future[tuple[HostCopy, list[int]]] = field(default_factory=Future)
     error: BaseException | None = None
+    agreement: StepAgreement | None = None  # with the other ranks, if there are any
 
 
 class ModelRunner:
@@ -53,9 +57,11 @@ class ModelRunner:
         self._sampling = parts.sampling
         self._speculator = parts.speculator
         self._queue = parts.queue
+        self._sync = parts.sync
         self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
         self._staging = StagingPool(self.table.device)
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
+        self._drafted: set[int] = set()  # slots that may hold drafts
         self._error: BaseException | None = None  # raised after a step's results were out
         self._on_cpu = self.facts.device == "cpu"
         self._copy_stream = None if self._on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -128,6 +134,14 @@ class ModelRunner:
         """Capture the graphs of target and drafter. Does nothing where no graphs are wanted."""
         self._queue.call(self._capture)
 
+    def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
+        """Pretend that the first slots drafted token 0 so often, to time steps that verify."""
+
+        def job() -> None:
+            self.table.draft_tokens[:num_slots, :num_drafts] = 0
+
+        self._queue.call(job)
+
     def synchronize(self) -> None:
         """Wait until everything launched so far has run, drafting included."""
         self._queue.call(lambda: None)
@@ -147,15 +161,32 @@ class ModelRunner:
         self._prompt_logprobs.update(plan)
         if not plan.rows:
             step.drafts.set_result((HostCopy([], None), []))
+            self._forward_for_others(step)
             return
-        batch = step.batch = self._gather(plan)
+        batch = step.batch = self._gather(step)
         if plan.needs_draft_ids:
             copy = HostCopy([batch.draft_ids.clone()], self._copy_stream)
             step.drafts.set_result((copy, batch.num_draft_tokens_cpu))
         step.state = self._target.build_attention(batch)
         step.hidden_states, step.aux_hidden_states = self._target.run(batch, step.state)
 
-    def _gather(self, plan: StepPlan) -> InputBatch:
+    def _forward_for_others(self, step: _Step) -> None:
+        """A step without rows: if another rank has some, its passes need this rank's."""
+        if self._sync is None:
+            return
+        step.agreement = agreement = self._sync.agree(0, 0, None)
+        if agreement.has_work:
+            step.state = self._target.run_dummy(agreement.descriptor)
+
+    def _draft_for_others(self, step: _Step) -> None:
+        agreement = step.agreement
+        if self._speculator is not None and agreement is not None and agreement.has_work:
+            self._speculator.run_dummy(
+                agreement.descriptor, step.state, agreement.num_draft_reqs, agreement.num_drafts
+            )
+
+    def _gather(self, step: _Step) -> InputBatch:
+        plan = step.plan
         query_lens = [row.num_tokens for row in plan.rows]
         num_drafts = [row.num_draft_tokens for row in plan.rows]
         if self._on_cpu and any(num_drafts):
@@ -163,7 +194,12 @@ class ModelRunner:
         uniform = query_lens[0] if len(set(query_lens)) == 1 else None
         if any(row.is_prefill for row in plan.rows):
             uniform = None
-        desc = self._target.dispatch(sum(query_lens), len(query_lens), uniform)
+        if self._sync is None:
+            desc = self._target.dispatch(sum(query_lens), len(query_lens), uniform)
+        else:
+            wanted = _num_drafts(plan, self.facts.needs.num_speculative_tokens)
+            step.agreement = self._sync.agree(sum(query_lens), len(query_lens), uniform, wanted)
+            desc = step.agreement.descriptor
         return self.buffers.gather(plan.rows, query_lens, num_drafts, self.table, desc, uniform)
 
     def _trim_drafts(self, plan: StepPlan, query_lens: list[int], num_drafts: list[int]) -> None:
@@ -180,6 +216,7 @@ class ModelRunner:
         batch, hidden = step.batch, step.hidden_states
         if batch is None:
             handle.publish_empty()
+            self._draft_for_others(step)
             return
         assert hidden is not None
         mask = None if grammar_bitmask is None else self._staging.upload(grammar_bitmask)
@@ -207,43 +244,70 @@ class ModelRunner:
             self.table.sampling.output_bin_counts if counts_output else None,
         )
         if self._speculator is not None:
-            self._propose(self._speculator, step, sampled.num_sampled, sampled.num_rejected)
+            self._draft(self._speculator, step, sampled.num_sampled, sampled.num_rejected)
 
-    def _propose(
+    def _draft(
         self,
         speculator: BaseSpeculator,
         step: _Step,
         num_sampled: Tensor,  # [N] int32
         num_rejected: Tensor,  # [N] int32
     ) -> None:
-        batch, table = step.batch, self.table
+        batch, plan, agreement = step.batch, step.plan, step.agreement
         assert batch is not None and step.hidden_states is not None
-        drafts = speculator.propose(
-            DraftInputs(
-                num_reqs=batch.num_reqs,
-                num_tokens=batch.num_tokens,
-                descriptor=batch.descriptor,
-                idx_mapping=batch.idx_mapping,
-                query_start_loc=batch.query_start_loc,
-                seq_lens=batch.seq_lens,
-                input_ids=batch.input_ids,
-                positions=batch.positions,
-                num_sampled=num_sampled,
-                num_rejected=num_rejected,
-                requests=table,
-                attention=step.state,
-                common=batch.common,
-                hidden_states=step.hidden_states,
-                aux_hidden_states=step.aux_hidden_states,
-            )
-        )  # [N, K]
+        inputs = DraftInputs(
+            num_reqs=batch.num_reqs,
+            num_tokens=batch.num_tokens,
+            descriptor=batch.descriptor,
+            idx_mapping=batch.idx_mapping,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            requests=self.table,
+            attention=step.state,
+            common=batch.common,
+            hidden_states=step.hidden_states,
+            aux_hidden_states=step.aux_hidden_states,
+            num_drafts=plan.num_drafts if agreement is None else agreement.num_drafts,
+            num_decode_reqs=0 if agreement is None else agreement.num_draft_reqs,
+            num_deferred=[row.num_deferred for row in plan.rows],
+        )
+        if plan.defers_drafter:
+            speculator.defer(inputs)
+            self._store_no_drafts(batch)
+            return
+        drafts = speculator.propose(inputs)  # [N, up to K]
+        if plan.num_drafts == 0:
+            self._store_no_drafts(batch)
+        else:
+            # Another rank may have wanted more.
+            self._store_drafts(batch, plan, drafts[:, : plan.num_drafts], num_sampled)
+
+    def _store_no_drafts(self, batch: InputBatch) -> None:
+        """Forget older drafts of the step's requests; mostly there are none."""
+        if not self._drafted.isdisjoint(batch.slots):
+            slots = batch.idx_mapping[: batch.num_reqs].long()  # [N] batch row -> slot
+            self.table.draft_tokens.index_fill_(0, slots, -1)
+            self._drafted.difference_update(batch.slots)
+
+    def _store_drafts(
+        self, batch: InputBatch, plan: StepPlan, drafts: Tensor, num_sampled: Tensor
+    ) -> None:
+        table = self.table
+        self._drafted.update(batch.slots)
         slots = batch.idx_mapping[: batch.num_reqs]  # [N] batch row -> slot
         missing = table.num_speculative_tokens - drafts.shape[1]
         if missing:  # the speculator chose fewer than K
             drafts = pad(drafts, (0, missing), value=-1)
         steps = torch.arange(drafts.shape[1], device=drafts.device)
         # No draft beyond the request's cap, and none for a prompt that is not finished.
-        wanted = (steps < table.max_drafts[slots][:, None]) & (num_sampled > 0)[:, None]
+        most = table.max_drafts[slots]
+        if any(row.next_drafts is not None for row in plan.rows):
+            most = torch.minimum(most, self._staging.upload(_next_drafts(plan)))
+        wanted = (steps < most[:, None]) & (num_sampled > 0)[:, None]
         # index_copy_, as assignment by index to a number would wait for the device.
         table.draft_tokens.index_copy_(0, slots.long(), torch.where(wanted, drafts, -1))
 
@@ -259,6 +323,17 @@ class ModelRunner:
             self._speculator.capture(RebuiltStates(list(states), self._target.create_forward_fn))
 
 
+def _num_drafts(plan: StepPlan, most: int) -> int:
+    return most if plan.num_drafts is None else plan.num_drafts
+
+
+def _next_drafts(plan: StepPlan) -> np.ndarray:
+    """[N] int32, the most drafts for each row's next one."""
+    most = MAX_DRAFTS if plan.num_drafts is None else plan.num_drafts
+    given = [most if row.next_drafts is None else row.next_drafts for row in plan.rows]
+    return np.array(given, dtype=np.int32)
+
+
 def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
     """Load, allocate, warm up and capture; the runner is then ready for its first step."""
     runner = ModelRunner(assemble(config, progress))
@@ -269,4 +344,8 @@ def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
     start = time.monotonic()
     runner.capture()
     seconds["capture"] = time.monotonic() - start
+    if len(config.speculative.draft_counts) > 1:
+        start = time.monotonic()
+        runner.facts.step_seconds.update(measure_steps(runner, config))
+        seconds["measure_steps"] = time.monotonic() - start
     return runner

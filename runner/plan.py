@@ -40,6 +40,9 @@ class ScheduledRow:
     num_computed_tokens: int  # host's upper bound before this step
     is_prefill: bool  # True while this step does not reach the last known token
     num_output_tokens: int  # host's upper bound of tokens emitted before this step
+    num_deferred: int = 0  # tokens before this row that the drafter has not taken in yet
+    num_behind: int = 0  # and after this step
+    next_drafts: int | None = None  # at most so many drafts for its next row; None = the step's
 
 
 @dataclass(slots=True)
@@ -52,6 +55,9 @@ class StepPlan:
     new_blocks: list[NewBlocks] = field(default_factory=list)
     rows: list[ScheduledRow] = field(default_factory=list)
     needs_draft_ids: bool = False  # a grammar must see the real drafts before sampling
+    num_drafts: int | None = None  # to make after this step, for the next one; None = K
+    draft_reason: str = ""  # why so many
+    defers_drafter: bool = False  # the drafter takes this step's tokens in later
 
     @property
     def num_tokens(self) -> int:

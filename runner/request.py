@@ -48,7 +48,7 @@ class Request:
     incarnation: int = 0  # grows with every preemption: results of an older one are stale
     prefill_len: int = 0  # tokens known when it entered the slot
     num_computed_tokens: int = 0  # upper bound, steps in flight included
-    num_confirmed_tokens: int = 0  # tokens whose KV is surely written and valid
+    num_confirmed_tokens: int = 0  # tokens whose KV, the drafter's too, is surely there and valid
     num_rows_in_flight: int = 0
     num_sampling_in_flight: int = 0
     num_placeholders: int = 0

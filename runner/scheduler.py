@@ -346,7 +346,8 @@ class Scheduler:
             new = [TokenLogprobs(*item) for item in result.prompt_logprobs]
             request.prompt_logprobs.extend(new)
         if row.is_prefill:
-            request.num_confirmed_tokens = row.num_computed_tokens + row.num_tokens
+            end = row.num_computed_tokens + row.num_tokens
+            request.num_confirmed_tokens = end - row.num_behind
             self._publish(request)
             return
         num_emitted = len(result.token_ids)
@@ -357,7 +358,7 @@ class Scheduler:
         verdict = append_tokens(request, result.token_ids)
         assert verdict.num_kept <= result.num_draft_tokens + 1
         # The newest token's KV is not written; after a cut nothing behind the cut may be cached.
-        request.num_confirmed_tokens = len(request.token_ids) - 1
+        request.num_confirmed_tokens = len(request.token_ids) - 1 - row.num_behind
         self._publish(request)
         self._report(request, result, verdict)
 

@@ -57,6 +57,8 @@ class RunnerFacts:
     attention_backend: str
     needs: SpeculatorNeeds  # of the drafter; NO_SPECULATION without one
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase; grows until ready
+    # (requests, drafts each) -> seconds of a step, as far as they were measured
+    step_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,8 @@ class _Assembly:
         settings = self.graphs
         if settings is None:
             return None, CUDAGraphMode.NONE
-        lengths = sorted({1, needs.num_speculative_tokens + 1})
+        chosen = [k for k in self.config.speculative.draft_counts if needs.num_speculative_tokens]
+        lengths = sorted({1, needs.num_speculative_tokens + 1, *(count + 1 for count in chosen)})
         decision = resolve_mode(
             wanted_modes(self.config.graph, self.device.type).target,
             min(builder.supports for builder in builders),

@@ -17,17 +17,20 @@ from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import SpeculativeConfig
 from ..kernels.prepare_draft import advance_draft_decode, shift_draft_ids, start_draft_decode
 from .base import DraftHost, DraftInputs, DraftModelSpeculator, GraphManager, SpeculatorNeeds
+from .deferred import DeferredTokens
 
 
 class AutoRegressiveSpeculator(DraftModelSpeculator):
-    """Draft prefill and K - 1 draft decodes.
+    """Draft prefill and K - 1 draft decodes; K is up to `num_drafts`, by step.
 
     The model offers `input_width`, `feedback_width`, `combine(target_hidden [M, input_width]) ->
     [M, feedback_width]`, `forward(ids, positions, hidden, attention)` and `compute_logits`.
     """
 
     advance_draft_positions = True  # each draft's KV goes one position on (False: Gemma 4)
-    runs_draft_prefill = True  # False: the first draft, too, comes from a decode (Gemma 4)
+    runs_draft_prefill = True  # False: nothing is run over the target's rows (Gemma 4)
+    first_pass_drafts = True  # False: the first draft, too, comes from a decode
+    reads_hidden = True  # False: the first pass reads ids only, not shifted (a whole model)
 
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         super().__init__(config, host)
@@ -40,17 +43,15 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self._prefill_graphs: GraphManager | None = None
         self._decode_graphs: GraphManager | None = None
         self._prefill_captured: Mapping[BatchExecutionDescriptor, Any] = {}
+        self.deferred: DeferredTokens | None = None
+        if self.runs_draft_prefill:
+            self.deferred = DeferredTokens(host, wide, self.reads_hidden, int(self.reads_hidden))
         self.needs = self.describe_needs()
 
     @property
     @abstractmethod
     def model_returns_tuple(self) -> bool:
         """True: forward gives (hidden for logits, hidden fed back); False: one tensor for both."""
-
-    @property
-    def num_decodes(self) -> int:
-        """Draft decodes after the first pass."""
-        return self.num_drafts - 1
 
     def describe_needs(self) -> SpeculatorNeeds:
         """What the runner must provide; K lookahead slots hold the drafts' KV."""
@@ -59,6 +60,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             num_lookahead_tokens=self.num_drafts,
             hidden_states=True,
             draft_logits=self.probabilistic,
+            max_deferred_tokens=0 if self.deferred is None else self.deferred.capacity,
             drop_last_matched_block=True,
         )
 
@@ -72,7 +74,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         decode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         # The target's own families, less its pieces: each graph follows one of the target's.
         prefill = mode if mode is CUDAGraphMode.FULL else decode
-        lengths = sorted({1, self.num_drafts + 1})
+        lengths = sorted({1, *(count + 1 for count in self.config.draft_counts)})
         if self.runs_draft_prefill:
             self._prefill_graphs = self.host.create_graph_manager("draft prefill", prefill, lengths)
         self._decode_graphs = self.host.create_graph_manager("draft decode", decode, [1])
@@ -120,13 +122,25 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def propose(self, inputs: DraftInputs) -> Tensor:
         """Draft K tokens for every row; [N, K] int64."""
+        count = self.num_drafts if inputs.num_drafts is None else inputs.num_drafts
+        if self.deferred is not None:
+            self.deferred.catch_up(inputs, self.model, self.max_position)
         self._stage(inputs)
         if self.runs_draft_prefill:
             self._first_pass(inputs)
         attention: Any = None
-        for _ in range(self.num_decodes):
+        for _ in range(self._num_decodes(count)):
             attention = self._decode(inputs.num_reqs, attention)
-        return self._result(inputs)
+        return self._result(inputs, count)
+
+    def _num_decodes(self, num_drafts: int) -> int:
+        """How many decodes make so many drafts."""
+        return max(0, num_drafts - 1) if self.first_pass_drafts else num_drafts
+
+    def defer(self, inputs: DraftInputs) -> None:
+        """Keep the step's hidden states for the pass that a later `propose` begins with."""
+        if self.deferred is not None:
+            self.deferred.keep(inputs, self.select_target_hidden(inputs))
 
     def _stage(self, inputs: DraftInputs) -> None:
         """Copy and shift the target's step into the drafter's buffers, padded rows included."""
@@ -268,13 +282,13 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self.noise_positions += 1
         self.step += 1
 
-    def _result(self, inputs: DraftInputs) -> Tensor:
+    def _result(self, inputs: DraftInputs, count: int) -> Tensor:
         """Real rows; -1 where a draft was made beyond the drafter's last position."""
         rows, slots = inputs.num_reqs, inputs.idx_mapping[: inputs.num_reqs]
         if self.draft_logits is not None:
             assert inputs.requests.draft_logits is not None
             inputs.requests.draft_logits[slots] = self.draft_logits[:rows]
         last = inputs.positions[self.last_token_indices[:rows]]
-        ahead = torch.arange(self.num_drafts, device=last.device)
+        ahead = torch.arange(count, device=last.device)
         known = last[:, None] + ahead < self.max_position
-        return torch.where(known, self.draft_tokens[:rows], -1)
+        return torch.where(known, self.draft_tokens[:rows, :count], -1)

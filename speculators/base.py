@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +31,9 @@ class SpeculatorNeeds:
     aux_hidden_state_boundaries: tuple[int, ...] = ()  # boundary b = residual stream after b layers
     hidden_states: bool = False  # the target's hidden states after the final norm
     draft_logits: bool = False  # store q per slot, for probabilistic verification
+    max_deferred_tokens: int = 0  # how far its own state may stay behind the text; 0 = it has none
+    per_request_drafts: bool = False  # rows without drafts take no time: K may differ by request
+    watched: bool = True  # few accepted drafts mean a fault, and not that the text has none to find
     drop_last_matched_block: bool = False  # draft KV needs the next token: cut prefix hits short
 
 
@@ -69,6 +73,8 @@ class DraftInputs:
     common: Sequence[Any] = ()  # the target's CommonAttentionMetadata by group
     hidden_states: Tensor | None = None  # [M, H] after the final norm
     aux_hidden_states: Sequence[Tensor] = ()  # one [M, H] per boundary asked for
+    num_drafts: int | None = None  # how many to make; None = K; 0 = only take the step in
+    num_deferred: Sequence[int] = ()  # [N] on the host: tokens before the row given to `defer`
 
 
 class GraphManager(Protocol):
@@ -99,6 +105,9 @@ class DraftHost(Protocol):
     def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> nn.Module:
         """Build the draft architecture `kind`, load its weights, register its attention layers."""
 
+    def upload(self, array: np.ndarray) -> Tensor:
+        """A host array of int32 or int64 on the device, without a wait."""
+
     def build_draft_attention(
         self,
         num_reqs: int,
@@ -109,8 +118,9 @@ class DraftHost(Protocol):
         desc: BatchExecutionDescriptor | None,
         for_capture: bool = False,
         writes_kv: bool = True,
+        query_lens: Sequence[int] | None = None,
     ) -> Any:
-        """An AttentionState for one-token-per-request draft decodes.
+        """An AttentionState for draft decodes of one token per request, or of `query_lens` [N].
 
         KV slots come from `positions`; without `writes_kv` they are all -1.
         """
@@ -119,15 +129,6 @@ class DraftHost(Protocol):
         self, name: str, mode: CUDAGraphMode, uniform_token_counts: Sequence[int]
     ) -> GraphManager:
         """A manager that shares the device's graph pool."""
-
-
-@dataclass
-class SpeculatorStats:
-    """What a speculator tells the metrics beyond acceptance."""
-
-    current_num_speculative_tokens: int = 0
-    reason: str = ""
-    counters: dict[str, float] = field(default_factory=dict)
 
 
 class BaseSpeculator(ABC):
@@ -149,7 +150,15 @@ class BaseSpeculator(ABC):
 
     @abstractmethod
     def propose(self, inputs: DraftInputs) -> Tensor:
-        """Draft for every row; [N, K] int64, -1 where there is no draft. Never syncs."""
+        """Draft for every row; [N, up to K] int64, -1 where there is no draft. Never syncs."""
+
+    def defer(self, inputs: DraftInputs) -> None:
+        """Called in place of `propose` after a step for whose rows nothing is to be drafted.
+
+        Every row has one token and verified no draft. A drafter with state of its own
+        (`needs.max_deferred_tokens`) keeps what it needs to take these tokens in later.
+        """
+        return
 
 
 class DraftModelSpeculator(BaseSpeculator):
@@ -161,7 +170,7 @@ class DraftModelSpeculator(BaseSpeculator):
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         self.config = config
         self.host = host
-        self.num_drafts = config.num_speculative_tokens  # K
+        self.num_drafts = config.max_drafts  # K
         self.model: Any = self.load_draft_model()
         self.max_position = min(host.max_model_len, config.max_model_len or host.max_model_len)
         reqs, tokens = host.max_num_reqs, host.max_num_tokens

@@ -47,6 +47,7 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
     """Drafts with a whole model of its own."""
 
     model_returns_tuple = False
+    first_pass_drafts = reads_hidden = False
 
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         super().__init__(config, host)
@@ -56,11 +57,6 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
     def load_draft_model(self) -> nn.Module:
         """Any served architecture."""
         return _LanguageModel(self.host.load_draft_model("draft_model", self.config))
-
-    @property
-    def num_decodes(self) -> int:
-        """All K drafts come from decodes."""
-        return self.num_drafts
 
     def describe_needs(self) -> SpeculatorNeeds:
         """No hidden states; KV at position p depends on tokens up to p only, so hits stay whole."""

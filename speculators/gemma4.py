@@ -20,17 +20,12 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
     """Starts from the last valid row: position P = seq_len - rejected - 1, KV 0 .. P."""
 
     advance_draft_positions = False
-    runs_draft_prefill = False
+    runs_draft_prefill = first_pass_drafts = False
     model_returns_tuple = True
 
     def load_draft_model(self) -> nn.Module:
         """The assistant; embeddings are always the target's, the output head its own."""
         return self.host.load_draft_model("gemma4_mtp", self.config)
-
-    @property
-    def num_decodes(self) -> int:
-        """All K drafts come from decodes."""
-        return self.num_drafts
 
     def describe_needs(self) -> SpeculatorNeeds:
         """No KV of its own: no lookahead slots, and prefix hits stay whole."""

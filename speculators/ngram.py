@@ -10,7 +10,6 @@ from torch import Tensor
 from ..configs.schema import SpeculativeConfig
 from ..kernels.ngram_scan import Haystack, ngram_scan
 from .base import BaseSpeculator, DraftHost, DraftInputs, SpeculatorNeeds
-from .draft_budget import DraftBudget
 
 
 class Predictions(Protocol):
@@ -29,15 +28,15 @@ class NgramSpeculator(BaseSpeculator):
                 "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, but they are "
                 f"{config.prompt_lookup_min} and {config.prompt_lookup_max}"
             )
-        self.needs = SpeculatorNeeds(num_speculative_tokens=config.num_speculative_tokens)
+        # On a GPU a step's rows are padded to K + 1 a request: fewer drafts would save nothing.
+        self.needs = SpeculatorNeeds(
+            num_speculative_tokens=config.max_drafts,
+            per_request_drafts=host.device.type == "cpu",
+            watched=False,
+        )
         self._min_n, self._max_n = config.prompt_lookup_min, config.prompt_lookup_max
         own_limit = config.max_model_len or host.max_model_len
         self._max_len = min(own_limit, host.max_model_len)
-        # On a GPU a step's rows are padded to K + 1 a request: fewer drafts would save nothing.
-        adapts = config.prompt_lookup_adaptive and host.device.type == "cpu"
-        self._budget: DraftBudget | None = None
-        if adapts:
-            self._budget = DraftBudget(host.max_num_reqs, config.num_speculative_tokens)
 
     def propose(self, inputs: DraftInputs) -> Tensor:
         """Drafts for rows that emitted a token; [N, K] int64, -1 = none."""
@@ -60,40 +59,5 @@ class NgramSpeculator(BaseSpeculator):
         )
         num_drafts = self.needs.num_speculative_tokens
         drafts = ngram_scan(haystack, slots, lengths, self._min_n, self._max_n, num_drafts)
-        if self._budget is not None:
-            found = drafts_at_all & (drafts[:, 0] >= 0)
-            self._judge(self._budget, inputs, slots)
-            allowed = torch.minimum(allowed, self._worth(self._budget, inputs, slots, found))
         steps = torch.arange(num_drafts, device=slots.device)
         return torch.where(steps < allowed[:, None], drafts, -1)
-
-    def _judge(self, budget: DraftBudget, inputs: DraftInputs, slots: Tensor) -> None:
-        """Tell the budget what became of the drafts that this step verified."""
-        requests = inputs.requests
-        num_sampled = inputs.num_sampled[: inputs.num_reqs]
-        known = requests.total_len[slots] - num_sampled  # [N] tokens before this step
-        began = (known <= requests.prefill_len[slots]).tolist()
-        counts = zip(
-            *(slots.tolist(), began, num_sampled.tolist()),
-            inputs.num_rejected[: inputs.num_reqs].tolist(),
-            strict=True,
-        )
-        for slot, is_new, emitted, rejected in counts:
-            if is_new:
-                budget.restart(slot)
-            elif emitted:
-                budget.record(slot, emitted - 1, rejected)
-
-    def _worth(
-        self, budget: DraftBudget, inputs: DraftInputs, slots: Tensor, found: Tensor
-    ) -> Tensor:
-        """Drafts worth verifying, [N] int64; found: [N] bool, rows for which there are some.
-
-        A sampled token depends on whether it was drafted, so the drafts of a request with a seed
-        must not depend on its company; greedy ones may.
-        """
-        limits = torch.zeros(inputs.num_reqs, dtype=torch.int64)
-        rows = found.nonzero().flatten()
-        greedy = (inputs.requests.temperature[slots[rows]] == 0).tolist()
-        limits[rows] = torch.from_numpy(budget.limits(slots[rows].tolist(), greedy))
-        return limits

@@ -35,10 +35,8 @@ def create_speculator(config: SpeculativeConfig, host: DraftHost) -> BaseSpecula
     if config.method == "off":
         return None
     module, package, name = _find(config.method)
-    if config.num_speculative_tokens < 1:
-        raise ValueError(
-            f"num_speculative_tokens must be at least 1, but is {config.num_speculative_tokens}"
-        )
+    if config.max_drafts < 1:
+        raise ValueError(f"num_speculative_tokens must be at least 1, but is {config.max_drafts}")
     try:
         found = getattr(import_module(module, package), name)
     except (ImportError, AttributeError) as error:

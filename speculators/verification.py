@@ -64,7 +64,7 @@ def create_verifier(config: SpeculativeConfig, device: torch.device) -> Verifier
     """The rule that the configuration asks for."""
     if config.synthetic_acceptance_rates is not None:
         listed = conditional_rates(config.synthetic_acceptance_rates)
-        missing = config.num_speculative_tokens - len(listed)  # drafts beyond the list never stand
+        missing = config.max_drafts - len(listed)  # drafts beyond the list never stand
         rates = torch.tensor(listed + [0.0] * missing, device=device)
         _log.warning(
             "synthetic acceptance is ON (%s): drafts are accepted by chance, the output is NOT "

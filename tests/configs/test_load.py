@@ -220,6 +220,33 @@ def test_speculative_object_replaces_the_presets() -> None:
     assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=7)
 
 
+@pytest.mark.parametrize("given", ["", ', "num_speculative_tokens": "auto"'])
+@pytest.mark.parametrize(
+    ("method", "counts"),
+    [
+        ("mtp", (1, 2, 3)),
+        ("ngram", (1, 2, 3, 4, 5, 6, 8)),
+        ("my.module:Drafter", (1, 2, 3, 4, 5)),
+    ],
+)
+def test_the_number_of_drafts_is_chosen_unless_it_is_given(
+    method: str, counts: tuple[int, ...], given: str
+) -> None:
+    spec = load("-sc", f'{{"method": "{method}"{given}}}').speculative
+    assert (spec.num_speculative_tokens, spec.draft_counts) == (None, counts)
+    assert spec.max_drafts == counts[-1]
+    fixed = load("-sc", f'{{"method": "{method}", "num_speculative_tokens": 2}}').speculative
+    assert fixed.draft_counts == (2,)
+
+
+def test_the_largest_chosen_number_of_drafts_can_be_given() -> None:
+    rates = '{"method": "mtp", "synthetic_acceptance_rates": [0.8, 0.6, 0.4, 0.2]}'
+    assert load("-sc", rates).speculative.draft_counts == (1, 2, 3, 4)
+    most = '{"method": "mtp", "max_speculative_tokens": 7}'
+    assert load("-sc", most).speculative.draft_counts == (1, 2, 3, 4, 5, 6, 7)
+    assert load("-sc", "off").speculative.draft_counts == ()
+
+
 @pytest.mark.parametrize(
     ("value", "words"),
     [
@@ -237,7 +264,12 @@ def test_speculative_object_replaces_the_presets() -> None:
         ('{"method": "mtp", "position_offset": 2}', "position_offset must be 0 or 1"),
         ('{"method": "mtp", "aux_hidden_state_boundaries": [3, 1]}', "increasing"),
         ('{"method": "mtp", "draft_sampling": "no"}', "must be one of auto, greedy"),
-        ('{"method": "mtp", "synthetic_acceptance_rates": [0.5]}', "be 4 falling rates"),
+        ('{"method": "ngram", "max_speculative_tokens": 33}', "from 1 to 32, not 33"),
+        ('{"method":"mtp","num_speculative_tokens":2,"max_speculative_tokens":3}', "be left out"),
+        (
+            '{"method":"mtp","num_speculative_tokens":4,"synthetic_acceptance_rates":[0.5]}',
+            "be 4 falling rates",
+        ),
         (
             '{"method":"mtp","num_speculative_tokens":2,"synthetic_acceptance_rates":[0.5,0.6]}',
             "falling",

@@ -93,8 +93,12 @@ class FakeRunner:
                 num_speculative_tokens=num_speculative_tokens,
                 num_lookahead_tokens=num_lookahead_tokens,
                 drop_last_matched_block=drop_last_matched_block,
+                max_deferred_tokens=0,
+                per_request_drafts=False,
+                watched=False,
             ),
             startup_seconds={},
+            step_seconds={},
         )
         self.max_num_seqs = max_num_seqs
         self.budget = max_num_batched_tokens

@@ -60,5 +60,5 @@ def test_only_shared_rows_feel_the_size_of_the_step(num_reqs: int) -> None:
     shared = DraftBudget(num_reqs, K).limits(slots, [True] * num_reqs)
     alone = DraftBudget(num_reqs, K).limits(slots, [False] * num_reqs)
     single = DraftBudget(1, K).limit(0, 1)
-    assert alone.tolist() == [single] * num_reqs
+    assert alone == [single] * num_reqs
     assert all(count <= single for count in shared) and (num_reqs < 40 or shared[0] < single)

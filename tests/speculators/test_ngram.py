@@ -155,7 +155,7 @@ def test_trap_17_drafts_stop_at_the_limits_of_request_and_model() -> None:
     table, lengths = table_of([loop[:62], loop[:30], loop[:30], loop[:30], loop[:64]])
     caps = torch.tensor([4, 4, 0, 2, 4], dtype=torch.int32)
     rows = Rows(table, lengths, lengths, caps, lengths - 1, torch.zeros(5))
-    drafts = speculator(prompt_lookup_adaptive=False).propose(
+    drafts = speculator().propose(
         inputs_for(rows, [1, 0, 1, 5, 1], [0, 1, 2, 3, 4, -1])
     )
     assert drafts.tolist() == [
@@ -169,33 +169,13 @@ def test_trap_17_drafts_stop_at_the_limits_of_request_and_model() -> None:
     assert short.tolist() == [[-1] * 4, [1, -1, -1, -1]]
 
 
-def adapt(temperature: float, device: str = "cpu") -> list[int]:
-    """Drafts per step of a request that always finds some, none of which is ever accepted."""
-    table, length = table_of([[1, 2, 3] * 21])
-    prompt = torch.tensor([20], dtype=torch.int32)
-    cap = torch.tensor([4], dtype=torch.int32)
-    rows = Rows(table, length, prompt, cap, prompt, torch.full((1,), temperature))
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_only_where_rows_are_not_padded_may_requests_differ(device: str) -> None:
+    config = SpeculativeConfig(method="ngram")
     host = Host(device=torch.device(device))
-    config = SpeculativeConfig(method="ngram", num_speculative_tokens=4)
     drafter = create_speculator(config, host)  # type: ignore[arg-type]
     assert drafter is not None
-    counts: list[int] = []
-    for step in range(30):
-        length[0] = 21 + step
-        rejected = counts[-1] if counts else 0
-        drafts = drafter.propose(inputs_for(rows, [1], [0], [rejected]))
-        counts.append(int((drafts >= 0).sum()))
-    return counts
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rejected_drafts_become_few_on_a_cpu(temperature: float) -> None:
-    counts = adapt(temperature)
-    assert counts[0] >= 2 and set(counts[10:]) == {0, 1}
-
-
-def test_where_rows_are_padded_rejections_change_nothing() -> None:
-    assert set(adapt(0.0, device="meta")) == {4}
+    assert drafter.needs.per_request_drafts == (device == "cpu")
 
 
 def test_a_row_at_4k_context_costs_little() -> None:

@@ -1,0 +1,195 @@
+"""Tells each planned step how many drafts to make for the next one, and what the drafter may defer.
+
+It hands the controller what it needs to know of a step, and keeps count of the tokens that the
+drafter has not taken in. Host numbers only: nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from ..configs.schema import Config
+from ..speculators.controller import DraftController
+from ..speculators.step_costs import StepCosts
+from ..speculators.watchdog import Watchdog
+from .messages import StepStats
+from .plan import NewRequest, RowResult, StepPlan
+
+if TYPE_CHECKING:
+    from ..speculators.base import SpeculatorNeeds
+
+logger = logging.getLogger(__name__)
+
+_LOG_SECONDS = 10.0  # between two lines about K
+_LASTING_REASONS = ("gain", "no_gain", "unhealthy")
+
+
+class DraftPlanner:
+    """One engine's drafts. Arrays are indexed by slot."""
+
+    def __init__(
+        self,
+        controller: DraftController,
+        max_num_reqs: int,
+        max_deferred_tokens: int,
+        trims: bool,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """`trims`: rows that were scheduled for a draft but have none take no time."""
+        self.controller = controller
+        self._max_deferred = max_deferred_tokens
+        self._trims = trims
+        self._clock = clock
+        self._deferred = [0] * max_num_reqs
+        self._since = [0] * max_num_reqs  # the step in which the slot's request entered
+        self._wants_drafts = [True] * max_num_reqs
+        self._landed_at: float | None = None  # when the step before landed; None = the engine slept
+        self._num_drafts = 0  # of the newest step with requests that decode
+        self._troubles: dict[str, int] = {}  # already told
+        self._logged = -1
+        self._log_at = float("-inf")
+
+    def complete(self, plan: StepPlan) -> int:
+        """Fill in what the plan says about drafts; returns K of the next step."""
+        for new in plan.new_requests:
+            self._enter(new, plan.step_id)
+        slots = [row.slot for row in plan.rows if not row.is_prefill]
+        choice = self.controller.choose(slots)
+        plan.num_drafts, plan.draft_reason = choice.num_drafts, choice.reason
+        if choice.limits is not None:
+            limits = dict(zip(slots, choice.limits, strict=True))
+            for row in plan.rows:
+                row.next_drafts = limits.get(row.slot)
+        plan.defers_drafter = self._may_defer(plan)
+        defers = plan.defers_drafter and self._max_deferred > 0
+        for row in plan.rows:
+            row.num_deferred = self._deferred[row.slot]
+            row.num_behind = row.num_deferred + row.num_tokens if defers else 0
+            self._deferred[row.slot] = row.num_behind
+        if slots:
+            self._log(plan, len(slots))
+            self._num_drafts = choice.num_drafts
+        return self._num_drafts  # requests that were not in this step keep their drafts
+
+    def land(
+        self, plan: StepPlan, results: Sequence[RowResult], texts: Callable[[], list[Sequence[int]]]
+    ) -> None:
+        """Take in a step's results; `texts` gives the tokens of its requests."""
+        rows = [
+            (row, result)
+            for row, result in zip(plan.rows, results, strict=True)
+            if not row.is_prefill and self._since[row.slot] <= plan.step_id
+        ]
+        if not self._trims:  # a row without a draft is verified like one whose draft is wrong
+            counts = [row.num_draft_tokens for row, _ in rows]
+        else:
+            counts = [result.num_draft_tokens for _, result in rows]
+        accepted = [max(0, len(result.token_ids) - 1) for _, result in rows]
+        self.controller.observe([row.slot for row, _ in rows], counts, accepted)
+        self._watch([result for _, result in rows], texts)
+        now = self._clock()
+        if self._landed_at is not None and len(rows) == len(plan.rows):
+            self._refine(plan, sum(counts) / len(rows), now - self._landed_at)
+        self._landed_at = now
+
+    def tell(self, plan: StepPlan, stats: StepStats) -> None:
+        """Add to a step's statistics what was chosen in it, and how the drafter is."""
+        if any(not row.is_prefill for row in plan.rows):
+            stats.current_k, stats.k_reason = plan.num_drafts, plan.draft_reason
+        watchdog = self.controller.watchdog
+        if watchdog is not None:
+            stats.drafter_healthy = watchdog.is_healthy
+            for trouble, count in watchdog.num_troubles.items():
+                if new := count - self._troubles.get(trouble, 0):
+                    stats.drafter_troubles[trouble] = new
+            self._troubles = dict(watchdog.num_troubles)
+
+    def rest(self) -> None:
+        """The engine has nothing to do: the next step's time does not count from here."""
+        self._landed_at = None
+
+    def _enter(self, new: NewRequest, step_id: int) -> None:
+        sampling = new.sampling
+        cap = sampling.speculative_max_tokens if sampling.speculative_enabled else 0
+        self.controller.restart(new.slot, cap, greedy=sampling.temperature == 0)
+        self._deferred[new.slot], self._since[new.slot] = 0, step_id
+
+    def _may_defer(self, plan: StepPlan) -> bool:
+        """Whether the drafter may leave this step for later: nothing is drafted after it, and what
+        it brings is known now: one token a row."""
+        if plan.num_drafts:
+            return False
+        if not self._max_deferred:
+            return True
+        return all(
+            row.num_tokens == 1 and self._deferred[row.slot] < self._max_deferred
+            for row in plan.rows
+        )
+
+    def _watch(
+        self, results: Sequence[RowResult], texts: Callable[[], list[Sequence[int]]]
+    ) -> None:
+        watchdog = self.controller.watchdog
+        drafted = [result for result in results if result.num_draft_tokens]
+        if watchdog is None or not drafted:
+            return
+        watchdog.observe(
+            sum(result.num_draft_tokens for result in drafted),
+            sum(max(0, len(result.token_ids) - 1) for result in drafted),
+            texts() if watchdog.wants_texts else (),
+        )
+
+    def _refine(self, plan: StepPlan, num_drafts: float, seconds: float) -> None:
+        """A step of decode rows only; it lasted from the landing before to its own."""
+        if all(row.num_tokens == row.num_draft_tokens + 1 for row in plan.rows):
+            self.controller.costs.refine(len(plan.rows), num_drafts, seconds)
+
+    def _log(self, plan: StepPlan, num_reqs: int) -> None:
+        """One line when K has changed, unless there was one just now."""
+        assert plan.num_drafts is not None
+        if plan.num_drafts == self._logged or plan.draft_reason not in _LASTING_REASONS:
+            return
+        if (now := self._clock()) < self._log_at:
+            return
+        self._logged, self._log_at = plan.num_drafts, now + _LOG_SECONDS
+        logger.info(
+            "speculation: K = %d with %d requests (%s)",
+            plan.num_drafts, num_reqs, plan.draft_reason,
+        )  # fmt: skip
+
+
+class DraftFacts(Protocol):
+    """What a model runner tells of its drafter and its steps."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def needs(self) -> SpeculatorNeeds: ...
+
+    @property
+    def step_seconds(self) -> Mapping[tuple[int, int], float]: ...
+
+
+def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
+    """What chooses K for a runner; None without a drafter."""
+    needs, spec = facts.needs, config.speculative
+    most, seats = needs.num_speculative_tokens, config.scheduler.max_num_seqs
+    if not most:
+        return None
+    counts = [most]
+    if spec.num_speculative_tokens is None:
+        counts = [count for count in spec.draft_counts if count < most] + counts
+    watched = spec.watchdog and needs.watched and spec.synthetic_acceptance_rates is None
+    controller = DraftController(
+        counts,
+        seats,
+        StepCosts(facts.step_seconds, most),
+        needs.per_request_drafts,
+        Watchdog(spec.method) if watched else None,
+    )
+    trims = facts.device.startswith("cpu")
+    return DraftPlanner(controller, seats, needs.max_deferred_tokens, trims)

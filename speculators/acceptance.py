@@ -1,0 +1,85 @@
+"""Owns what became of drafts: the share accepted by position, of all requests and of each.
+
+A draft is judged if all before it were accepted. Rows of the per-request arrays are slots. Plain
+host numbers: it never sees a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+_FIRST_RATE = 0.6  # expected of a drafter nobody has seen draft
+_PRIOR = 6.0  # judged drafts that this expectation, or the position before, counts as
+_DEEPER = (
+    0.97  # a position that was never judged is expected to do nearly as well as the one before
+)
+_STEPS = 200.0  # a step counts 1 / e after so many further steps with drafts
+_MAX_RATE = 0.985
+_AFTER_A_PAUSE = 2.0  # judged drafts that all older ones count as when a probe begins
+
+
+class Acceptance:
+    """Chances of drafts, each given that those before it were accepted."""
+
+    def __init__(self, max_num_reqs: int, max_drafts: int, memory: float, strength: float) -> None:
+        """`memory`: weight that a request's judged draft keeps when another one is judged;
+        `strength`: judged drafts that the global rates count as in a request's own."""
+        self._memory, self._strength = memory, strength
+        self._expected = _FIRST_RATE
+        self._rates: np.ndarray | None = None  # what `rates` gave, until something changes
+        self._accepted = np.zeros(max_drafts)  # [K], decayed
+        self._judged = np.zeros(max_drafts)  # [K], decayed
+        self._excess = np.zeros(max_num_reqs)  # [R] accepted beyond the global rates, decayed
+        self._weight = np.zeros(max_num_reqs)  # [R] judged, decayed
+
+    def restart(self, slot: int) -> None:
+        """A new request has the slot."""
+        self._excess[slot] = self._weight[slot] = 0.0
+
+    def observe(
+        self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """One step's verdicts; every `drafted` is at least 1."""
+        index, counts = np.asarray(slots), np.asarray(drafted)
+        right = np.minimum(np.asarray(accepted), counts)
+        judged = np.minimum(right + 1, counts)
+        expected = np.concatenate([[0.0], np.cumsum(self.rates())])
+        kept = self._memory**judged
+        self._excess[index] = self._excess[index] * kept + right - expected[judged]
+        self._weight[index] = self._weight[index] * kept + judged
+        position = np.arange(len(self._judged))
+        decay = np.exp(-1.0 / _STEPS)
+        self._accepted = self._accepted * decay + (position < right[:, None]).sum(0)
+        self._judged = self._judged * decay + (position < judged[:, None]).sum(0)
+        self._rates = None
+
+    def fade(self) -> None:
+        """What is known is old: let it weigh little against what comes next, but not move."""
+        self._expected = float(self.rates()[0])
+        scale = np.minimum(1.0, _AFTER_A_PAUSE / np.maximum(self._judged, 1e-9))
+        self._accepted *= scale
+        self._judged *= scale
+        self._rates = None
+        weight = np.minimum(1.0, _AFTER_A_PAUSE / np.maximum(self._weight, 1e-9))
+        self._excess *= weight
+        self._weight *= weight
+
+    def rates(self) -> np.ndarray:
+        """The global chance of each position, [K]."""
+        if self._rates is None:
+            rates, expected = [], self._expected
+            counts = zip(self._accepted.tolist(), self._judged.tolist(), strict=True)
+            for accepted, judged in counts:
+                rates.append((accepted + _PRIOR * expected) / (judged + _PRIOR))
+                expected = _DEEPER * rates[-1]
+            self._rates = np.array(rates)
+        return self._rates
+
+    def request_rates(self, slots: Sequence[int]) -> np.ndarray:
+        """The chance of each position for these requests, [N, K]: global, moved by their own."""
+        index = np.asarray(slots, dtype=np.int64)
+        own = self._excess[index] / (self._weight[index] + self._strength)
+        rates: np.ndarray = np.clip(self.rates() + own[:, None], 0.01, _MAX_RATE)
+        return rates

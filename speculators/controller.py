@@ -1,0 +1,209 @@
+"""Chooses K, the drafts of each step, so that a step brings most tokens for its time; 0 included.
+
+It weighs what a step takes (`step_costs`) against what drafts bring (`acceptance`), both measured
+while serving, from numbers that the host has anyway. It never sees a tensor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .acceptance import Acceptance
+from .draft_budget import DraftBudget
+from .step_costs import StepCosts
+from .watchdog import Watchdog
+
+_LEAST_GAIN = 1.03  # another K must promise so much more than the present one
+_LEAST_GAIN_OF_NONE = 1.01  # and none at all so much: nothing may be slower than no drafts
+_LARGE_GAIN = 1.15  # what promises so much more does not wait
+_STAY = 12  # steps a choice is kept, so that estimates of few drafts do not sway it
+_MEMORY, _STRENGTH = 0.98, 16.0  # of a request's own acceptance
+# While nothing is drafted, a probe of so many verified rows asks now and then whether that is
+# still right; it may take this share of the time, and is rarer the more of them were in vain.
+_PROBE_ROWS, _PROBE_SHARE = 12, 0.005
+_MIN_GAP, _MAX_GAP = 32, 128
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How many drafts are to be made, and why."""
+
+    num_drafts: int  # K, for every request of the step
+    reason: str  # fixed, gain, no_gain, probe, requests, unhealthy or health_probe
+    limits: list[int] | None = None  # by request, where they differ; K is the largest
+
+
+class DraftController:
+    """K of every step of one engine. Per-request arrays are indexed by slot."""
+
+    def __init__(
+        self,
+        choices: Sequence[int],
+        max_num_reqs: int,
+        costs: StepCosts,
+        per_request: bool = False,
+        watchdog: Watchdog | None = None,
+    ) -> None:
+        """`choices`: the K above 0, ascending; a single one is fixed. `per_request`: rows without
+        drafts take no time."""
+        self.costs = costs
+        self.watchdog = watchdog
+        max_drafts, fixed = choices[-1], len(choices) == 1
+        self._max_drafts, self._fixed = max_drafts, fixed
+        self._choices = np.array([0, *choices])
+        self._acceptance = Acceptance(max_num_reqs, max_drafts, _MEMORY, _STRENGTH)
+        self._caps = np.full(max_num_reqs, max_drafts)
+        self._budget: _Budget | None = None
+        if per_request and not fixed:
+            self._budget = _Budget(max_num_reqs, max_drafts, costs)
+        self._current = max_drafts
+        self._stayed = _STAY  # steps since K was changed
+        self._probe = _Probe()
+
+    def restart(self, slot: int, cap: int | None, greedy: bool) -> None:
+        """A new request has the slot; it wants at most `cap` drafts a step."""
+        self._caps[slot] = self._max_drafts if cap is None else min(max(cap, 0), self._max_drafts)
+        self._acceptance.restart(slot)
+        if self._budget is not None:
+            self._budget.restart(slot, greedy)
+
+    def choose(self, slots: Sequence[int]) -> Choice:
+        """How many drafts to make for the next step, which these requests will share."""
+        if not slots:
+            return Choice(0, "requests")
+        caps = self._caps[list(slots)]
+        most = int(caps.max())
+        if not most:
+            return Choice(0, "requests")
+        health = "healthy" if self.watchdog is None else self.watchdog.state()
+        if health == "off":
+            return Choice(0, "unhealthy")
+        if health == "probe":
+            return Choice(int(self._choices[1]), "health_probe")
+        if self._fixed:
+            return Choice(min(self._max_drafts, most), "fixed")
+        if self._budget is not None:
+            return self._budget.choose(slots, caps)
+        return self._choose_uniform(slots, caps, most)
+
+    def observe(
+        self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """What became of one step's sampling rows; `drafted` 0 where a row verified none."""
+        if self._budget is not None:
+            self._budget.observe(slots, drafted, accepted)
+            return
+        wanted = [
+            min(count, int(self._caps[slot])) for slot, count in zip(slots, drafted, strict=True)
+        ]
+        rows = [(s, d, a) for s, d, a in zip(slots, wanted, accepted, strict=True) if d]
+        if rows:
+            self._acceptance.observe(*zip(*rows, strict=True))
+
+    # --- one K for all --------------------------------------------------------------------------
+
+    def tokens(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that a step of these requests is expected to bring, by number of drafts."""
+        reached = np.cumprod(self._acceptance.request_rates(slots), axis=1)  # [N, K]
+        wanted = np.arange(self._max_drafts) < self._caps[list(slots)][:, None]
+        more = np.cumsum((reached * wanted).sum(0))
+        return len(slots) + np.concatenate([[0.0], more])
+
+    def _choose_uniform(self, slots: Sequence[int], caps: np.ndarray, most: int) -> Choice:
+        seconds = self.costs.row(len(slots))
+        speed = self.tokens(slots) / seconds  # [K + 1]
+        allowed = self._choices[self._choices <= most]
+        if self._current == 0 and self._probe.is_due(len(slots), seconds):
+            if self._probe.begins:
+                self._acceptance.fade()
+            return Choice(int(allowed[1]), "probe")
+        best = int(allowed[np.argmax(speed[allowed])])
+        present = min(self._current, int(allowed[-1]))
+        self._stayed += 1
+        if best != present and self._is_worth_changing(speed[best] / speed[present], best):
+            self._current, self._stayed = best, 0
+            if best:
+                self._probe.succeeded()
+            present = best
+        return Choice(present, "gain" if present else "no_gain")
+
+    def _is_worth_changing(self, gain: float, best: int) -> bool:
+        if gain > _LARGE_GAIN:
+            return True
+        return self._stayed >= _STAY and gain > (_LEAST_GAIN if best else _LEAST_GAIN_OF_NONE)
+
+
+class _Probe:
+    """When to draft although it does not seem to pay."""
+
+    def __init__(self) -> None:
+        self.begins = False
+        self._gap, self._waited, self._left = 0, 0, 0
+
+    def is_due(self, num_reqs: int, seconds: np.ndarray) -> bool:
+        """Whether this step, for which drafts do not seem to pay, probes. Call once a step."""
+        self.begins = False
+        if self._left:
+            self._left -= 1
+            return True
+        self._waited += 1
+        steps = -(-_PROBE_ROWS // num_reqs)
+        lost = steps * max(float(seconds[1] / seconds[0]) - 1.0, 0.0)  # in steps without drafts
+        if self._waited < max(self._gap, _MIN_GAP, lost / _PROBE_SHARE):
+            return False
+        self._waited, self._left, self.begins = 0, steps - 1, True
+        self._gap = min(max(2 * self._gap, _MIN_GAP), _MAX_GAP)
+        return True
+
+    def succeeded(self) -> None:
+        """Drafts pay again."""
+        self._gap = self._waited = 0
+
+
+class _Budget:
+    """K by request: what is known of a request when its row r is planned are its rows to r - 2.
+
+    Those have landed, however many steps are in flight, so that the drafts of a request which must
+    not depend on its company do not depend on when results come either.
+    """
+
+    def __init__(self, max_num_reqs: int, max_drafts: int, costs: StepCosts) -> None:
+        self._budget = DraftBudget(max_num_reqs, max_drafts, costs)
+        self._greedy = [True] * max_num_reqs
+        self._planned = [0] * max_num_reqs
+        self._applied = [0] * max_num_reqs
+        self._verdicts: list[deque[tuple[int, int]]] = [deque() for _ in range(max_num_reqs)]
+
+    def restart(self, slot: int, greedy: bool) -> None:
+        self._budget.restart(slot)
+        self._greedy[slot] = greedy
+        self._planned[slot] = self._applied[slot] = 0
+        self._verdicts[slot].clear()
+
+    def observe(
+        self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        for slot, count, right in zip(slots, drafted, accepted, strict=True):
+            self._verdicts[slot].append((right, count - right))
+
+    def choose(self, slots: Sequence[int], caps: np.ndarray) -> Choice:
+        for slot in slots:
+            self._apply(slot)
+        # The text of a request with a temperature depends on what was drafted for it; greedy text
+        # does not.
+        wanted = self._budget.limits(slots, [self._greedy[slot] for slot in slots])
+        limits = [min(limit, int(cap)) for limit, cap in zip(wanted, caps, strict=True)]
+        most = max(limits)
+        return Choice(most, "probe" if most == 1 else "gain" if most else "no_gain", limits)
+
+    def _apply(self, slot: int) -> None:
+        verdicts = self._verdicts[slot]
+        while verdicts and self._applied[slot] <= self._planned[slot] - 2:
+            right, wrong = verdicts.popleft()
+            self._budget.record(slot, right, wrong)
+            self._applied[slot] += 1
+        self._planned[slot] += 1

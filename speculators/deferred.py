@@ -1,0 +1,102 @@
+"""Lets a drafter with KV of its own skip steps: keeps what it missed, and takes it in later.
+
+While nothing is drafted, a step only copies its hidden states to a ring by request. Before the next
+draft, or when the ring is full, one pass over the missed tokens writes their KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base import DraftHost, DraftInputs
+
+_RING_BYTES = 1 << 27
+_MOST_TOKENS, _FEWEST_TOKENS = 64, 8
+
+
+class DeferredTokens:
+    """The tokens that a drafter has not seen yet, by slot.
+
+    How many they are is the host's knowledge; here, position p of a request is in column
+    p mod `capacity`.
+    """
+
+    def __init__(self, host: DraftHost, width: int, keeps_hidden: bool, shift: int) -> None:
+        """`width`: of the hidden states, if any are kept; `shift`: position p takes the id at
+        p + shift."""
+        row_bytes = host.max_num_reqs * width * host.dtype.itemsize
+        wanted = _RING_BYTES // row_bytes if keeps_hidden else _MOST_TOKENS
+        self.capacity = max(_FEWEST_TOKENS, min(_MOST_TOKENS, wanted))
+        self._host, self._shift = host, shift
+        self._ring: Tensor | None = None  # [R, capacity, width]
+        if keeps_hidden:
+            self._ring = torch.zeros(
+                (host.max_num_reqs, self.capacity, width), dtype=host.dtype, device=host.device
+            )
+
+    def keep(self, inputs: DraftInputs, hidden: Tensor) -> None:
+        """Keep a step of one token a row; hidden: [>= N, width]."""
+        if self._ring is None:
+            return
+        rows = inputs.num_reqs
+        slots = inputs.idx_mapping[:rows].long()  # [N] batch row -> slot
+        self._ring[slots, inputs.positions[:rows] % self.capacity] = hidden[:rows]
+
+    def catch_up(self, inputs: DraftInputs, model: Any, max_position: int) -> None:
+        """Run the model over what the rows of this step have missed, for its KV only."""
+        counts = np.asarray(inputs.num_deferred, dtype=np.int32)
+        for rows in _pieces(counts, self._host.max_num_tokens):
+            self._catch_up_rows(inputs, rows, counts[rows], model, max_position)
+
+    def _catch_up_rows(
+        self,
+        inputs: DraftInputs,
+        rows: np.ndarray,  # [n] int32 batch rows that are behind
+        counts: np.ndarray,  # [n] int32 by how many tokens
+        model: Any,
+        max_position: int,
+    ) -> None:
+        ends = np.cumsum(counts, dtype=np.int32)
+        token_rows = np.repeat(rows, counts)  # [M] token -> batch row
+        back = np.repeat(ends, counts) - np.arange(ends[-1], dtype=np.int32)  # [M] from the end
+        tokens = self._host.upload(np.stack([token_rows, back]))
+        starts = self._host.upload(np.concatenate([[0], ends]).astype(np.int32))  # [n + 1]
+        behind = self._host.upload(rows)
+        first = inputs.positions[inputs.query_start_loc[: inputs.num_reqs].long()]  # [N]
+        positions = first[tokens[0]] - tokens[1]  # [M]
+        slots = inputs.idx_mapping[tokens[0]].long()  # [M] token -> slot
+        attention = self._host.build_draft_attention(
+            len(rows),
+            starts,
+            first[behind].int(),
+            positions,
+            inputs.idx_mapping[behind],
+            None,
+            query_lens=counts.tolist(),
+        )
+        ids = inputs.requests.all_token_ids[slots, positions + self._shift]
+        if self._ring is None:
+            hidden = torch.zeros((len(ids), 1), dtype=self._host.dtype, device=ids.device)
+        else:
+            hidden = self._ring[slots, positions % self.capacity]
+        # As in every pass: the drafter may know fewer positions than the target.
+        model(ids, positions.clamp(max=max_position - 1), model.combine(hidden), attention)
+
+
+def _pieces(counts: np.ndarray, most_tokens: int) -> Iterator[np.ndarray]:
+    """The rows that are behind, in groups of at most so many tokens."""
+    group: list[int] = []
+    total = 0
+    for row in np.flatnonzero(counts).tolist():
+        if group and total + int(counts[row]) > most_tokens:
+            yield np.array(group, dtype=np.int32)
+            group, total = [], 0
+        group.append(row)
+        total += int(counts[row])
+    if group:
+        yield np.array(group, dtype=np.int32)

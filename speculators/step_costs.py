@@ -1,0 +1,96 @@
+"""Owns what a step takes, in seconds, by its number of requests and of drafts per request.
+
+It begins with what was measured at start-up, fills the rest by interpolation, and follows the
+measured time of real steps. It knows nothing about acceptance.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+
+import numpy as np
+
+# Without a measurement (135M model on two cores): a step of M rows takes about as long as 11 + M
+# rows, and one that verifies drafts a tenth of a request's share more.
+_FIXED_ROWS, _VERIFY_COST = 11.0, 0.1
+_RATE = 0.1  # how far one step's time moves its cell; a tenth of the difference
+_SHARED = 0.3  # of that, what every other cell moves too: a longer context slows them all
+_OUTLIER = 0.2  # a step that differs by more (in logarithms) counts as differing by this
+
+
+def assumed_seconds(num_reqs: float, num_drafts: float) -> float:
+    """What a step takes where nothing was measured, in units of one row."""
+    verify = _VERIFY_COST * (_FIXED_ROWS + num_reqs) if num_drafts else 0.0
+    return _FIXED_ROWS + num_reqs * (1 + num_drafts) + verify
+
+
+class StepCosts:
+    """Seconds of a step of N requests with K drafts each; K may be a mean."""
+
+    def __init__(self, measured: Mapping[tuple[int, int], float], max_drafts: int) -> None:
+        """`measured`: (N, K) -> seconds, any subset; empty means the assumption, scaled later."""
+        self._sizes = sorted({size for size, _ in measured}) or [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        self._known = bool(measured)
+        rows = [_fill_row(size, measured, max_drafts) for size in self._sizes]
+        self._seconds = np.array(rows)  # [sizes, K + 1]
+        self._factors = np.zeros_like(self._seconds)  # logarithms, learned from real steps
+
+    def row(self, num_reqs: int) -> np.ndarray:
+        """Seconds of a step of N requests by number of drafts, [K + 1]."""
+        index = bisect_left(self._sizes, num_reqs)
+        if index == len(self._sizes):  # beyond the largest: in proportion to the requests
+            scale = num_reqs / self._sizes[-1]
+            return scale * self._corrected(index - 1)
+        upper = self._corrected(index)
+        if self._sizes[index] == num_reqs or not index:
+            return upper
+        lower, low = self._corrected(index - 1), self._sizes[index - 1]
+        share = (num_reqs - low) / (self._sizes[index] - low)
+        mixed: np.ndarray = lower + share * (upper - lower)
+        return mixed
+
+    def seconds(self, num_reqs: int, num_drafts: float) -> float:
+        """Seconds of a step."""
+        row = self.row(num_reqs)
+        return float(np.interp(num_drafts, np.arange(len(row)), row))
+
+    def refine(self, num_reqs: int, num_drafts: float, seconds: float) -> None:
+        """Take in how long a real step took; rare outliers change little."""
+        if seconds <= 0:
+            return
+        difference = float(np.log(seconds / self.seconds(num_reqs, num_drafts)))
+        if not self._known:  # the assumption has no unit
+            self._factors += difference
+            self._known = True
+            return
+        step = _RATE * min(max(difference, -_OUTLIER), _OUTLIER)
+        index = min(bisect_left(self._sizes, num_reqs), len(self._sizes) - 1)
+        cells = [(index, round(num_drafts))]
+        if index and num_reqs < self._sizes[index]:
+            cells.append((index - 1, round(num_drafts)))
+        self._factors += _SHARED * step
+        for cell in cells:
+            self._factors[cell] += (1 - _SHARED) * step
+
+    def _corrected(self, index: int) -> np.ndarray:
+        corrected: np.ndarray = self._seconds[index] * np.exp(self._factors[index])
+        return corrected
+
+
+def _fill_row(size: int, measured: Mapping[tuple[int, int], float], max_drafts: int) -> list[float]:
+    """Seconds for K = 0 .. max: measured, between two of them in proportion, beyond as assumed.
+
+    More drafts never take less time: a measurement that says so was disturbed.
+    """
+    points = {k: t for (n, k), t in measured.items() if n == size and k <= max_drafts}
+    if not points:
+        return [assumed_seconds(size, k) for k in range(max_drafts + 1)]
+    known = sorted(points)
+    values = np.maximum.accumulate([points[k] for k in known])
+    row = np.interp(range(max_drafts + 1), known, values)
+    for k in range(max_drafts + 1):
+        nearest = min(max(k, known[0]), known[-1])
+        if nearest != k:
+            row[k] *= assumed_seconds(size, k) / assumed_seconds(size, nearest)
+    return [float(value) for value in row]

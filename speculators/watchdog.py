@@ -1,0 +1,145 @@
+"""Notices a drafter that seems broken, stops it, and lets it try again after a while.
+
+Three signs: no draft accepted for long, far fewer accepted than before, and nearly all accepted
+while the texts go round in a loop. It counts drafts and looks at token ids; it decides nothing
+about how many drafts pay.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 200  # drafts that are judged together
+_DROP = 0.2  # a window with less than this share of the running mean is a sudden drop
+_LEAST_MEAN = 0.15  # a mean below is no height to fall from
+_MEAN_WINDOWS = 5  # windows before the running mean counts
+_MEAN_RATE = 0.1
+_LOOP_RATE = 0.99  # accepted share that is too good if the texts loop
+_LOOP_TOKENS, _LONGEST_PERIOD = 96, 8
+_PROBE_DRAFTS = 32
+_FIRST_WAIT, _LONGEST_WAIT = 10.0, 600.0  # seconds
+
+TROUBLES = {
+    "zero": f"none of the last {WINDOW} drafts was accepted",
+    "drop": "far fewer drafts are accepted than before",
+    "loop": "nearly every draft is accepted and the texts repeat themselves",
+}
+
+
+class Watchdog:
+    """The health of one drafter: "healthy", "off", or "probe" (drafting a little to find out)."""
+
+    def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.num_troubles = dict.fromkeys(TROUBLES, 0)  # times each was noticed
+        self._method, self._clock = method, clock
+        self._trouble = ""  # "" = healthy
+        self._probing = False
+        self._until, self._wait = 0.0, _FIRST_WAIT
+        self._mean, self._num_windows = 0.0, 0
+        self._drafted = self._accepted = 0  # of the present window
+        self._in_vain = 0  # drafts since one was accepted
+        self._failed_probes: list[float] = []  # accepted shares of probes after a drop
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the drafter is in use."""
+        return not self._trouble
+
+    def state(self) -> str:
+        """What may be drafted now."""
+        if not self._trouble:
+            return "healthy"
+        if not self._probing and self._clock() >= self._until:
+            self._probing = True
+            self._drafted = self._accepted = 0
+        return "probe" if self._probing else "off"
+
+    @property
+    def wants_texts(self) -> bool:
+        """Whether `observe` should be given the newest tokens of the requests that drafted."""
+        full = _PROBE_DRAFTS if self._probing else WINDOW
+        suspicious = self._accepted >= _LOOP_RATE * self._drafted
+        return suspicious and 2 * self._drafted >= full
+
+    def observe(
+        self, num_drafted: int, num_accepted: int, texts: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """A step's real drafts; `texts` are the tokens of the requests that drafted, if asked."""
+        if self._trouble and not self._probing:
+            return  # drafts that were in flight
+        self._drafted += num_drafted
+        self._accepted += num_accepted
+        self._in_vain = 0 if num_accepted else self._in_vain + num_drafted
+        if not self._probing and self._in_vain >= WINDOW:
+            self._stop("zero", 0.0)
+            return
+        if self._drafted < (_PROBE_DRAFTS if self._probing else WINDOW):
+            return
+        rate = self._accepted / self._drafted
+        self._drafted = self._accepted = 0
+        loops = rate >= _LOOP_RATE and bool(texts) and all(is_loop(text) for text in texts)
+        if self._probing:
+            self._end_probe(rate, loops)
+        elif trouble := self._trouble_of(rate, loops):
+            self._stop(trouble, rate)
+        else:
+            self._keep(rate)
+
+    def _trouble_of(self, rate: float, loops: bool) -> str:
+        known = self._num_windows >= _MEAN_WINDOWS and self._mean >= _LEAST_MEAN
+        if known and rate < _DROP * self._mean:
+            return "drop"
+        return "loop" if loops else ""
+
+    def _keep(self, rate: float) -> None:
+        self._num_windows += 1
+        share = max(_MEAN_RATE, 1 / self._num_windows)
+        self._mean += share * (rate - self._mean)
+        self._wait = _FIRST_WAIT
+
+    def _stop(self, trouble: str, rate: float) -> None:
+        self._trouble, self._until = trouble, self._clock() + self._wait
+        self._drafted = self._accepted = self._in_vain = 0
+        self._failed_probes.clear()
+        self.num_troubles[trouble] += 1
+        logger.warning(
+            "speculation is off: %s (drafter %s, %.0f %% accepted, %.0f %% before); it is tried "
+            "again in %.0f s",
+            TROUBLES[trouble], self._method, 100 * rate, 100 * self._mean, self._wait,
+        )  # fmt: skip
+
+    def _end_probe(self, rate: float, loops: bool) -> None:
+        self._probing = False
+        if self._is_cured(rate, loops):
+            logger.info(
+                "speculation is on again: %.0f %% of the drafts of a probe were accepted",
+                100 * rate,
+            )
+            self._trouble = ""
+            return
+        self._failed_probes.append(rate)
+        self._wait = min(2 * self._wait, _LONGEST_WAIT)
+        self._until = self._clock() + self._wait
+
+    def _is_cured(self, rate: float, loops: bool) -> bool:
+        if rate == 0 or loops:
+            return False
+        if self._trouble != "drop" or rate >= 0.5 * self._mean:
+            return True
+        # A lower level that stays is no fault: the traffic has changed, and K follows that.
+        if len(self._failed_probes) < 2 or min(self._failed_probes) == 0:
+            return False
+        self._mean, self._num_windows = rate, 1
+        return True
+
+
+def is_loop(tokens: Sequence[int]) -> bool:
+    """Whether the newest tokens repeat a short piece over and over."""
+    tail = list(tokens[-_LOOP_TOKENS:])
+    if len(tail) < _LOOP_TOKENS:
+        return False
+    return any(tail[p:] == tail[:-p] for p in range(1, _LONGEST_PERIOD + 1))
