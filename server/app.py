@@ -110,7 +110,7 @@ def _services(
         metrics=Metrics(config.server.metrics_prefix, names[0]),
         seeds=random.Random(config.model.seed or secrets.randbits(64)),
         bodies=BodyReader(config.server.client_timeout),
-        output_format=OutputFormat.of(config.server, template),
+        output_format=OutputFormat.of(config.server, template, tokenizer),
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         created=int(time.time()),
     )

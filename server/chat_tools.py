@@ -23,9 +23,12 @@ from .openai_types.chat import (
 from .output_parser import OutputParser, TokenIds
 from .reasoning import ReasoningParser, detect_reasoning_parser, reasoning_parser_class
 from .sampling import grammar_of
+from .tokenizer import Tokenizer
 from .tool_parsers import detect_tool_parser, tool_parser_class
 from .tool_parsers.base import ToolParser
 from .tool_parsers.forced import ForcedToolParser, forced_grammar
+from .tool_parsers.hermes import BEGIN, HermesToolParser
+from .tool_parsers.strict import strict_grammar
 
 Tools = list[dict[str, Any]]
 
@@ -36,9 +39,13 @@ class OutputFormat:
 
     tools: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
+    # A grammar that begins with a call's marker needs the marker to be text, no special token.
+    has_plain_markers: bool = True
 
     @classmethod
-    def of(cls, server: ServerConfig, template: ChatTemplate) -> OutputFormat:
+    def of(
+        cls, server: ServerConfig, template: ChatTemplate, tokenizer: Tokenizer | None = None
+    ) -> OutputFormat:
         """By the flags, or read off the template. ValueError for a name that is not known."""
         tools: str | None = server.tool_call_parser
         if tools == "auto":
@@ -49,7 +56,14 @@ class OutputFormat:
         return cls(
             tool_parser_class(tools) if tools and tools != "none" else None,
             reasoning_parser_class(reasoning) if reasoning and reasoning != "none" else None,
+            tokenizer is None or tokenizer.token_to_id(BEGIN) not in tokenizer.special_ids,
         )
+
+    def strict_grammar(self, tools: Tools) -> GrammarSpec | None:
+        """What keeps calls of strict functions to their parameters, where the model may call."""
+        if self.tools is not HermesToolParser or not self.has_plain_markers:
+            return None
+        return strict_grammar(tools)
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,7 @@ class ChatFormat:
 
     model: OutputFormat = field(default_factory=OutputFormat)
     tools: Tools | None = None  # as the template gets them
-    grammar: GrammarSpec | None = None  # of forced calls
+    grammar: GrammarSpec | None = None  # of forced or strict calls
     forced: bool = False  # the output is calls and nothing else
     name: str | None = None  # the function that the client named
     reasoning: bool = True  # look for reasoning
@@ -104,15 +118,20 @@ def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
     )
     if not wish.tools or wish.mode == "none":
         return plain
-    if wish.mode == "auto":
-        return replace(plain, tools=wish.tools, parallel=wish.parallel, legacy=wish.legacy)
-    if constrained:
+    if constrained and wish.mode == "required":
         raise _wrong(wish.param, "forced calls leave no room for another output format")
     try:
-        grammar = forced_grammar(wish.tools, wish.name, wish.parallel)
+        if wish.mode == "required":
+            grammar: GrammarSpec | None = forced_grammar(wish.tools, wish.name, wish.parallel)
+        else:
+            grammar = None if constrained else model.strict_grammar(wish.tools)
     except (SchemaError, RecursionError) as error:
         why = str(error) if isinstance(error, SchemaError) else "they are nested too deep"
         raise _wrong("functions" if wish.legacy else "tools", f"wrong parameters: {why}") from None
+    if wish.mode == "auto":
+        return replace(
+            plain, tools=wish.tools, grammar=grammar, parallel=wish.parallel, legacy=wish.legacy
+        )
     return ChatFormat(
         model,
         tools=wish.tools,

@@ -54,7 +54,7 @@ def forced_grammar(
     """
     functions = {f["name"]: f for f in (tool.get("function") or tool for tool in tools)}
     if name is not None:
-        return _spec(_parameters(functions[name]))
+        return _spec(parameters_of(functions[name]))
     definitions: dict[str, Any] = {}
     calls = [_call_schema(function, definitions) for function in functions.values()]
     schema: dict[str, Any] = {
@@ -73,7 +73,8 @@ def _spec(schema: Mapping[str, Any]) -> GrammarSpec:
     return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False), "tools")
 
 
-def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
+def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
+    """A function's parameters as the grammar compiler can enforce them."""
     empty = {"type": "object", "properties": {}, "additionalProperties": False}
     given = copy.deepcopy(dict(function.get("parameters") or empty))
     prepared = prepare_schema(given, strict=function.get("strict") is True)
@@ -83,7 +84,7 @@ def _parameters(function: Mapping[str, Any]) -> dict[str, Any]:
 
 def _call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
     """One call's schema; its definitions move to the common ones, under names of their own."""
-    name, parameters = function["name"], _parameters(function)
+    name, parameters = function["name"], parameters_of(function)
     for key in ("$defs", "definitions"):
         own = parameters.pop(key, {})
         for local in own:

@@ -163,6 +163,41 @@ async def test_stream_under_a_grammar_loses_nothing() -> None:
     assert found["content"] == '{"a": 1}'
 
 
+@pytest.mark.parametrize(
+    ("change", "grammar"),
+    [
+        ({}, True),
+        ({"tool_choice": "none"}, False),
+        ({"tools": [WEATHER]}, False),
+        ({"response_format": {"type": "json_object"}}, True),  # its own
+    ],
+)
+async def test_strict_functions_are_enforced_where_calls_are_free(
+    change: dict[str, Any], grammar: bool
+) -> None:
+    strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}  # type: ignore[dict-item]
+    engine = ScriptedEngine(reply_with("Sure. " + CALL))
+    found = await ask(engine, False, **{"tools": [strict], **change})
+    spec = engine.requests[0].sampling.grammar
+    assert (spec is not None) is grammar
+    if not change:
+        assert spec is not None and (spec.kind, spec.param) == ("structural_tag", "tools")
+        assert found["content"] == "Sure." and len(found["calls"]) == 1
+
+
+async def test_a_strict_function_that_cannot_be_enforced_is_a_400() -> None:
+    function = {"name": "f", "parameters": {"not": {}}, "strict": True}
+    config = config_with(tool_call_parser="hermes")
+    async with http_client(make_app(ScriptedEngine(), config)) as client:
+        body = {
+            "model": MODEL,
+            "messages": HI,
+            "tools": [{"type": "function", "function": function}],
+        }
+        response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == "tools"
+
+
 def test_formats_are_read_off_the_template_or_set() -> None:
     app = make_app(ScriptedEngine())
     template = app.state.services.template

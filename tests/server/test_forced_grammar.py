@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import xgrammar as xgr
 
+from slipstream.server.json_schema import SchemaError
 from slipstream.server.tool_parsers.forced import ForcedToolParser, forced_grammar
+from slipstream.server.tool_parsers.strict import strict_grammar
 
 CITY = {"$ref": "#/$defs/city"}
 WEATHER = {
@@ -29,10 +31,11 @@ ONE = '{"name": "now", "parameters": {}}'
 TWO = '{"name": "weather", "parameters": {"where": {"at": "Köln"}}}'
 
 
-def accepts(schema: str, text: str) -> bool:
+def accepts(schema: str, text: str, kind: str = "json_schema") -> bool:
     vocabulary = [bytes([byte]) for byte in range(256)] + [b"<end>"]
     info = xgr.TokenizerInfo(vocabulary, stop_token_ids=[256])  # type: ignore[arg-type]
-    grammar = xgr.GrammarCompiler(info, max_threads=1).compile_json_schema(schema)
+    compiler = xgr.GrammarCompiler(info, max_threads=1)
+    grammar = getattr(compiler, f"compile_{kind}")(schema)
     matcher = xgr.GrammarMatcher(grammar)
     return matcher.accept_string(text) and matcher.accept_token(256)
 
@@ -87,3 +90,37 @@ def test_definitions_of_two_tools_do_not_mix() -> None:
     assert accepts(json.dumps(schema), text)
     assert not accepts(json.dumps(schema), text.replace("5", '"5"'))
     assert "definitions" in other, "the caller's schema stays as it was"
+
+
+STRICT = {
+    "type": "function",
+    "function": {"name": "weather", "parameters": WEATHER, "strict": True},
+}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"where": {"at": "Köln"}}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "valid"),
+    [
+        ("No call, {[ <tool", True),
+        (CALL, True),
+        (f"Let me see. {CALL}{CALL} Done.", True),
+        (CALL.replace("\n", ""), True),
+        (CALL.replace('"Köln"', "5"), False),
+        (CALL.replace('"where"', '"when"'), False),
+        (CALL.replace("weather", "other"), False),
+        ('<tool_call>{"name": "now", "arguments": {"any": ["thing"]}}</tool_call>', True),
+        ("<tool_call>weather()", False),
+    ],
+)
+def test_calls_of_strict_functions_fit_wherever_they_come(text: str, valid: bool) -> None:
+    spec = strict_grammar([STRICT, TOOLS[1]])
+    assert spec is not None and spec.kind == "structural_tag"
+    assert accepts(spec.value, text, "structural_tag") is valid
+
+
+def test_there_is_no_grammar_where_nothing_is_strict() -> None:
+    assert strict_grammar(TOOLS) is None
+    impossible = {"name": "f", "parameters": {"not": {}}, "strict": True}
+    with pytest.raises(SchemaError):
+        strict_grammar([{"type": "function", "function": impossible}])

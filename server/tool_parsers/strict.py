@@ -1,0 +1,40 @@
+"""The grammar of an answer that may hold calls of strict functions: text is free, arguments not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ...runner.messages import GrammarSpec
+from .forced import parameters_of
+from .hermes import BEGIN, END
+
+
+def strict_grammar(tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
+    """For hermes calls: whatever follows the tag is a call of a known function with arguments that
+
+    fit its parameters where it is `strict`. None if none is. Raises SchemaError.
+    """
+    functions = [tool.get("function") or tool for tool in tools]
+    if not any(function.get("strict") is True for function in functions):
+        return None
+    tags = [tag for function in functions for tag in _tags(function)]
+    form = {"type": "triggered_tags", "triggers": [BEGIN], "tags": tags}
+    wanted = {"type": "structural_tag", "format": form}
+    return GrammarSpec("structural_tag", json.dumps(wanted, ensure_ascii=False), "tools")
+
+
+def _tags(function: Mapping[str, Any]) -> list[dict[str, Any]]:
+    strict = function.get("strict") is True
+    schema = parameters_of(function) if strict else {"type": "object"}
+    name = json.dumps(function["name"])
+    return [
+        {
+            "type": "tag",
+            "begin": f'{BEGIN}{space}{{"name": {name}, "arguments": ',
+            "content": {"type": "json_schema", "json_schema": schema},
+            "end": [f"}}{END}", f"}}\n{END}"],
+        }
+        for space in ("", "\n")
+    ]
