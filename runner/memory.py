@@ -75,3 +75,19 @@ def num_kv_blocks(
     if blocks < needed:
         raise NoKVMemory(memory_bytes, needed * block_bytes(groups, size, dtype))
     return min(blocks, max(needed, -(-max_tokens // size) + 1))
+
+
+def refuse_early(
+    config: CacheConfig,
+    device: torch.device,
+    groups: Sequence[KVCacheGroup],
+    dtype: torch.dtype,
+    max_model_len: int,
+) -> None:
+    """Raise `NoKVMemory` before weights are loaded, where the cache's size is known by then.
+
+    `groups` are the target's alone; with a drafter's it only becomes less.
+    """
+    if config.kv_cache_memory_bytes is not None or device.type != "cuda":
+        known = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
+        num_kv_blocks(config, known, groups, dtype, max_model_len, max_model_len)

@@ -30,7 +30,7 @@ from .input_batch import InputBuffers
 from .kv_blocks import BlockGroup
 from .kv_cache import KVCache, KVCacheGroup, make_groups
 from .layers import resolve_format
-from .memory import kv_cache_bytes, num_kv_blocks
+from .memory import kv_cache_bytes, num_kv_blocks, refuse_early
 from .messages import Progress
 from .models.registry import build_model
 from .request_table import RequestTable
@@ -179,6 +179,8 @@ class _Assembly:
             pack_fp16=self.format.pack_fp16,
             max_position=self.max_model_len,
         )
+        groups = make_groups(self.model.attention_layers())
+        refuse_early(self.config.cache, self.device, groups, self.format.dtype, self.max_model_len)
         load_weights(self.model, self.resolved, self._load_progress)
 
     def _load_progress(self, done: int, total: int) -> None:

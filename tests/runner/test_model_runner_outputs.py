@@ -14,6 +14,7 @@ from plan_maker import PlanMaker, greedy
 from tiny_target import MAX_LEN, VOCAB, Oracle, TinySetup, make_runner, tiny_llama
 
 from slipstream.configs.schema import CacheConfig, Config, ModelConfig, SchedulerConfig
+from slipstream.runner.memory import NoKVMemory
 from slipstream.runner.messages import Progress, SamplingParams
 from slipstream.runner.model_runner import ModelRunner, build_model_runner
 from slipstream.runner.plan import NewRequest, RowResult, ScheduledRow, StepPlan
@@ -256,3 +257,20 @@ def test_build_model_runner_serves_a_folder_with_random_weights(tmp_path: Path) 
     plan.rows = [ScheduledRow(0, 3, 0, 0, False, 0)]
     assert len(run(runner, plan)[0].token_ids) == 1
     runner.shutdown()
+
+
+def test_a_cache_too_small_for_one_request_is_refused_before_weights_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 256}
+    (tmp_path / "config.json").write_text(json.dumps(config | heads))
+    monkeypatch.setattr("slipstream.runner.startup.load_weights", None)  # would raise TypeError
+    with pytest.raises(NoKVMemory, match="or lower --max-model-len"):
+        build_model_runner(
+            Config(
+                model=ModelConfig(str(tmp_path), device="cpu"),
+                cache=CacheConfig(kv_cache_memory_bytes=100_000),
+            ),
+            lambda progress: None,
+        )
