@@ -189,6 +189,11 @@ class GraphConfig:
         "attention kernels",
         choices=("auto", "reference", "triton", "flashinfer", "flash_mla"),
     )
+    linear_backend: str = option(
+        "auto",
+        "linear layers of few rows on a GPU; auto: Triton where it was measured to be quicker",
+        choices=("auto", "torch", "triton"),
+    )
     debug_compare_eager: bool = option(False, "run eager beside each replay and compare")
 
 

@@ -124,6 +124,7 @@ class DraftModelHost:
             layer_id_offset=self._next_layer_id,
             pack_fp16=fmt.pack_fp16,
             max_position=self.max_model_len,
+            linear=getattr(self.target_model.format, "linear", None),
         )
         load_weights(model, resolved)
         return model
