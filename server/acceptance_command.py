@@ -72,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
         "method": args.method,
         "model": args.drafter,
         "num_speculative_tokens": args.num_speculative_tokens,
+        "watchdog": False,  # a poor drafter is to be measured, not stopped
     }
     flags = {name: given[name] for name in _TARGET if name in given}
     config = load_config(flags | {"speculative_config": json.dumps(speculative)}, os.environ)

@@ -1,0 +1,93 @@
+"""What `slipstream bench acceptance` counts, prints and refuses."""
+
+from __future__ import annotations
+
+import pytest
+
+from slipstream.runner.messages import AddRequest, RequestOutput
+from slipstream.server.acceptance import (
+    MeasuredPrompt,
+    MeasurementFailed,
+    Tally,
+    measure_acceptance,
+    table,
+    total,
+)
+from slipstream.server.commands import main
+
+from .api_fakes import ScriptedEngine
+
+PROMPTS = [MeasuredPrompt((1, 2), "a"), MeasuredPrompt((3,), "b"), MeasuredPrompt((4,), "a")]
+
+
+def steps(request: AddRequest, *drafts: tuple[int, int]) -> list[RequestOutput]:
+    """A token without drafts, then steps of (drafted, accepted), then the end."""
+    outputs = [RequestOutput(request.request_id, [9])]
+    for drafted, accepted in drafts:
+        output = RequestOutput(request.request_id, [9] * (accepted + 1))
+        output.num_draft_tokens, output.num_accepted_tokens = drafted, accepted
+        outputs.append(output)
+    outputs[-1].finish_reason = "length"
+    return outputs
+
+
+async def test_counts_by_position_and_domain() -> None:
+    engine = ScriptedEngine(
+        lambda request: (
+            [*steps(request, (3, 3), (3, 1))]
+            if request.prompt_token_ids[0] == 1
+            else [*steps(request, (3, 0), (2, 2), (0, 0))]
+        )
+    )
+    done: list[int] = []
+    tallies = await measure_acceptance(
+        engine, PROMPTS, 0.7, 64, [2, 5], concurrency=2, on_reply=lambda: done.append(1)
+    )
+    assert len(done) == 3
+    assert tallies["b"] == Tally(2, 6, [2, 2, 1], [1, 1, 0])
+    assert tallies["a"] == Tally(4, 13, [4, 4, 3], [3, 2, 1])
+    whole = total(tallies)
+    assert whole.acceptance == [4 / 6, 3 / 6, 1 / 4]
+    assert whole.mean_length == 1 + 8 / 6
+    sampling = {r.prompt_token_ids[0]: r.sampling for r in engine.requests}
+    assert [sampling[i].seed for i in (1, 3, 4)] == [0, 1, 2]
+    assert sampling[1].temperature == 0.7 and sampling[1].max_tokens == 64
+    assert sampling[1].stop_token_ids == [2, 5]
+    lines = table(tallies, 4).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["a", "b", "all"]
+    assert "2.33" in lines[3] and "66.7%" in lines[3] and "0.0%" in lines[3]
+
+
+async def test_without_drafts_a_step_is_one_token() -> None:
+    engine = ScriptedEngine(lambda request: [*steps(request)])
+    tallies = await measure_acceptance(engine, PROMPTS, 0.0, 8, [])
+    assert total(tallies).mean_length == 1.0 and total(tallies).acceptance == []
+
+
+async def test_a_failed_reply_ends_the_measurement() -> None:
+    def fail(request: AddRequest) -> list[RequestOutput | Exception | float]:
+        output = RequestOutput(request.request_id, [], finish_reason="error", error="It broke.")
+        return [output if request.prompt_token_ids[0] == 3 else 0.01, *steps(request)]
+
+    with pytest.raises(MeasurementFailed, match="prompt 2 failed: It broke"):
+        await measure_acceptance(ScriptedEngine(fail), PROMPTS, 0.0, 8, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "what"),
+    [
+        (["--temperatures", "0,hot"], "--temperatures"),
+        (["--temperatures", "3"], "--temperatures"),
+        (["--max-tokens", "0"], "--max-tokens"),
+        (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
+        (["--method", "eagle9"], "method"),
+        (["--data", "none.jsonl"], "none.jsonl"),
+    ],
+)
+def test_wrong_flags_are_one_sentence(
+    flags: list[str], what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "acceptance", "head", *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("slipstream bench: error: ") and what in error
+    assert error.count("\n") == 1
