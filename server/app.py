@@ -20,7 +20,7 @@ from .completions import completion_routes
 from .errors import install_error_handlers
 from .metrics import Metrics
 from .middleware import BodyLimit, Faults, Keys, RequestScope
-from .models import model_routes
+from .models import ModelCard, ModelList, model_routes
 from .openai_types.chat import ChatCompletionRequest
 from .openai_types.completions import CompletionRequest
 from .openai_types.replies import ChatCompletion, Completion
@@ -45,6 +45,12 @@ _DOCUMENTED = {
     "/v1/responses": Documented(ResponsesRequest, dict, streams=True),
     "/tokenize": Documented(TokenizeRequest, Tokens),
     "/detokenize": Documented(DetokenizeRequest, Detokenized),
+    "/v1/models": Documented(None, ModelList),
+    "/v1/models/{model}": Documented(None, ModelCard),
+    "/health": Documented(None, dict, statuses=("200", "503")),
+    "/ready": Documented(None, dict, statuses=("200", "503")),
+    "/version": Documented(None, dict[str, str]),
+    "/metrics": Documented(None, str, media="text/plain"),
 }
 
 
@@ -81,7 +87,7 @@ def create_app(
     ):
         app.include_router(router)
     install_error_handlers(app)
-    install_openapi(app, _DOCUMENTED)
+    install_openapi(app, _DOCUMENTED, services.model_names)
     _add_middleware(app, services)
     return app
 

@@ -5,6 +5,7 @@ Routes read their bodies themselves (see `body`), so FastAPI does not know these
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -19,26 +20,32 @@ _REF = "#/components/schemas/{model}"
 class Documented(msgspec.Struct, frozen=True):
     """What one route takes and gives."""
 
-    body: type[BaseModel]
+    body: type[BaseModel] | None
     reply: Any
     streams: bool = False
+    media: str = "application/json"
+    statuses: tuple[str, ...] = ("200",)  # that come with the reply
 
 
-def install_openapi(app: FastAPI, documented: dict[str, Documented]) -> None:
-    """Complete FastAPI's document with these routes' shapes, by path."""
+def install_openapi(
+    app: FastAPI, documented: dict[str, Documented], models: Sequence[str] = ()
+) -> None:
+    """Complete FastAPI's document with these routes' shapes, by path, and the names of `models`."""
     plain = app.openapi
     complete: dict[str, Any] = {}
 
     def openapi() -> dict[str, Any]:
         if not complete:
             complete.update(plain())
-            _complete(complete, documented)
+            _complete(complete, documented, {"type": "string", "enum": list(models)})
         return complete
 
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _complete(document: dict[str, Any], documented: dict[str, Documented]) -> None:
+def _complete(
+    document: dict[str, Any], documented: dict[str, Documented], names: dict[str, Any]
+) -> None:
     components = document.setdefault("components", {}).setdefault("schemas", {})
     replies = [ErrorBody, *(route.reply for route in documented.values())]
     shapes, found = msgspec.json.schema_components(
@@ -50,19 +57,29 @@ def _complete(document: dict[str, Any], documented: dict[str, Documented]) -> No
         for operation in methods.values():
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = error
+            for parameter in operation.get("parameters", ()):
+                if parameter["name"] == "model":
+                    parameter["schema"] = names
     for (path, route), shape in zip(documented.items(), shapes[1:], strict=True):
-        schema = route.body.model_json_schema(ref_template=_REF)
-        components.update(schema.pop("$defs", {}))
-        components[route.body.__name__] = schema
-        operation = document["paths"][path]["post"]
-        reference = {"$ref": _REF.format(model=route.body.__name__)}
-        operation["requestBody"] = {
-            "required": True,
-            "content": {"application/json": {"schema": reference}},
-        }
-        content: dict[str, Any] = {"application/json": {"schema": shape}}
+        operation = document["paths"][path]["get" if route.body is None else "post"]
+        if route.body is not None:
+            operation["requestBody"] = _body(route.body, components, names)
+            operation["responses"] |= {"400": error, "404": error}
+        content: dict[str, Any] = {route.media: {"schema": shape}}
         if route.streams:
             content["text/event-stream"] = {"schema": {"type": "string"}}
-        operation["responses"]["200"] = {"description": "The reply", "content": content}
-        for status in ("400", "404"):
-            operation["responses"][status] = error
+        reply = {"description": "The reply", "content": content}
+        operation["responses"] |= dict.fromkeys(route.statuses, reply)
+
+
+def _body(
+    body: type[BaseModel], components: dict[str, Any], names: dict[str, Any]
+) -> dict[str, Any]:
+    """A reference to the body's schema, which is put to the others."""
+    schema = body.model_json_schema(ref_template=_REF)
+    components.update(schema.pop("$defs", {}))
+    if "model" in schema["properties"]:
+        schema["properties"]["model"] = names
+    components[body.__name__] = schema
+    reference = {"$ref": _REF.format(model=body.__name__)}
+    return {"required": True, "content": {"application/json": {"schema": reference}}}

@@ -226,3 +226,31 @@ async def test_openapi_document_describes_the_bodies() -> None:
         name = content["schema"]["$ref"].rpartition("/")[2]
         assert document["components"]["schemas"][name]["properties"]
         assert "Error" in str(operation["responses"]["400"])
+    schemas = document["components"]["schemas"]
+    for name in ("ChatCompletionRequest", "CompletionRequest", "ResponsesRequest"):
+        assert schemas[name]["properties"]["model"] == {"type": "string", "enum": [MODEL, "alias"]}
+    replies = {path: each["get"]["responses"]["200"]["content"] for path, each in gets(document)}
+    assert set(replies["/metrics"]) == {"text/plain"} and "/health" in replies
+    assert replies["/v1/models"]["application/json"]["schema"]["$ref"].endswith("/ModelList")
+
+
+def gets(document: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(path, each) for path, each in document["paths"].items() if "get" in each]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("OPTIONS", "/health", {"GET", "HEAD"}),
+        ("POST", "/ready", {"GET", "HEAD"}),
+        ("GET", "/v1/completions", {"POST"}),
+        ("PUT", "/v1/models", {"GET"}),
+    ],
+)
+async def test_a_405_names_every_method_that_the_path_takes(
+    method: str, path: str, allowed: set[str]
+) -> None:
+    async with http_client(make_app(ScriptedEngine())) as client:
+        response = await client.request(method, path)
+    assert response.status_code == 405
+    assert set(response.headers["allow"].split(", ")) == allowed
