@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,15 @@ def triton_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     interpreter._patch_lang_tensor = patch_tensor_and_index
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Any]:
+    """The default server: SmolLM2-135M-Instruct with n-gram speculation; one per test session."""
+    from .end_to_end.running_server import RunningServer
+
+    running = RunningServer()
+    try:
+        yield running.wait_ready()
+    finally:
+        assert running.stop() == 0, "".join(running.log)

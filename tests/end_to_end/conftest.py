@@ -1,111 +1,13 @@
-"""A real server on the real default model, started as a user starts it; one per test session."""
+"""Clients of the session's one server (see tests/conftest.py)."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
-import threading
-import time
-from collections.abc import Iterator
-from pathlib import Path
-
-import httpx
-import psutil
 import pytest
 from openai import OpenAI
 
-START_SECONDS = 120
+from .running_server import RunningServer, environment, free_port, slipstream
 
-
-def free_port() -> int:
-    """A TCP port that nothing listens on."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
-
-
-class RunningServer:
-    """`slipstream serve` in a child process, with its log."""
-
-    def __init__(self, *flags: str, port: int | None = None) -> None:
-        self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        command = [slipstream(), "serve", "--port", str(self.port), *flags]
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-        )
-        self.log: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        with self.process.stdout as lines:
-            self.log.extend(lines)
-
-    def wait_ready(self, seconds: float = START_SECONDS) -> RunningServer:
-        """Return once /ready answers 200; fail with the log if it ends or takes too long."""
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            assert self.process.poll() is None, "".join(self.log)
-            try:
-                if httpx.get(f"{self.url}/ready", timeout=2).status_code == 200:
-                    return self
-            except httpx.TransportError:
-                pass
-            time.sleep(0.1)
-        raise AssertionError("not ready in time:\n" + "".join(self.log))
-
-    def descendants(self) -> list[psutil.Process]:
-        """Every process below the server."""
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def stop(self, sig: int = signal.SIGTERM, seconds: float = 40) -> int:
-        """Signal the server and return its exit status."""
-        if self.process.poll() is None:
-            self.process.send_signal(sig)
-        try:
-            return self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-
-    def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples whose labels include `labels`; 0.0 if there is none."""
-        total = 0.0
-        for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
-            match = re.fullmatch(r"([a-z_:0-9]+)(?:\{(.*)\})? (\S+)", line)
-            if match is None or match[1] != f"slipstream:{name}":
-                continue
-            found = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
-            if labels.items() <= found.items():
-                total += float(match[3])
-        return total
-
-
-def slipstream() -> str:
-    """The console script of the environment the tests run in."""
-    return str(Path(sys.executable).with_name("slipstream"))
-
-
-def environment() -> dict[str, str]:
-    """The tests' environment without what the kernels' tests set for Triton's interpreter."""
-    hidden = {"TRITON_INTERPRET", "SLIPSTREAM_TRITON"}
-    return {key: value for key, value in os.environ.items() if key not in hidden}
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[RunningServer]:
-    """The default server: SmolLM2-135M-Instruct with n-gram speculation."""
-    running = RunningServer()
-    try:
-        yield running.wait_ready()
-    finally:
-        assert running.stop() == 0, "".join(running.log)
+__all__ = ["RunningServer", "environment", "free_port", "slipstream"]
 
 
 @pytest.fixture

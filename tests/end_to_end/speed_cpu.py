@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conftest import RunningServer  # noqa: E402
+from running_server import RunningServer  # noqa: E402
 
 MODEL = "smollm2-135m"
 TOKENS = 96
