@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, wait_for_inputs
+
 _BLOCK = 1024
 
 
@@ -20,7 +22,9 @@ def _gated_kernel(
     size,  # I
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size
@@ -44,7 +48,7 @@ def _gated(x: Tensor, gelu: bool) -> Tensor:
     out = torch.empty(num_rows, size, dtype=x.dtype, device=x.device)
     if num_rows:
         grid = (num_rows, triton.cdiv(size, _BLOCK))
-        _gated_kernel[grid](x, out, x.stride(0), size, GELU=gelu, BLOCK=_BLOCK)
+        _gated_kernel[grid](x, out, x.stride(0), size, GELU=gelu, BLOCK=_BLOCK, **pdl_options(x))
     return out
 
 

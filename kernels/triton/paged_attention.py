@@ -7,15 +7,13 @@ Every launch is shaped by sizes of tensors only, never by their contents, so it 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-_MAX_SPLITS = 16
+from .attention_plan import num_processors, plan_launch
+from .launch import pdl_options, wait_for_inputs
 
 
 @triton.jit
@@ -75,7 +73,9 @@ def _attention_kernel(
     SINKS: tl.constexpr,
     MLA: tl.constexpr,
     PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     block = tl.program_id(0)
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // head_blocks
@@ -200,7 +200,9 @@ def _reduce_kernel(
     BLOCK_V: tl.constexpr,
     SPLITS: tl.constexpr,
     HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, BLOCK_V)
@@ -224,64 +226,6 @@ def _reduce_kernel(
         acc += part * weight[:, None]
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """How a call is cut up; a function of shapes only."""
-
-    block_m: int
-    block_q: int
-    heads: int
-    block_n: int
-    splits: int
-    one_block: bool
-    num_warps: int
-    num_stages: int
-
-
-@cache
-def _num_processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def plan_launch(
-    num_reqs: int,
-    num_tokens: int,
-    num_kv_heads: int,
-    group: int,
-    dim: int,
-    max_query_len: int,
-    max_keys: int,
-    num_processors: int,
-    element_size: int = 2,
-) -> Launch:
-    """Tile sizes and the number of KV splits for a call of these shapes."""
-    rows = group * max_query_len
-    largest = 128 if dim <= 128 else 64 if dim <= 256 else 32
-    if dim > 512:  # MLA: many heads share one KV row
-        largest = 64
-    block_n, stages = (64, 3) if dim <= 128 else (32, 2)
-    if element_size > 2:  # tiles of the same number of bytes
-        largest, block_n, stages = largest // 2, block_n // 2, 2
-    block_m = max(16, min(largest, triton.next_power_of_2(rows)))
-    heads = min(group, block_m)
-    block_q = block_m // heads
-    one_block = max_query_len <= block_q
-    query_blocks = num_reqs if one_block else num_tokens // block_q + num_reqs
-    programs = query_blocks * num_kv_heads * triton.cdiv(group, heads)
-    splits = 1
-    # Two programs a processor hide latency; a split of less than 128 keys does not pay.
-    while (
-        splits < _MAX_SPLITS
-        and programs * splits * 2 <= 2 * num_processors
-        and max_keys >= 128 * splits * 2
-    ):
-        splits *= 2
-    num_warps = 8 if block_m * dim >= 128 * 128 else 4
-    return Launch(block_m, block_q, heads, block_n, splits, one_block, num_warps, stages)
 
 
 def paged_attention(
@@ -319,7 +263,7 @@ def paged_attention(
         head_dim,
         max_query_len,
         block_table.shape[1] * page,
-        _num_processors(query.device),
+        num_processors(query.device),
         query.element_size(),
     )
     splits = launch.splits if splits is None else splits
@@ -374,6 +318,7 @@ def paged_attention(
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        **pdl_options(query),
     )
     if splits > 1:
         heads = max(1, min(triton.next_power_of_2(num_heads), 512 // block_v))
@@ -389,5 +334,6 @@ def paged_attention(
             BLOCK_V=block_v,
             SPLITS=splits,
             HEADS=heads,
+            **pdl_options(query),
         )
     return out

@@ -1,0 +1,70 @@
+"""How a call of the attention kernel is cut up: tile sizes and the number of KV splits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+
+_MAX_SPLITS = 16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a call is cut up; a function of shapes only."""
+
+    block_m: int
+    block_q: int
+    heads: int
+    block_n: int
+    splits: int
+    one_block: bool
+    num_warps: int
+    num_stages: int
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Of a card; a few, elsewhere."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def plan_launch(
+    num_reqs: int,
+    num_tokens: int,
+    num_kv_heads: int,
+    group: int,
+    dim: int,
+    max_query_len: int,
+    max_keys: int,
+    num_processors: int,
+    element_size: int = 2,
+) -> Launch:
+    """Tile sizes and the number of KV splits for a call of these shapes."""
+    rows = group * max_query_len
+    largest = 128 if dim <= 128 else 64 if dim <= 256 else 32
+    if dim > 512:  # MLA: many heads share one KV row
+        largest = 64
+    block_n, stages = (64, 3) if dim <= 128 else (32, 2)
+    if element_size > 2:  # tiles of the same number of bytes
+        largest, block_n, stages = largest // 2, block_n // 2, 2
+    block_m = max(16, min(largest, triton.next_power_of_2(rows)))
+    heads = min(group, block_m)
+    block_q = block_m // heads
+    one_block = max_query_len <= block_q
+    query_blocks = num_reqs if one_block else num_tokens // block_q + num_reqs
+    programs = query_blocks * num_kv_heads * triton.cdiv(group, heads)
+    splits = 1
+    # Two programs a processor hide latency; a split of less than 128 keys does not pay.
+    while (
+        splits < _MAX_SPLITS
+        and programs * splits * 2 <= 2 * num_processors
+        and max_keys >= 128 * splits * 2
+    ):
+        splits *= 2
+    num_warps = 8 if block_m * dim >= 128 * 128 else 4
+    return Launch(block_m, block_q, heads, block_n, splits, one_block, num_warps, stages)
