@@ -14,6 +14,7 @@ _MIN = {
     "port": 0,
     "max_queue_size": 1,
     "max_body_bytes": 1024,
+    "capture_traffic_max_bytes": 1,
     "drain_timeout": 0,
     "worker_timeout": 0,
     "client_timeout": 0,

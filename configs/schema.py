@@ -56,6 +56,12 @@ class ServerConfig:
     root_path: str = option("", "path prefix when behind a proxy that strips it")
     ssl_keyfile: str | None = option(None, "TLS private key file")
     ssl_certfile: str | None = option(None, "TLS certificate file")
+    capture_traffic: str | None = option(
+        None, "folder that takes the prompts of requests, for `slipstream train`; never without it"
+    )
+    capture_traffic_max_bytes: int = option(
+        64 << 20, "size at which --capture-traffic stops writing"
+    )
     log_level: str = option(
         "info", "how much to log", choices=("debug", "info", "warning", "error")
     )

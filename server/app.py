@@ -11,8 +11,9 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from ..configs.schema import Config
+from ..configs.schema import Config, ServerConfig
 from .body import BodyReader
+from .capture import TrafficCapture
 from .chat import chat_routes
 from .chat_template import ChatTemplate
 from .chat_tools import OutputFormat
@@ -119,7 +120,14 @@ def _services(
         output_format=OutputFormat.of(config.server, template, tokenizer),
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         created=int(time.time()),
+        capture=_capture(config.server),
     )
+
+
+def _capture(server: ServerConfig) -> TrafficCapture | None:
+    if server.capture_traffic is None:
+        return None
+    return TrafficCapture(Path(server.capture_traffic), server.capture_traffic_max_bytes)
 
 
 def _add_middleware(app: FastAPI, services: Services) -> None:

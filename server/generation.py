@@ -120,6 +120,8 @@ class Generation:
         except EngineDead:
             self._abort("error")
             raise
+        if self._services.capture is not None:
+            self._services.capture.record(self._job.prompts)
 
     def __enter__(self) -> Generation:
         return self

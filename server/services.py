@@ -14,6 +14,7 @@ from typing import Protocol
 from ..configs.schema import Config
 from ..runner.messages import AddRequest, Ready, RequestOutput, StepStats
 from .body import BodyReader
+from .capture import TrafficCapture
 from .chat_template import ChatTemplate
 from .chat_tools import OutputFormat
 from .errors import ModelNotFound, NotReady
@@ -64,6 +65,8 @@ class Services:
     output_format: OutputFormat
     fingerprint: str
     created: int  # Unix time at which this server started
+
+    capture: TrafficCapture | None = None  # only where the operator asked for it
 
     @property
     def model_names(self) -> tuple[str, ...]:

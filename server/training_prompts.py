@@ -5,6 +5,7 @@ A prompt is a chat or a text here, and token ids once `tokenize_prompts` has see
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
 import re
@@ -29,10 +30,11 @@ class PromptError(Exception):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages of a chat, or a text."""
+    """Messages of a chat, or a text, or token ids."""
 
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
+    token_ids: tuple[int, ...] = ()  # of the target's own tokenizer, as --capture-traffic writes
     domain: str = ""
     is_heldout: bool = False
     where: str = ""  # file and line, for errors
@@ -49,9 +51,9 @@ def user_prompt(text: str, domain: str, is_heldout: bool = False) -> Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """The prompts of a JSONL file; PromptError names the first line that is wrong.
 
-    A line is `{"messages": [...]}` (OpenAI's chat form), `{"prompt": "..."}` or `{"text": "..."}`,
-    each with an optional `"domain"` and `"split"` ("train" or "heldout"). A chat that ends with the
-    assistant's words is cut before them: the target writes its own.
+    A line is `{"messages": [...]}` (OpenAI's chat form), `{"prompt": "..."}`, `{"text": "..."}` or
+    `{"token_ids": [...]}`, each with an optional `"domain"` and `"split"` ("train" or "heldout"). A
+    chat that ends with the assistant's words is cut before them: the target writes its own.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -76,9 +78,9 @@ def _read_line(where: str, line: str) -> Prompt:
         raise PromptError(f"{where}: this is not JSON ({error})") from None
     if not isinstance(entry, dict):
         raise PromptError(f"{where}: must be a JSON object")
-    kinds = [key for key in ("messages", "prompt", "text") if key in entry]
+    kinds = [key for key in ("messages", "prompt", "text", "token_ids") if key in entry]
     if len(kinds) != 1:
-        raise PromptError(f'{where}: must hold one of "messages", "prompt" and "text"')
+        raise PromptError(f'{where}: must hold one of "messages", "prompt", "text", "token_ids"')
     domain, split = entry.get("domain", ""), entry.get("split", "train")
     if not isinstance(domain, str):
         raise PromptError(f'{where}: "domain" must be text')
@@ -91,6 +93,11 @@ def _read_line(where: str, line: str) -> Prompt:
     }
     if kinds == ["messages"]:
         return Prompt(messages=_messages(where, entry["messages"]), **shared)
+    if kinds == ["token_ids"]:
+        ids = entry["token_ids"]
+        if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+            raise PromptError(f'{where}: "token_ids" must be a list of token ids')
+        return Prompt(token_ids=tuple(ids), **shared)
     text = entry[kinds[0]]
     if not isinstance(text, str) or not text:
         raise PromptError(f'{where}: "{kinds[0]}" must be text that is not empty')
@@ -122,9 +129,7 @@ def hold_out(prompts: Sequence[Prompt], seed: int, most: int = 80) -> list[Promp
         raise PromptError("training needs at least two prompts, one of them to be held out")
     count = min(max(1, len(prompts) // 20), most)
     chosen = set(random.Random(seed).sample(range(len(prompts)), count))
-    return [
-        Prompt(p.messages, p.text, p.domain, i in chosen, p.where) for i, p in enumerate(prompts)
-    ]
+    return [dataclasses.replace(prompt, is_heldout=i in chosen) for i, prompt in enumerate(prompts)]
 
 
 # --- built in -------------------------------------------------------------------------------------
@@ -192,8 +197,11 @@ def tokenize_prompts(
             where = f"{prompt.where}: " if prompt.where else ""
             raise PromptError(f"{where}{str(error).rstrip('.')}") from None
     chats = [i for i, prompt in enumerate(prompts) if prompt.messages]
-    texts = [i for i, prompt in enumerate(prompts) if not prompt.messages]
-    ids: list[list[int]] = [[] for _ in prompts]
+    texts = [i for i, prompt in enumerate(prompts) if prompt.text]
+    ids = [list(prompt.token_ids) for prompt in prompts]
+    for found, prompt in zip(ids, prompts, strict=True):
+        if found and max(found) >= tokenizer.vocab_size:
+            raise PromptError(f"{prompt.where}: the model has no token {max(found)}")
     for members, adds_special in ((chats, False), (texts, True)):
         found = tokenizer.encode_batch([rendered[i] for i in members], adds_special)
         for index, encoded in zip(members, found, strict=True):

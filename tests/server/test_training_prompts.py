@@ -62,6 +62,9 @@ def test_chats_and_texts_are_read(tmp_path: Path) -> None:
         ({"messages": [{"role": "bot", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": None}]}, "content"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing before"),
+        ({"token_ids": []}, "token ids"),
+        ({"token_ids": [1, -1]}, "token ids"),
+        ({"token_ids": [True]}, "token ids"),
         ({"prompt": "a", "domain": 1}, "domain"),
         ({"prompt": "a", "split": "test"}, "split"),
     ],
@@ -119,6 +122,9 @@ def test_prompts_become_tokens() -> None:
     ]
     chat, text = tokenize_prompts(asked, tokenizer, template)
     assert tokenizer.decode(text, False) == "plain"
+    assert tokenize_prompts([Prompt(token_ids=(4, 5))], tokenizer, template) == [[4, 5]]
+    with pytest.raises(PromptError, match="line 3: the model has no token 99999"):
+        tokenize_prompts([Prompt(token_ids=(1, 99999), where="line 3")], tokenizer, template)
     before, behind = user_frame(tokenizer, template)
     assert chat == [*before, *tokenizer.encode("Hi", False), *behind]
     with pytest.raises(PromptError, match="line 7: The model has no chat template"):
