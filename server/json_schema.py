@@ -32,6 +32,16 @@ _TYPE_OF = {
     **dict.fromkeys(("properties", "required", "patternProperties"), "object"),
     **dict.fromkeys(("minProperties", "maxProperties"), "object"),
 }
+_DATE = (
+    "[1-9][0-9]{3}-(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])"
+    "|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)|02-(?:0[1-9]|1[0-9]|2[0-8]))"
+)
+_TIME = (
+    r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?"
+    "(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
+)
+# The compiler takes any day and year 0, which no calendar has.
+_DATES = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 _CHOOSERS = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
 _MAPS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -82,6 +92,7 @@ def _rewritten(given: Schema, strict: bool) -> Schema:
     schema = dict(given)
     for rewrite in (_drop_unenforced, _merge_choosers, _filter_enum, _infer_type, _open_objects):
         rewrite(schema, strict)
+    _spell_dates(schema)
     return schema
 
 
@@ -198,6 +209,14 @@ def _infer_type(schema: Schema, strict: bool) -> None:
     kind = next((_TYPE_OF[name] for name in schema if name in _TYPE_OF), None)
     if kind is not None:
         schema["type"] = kind
+
+
+def _spell_dates(schema: Schema) -> None:
+    """Days that exist, of the years 1000 to 9999, but no leap days; times without leap seconds."""
+    pattern = _DATES.get(schema["format"]) if isinstance(schema.get("format"), str) else None
+    if pattern is not None and "pattern" not in schema:
+        del schema["format"]
+        schema["pattern"] = f"^{pattern}$"
 
 
 def _open_objects(schema: Schema, strict: bool) -> None:

@@ -47,7 +47,11 @@ def an_object(**more: Any) -> dict[str, Any]:
         ({"type": ["integer", "null"], "minimum": 3}, "null", "2"),
         ({"type": "number", "exclusiveMinimum": 1, "maximum": 2}, "1.5", "1"),
         ({"type": "string", "maxLength": 1}, '"é"', '"éé"'),
-        ({"type": "string", "format": "date"}, '"2020-01-31"', '"x"'),
+        ({"type": "string", "format": "date"}, '"2020-01-31"', '"2020-02-30"'),
+        ({"format": "date"}, '"1999-11-30"', '"0000-11-30"'),
+        ({"type": "array", "items": {"type": "string", "format": "date-time"}},
+         '["2020-02-28T23:59:59.25+02:00"]', '["2020-02-28T23:59:60Z"]'),
+        ({"type": ["string", "null"], "format": "time"}, '"23:59:59Z"', '"24:00:00Z"'),
         ({"enum": ["a", 1, None], "type": "string"}, '"a"', "1"),
         ({"enum": [1, 2.5, True], "type": "integer"}, "1", "true"),
         ({"const": "a", "type": ["string", "null"]}, '"a"', "null"),
@@ -67,7 +71,7 @@ def an_object(**more: Any) -> dict[str, Any]:
         ({"enum": [{"not": 1}]}, '{"not":1}', '{"not":2}'),
         ({"type": "array", "items": INT, "uniqueItems": False}, "[1, 1]", '["x"]'),
     ],
-)
+)  # fmt: skip
 def test_a_schema_admits_what_it_says_and_no_more(
     backend: GrammarBackend, schema: dict[str, Any], good: str, bad: str
 ) -> None:
