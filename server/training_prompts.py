@@ -203,8 +203,8 @@ def tokenize_prompts(
         if found and max(found) >= tokenizer.vocab_size:
             raise PromptError(f"{prompt.where}: the model has no token {max(found)}")
     for members, adds_special in ((chats, False), (texts, True)):
-        found = tokenizer.encode_batch([rendered[i] for i in members], adds_special)
-        for index, encoded in zip(members, found, strict=True):
+        batch = tokenizer.encode_batch([rendered[i] for i in members], adds_special)
+        for index, encoded in zip(members, batch, strict=True):
             ids[index] = encoded
     return ids
 
