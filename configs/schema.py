@@ -189,6 +189,9 @@ class GraphConfig:
         choices=("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"),
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "token counts to capture")
+    cudagraph_draft_loop: bool = option(
+        True, "one graph for all draft decodes of a step, where attention allows"
+    )
     enforce_eager: bool = option(False, "no graphs at all")
     attention_backend: str = option(
         "auto",

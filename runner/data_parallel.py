@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from ..configs.schema import ParallelConfig
 from .errors import RunnerError
 from .graph_dispatch import eager_descriptor
 
-NUM_ROWS = 6  # of the exchanged table, one column a rank
-_TOKENS, _MODE, _UNIFORM, _MAX_QUERY, _MICROBATCH, _REQS = range(NUM_ROWS)
+NUM_ROWS = 7  # of the exchanged table, one column a rank
+_TOKENS, _MODE, _UNIFORM, _MAX_QUERY, _MICROBATCH, _REQS, _DRAFTS = range(NUM_ROWS)
 
 
 class DataParallelError(RunnerError):
@@ -50,6 +51,7 @@ class RankBatch:
     uniform_token_count: int | None
     max_query_len: int | None = None
     mode: CUDAGraphMode = CUDAGraphMode.NONE  # that its own dispatch gave
+    num_drafts: int = 0  # that it wants each request to make after the step
 
 
 @dataclass(frozen=True)
@@ -61,14 +63,11 @@ class StepAgreement:
     num_tokens_across_dp: tuple[int, ...]  # [dp] rows that each rank's MoE layers see
     num_draft_reqs: int  # N of every draft decode, on every rank; its dispatch is (N, N, 1)
     uniform_token_count: int | None  # agreed by all that have work
-
-    def num_dummy_tokens(self) -> int:
-        """Rows that an idle rank runs; one request of them is the least dummy batch."""
-        return self.descriptor.num_tokens
+    num_drafts: int = 0  # that every rank makes: the most that one of them wants
 
 
 def encode(batch: RankBatch, rank: int, size: int) -> Tensor:
-    """This rank's column of the table, zeros elsewhere; [6, dp] int32 on the CPU."""
+    """This rank's column of the table, zeros elsewhere; [7, dp] int32 on the CPU."""
     table = torch.zeros(NUM_ROWS, size, dtype=torch.int32)
     table[:, rank] = torch.tensor(
         [
@@ -78,13 +77,14 @@ def encode(batch: RankBatch, rank: int, size: int) -> Tensor:
             -1 if batch.max_query_len is None else batch.max_query_len,
             0,  # microbatching: not offered
             batch.num_reqs,
+            batch.num_drafts,
         ]
     )
     return table
 
 
 def decide(
-    table: Sequence[Sequence[int]],  # [6][dp], the columns of all ranks
+    table: Sequence[Sequence[int]],  # [7][dp], the columns of all ranks
     rank: int,
     dispatch: Dispatch,
     idle_query_len: int,  # K + 1, the same on all ranks
@@ -107,19 +107,37 @@ def decide(
         if count == 0:
             tokens[index], reqs[index] = dummy, 1
     mode = CUDAGraphMode(min(table[_MODE][index] for index in busy))
-    most_tokens, most_reqs = max(tokens), max(reqs)
+    most_tokens, most_reqs, drafts = max(tokens), max(reqs), max(table[_DRAFTS])
     desc = eager_descriptor(0, 0, None)
     if mode is not CUDAGraphMode.NONE:
         desc = dispatch(most_tokens, most_reqs, uniform, mode)
     if desc.mode is CUDAGraphMode.NONE:
         own = uniform or table[_UNIFORM][rank] or None
         desc = eager_descriptor(tokens[rank], reqs[rank], own)
-        return StepAgreement(True, desc, tuple(tokens), most_reqs, uniform)
-    return StepAgreement(True, desc, (desc.num_tokens,) * len(tokens), most_reqs, uniform)
+        return StepAgreement(True, desc, tuple(tokens), most_reqs, uniform, drafts)
+    across = (desc.num_tokens,) * len(tokens)
+    return StepAgreement(True, desc, across, most_reqs, uniform, drafts)
+
+
+def create_sync(
+    config: ParallelConfig, dispatch: Dispatch, idle_query_len: int
+) -> DataParallelSync | None:
+    """This process' side over torch.distributed's default group, which must be on the CPU; None
+    where there is one rank."""
+    if config.data_parallel_size == 1:
+        return None
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise RunnerError("several data-parallel ranks need a process group, and there is none")
+    return DataParallelSync(dispatch, idle_query_len, dist.get_rank(), dist.get_world_size())
 
 
 class DataParallelSync:
-    """One rank's side of the exchange; without other ranks it costs nothing."""
+    """One rank's side of the exchange; without other ranks it costs nothing.
+
+    A single rank needs none at all: the model runner then has no such object.
+    """
 
     def __init__(
         self,
@@ -136,19 +154,24 @@ class DataParallelSync:
         self._size = size
         self._group = group
 
-    def agree(self, num_tokens: int, num_reqs: int, uniform: int | None) -> StepAgreement:
+    def agree(
+        self, num_tokens: int, num_reqs: int, uniform: int | None, num_drafts: int = 0
+    ) -> StepAgreement:
         """Agree on this step. Every rank calls it once a step, idle or not."""
         if self._size == 1:
-            return self._alone(num_tokens, num_reqs, uniform)
+            return self._alone(num_tokens, num_reqs, uniform, num_drafts)
         desc = self._dispatch(num_tokens, num_reqs, uniform)
-        batch = RankBatch(num_tokens, num_reqs, uniform, uniform, desc.mode)
+        batch = RankBatch(num_tokens, num_reqs, uniform, uniform, desc.mode, num_drafts)
         table = encode(batch, self._rank, self._size)
         self._exchange(table)
         return decide(table.tolist(), self._rank, self._dispatch, self._idle_query_len)
 
-    def _alone(self, num_tokens: int, num_reqs: int, uniform: int | None) -> StepAgreement:
+    def _alone(
+        self, num_tokens: int, num_reqs: int, uniform: int | None, num_drafts: int
+    ) -> StepAgreement:
         desc = self._dispatch(num_tokens, num_reqs, uniform)
-        return StepAgreement(num_tokens > 0, desc, (desc.num_tokens,), num_reqs, uniform)
+        across = (desc.num_tokens,)
+        return StepAgreement(num_tokens > 0, desc, across, num_reqs, uniform, num_drafts)
 
     def _exchange(self, table: Tensor) -> None:
         """Sum the columns of all ranks, in place; the group's time-out ends a wait for the dead."""

@@ -6,7 +6,7 @@ A drafter's attention layers join the target's KV groups, so it needs no allocat
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,15 +16,9 @@ from torch import Tensor, nn
 
 from ..configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import ModelConfig, SpeculativeConfig
-from ..kernels.gather_batch import compute_slot_mappings, gather_block_tables
-from .attention.base import (
-    AttentionBuilder,
-    AttentionLayer,
-    AttentionMetadata,
-    AttentionState,
-    CommonAttentionMetadata,
-)
+from .attention.base import AttentionBuilder, AttentionLayer, AttentionState
 from .cuda_graphs import CudaGraphManager, ProgressFn
+from .draft_attention import DraftAttention
 from .graph_capture import GraphPool
 from .graph_dispatch import GraphRole, resolve_mode
 from .kv_cache import KVCache
@@ -42,6 +36,7 @@ class GraphSettings:
     sizes: tuple[int, ...]
     debug_compare_eager: bool = False
     progress: ProgressFn | None = None
+    draft_loop: bool = True  # all draft decodes of a step in one graph, where that can be
 
 
 class DraftModelHost:
@@ -73,7 +68,7 @@ class DraftModelHost:
         self._next_layer_id = num_target_layers
         self._dtype_name = dtype_name
         self._graphs = graphs
-        self._attention: _DraftAttention | None = None
+        self._attention: DraftAttention | None = None
         self._staging = StagingPool(device)
 
     def upload(self, array: np.ndarray) -> Tensor:
@@ -138,7 +133,7 @@ class DraftModelHost:
     ) -> None:
         """Tell it where KV lives; from then on `build_draft_attention` works."""
         self._prefill_support = min(builder.supports for builder in target_builders)
-        self._attention = _DraftAttention(
+        self._attention = DraftAttention(
             cache,
             builders,
             block_tables,
@@ -162,7 +157,8 @@ class DraftModelHost:
     ) -> AttentionState:
         """An AttentionState for draft decodes of one token per request, or of `query_lens` [N].
 
-        KV slots come from `positions`, or are all -1 for a drafter that only reads.
+        KV slots come from `positions` (-1 = write nothing), or are all -1 for a drafter that only
+        reads.
         query_start_loc [N* + 1] int32 = min(i, N); seq_lens [N*] int32, padded 0; positions [N*]
         int64; idx_mapping [N*] int32, padded -1. `num_reqs` is N. With `query_lens`, N* = N,
         query_start_loc holds their sums and positions has a row for every token. Waits for nothing.
@@ -180,13 +176,43 @@ class DraftModelHost:
             query_lens,
         )
 
+    def stage_draft_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
+        """Bring this step's block tables to where `attention_on_device` reads them."""
+        assert self._attention is not None
+        self._attention.gather_tables(num_reqs, rows, idx_mapping)
+
+    def attention_on_device(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        desc: BatchExecutionDescriptor,
+        writes_kv: bool = True,
+    ) -> Callable[[], AttentionState]:
+        """For capture: each call builds the attention of one more draft decode, by operations of
+        the device alone, from what these buffers hold then. Shapes as in `build_draft_attention`.
+        """
+        assert self._attention is not None
+        return self._attention.on_device(query_start_loc, seq_lens, positions, desc, writes_kv)
+
+    @property
+    def draft_decodes_on_device(self) -> bool:
+        """Whether `attention_on_device` can be used, so that one graph holds several decodes."""
+        assert self._attention is not None
+        wanted = self._graphs is not None and self._graphs.draft_loop
+        return wanted and self._attention.builds_on_device
+
     def create_graph_manager(
-        self, name: str, mode: CUDAGraphMode, uniform_token_counts: Sequence[int]
+        self,
+        name: str,
+        mode: CUDAGraphMode,
+        uniform_token_counts: Sequence[int],
+        label: str | None = None,
     ) -> CudaGraphManager:
         """A manager that shares the device's graph pool.
 
         `name` is the role, "draft prefill" or "draft decode"; it gets of `mode` what the attention
-        back end can do in that role.
+        back end can do in that role. `label` is what logs call it, if not by its role.
         """
         assert self._graphs is not None or mode is CUDAGraphMode.NONE, "this device has no graphs"
         if self._graphs is None:
@@ -200,7 +226,7 @@ class DraftModelHost:
         if decision.reason:
             logger.warning("%s graphs run as %s: %s", name, decision.mode.name, decision.reason)
         return CudaGraphManager.create(
-            name,
+            label or name,
             decision.mode,
             decision.uniform_token_counts,
             self._graphs.sizes,
@@ -216,110 +242,3 @@ class DraftModelHost:
         """The least claim of the draft builders."""
         assert self._attention is not None
         return self._attention.support
-
-
-class _NoAttention(AttentionMetadata):
-    """Stands for a KV group without draft layers."""
-
-    def attend(
-        self,
-        layer: AttentionLayer,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        kv_cache: Tensor,
-    ) -> Tensor:
-        raise AssertionError(f"layer {layer.layer_id} is no draft layer")
-
-
-class _DraftAttention:
-    """Builders and buffers of draft decodes: one token per request, rebuilt per decode step."""
-
-    def __init__(
-        self,
-        cache: KVCache,
-        builders: Sequence[AttentionBuilder | None],
-        block_tables: Sequence[Tensor],
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_model_len: int,
-        device: torch.device,
-    ) -> None:
-        self._cache = cache
-        self._builders = builders
-        self._requests = block_tables
-        self._max_model_len = max_model_len
-        # Own buffers: the target's of this step may still be baked into a graph of another shape.
-        self._block_tables = [
-            torch.zeros((max_num_reqs, table.shape[1]), dtype=torch.int32, device=device)
-            for table in block_tables
-        ]
-        self._slot_mappings = torch.zeros(
-            (len(block_tables), max_num_tokens), dtype=torch.int64, device=device
-        )
-
-    @property
-    def support(self) -> AttentionCGSupport:
-        claims = [b.supports for b in self._builders if b is not None]
-        return min(claims, default=AttentionCGSupport.ALWAYS)  # none: nothing to attend to
-
-    def build(
-        self,
-        num_reqs: int,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        positions: Tensor,
-        idx_mapping: Tensor,
-        desc: BatchExecutionDescriptor | None,
-        for_capture: bool,
-        writes_kv: bool,
-        query_lens: Sequence[int] | None,
-    ) -> AttentionState:
-        padded, num_tokens = seq_lens.shape[0], positions.shape[0]
-        if for_capture:  # dummy rows belong to no request: they read the null block
-            for table in self._block_tables:
-                table.zero_()
-        else:
-            gather_block_tables(self._requests, idx_mapping, self._block_tables, num_reqs, padded)
-        if writes_kv and not for_capture:
-            sizes = [self._cache.block_size] * len(self._block_tables)
-            compute_slot_mappings(
-                self._block_tables,
-                sizes,
-                query_start_loc,
-                positions,
-                self._slot_mappings,
-                num_reqs,
-                num_reqs if query_lens is None else num_tokens,
-                num_tokens,
-            )
-        else:
-            self._slot_mappings.fill_(-1)
-        starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs)
-        if query_lens is not None:
-            starts[1:] = torch.tensor(query_lens).cumsum(0)
-        bounds = torch.zeros(padded, dtype=torch.int32)
-        bounds[:num_reqs] = self._max_model_len  # the host does not know how many were rejected
-        metadata: list[AttentionMetadata] = []
-        for group, builder in enumerate(self._builders):
-            if builder is None:
-                metadata.append(_NoAttention())
-                continue
-            common = CommonAttentionMetadata(
-                num_reqs=padded,
-                num_actual_tokens=num_tokens,
-                max_query_len=1 if query_lens is None else max(query_lens),
-                max_seq_len=self._max_model_len,
-                query_start_loc=query_start_loc,
-                query_start_loc_cpu=starts,
-                seq_lens=seq_lens,
-                seq_lens_cpu_upper_bound=bounds,
-                block_table=self._block_tables[group],
-                slot_mapping=self._slot_mappings[group],
-            ).with_rows(padded, num_tokens)
-            if for_capture:
-                assert desc is not None
-                metadata.append(builder.build_for_capture(common, desc))
-            else:
-                metadata.append(builder.build(common, desc))
-        return self._cache.attention_state(metadata)

@@ -95,6 +95,9 @@ class RunnerFacts(Protocol):
     @property
     def step_seconds(self) -> dict[tuple[int, int], float]: ...
 
+    @property
+    def lowered_claims(self) -> Sequence[str]: ...
+
 
 class ModelRunner(Protocol):
     """What the engine needs of the model runner. Steps run in the order of their launch."""
@@ -382,6 +385,7 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         speculative_method=config.speculative.method if num_drafts else "off",
         num_speculative_tokens=num_drafts,
         startup_seconds=dict(facts.startup_seconds),
+        lowered_claims=list(facts.lowered_claims),
     )
     in_flight = 2 if config.scheduler.async_scheduling else 1
     return Engine(runner, scheduler, ready, in_flight, drafts=plan_drafts(facts, config))

@@ -95,18 +95,24 @@ class GraphPool:
 
 
 @contextmanager
-def frozen_garbage_collector() -> Iterator[None]:
-    """No collection inside: freeing a device object in the middle of a capture would break it."""
+def frozen_garbage_collector(collect: bool = True) -> Iterator[None]:
+    """No collection inside: freeing a device object in the middle of a capture would break it.
+
+    Collecting walks all that start-up has made: of nested uses only the outermost does, if at all.
+    """
     was_enabled = gc.isenabled()
-    gc.collect()
+    if not was_enabled:
+        yield
+        return
+    if collect:
+        gc.collect()
     gc.disable()
     gc.freeze()
     try:
         yield
     finally:
         gc.unfreeze()
-        if was_enabled:
-            gc.enable()
+        gc.enable()
 
 
 class _Borrowed:

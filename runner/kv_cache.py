@@ -95,6 +95,11 @@ class KVCache:
                 source = self.layers[source.kv_source]
             self.kv_caches[layer.layer_id] = self.kv_caches[source.layer_id]
 
+    @property
+    def num_bytes(self) -> int:
+        """Of all groups together."""
+        return self.num_blocks * block_bytes(self.groups, self.block_size, self.dtype)
+
     def attention_state(self, metadata: Sequence[AttentionMetadata]) -> AttentionState:
         """The state a model's forward pass takes; `metadata` is by group."""
         return AttentionState(metadata, self.layers, self.group_of_layer, self.kv_caches)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import resource
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 
 from ..configs.schema import CacheConfig
+from .cuda_graphs import MemoryByPurpose
 from .errors import RunnerError
 from .kv_cache import KVCacheGroup, block_bytes, num_blocks_for
 
@@ -25,16 +28,28 @@ class NoKVMemory(RunnerError):
         )
 
 
+def memory_allocated(device: torch.device) -> int:
+    """Bytes that tensors of this process hold: on the device, or (CPU) of the whole process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):  # no Linux
+        return 0
+    return pages * resource.getpagesize()
+
+
 def kv_cache_bytes(
     config: CacheConfig,
     device: torch.device,
     run_largest_step: Callable[[], None],
     graph_bytes: Callable[[], int],
+    memory: MemoryByPurpose,
 ) -> int:
     """Bytes for the KV cache: as configured, else what the device has left, else 1 GiB (CPU).
 
     On a GPU `run_largest_step` runs once, to see how much memory activations take at their peak,
-    and `graph_bytes` measures what captures will take.
+    and `graph_bytes` measures what captures will take. Both are noted in `memory`.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
@@ -49,6 +64,8 @@ def kv_cache_bytes(
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     graphs = graph_bytes()
+    memory.add("peak activation", activations)
+    memory.add("graphs, reserved", graphs)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     others = total - free  # weights, context, and whoever else uses this device

@@ -20,14 +20,16 @@ from ..configs.speculative import MAX_DRAFTS
 from ..kernels.gather_batch import post_update
 from ..speculators.base import BaseSpeculator, DraftInputs
 from .attention.base import AttentionState
+from .cuda_graphs import CaptureReport, RebuiltStates
 from .data_parallel import StepAgreement
-from .cuda_graphs import RebuiltStates
+from .graph_capture import frozen_garbage_collector
 from .input_batch import InputBatch
 from .plan import StepPlan
 from .prompt_logprobs import PromptLogprobs
 from .sampling_state import Feature
 from .staging import StagingPool
 from .startup import ProgressFn, RunnerFacts, RunnerParts, assemble
+from .startup_report import log_startup
 from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
 from .step_timing import measure_steps
 
@@ -133,6 +135,13 @@ class ModelRunner:
     def capture(self) -> None:
         """Capture the graphs of target and drafter. Does nothing where no graphs are wanted."""
         self._queue.call(self._capture)
+
+    def capture_reports(self) -> list[CaptureReport]:
+        """What each graph manager captured."""
+        reports = [self._target.capture_report]
+        if self._speculator is not None:
+            reports += [graphs.report for graphs in self._speculator.graph_managers()]
+        return [report for report in reports if report is not None]
 
     def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
         """Pretend that the first slots drafted token 0 so often, to time steps that verify."""
@@ -317,10 +326,12 @@ class ModelRunner:
         self._target.warm_up()
 
     def _capture(self) -> None:
-        states = self._target.capture()
-        if self._speculator is not None and states:
-            # Built anew at each look-up: the pairs that the target used are planned already.
-            self._speculator.capture(RebuiltStates(list(states), self._target.create_forward_fn))
+        with frozen_garbage_collector(collect=False):
+            states = self._target.capture()
+            if self._speculator is not None and states:
+                # Built anew at each look-up: the pairs that the target used are planned already.
+                create = self._target.create_forward_fn
+                self._speculator.capture(RebuiltStates(list(states), create))
 
 
 def _num_drafts(plan: StepPlan, most: int) -> int:
@@ -336,7 +347,8 @@ def _next_drafts(plan: StepPlan) -> np.ndarray:
 
 def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
     """Load, allocate, warm up and capture; the runner is then ready for its first step."""
-    runner = ModelRunner(assemble(config, progress))
+    parts = assemble(config, progress)
+    runner = ModelRunner(parts)
     seconds = runner.facts.startup_seconds
     start = time.monotonic()
     runner.warm_up()
@@ -348,4 +360,5 @@ def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
         start = time.monotonic()
         runner.facts.step_seconds.update(measure_steps(runner, config))
         seconds["measure_steps"] = time.monotonic() - start
+    log_startup(runner.capture_reports(), parts.memory, seconds)
     return runner

@@ -20,17 +20,20 @@ from ..speculators.base import BaseSpeculator, SpeculatorNeeds
 from ..speculators.registry import create_speculator
 from .attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
 from .attention.choice import choose_backend
-from .cuda_graphs import CudaGraphManager, RebuiltStates
+from .attention.claims import LoweredClaim
+from .attention.claims_at_start import ClaimsAtStart, claim_cases, claim_setup
+from .cuda_graphs import CudaGraphManager, MemoryByPurpose, RebuiltStates
+from .data_parallel import DataParallelSync, create_sync
 from .device_queue import DeviceQueue
 from .draft_host import DraftModelHost, GraphSettings
 from .errors import RunnerError
-from .graph_capture import CudaGraphs, GraphPool
+from .graph_capture import CudaGraphs, GraphPool, frozen_garbage_collector
 from .graph_dispatch import GraphRole, capture_sizes, resolve_mode, wanted_modes
 from .input_batch import InputBuffers
 from .kv_blocks import BlockGroup
 from .kv_cache import KVCache, KVCacheGroup, make_groups
 from .layers import resolve_format
-from .memory import kv_cache_bytes, num_kv_blocks, refuse_early
+from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks, refuse_early
 from .messages import Progress
 from .models.registry import build_model
 from .request_table import RequestTable
@@ -59,6 +62,7 @@ class RunnerFacts:
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase; grows until ready
     # (requests, drafts each) -> seconds of a step, as far as they were measured
     step_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
+    lowered_claims: tuple[str, ...] = ()  # the back end of each claim that did not hold
 
 
 @dataclass(frozen=True)
@@ -72,6 +76,8 @@ class RunnerParts:
     sampling: RowSampling
     speculator: BaseSpeculator | None
     queue: DeviceQueue
+    memory: MemoryByPurpose = field(default_factory=MemoryByPurpose)
+    sync: DataParallelSync | None = None  # None: there are no other ranks
 
 
 def assemble(config: Config, progress: ProgressFn) -> RunnerParts:
@@ -85,6 +91,9 @@ class _Assembly:
         self.progress = progress
         self.seconds: dict[str, float] = {}
         self.device = choose_device(config.model.device)
+        self.memory = MemoryByPurpose()
+        self._allocated = memory_allocated(self.device)
+        self.lowered: list[LoweredClaim] = []
         self.max_num_reqs = config.scheduler.max_num_seqs
         self.max_num_tokens = config.scheduler.max_num_batched_tokens
 
@@ -96,7 +105,8 @@ class _Assembly:
             host = self._draft_host()
             speculator = create_speculator(config.speculative, host)
         needs = speculator.needs if speculator is not None else NO_SPECULATION
-        with self._phase("kv_cache"), torch.inference_mode():
+        self._note("weights")
+        with self._phase("attention", shown=False), torch.inference_mode():
             layers = [*self.model.attention_layers(), *host.draft_layers]
             groups = make_groups(layers)
             backend = choose_backend(config.graph.attention_backend, layers, self.device)
@@ -104,14 +114,16 @@ class _Assembly:
             builders = [self._builder(backend, group.layers) for group in groups]
             max_blocks = [-(-self.max_model_len // self.block_size) for _ in groups]
             buffers = self._buffers(needs, max_blocks)
+            drafts = [[la for la in group.layers if la in host.draft_layers] for group in groups]
+            draft_builders = [self._builder(backend, la) if la else None for la in drafts]
+            self._note("workspaces")
+            if self.graphs is not None:
+                all_layers = [group.layers for group in groups]
+                claims = self._claims(backend, self.graphs, needs)
+                claims.verify(zip(builders, all_layers, draft_builders, drafts, strict=True))
+                self.lowered = claims.lowered
+        with self._phase("kv_cache"), torch.inference_mode():
             manager, mode = self._graph_manager(builders, needs)
-            draft_builders = [
-                self._builder(backend, draft) if draft else None
-                for draft in (
-                    [layer for layer in group.layers if layer in host.draft_layers]
-                    for group in groups
-                )
-            ]
 
             def draft_graph_bytes(target: Target) -> int:
                 if speculator is None or manager is None:
@@ -126,6 +138,8 @@ class _Assembly:
                 return speculator.profile_graph_memory(states)
 
             cache = self._kv_cache(groups, builders, buffers, manager, needs, draft_graph_bytes)
+        self.memory.add("KV cache", cache.num_bytes)
+        self._note(None)
         table = RequestTable(
             self.max_num_reqs,
             self.max_model_len,
@@ -142,6 +156,8 @@ class _Assembly:
             self.model, cache, builders, buffers, manager, needs.aux_hidden_state_boundaries
         )
         sampler = Sampler(config.speculative, self.device)
+        self._note("request table")
+        idle_query_len = needs.num_speculative_tokens + 1
         return RunnerParts(
             self._facts(cache, backend, needs),
             target,
@@ -150,15 +166,26 @@ class _Assembly:
             RowSampling(sampler, needs.num_speculative_tokens, self.vocab_size),
             speculator,
             DeviceQueue(self.device),
+            self.memory,
+            create_sync(config.parallel, target.dispatch, idle_query_len),
         )
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, shown: bool = True) -> Iterator[None]:
         start = time.monotonic()
-        self.progress(Progress(name, 0, 1))
+        if shown:
+            self.progress(Progress(name, 0, 1))
         yield
-        self.progress(Progress(name, 1, 1))
+        if shown:
+            self.progress(Progress(name, 1, 1))
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def _note(self, purpose: str | None) -> None:
+        """Count the memory that was allocated since the last call for `purpose`."""
+        now = memory_allocated(self.device)
+        if purpose is not None:
+            self.memory.add(purpose, max(0, now - self._allocated))
+        self._allocated = now
 
     def _load_target(self) -> None:
         config = self.config.model
@@ -171,13 +198,19 @@ class _Assembly:
                 f"--max-model-len {config.max_model_len} is beyond the model's {longest} tokens"
             )
         self.max_model_len = config.max_model_len or longest
-        self.format = resolve_format(config.dtype, self.device, self.resolved.checkpoint_dtype)
+        self.format = resolve_format(
+            config.dtype,
+            self.device,
+            self.resolved.checkpoint_dtype,
+            self.config.graph.linear_backend,
+        )
         self.model = build_model(
             self.resolved.hf_config,
             self.device,
             self.format.dtype,
             pack_fp16=self.format.pack_fp16,
             max_position=self.max_model_len,
+            linear=self.format.linear,
         )
         groups = make_groups(self.model.attention_layers())
         refuse_early(self.config.cache, self.device, groups, self.format.dtype, self.max_model_len)
@@ -237,7 +270,21 @@ class _Assembly:
             capture_sizes(graph.cudagraph_capture_sizes, self.max_num_tokens),
             graph.debug_compare_eager,
             lambda done, total, detail: self.progress(Progress("capture", done, total, detail)),
+            graph.cudagraph_draft_loop,
         )
+
+    def _query_lengths(self, needs: SpeculatorNeeds) -> list[int]:
+        """Of uniform batches, ascending: 1, and one more than each number of drafts."""
+        chosen = [k for k in self.config.speculative.draft_counts if needs.num_speculative_tokens]
+        return sorted({1, needs.num_speculative_tokens + 1, *(count + 1 for count in chosen)})
+
+    def _claims(
+        self, backend: AttentionBackend, settings: GraphSettings, needs: SpeculatorNeeds
+    ) -> ClaimsAtStart:
+        mode = wanted_modes(self.config.graph, self.device.type).target
+        cases = claim_cases(mode, self._query_lengths(needs))
+        setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
+        return ClaimsAtStart(backend, settings.pool, setup, self.format.dtype, self.device, cases)
 
     def _graph_manager(
         self, builders: Sequence[AttentionBuilder], needs: SpeculatorNeeds
@@ -245,8 +292,7 @@ class _Assembly:
         settings = self.graphs
         if settings is None:
             return None, CUDAGraphMode.NONE
-        chosen = [k for k in self.config.speculative.draft_counts if needs.num_speculative_tokens]
-        lengths = sorted({1, needs.num_speculative_tokens + 1, *(count + 1 for count in chosen)})
+        lengths = self._query_lengths(needs)
         decision = resolve_mode(
             wanted_modes(self.config.graph, self.device.type).target,
             min(builder.supports for builder in builders),
@@ -294,12 +340,14 @@ class _Assembly:
         def graph_bytes() -> int:
             if manager is None or self.graphs is None:
                 return 0
-            with self.graphs.pool.throw_away():
+            with self.graphs.pool.throw_away(), frozen_garbage_collector(collect=False):
                 target = small_target()
                 total = manager.profile_memory(target.create_forward_fn)
                 return total + draft_graph_bytes(target)
 
-        available = kv_cache_bytes(self.config.cache, self.device, run_largest_step, graph_bytes)
+        available = kv_cache_bytes(
+            self.config.cache, self.device, run_largest_step, graph_bytes, self.memory
+        )
         num_blocks = num_kv_blocks(
             self.config.cache,
             available,
@@ -326,6 +374,7 @@ class _Assembly:
             attention_backend=backend.name,
             needs=needs,
             startup_seconds=self.seconds,
+            lowered_claims=tuple(claim.backend for claim in self.lowered),
         )
 
 

@@ -6,7 +6,7 @@ inside the graph, to buffers that outlive a replay.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from .attention.base import (
     AttentionStatePair,
     CommonAttentionMetadata,
 )
-from .cuda_graphs import CudaGraphManager
+from .cuda_graphs import CaptureReport, CudaGraphManager
 from .graph_dispatch import eager_descriptor
 from .input_batch import InputBatch, InputBuffers
 from .kv_cache import KVCache
@@ -66,12 +66,18 @@ class Target:
         return self.model.compute_logits(hidden_states)
 
     def dispatch(
-        self, num_tokens: int, num_reqs: int, uniform_token_count: int | None
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform_token_count: int | None,
+        best: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> BatchExecutionDescriptor:
-        """How a batch of these sizes runs."""
+        """How a batch of these sizes runs; `best` caps the mode."""
         if self._graphs is None:
             return eager_descriptor(num_tokens, num_reqs, uniform_token_count)
-        return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count)
+        if best is CUDAGraphMode.FULL:
+            return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count)
+        return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count, best)
 
     def build_attention(self, batch: InputBatch) -> AttentionState:
         """This step's attention; with a FULL graph, what its buffers hold is updated in place."""
@@ -87,20 +93,41 @@ class Target:
 
     def run(self, batch: InputBatch, state: AttentionState) -> ForwardOutput:
         """The forward pass of the batch in the step buffers."""
-        desc = batch.descriptor
-        if desc.mode is CUDAGraphMode.NONE:
-            return self._forward(desc.num_tokens, state)
 
         def eager() -> None:  # for --debug-compare-eager; into the same outputs
-            self._forward_into_outputs(desc.num_tokens, self.build_attention(batch))
+            self._forward_into_outputs(batch.descriptor.num_tokens, self.build_attention(batch))
 
+        return self._run(batch.descriptor, state, batch.num_tokens, eager)
+
+    def run_dummy(self, desc: BatchExecutionDescriptor) -> AttentionState:
+        """The forward pass of a rank that has no work where others have; no KV is written.
+
+        Tables and lengths in the step buffers are written anew: those of the last real batch are
+        stale. Returns the attention state, for the drafter's part of the same step.
+        """
+        common = self._buffers.fill_dummy(desc)
+        state = self.cache.attention_state(
+            [b.build(group, desc) for b, group in zip(self.builders, common, strict=True)]
+        )
+        self._run(desc, state, desc.num_tokens, None)
+        return state
+
+    def _run(
+        self,
+        desc: BatchExecutionDescriptor,
+        state: AttentionState,
+        num_tokens: int,
+        eager: Callable[[], None] | None,
+    ) -> ForwardOutput:
+        if desc.mode is CUDAGraphMode.NONE:
+            return self._forward(desc.num_tokens, state)
         assert self._graphs is not None
         if desc.mode is CUDAGraphMode.FULL and not state.can_replay:
             self._forward_into_outputs(desc.num_tokens, state)
         elif desc.mode is CUDAGraphMode.FULL:
             self._graphs.run_fullgraph(desc, eager)
         else:
-            self._graphs.run_piecewise(desc, state, batch.num_tokens, eager)
+            self._graphs.run_piecewise(desc, state, num_tokens, eager)
         hidden, *aux = (output[: desc.num_tokens] for output in self._outputs)
         return hidden, aux
 
@@ -118,6 +145,11 @@ class Target:
         if self._graphs is None or not self._graphs.wanted:
             return {}
         return self._graphs.capture(self.create_forward_fn)
+
+    @property
+    def capture_report(self) -> CaptureReport | None:
+        """What was captured; None without graphs."""
+        return None if self._graphs is None else self._graphs.report
 
     def create_forward_fn(self, desc: BatchExecutionDescriptor, warmup: bool) -> tuple[Any, Any]:
         """`CreateForwardFn` of the graph manager: dummy rows and fresh attention metadata."""

@@ -7,7 +7,7 @@ them out would wait for the device; what they write is overwritten before anythi
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,12 @@ from .base import DraftHost, DraftInputs, DraftModelSpeculator, GraphManager, Sp
 from .deferred import DeferredTokens
 
 
+class _LoopState:
+    """Stands for the attention state of a graph that makes its own; has no metadata to share."""
+
+    metadata: tuple[Any, ...] = ()
+
+
 class AutoRegressiveSpeculator(DraftModelSpeculator):
     """Draft prefill and K - 1 draft decodes; K is up to `num_drafts`, by step.
 
@@ -28,6 +34,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     """
 
     advance_draft_positions = True  # each draft's KV goes one position on (False: Gemma 4)
+    decodes_write_kv = True  # False: they only read (Gemma 4)
     runs_draft_prefill = True  # False: nothing is run over the target's rows (Gemma 4)
     first_pass_drafts = True  # False: the first draft, too, comes from a decode
     reads_hidden = True  # False: the first pass reads ids only, not shifted (a whole model)
@@ -42,6 +49,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self.hidden = torch.zeros(reqs, narrow, dtype=host.dtype, device=host.device)  # [R, .]
         self._prefill_graphs: GraphManager | None = None
         self._decode_graphs: GraphManager | None = None
+        self._loop_graphs: dict[int, GraphManager] = {}  # by number of decodes, ascending
         self._prefill_captured: Mapping[BatchExecutionDescriptor, Any] = {}
         self.deferred: DeferredTokens | None = None
         if self.runs_draft_prefill:
@@ -77,7 +85,19 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         lengths = sorted({1, *(count + 1 for count in self.config.draft_counts)})
         if self.runs_draft_prefill:
             self._prefill_graphs = self.host.create_graph_manager("draft prefill", prefill, lengths)
-        self._decode_graphs = self.host.create_graph_manager("draft decode", decode, [1])
+        if not full or not self.host.draft_decodes_on_device:
+            self._decode_graphs = self.host.create_graph_manager("draft decode", decode, [1])
+            return
+        self._loop_graphs = {
+            count: self.host.create_graph_manager(
+                "draft decode", decode, [1], f"draft decodes x {count}"
+            )
+            for count in sorted({self._num_decodes(n) for n in self.config.draft_counts} - {0})
+        }
+
+    def _num_decodes(self, num_drafts: int) -> int:
+        """How many decodes make so many drafts."""
+        return max(0, num_drafts - 1) if self.first_pass_drafts else num_drafts
 
     def capture(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> None:
         """Capture draft prefill with the target's pairs, then draft decodes with fresh states."""
@@ -86,6 +106,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self._prefill_captured = self._prefill_graphs.capture(create)
         if self._decode_graphs is not None:
             self._decode_graphs.capture(self._create_decode)
+        for count, graphs in self._loop_graphs.items():
+            graphs.capture(self._loop_creator(count))
 
     def profile_graph_memory(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> int:
         """Bytes that `capture` will take; leaves nothing captured."""
@@ -94,6 +116,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             total += self._prefill_graphs.profile_memory(self._prefill_creator(attention_states))
         if self._decode_graphs is not None:
             total += self._decode_graphs.profile_memory(self._create_decode)
+        for count, graphs in self._loop_graphs.items():
+            total += graphs.profile_memory(self._loop_creator(count))
         return total
 
     def _prefill_creator(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> Any:
@@ -118,6 +142,34 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         attention = self._decode_attention(rows, rows, desc, for_capture=True)
         return lambda attention: self._decode_forward(rows, attention), attention
 
+    def _loop_creator(self, num_decodes: int) -> Any:
+        def create_loop(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> tuple[Callable[[Any], None], Any]:
+            rows = desc.num_reqs or desc.num_tokens
+            self._fill_rows(rows)
+            build = self.host.attention_on_device(
+                self.query_start_loc[: rows + 1],
+                self.seq_lens[:rows],
+                self.write_positions[:rows],
+                desc,
+                self.decodes_write_kv,
+            )
+            # The attention state of each decode is made inside the graph, like its positions.
+            return lambda _: self._loop_forward(rows, num_decodes, build), _LoopState()
+
+        return create_loop
+
+    def _loop_forward(self, rows: int, num_decodes: int, build: Callable[[], Any]) -> None:
+        """All decodes of a proposal, the plain version's operations in its order."""
+        attention: Any = None
+        for _ in range(num_decodes):
+            if self.advance_draft_positions:
+                self._advance()
+            if attention is None or self.advance_draft_positions:
+                attention = build()
+            self._decode_forward(rows, attention)
+
     # --- one proposal -----------------------------------------------------------------------------
 
     def propose(self, inputs: DraftInputs) -> Tensor:
@@ -126,16 +178,61 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if self.deferred is not None:
             self.deferred.catch_up(inputs, self.model, self.max_position)
         self._stage(inputs)
-        if self.runs_draft_prefill:
-            self._first_pass(inputs)
-        attention: Any = None
-        for _ in range(self._num_decodes(count)):
-            attention = self._decode(inputs.num_reqs, attention)
+        self._passes(
+            inputs.descriptor, inputs.attention, inputs.num_tokens, inputs.num_reqs,
+            inputs.num_decode_reqs, count,
+        )  # fmt: skip
         return self._result(inputs, count)
 
-    def _num_decodes(self, num_drafts: int) -> int:
-        """How many decodes make so many drafts."""
-        return max(0, num_drafts - 1) if self.first_pass_drafts else num_drafts
+    def run_dummy(
+        self,
+        descriptor: BatchExecutionDescriptor,
+        attention: Any,
+        num_decode_reqs: int,
+        num_drafts: int,
+    ) -> None:
+        """The passes of a proposal, for no request."""
+        self._fill_rows(0)
+        tokens = descriptor.num_tokens
+        self._passes(descriptor, attention, tokens, 0, num_decode_reqs, num_drafts)
+
+    def graph_managers(self) -> Sequence[GraphManager]:
+        """Of draft prefills and decodes."""
+        all_of_them = (self._prefill_graphs, self._decode_graphs, *self._loop_graphs.values())
+        return [graphs for graphs in all_of_them if graphs is not None]
+
+    def _passes(
+        self,
+        desc: BatchExecutionDescriptor,
+        attention: Any,
+        num_tokens: int,
+        num_reqs: int,
+        num_decode_reqs: int,
+        num_drafts: int,
+    ) -> None:
+        """The passes of a proposal over what the buffers hold."""
+        if self.runs_draft_prefill:
+            self._first_pass(desc, attention, num_tokens, num_reqs)
+        decodes, padded = self._num_decodes(num_drafts), max(num_reqs, num_decode_reqs)
+        if decodes == 0 or self._replay_loop(num_reqs, padded, decodes):
+            return
+        decode_attention: Any = None
+        for _ in range(decodes):
+            decode_attention = self._decode(num_reqs, padded, decode_attention)
+
+    def _replay_loop(self, num_reqs: int, padded: int, num_decodes: int) -> bool:
+        """All decodes as one graph, if there is one that makes at least so many."""
+        longer = next((count for count in self._loop_graphs if count >= num_decodes), None)
+        if longer is None:
+            return False
+        graphs = self._loop_graphs[longer]
+        desc = graphs.dispatch(padded, padded, 1)
+        if desc.mode is not CUDAGraphMode.FULL:
+            return False
+        rows = desc.num_tokens
+        self.host.stage_draft_tables(num_reqs, rows, self.idx_mapping[:rows])
+        graphs.run_fullgraph(desc)
+        return True
 
     def defer(self, inputs: DraftInputs) -> None:
         """Keep the step's hidden states for the pass that a later `propose` begins with."""
@@ -183,6 +280,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self.query_start_loc.copy_(self._row_starts(rows))
         self.idx_mapping.fill_(-1)
         self.decode_positions.zero_()
+        self.write_positions.fill_(-1)
         self.seq_lens.zero_()
         self.seq_lens[:rows] = 1
         for buffer in (self.step, self.last_token_indices, self.input_ids, self.positions):
@@ -193,16 +291,17 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         assert inputs.hidden_states is not None
         return inputs.hidden_states
 
-    def _first_pass(self, inputs: DraftInputs) -> None:
-        desc = inputs.descriptor
-        replayable = desc in self._prefill_captured and inputs.attention.can_replay
+    def _first_pass(
+        self, desc: BatchExecutionDescriptor, attention: Any, num_tokens: int, num_reqs: int
+    ) -> None:
+        replayable = desc in self._prefill_captured and attention.can_replay
         if replayable and self._prefill_graphs is not None:
             self._prefill_graphs.run_fullgraph(desc)
             return
         # PIECEWISE attention has the real rows only.
         full = desc.mode is not CUDAGraphMode.PIECEWISE
-        tokens = desc.num_tokens if full else inputs.num_tokens
-        self._prefill_forward(tokens, inputs.num_reqs, inputs.attention)
+        rows = max(1, num_reqs)  # a dummy step has none
+        self._prefill_forward(desc.num_tokens if full else num_tokens, rows, attention)
 
     def _prefill_forward(self, num_tokens: int, num_rows: int, attention: Any) -> None:
         """The pass over the target's token rows; makes draft 0 and the first fed-back hidden."""
@@ -214,16 +313,19 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         for_logits, feedback = out if self.model_returns_tuple else (out, out)
         self._emit(self.model.compute_logits(for_logits[last]), feedback[last])
 
-    def _decode(self, num_reqs: int, attention: Any) -> Any:
-        """One more draft per request; returns the attention state, for constant positions."""
+    def _decode(self, num_reqs: int, padded: int, attention: Any) -> Any:
+        """One more draft per request; returns the attention state, for constant positions.
+
+        `padded`: the most requests that any rank has.
+        """
         if self.advance_draft_positions:
             self._advance()
         desc = None
         if self._decode_graphs is not None:
-            desc = self._decode_graphs.dispatch(num_reqs, num_reqs, 1)
+            desc = self._decode_graphs.dispatch(padded, padded, 1)
             if desc.mode is not CUDAGraphMode.FULL:
                 desc = None
-        rows = num_reqs if desc is None else desc.num_tokens
+        rows = max(1, num_reqs) if desc is None else desc.num_tokens
         if attention is None or self.advance_draft_positions:
             # Rebuilt before every decode whose positions advanced: see spec on stale metadata.
             attention = self._decode_attention(num_reqs, rows, desc)
@@ -234,7 +336,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         return attention
 
     def _advance(self) -> None:
-        advance_draft_decode(self.decode_positions, self.seq_lens, self.max_position)
+        advance_draft_decode(
+            self.decode_positions, self.seq_lens, self.max_position, self.write_positions
+        )
 
     def _decode_attention(
         self,
@@ -243,25 +347,15 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         desc: BatchExecutionDescriptor | None,
         for_capture: bool = False,
     ) -> Any:
-        return self._build_attention(num_reqs, rows, desc, for_capture, writes_kv=True)
-
-    def _build_attention(
-        self,
-        num_reqs: int,
-        rows: int,
-        desc: BatchExecutionDescriptor | None,
-        for_capture: bool,
-        writes_kv: bool,
-    ) -> Any:
         return self.host.build_draft_attention(
             num_reqs,
             self.query_start_loc[: rows + 1],
             self.seq_lens[:rows],
-            self.decode_positions[:rows],
+            self.write_positions[:rows],
             self.idx_mapping[:rows],
             desc,
             for_capture,
-            writes_kv,
+            self.decodes_write_kv,
         )
 
     def _decode_forward(self, rows: int, attention: Any) -> None:

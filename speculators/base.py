@@ -7,7 +7,7 @@ in through `DraftInputs` (per step) and `DraftHost` (once).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -74,11 +74,14 @@ class DraftInputs:
     hidden_states: Tensor | None = None  # [M, H] after the final norm
     aux_hidden_states: Sequence[Tensor] = ()  # one [M, H] per boundary asked for
     num_drafts: int | None = None  # how many to make; None = K; 0 = only take the step in
+    num_decode_reqs: int = 0  # rows of each draft decode at least: as many as other ranks have
     num_deferred: Sequence[int] = ()  # [N] on the host: tokens before the row given to `defer`
 
 
 class GraphManager(Protocol):
     """Captures and replays graphs of one forward function (`runner.cuda_graphs`)."""
+
+    report: Any  # what was captured
 
     def dispatch(
         self, num_tokens: int, num_reqs: int, uniform_token_count: int | None
@@ -122,11 +125,32 @@ class DraftHost(Protocol):
     ) -> Any:
         """An AttentionState for draft decodes of one token per request, or of `query_lens` [N].
 
-        KV slots come from `positions`; without `writes_kv` they are all -1.
+        KV slots come from `positions` (-1 = none); without `writes_kv` they are all -1.
         """
 
+    @property
+    def draft_decodes_on_device(self) -> bool:
+        """Whether one graph can hold several decodes, their attention included."""
+
+    def stage_draft_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
+        """Bring this step's block tables to where such a graph reads them."""
+
+    def attention_on_device(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        desc: BatchExecutionDescriptor,
+        writes_kv: bool = True,
+    ) -> Callable[[], Any]:
+        """For its capture: builds the attention of one more decode from what the buffers hold."""
+
     def create_graph_manager(
-        self, name: str, mode: CUDAGraphMode, uniform_token_counts: Sequence[int]
+        self,
+        name: str,
+        mode: CUDAGraphMode,
+        uniform_token_counts: Sequence[int],
+        label: str | None = None,
     ) -> GraphManager:
         """A manager that shares the device's graph pool."""
 
@@ -151,6 +175,23 @@ class BaseSpeculator(ABC):
     @abstractmethod
     def propose(self, inputs: DraftInputs) -> Tensor:
         """Draft for every row; [N, up to K] int64, -1 where there is no draft. Never syncs."""
+
+    def run_dummy(
+        self,
+        descriptor: BatchExecutionDescriptor,
+        attention: Any,
+        num_decode_reqs: int,
+        num_drafts: int,
+    ) -> None:
+        """Run the passes of a proposal for nobody: other ranks' passes hold collectives.
+
+        `attention` is the target's state of the same dummy step.
+        """
+        return
+
+    def graph_managers(self) -> Sequence[GraphManager]:
+        """The managers of its graphs, for the report of what was captured."""
+        return ()
 
     def defer(self, inputs: DraftInputs) -> None:
         """Called in place of `propose` after a step for whose rows nothing is to be drafted.
@@ -185,6 +226,7 @@ class DraftModelSpeculator(BaseSpeculator):
         self.query_start_loc = zeros(reqs + 1, dtype=torch.int32)  # [R + 1] min(i, N)
         self.decode_ids = zeros(reqs, dtype=torch.int32)  # [R] newest draft
         self.decode_positions = zeros(reqs)  # [R]
+        self.write_positions = zeros(reqs)  # [R] where a decode's KV goes, -1 = nowhere
         self.seq_lens = zeros(reqs, dtype=torch.int32)  # [R] decode position + 1, padded 0
         self.noise_positions = zeros(reqs)  # [R] position of the target row that draws the token
         self.temperature = zeros(reqs, dtype=torch.float32)  # [R]

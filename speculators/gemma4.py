@@ -7,11 +7,9 @@ newest token and the fed-back hidden state change.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor, nn
 
-from ..configs.graphs import BatchExecutionDescriptor
 from .autoregressive import AutoRegressiveSpeculator
 from .base import DraftInputs, SpeculatorNeeds
 
@@ -19,7 +17,7 @@ from .base import DraftInputs, SpeculatorNeeds
 class Gemma4Speculator(AutoRegressiveSpeculator):
     """Starts from the last valid row: position P = seq_len - rejected - 1, KV 0 .. P."""
 
-    advance_draft_positions = False
+    advance_draft_positions = decodes_write_kv = False
     runs_draft_prefill = first_pass_drafts = False
     model_returns_tuple = True
 
@@ -51,12 +49,3 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
         if self.config.position_offset:
             self.decode_positions[:rows] += self.config.position_offset
             self.decode_positions.clamp_(max=self.max_position - 1)
-
-    def _decode_attention(
-        self,
-        num_reqs: int,
-        rows: int,
-        desc: BatchExecutionDescriptor | None,
-        for_capture: bool = False,
-    ) -> Any:
-        return self._build_attention(num_reqs, rows, desc, for_capture, writes_kv=False)

@@ -49,6 +49,7 @@ class ClaimTrial:
         pool: GraphPool,
     ) -> None:
         self.setup, self.layer, self.dtype, self.device = setup, layer, dtype, device
+        self.backend = backend.name
         self.pool = pool
         size, num_reqs = setup.block_size, setup.num_reqs
         self.blocks_per_req = -(-setup.max_len // size)

@@ -85,6 +85,7 @@ class FlashMLABuilder(AttentionBuilder):
     """Uniform batches run on FlashMLA, any others on the Triton kernel."""
 
     supports = AttentionCGSupport.UNIFORM_BATCH
+    builds_on_device = True  # each build has a schedule of its own, which its first call plans
 
     def __init__(
         self,

@@ -91,6 +91,7 @@ class TritonBuilder(AttentionBuilder):
     """Builds nothing: the kernel reads the step buffers themselves."""
 
     supports = AttentionCGSupport.ALWAYS
+    builds_on_device = True
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None

@@ -98,6 +98,7 @@ class FakeRunner:
                 watched=False,
             ),
             startup_seconds={},
+            lowered_claims=(),
             step_seconds={},
         )
         self.max_num_seqs = max_num_seqs

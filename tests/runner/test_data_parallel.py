@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
-from slipstream.runner.data_parallel import DataParallelSync, RankBatch, decide, encode
+from slipstream.runner.data_parallel import (
+    NUM_ROWS,
+    DataParallelSync,
+    RankBatch,
+    decide,
+    encode,
+)
 from slipstream.runner.graph_dispatch import descriptors, dispatch
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
@@ -26,7 +32,7 @@ IDLE = (0, 0, None)
 def decide_for(
     batches: list[tuple[int, int, int | None]], rank: int, graphs: bool = True
 ) -> object:
-    table = torch.zeros(6, len(batches), dtype=torch.int32)
+    table = torch.zeros(NUM_ROWS, len(batches), dtype=torch.int32)
     for index, (tokens, reqs, uniform) in enumerate(batches):
         mode = local_dispatch(tokens, reqs, uniform).mode if graphs else NONE
         table += encode(RankBatch(tokens, reqs, uniform, uniform, mode), index, len(batches))

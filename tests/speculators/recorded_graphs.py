@@ -29,6 +29,7 @@ from slipstream.runner.attention.base import (
 from slipstream.runner.cuda_graphs import CudaGraphManager
 from slipstream.runner.graph_recorder import RecordedGraphs
 from slipstream.runner.models import moe
+from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from .tiny_engine import TinyEngine
 
@@ -87,6 +88,7 @@ class TensorBuilder(AttentionBuilder):
     """Owns the buffers; `num_builds` counts."""
 
     supports = AttentionCGSupport.ALWAYS
+    builds_on_device = True
 
     def __init__(self, max_reqs: int, max_tokens: int, max_blocks: int) -> None:
         self.starts = torch.zeros(max_reqs + 1, dtype=torch.int32)
@@ -100,10 +102,10 @@ class TensorBuilder(AttentionBuilder):
     ) -> TensorMetadata:
         self.num_builds += 1
         rows, tokens = common.num_reqs, common.num_actual_tokens
-        starts = common.query_start_loc_cpu
-        assert starts.tolist() == common.query_start_loc.tolist(), "host and device disagree"
-        assert starts.diff().min() >= 0, "query_start_loc decreases"
-        assert common.block_table.shape[0] == common.seq_lens.shape[0] == starts.shape[0] - 1
+        starts = common.query_start_loc_cpu.tolist()
+        assert starts == common.query_start_loc.tolist(), "host and device disagree"
+        assert starts == sorted(starts), "query_start_loc decreases"
+        assert common.block_table.shape[0] == common.seq_lens.shape[0] == len(starts) - 1
         own = (self.starts[: rows + 1], self.lens[:rows], self.table[:rows], self.slots[:tokens])
         theirs = (common.query_start_loc, common.seq_lens, common.block_table, common.slot_mapping)
         for mine, given in zip(own, theirs, strict=True):
@@ -132,6 +134,7 @@ class GraphEngine(TinyEngine):
 
     replays: dict[str, int]
     backend: RecordedGraphs
+    num_proposals = 0
 
     @property
     def speculator(self) -> Any:
@@ -150,14 +153,20 @@ def graph_engine(
     speculative: SpeculativeConfig,
     graphs: bool = True,
     mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
+    loop: bool = True,
+    claims: bool = False,
     **changes: Any,
 ) -> Iterator[GraphEngine]:
-    """An engine with recorded graphs, or (`graphs=False`) with the same attention, eager."""
+    """An engine with recorded graphs, or (`graphs=False`) with the same attention, eager.
+
+    With `loop` the draft decodes of a step are one graph. With `claims` the back end's are tested.
+    """
     replays: dict[str, int] = {}
     replay = CudaGraphManager.run_fullgraph
 
     def counted(self: CudaGraphManager, desc: Any, eager: Any = None) -> None:
-        replays[self.name] = replays.get(self.name, 0) + 1
+        name = "draft loop" if self.name.startswith("draft decodes") else self.name
+        replays[name] = replays.get(name, 0) + 1
         replay(self, desc, eager)
 
     backend = RecordedGraphs()
@@ -169,6 +178,9 @@ def graph_engine(
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "choose_backend", lambda *args: TensorBackend())
+        patch.setattr(TensorBuilder, "builds_on_device", loop)
+        if not claims:
+            patch.setattr(startup.ClaimsAtStart, "verify", lambda *args: None)
         patch.setattr(moe, "run_experts", run_all_experts)
         patch.setattr(CudaGraphManager, "run_fullgraph", counted)
         if graphs:
@@ -182,6 +194,13 @@ def graph_engine(
         scheduler = engine.engine._scheduler
         scheduler._limits = replace(scheduler._limits, uniform_drafts=True)
         engine.engine._runner._on_cpu = False  # type: ignore[attr-defined]
+        result = AutoRegressiveSpeculator._result
+
+        def counted_result(self: Any, *args: Any) -> Tensor:
+            engine.num_proposals += 1
+            return result(self, *args)
+
+        patch.setattr(AutoRegressiveSpeculator, "_result", counted_result)
         try:
             yield engine
         finally:

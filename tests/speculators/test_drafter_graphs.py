@@ -12,6 +12,8 @@ from torch import Tensor
 from slipstream.configs.graphs import CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import AttentionStatePair
+from slipstream.runner.draft_attention import DraftAttention
+from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import DraftInputs
 
@@ -30,12 +32,12 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 
 def proposals_of(
     drafters: Drafters, method: str, graphs: bool, k: int = 3, temperature: float = 0.0,
-    mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY, loop: bool = False,
 ) -> tuple[Proposals, GraphEngine]:  # fmt: skip
     target = drafters.pair(method)[0]
     sampling = "probabilistic" if temperature else "greedy"
     config = drafters.speculative(method, k, draft_sampling=sampling)
-    with graph_engine(target, config, graphs, mode) as engine:
+    with graph_engine(target, config, graphs, mode, loop) as engine:
         with recorded_proposals() as seen:
             for count in (5, 3):
                 run = engine.run(ASKED[:count], max_tokens=7, temperature=temperature)
@@ -51,14 +53,82 @@ def test_drafts_in_graphs_equal_eager_drafts(
     drafters: Drafters, method: str, temperature: float
 ) -> None:
     eager, none = proposals_of(drafters, method, False, temperature=temperature)
-    graphs, engine = proposals_of(drafters, method, True, temperature=temperature)
-    assert graphs == eager and len(graphs) >= 16
-    assert not none.replays
-    prefills, decodes = (engine.replays.get(f"draft {part}", 0) for part in ("prefill", "decode"))
-    assert engine.replays["target"] > 6
-    assert decodes >= 2 * engine.replays["target"]
-    # only a uniform step of the target has a graph that the draft prefill can follow
-    assert prefills == (0 if method == "gemma4_mtp" else engine.replays["target"])
+    assert not none.replays and len(eager) >= 16
+    decodes = {"draft_model": 3, "gemma4_mtp": 3}.get(method, 2)
+    for loop in (False, True):
+        graphs, engine = proposals_of(drafters, method, True, temperature=temperature, loop=loop)
+        assert graphs == eager
+        replays = engine.replays
+        assert replays["target"] > 6
+        # only a uniform step of the target has a graph that the draft prefill can follow
+        assert replays.get("draft prefill", 0) == (method != "gemma4_mtp") * replays["target"]
+        # every step drafts: one graph of all decodes, or one for each
+        assert engine.num_proposals > 6
+        assert replays.get("draft loop", 0) == loop * engine.num_proposals
+        assert replays.get("draft decode", 0) == (not loop) * decodes * engine.num_proposals
+
+
+@pytest.mark.parametrize(
+    ("method", "k"),
+    [*(("eagle3", k) for k in (2, 4, 5, 6, 7)), ("eagle", 2), ("draft_model", 5), ("mtp", 2)]
+    + [("mtp", 7), ("draft_model", 2), ("gemma4_mtp", 2), ("gemma4_mtp", 6)],
+)
+def test_all_decodes_as_one_graph_equal_the_plain_version(
+    drafters: Drafters, method: str, k: int
+) -> None:
+    """Rows of 4, 3, 2 and 1 on graphs of 4 and 2; greedy rows beside drawn ones."""
+    config = drafters.speculative(method, k, draft_sampling="probabilistic")
+    asked = [
+        AddRequest(str(i), ASKED[i], SamplingParams(i, length, temperature=(0.0, 0.7, 1.3)[i % 3]))
+        for i, length in enumerate((4, 9, 13, 17))
+    ]
+    found = []
+    for graphs in (False, True):
+        with graph_engine(drafters.pair(method)[0], config, graphs) as engine:
+            with recorded_proposals() as seen:
+                engine.engine.handle(asked)
+                while engine.engine.has_work():
+                    engine.engine.step()
+                engine.synchronize()
+            logits = engine.table.draft_logits
+            found.append((seen, logits.clone()))
+            assert engine.replays.get("draft loop", 0) == graphs * engine.num_proposals
+    assert found[0][0] == found[1][0] and len(seen) > 8
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_loop_that_builds_its_metadata_once_is_wrong(
+    drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trap 3 inside one graph: the negative control of the test above."""
+    plain, _ = proposals_of(drafters, "eagle3", False, k=4)
+    on_device = DraftAttention.on_device
+
+    def built_once(self: Any, *args: Any) -> Any:
+        build = on_device(self, *args)
+        kept: list[Any] = []
+
+        def first() -> Any:
+            if not kept:
+                kept.append(build())
+            return kept[0]
+
+        return first
+
+    monkeypatch.setattr(DraftAttention, "on_device", built_once)
+    bad, _ = proposals_of(drafters, "eagle3", True, k=4, loop=True)
+    assert [drafts[:2] for _, drafts in bad] == [drafts[:2] for _, drafts in plain]
+    assert any(a[2:] != b[2:] for (_, a), (_, b) in zip(bad, plain, strict=True))
+
+
+def test_without_the_flag_or_with_a_back_end_of_the_host_each_decode_is_a_graph(
+    drafters: Drafters,
+) -> None:
+    config = drafters.speculative("eagle3", 3)
+    for changes in ({"graph": {"cudagraph_draft_loop": False}}, {"loop": False}):
+        with graph_engine(drafters.pair("eagle3")[0], config, **changes) as engine:
+            engine.run(ASKED[:2], max_tokens=5)
+        assert "draft loop" not in engine.replays and engine.replays["draft decode"] > 2
 
 
 def test_a_drafter_with_kv_groups_of_its_own_runs_in_graphs(
@@ -75,7 +145,7 @@ def test_a_drafter_with_kv_groups_of_its_own_runs_in_graphs(
         with graph_engine(target, config, graphs) as engine, recorded_proposals() as seen:
             engine.run(ASKED[:4], max_tokens=7)
         found.append(seen)
-        assert ("draft decode" in engine.replays) == graphs
+        assert ("draft loop" in engine.replays) == graphs
     assert found[0] == found[1] and len(found[0]) >= 8
 
 
@@ -106,7 +176,7 @@ def test_trap_05_stale_tails_of_every_buffer_change_nothing(
         stage(self, inputs)
 
     monkeypatch.setattr(AutoRegressiveSpeculator, "_stage", poisoning)
-    assert proposals_of(drafters, method, True, temperature=0.8)[0] == plain
+    assert proposals_of(drafters, method, True, temperature=0.8, loop=True)[0] == plain
     assert {"last_token_indices", "seq_lens", "idx_mapping", "temperature"} <= poisoned
 
 
@@ -150,8 +220,6 @@ def test_trap_06_padded_rows_touch_no_other_slot(
 
 
 def add_of_lengths(engine: GraphEngine, lengths: tuple[int, ...]) -> None:
-    from slipstream.runner.messages import AddRequest, SamplingParams
-
     engine.engine.handle(
         [
             AddRequest(f"{i}", ASKED[i], SamplingParams(max_tokens=length, temperature=0.8, seed=i))

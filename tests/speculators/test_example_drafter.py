@@ -66,7 +66,7 @@ def test_its_drafts_are_right_eager_and_in_graphs(folder: Path, graphs: bool) ->
         recorded_proposals() as seen,
     ):
         engine.run(prompts(4), max_tokens=8)
-        assert ("draft decode" in engine.replays) == ("draft prefill" in engine.replays) == graphs
+        assert ("draft loop" in engine.replays) == ("draft prefill" in engine.replays) == graphs
     assert len(seen) > 10
     for tokens, drafts in seen:
         assert drafts == expected(folder, tokens)

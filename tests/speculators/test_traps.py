@@ -63,7 +63,7 @@ def test_trap_03_a_copy_of_the_target_is_right_at_every_position(
     )
     with graph_engine(target, config, graphs) as engine:
         run = engine.run(prompts(4, seed=k), max_tokens=1 + 2 * (k + 1))
-        assert ("draft decode" in engine.replays) == graphs
+        assert ("draft loop" in engine.replays) == graphs
     assert run.num_drafts == 4 * 2
     assert run.acceptance() == [1.0] * k  # the oracle asks for 0.98
 
@@ -395,4 +395,4 @@ def test_a_request_can_turn_drafting_off_or_cap_it(drafters: Drafters, method: s
     alone.close()
     most = [max(output.num_draft_tokens for output in got[str(i)]) for i in range(4)]
     assert most == [3, 0, 1, 0]
-    assert replays["target"] > 4 and replays["draft decode"] > 4  # no fall-back to eager
+    assert replays["target"] > 4 and replays["draft loop"] > 4  # no fall-back to eager

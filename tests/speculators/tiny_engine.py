@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from slipstream.configs.schema import (
     CacheConfig,
     Config,
+    GraphConfig,
     ModelConfig,
     SchedulerConfig,
     SpeculativeConfig,
@@ -81,12 +82,15 @@ class TinyEngine:
     def __init__(self, model: Path, speculative: SpeculativeConfig, **changes: Any) -> None:
         scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 96} | changes.pop("scheduler", {})
         cache = {"block_size": 4, "num_gpu_blocks_override": 400} | changes.pop("cache", {})
+        graph = GraphConfig(**changes.pop("graph", {}))
+        assert not changes, changes
         self.engine = build_engine(
             Config(
                 model=ModelConfig(model=str(model), dtype="float32", device="cpu"),
                 scheduler=SchedulerConfig(**scheduler),
                 cache=CacheConfig(**cache),
                 speculative=speculative,
+                graph=graph,
             ),
             lambda _: None,
         )
