@@ -23,6 +23,7 @@ from .linear_tuned import card_name, save_tuned
 logger = logging.getLogger(__name__)
 TUNED_ROWS = (1, 16, 32, 64)
 COLD_BYTES = 256 << 20  # several times the cache of any card
+MIN_CALLS = 16  # of one graph, whose launch must not count
 MARGIN = 0.98  # what is hardly quicker than torch is not kept
 TOLERANCE = 1e-2  # relative error against float32 of the same inputs
 _GEMVS = (
@@ -106,6 +107,7 @@ def measure(
             if not error < TOLERANCE:
                 raise ArithmeticError(f"relative error {error:.1e}")
             calls = [_call(shape, choice, x, weight) for weight in copies]
+            calls *= -(-MIN_CALLS // count)
             found.append((time_calls(calls), choice))
         except (RuntimeError, ArithmeticError, ValueError) as problem:
             logger.warning("%s, %d rows: %s does not work: %s", shape, num_rows, choice, problem)

@@ -9,6 +9,7 @@ wait in every program, or a later kernel could overtake an earlier one.
 
 from __future__ import annotations
 
+import os
 from functools import cache
 from typing import Any
 
@@ -35,9 +36,15 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
 
 
+@cache
+def pdl_wanted() -> bool:
+    """False under SLIPSTREAM_PDL=0: to measure what it gains, or to rule it out."""
+    return os.environ.get("SLIPSTREAM_PDL") != "0"
+
+
 def pdl_options(tensor: Tensor) -> dict[str, Any]:
     """Arguments of a launch whose kernel calls `wait_for_inputs(PDL)`."""
-    if _is_hopper(tensor.device):
+    if pdl_wanted() and _is_hopper(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 

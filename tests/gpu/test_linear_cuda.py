@@ -1,0 +1,187 @@
+"""Linear layers of few rows on a GPU: compiled kernels, bf16, against float32 and each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels import head_sample, linear, norm_rope, rotary_store_kv, sample
+from slipstream.kernels.linear_choice import (
+    H100_WINNERS,
+    Choice,
+    Gemv,
+    Shape,
+    Skinny,
+    default_choice,
+    fits,
+)
+from slipstream.kernels.linear_tune import relative_error
+from slipstream.kernels.linear_tuned import create_chooser
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+HALVES = [torch.bfloat16, torch.float16]
+OTHERS = [Shape("qkv", 1152, 896), Shape("down", 200, 1048), Shape("gate_up", 500, 96)]
+CASES = [*H100_WINNERS, *((shape, rows) for shape in OTHERS for rows in (1, 16, 32, 64))]
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory() -> None:
+    """Freed memory holds NaN, so what a kernel forgets to write shows."""
+    torch.manual_seed(torch.seed() % 2**31)
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
+        torch.full((size,), float("nan"), device="cuda")
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
+    return (torch.randn(shape, device="cuda") * scale).to(dtype)
+
+
+def close(got: Tensor, exact: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    error = float((got.double() - exact.double()).norm() / exact.double().norm())
+    assert error < {torch.bfloat16: 4e-3, torch.float16: 6e-4}[dtype], error
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize(("shape", "bucket"), CASES, ids=str)
+def test_every_choice_is_right(shape: Shape, bucket: int, dtype: torch.dtype) -> None:
+    """At the rows of its bucket and at fewer; one float16 or bf16 rounding away from float32."""
+    choice = H100_WINNERS.get((shape, bucket), default_choice(shape, bucket))
+    weight = randn(shape.outputs, shape.inputs, dtype=dtype, scale=shape.inputs**-0.5)
+    for rows in {bucket, max(1, bucket - 7)}:
+        assert fits(choice, shape, rows)
+        error = relative_error(shape, choice, randn(rows, shape.inputs, dtype=dtype), weight)
+        assert error < {torch.bfloat16: 4e-3, torch.float16: 6e-4}[dtype]
+
+
+@pytest.mark.parametrize("size", [576, 4096])
+def test_what_surrounds_a_single_row(size: int) -> None:
+    x, weight, bias = randn(1, size), randn(512, size, scale=size**-0.5), randn(512)
+    norm, residual = (torch.rand(size, device="cuda").bfloat16(), 1e-5), randn(1, 512)
+    wide = x.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm[0].double()
+    exact = normed @ weight.double().T + bias.double()
+    for choice in (Gemv(4, 1024, 4), Gemv(4, 2048, 4), Gemv(4, 512, 4, 4)):
+        close(linear.linear(x, weight, bias, choice, norm), exact)
+        got = linear.linear(x, weight, bias, choice, norm, residual)
+        close(got, exact + residual.double())
+        gate, up = exact.chunk(2, -1)
+        got = linear.gated_linear(x, weight, bias, "gelu_tanh", choice, norm)
+        close(got, torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize("tma", [False, True])
+def test_older_cards_load_tiles_without_descriptors(tma: bool) -> None:
+    from slipstream.kernels.triton import launch, skinny
+
+    x, weight = randn(9, 328), randn(200, 328, scale=0.05)
+    if tma and not launch.has_tma(x):
+        pytest.skip("this card has no TMA")
+    choice = Skinny(64, 64, 3, 4, 3, 16)
+    close(skinny.linear_parts(x, weight, None, choice, tma).sum(0), x.double() @ weight.double().T)
+
+
+@pytest.mark.parametrize("choice", [Skinny(64, 128, 4, 4, 4, 16), Skinny(64, 128, 3, 4, 1, 64)])
+def test_a_row_does_not_depend_on_its_place_or_company(choice: Choice) -> None:
+    x, weight = randn(9, 1024), randn(640, 1024, scale=0.03)
+    alone = linear.linear_parts(x, weight, None, choice)
+    place = torch.randperm(60, device="cuda")[:9]
+    moved = torch.full((60, 1024), float("nan"), device="cuda", dtype=torch.bfloat16)
+    moved[place] = x
+    again = linear.linear_parts(moved, weight, None, choice)
+    assert torch.equal(alone, again.index_select(again.dim() - 2, place))
+
+
+@pytest.mark.parametrize("vocab", [49152, 128256])
+@pytest.mark.parametrize("rows", [1, 5, 60])
+def test_the_head_picks_what_sampling_its_logits_picks(rows: int, vocab: int) -> None:
+    x, weight = randn(rows, 576), randn(vocab, 576, scale=0.1)
+    heat = torch.rand(rows, device="cuda") + 0.5
+    heat[torch.rand(rows, device="cuda") < 0.2] = 0.0
+    choice = default_choice(Shape("head", vocab, 576), rows)
+    assert choice is not None
+    for start in range(0, 64, 8):  # many draws: the same bits of noise, not just the same law
+        seeds = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
+        positions = torch.arange(start, start + rows, device="cuda")
+        draws = head_sample.Draws(seeds, positions, heat == 0, heat, sample.DRAFT)
+        for of in (draws, None):
+            got = head_sample.sample_head(x, weight, of, choice)
+            logits = linear.linear(x, weight, None, choice).float()
+            expected = logits.argmax(-1)
+            if of is not None:
+                warm = logits / torch.where(heat > 0, heat, 1.0)[:, None]
+                keys = (seeds, positions, sample.DRAFT, heat == 0)
+                expected = sample.gumbel_sample(warm, *keys)
+            assert torch.equal(got[0], expected)
+            assert torch.equal(got[1], logits.amax(-1))
+
+
+def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    return graph, out
+
+
+@pytest.mark.parametrize("rows", [1, 4, 33])
+def test_graphs_with_dependent_launches_equal_eager(rows: int) -> None:
+    """A chain as in a layer, with copies and fills of torch between: 20 replays, the same bits."""
+    hidden, inner = 1024, 2048
+    weights = [randn(1536, hidden, scale=0.03), randn(2 * inner, hidden, scale=0.03)]
+    weights += [randn(hidden, inner, scale=0.02)]
+    gain = torch.rand(hidden, device="cuda").bfloat16()
+    x = randn(rows, hidden)
+    kept = torch.empty_like(x)
+    cos_sin = torch.randn(64, 64, device="cuda")
+    positions = torch.randint(0, 64, (rows,), device="cuda")
+    roles = ("qkv", "gate_up", "down")
+    choices = [
+        default_choice(Shape(role, *weight.shape), rows)
+        for role, weight in zip(roles, weights, strict=True)
+    ]
+
+    def layer(stream: Tensor) -> Tensor:
+        normed = norm_rope.rms_norm(stream, gain, 1e-5)
+        qkv = linear.linear_parts(normed, weights[0], None, choices[0])
+        heads = qkv.view(*qkv.shape[:-1], 24, 64)
+        query, key, value = torch.split(heads, [16, 4, 4], dim=-2)
+        args = (positions, query, key, value, cos_sin, torch.bfloat16)
+        query, _, _ = rotary_store_kv.rotary_qkv(*args)
+        kept.copy_(query.reshape(rows, hidden))  # a copy before a dependent launch
+        act = linear.gated_linear(kept, weights[1], None, "silu", choices[1])
+        down = linear.linear_parts(act, weights[2], None, choices[2])
+        return norm_rope.fused_add_rms_norm(down, stream, gain, 1e-5)[1]
+
+    def run() -> Tensor:
+        stream = x
+        for _ in range(8):
+            kept.fill_(float("nan"))
+            stream = layer(stream)
+        return stream
+
+    eager = run()
+    assert eager.isfinite().all()
+    graph, out = captured(run)
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, eager)
+
+
+def test_auto_is_triton_on_measured_cards_only() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    chooser = create_chooser("auto", device, torch.bfloat16)
+    shape = Shape("gate_up", 28672, 4096)
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert chooser is not None and isinstance(chooser.choose(shape, 1), Gemv)
+        assert chooser.choose(shape, 200) is None
+    assert create_chooser("torch", device, torch.bfloat16) is None
+    assert create_chooser("triton", device, torch.float32) is None
