@@ -103,7 +103,6 @@ class Ready(msgspec.Struct, tag="ready"):
     speculative_method: str
     num_speculative_tokens: int
     startup_seconds: dict[str, float]  # by phase
-    lowered_claims: list[str] = []  # attention back end of each claim that did not hold
 
 
 class Fatal(msgspec.Struct, tag="fatal"):
@@ -156,7 +155,7 @@ class StepStats(msgspec.Struct):
     num_generated_tokens: int = 0
     current_k: int | None = None  # drafts made after the step; None = nobody could have any
     k_reason: str = ""
-    drafter_healthy: bool = True
+    drafter_healthy: bool | None = None  # None = not said
     drafter_troubles: dict[str, int] = {}  # newly noticed, by kind
 
 

@@ -16,6 +16,7 @@ from .plan import NewRequest, ScheduledRow, StepPlan
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 _GPU_SECONDS, _CPU_SECONDS = 2.0, 0.4
+_ALWAYS = 2  # cells that are measured however long they take
 _GPU_STEPS, _CPU_STEPS = 3, 1  # timed steps of a cell, after one that is not
 _PROMPT_LEN = 8
 
@@ -45,7 +46,7 @@ def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], 
         tokens = num_reqs * (num_drafts + 1)
         if tokens > config.scheduler.max_num_batched_tokens or not bench.fits(num_drafts):
             continue
-        if time.monotonic() + last > deadline:
+        if len(found) >= _ALWAYS and time.monotonic() + last > deadline:
             break
         start = time.monotonic()
         found[num_reqs, num_drafts] = bench.measure(num_reqs, num_drafts)
@@ -58,7 +59,7 @@ def _cells(most: int, counts: Sequence[int], on_cpu: bool) -> Iterator[tuple[int
     sizes = [size for size in _SIZES if size < most] + [most]
     if on_cpu:  # a full step takes a second
         sizes = [size for size in sizes if size in (1, 8)] or sizes[:1]
-        counts = sorted({counts[0], counts[1], counts[len(counts) // 2], counts[-1]})
+        counts = list(dict.fromkeys([0, counts[-1], counts[1], counts[len(counts) // 2]]))
     for size in sizes:
         for count in counts:
             yield size, count
@@ -73,7 +74,7 @@ class _Bench:
 
     def _length(self, num_drafts: int) -> int:
         """Tokens that a request may come to, its drafts' KV included."""
-        lookahead = self._runner.facts.needs.num_lookahead_tokens
+        lookahead: int = self._runner.facts.needs.num_lookahead_tokens
         return _PROMPT_LEN + (self._num_steps + 3) * (num_drafts + 1) + lookahead
 
     def fits(self, num_drafts: int) -> bool:

@@ -25,6 +25,7 @@ REQUEST_SECONDS = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 TOKENS = tuple(float(m * 10**e) for e in range(6) for m in (1, 2, 5))
+TROUBLE_SIGNS = ("zero", "drop", "loop")
 OUTCOMES = ("stop", "length", "abort", "error")
 
 
@@ -140,6 +141,14 @@ class Metrics:
         self.waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self._up = self._gauge("engine_up", "1 while the worker serves, otherwise 0.")
+        self._current_k = self._gauge(
+            "spec_decode_current_k", "Drafts that the newest step asked for each request (K)."
+        )
+        self._healthy = self._gauge(
+            "spec_decode_drafter_healthy",
+            "0 while a drafter that seems broken is off, otherwise 1.",
+        )
+        self._healthy.set(1)
         self._startup = Gauge(
             self._name("startup_seconds"),
             "Seconds that the worker's start took, by phase.",
@@ -170,6 +179,20 @@ class Metrics:
             [*self._labels, "position"],
             registry=self.registry,
         )
+        self._k_steps = Counter(
+            self._name("spec_decode_k_steps"),
+            "Steps by the K that was chosen, and why.",
+            [*self._labels, "k", "reason"],
+            registry=self.registry,
+        )
+        self._troubles = Counter(
+            self._name("spec_decode_drafter_troubles"),
+            "Times that a drafter was turned off as broken, by sign.",
+            [*self._labels, "sign"],
+            registry=self.registry,
+        )
+        for sign in TROUBLE_SIGNS:
+            self._troubles.labels(*self._labels.values(), sign)
         success = Counter(
             self._name("request_success"),
             "Ended requests, by outcome.",
@@ -178,12 +201,6 @@ class Metrics:
         )
         values = self._labels.values()
         self.outcomes = {outcome: success.labels(*values, outcome) for outcome in OUTCOMES}
-        self._lowered_claims = Counter(
-            self._name("attention_claims_lowered"),
-            "Claims of the attention back end that its graphs did not keep at start-up.",
-            [*self._labels, "backend"],
-            registry=self.registry,
-        )
         self._http = Counter(
             self._name("http_requests"),
             "HTTP requests, by method, route and status.",
@@ -248,23 +265,33 @@ class Metrics:
         for position, accepted in enumerate(stats.accepted_per_pos):
             if accepted:
                 self._per_position.labels(*self._labels.values(), str(position)).inc(accepted)
+        self._drafting(stats)
         if stats.num_prompt_tokens or stats.num_generated_tokens:
             self._step_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
+
+    def _drafting(self, stats: StepStats) -> None:
+        if stats.drafter_healthy is not None:
+            self._healthy.set(int(stats.drafter_healthy))
+        for sign, count in stats.drafter_troubles.items():
+            self._troubles.labels(*self._labels.values(), sign).inc(count)
+        if stats.current_k is not None:
+            self._current_k.set(stats.current_k)
+            labels = (*self._labels.values(), str(stats.current_k), stats.k_reason)
+            self._k_steps.labels(*labels).inc()
 
     def engine_ready(self, ready: Ready) -> None:
         """The worker serves; show how long its start took."""
         self._up.set(1)
         for phase, seconds in ready.startup_seconds.items():
             self._startup.labels(*self._labels.values(), phase).set(seconds)
-        for backend in ready.lowered_claims:
-            self._lowered_claims.labels(*self._labels.values(), backend).inc()
         for position in range(ready.num_speculative_tokens):
             self._per_position.labels(*self._labels.values(), str(position))
 
     def engine_gone(self) -> None:
         """Nothing runs while there is no worker."""
-        for gauge in (self._up, self.running, self.waiting, self.kv_usage):
+        for gauge in (self._up, self.running, self.waiting, self.kv_usage, self._current_k):
             gauge.set(0)
+        self._healthy.set(1)  # of the next worker, nothing is known against it
 
     def engine_restarts(self, total: int) -> None:
         """Take how often the worker was started again since the server's start."""

@@ -27,7 +27,7 @@ MODEL = "smollm2-135m"
 VARIABLES = {"$__rate_interval": "1m", "$__range": "5m", "$model_name": ".*", "$instance": ".*"}
 ROUNDS = 4
 PRESET = yaml.safe_load((CONFIGS / f"presets/{MODEL}.yaml").read_text())
-DRAFTS = PRESET["speculative_config"]["num_speculative_tokens"]
+DRAFTS = PRESET["speculative_config"]["max_speculative_tokens"]
 
 
 def expressions() -> dict[str, str]:
@@ -154,9 +154,13 @@ def test_the_panels_say_what_happened(prometheus: Prometheus) -> None:
     board = expressions()
     assert data(prometheus, board["Worker A"]) == [1.0]
     assert 0 < data(prometheus, board["Acceptance rate A"])[0] <= 1
-    drafted, configured = (data(prometheus, board[f"Current K {letter}"])[0] for letter in "AB")
-    assert 0 < drafted <= configured == DRAFTS
-    assert 1 < data(prometheus, board["Mean acceptance length A"])[0] <= configured + 1
+    now, largest, drafted = (data(prometheus, board[f"Current K {letter}"])[0] for letter in "ABC")
+    assert 0 <= now <= largest == DRAFTS and 0 < drafted <= largest
+    reasons = prometheus.query("slipstream:spec_decode_k_steps_total")
+    assert {("gain", True), ("no_gain", False)} <= {
+        (labels["reason"], labels["k"] != "0") for labels, _ in reasons
+    }
+    assert 1 < data(prometheus, board["Mean acceptance length A"])[0] <= largest + 1
     positions = prometheus.query(board["Acceptance by position A"])
     assert {labels["position"] for labels, _ in positions} == {str(k) for k in range(DRAFTS)}
     shares = [value for _, value in sorted(positions, key=lambda each: int(each[0]["position"]))]

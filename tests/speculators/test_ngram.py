@@ -155,9 +155,7 @@ def test_trap_17_drafts_stop_at_the_limits_of_request_and_model() -> None:
     table, lengths = table_of([loop[:62], loop[:30], loop[:30], loop[:30], loop[:64]])
     caps = torch.tensor([4, 4, 0, 2, 4], dtype=torch.int32)
     rows = Rows(table, lengths, lengths, caps, lengths - 1, torch.zeros(5))
-    drafts = speculator().propose(
-        inputs_for(rows, [1, 0, 1, 5, 1], [0, 1, 2, 3, 4, -1])
-    )
+    drafts = speculator().propose(inputs_for(rows, [1, 0, 1, 5, 1], [0, 1, 2, 3, 4, -1]))
     assert drafts.tolist() == [
         [3, 1, -1, -1],  # positions 62 and 63 are the model's last
         [-1] * 4,  # a prefill chunk emitted nothing
