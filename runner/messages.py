@@ -103,6 +103,7 @@ class Ready(msgspec.Struct, tag="ready"):
     speculative_method: str
     num_speculative_tokens: int
     startup_seconds: dict[str, float]  # by phase
+    lowered_claims: list[str] = []  # attention back end of each claim that did not hold
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

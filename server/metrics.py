@@ -201,6 +201,12 @@ class Metrics:
         )
         values = self._labels.values()
         self.outcomes = {outcome: success.labels(*values, outcome) for outcome in OUTCOMES}
+        self._lowered_claims = Counter(
+            self._name("attention_claims_lowered"),
+            "Claims of the attention back end that its graphs did not keep at start-up.",
+            [*self._labels, "backend"],
+            registry=self.registry,
+        )
         self._http = Counter(
             self._name("http_requests"),
             "HTTP requests, by method, route and status.",
@@ -284,6 +290,8 @@ class Metrics:
         self._up.set(1)
         for phase, seconds in ready.startup_seconds.items():
             self._startup.labels(*self._labels.values(), phase).set(seconds)
+        for backend in ready.lowered_claims:
+            self._lowered_claims.labels(*self._labels.values(), backend).inc()
         for position in range(ready.num_speculative_tokens):
             self._per_position.labels(*self._labels.values(), str(position))
 
