@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
 from pathlib import Path
-
-import pytest
 
 from .conftest import RunningServer, environment
 
@@ -59,9 +56,6 @@ def test_openai_sdk(server: RunningServer) -> None:
     assert lines[-1] == "the same without speculation: True"
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("langchain_openai") is None, reason="langchain-openai is not installed"
-)
 def test_langchain(server: RunningServer) -> None:
     lines = output_of(server, sys.executable, str(EXAMPLES / "langchain_chat.py")).splitlines()
     assert "Paris" in lines[0]

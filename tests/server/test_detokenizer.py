@@ -148,6 +148,37 @@ def test_random_ids_stream_as_they_decode(kind: str, data: st.DataObject, skip: 
         )
 
 
+# Letters of many scripts, emoji with joiners, flags and skin tones, combining marks, white space.
+CHARACTERS = "aZé ß日本ไท한नि😀👩🏽\u200d🚀🇩🇪e\u0301\u0323\n\t\u00a0\ufeff▁Ġ<>"
+anything = st.text(
+    st.one_of(st.sampled_from(CHARACTERS), st.characters(codec="utf-8")), max_size=24
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.sampled_from(sorted(KINDS)), anything, st.booleans())
+def test_any_text_streams_as_it_decodes_at_every_cut(kind: str, text: str, skip: bool) -> None:
+    tokenizer = make(kind)
+    ids = tokenizer.encode(text)
+    expected = tokenizer.backend.decode(ids, skip_special_tokens=skip)
+    assert tokenizer.decode(ids, skip) == expected == stream(tokenizer, [[i] for i in ids], skip)
+    for cut in range(1, len(ids)):
+        assert stream(tokenizer, [ids[:cut], ids[cut:]], skip) == expected
+    if kind in ("byte_level", "gemma") and "ü" not in text:  # that one is an added token
+        assert expected == text
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(["byte_level", "llama2", "gemma", "metaspace"]), anything, anything)
+def test_an_answer_goes_on_where_its_prompt_ended(kind: str, prompt: str, answer: str) -> None:
+    tokenizer = make(kind)
+    first, second = tokenizer.encode(prompt), tokenizer.encode(answer)
+    detokenizer = tokenizer.detokenizer(prompt_ids=first)
+    shown = detokenizer.push(second) + detokenizer.flush()
+    if tokenizer.decode(first):  # else there is no text yet, and its start is treated as one
+        assert tokenizer.decode(first) + shown == tokenizer.decode([*first, *second])
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "llama2", "gemma"])
 def test_a_character_is_emitted_only_when_it_is_whole(kind: str) -> None:
     tokenizer = make(kind)
