@@ -18,6 +18,7 @@ import numpy as np
 
 from ..configs.schema import Config
 from .draft_planner import DraftPlanner, plan_drafts
+from .draft_swap import DraftSwap
 from .grammar import (
     ALL_ALLOWED,
     GrammarBackend,
@@ -29,6 +30,7 @@ from .kv_blocks import BlockGroup, KVBlocks
 from .messages import (
     AbortRequests,
     AddRequest,
+    ChangeSpeculator,
     GrammarSpec,
     Progress,
     Ready,
@@ -144,6 +146,7 @@ class Engine:
         self.ready = ready
         self._drafts = drafts
         self._runner = runner
+        self._swap = DraftSwap(runner)
         self._scheduler = scheduler
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
@@ -167,6 +170,8 @@ class Engine:
                     self._scheduler.abort(request_ids)
                 case ResetPrefixCache():
                     self._scheduler.kv.reset_prefix_cache()
+                case ChangeSpeculator():
+                    self._swap.start(message)
                 case SetVocabulary(tokens, eos_token_ids):
                     eos = sorted({*eos_token_ids, *self.ready.eos_token_ids})
                     vocab_size = self.ready.vocab_size
@@ -175,7 +180,8 @@ class Engine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         scheduler = self._scheduler
-        return bool(scheduler.has_requests or self._in_flight or scheduler.has_news)
+        waits = self._in_flight or self._swap.is_busy
+        return bool(scheduler.has_requests or waits or scheduler.has_news)
 
     def step(self, interrupted: Callable[[], bool] = lambda: False) -> list[StepOutputs]:
         """Launch the next step, then bring in what has to be brought in.
@@ -196,6 +202,7 @@ class Engine:
         elif self._compiling and not self._in_flight:
             futures = [future for future, _ in self._compiling.values()]
             wait(futures, COMPILE_POLL_SECONDS, "FIRST_COMPLETED")
+        outputs += self._swap.poll(is_idle=not (launched or self._in_flight))
         if self._scheduler.has_news:
             outputs.append(self._scheduler.take_news())
         return outputs
@@ -207,6 +214,7 @@ class Engine:
             handle.get()
         if self._grammar_backend is not None:
             self._grammar_backend.shutdown()
+        self._swap.shutdown()
         self._runner.shutdown()
 
     # --- steps ----------------------------------------------------------------------------------

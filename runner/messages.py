@@ -70,11 +70,23 @@ class SetVocabulary(msgspec.Struct, tag="vocabulary"):
     eos_token_ids: list[int]  # they end a grammar's text
 
 
+class ChangeSpeculator(msgspec.Struct, tag="change_speculator"):
+    """Exchange the drafter's weights between two steps; `StepOutputs.speculator` answers each.
+
+    "try" brings in the checkpoint `model`; "keep" or "revert" must follow it.
+    """
+
+    action: str
+    model: str = ""
+
+
 class Shutdown(msgspec.Struct, tag="shutdown"):
     """Stop after the current step and exit with status 0."""
 
 
-ToWorker = AddRequest | AbortRequests | ResetPrefixCache | SetVocabulary | Shutdown
+ToWorker = (
+    AddRequest | AbortRequests | ResetPrefixCache | SetVocabulary | ChangeSpeculator | Shutdown
+)
 
 
 # --- worker -> server -------------------------------------------------------------------------
@@ -160,11 +172,18 @@ class StepStats(msgspec.Struct):
     drafter_troubles: dict[str, int] = {}  # newly noticed, by kind
 
 
+class SpeculatorChanged(msgspec.Struct):
+    """What became of a `ChangeSpeculator`."""
+
+    error: str | None = None  # one sentence; nothing has changed then
+
+
 class StepOutputs(msgspec.Struct, tag="step"):
     """All that one step brought."""
 
     outputs: list[RequestOutput]
     stats: StepStats
+    speculator: SpeculatorChanged | None = None
 
 
 FromWorker = Progress | Ready | Fatal | StepOutputs

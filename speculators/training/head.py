@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from .geometry import HeadGeometry
 
+_DAMPING = 0.35
+
 
 class Norm(nn.Module):
     """RMSNorm, computed in fp32."""
@@ -153,10 +155,13 @@ class TrainingHead(nn.Module):
     @torch.no_grad()
     def start_from(self, lm_head: Tensor, norm: Tensor | None) -> None:
         """Begin with the target's own head: its rows [D, H] of the draft vocabulary, and the weight
-        [H] of its final norm."""
+        [H] of its final norm.
+
+        The norm is damped: a head that knows nothing yet should not be sure.
+        """
         self.lm_head.weight.copy_(lm_head)
         if norm is not None:
-            self.norm.weight.copy_(norm)
+            self.norm.weight.copy_(norm * _DAMPING)
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
@@ -165,3 +170,9 @@ class TrainingHead(nn.Module):
             if isinstance(module, nn.Linear):
                 std = module.in_features**-0.5 * 0.5
                 module.weight.normal_(0, std, generator=generator)
+        # The stream begins as the target's, from its highest tap; the layer adds little at first.
+        size = self.geometry.hidden_size
+        self.fc.weight.mul_(0.02)
+        self.fc.weight[:, -size:] += torch.eye(size)
+        for module in (self.midlayer.self_attn.o_proj, self.midlayer.mlp.down_proj):
+            module.weight.mul_(0.2)

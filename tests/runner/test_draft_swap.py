@@ -1,0 +1,164 @@
+"""A drafter's weights exchanged under load: no request is lost, no text and no tensor moves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.messages import AddRequest, ChangeSpeculator, SamplingParams, StepOutputs
+from slipstream.speculators.training.export import Verifier, save_head
+from slipstream.speculators.training.head import TrainingHead
+from slipstream.speculators.training.vocabulary import choose_draft_vocabulary
+
+from ..speculators.random_hidden_states import GEOMETRY
+from ..speculators.tiny_engine import TinyEngine, prompts, save_llama
+
+REQUESTS = prompts(6, seed=2)
+
+
+def head(folder: Path, seed: int, **changes: Any) -> Path:
+    """A random head with a draft vocabulary of its own."""
+    geometry = replace(GEOMETRY, **changes)
+    counts = torch.randperm(61, generator=torch.Generator().manual_seed(seed))
+    vocabulary = choose_draft_vocabulary(counts, geometry.draft_vocab_size)
+    weights = {
+        name: p + torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.3
+        for name, p in TrainingHead(geometry, seed).named_parameters()
+    }
+    save_head(folder, weights, geometry, vocabulary, Verifier("t", ()), 3, dtype=torch.float32)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("swap")
+    save_llama(base / "target")
+    for seed in (1, 2):
+        head(base / f"head{seed}", seed)
+    return base
+
+
+def engine(folder: Path, which: int = 1) -> TinyEngine:
+    speculative = SpeculativeConfig(
+        "eagle3", str(folder / f"head{which}"), 3, draft_sampling="greedy", watchdog=False
+    )
+    return TinyEngine(folder / "target", speculative)
+
+
+@pytest.fixture
+def running(folder: Path) -> Iterator[TinyEngine]:
+    made = engine(folder)
+    yield made
+    made.close()
+
+
+def model(made: TinyEngine) -> Any:
+    return made.engine._runner._speculator.model  # type: ignore[attr-defined]
+
+
+def content(made: TinyEngine) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in model(made).named_buffers()}
+
+
+def ask(made: TinyEngine, action: str, path: Path | None = None) -> str | None:
+    """Send a message and run the engine until it is answered."""
+    made.engine.handle([ChangeSpeculator(action, "" if path is None else str(path))])
+    while made.engine.has_work():
+        for outputs in made.engine.step():
+            if outputs.speculator is not None:
+                return outputs.speculator.error
+    raise AssertionError("no answer")
+
+
+def test_swap_under_load_loses_nothing_and_changes_no_text(folder: Path) -> None:
+    quiet = engine(folder)
+    expected = quiet.run(REQUESTS, max_tokens=40).tokens
+    quiet.close()
+    made = engine(folder)
+    requests = [
+        AddRequest(str(i), ids, SamplingParams(seed=i, max_tokens=40, temperature=0.0))
+        for i, ids in enumerate(REQUESTS)
+    ]
+    made.engine.handle(requests)
+    tokens: dict[str, list[int]] = {}
+    answers: list[str | None] = []
+    plan = iter([("try", "head2"), ("revert", ""), ("try", "head2"), ("keep", "")])
+
+    def take(outputs: StepOutputs) -> bool:
+        for output in outputs.outputs:
+            assert output.error is None
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        if outputs.speculator is not None:
+            answers.append(outputs.speculator.error)
+        return outputs.speculator is not None
+
+    waiting = False
+    while made.engine.has_work():
+        if not waiting and (step := next(plan, None)) is not None:
+            action, name = step
+            made.engine.handle([ChangeSpeculator(action, str(folder / name))])
+            waiting = True
+        for outputs in made.engine.step():
+            waiting &= not take(outputs)
+    made.close()
+    assert answers == [None] * 4
+    assert tokens == expected
+
+
+def test_a_swapped_head_drafts_as_one_loaded_at_the_start(
+    folder: Path, running: TinyEngine
+) -> None:
+    before = content(running)
+    addresses = {n: b.data_ptr() for n, b in model(running).named_buffers()}
+    assert ask(running, "try", folder / "head2") is None
+    fresh = engine(folder, 2)
+    for name, tensor in content(fresh).items():
+        assert torch.equal(tensor, content(running)[name]), name
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in content(running).items())
+    swapped, loaded = (made.run(REQUESTS, max_tokens=20) for made in (running, fresh))
+    fresh.close()
+    assert swapped.accepted_per_pos == loaded.accepted_per_pos
+    assert swapped.drafted == loaded.drafted
+    assert ask(running, "revert") is None
+    for name, tensor in content(running).items():
+        assert torch.equal(tensor, before[name]), name
+    assert {n: b.data_ptr() for n, b in model(running).named_buffers()} == addresses
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(
+    folder: Path, tmp_path: Path, running: TinyEngine
+) -> None:
+    before = content(running)
+    for name, changes, what in (
+        ("mlp", {"intermediate_size": 64}, "projection"),
+        ("vocabulary", {"draft_vocab_size": 30}, "draft_vocab_size"),
+        ("taps", {"taps": (1, 4, 5)}, "aux_boundaries"),
+        ("eps", {"rms_norm_eps": 1e-3}, "rms_norm_eps"),
+    ):
+        error = ask(running, "try", head(tmp_path / name, 3, **changes))
+        assert error is not None and what in error
+    error = ask(running, "try", tmp_path / "nowhere")
+    assert error is not None and "does not exist" in error
+    assert ask(running, "keep") == ask(running, "revert") == "no drafter is being tried"
+    for name, tensor in content(running).items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_one_at_a_time(folder: Path, running: TinyEngine) -> None:
+    assert ask(running, "try", folder / "head2") is None
+    assert ask(running, "try", folder / "head2") == "another drafter is being tried"
+    assert ask(running, "keep") is None
+    assert ask(running, "try", folder / "head1") is None
+
+
+def test_other_drafters_cannot_be_exchanged(folder: Path) -> None:
+    made = TinyEngine(folder / "target", SpeculativeConfig("ngram", num_speculative_tokens=3))
+    error = ask(made, "try", folder / "head2")
+    made.close()
+    assert error is not None and "eagle, eagle3" in error
