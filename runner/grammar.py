@@ -156,6 +156,8 @@ class XGrammarBackend(GrammarBackend):
                     return compiler.compile_regex(spec.value)
                 case "choice":
                     return compiler.compile_grammar(choice_grammar(json.loads(spec.value)))
+                case "grammar" if is_lark(spec.value):
+                    return compiler.compile_lark(spec.value)
                 case "grammar":
                     return compiler.compile_grammar(spec.value)
                 case "structural_tag":
@@ -232,6 +234,13 @@ def build_grammar_backend(
         return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
 
     return XGrammarBackend(make_compiler, eos_ids, vocab_size)
+
+
+def is_lark(grammar: str) -> bool:
+    """Whether a grammar is written as Lark's (`start: …`), not as EBNF (`root ::= …`)."""
+    return (
+        "::=" not in grammar and re.search(r"^\s*[?!]?\w+\s*:", grammar, re.MULTILINE) is not None
+    )
 
 
 def choice_grammar(choices: Sequence[str]) -> str:

@@ -102,6 +102,8 @@ def test_the_library_masks_the_padding_and_what_the_regex_forbids(backend: Gramm
         (GrammarSpec("json_schema", "{no json"), "."),
         (GrammarSpec("regex", "(a"), "."),
         (GrammarSpec("grammar", "root ::= nowhere"), "."),
+        (GrammarSpec("grammar", "start: nowhere"), "nowhere"),
+        (GrammarSpec("grammar", "no grammar at all"), "."),
         (GrammarSpec("choice", "[]"), "at least one"),
         (GrammarSpec("telepathy", ""), "telepathy"),
     ],
@@ -112,6 +114,23 @@ def test_an_invalid_grammar_is_a_value_error(
     with pytest.raises(ValueError, match=word) as caught:
         backend.compile(spec).result(timeout=30)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        'root ::= "SELECT " name ("," name)*\nname ::= [a-c]',
+        '?start: "SELECT " NAME ("," NAME)* // comment\nNAME: /[a-c]/\n',
+        'start: list\nlist: "SELECT " item\nitem: NAME | item "," NAME\nNAME: "a".."c"',
+    ],
+)
+def test_a_grammar_may_be_ebnf_or_lark(backend: GrammarBackend, grammar: str) -> None:
+    def accepts(text: bytes) -> bool:
+        matcher = backend.compile(GrammarSpec("grammar", grammar)).result(timeout=30)
+        return all(map(matcher.accept, text)) and matcher.accept(EOS)
+
+    assert accepts(b"SELECT a") and accepts(b"SELECT a,c,b")
+    assert not accepts(b"SELECT d") and not accepts(b"SELECT a,") and not accepts(b"SELECT")
 
 
 def test_a_choice_allows_its_strings_whatever_they_contain(backend: GrammarBackend) -> None:
