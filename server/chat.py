@@ -88,10 +88,10 @@ async def prepare_chat(
     )
     text = await _rendered(services, body, form)
     (ids,) = await tokenize(services, [text], bool(body.add_special_tokens))
-    ids = truncated(ids, body.truncate_prompt_tokens, limits.max_model_len)
     wanted = body.max_completion_tokens
     if wanted is None:
         wanted = body.max_tokens
+    ids = truncated(ids, body.truncate_prompt_tokens, limits.max_model_len, wanted)
     job = Job(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompts=[ids],

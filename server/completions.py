@@ -75,9 +75,9 @@ async def _prepare(services: Services, body: CompletionRequest) -> Job:
     if body.echo and logprobs is not None:
         wanted = max(logprobs, body.prompt_logprobs or 0)
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=wanted)
-    prompts = await _prompt_ids(services, body, limits)
-    wanted_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    rooms = [room(ids, max(wanted_tokens, 1), limits.max_model_len, "prompt") for ids in prompts]
+    wanted = max(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, 1)
+    prompts = await _prompt_ids(services, body, limits, wanted)
+    rooms = [room(ids, wanted, limits.max_model_len, "prompt") for ids in prompts]
     return Job(
         request_id=f"cmpl-{uuid.uuid4().hex}",
         prompts=prompts,
@@ -113,7 +113,7 @@ def _check(body: CompletionRequest, n: int, best_of: int) -> None:
 
 
 async def _prompt_ids(
-    services: Services, body: CompletionRequest, limits: ModelLimits
+    services: Services, body: CompletionRequest, limits: ModelLimits, wanted: int
 ) -> list[list[int]]:
     prompts = body.prompts
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
@@ -123,7 +123,7 @@ async def _prompt_ids(
     for prompt in ids:
         check_token_ids(prompt, limits.vocab_size, "prompt")
     keep = body.truncate_prompt_tokens
-    return [truncated(prompt, keep, limits.max_model_len) for prompt in ids]
+    return [truncated(prompt, keep, limits.max_model_len, wanted) for prompt in ids]
 
 
 @dataclass

@@ -65,8 +65,8 @@ async def tokenize(
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
 
 
-def truncated(ids: list[int], keep: int | None, limit: int) -> list[int]:
-    """The last `keep` ids; -1 keeps as many as fit with one token of output."""
+def truncated(ids: list[int], keep: int | None, limit: int, wanted: int | None) -> list[int]:
+    """The last `keep` ids; -1 keeps as many as fit with the output, one token if none is named."""
     if keep is None:
         return ids
     if keep == 0 or keep >= limit:
@@ -75,7 +75,7 @@ def truncated(ids: list[int], keep: int | None, limit: int) -> list[int]:
             "truncate_prompt_tokens",
             "invalid_value",
         )
-    return ids[-keep:] if keep > 0 else ids[-(limit - 1) :]
+    return ids[-keep:] if keep > 0 else ids[-max(limit - (wanted or 1), 1) :]
 
 
 def room(prompt: Sequence[int], wanted: int | None, limit: int, param: str) -> int:

@@ -321,6 +321,11 @@ async def test_truncation_keeps_the_end() -> None:
     await post(engine, prompt=[1] * (MAX_LEN + 50), truncate_prompt_tokens=-1, max_tokens=1)
     assert engine.requests[0].prompt_token_ids == [97, 98, 99]
     assert len(engine.requests[1].prompt_token_ids) == MAX_LEN - 1
+    # What is kept leaves room for the output, also for the default of 16 tokens.
+    await post(engine, prompt=[1] * (MAX_LEN + 50), truncate_prompt_tokens=-1, max_tokens=None)
+    assert len(engine.requests[2].prompt_token_ids) == MAX_LEN - 16
+    await post(engine, prompt=[1, 2, 3], truncate_prompt_tokens=-1)
+    assert engine.requests[3].prompt_token_ids == [1, 2, 3]
 
 
 async def test_prompt_and_output_may_fill_the_context_exactly() -> None:
