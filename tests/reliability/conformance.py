@@ -1,0 +1,63 @@
+"""Let schemathesis make requests from the API's own document, and hold the answers against it.
+
+`python tests/reliability/conformance.py --examples 200`. No answer may be a 5xx, every answer must
+have a status, a content type and a shape that the document names, and a wrong method gets a 405
+that lists the right ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from traffic import RunningServer, at_rest  # noqa: E402
+
+CHECKS = (
+    *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
+    *("response_schema_conformance", "allow_header_conformance", "unsupported_method"),
+)
+FLAGS = ("--max-model-len", "512")  # what is valid by chance may ask for as long a text as there is
+
+
+def run(server: RunningServer, examples: int, seconds: int, seed: int = 1) -> list[str]:
+    """Run schemathesis' command, as its warnings and plugins have no place in ours."""
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
+    command += ["--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing", "--seed", str(seed)]
+    command += ["--max-examples", str(examples), "--max-time", str(seconds), "--no-color"]
+    command += ["--continue-on-failure", "--request-timeout", "60", "--suppress-health-check=all"]
+    worker = server.worker
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    print(done.stdout[-1500:])
+    faults = [done.stdout + done.stderr] if done.returncode else []
+    if "generated" not in done.stdout:
+        faults.append("nothing was sent")
+    if left := at_rest(server, 5):
+        faults.append(f"taken at rest: {left}")
+    if server.worker != worker:
+        faults.append("the worker died")
+    return faults
+
+
+def main() -> int:
+    """The long form."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--examples", type=int, default=200, help="for each operation")
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    server = RunningServer(*FLAGS).wait_ready()
+    try:
+        faults = run(server, options.examples, int(options.minutes * 60), options.seed)
+    finally:
+        status = server.stop()
+    print("\n".join(faults) or "all well")
+    return bool(faults or status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

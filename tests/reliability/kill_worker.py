@@ -1,0 +1,118 @@
+"""Kill or freeze the worker at random moments under load, again and again.
+
+`python tests/reliability/kill_worker.py --rounds 20`. In each round every open request must end
+within two seconds: a stream with an error object as its last event, any other with a 503 and the
+same object; a worker that is frozen has --worker-timeout seconds more to be found. Then the server
+must serve again, with no row or block taken and no process left over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+from traffic import MODEL, Outcome, RunningServer, at_rest, mixed_request, send  # noqa: E402
+
+SECONDS = 2.0  # for every open request to end
+
+
+async def one_round(
+    server: RunningServer, sig: signal.Signals, chance: random.Random, timeout: float
+) -> list[str]:
+    """Load, kill, look; the complaints."""
+    killed: list[float] = []
+    outcomes: list[Outcome] = []
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as http:
+
+        async def client(chance: random.Random) -> None:
+            while not killed:
+                path, body = mixed_request(chance, max_tokens=200)
+                outcomes.append(await send(http, path, body))
+
+        clients = [asyncio.create_task(client(random.Random(chance.random()))) for _ in range(12)]
+        await asyncio.sleep(chance.uniform(0.3, 1.5))
+        worker = server.worker
+        killed.append(time.monotonic())
+        worker.send_signal(sig)
+        await asyncio.wait_for(asyncio.gather(*clients), timeout + 30)
+    open_then = [each for each in outcomes if each.ended > killed[0]]
+    late = SECONDS + (timeout if sig == signal.SIGSTOP else 0)
+    faults = [f"after {each.ended - killed[0]:.2f} s: {each}" for each in open_then
+              if each.ended - killed[0] > late]  # fmt: skip
+    faults += [f"did not end well: {each}" for each in outcomes if not ended_well(each)]
+    failed = sum(each.end == "error" for each in open_then)
+    print(f"{sig.name}: {len(outcomes)} requests, {len(open_then)} open, {failed} of them failed")
+    if not failed:
+        faults.append("nobody noticed")
+    return faults + came_back(server, worker)
+
+
+def ended_well(outcome: Outcome) -> bool:
+    """Done, or an error object in the right place."""
+    if outcome.end == "done":
+        return outcome.status == 200
+    told = bool(outcome.error and outcome.error.get("message"))
+    streams = outcome.body["stream"] and outcome.status == 200
+    return outcome.end == "error" and told and (outcome.status == 503 or streams)
+
+
+def came_back(server: RunningServer, old: psutil.Process) -> list[str]:
+    """What is wrong once the server says that it is ready."""
+    server.wait_ready(90)
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 3, "temperature": 0}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    faults = []
+    if answer.status_code != 200:
+        faults.append(f"the next request got a {answer.status_code}: {answer.text}")
+    if old.is_running() and old.status() != psutil.STATUS_ZOMBIE:
+        faults.append("the old worker lives")
+    if len(server.descendants()) != 1:
+        faults.append(f"processes: {server.descendants()}")
+    if left := at_rest(server):
+        faults.append(f"taken at rest: {left}")
+    return faults
+
+
+def run(
+    server: RunningServer, signals: list[signal.Signals], seed: int, timeout: float
+) -> list[str]:
+    """A round for each signal; the complaints of all."""
+    chance = random.Random(seed)
+    faults = []
+    for sig in signals:
+        faults += asyncio.run(one_round(server, sig, chance, timeout))
+    return faults
+
+
+def main() -> int:
+    """The long form."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    server = RunningServer("--worker-timeout", "5", "--drain-timeout", "5").wait_ready()
+    everyone = [psutil.Process(server.process.pid), *server.descendants()]
+    try:
+        kinds = [signal.SIGKILL, signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP]
+        signals = [kinds[number % 4] for number in range(options.rounds)]
+        faults = run(server, signals, options.seed, 5)
+        everyone += server.descendants()
+    finally:
+        status = server.stop()
+    faults += [f"left over: {each}" for each in everyone if each.is_running()]
+    print("\n".join(faults) or f"{options.rounds} rounds, all well; exit status {status}")
+    return bool(faults or status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
