@@ -138,9 +138,12 @@ class CudaGraphManager:
         pool: GraphPool,
         progress: ProgressFn | None = None,
         debug_compare_eager: bool = False,
+        mixed_sizes: Sequence[int] | None = None,
     ) -> CudaGraphManager:
         """A manager of all descriptors that `mode` asks for."""
-        wanted = descriptors(mode, uniform_token_counts, sizes, max_num_reqs, max_num_tokens)
+        wanted = descriptors(
+            mode, uniform_token_counts, sizes, max_num_reqs, max_num_tokens, mixed_sizes
+        )
         return cls(name, wanted, pool, progress, debug_compare_eager)
 
     # --- dispatch ---------------------------------------------------------------------------------
@@ -297,12 +300,32 @@ class CudaGraphManager:
             output[:num_rows].copy_(before)  # the run goes on with what the graph computed
 
 
-class RebuiltStates(Mapping[BatchExecutionDescriptor, AttentionStatePair]):
+class FreshPair:
+    """An `AttentionStatePair` of which each half is built, over new dummy inputs, when it is read.
+
+    Only the half that is needed costs a build.
+    """
+
+    def __init__(self, desc: BatchExecutionDescriptor, create: CreateForwardFn) -> None:
+        self._desc = desc
+        self._create = create
+
+    @property
+    def warmup(self) -> AttentionState:
+        """For the eager run."""
+        return self._create(self._desc, warmup=True)[1]
+
+    @property
+    def captured(self) -> AttentionState:
+        """For the recording."""
+        return self._create(self._desc, warmup=False)[1]
+
+
+class RebuiltStates(Mapping[BatchExecutionDescriptor, FreshPair]):
     """The target's state pairs, built anew at every look-up: what a drafter's capture receives.
 
     Saved pairs may be views of builder buffers that later builds overwrote (#48261), and a saved
-    capture state is planned on paper only (#44253). A pair from here is fresh, over dummy inputs
-    that were just written.
+    capture state is planned on paper only (#44253).
     """
 
     def __init__(
@@ -313,12 +336,10 @@ class RebuiltStates(Mapping[BatchExecutionDescriptor, AttentionStatePair]):
         self._descs = list(descs)
         self._create = create_forward_fn
 
-    def __getitem__(self, desc: BatchExecutionDescriptor) -> AttentionStatePair:
+    def __getitem__(self, desc: BatchExecutionDescriptor) -> FreshPair:
         if desc not in self._descs:
             raise KeyError(desc)
-        return AttentionStatePair(
-            self._create(desc, warmup=True)[1], self._create(desc, warmup=False)[1]
-        )
+        return FreshPair(desc, self._create)
 
     def __iter__(self) -> Iterator[BatchExecutionDescriptor]:
         return iter(self._descs)

@@ -15,12 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
-from ..configs.schema import ModelConfig, SpeculativeConfig
+from ..configs.schema import GraphConfig, ModelConfig, SpeculativeConfig
 from .attention.base import AttentionBuilder, AttentionLayer, AttentionState
 from .cuda_graphs import CudaGraphManager, ProgressFn
 from .draft_attention import DraftAttention
 from .graph_capture import GraphPool
-from .graph_dispatch import GraphRole, resolve_mode
+from .graph_dispatch import (
+    GraphRole,
+    capture_sizes,
+    descriptors,
+    mixed_capture_sizes,
+    resolve_mode,
+    thinned,
+)
 from .kv_cache import KVCache
 from .staging import StagingPool
 from .weights import ResolvedModel
@@ -36,7 +43,23 @@ class GraphSettings:
     sizes: tuple[int, ...]
     debug_compare_eager: bool = False
     progress: ProgressFn | None = None
+    mixed_sizes: tuple[int, ...] | None = None  # of mixed batches; None = `sizes`
     draft_loop: bool = True  # all draft decodes of a step in one graph, where that can be
+
+    @classmethod
+    def create(
+        cls, config: GraphConfig, pool: GraphPool, max_num_tokens: int, progress: ProgressFn
+    ) -> GraphSettings:
+        """As configured, for steps of up to so many tokens."""
+        listed = config.cudagraph_capture_sizes
+        return cls(
+            pool,
+            capture_sizes(listed, max_num_tokens),
+            config.debug_compare_eager,
+            progress,
+            mixed_capture_sizes(listed, max_num_tokens),
+            config.cudagraph_draft_loop,
+        )
 
 
 class DraftModelHost:
@@ -208,11 +231,13 @@ class DraftModelHost:
         mode: CUDAGraphMode,
         uniform_token_counts: Sequence[int],
         label: str | None = None,
+        few_sizes: bool = False,
     ) -> CudaGraphManager:
         """A manager that shares the device's graph pool.
 
         `name` is the role, "draft prefill" or "draft decode"; it gets of `mode` what the attention
-        back end can do in that role. `label` is what logs call it, if not by its role.
+        back end can do in that role. `label` is what logs call it, if not by its role. With
+        `few_sizes` it captures about two for each doubling.
         """
         assert self._graphs is not None or mode is CUDAGraphMode.NONE, "this device has no graphs"
         if self._graphs is None:
@@ -225,16 +250,19 @@ class DraftModelHost:
         decision = resolve_mode(mode, support, role, uniform_token_counts)
         if decision.reason:
             logger.warning("%s graphs run as %s: %s", name, decision.mode.name, decision.reason)
-        return CudaGraphManager.create(
-            label or name,
+        graphs = self._graphs
+        wanted = descriptors(
             decision.mode,
             decision.uniform_token_counts,
-            self._graphs.sizes,
+            graphs.sizes,
             self.max_num_reqs,
             self.max_num_tokens,
-            self._graphs.pool,
-            self._graphs.progress,
-            self._graphs.debug_compare_eager,
+            graphs.mixed_sizes,
+        )
+        if few_sizes and wanted:
+            wanted = sorted(thinned(wanted[::-1]), key=lambda desc: -desc.num_tokens)
+        return CudaGraphManager(
+            label or name, wanted, graphs.pool, graphs.progress, graphs.debug_compare_eager
         )
 
     @property

@@ -55,6 +55,18 @@ def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
     return tuple(size for size in sizes if size <= max_num_tokens)
 
 
+def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
+    """Sizes of mixed batches: the user's, else fewer than for uniform ones.
+
+    A mixed batch is cut at every layer, so each size costs a graph a layer, and padding costs it
+    little: up to some 256 tokens its time is that of reading the weights.
+    """
+    if wanted is not None:
+        return capture_sizes(wanted, max_num_tokens)
+    sizes = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *range(256, DEFAULT_MAX_CAPTURE_SIZE + 1, 64))
+    return tuple(size for size in sizes if size <= max_num_tokens)
+
+
 def capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
     """The token counts to capture: the user's, checked, or the default ones; ascending."""
     if wanted is None:
@@ -114,6 +126,7 @@ def descriptors(
     sizes: Sequence[int],
     max_num_reqs: int,
     max_num_tokens: int,
+    mixed_sizes: Sequence[int] | None = None,  # None: `sizes`
 ) -> list[BatchExecutionDescriptor]:
     """All descriptors to capture, in capture order: PIECEWISE before FULL, largest first."""
     found: set[BatchExecutionDescriptor] = set()
@@ -121,14 +134,15 @@ def descriptors(
         for length in uniform_token_counts:
             of_length = uniform_descriptors(sizes, length, max_num_reqs, max_num_tokens)
             between = min(uniform_token_counts) < length < max(uniform_token_counts)
-            found.update(_thinned(of_length) if between else of_length)
+            found.update(thinned(of_length) if between else of_length)
     if (mixed := mode.mixed_mode()) is not CUDAGraphMode.NONE:
         alignment = max(uniform_token_counts, default=1)
-        found.update(mixed_descriptors(sizes, mixed, alignment, max_num_reqs, max_num_tokens))
+        own = sizes if mixed_sizes is None else mixed_sizes
+        found.update(mixed_descriptors(own, mixed, alignment, max_num_reqs, max_num_tokens))
     return sorted(found, key=_capture_order)
 
 
-def _thinned(descs: list[BatchExecutionDescriptor]) -> list[BatchExecutionDescriptor]:
+def thinned(descs: list[BatchExecutionDescriptor]) -> list[BatchExecutionDescriptor]:
     """About two sizes for each doubling, and the largest: lengths that only a controller chooses
     need not fit as closely as they would cost in memory and start-up."""
     kept, last = descs[-1:], 0

@@ -28,7 +28,7 @@ from .device_queue import DeviceQueue
 from .draft_host import DraftModelHost, GraphSettings
 from .errors import RunnerError
 from .graph_capture import CudaGraphs, GraphPool, frozen_garbage_collector
-from .graph_dispatch import GraphRole, capture_sizes, resolve_mode, wanted_modes
+from .graph_dispatch import GraphRole, resolve_mode, wanted_modes
 from .input_batch import InputBuffers
 from .kv_blocks import BlockGroup
 from .kv_cache import KVCache, KVCacheGroup, make_groups
@@ -265,12 +265,11 @@ class _Assembly:
         graph = self.config.graph
         if not wants_graphs(graph, self.device):
             return None
-        return GraphSettings(
+        return GraphSettings.create(
+            graph,
             GraphPool(CudaGraphs(self.device)),
-            capture_sizes(graph.cudagraph_capture_sizes, self.max_num_tokens),
-            graph.debug_compare_eager,
+            self.max_num_tokens,
             lambda done, total, detail: self.progress(Progress("capture", done, total, detail)),
-            graph.cudagraph_draft_loop,
         )
 
     def _query_lengths(self, needs: SpeculatorNeeds) -> list[int]:
@@ -311,6 +310,7 @@ class _Assembly:
             settings.pool,
             settings.progress,
             settings.debug_compare_eager,
+            settings.mixed_sizes,
         )
         return manager, decision.mode
 

@@ -88,11 +88,12 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         if not full or not self.host.draft_decodes_on_device:
             self._decode_graphs = self.host.create_graph_manager("draft decode", decode, [1])
             return
+        counts = sorted({self._num_decodes(n) for n in self.config.draft_counts} - {0})
         self._loop_graphs = {
             count: self.host.create_graph_manager(
-                "draft decode", decode, [1], f"draft decodes x {count}"
+                "draft decode", decode, [1], f"draft decodes x {count}", count < counts[-1]
             )
-            for count in sorted({self._num_decodes(n) for n in self.config.draft_counts} - {0})
+            for count in counts
         }
 
     def _num_decodes(self, num_drafts: int) -> int:

@@ -151,6 +151,7 @@ class DraftHost(Protocol):
         mode: CUDAGraphMode,
         uniform_token_counts: Sequence[int],
         label: str | None = None,
+        few_sizes: bool = False,
     ) -> GraphManager:
         """A manager that shares the device's graph pool."""
 

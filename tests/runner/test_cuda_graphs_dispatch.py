@@ -19,6 +19,7 @@ from slipstream.runner.graph_dispatch import (
     default_capture_sizes,
     descriptors,
     dispatch,
+    mixed_capture_sizes,
     resolve_mode,
     wanted_modes,
 )
@@ -35,6 +36,24 @@ def test_default_sizes_grow_in_steps_of_8_then_16() -> None:
     assert sizes[-2:] == (496, 512)
     assert 256 in sizes and 264 not in sizes and 272 in sizes
     assert default_capture_sizes(20) == (1, 2, 4, 8, 16)
+
+
+def test_a_server_with_a_drafter_captures_few_mixed_batches() -> None:
+    """Each of them is a graph a layer: of 49 sizes 13 are left, uniform ones keep theirs."""
+    sizes, mixed = default_capture_sizes(8192), mixed_capture_sizes(None, 8192)
+    before = descriptors(BOTH, [1, 4], sizes, 256, 8192)
+    after = descriptors(BOTH, [1, 4], sizes, 256, 8192, mixed)
+
+    def count(found: list[BatchExecutionDescriptor]) -> tuple[int, int]:
+        full = sum(desc.mode is FULL for desc in found)
+        return len(found) - full, full
+
+    assert (count(before), count(after)) == ((49, 84), (13, 84))
+    # padding stays within a half where tokens cost time, and a doubling where weights do
+    real = sorted(desc.num_tokens for desc in after if desc.mode is PIECEWISE)
+    assert all(b / a <= (1.5 if a >= 128 else 2) for a, b in zip(real, real[1:], strict=False))
+    assert real[-1] == 512
+    assert mixed_capture_sizes((8, 1), 64) == (1, 8) and mixed_capture_sizes(None, 40)[-1] == 32
 
 
 def test_listed_sizes_are_sorted_and_checked() -> None:

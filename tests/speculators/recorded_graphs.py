@@ -18,7 +18,7 @@ from torch import Tensor
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.runner import graph_dispatch, startup
+from slipstream.runner import draft_host, graph_dispatch, startup
 from slipstream.runner.attention.base import (
     AttentionBackend,
     AttentionBuilder,
@@ -155,11 +155,13 @@ def graph_engine(
     mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
     loop: bool = True,
     claims: bool = False,
+    backend: AttentionBackend | None = None,
     **changes: Any,
 ) -> Iterator[GraphEngine]:
     """An engine with recorded graphs, or (`graphs=False`) with the same attention, eager.
 
     With `loop` the draft decodes of a step are one graph. With `claims` the back end's are tested.
+    `backend` is the attention's, if not `TensorBackend`.
     """
     replays: dict[str, int] = {}
     replay = CudaGraphManager.run_fullgraph
@@ -169,7 +171,7 @@ def graph_engine(
         replays[name] = replays.get(name, 0) + 1
         replay(self, desc, eager)
 
-    backend = RecordedGraphs()
+    recorder, attention = RecordedGraphs(), backend or TensorBackend()
     modes = graph_dispatch.WantedModes(mode, mode, CUDAGraphMode.FULL_DECODE_ONLY)
     sizes = tuple(
         sorted(
@@ -177,19 +179,20 @@ def graph_engine(
         )
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "choose_backend", lambda *args: TensorBackend())
+        patch.setattr(startup, "choose_backend", lambda *args: attention)
         patch.setattr(TensorBuilder, "builds_on_device", loop)
         if not claims:
             patch.setattr(startup.ClaimsAtStart, "verify", lambda *args: None)
         patch.setattr(moe, "run_experts", run_all_experts)
         patch.setattr(CudaGraphManager, "run_fullgraph", counted)
         if graphs:
-            patch.setattr(startup, "CudaGraphs", lambda device: backend)
+            patch.setattr(startup, "CudaGraphs", lambda device: recorder)
             patch.setattr(startup, "wanted_modes", lambda *args: modes)
-            patch.setattr(startup, "capture_sizes", lambda *args: sizes)
+            patch.setattr(draft_host, "capture_sizes", lambda *args: sizes)
+            patch.setattr(draft_host, "mixed_capture_sizes", lambda *args: sizes)
         changes["scheduler"] = {"max_num_seqs": 4} | changes.pop("scheduler", {})
         engine = GraphEngine(model, speculative, **changes)
-        engine.replays, engine.backend = replays, backend
+        engine.replays, engine.backend = replays, recorder
         # as on a GPU: the host never looks at drafts, and batches stay uniform
         scheduler = engine.engine._scheduler
         scheduler._limits = replace(scheduler._limits, uniform_drafts=True)

@@ -1,0 +1,169 @@
+"""Two ranks, each a whole runner with a drafter in graphs: an idle one runs what the other runs."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from slipstream.configs.schema import Config, ModelConfig, ParallelConfig, SpeculativeConfig
+from slipstream.runner.data_parallel import DataParallelSync
+from slipstream.runner.engine import build_engine
+from slipstream.runner.errors import RunnerError
+from slipstream.runner.messages import AddRequest, SamplingParams
+from slipstream.runner.plan import StepPlan
+from slipstream.runner.target import Target
+from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
+
+from .all_drafters import Drafters
+from .recorded_graphs import GraphEngine, graph_engine
+from .tiny_engine import TinyEngine, prompts
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
+    return Drafters(tmp_path_factory.mktemp("drafters"))
+
+
+class Meeting:
+    """Stands for the process group: adds up what all ranks bring."""
+
+    def __init__(self, size: int) -> None:
+        self.barrier = threading.Barrier(size, timeout=60)
+        self.tables: dict[int, Tensor] = {}
+
+    def add(self, rank: int, table: Tensor) -> None:
+        self.tables[rank] = table.clone()
+        self.barrier.wait()
+        table.copy_(sum(self.tables.values()))  # type: ignore[arg-type]
+        self.barrier.wait()
+
+
+class MetSync(DataParallelSync):
+    def __init__(self, meeting: Meeting, rank: int, dispatch: Any) -> None:
+        super().__init__(dispatch, K + 1, rank, 2)
+        self.meeting, self.rank = meeting, rank
+
+    def _exchange(self, table: Tensor) -> None:
+        self.num_exchanges += 1
+        self.meeting.add(self.rank, table)
+
+
+class Rank:
+    """One engine, driven step by step; `passes` is what it ran, in order."""
+
+    def __init__(self, engine: GraphEngine, meeting: Meeting, rank: int) -> None:
+        self.scheduler: Any = engine.engine._scheduler
+        self.runner: Any = engine.engine._runner
+        self.engine = engine.engine
+        self.runner._sync = MetSync(meeting, rank, self.runner._target.dispatch)
+        self.passes: list[tuple[object, ...]] = []
+        self.tokens: dict[str, list[int]] = {}
+        self.idle_steps = 0
+
+    def launch(self) -> Any:
+        self.plan = self.scheduler.schedule() or StepPlan(10_000 + self.idle_steps)
+        self.idle_steps += not self.plan.rows
+        return self.runner.execute(self.plan)
+
+    def land(self, handle: Any) -> None:
+        results = handle.get()
+        if not self.plan.rows:
+            return
+        for output in self.scheduler.apply(self.plan, results).outputs:
+            assert output.error is None, output.error
+            self.tokens.setdefault(output.request_id, []).extend(output.token_ids)
+
+
+def add(rank: Rank, names: dict[str, int]) -> None:
+    asked = [
+        AddRequest(name, prompts(9)[int(name)], SamplingParams(1, length, temperature=0.0))
+        for name, length in names.items()
+    ]
+    rank.engine.handle(list(asked))
+
+
+@pytest.mark.parametrize("method", ["eagle3", "draft_model", "gemma4_mtp"])
+def test_trap_16_both_ranks_run_the_same_passes(
+    drafters: Drafters, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = drafters.pair(method)[0]
+    alone = TinyEngine(target, SpeculativeConfig())
+    wanted = alone.run(prompts(9), max_tokens=14).tokens
+    alone.close()
+    ranks: dict[int, Rank] = {}  # by the id of target or drafter
+
+    def noted(owner: Any, name: str, what: Any) -> None:
+        plain = getattr(owner, name)
+
+        def call(self: Any, *args: Any) -> Any:
+            result = plain(self, *args)
+            if id(self) in ranks and (event := what(result, *args)) is not None:
+                ranks[id(self)].passes.append(event)
+            return result
+
+        monkeypatch.setattr(owner, name, call)
+
+    noted(Target, "_run", lambda _, desc, *rest: ("target", desc.mode.name, desc))
+    noted(
+        AutoRegressiveSpeculator, "_first_pass",
+        lambda _, desc, *rest: ("prefill", desc.mode.name, desc),
+    )  # fmt: skip
+    noted(
+        AutoRegressiveSpeculator, "_replay_loop",
+        lambda replayed, num_reqs, padded, n: ("loop", "FULL", (padded, n)) if replayed else None,
+    )  # fmt: skip
+    noted(AutoRegressiveSpeculator, "_decode", lambda *_: ("decode", "NONE", None))
+    meeting = Meeting(2)
+    with contextlib.ExitStack() as stack:
+        both = []
+        for rank in range(2):
+            engine = stack.enter_context(graph_engine(target, drafters.speculative(method, K)))
+            both.append(Rank(engine, meeting, rank))
+            ranks[id(both[-1].runner._target)] = ranks[id(engine.speculator)] = both[-1]
+        add(both[0], {"0": 6, "1": 14})
+        add(both[1], {"2": 3})
+        late = {9: (1, {"3": 8, "4": 5}), 13: (0, {"5": 4})}
+        for step in range(28):
+            if step in late:
+                add(both[late[step][0]], late[step][1])
+            handles = [rank.launch() for rank in both]
+            for rank, handle in zip(both, handles, strict=True):
+                rank.land(handle)
+        for rank in both:
+            rank.runner.synchronize()
+            rank.runner._sync.meeting = None  # whoever asks once more fails
+    for rank in both:
+        assert rank.idle_steps > 3
+        for name, tokens in rank.tokens.items():
+            assert tokens == wanted[name][: len(tokens)]
+    assert {name: len(t) for rank in both for name, t in rank.tokens.items()} == {
+        "0": 6, "1": 14, "2": 3, "3": 8, "4": 5, "5": 4
+    }  # fmt: skip
+    first, second = (rank.passes for rank in both)
+    assert [event[:2] for event in first] == [event[:2] for event in second]
+    # in graphs, the very same ones
+    assert [e for e in first if e[1] == "FULL"] == [e for e in second if e[1] == "FULL"]
+    kinds = {event[:2] for event in first}
+    assert {("target", "FULL"), ("target", "NONE"), ("loop", "FULL")} <= kinds
+    assert both[0].runner._sync.num_exchanges == both[1].runner._sync.num_exchanges == 28
+
+
+def test_one_rank_has_no_exchange_and_more_need_a_process_group(
+    drafters: Drafters, tmp_path: Path
+) -> None:
+    target = drafters.pair("eagle3")[0]
+    with graph_engine(target, drafters.speculative("eagle3", K)) as engine:
+        assert engine.engine._runner._sync is None  # type: ignore[attr-defined]
+    config = Config(
+        model=ModelConfig(model=str(target), dtype="float32", device="cpu"),
+        parallel=ParallelConfig(data_parallel_size=2),
+    )
+    with pytest.raises(RunnerError, match="need a process group"):
+        build_engine(config, lambda _: None)
