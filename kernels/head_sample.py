@@ -78,9 +78,9 @@ def sample_head_reference(
 def _pick(
     logits: Tensor, draws: Draws | None, sample: Callable[..., Tensor]
 ) -> tuple[Tensor, Tensor]:
-    logits = logits.float()
     if draws is None:
-        return logits.argmax(-1), logits.amax(-1)
+        return logits.argmax(-1), logits.amax(-1).float()
+    logits = logits.float()
     heat = torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
     keys = (draws.seeds, draws.positions, draws.salt, draws.greedy)
     return sample(logits / heat, *keys), logits.amax(-1)

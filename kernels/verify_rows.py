@@ -23,8 +23,9 @@ class VerifyRows:
     all_greedy: bool  # host: no row needs random numbers
     any_greedy: bool  # host
     width: int  # K + 1
+    drawn: Tensor | None = None  # [L] int64, the target's own tokens, if there are no logits [L, 0]
 
     @property
     def has_drafts(self) -> bool:
         """False if the layout has one row per request; known on the host."""
-        return self.logits.shape[0] > self.cu_num_logits.shape[0] - 1
+        return self.draft_ids.shape[0] > self.cu_num_logits.shape[0] - 1

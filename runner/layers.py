@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.head_sample import Draws, sample_head
 from ..kernels.linear import GATED, Norm, gated_linear, linear, linear_parts
 from ..kernels.linear_choice import Choice, Gemv, Shape
 from ..kernels.linear_tuned import LinearChooser, create_chooser
@@ -155,6 +156,14 @@ class Linear(nn.Module):
         if self._packed is not None or self.weight is None:
             return residual + self.forward(x)
         return linear(x, self.weight, self.bias, self._choice(x), None, residual)
+
+    def pick(
+        self, x: Tensor, num_outputs: int, draws: Draws | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Of an output head: a token of the first `num_outputs` for each row [L, in_features], and
+        the row's largest logit (see `head_sample.sample_head`)."""
+        assert self.weight is not None and self.bias is None
+        return sample_head(x, self.weight[:num_outputs], draws, self._choice(x))
 
     @property
     def streams_one_row(self) -> bool:

@@ -229,7 +229,10 @@ class ModelRunner:
             return
         assert hidden is not None
         mask = None if grammar_bitmask is None else self._staging.upload(grammar_bitmask)
-        sampled = self._sampling.run(batch, hidden, self.table, mask, self._target.compute_logits)
+        target = self._target
+        sampled = self._sampling.run(
+            batch, hidden, self.table, mask, target.compute_logits, target.pick_tokens
+        )
         num_logprobs = [self.table.sampling.num_logprobs[slot] for slot in batch.slots]
         tensors = StepTensors(
             sampled_token_ids=sampled.sampled_token_ids,

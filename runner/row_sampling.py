@@ -8,16 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from ..kernels.head_sample import Draws
 from .input_batch import InputBatch
 from .logits_processing import SamplingRows
 from .request_table import RequestTable
 from .sampler import Sampler, SamplerOutput
 from .step_output import TokenLogprobTensors
 
+# (hidden [L, H], vocabulary, draws) -> as `sampler.Pick`
+PickTokens = Callable[[Tensor, int, Draws | None], tuple[Tensor, Tensor]]
 MAX_LOGITS_BYTES = 1 << 30  # float32 logits held at once
 
 
@@ -47,8 +51,10 @@ class RowSampling:
         table: RequestTable,
         grammar_bitmask: Tensor | None,  # [L, ceil(V / 32)] int32
         compute_logits: Callable[[Tensor], Tensor],
+        pick_tokens: PickTokens | None = None,
     ) -> SampledRows:
-        """Logits of every logits row, then a verdict for every request."""
+        """Logits of every logits row, then a verdict for every request. A model that can
+        `pick_tokens` does so where nothing else needs the logits."""
         outputs = []
         whole = SamplingRows(
             slots=batch.slots,
@@ -65,9 +71,13 @@ class RowSampling:
         for first, last in self._pieces(batch.cu_num_logits_cpu):
             rows = whole.requests(first, last)
             span = slice(batch.cu_num_logits_cpu[first], batch.cu_num_logits_cpu[last])
-            logits = compute_logits(hidden_states[batch.logits_indices[span]])
+            hidden = hidden_states[batch.logits_indices[span]]
             mask = None if grammar_bitmask is None else grammar_bitmask[span]
-            outputs.append(self._sampler.sample(logits, rows, table, mask))
+            if pick_tokens is not None and self._sampler.can_draw(rows, table.sampling, mask):
+                pick = partial(pick_tokens, hidden, table.sampling.vocab_size)
+                outputs.append(self._sampler.draw(pick, rows, table))
+                continue
+            outputs.append(self._sampler.sample(compute_logits(hidden), rows, table, mask))
         return _join(outputs)
 
     def _pieces(self, cu_num_logits: list[int]) -> Iterator[tuple[int, int]]:

@@ -6,7 +6,7 @@ Nothing here waits for the device. It does not know how a token is accepted (see
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,16 +14,20 @@ from torch import Tensor
 
 from ..configs.schema import SpeculativeConfig
 from ..kernels.finish_samples import finish_samples
+from ..kernels.head_sample import Draws
+from ..kernels.sample import TARGET
 from ..kernels.verify import VerifyRows
 from ..speculators.verification import create_verifier
 from .logits_processing import SamplingRequests, SamplingRows, process_logits
 from .logprobs import emitted_logprobs
-from .sampling_state import PROCESSED, Feature
+from .sampling_state import PROCESSED, Feature, SamplingState
 from .staging import StagingPool
 from .step_output import TokenLogprobTensors
 
 __all__ = ["Sampler", "SamplerOutput", "SamplingRequests", "SamplingRows"]
 
+# Picks a token a row (None = all greedy): (tokens [L] int64, largest logits [L] float32).
+Pick = Callable[[Draws | None], tuple[Tensor, Tensor]]
 MAX_CHUNK_BYTES = 256 << 20  # float32 logits processed at once; a few copies of it live
 
 
@@ -48,6 +52,11 @@ class Sampler:
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> None:
         self._verify = create_verifier(speculative, device)
+        # Drafts are judged by the target's own token, and not by its distribution.
+        self._judges_by_token = (
+            speculative.rejection_sampling == "coupled"
+            or speculative.synthetic_acceptance_rates is not None
+        )
         self._max_chunk_bytes = max_chunk_bytes
         self._pool = StagingPool(device)
 
@@ -81,6 +90,68 @@ class Sampler:
             logprobs = emitted_logprobs(logits, sampled, rows.cu_num_logits_cpu, wanted, self._pool)
         return SamplerOutput(sampled, num_sampled, num_rejected, has_nan, logprobs)
 
+    def can_draw(
+        self, rows: SamplingRows, state: SamplingState, grammar_bitmask: Tensor | None
+    ) -> bool:
+        """Whether nothing needs these rows' logits but the choice of their tokens: see `draw`."""
+        features = state.features(rows.slots)
+        if grammar_bitmask is not None or features & (PROCESSED | Feature.LOGPROBS):
+            return False
+        has_drafts = rows.cu_num_logits_cpu[-1] > len(rows.slots)
+        return self._judges_by_token or not features & Feature.RANDOM or not has_drafts
+
+    def draw(self, pick: Pick, rows: SamplingRows, requests: SamplingRequests) -> SamplerOutput:
+        """As `sample`, where an output head picks tokens without writing logits."""
+        state = requests.sampling
+        features = state.features(rows.slots)
+        slots = rows.expanded_idx_mapping
+        temperature, seeds = state.temperature[slots], state.seed[slots]
+        greedy = temperature == 0
+        draws = None
+        if features & Feature.RANDOM:
+            draws = Draws(seeds, rows.positions, greedy, temperature, TARGET)
+        drawn, largest = pick(draws)
+        nothing = largest[:, None][:, :0]
+        of = self._verify_rows(nothing, rows, requests, features, seeds, greedy, drawn)
+        sampled, num_accepted = self._verify(of)
+        counts = finish_samples(
+            sampled,
+            num_accepted,
+            largest,
+            None,
+            rows.cu_num_logits,
+            rows.idx_mapping,
+            rows.seq_lens,
+            requests.prefill_len,
+        )
+        return SamplerOutput(sampled, *counts, None)
+
+    def _verify_rows(
+        self,
+        logits: Tensor,
+        rows: SamplingRows,
+        requests: SamplingRequests,
+        features: Feature,
+        seeds: Tensor,
+        greedy: Tensor,
+        drawn: Tensor | None = None,
+    ) -> VerifyRows:
+        return VerifyRows(
+            logits=logits,
+            draft_ids=rows.draft_ids,
+            draft_logits=requests.draft_logits,
+            slots=rows.expanded_idx_mapping,
+            local_pos=rows.expanded_local_pos,
+            cu_num_logits=rows.cu_num_logits,
+            seeds=seeds,
+            positions=rows.positions,
+            greedy=greedy,
+            all_greedy=not features & Feature.RANDOM,
+            any_greedy=bool(features & Feature.GREEDY),
+            width=rows.max_num_drafts + 1,
+            drawn=drawn,
+        )
+
     def _chunks(self, cu_num_logits: Sequence[int], vocab_size: int) -> list[int]:
         """Batch rows at which chunks of whole requests begin, and N."""
         max_rows = self._max_chunk_bytes // (4 * vocab_size)
@@ -103,20 +174,8 @@ class Sampler:
         features = state.features(rows.slots)
         logits = process_logits(raw, rows, requests, grammar_bitmask, features)
         slots = rows.expanded_idx_mapping
-        verify_rows = VerifyRows(
-            logits=logits,
-            draft_ids=rows.draft_ids,
-            draft_logits=requests.draft_logits,
-            slots=slots,
-            local_pos=rows.expanded_local_pos,
-            cu_num_logits=rows.cu_num_logits,
-            seeds=state.seed[slots],
-            positions=rows.positions,
-            greedy=state.temperature[slots] == 0,
-            all_greedy=not features & Feature.RANDOM,
-            any_greedy=bool(features & Feature.GREEDY),
-            width=rows.max_num_drafts + 1,
-        )
+        seeds, greedy = state.seed[slots], state.temperature[slots] == 0
+        verify_rows = self._verify_rows(logits, rows, requests, features, seeds, greedy)
         sampled, num_accepted = self._verify(verify_rows)
         # Where only the temperature changed a row, it cannot have lost its last token.
         restricted = grammar_bitmask is not None or bool(features & PROCESSED)

@@ -23,6 +23,7 @@ from .cuda_graphs import CaptureReport, CudaGraphManager
 from .graph_dispatch import eager_descriptor
 from .input_batch import InputBatch, InputBuffers
 from .kv_cache import KVCache
+from .row_sampling import PickTokens
 
 ForwardOutput = tuple[Tensor, list[Tensor]]  # hidden states [M*, H] and taps, each [M*, H]
 
@@ -64,6 +65,12 @@ class Target:
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[L, H] -> [L, V]"""
         return self.model.compute_logits(hidden_states)
+
+    @property
+    def pick_tokens(self) -> PickTokens | None:
+        """The model's way to pick tokens without writing logits, if it has one."""
+        picks: PickTokens | None = getattr(self.model, "pick_tokens", None)
+        return picks
 
     def dispatch(
         self,

@@ -55,6 +55,8 @@ def verify_synthetic(rows: VerifyRows, conditional_rates: Tensor) -> tuple[Tenso
 
 def _draw(rows: VerifyRows) -> Tensor:
     """The target's own token at every row, [L] int64."""
+    if rows.drawn is not None:
+        return rows.drawn
     if rows.all_greedy:
         return rows.logits.argmax(-1)
     return gumbel_sample(rows.logits, rows.seeds, rows.positions, TARGET, rows.greedy)

@@ -67,6 +67,15 @@ class TextModel(nn.Module):
         """hidden [L, H] after the final norm -> [L, V]."""
         return self.lm_head.forward(hidden)
 
+    @property
+    def pick_tokens(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
+        """(hidden [L, H], vocabulary, draws or None) -> tokens and largest logits of the rows, as
+        `head_sample.sample_head`; None where logits are more than a product, or torch's."""
+        if self.lm_head.chooser is None:
+            return None
+        plain = type(self).compute_logits is TextModel.compute_logits
+        return self.lm_head.pick if plain else None
+
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
         """Checkpoint name -> where the tensor goes."""
         slots = {

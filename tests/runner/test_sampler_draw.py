@@ -1,0 +1,103 @@
+"""Tokens picked by the output head itself are those that sampling the written logits gives."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from slipstream.kernels.head_sample import sample_head_reference
+from slipstream.kernels.linear_choice import H100_WINNERS
+from slipstream.kernels.linear_tuned import LinearChooser
+from slipstream.runner.layers import WeightFormat
+from slipstream.runner.messages import SamplingParams
+from slipstream.runner.models.base import TextModel
+from slipstream.runner.models.registry import build_model
+
+from .sampler_harness import CPU, Table, rows_of, sampler
+
+V, H = 50, 16
+GREEDY, WARM = (SamplingParams(seed=s, max_tokens=9, temperature=t) for s, t in ((1, 0), (2, 0.7)))
+
+
+@pytest.mark.parametrize(
+    ("params", "drafts", "options"),
+    [
+        ([GREEDY, GREEDY], [[3, 4], []], {}),
+        ([WARM, GREEDY, WARM], [[], [], []], {}),
+        ([WARM, GREEDY], [[3, 4], [5]], {"rejection_sampling": "coupled"}),
+        ([WARM, GREEDY], [[3], [5]], {"synthetic_acceptance_rates": (0.6, 0.3)}),
+    ],
+)
+def test_drawing_equals_sampling(
+    params: list[SamplingParams], drafts: list[list[int]], options: dict[str, object]
+) -> None:
+    for _ in range(20):
+        table = Table.of([(of, [1, 2], [7]) for of in params], V)
+        table.sampling.seed.random_(0, 2**40)
+        rows = rows_of(table, list(range(len(params))), drafts, 2)
+        hidden, weight = torch.randn(int(rows.cu_num_logits[-1]), H), torch.randn(V, H)
+        for index in range(0, len(drafts)):  # drafts that stand, now and then
+            at = rows.cu_num_logits_cpu[index]
+            if drafts[index]:
+                rows.draft_ids[at] = (hidden[at] @ weight.T).argmax()
+        of = sampler(**options)
+        assert of.can_draw(rows, table.sampling, None)
+        expected = of.sample(hidden @ weight.T, rows, table)
+        got = of.draw(partial(sample_head_reference, hidden, weight), rows, table)
+        for name in ("sampled_token_ids", "num_sampled", "num_rejected", "has_nan"):
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        assert got.logprobs is None
+
+
+def test_nan_is_told() -> None:
+    table = Table.of([(GREEDY, [1, 2], []), (WARM, [1, 2], [])], V)
+    rows = rows_of(table, [0, 1], [[], []], 0)
+    hidden = torch.randn(2, H)
+    hidden[1, 3] = float("nan")
+    pick = partial(sample_head_reference, hidden, torch.randn(V, H))
+    assert sampler().draw(pick, rows, table).has_nan.tolist() == [False, True]
+
+
+def test_who_needs_logits_gets_them() -> None:
+    def can_draw(params: SamplingParams, drafts: list[int], mask: bool = False) -> bool:
+        table = Table.of([(params, [1, 2], [])], V)
+        bits = torch.from_numpy(np.full((1, 2), -1, np.int32)) if mask else None
+        return sampler().can_draw(rows_of(table, [0], [drafts], 2), table.sampling, bits)
+
+    assert can_draw(GREEDY, [4]) and can_draw(WARM, [])
+    assert not can_draw(WARM, [4])  # a rejection draws from what the draft left over
+    assert not can_draw(GREEDY, [], mask=True)
+    for options in (
+        {"logprobs": 0},
+        {"top_k": 5},
+        {"top_p": 0.5},
+        {"min_p": 0.1},
+        {"presence_penalty": 1.0},
+        {"repetition_penalty": 1.2},
+        {"logit_bias": {3: 1.0}},
+        {"allowed_token_ids": [3]},
+        {"min_tokens": 2, "stop_token_ids": [4]},
+        {"bad_words_token_ids": [[4]]},
+    ):
+        params = SamplingParams(seed=0, max_tokens=9, temperature=1.0, **options)
+        assert not can_draw(params, []), options
+
+
+def test_models_whose_logits_are_more_than_a_product_do_not_pick() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1)
+    heads = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+    chooser = LinearChooser(H100_WINNERS)
+    models = {}
+    for kind in ("Llama", "Gemma3Text"):
+        config = getattr(transformers, f"{kind}Config")(**sizes, **heads)
+        config.architectures = None
+        models[kind] = build_model(config, CPU, torch.bfloat16, linear=chooser)
+    assert models["Llama"].pick_tokens is not None
+    assert models["Gemma3Text"].pick_tokens is None  # soft-capped
+    plain = build_model(transformers.LlamaConfig(**sizes, **heads), CPU, torch.float32)
+    assert isinstance(plain, TextModel) and plain.pick_tokens is None  # torch's, as on a CPU
+    assert WeightFormat(CPU, torch.float32).linear is None
