@@ -30,6 +30,7 @@ from .openapi import Documented, install_openapi
 from .operations import absent_routes, operation_routes
 from .responses import response_routes
 from .services import Engine, Services
+from .speculator import SpeculatorReply, SpeculatorRequest, speculator_routes
 from .tokenize import (
     Detokenized,
     DetokenizeRequest,
@@ -44,6 +45,7 @@ _DOCUMENTED = {
     "/v1/chat/completions": Documented(ChatCompletionRequest, ChatCompletion, streams=True),
     "/v1/completions": Documented(CompletionRequest, Completion, streams=True),
     "/v1/responses": Documented(ResponsesRequest, dict, streams=True),
+    "/v1/speculator": Documented(SpeculatorRequest, SpeculatorReply),
     "/tokenize": Documented(TokenizeRequest, Tokens),
     "/detokenize": Documented(DetokenizeRequest, Detokenized),
     "/v1/models": Documented(None, ModelList),
@@ -84,6 +86,7 @@ def create_app(
         model_routes(services),
         tokenize_routes(services),
         operation_routes(services),
+        speculator_routes(services),
         absent_routes(),
     ):
         app.include_router(router)

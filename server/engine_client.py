@@ -12,13 +12,14 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..configs.schema import Config
 from ..runner.channel import ServerChannel
 from ..runner.messages import (
     AbortRequests,
     AddRequest,
+    ChangeSpeculator,
     Fatal,
     FromWorker,
     Progress,
@@ -26,13 +27,14 @@ from ..runner.messages import (
     ResetPrefixCache,
     SetVocabulary,
     Shutdown,
+    SpeculatorChanged,
     StepOutputs,
     StepStats,
     ToWorker,
 )
 from ..runner.process import WorkerOrders, WorkerProcess, describe_exit
 from .health import Health, State
-from .request_stream import EngineDead, RequestStream
+from .request_stream import EngineDead, RequestStream, SpeculatorRefused
 from .watchdog import Watchdog
 
 __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
@@ -93,6 +95,8 @@ class EngineClient:
         self._outbox: list[ToWorker] = []
         self._vocabulary: SetVocabulary | None = None
         self._supervisor: asyncio.Task[None] | None = None
+        self._change: asyncio.Future[SpeculatorChanged] | None = None
+        self._tried = ""  # the drafter of the last "try"
         self._watchdog = Watchdog(config.server.worker_timeout, lambda: bool(self._streams))
 
     @property
@@ -155,6 +159,24 @@ class EngineClient:
         """Drop every cached block that no request holds."""
         self._post(ResetPrefixCache())
 
+    async def change_speculator(self, action: str, model: str = "") -> None:
+        """Try another drafter's weights, then keep or revert them; one caller at a time.
+
+        Raises SpeculatorRefused if nothing changed, EngineDead if the worker ends.
+        """
+        if self.state != "ready":
+            raise self._dead()
+        self._change = asyncio.get_running_loop().create_future()
+        self._post(ChangeSpeculator(action, model))
+        answer = await self._change
+        if answer.error is not None:
+            raise SpeculatorRefused(answer.error)
+        if action == "try":
+            self._tried = model
+        elif action == "keep":  # a worker that has to be started again starts with it
+            speculative = replace(self._config.speculative, model=self._tried)
+            self._config = replace(self._config, speculative=speculative)
+
     async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
         """Refuse new requests, let the open ones finish for so long, then end the worker.
 
@@ -199,6 +221,9 @@ class EngineClient:
             stream.put(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id)
+        change = self._change
+        if outputs.speculator is not None and change is not None and not change.done():
+            change.set_result(outputs.speculator)
         if self.stats is not None:
             try:
                 self.stats(outputs.stats)
@@ -216,6 +241,8 @@ class EngineClient:
             stream = self._forget(request_id)
             assert stream is not None
             stream.fail(EngineDead(message, self.health.report.retry_after))
+        if self._change is not None and not self._change.done():
+            self._change.set_exception(EngineDead(message, self.health.report.retry_after))
 
     def _dead(self) -> EngineDead:
         report = self.health.report

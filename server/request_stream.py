@@ -16,6 +16,10 @@ class EngineDead(Exception):
         self.retry_after = retry_after
 
 
+class SpeculatorRefused(Exception):
+    """The worker did not change its drafter. The text is one sentence."""
+
+
 class RequestStream:
     """Async iterator of a request's outputs; ends after the one that carries a finish reason.
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -73,7 +76,7 @@ def test_a_head_that_has_learnt_its_texts_drafts_them(target: Path, tmp_path: Pa
     speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
     server = RunningServer(
         str(target), "--dtype", "float32", "-sc", json.dumps(speculative), "--max-num-seqs", "8",
-        "--kv-cache-memory-bytes", "4M",
+        "--kv-cache-memory-bytes", "4M", "--admin-api-key", "root",
     )  # fmt: skip
     try:
         server.wait_ready()
@@ -86,6 +89,14 @@ def test_a_head_that_has_learnt_its_texts_drafts_them(target: Path, tmp_path: Pa
                 "spec_decode_num_accepted_tokens_per_pos_total", position=str(position)
             )
             assert accepted > 0.9 * num_drafts > 0, f"position {position}"
+        # Nothing worse takes its place; itself does, while requests run on.
+        with ThreadPoolExecutor(3) as clients:
+            replies = [clients.submit(_complete, server, target, prompt) for prompt in prompts]
+            assert not _try(server, _worse(head, tmp_path / "worse"))["swapped"]
+            assert _try(server, head)["swapped"]
+            assert [reply.result() for reply in replies] == texts
+        refused = httpx.post(f"{server.url}/v1/speculator", json={"model": "x"}, timeout=30)
+        assert refused.status_code == 401
     finally:
         server.stop()
 
@@ -96,6 +107,28 @@ def _complete(server: RunningServer, target: Path, prompt: list[int]) -> list[st
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["choices"][0]["text"]
     return text.split()
+
+
+def _try(server: RunningServer, head: Path) -> dict[str, Any]:
+    reply = httpx.post(
+        f"{server.url}/v1/speculator",
+        json={"model": str(head)},
+        headers={"authorization": "Bearer root"},
+        timeout=60,
+    )
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def _worse(head: Path, folder: Path) -> Path:
+    """The head with an output of noise."""
+    folder.mkdir()
+    (folder / "config.json").write_text((head / "config.json").read_text())
+    tensors = load_file(head / "model.safetensors")
+    tensors["lm_head.weight"] = torch.randn(tensors["lm_head.weight"].shape)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
 
 
 def _replies(folder: Path) -> list[list[str]]:

@@ -1,0 +1,168 @@
+"""POST /v1/speculator: try another draft head in the running server; it stays if it is not worse.
+
+Acceptance on a built-in probe decides. The probe runs as requests beside all others; the weights
+are exchanged between two steps, so a request notices nothing but other drafts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from .acceptance import MeasuredPrompt, MeasurementFailed, Tally, measure_acceptance, total
+from .errors import APIError, AuthenticationFailed, EngineStopped, InvalidRequest, NotSupported
+from .openai_types.common import Body
+from .request_stream import EngineDead, SpeculatorRefused
+from .services import Engine, Services
+from .training_prompts import heldout_prompts, tokenize_prompts
+
+log = logging.getLogger("slipstream.speculator")
+
+_PER_DOMAIN, _PROBE_TOKENS = 2, 48
+
+
+class ChangesSpeculator(Engine, Protocol):
+    """The engine client, as far as this route needs more of it."""
+
+    async def change_speculator(self, action: str, model: str = "") -> None:
+        """Raises SpeculatorRefused, EngineDead."""
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+class SpeculatorRequest(Body):
+    """Which head to try."""
+
+    model: str = Field(min_length=1)  # folder or hub id of a checkpoint
+    force: bool = False  # keep it whatever the probe says
+
+
+class SpeculatorReply(msgspec.Struct):
+    """What was decided, and on which figures."""
+
+    swapped: bool
+    reason: str
+    model: str  # that was tried
+    acceptance: dict[str, Any]  # "before" and "after"
+
+
+class SpeculatorBusy(APIError):
+    """Another head is being tried."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "speculator_busy"
+
+    def __init__(self) -> None:
+        super().__init__("Another drafter is being tried; ask again when it has been decided on.")
+
+
+def speculator_routes(services: Services) -> APIRouter:
+    """The route; it needs the admin's key, which is not a client's."""
+    router = APIRouter()
+    gate = asyncio.Lock()
+    trial = Trial(services)
+
+    @router.post("/v1/speculator")
+    async def change_speculator(request: Request) -> Response:
+        _check_key(request, services.config.server.admin_api_key)
+        body = await services.bodies.read(request, SpeculatorRequest)
+        services.check_ready()
+        if gate.locked():
+            raise SpeculatorBusy
+        async with gate:
+            reply = await trial.run(body.model, body.force)
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    return router
+
+
+def _check_key(request: Request, keys: Sequence[str]) -> None:
+    if not keys:
+        raise NotSupported("This server changes no drafter; it would with --admin-api-key.")
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else ""
+    if not any([hmac.compare_digest(given.encode(), key.encode()) for key in keys]):
+        raise AuthenticationFailed(bool(given))
+
+
+class Trial:
+    """Measures the running head, then another in its place, and settles which one stays."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._prompts: list[MeasuredPrompt] = []
+
+    async def run(self, model: str, force: bool) -> SpeculatorReply:
+        """InvalidRequest if the head cannot be loaded; EngineStopped if the worker dies."""
+        engine = cast(ChangesSpeculator, self._services.engine)
+        try:
+            before = await self._probe(engine)
+            await engine.change_speculator("try", model)
+            keep = False
+            try:
+                after = await self._probe(engine)
+                keep, reason = judge(before, after, force)
+            finally:  # also when the client hangs up: no half-decided trial stays behind
+                await asyncio.shield(self._settle(engine, "keep" if keep else "revert"))
+        except SpeculatorRefused as error:
+            raise InvalidRequest(f"{error}.", "model", "invalid_value") from None
+        except (EngineDead, MeasurementFailed) as error:
+            raise EngineStopped(str(error)) from None
+        log.info("drafter %s %s: %s", model, "taken" if keep else "not taken", reason)
+        figures = {"before": before.as_dict(), "after": after.as_dict()}
+        return SpeculatorReply(keep, reason, model, figures)
+
+    @staticmethod
+    async def _settle(engine: ChangesSpeculator, action: str) -> None:
+        await engine.change_speculator(action)
+        engine.reset_prefix_cache()  # its KV of drafts is the other head's
+
+    async def _probe(self, engine: ChangesSpeculator) -> Tally:
+        engine.reset_prefix_cache()
+        stop = sorted(self._services.tokenizer.eos_ids | set(engine.ready.eos_token_ids))
+        room = engine.ready.max_model_len
+        if not self._prompts:
+            self._prompts = await asyncio.to_thread(self._read)
+        prompts = [p for p in self._prompts if len(p.token_ids) + _PROBE_TOKENS < room]
+        if not prompts:
+            prompts = [MeasuredPrompt(tuple(p.token_ids[: room // 2])) for p in self._prompts]
+        name = f"probe-{uuid.uuid4().hex[:8]}"
+        most = min(_PROBE_TOKENS, room // 2 - 1)
+        tallies = await measure_acceptance(engine, prompts, 0.0, most, stop, 4, name=name)
+        return total(tallies)
+
+    def _read(self) -> list[MeasuredPrompt]:
+        services = self._services
+        by_domain: dict[str, int] = {}
+        chosen = []
+        for prompt in heldout_prompts():
+            by_domain[prompt.domain] = by_domain.get(prompt.domain, 0) + 1
+            if by_domain[prompt.domain] <= _PER_DOMAIN:
+                chosen.append(prompt)
+        if services.template.source is None:  # a model without chats goes on with texts
+            texts = [str(prompt.messages[0]["content"]) for prompt in chosen]
+            ids = services.tokenizer.encode_batch(texts)
+        else:
+            ids = tokenize_prompts(chosen, services.tokenizer, services.template)
+        return [MeasuredPrompt(tuple(found)) for found in ids]
+
+
+def judge(before: Tally, after: Tally, force: bool) -> tuple[bool, str]:
+    """(keep the new head?, why). The number of drafts may differ, so positions are compared."""
+    if not before.num_verify_steps and not after.num_verify_steps:
+        return force, "neither drafter made a draft on the probe"
+    count = min(len(before.acceptance), len(after.acceptance)) or 1
+    old, new = (1 + sum(tally.acceptance[:count]) for tally in (before, after))
+    told = f"{new:.3f} tokens a step on the probe, the running one {old:.3f}"
+    if new >= old:
+        return True, f"not worse: {told}"
+    return force, f"{'worse, but forced' if force else 'worse'}: {told}"

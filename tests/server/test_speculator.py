@@ -1,0 +1,153 @@
+"""POST /v1/speculator: who may, what decides, and that a trial always ends."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream.runner.messages import AddRequest, RequestOutput
+from slipstream.server.acceptance import Tally
+from slipstream.server.request_stream import EngineDead, SpeculatorRefused
+from slipstream.server.speculator import judge
+
+from .api_fakes import ScriptedEngine, config_with, http_client, make_app
+
+ADMIN = {"authorization": "Bearer root"}
+OLD, GOOD, BAD = 2, 3, 1  # drafts of 3 that each head gets accepted
+
+
+class SwappingEngine(ScriptedEngine):
+    """Heads are called by the number of drafts they get accepted."""
+
+    def __init__(self) -> None:
+        super().__init__(self._reply)
+        self.accepted, self.other = OLD, OLD
+        self.asked: list[str] = []
+        self.num_resets = 0
+        self.wait = asyncio.Event()
+        self.wait.set()
+
+    def _reply(self, request: AddRequest) -> list[RequestOutput | Exception | float]:
+        output = RequestOutput(request.request_id, [9] * (self.accepted + 1))
+        output.num_draft_tokens, output.num_accepted_tokens = 3, self.accepted
+        output.finish_reason = "length"
+        return [output]
+
+    async def change_speculator(self, action: str, model: str = "") -> None:
+        self.asked.append(f"{action} {model}".strip())
+        await self.wait.wait()
+        if model == "broken":
+            raise SpeculatorRefused("its shape is another")
+        if model == "dead":
+            raise EngineDead("the worker was killed")
+        if action == "try":
+            self.accepted, self.other = int(model), self.accepted
+        elif action == "revert":
+            self.accepted = self.other
+
+    def reset_prefix_cache(self) -> None:
+        self.num_resets += 1
+
+
+async def post(
+    engine: SwappingEngine, body: dict[str, Any], headers: Any = ADMIN, **server: Any
+) -> httpx.Response:
+    config = config_with(**({"admin_api_key": ("root",)} | server))
+    async with http_client(make_app(engine, config)) as client:
+        return await client.post("/v1/speculator", json=body, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("body", "swapped", "why", "asked", "after"),
+    [
+        ({"model": str(GOOD)}, True, "not worse", ["try 3", "keep"], GOOD),
+        ({"model": str(OLD)}, True, "not worse", ["try 2", "keep"], OLD),
+        ({"model": str(BAD)}, False, "worse", ["try 1", "revert"], OLD),
+        ({"model": str(BAD), "force": True}, True, "forced", ["try 1", "keep"], BAD),
+    ],
+)
+async def test_the_probe_decides(
+    body: dict[str, Any], swapped: bool, why: str, asked: list[str], after: int
+) -> None:
+    engine = SwappingEngine()
+    reply = (await post(engine, body)).json()
+    assert reply["swapped"] is swapped and why in reply["reason"]
+    assert reply["acceptance"]["before"]["mean_acceptance_length"] == 1 + OLD
+    assert reply["acceptance"]["after"]["mean_acceptance_length"] == 1 + int(body["model"])
+    assert engine.asked == asked and engine.accepted == after
+    probes = [request for request in engine.requests]
+    assert len(probes) == 2 * 16 and all(r.sampling.temperature == 0 for r in probes)
+    assert engine.num_resets == 3  # before each probe, and when it is settled
+
+
+async def test_it_needs_the_admins_key() -> None:
+    engine = SwappingEngine()
+    body = {"model": "3"}
+    assert (await post(engine, body, admin_api_key=())).status_code == 404
+    for headers in ({}, {"authorization": "Bearer client"}, {"authorization": "Basic root"}):
+        reply = await post(engine, body, headers, api_key=("client",))
+        assert reply.status_code == 401, reply.text
+    assert (await post(engine, body, api_key=("client",))).status_code == 200
+    assert engine.asked == ["try 3", "keep"]
+
+
+async def test_the_admins_key_opens_nothing_else() -> None:
+    config = config_with(admin_api_key=("root",), api_key=("client",))
+    async with http_client(make_app(SwappingEngine(), config)) as client:
+        assert (await client.get("/v1/models", headers=ADMIN)).status_code == 401
+
+
+async def test_a_head_that_cannot_be_loaded_is_the_callers_400() -> None:
+    engine = SwappingEngine()
+    reply = await post(engine, {"model": "broken"})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["message"] == "its shape is another." and error["param"] == "model"
+    for body in ({}, {"model": ""}, {"model": 3}, {"model": "3", "force": "yes"}):
+        assert (await post(engine, body)).status_code == 400
+    assert (await post(engine, {"model": "dead"})).status_code == 503
+    assert engine.accepted == OLD
+
+
+async def test_a_probe_that_fails_reverts() -> None:
+    engine = SwappingEngine()
+    replies = engine.script
+
+    def fail_after_the_first(request: AddRequest) -> list[RequestOutput | Exception | float]:
+        if engine.asked:
+            return [RequestOutput(request.request_id, [], finish_reason="error", error="Broken.")]
+        return replies(request)
+
+    engine.script = fail_after_the_first
+    assert (await post(engine, {"model": "3"})).status_code == 503
+    assert engine.asked == ["try 3", "revert"] and engine.accepted == OLD
+
+
+async def test_one_trial_at_a_time() -> None:
+    engine = SwappingEngine()
+    engine.wait.clear()
+    app = make_app(engine, config_with(admin_api_key=("root",)))
+    async with http_client(app) as client:
+        first = asyncio.create_task(
+            client.post("/v1/speculator", json={"model": "3"}, headers=ADMIN)
+        )
+        while not engine.asked:
+            await asyncio.sleep(0.01)
+        second = await client.post("/v1/speculator", json={"model": "1"}, headers=ADMIN)
+        assert second.status_code == 409 and second.json()["error"]["code"] == "speculator_busy"
+        engine.wait.set()
+        assert (await first).json()["swapped"] is True
+    assert engine.asked == ["try 3", "keep"]
+
+
+def test_heads_with_different_numbers_of_drafts_are_compared_where_both_drafted() -> None:
+    def tally(*accepted: int) -> Tally:
+        return Tally(10, 30, [10] * len(accepted), list(accepted))
+
+    assert judge(tally(8, 4), tally(8, 4, 3), False)[0]
+    assert not judge(tally(8, 4, 4), tally(8, 3), False)[0]
+    assert judge(Tally(), Tally(), False) == (False, "neither drafter made a draft on the probe")
+    assert not judge(tally(8), Tally(), False)[0]
