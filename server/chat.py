@@ -17,6 +17,7 @@ from ..runner.messages import TokenLogprobs
 from .chat_output import MessageBuilder, MessageParser, PlainText
 from .chat_tools import ChatFormat, chat_format
 from .choice import GenerationEvent, TextOptions, TokenEntry
+from .chunk_template import PLACE, ChunkTemplate
 from .errors import InvalidRequest
 from .generation import Generation, Job, room, tokenize, truncated
 from .logprobs import chat_logprobs, prompt_logprobs
@@ -35,7 +36,7 @@ from .prompts import render_chat
 from .respond import respond
 from .sampling import ModelLimits, sampling_params
 from .services import Services
-from .sse import DONE, MAX_SILENT_TOKENS, event
+from .sse import DONE, MAX_SILENT_TOKENS, Live, event
 from .usage import reply_metrics, usage
 
 _LONG_CHAT = 16384  # bytes; rendering and parsing longer ones leaves the event loop
@@ -149,6 +150,11 @@ class _Told:
         self.called |= any(delta.tool_calls or delta.function_call for delta in deltas)
         self.num_silent = 0 if deltas else self.num_silent + len(item.token_ids)
 
+    def text(self) -> None:
+        """As `add` for a chunk of text."""
+        self.anything = True
+        self.num_silent = 0
+
     def is_overdue(self) -> bool:
         """Whether an empty chunk must show that tokens come, though they have no text yet."""
         if self.num_silent < MAX_SILENT_TOKENS:
@@ -173,6 +179,8 @@ class _Reply:
         self._body = body
         self._form = form
         self._parsers = parsers
+        self._told = [_Told() for _ in parsers]
+        self._templates: dict[int, ChunkTemplate] = {}  # choice -> its chunks of text alone
         self._created = int(time.time())
 
     async def whole(self, generation: Generation) -> ChatCompletion:
@@ -234,18 +242,41 @@ class _Reply:
         """The reply as events: roles, deltas, perhaps the usage, the end."""
         for index in range(self.job.num_choices):
             yield self._framed(self._role(index), generation, first=True)
-        told = [_Told() for _ in range(self.job.num_choices)]
         async with aclosing(generation.events()) as events:
             async for item in events:
-                deltas = self._deltas(item)
-                for choice in self._chunk_choices(item, deltas, told[item.index]):
-                    yield self._framed(choice, generation)
+                for chunk in self._chunks(item, generation):
+                    yield chunk
         if self._body.wants_usage:
             last = self._chunk([])
             last.usage = usage(generation.counts(), self._reasoning_tokens())
             last.metrics = self._metrics(generation)
             yield event(encode(last))
         yield DONE
+
+    def live(self, generation: Generation) -> Live | None:
+        """The same events while they come."""
+        return generation.live(lambda item: b"".join(self._chunks(item, generation)))
+
+    def _chunks(self, item: GenerationEvent, generation: Generation) -> list[bytes]:
+        told = self._told[item.index]
+        if item.text and not (item.finish_reason or item.logprobs):
+            template = self._template(item.index, generation)
+            if template is not None:
+                told.text()
+                return [template.fill(item.text)]
+        choices = self._chunk_choices(item, self._deltas(item), told)
+        return [self._framed(choice, generation) for choice in choices]
+
+    def _template(self, index: int, generation: Generation) -> ChunkTemplate | None:
+        """For a choice whose text is its content and whose chunks tell nothing else."""
+        known = self._templates.get(index)
+        if known is not None:
+            return known
+        body, plain = self._body, isinstance(self._parsers[index], PlainText)
+        if not plain or body.return_token_ids or body.wants_running_usage:
+            return None
+        framed = self._framed(ChunkChoice(index, Delta(content=PLACE)), generation)
+        return self._templates.setdefault(index, ChunkTemplate(framed))
 
     def _role(self, index: int) -> ChunkChoice:
         """The first chunk; where the message may be calls alone, its content is still open."""

@@ -14,6 +14,7 @@ from msgspec import UNSET, UnsetType
 
 from ..runner.messages import TokenLogprobs
 from .choice import GenerationEvent, TextOptions, TokenEntry
+from .chunk_template import PLACE, ChunkTemplate
 from .errors import InvalidRequest
 from .generation import Generation, Job, room, tokenize, truncated
 from .logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
@@ -29,7 +30,7 @@ from .openai_types.replies import (
 from .respond import respond
 from .sampling import ModelLimits, check_token_ids, sampling_params
 from .services import Services
-from .sse import DONE, MAX_SILENT_TOKENS, event
+from .sse import DONE, MAX_SILENT_TOKENS, Live, Write, event
 from .usage import reply_metrics, usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -157,6 +158,8 @@ class _Reply:
         self._skip = body.skip_special_tokens is not False
         self._only_echo = body.max_tokens == 0
         self._created = int(time.time())
+        self._starts: dict[int, int] = {}  # choice -> length of its echoed prompt
+        self._templates: dict[int, ChunkTemplate] = {}  # choice -> its chunks of text alone
         self._silent: dict[int, int] = {}  # choice -> tokens since its last chunk
 
     async def whole(self, generation: Generation) -> Completion:
@@ -251,7 +254,6 @@ class _Reply:
     async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The reply as events."""
         body = self._body
-        starts: dict[int, int] = {}  # choice -> length of its echoed prompt
         of_prompts: dict[int, list[TokenLogprobs | None] | None] = {}
         waiting: dict[int, list[GenerationEvent]] = {}
         async with aclosing(generation.events()) as events:
@@ -265,9 +267,8 @@ class _Reply:
                         waiting.setdefault(prompt, []).append(item)
                         continue
                 for ready in (item, *waiting.pop(prompt, ())):
-                    choice = self._chunk(ready, starts, of_prompts.get(prompt))
-                    if choice is not None:
-                        yield self._framed(choice, generation)
+                    if chunk := self._framed_chunk(ready, generation, of_prompts.get(prompt)):
+                        yield chunk
         if body.wants_usage:
             if self._only_echo:
                 for each in generation.choices:
@@ -277,6 +278,39 @@ class _Reply:
             last.metrics = self._metrics(generation)
             yield event(encode(last))
         yield DONE
+
+    def live(self, generation: Generation) -> Live | None:
+        """The same events while they come; only behind the first, which may echo the prompt."""
+        follow = generation.live(lambda item: self._framed_chunk(item, generation, None))
+        if follow is None:
+            return None
+
+        async def behind_first(write: Write) -> None:
+            if self._starts:
+                await follow(write)
+
+        return behind_first
+
+    def _framed_chunk(
+        self,
+        item: GenerationEvent,
+        generation: Generation,
+        of_prompt: list[TokenLogprobs | None] | None,
+    ) -> bytes:
+        """An event for what came; empty if there is nothing to tell."""
+        body, index = self._body, item.index
+        if item.text and index in self._starts and not (item.finish_reason or item.logprobs):
+            if not (self._only_echo or body.return_token_ids or body.wants_running_usage):
+                self._silent[index] = 0
+                return self._template(index, generation).fill(item.text)
+        choice = self._chunk(item, self._starts, of_prompt)
+        return b"" if choice is None else self._framed(choice, generation)
+
+    def _template(self, index: int, generation: Generation) -> ChunkTemplate:
+        if (known := self._templates.get(index)) is None:
+            choice = CompletionChoice(index, PLACE, stop_reason=UNSET)
+            known = self._templates[index] = ChunkTemplate(self._framed(choice, generation))
+        return known
 
     def _framed(self, choice: CompletionChoice, generation: Generation) -> bytes:
         chunk = self._completion([choice])

@@ -10,15 +10,38 @@ from __future__ import annotations
 import asyncio
 import struct
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from .errors import APIError, HeadTooLarge, HeadTooSlow, MalformedRequest, error_body
+from .sse import WRITER
 
 MAX_HEAD_BYTES = 64 << 10
 _LOOKS = 4  # within one time-out
+
+
+class _ChunkWriter:
+    """Writes chunks of one reply to the socket, past the layers that saw its beginning."""
+
+    __slots__ = ("_cycle",)
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    def may_write(self) -> bool:
+        """Whether the reply is chunked and open, and the client reads it."""
+        cycle = self._cycle
+        open_ = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
+        return bool(open_ and cycle.chunked_encoding and not cycle.flow.write_paused)
+
+    def write(self, data: bytes) -> bool:
+        """Send a chunk; false when the next one must wait."""
+        cycle = self._cycle
+        if not cycle.disconnected:
+            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not (cycle.flow.write_paused or cycle.disconnected)
 
 
 class Connection(HttpToolsProtocol):
@@ -99,6 +122,7 @@ class Connection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
+        cast(dict[str, Any], cycle.scope).setdefault("extensions", {})[WRITER] = _ChunkWriter(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _feed(self, data: bytes) -> None:

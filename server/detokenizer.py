@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from tokenizers import Tokenizer as Backend
 
@@ -56,6 +56,7 @@ class ByteTable:
         self.spelling = spelling
         self._backend = backend
         self._known: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def __getitem__(self, token_id: int) -> bytes:
         """The token's bytes; empty for an id the tokenizer has no token for."""
@@ -63,6 +64,17 @@ class ByteTable:
         if known is None:
             known = self._known[token_id] = self._bytes(token_id, self.spelling.piece)
         return known
+
+    def text(self, token_id: int) -> str | None:
+        """The token's characters; None unless its bytes are whole characters."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            try:
+                text: str | None = self[token_id].decode()
+            except UnicodeDecodeError:
+                text = None
+            return self._texts.setdefault(token_id, text)
 
     def first(self, token_id: int) -> bytes:
         """The token's bytes where it begins a text."""
@@ -198,11 +210,16 @@ class _TableSteps:
 
     def __init__(self, table: ByteTable, continues: bool) -> None:
         self._table = table
-        self._decoder = codecs.getincrementaldecoder("utf-8")(table.spelling.errors)
+        decoder = codecs.getincrementaldecoder("utf-8")(table.spelling.errors)
+        self._decoder = cast(codecs.BufferedIncrementalDecoder, decoder)
         self._is_first = not continues
         self._strip = 0 if continues else table.spelling.strip
 
     def push(self, token_id: int) -> str:
+        if not (self._is_first or self._strip or self._decoder.buffer):
+            text = self._table.text(token_id)
+            if text is not None:
+                return text
         piece = self._table.first(token_id) if self._is_first else self._table[token_id]
         self._is_first = False
         return self._start(self._decoder.decode(piece))

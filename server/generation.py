@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
@@ -19,6 +19,7 @@ from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueF
 from .request_stream import EngineDead
 from .sampling import with_max_tokens
 from .services import OutputStream, Services
+from .sse import Live, Write
 
 _LONG_TEXT = 4096  # characters; shorter texts are tokenized on the event loop
 
@@ -149,7 +150,8 @@ class Generation:
         self, begun: AsyncGenerator[GenerationEvent, None]
     ) -> AsyncGenerator[GenerationEvent, None]:
         assert self._first is not None
-        yield self._first
+        first, self._first = self._first, None
+        yield first
         async with aclosing(begun) as events:
             async for event in events:
                 yield event
@@ -176,6 +178,34 @@ class Generation:
             yield event
             if event.finish_reason is not None and alone:
                 return
+
+    def live(self, frame: Callable[[GenerationEvent], bytes]) -> Live | None:
+        """How a stream of one choice is written while its outputs arrive; None for other jobs.
+
+        What comes without anything held up goes through `frame` straight to the client's socket;
+        all else, the end included, is left to `events`.
+        """
+        if len(self._streams) != 1 or self._job.text.stop:
+            return None
+        stream, choice, timing = self._streams[0], self.choices[0], self._timings[0]
+
+        async def follow(write: Write) -> None:
+            if self._first is not None or choice.finish_reason is not None:
+                return
+
+            def take(outputs: list[RequestOutput]) -> bool:
+                event = choice.feed(outputs[0])
+                tokens = len(outputs[0].token_ids)
+                for output in outputs[1:]:  # the event loop was slow: they leave as one
+                    event.join(choice.feed(output))
+                    tokens += len(output.token_ids)
+                timing.tokens(tokens, time.monotonic())
+                data = frame(event)
+                return write(data) if data else True
+
+            await stream.follow(take)
+
+        return follow
 
     def counts(self) -> TokenCounts:
         """The usage so far."""

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 
 from .generation import Generation
 from .openai_types.replies import encode
-from .sse import EventStream, unless_disconnected
+from .sse import EventStream, Live, unless_disconnected
 
 
 class Reply(Protocol):
@@ -23,6 +23,10 @@ class Reply(Protocol):
         """The reply as server-sent events."""
         ...
 
+    def live(self, generation: Generation) -> Live | None:
+        """How those events are written while they come, where that can be."""
+        ...
+
 
 async def respond(
     request: Request, generation: Generation, reply: Reply, *, stream: bool, wait: bool
@@ -33,14 +37,14 @@ async def respond(
     """
     generation.submit()
     if stream and not wait:
-        return EventStream(generation, reply.stream(generation))
+        return EventStream(generation, reply.stream(generation), reply.live(generation))
     if stream:
         try:
             await unless_disconnected(request, generation.begin())
         except BaseException as error:
             generation.__exit__(type(error), error, None)
             raise
-        return EventStream(generation, reply.stream(generation))
+        return EventStream(generation, reply.stream(generation), reply.live(generation))
     with generation:
         answer = await unless_disconnected(request, reply.whole(generation))
     return Response(encode(answer), media_type="application/json")

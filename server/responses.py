@@ -24,7 +24,7 @@ from .openai_types.responses import CHAT_NAMES, ResponsesRequest
 from .respond import respond
 from .response_items import ResponseItems
 from .services import Services
-from .sse import event
+from .sse import Live, event
 
 
 def response_routes(services: Services) -> APIRouter:
@@ -138,6 +138,10 @@ class _Reply:
             return
         last = {"type": f"response.{self._status}"}
         yield self._framed({**last, "response": self._response(self._status, generation)})
+
+    def live(self, generation: Generation) -> Live | None:
+        """Its events are numbered and end in their own way: all go through `stream`."""
+        return None
 
     @property
     def _status(self) -> str:

@@ -30,6 +30,8 @@ class OutputStream(Protocol):
 
     def pop(self) -> RequestOutput | None: ...
 
+    async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None: ...
+
 
 class Engine(Protocol):
     """What the routes use of the engine client."""

@@ -6,9 +6,9 @@ It knows neither OpenAI's shapes nor the engine: bytes in, events out.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AbstractContextManager, aclosing
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -20,7 +20,22 @@ Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
 MAX_SILENT_TOKENS = 8  # without text, before a chunk without any shows that the stream lives
+WRITER = "slipstream.writer"  # the scope's extension that holds a Writer, if the server has one
+Write = Callable[[bytes], bool]
+Live = Callable[[Write], Awaitable[None]]
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class Writer(Protocol):
+    """Writes a piece of a response that has begun, without waiting."""
+
+    def may_write(self) -> bool:
+        """Whether the client takes more at once."""
+        ...
+
+    def write(self, data: bytes) -> bool:
+        """Send it; returns `may_write`."""
+        ...
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
@@ -35,15 +50,21 @@ class EventStream(Response):
 
     `owner` is left when the response ends, however that happens: at the end of `events`, by an
     error, or because the client disconnected, which cancels the sending at once.
+
+    `live` writes events by itself while nothing holds them up; `events` goes on behind them.
     """
 
     def __init__(
-        self, owner: AbstractContextManager[object], events: AsyncGenerator[bytes, None]
+        self,
+        owner: AbstractContextManager[object],
+        events: AsyncGenerator[bytes, None],
+        live: Live | None = None,
     ) -> None:
         super().__init__(headers=_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
         self._owner = owner
         self._events = events
+        self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the response."""
@@ -60,7 +81,7 @@ class EventStream(Response):
 
         watcher = asyncio.create_task(watch())
         try:
-            await self._send(send)
+            await self._send(send, scope.get("extensions", {}).get(WRITER))
         except asyncio.CancelledError:
             if not gone:
                 raise
@@ -68,7 +89,7 @@ class EventStream(Response):
         finally:
             watcher.cancel()
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, send: Send, writer: Writer | None) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         last = b""
         try:
@@ -77,6 +98,8 @@ class EventStream(Response):
                 async with aclosing(self._events) as events:
                     async for chunk in events:
                         await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                        if self._live and writer and writer.may_write():
+                            await self._live(writer.write)
         except Exception as error:
             last = event(error_body(as_api_error(error)))
         await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -116,6 +116,9 @@ class ScriptedStream:
     def pop(self) -> RequestOutput | None:
         return None
 
+    async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None:
+        """All is left to the reader."""
+
 
 class ScriptedEngine:
     """Plays `script` for each request: outputs, errors to raise, seconds to wait."""

@@ -39,3 +39,80 @@ async def test_error_comes_after_what_arrived_before_it() -> None:
     with pytest.raises(EngineDead, match="gone") as caught:
         await anext(stream)
     assert caught.value.retry_after == 4
+
+
+async def followed(stream: RequestStream, seen: list[list[int]], more: bool = True) -> None:
+    def take(outputs: list[RequestOutput]) -> bool:
+        seen.append([token for output in outputs for token in output.token_ids])
+        return more
+
+    await stream.follow(take)
+
+
+async def test_a_follower_gets_what_one_turn_brought_and_the_reader_the_end() -> None:
+    stream = RequestStream("a")
+    seen: list[list[int]] = []
+    task = asyncio.create_task(followed(stream, seen))
+    await asyncio.sleep(0)
+    stream.put(RequestOutput("a", [1]))
+    stream.put(RequestOutput("a", [2]))
+    await asyncio.sleep(0)
+    stream.put(RequestOutput("a", [3]))
+    stream.put(RequestOutput("a", [4], finish_reason="length"))
+    await task
+    assert seen == [[1, 2], [3]]
+    assert [output.token_ids async for output in stream] == [[4]]
+
+
+async def test_a_follower_that_has_enough_leaves_the_rest_in_order() -> None:
+    stream = RequestStream("a")
+    seen: list[list[int]] = []
+    task = asyncio.create_task(followed(stream, seen, more=False))
+    await asyncio.sleep(0)
+    stream.put(RequestOutput("a", [1]))
+    await task
+    for token in (2, 3):
+        stream.put(RequestOutput("a", [token]))
+    await asyncio.wait_for(followed(stream, seen), 1)  # outputs wait, so it does not begin
+    stream.put(RequestOutput("a", [4], finish_reason="stop"))
+    assert seen == [[1]]
+    assert [output.token_ids async for output in stream] == [[2], [3], [4]]
+
+
+async def test_a_follower_that_is_cancelled_or_faulty_loses_nothing_that_it_did_not_take() -> None:
+    stream = RequestStream("a")
+    seen: list[list[int]] = []
+    task = asyncio.create_task(followed(stream, seen))
+    await asyncio.sleep(0)
+    stream.put(RequestOutput("a", [1]))
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    stream.put(RequestOutput("a", [2], finish_reason="stop"))
+    rest = [output.token_ids async for output in stream]
+    assert [*seen, *rest] == [[1], [2]]
+
+    def fault(outputs: list[RequestOutput]) -> bool:
+        raise ValueError("no such text")
+
+    other = RequestStream("b")
+    faulty = asyncio.create_task(other.follow(fault))
+    await asyncio.sleep(0)
+    other.put(RequestOutput("b", [1]))
+    with pytest.raises(ValueError, match="no such text"):
+        await faulty
+
+
+async def test_a_follower_ends_with_the_engine() -> None:
+    stream = RequestStream("a")
+    seen: list[list[int]] = []
+    task = asyncio.create_task(followed(stream, seen))
+    await asyncio.sleep(0)
+    stream.put(RequestOutput("a", [1]))
+    stream.fail(EngineDead("the worker died"))
+    await asyncio.wait_for(task, 1)
+    rest = []
+    with pytest.raises(EngineDead):
+        async for output in stream:
+            rest.append(output.token_ids)
+    assert [*seen, *rest] == [[1]]
