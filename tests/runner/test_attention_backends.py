@@ -358,7 +358,7 @@ def test_flashinfer_runs_mixed_batches_without_a_graph() -> None:
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_flashinfer_plan_that_differs_from_the_graphs_runs_eagerly(
+def test_trap_19_a_flashinfer_plan_that_differs_from_the_graphs_runs_eagerly(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     builder, common = flashinfer_builder(), batch_of([1, 1], [20, 40])

@@ -201,7 +201,7 @@ def test_draft_decode_is_whole_or_not_at_all(
     assert resolve_mode(wanted, support, DECODE, (5,)).mode is mode
 
 
-def test_t5_39773_piecewise_draft_decode_is_a_configuration_error() -> None:
+def test_trap_04_t5_39773_piecewise_draft_decode_is_a_configuration_error() -> None:
     with pytest.raises(GraphConfigError, match="never piecewise"):
         resolve_mode(PIECEWISE, ALWAYS, DECODE, (1,))
 

@@ -103,7 +103,7 @@ def decode(num_reqs: int) -> BatchExecutionDescriptor:
 # --- T1: #42444, one metadata object for warm-up and capture ------------------------------------
 
 
-def test_t1_42444_shared_state_records_no_plan_and_replays_the_warmup() -> None:
+def test_trap_01_t1_42444_shared_state_records_no_plan_and_replays_the_warmup() -> None:
     rig = Rig()
     shared = rig.build([DUMMY_LEN] * 4)
     rig.forward(4)(shared)
@@ -114,7 +114,7 @@ def test_t1_42444_shared_state_records_no_plan_and_replays_the_warmup() -> None:
     assert rig.rows(4) == [DUMMY_LEN] * 4  # every row is wrong
 
 
-def test_t1_42444_fresh_capture_state_records_the_plan() -> None:
+def test_trap_01_t1_42444_fresh_capture_state_records_the_plan() -> None:
     rig = Rig()
     manager = rig.manager(4)
     pairs = manager.capture(rig.create_forward_fn)
@@ -128,7 +128,7 @@ def test_t1_42444_fresh_capture_state_records_the_plan() -> None:
 
 
 @pytest.mark.parametrize("share", ["state", "metadata"])
-def test_t1_42444_manager_refuses_a_shared_state(share: str) -> None:
+def test_trap_01_t1_42444_manager_refuses_a_shared_state(share: str) -> None:
     rig = Rig()
     saved = rig.build([DUMMY_LEN] * 4)
 
@@ -147,7 +147,7 @@ def target_and_pair(rig: Rig) -> tuple[CudaGraphManager, AttentionStatePair]:
     return target, target.capture(rig.create_forward_fn)[decode(4)]
 
 
-def test_t2_44253_target_capture_state_is_planned_on_paper_only() -> None:
+def test_trap_02_t2_44253_target_capture_state_is_planned_on_paper_only() -> None:
     rig = Rig()
     _, pair = target_and_pair(rig)
     rig.forward(4)(pair.captured)  # the drafter's warm-up, with the wrong half of the pair
@@ -159,7 +159,7 @@ def test_t2_44253_target_capture_state_is_planned_on_paper_only() -> None:
     assert all(row != length for row, length in zip(rig.rows(4), REAL_LENS, strict=True))
 
 
-def test_t2_44253_picking_from_the_pair_by_warmup_follows_the_target() -> None:
+def test_trap_02_t2_44253_picking_from_the_pair_by_warmup_follows_the_target() -> None:
     rig = Rig()
     target, pair = target_and_pair(rig)
     drafter = CudaGraphManager("draft prefill", [decode(4)], rig.pool)
@@ -179,7 +179,7 @@ def test_t2_44253_picking_from_the_pair_by_warmup_follows_the_target() -> None:
         assert rig.rows(4) == lens
 
 
-def test_t2_44253_rebuilt_states_put_the_plan_into_the_drafters_graph() -> None:
+def test_trap_02_t2_44253_rebuilt_states_put_the_plan_into_the_drafters_graph() -> None:
     rig = Rig()
     target, _ = target_and_pair(rig)
     states = RebuiltStates(target.captured, rig.create_forward_fn)
@@ -202,7 +202,7 @@ def test_t2_44253_rebuilt_states_put_the_plan_into_the_drafters_graph() -> None:
 # --- T3: #48261, saved states are views of buffers that later builds overwrite -------------------
 
 
-def test_t3_48261_saved_pair_reads_what_a_later_build_wrote() -> None:
+def test_trap_02_t3_48261_saved_pair_reads_what_a_later_build_wrote() -> None:
     rig = Rig()
     saved = rig.build([5, 6, 7, 8])
     rig.build([1, 2])  # the capture of a smaller descriptor
@@ -210,7 +210,7 @@ def test_t3_48261_saved_pair_reads_what_a_later_build_wrote() -> None:
     assert rig.rows(4) == [1, 2, 0, 0]  # rows of another batch, and dead ones
 
 
-def test_t3_48261_rebuilding_before_each_use_is_right() -> None:
+def test_trap_02_t3_48261_rebuilding_before_each_use_is_right() -> None:
     rig = Rig()
     manager = rig.manager(4, 2)
     manager.capture(rig.create_forward_fn)
@@ -236,7 +236,7 @@ class PlannedMetadata(AttentionMetadata):
 
 @pytest.mark.parametrize("advance", [True, False], ids=["advance", "constant"])
 @pytest.mark.parametrize("rebuild", ["never", "once", "each"])
-def test_t4_38311_41162_when_draft_metadata_is_rebuilt(rebuild: str, advance: bool) -> None:
+def test_trap_03_t4_38311_41162_when_draft_metadata_is_rebuilt(rebuild: str, advance: bool) -> None:
     num_reqs, num_steps = 3, 4
     rig, plan = Rig(), torch.zeros(MAX_REQS)
     right: list[bool] = []
@@ -274,7 +274,7 @@ def test_t4_38311_41162_when_draft_metadata_is_rebuilt(rebuild: str, advance: bo
 
 
 @pytest.mark.parametrize("fill_tail", [True, False], ids=["padded", "poisoned"])
-def test_t5_39773_three_requests_on_a_graph_of_four(fill_tail: bool) -> None:
+def test_trap_05_t5_39773_three_requests_on_a_graph_of_four(fill_tail: bool) -> None:
     num_tokens, desc = 8, BatchExecutionDescriptor(CUDAGraphMode.FULL, 8, 4, 2)
     rig = Rig()
     hidden = torch.zeros(num_tokens, 5)  # [M*, H]

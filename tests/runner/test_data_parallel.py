@@ -117,7 +117,7 @@ def run_ranks(size: int, steps: int, folder: Path) -> list[tuple[int, str, str]]
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks_run_the_same_passes_for_1000_steps(size: int, tmp_path: Path) -> None:
+def test_trap_16_ranks_run_the_same_passes_for_1000_steps(size: int, tmp_path: Path) -> None:
     start = time.monotonic()
     ends = run_ranks(size, 1000, tmp_path)
     assert [code for code, *_ in ends] == [0] * size, ends[0][2] + ends[-1][2]

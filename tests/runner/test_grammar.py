@@ -77,7 +77,7 @@ def test_a_missing_draft_cuts_and_is_not_counted() -> None:
     assert second == third == fourth
 
 
-def test_a_placeholder_never_passes_for_a_token(backend: GrammarBackend) -> None:
+def test_trap_14_a_placeholder_never_passes_for_a_token(backend: GrammarBackend) -> None:
     matcher = backend.compile(GrammarSpec("regex", "a+")).result()
     for token_id in (-1, VOCAB_SIZE):
         with pytest.raises(ValueError, match="not a token id"):
@@ -176,7 +176,7 @@ def is_valid(value: Any, schema: dict[str, Any]) -> bool:
     return value is None if schema["type"] == "null" else isinstance(value, bool)
 
 
-def test_every_answer_fits_its_schema_through_drafts_preemption_and_reordering(
+def test_trap_14_every_answer_fits_its_schema_through_drafts_preemption_and_reordering(
     backend: GrammarBackend,
 ) -> None:
     preemptions = 0

@@ -97,7 +97,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, before: Any) -> list[tuple[Tensor, Tens
     return pairs
 
 
-def test_trap_9_kv_after_the_last_valid_position_is_never_read(
+def test_trap_09_kv_after_the_last_valid_position_is_never_read(
     oracle: AssistantOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rejected = 0
@@ -161,7 +161,7 @@ def test_k_steps_equal_k_single_calls_and_write_no_kv(
     assert len(checked) > 4
 
 
-def test_trap_8_all_groups_have_the_rows_of_the_batch(
+def test_trap_08_all_groups_have_the_rows_of_the_batch(
     oracle: AssistantOracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """3 requests, padded to 4: block tables of both KV groups, lengths and starts agree."""
@@ -191,7 +191,7 @@ def test_trap_8_all_groups_have_the_rows_of_the_batch(
     assert seen == [3, 3, 4, 4]
 
 
-def test_trap_9_embeddings_are_the_targets_although_sizes_differ(oracle: AssistantOracle) -> None:
+def test_trap_09_embeddings_are_the_targets_although_sizes_differ(oracle: AssistantOracle) -> None:
     engine = make_engine(oracle)
     runner = engine.engine._runner
     model, target = runner._speculator.model, runner._target.model
