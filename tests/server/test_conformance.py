@@ -6,8 +6,20 @@ import json
 from typing import Any
 
 import pytest
+from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from .api_fakes import EOS, MODEL, TOKENIZER, ScriptedEngine, http_client, make_app, reply_with
+from .api_fakes import (
+    EOS,
+    MODEL,
+    REPLY,
+    TOKENIZER,
+    ScriptedEngine,
+    config_with,
+    http_client,
+    make_app,
+    reply_with,
+    sdk_client,
+)
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
@@ -101,3 +113,53 @@ async def test_every_response_has_its_id_and_time(stream: bool) -> None:
     assert found[0].headers["x-request-id"] == "mine"
     assert all(response.headers["x-request-id"] for response in found)
     assert all(0 <= int(response.headers["openai-processing-ms"]) < 60_000 for response in found)
+
+
+WEATHER: Any = {"type": "function", "function": {"name": "weather"}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Köln"}}</tool_call>'
+
+
+@pytest.mark.parametrize("run", [1, 2, 5, 500])
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        (REPLY, {}),
+        (REPLY, {"tools": [WEATHER]}),
+        (REPLY, {"logprobs": True, "top_logprobs": 2, "n": 3}),
+        (CALL, {"tools": [WEATHER]}),
+        (f"<think>Hm.</think>\n\nLet me see.\n{CALL}\n{CALL}", {"tools": [WEATHER]}),
+        (f"{CALL}\n{CALL}", {"tools": [WEATHER], "parallel_tool_calls": False}),
+        ("<think>Only thoughts", {}),
+        (
+            '[{"name": "weather", "parameters": {}}]',
+            {"tools": [WEATHER], "tool_choice": "required"},
+        ),
+        ("{}", {"tools": [WEATHER], "tool_choice": WEATHER}),
+    ],
+)
+async def test_a_stream_put_together_by_the_sdk_is_the_whole_reply(
+    run: int, text: str, options: dict[str, Any]
+) -> None:
+    engine = ScriptedEngine(reply_with(text, run))
+    engine.ready.max_model_len = 4096
+    app = make_app(engine, config_with(tool_call_parser="hermes", reasoning_parser="qwen3"))
+    async with sdk_client(app) as client:
+        body: dict[str, Any] = {"model": MODEL, "messages": HI, "max_tokens": 500, **options}
+        whole = await client.chat.completions.create(**body)
+        usage: Any = {"include_usage": True}
+        stream = await client.chat.completions.create(**body, stream=True, stream_options=usage)
+        state: ChatCompletionStreamState[None] = ChatCompletionStreamState()
+        async for chunk in stream:
+            state.handle_chunk(chunk)
+        joined = state.get_final_completion()
+    assert joined.usage == whole.usage
+    for streamed, choice in zip(joined.choices, whole.choices, strict=True):
+        found, expected = streamed.model_dump(), choice.model_dump()
+        for side in (found, expected):
+            for call in side["message"]["tool_calls"] or ():
+                for name in ("id", "index"):  # ids are fresh, only streams have an index
+                    call.pop(name, None)
+                call["function"].pop("parsed_arguments", None)
+            side["message"].pop("parsed", None)
+            side.pop("stop_reason", None)  # vLLM's, which the SDK does not put together
+        assert found == expected
