@@ -13,7 +13,7 @@ from ..runner.messages import GrammarSpec
 from .chat_output import EventParser, MessageParser, PlainText
 from .chat_template import ChatTemplate
 from .errors import InvalidRequest
-from .json_schema import SchemaError
+from .json_schema import SchemaError, check_shape
 from .openai_types.chat import (
     AllowedToolsChoice,
     ChatCompletionRequest,
@@ -121,6 +121,8 @@ def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
     if constrained and wish.mode == "required":
         raise _wrong(wish.param, "forced calls leave no room for another output format")
     try:
+        for tool in wish.tools:
+            check_shape((tool.get("function") or tool).get("parameters") or {})
         if wish.mode == "required":
             grammar: GrammarSpec | None = forced_grammar(wish.tools, wish.name, wish.parallel)
         else:

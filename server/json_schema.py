@@ -52,11 +52,54 @@ class SchemaError(ValueError):
     """A schema that cannot be enforced, or that nothing satisfies; one sentence."""
 
 
+def check_shape(schema: Any) -> None:
+    """SchemaError where a schema's keywords have values of a kind that no schema allows there.
+
+    What reads schemas, here and in the tool parsers, may then take them apart without looking.
+    """
+    stack: list[tuple[Any, int]] = [(schema, 0)]
+    while stack:
+        part, depth = stack.pop()
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            raise SchemaError("a schema must be an object or a boolean")
+        if depth > MAX_DEPTH:
+            raise SchemaError(f"it is nested more than {MAX_DEPTH} deep")
+        for name, value in part.items():
+            stack.extend((below, depth + 1) for below in _below(name, value))
+
+
+def _below(name: str, value: Any) -> list[Any]:
+    """The schemas that a keyword holds."""
+    if name in _MAPS:
+        if not isinstance(value, dict):
+            raise SchemaError(f"{name!r} must be an object")
+        return list(value.values())
+    if name in _LISTS or (name == "items" and isinstance(value, list)):
+        if not isinstance(value, list):
+            raise SchemaError(f"{name!r} must be a list")
+        return list(value)
+    if name in _SINGLE:
+        return [value]
+    strings = isinstance(value, list) and all(isinstance(item, str) for item in value)
+    wrong = (
+        (name == "required" and not strings)
+        or (name == "enum" and not isinstance(value, list))
+        or (name == "type" and not strings and not isinstance(value, str))
+        or (name in ("$ref", "pattern", "format") and not isinstance(value, str))
+    )
+    if wrong:
+        raise SchemaError(f"{name!r} has a value of a wrong kind")
+    return []
+
+
 def prepare_schema(schema: Schema | bool, strict: bool) -> Schema | bool:
     """The schema as the compiler can enforce it. SchemaError if it cannot, or nothing fits it.
 
     Without `strict`, what cannot be enforced is left out.
     """
+    check_shape(schema)
     if schema is False:
         raise SchemaError("no value satisfies the schema false")
     if schema is True:

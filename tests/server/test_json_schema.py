@@ -11,7 +11,7 @@ import pytest
 from slipstream.runner.grammar import GrammarBackend, build_grammar_backend
 from slipstream.runner.messages import GrammarSpec
 from slipstream.server.errors import InvalidRequest
-from slipstream.server.json_schema import SchemaError, prepare_schema
+from slipstream.server.json_schema import SchemaError, check_shape, prepare_schema
 from slipstream.server.sampling import json_schema_grammar
 from slipstream.server.tool_parsers.forced import forced_grammar
 
@@ -153,3 +153,41 @@ def test_the_error_and_the_grammar_name_the_parameter() -> None:
         forced_grammar([tool], "f")
     tool["function"]["strict"] = False
     assert forced_grammar([tool], "f").param == "tools"
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": -1},
+        {"properties": {"a": 3}},
+        {"$defs": 4},
+        {"$defs": {"a": [1]}},
+        {"required": 3},
+        {"required": [1]},
+        {"enum": 5},
+        {"type": {"a": 1}},
+        {"type": [1]},
+        {"anyOf": {"a": 1}},
+        {"anyOf": [3]},
+        {"items": "x"},
+        {"items": [None]},
+        {"additionalProperties": 7},
+        {"$ref": 5},
+        {"pattern": 5},
+        {"properties": {"a": {"properties": []}}},
+        {"properties": {"a": {"allOf": [{"items": {"type": 3}}]}}},
+        3,
+    ],
+)
+def test_keywords_with_values_of_a_wrong_kind_are_refused_wherever_they_stand(schema: Any) -> None:
+    for strict in (True, False):
+        with pytest.raises(SchemaError):
+            prepare_schema(schema, strict)
+
+
+def test_shape_check_takes_every_schema_that_is_one() -> None:
+    deep: Any = True
+    for _ in range(100):
+        deep = {"anyOf": [{"properties": {"a": deep}}, {"items": [{}, False]}], "x-note": [1]}
+    check_shape(deep)
+    check_shape({"items": {"type": ["string", "null"]}, "additionalProperties": False})
