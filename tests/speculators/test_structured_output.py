@@ -68,7 +68,7 @@ def greedy(answers: Answers) -> dict[str, list[int]]:
     return {n: t for n, t in answers.tokens.items() if int(n.partition(":")[0]) % 3 == 0}
 
 
-def test_24_schemas_with_every_drafter_are_valid_and_greedy_answers_do_not_depend_on_it(
+def test_trap_14_24_schemas_with_every_drafter_are_valid_and_greedy_answers_do_not_depend_on_it(
     models: Models, judge: GrammarBackend
 ) -> None:
     found = {method: greedy(prove(models, judge, method, 2)) for method in METHODS}
@@ -91,7 +91,9 @@ def test_every_method_is_proven() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS + MORE_METHODS)
-def test_trap_14_24_schemas_times_16_are_valid(models: Models, judge: GrammarBackend, method: str) -> None:
+def test_trap_14_24_schemas_times_16_are_valid(
+    models: Models, judge: GrammarBackend, method: str
+) -> None:
     prove(models, judge, method, 16)
 
 

@@ -1,6 +1,7 @@
 """The traps that a drafter with a model can fall into, numbered as in the list of twenty.
 
-Traps 3, 5 and 6 are in test_drafter_graphs, 8 and 9 in test_gemma4, 11 in test_mtp and test_eagle.
+Traps 3, 5 and 6 are in test_drafter_graphs, 8 and 9 in test_gemma4, 11 in test_mtp and test_eagle,
+15 and 17 also in test_prefix_and_limits, 16 in test_data_parallel_engine, the others in runner/.
 """
 
 from __future__ import annotations
