@@ -157,7 +157,7 @@ def test_the_panels_say_what_happened(prometheus: Prometheus) -> None:
     now, largest, drafted = (data(prometheus, board[f"Current K {letter}"])[0] for letter in "ABC")
     assert 0 <= now <= largest == DRAFTS and 0 < drafted <= largest
     reasons = prometheus.query("slipstream:spec_decode_k_steps_total")
-    assert ("gain", str(DRAFTS)) in {(labels["reason"], labels["k"]) for labels, _ in reasons}
+    assert ("gain", True) in {(labels["reason"], labels["k"] != "0") for labels, _ in reasons}
     assert 1 < data(prometheus, board["Mean acceptance length A"])[0] <= largest + 1
     positions = prometheus.query(board["Acceptance by position A"])
     assert {labels["position"] for labels, _ in positions} == {str(k) for k in range(DRAFTS)}
