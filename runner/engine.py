@@ -146,7 +146,7 @@ class Engine:
         self.ready = ready
         self._drafts = drafts
         self._runner = runner
-        self._swap = DraftSwap(runner)
+        self._swap = DraftSwap(runner, drafts)
         self._scheduler = scheduler
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
@@ -345,20 +345,21 @@ class Engine:
     def _unblock(self, request: Request, future: Future[GrammarMatcher]) -> None:
         """A grammar that does not compile ends its request alone."""
         try:
-            request.matcher = future.result()
+            matcher = future.result()
         except Exception as error:
             logger.info("grammar of %s: %s", request.request_id, error)
             is_theirs = isinstance(error, ValueError)
             self._scheduler.fail(request, f"The grammar cannot be compiled: {error}", is_theirs)
             return
-        request.is_blocked = False
+        self._scheduler.unblock(request, matcher)
 
 
 def build_engine(config: Config, progress: Callable[[Progress], None]) -> Engine:
     """Load the model, allocate its KV cache and join it with a scheduler. Imports torch."""
     from .model_runner import build_model_runner
 
-    return join(build_model_runner(config, progress), config)
+    runner = build_model_runner(config, progress)
+    return runner.note_traffic(join(runner, config))
 
 
 def join(runner: ModelRunner, config: Config) -> Engine:

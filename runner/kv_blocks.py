@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
 
+from ..configs.options import ConfigError
 from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import BlockHashes
 
@@ -69,7 +70,7 @@ class KVBlocks:
         self._max_live = [self._live_bound(group, max_step_tokens) for group in groups]
         for group, pool, need in zip(self.groups, self.pools, self._max_live, strict=True):
             if need > pool.num_usable:
-                raise ValueError(
+                raise ConfigError(
                     f"The KV cache has {pool.num_usable} blocks of {group.block_size} tokens, but "
                     f"one request of max_model_len {max_model_len} needs {need}: lower "
                     "--max-model-len or give the cache more memory."

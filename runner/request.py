@@ -106,3 +106,16 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         """Whether the prompt's logprobs are asked for and not yet delivered."""
         return self.sampling.prompt_logprobs is not None and not self.has_emitted
+
+    def why_impossible(self, max_model_len: int) -> str | None:
+        """Why it can never run, as a sentence for its client; None if it can."""
+        if not self.prompt_len:
+            return "The prompt has no tokens."
+        if self.prompt_len >= max_model_len:
+            return (
+                f"The prompt has {self.prompt_len} tokens; with one token of output that is "
+                f"more than max_model_len {max_model_len}."
+            )
+        if self.sampling.max_tokens < 1:
+            return "max_tokens must be at least 1."
+        return None

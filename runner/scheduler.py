@@ -12,8 +12,10 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ..configs.options import ConfigError
 from ..configs.schema import SchedulerConfig
 from .finish import Verdict, append_tokens, count_row, make_output
+from .grammar import GrammarMatcher
 from .kv_blocks import KVBlocks
 from .messages import AddRequest, RequestOutput, StepOutputs, StepStats, TokenLogprobs
 from .plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
@@ -60,7 +62,7 @@ class Scheduler:
         uniform_drafts: bool = False,
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-            raise ValueError(
+            raise ConfigError(
                 f"Without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
                 f"must be at least max_model_len ({max_model_len})."
             )
@@ -90,25 +92,13 @@ class Scheduler:
             return None
         request = Request.from_message(message, self._num_arrived, self._limits.max_model_len)
         self._num_arrived += 1
-        if error := self._why_impossible(request):
+        if error := request.why_impossible(self._limits.max_model_len):
             self._refuse(request, error)
             return None
         self._requests[request.request_id] = request
         self.waiting.add(request)
         self._has_news = True
         return request
-
-    def _why_impossible(self, request: Request) -> str | None:
-        if not request.prompt_len:
-            return "The prompt has no tokens."
-        if request.prompt_len >= self._limits.max_model_len:
-            return (
-                f"The prompt has {request.prompt_len} tokens; with one token of output that is "
-                f"more than max_model_len {self._limits.max_model_len}."
-            )
-        if request.sampling.max_tokens < 1:
-            return "max_tokens must be at least 1."
-        return None
 
     def get(self, request_id: str) -> Request | None:
         """The request with this id, if it is unfinished."""
@@ -119,6 +109,11 @@ class Scheduler:
         for request_id in request_ids:
             if request := self._requests.get(request_id):
                 self._remove(request)
+
+    def unblock(self, request: Request, matcher: GrammarMatcher) -> None:
+        """Its grammar is compiled: from now on it may be scheduled."""
+        request.matcher = matcher
+        request.is_blocked = False
 
     def fail(self, request: Request, error: str, invalid_request: bool = False) -> None:
         """End an unfinished request with an error output."""

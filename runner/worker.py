@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 from ..configs.logs import configure_logging
+from ..configs.options import ConfigError
 from ..configs.schema import Config
 from .channel import WorkerChannel
 from .errors import RunnerError
@@ -21,6 +22,8 @@ from .messages import Fatal, Progress, Ready, Shutdown, StepOutputs, ToWorker
 from .process import WorkerOrders, receive_orders
 
 log = logging.getLogger("slipstream.worker")
+# What a user or the machine can cause; anything else is a bug and keeps its class' name.
+_OF_USERS = (RunnerError, ConfigError, OSError, ImportError)
 
 
 class WorkerEngine(Protocol):
@@ -71,7 +74,7 @@ def run(engine: WorkerEngine, channel: WorkerChannel) -> None:
 def sentence(error: BaseException) -> str:
     """What went wrong, in one line for a user."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    spoken = isinstance(error, (RunnerError, ValueError, RuntimeError, OSError, ImportError))
+    spoken = isinstance(error, (*_OF_USERS, RuntimeError))  # torch tells a device's faults so
     return text if text and spoken else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
@@ -88,7 +91,9 @@ def serve(orders: WorkerOrders) -> int:
         run(engine, channel)
         return 0
     except Exception as error:
-        log.debug("the worker ends", exc_info=True)
+        # A bad flag or file needs no traceback; everything else does, and is asked for by users.
+        expected = engine is None and isinstance(error, _OF_USERS)
+        log.log(logging.DEBUG if expected else logging.ERROR, "the worker ends", exc_info=True)
         channel.send([Fatal(sentence(error))])
         return 1
     finally:

@@ -7,6 +7,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from ..configs.options import ConfigError
 from ..configs.schema import SpeculativeConfig
 from ..kernels.ngram_scan import Haystack, ngram_scan
 from .base import BaseSpeculator, DraftHost, DraftInputs, SpeculatorNeeds
@@ -24,7 +25,7 @@ class NgramSpeculator(BaseSpeculator):
 
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         if not 1 <= config.prompt_lookup_min <= config.prompt_lookup_max:
-            raise ValueError(
+            raise ConfigError(
                 "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, but they are "
                 f"{config.prompt_lookup_min} and {config.prompt_lookup_max}"
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from ..configs.options import ConfigError
 from ..configs.schema import SpeculativeConfig
 from .base import BaseSpeculator, DraftHost
 
@@ -26,24 +27,24 @@ def _find(method: str) -> tuple[str, str | None, str]:
     module, colon, name = method.partition(":")
     if not (colon and module and name):
         known = ", ".join(["off", *_SPECULATORS])
-        raise ValueError(f"unknown speculative method {method!r}; known: {known}, or module:Class")
+        raise ConfigError(f"unknown speculative method {method!r}; known: {known}, or module:Class")
     return module, None, name
 
 
 def create_speculator(config: SpeculativeConfig, host: DraftHost) -> BaseSpeculator | None:
-    """The drafter of `config.method`, or None for "off"; ValueError for an unknown method."""
+    """The drafter of `config.method`, or None for "off"; ConfigError for an unknown method."""
     if config.method == "off":
         return None
     module, package, name = _find(config.method)
     if config.max_drafts < 1:
-        raise ValueError(f"num_speculative_tokens must be at least 1, but is {config.max_drafts}")
+        raise ConfigError(f"num_speculative_tokens must be at least 1, but is {config.max_drafts}")
     try:
         found = getattr(import_module(module, package), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"speculative method {config.method!r} cannot be loaded: {error}"
         ) from error
     if not (isinstance(found, type) and issubclass(found, BaseSpeculator)):
-        raise ValueError(f"speculative method {config.method!r} is no BaseSpeculator")
+        raise ConfigError(f"speculative method {config.method!r} is no BaseSpeculator")
     made: BaseSpeculator = found(config, host)  # type: ignore[call-arg]
     return made

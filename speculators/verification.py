@@ -13,6 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..configs.options import ConfigError
 from ..configs.schema import SpeculativeConfig
 from ..kernels.sample import TARGET, gumbel_sample
 from ..kernels.verify import VerifyRows, emit_by_chance, emit_matching, rejection_sample
@@ -82,7 +83,7 @@ def conditional_rates(unconditional: Sequence[float]) -> list[float]:
     rates, before = [], 1.0
     for rate in unconditional:
         if not 0.0 <= rate <= before:
-            raise ValueError(
+            raise ConfigError(
                 "synthetic_acceptance_rates must lie in [0, 1] and not increase, "
                 f"but are {list(unconditional)}"
             )

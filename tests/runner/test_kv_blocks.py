@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.configs.options import ConfigError
 from slipstream.runner.kv_blocks import BlockGroup, KVBlocks, RequestBlocks
 from slipstream.runner.prefix_cache import BlockHashes
 
@@ -123,7 +124,7 @@ def test_extend_is_all_or_nothing() -> None:
 
 
 def test_a_pool_too_small_for_one_request_is_refused_with_a_sentence() -> None:
-    with pytest.raises(ValueError, match="lower --max-model-len or give the cache more memory"):
+    with pytest.raises(ConfigError, match="lower --max-model-len or give the cache more memory"):
         make(BlockGroup(10, 4))
     make(BlockGroup(11, 4))
     make(BlockGroup(7, 4, sliding_window=5))

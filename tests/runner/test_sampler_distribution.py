@@ -12,6 +12,7 @@ import torch
 from sampler_harness import Table, assert_law, expected_distribution, sampler, uniform_rows
 from torch import Tensor
 
+from slipstream.configs.options import ConfigError
 from slipstream.kernels.sample import DRAFT, gumbel_sample
 from slipstream.runner.messages import SamplingParams
 
@@ -125,5 +126,5 @@ def test_synthetic_acceptance_meets_its_unconditional_rates(
     kept = torch.arange(4) < (out.num_sampled - 1)[:, None]
     padded = torch.cat([drafts, torch.full((COUNT, 1), -1)], 1)
     assert (out.sampled_token_ids[kept] == padded[kept]).all()
-    with pytest.raises(ValueError, match="not increase"):
+    with pytest.raises(ConfigError, match="not increase"):
         sampler(synthetic_acceptance_rates=(0.5, 0.6))

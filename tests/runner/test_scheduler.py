@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.configs.options import ConfigError
 from slipstream.configs.schema import SchedulerConfig
 from slipstream.runner.kv_blocks import BlockGroup, KVBlocks
 from slipstream.runner.plan import RowResult, StepPlan
@@ -60,7 +61,7 @@ def test_without_chunked_prefill_a_prompt_waits_until_it_fits_whole() -> None:
 
 
 def test_unchunked_budget_below_the_longest_prompt_is_refused() -> None:
-    with pytest.raises(ValueError, match="must be at least max_model_len"):
+    with pytest.raises(ConfigError, match="must be at least max_model_len"):
         make(budget=16, chunked=False)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 from typing import Any
 
 import pytest
 
+from slipstream.configs.options import ConfigError
 from slipstream.configs.schema import Config
 from slipstream.runner import worker
 from slipstream.runner.errors import ModelLoadError
@@ -115,20 +117,34 @@ def test_says_progress_then_ready_and_ends_with_status_0(monkeypatch: pytest.Mon
     assert engine.is_shut_down and channel.closed
 
 
-@pytest.mark.parametrize("fault", [ModelLoadError("no such model"), ValueError("no such model\n")])
-def test_failing_build_is_one_sentence(monkeypatch: pytest.MonkeyPatch, fault: Exception) -> None:
+@pytest.mark.parametrize("fault", [ModelLoadError("no such model"), ConfigError("no such model\n")])
+def test_failing_build_is_one_sentence(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception
+) -> None:
     status, channel = serve(monkeypatch, fault)
     assert status == 1
     assert channel.sent[-1] == [Fatal("no such model")]
     assert channel.closed
+    assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 
 
-def test_failing_step_is_fatal_and_frees_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_building_keeps_its_name_and_traceback(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, channel = serve(monkeypatch, ValueError("not enough values"))
+    assert channel.sent[-1] == [Fatal("ValueError: not enough values")]
+    assert "Traceback" in caplog.text
+
+
+def test_failing_step_is_fatal_and_frees_the_engine(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = ScriptedEngine(fails=KeyError("slot"))
     status, channel = serve(monkeypatch, engine)
     assert status == 1
     assert channel.sent[-1] == [Fatal("KeyError: 'slot'")]
     assert engine.is_shut_down
+    assert "Traceback" in caplog.text and caplog.records[-1].levelno == logging.ERROR
 
 
 @pytest.mark.parametrize(

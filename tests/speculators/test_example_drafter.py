@@ -92,5 +92,5 @@ def test_paths_that_lead_nowhere_are_said(folder: Path) -> None:
         (f"{example_drafter.__name__}:Nothing", "cannot be loaded"),
         (f"{example_drafter.__name__}:ExampleHead", "is no BaseSpeculator"),
     ):
-        with pytest.raises((ValueError, RunnerError), match=message):
+        with pytest.raises((ConfigError, RunnerError), match=message):
             TinyEngine(folder / "target", SpeculativeConfig(method=method))

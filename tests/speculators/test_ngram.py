@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from slipstream.configs.options import ConfigError
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.kernels.ngram_scan import Haystack, ngram_scan_cpu, ngram_scan_reference
 from slipstream.speculators.base import DraftInputs
@@ -198,7 +199,7 @@ def test_a_row_at_4k_context_costs_little() -> None:
     ],
 )
 def test_a_wrong_configuration_is_refused_with_a_sentence(bad: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="speculative|prompt_lookup"):
+    with pytest.raises(ConfigError, match="speculative|prompt_lookup"):
         speculator(**bad)
 
 
