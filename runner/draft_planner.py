@@ -107,6 +107,10 @@ class DraftPlanner:
                     stats.drafter_troubles[trouble] = new
             self._troubles = dict(watchdog.num_troubles)
 
+    def new_drafter(self) -> None:
+        """The drafter's weights are others from the next step on."""
+        self.controller.new_drafter()
+
     def rest(self) -> None:
         """The engine has nothing to do: the next step's time does not count from here."""
         self._landed_at = None

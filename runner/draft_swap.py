@@ -15,6 +15,8 @@ from .messages import ChangeSpeculator, SpeculatorChanged, StepOutputs, StepStat
 if TYPE_CHECKING:
     from torch import nn
 
+    from .draft_planner import DraftPlanner
+
 _POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a checkpoint
 _METHODS = ("eagle", "eagle3")
 
@@ -22,8 +24,9 @@ _METHODS = ("eagle", "eagle3")
 class DraftSwap:
     """Serves `ChangeSpeculator` messages; the engine polls it once a step."""
 
-    def __init__(self, runner: Any) -> None:
+    def __init__(self, runner: Any, drafts: DraftPlanner | None = None) -> None:
         self._runner = runner  # a `ModelRunner`; the exchange runs in the order of its steps
+        self._drafts = drafts  # what chooses K must learn anew
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-drafter")
         self._loading: Future[nn.Module] | None = None
         self._other: nn.Module | None = None  # holds the old weights while the new ones are tried
@@ -87,6 +90,8 @@ class DraftSwap:
         ours, other = self._runner._speculator.model, self._other
         assert other is not None
         self._runner._queue.call(lambda: exchange(ours, other))
+        if self._drafts is not None:
+            self._drafts.new_drafter()
 
     def _answer(self, error: str | None) -> None:
         answer = SpeculatorChanged(error)

@@ -106,7 +106,7 @@ async def _measure(
         figures = [
             await _at(client, temperature, prompts, stop, args) for temperature in temperatures
         ]
-    except (PromptError, TokenizerLoadError) as error:
+    except (PromptError, TokenizerLoadError, OSError) as error:
         raise ConfigError(str(error).rstrip(".")) from None
     except (WorkerFailed, EngineDead, MeasurementFailed) as error:
         print(f"slipstream bench acceptance: error: {error}", file=sys.stderr)
@@ -126,7 +126,9 @@ def _prompts(config: Config, data: str) -> tuple[list[MeasuredPrompt], set[int]]
 
     model = config.model
     tokenizer = Tokenizer.load(model.tokenizer or model.model, model.revision)
-    template = ChatTemplate(tokenizer.chat_templates, tokenizer.special_tokens)
+    file = config.server.chat_template
+    named = Path(file).read_text(encoding="utf-8") if file else tokenizer.chat_templates
+    template = ChatTemplate(named, tokenizer.special_tokens)
     prompts = heldout_prompts() if data == "builtin" else read_prompts(Path(data))
     prompts = [p for p in prompts if p.is_heldout] or prompts
     ids = tokenize_prompts(prompts, tokenizer, template)

@@ -55,6 +55,7 @@ class DraftController:
         max_drafts, fixed = choices[-1], len(choices) == 1
         self._max_drafts, self._fixed = max_drafts, fixed
         self._choices = np.array([0, *choices])
+        self._max_num_reqs = max_num_reqs
         self._acceptance = Acceptance(max_num_reqs, max_drafts, _MEMORY, _STRENGTH)
         self._caps = np.full(max_num_reqs, max_drafts)
         self._budget: _Budget | None = None
@@ -63,6 +64,13 @@ class DraftController:
         self._current = max_drafts
         self._stayed = _STAY  # steps since K was changed
         self._probe = _Probe()
+
+    def new_drafter(self) -> None:
+        """Begin anew with what is accepted: the drafter's weights are others."""
+        self._acceptance = Acceptance(self._max_num_reqs, self._max_drafts, _MEMORY, _STRENGTH)
+        self._current, self._stayed, self._probe = self._max_drafts, _STAY, _Probe()
+        if self.watchdog is not None:
+            self.watchdog.new_drafter()
 
     def restart(self, slot: int, cap: int | None, greedy: bool) -> None:
         """A new request has the slot; it wants at most `cap` drafts a step."""

@@ -49,6 +49,13 @@ class Watchdog:
         """Whether the drafter is in use."""
         return not self._trouble
 
+    def new_drafter(self) -> None:
+        """Forget what the drafter before was like; what was counted stays."""
+        self._trouble, self._probing, self._wait = "", False, _FIRST_WAIT
+        self._mean, self._num_windows = 0.0, 0
+        self._drafted = self._accepted = self._in_vain = 0
+        self._failed_probes.clear()
+
     def state(self) -> str:
         """What may be drafted now."""
         if not self._trouble:

@@ -15,6 +15,7 @@ from slipstream.runner.messages import AddRequest, ChangeSpeculator, SamplingPar
 from slipstream.speculators.training.export import Verifier, save_head
 from slipstream.speculators.training.head import TrainingHead
 from slipstream.speculators.training.vocabulary import choose_draft_vocabulary
+from slipstream.speculators.watchdog import WINDOW, Watchdog
 
 from ..speculators.random_hidden_states import GEOMETRY
 from ..speculators.tiny_engine import TinyEngine, prompts, save_llama
@@ -155,6 +156,20 @@ def test_one_at_a_time(folder: Path, running: TinyEngine) -> None:
     assert ask(running, "try", folder / "head2") == "another drafter is being tried"
     assert ask(running, "keep") is None
     assert ask(running, "try", folder / "head1") is None
+
+
+def test_a_drafter_that_was_stopped_starts_anew_with_other_weights(
+    running: TinyEngine, folder: Path
+) -> None:
+    controller = running.engine._drafts.controller  # type: ignore[union-attr]
+    controller.watchdog = watchdog = Watchdog("eagle3")
+    watchdog.observe(WINDOW, 0)
+    assert watchdog.state() == "off" and watchdog.num_troubles["zero"] == 1
+    assert ask(running, "try", folder / "head2") is None
+    assert watchdog.state() == "healthy" and watchdog.num_troubles["zero"] == 1
+    watchdog.observe(WINDOW, 0)
+    assert ask(running, "revert") is None
+    assert watchdog.is_healthy
 
 
 def test_other_drafters_cannot_be_exchanged(folder: Path) -> None:
