@@ -115,6 +115,11 @@ class Ready(msgspec.Struct, tag="ready"):
     speculative_method: str
     num_speculative_tokens: int
     startup_seconds: dict[str, float]  # by phase
+    device_name: str = ""  # of a GPU, as its driver spells it
+    # What a decode step reads at least; 0 = unknown, as with weights packed for the CPU.
+    weight_bytes: int = 0
+    draft_weight_bytes: int = 0  # of the drafter, once a draft
+    kv_bytes_per_token: int = 0
     lowered_claims: list[str] = []  # attention back end of each claim that did not hold
 
 

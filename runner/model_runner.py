@@ -32,6 +32,7 @@ from .startup import ProgressFn, RunnerFacts, RunnerParts, assemble
 from .startup_report import log_startup
 from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
 from .step_timing import measure_steps
+from .traffic import EngineT, note_traffic
 
 
 @dataclass
@@ -142,6 +143,11 @@ class ModelRunner:
         if self._speculator is not None:
             reports += [graphs.report for graphs in self._speculator.graph_managers()]
         return [report for report in reports if report is not None]
+
+    def note_traffic(self, engine: EngineT) -> EngineT:
+        """Let the engine tell what a decode step reads at least."""
+        note_traffic(engine.ready, self._target.model, self._target.cache, self._speculator)
+        return engine
 
     def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
         """Pretend that the first slots drafted token 0 so often, to time steps that verify."""
