@@ -23,10 +23,12 @@ CHECKS = (
 FLAGS = ("--max-model-len", "512")  # what is valid by chance may ask for as long a text as there is
 
 
-def run(server: RunningServer, examples: int, seconds: int, seed: int = 1) -> list[str]:
+def run(
+    server: RunningServer, examples: int, seconds: int, seed: int = 1, phases: str = "fuzzing"
+) -> list[str]:
     """Run schemathesis' command, as its warnings and plugins have no place in ours."""
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
-    command += ["--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing", "--seed", str(seed)]
+    command += ["--checks", ",".join(CHECKS), "--phases", phases, "--seed", str(seed)]
     command += ["--max-examples", str(examples), "--max-time", str(seconds), "--no-color"]
     command += ["--continue-on-failure", "--request-timeout", "60", "--suppress-health-check=all"]
     worker = server.worker
@@ -52,7 +54,9 @@ def main() -> int:
     options = parser.parse_args()
     server = RunningServer(*FLAGS).wait_ready()
     try:
-        faults = run(server, options.examples, int(options.minutes * 60), options.seed)
+        faults = run(
+            server, options.examples, int(options.minutes * 60), options.seed, "coverage,fuzzing"
+        )
     finally:
         status = server.stop()
     print("\n".join(faults) or "all well")

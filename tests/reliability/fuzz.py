@@ -231,7 +231,7 @@ def run(server: RunningServer, bodies: int, seed: int) -> list[str]:
     failed = server.metric("request_success_total", finished_reason="error")
     counts, faults = asyncio.run(attack(server.url, bodies, seed))
     print(f"{bodies} bodies: {dict(sorted(counts.items()))}")
-    if left := at_rest(server, 5):
+    if left := at_rest(server, 40):  # a grammar that takes long to compile is given 30 s
         faults.append(f"taken at rest: {left}")
     if server.worker != worker:
         faults.append("the worker died")

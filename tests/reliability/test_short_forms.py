@@ -23,7 +23,7 @@ def hardened() -> Iterator[RunningServer]:
 
 
 def test_answers_conform_to_the_api_document(hardened: RunningServer) -> None:
-    faults = conformance.run(hardened, examples=2, seconds=10)
+    faults = conformance.run(hardened, examples=4, seconds=12)
     assert not faults, "\n".join(faults)
 
 
@@ -45,10 +45,10 @@ def test_killed_worker_fails_every_open_request_within_two_seconds(
 
 
 def test_fuzzed_bodies_get_no_server_error_and_leave_nothing(server: RunningServer) -> None:
-    faults = fuzz.run(server, bodies=250, seed=1)
+    faults = fuzz.run(server, bodies=200, seed=1)
     assert not faults, "\n".join(faults)
 
 
 def test_mixed_load_with_aborts_leaves_nothing(server: RunningServer) -> None:
-    faults = soak.run(server, seconds=8, seed=0, parallel=6, pauses=2)
+    faults = soak.run(server, seconds=6, seed=0, parallel=6, pauses=2)
     assert not faults, "\n".join(faults)
