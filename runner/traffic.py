@@ -43,7 +43,7 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(size for at, size in sizes.items() if at not in gathered or owners[at] > 1)
 
 
-def note_traffic(ready: Ready, model: nn.Module, cache: KVCache, speculator: Any) -> None:
+def note_traffic(ready: Ready, model: Any, cache: KVCache, speculator: Any) -> None:
     """Tell `ready` what a step reads on a GPU; `speculator` is the drafter or None."""
     if not ready.device.startswith("cuda"):
         return

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from tokenizers import Tokenizer as Backend
 
@@ -211,7 +211,7 @@ class _TableSteps:
     def __init__(self, table: ByteTable, continues: bool) -> None:
         self._table = table
         decoder = codecs.getincrementaldecoder("utf-8")(table.spelling.errors)
-        self._decoder = cast(codecs.BufferedIncrementalDecoder, decoder)
+        self._decoder = decoder
         self._is_first = not continues
         self._strip = 0 if continues else table.spelling.strip
 

@@ -6,8 +6,16 @@ import argparse
 import importlib
 from typing import Any
 
-SUMMARY = "measure speed or acceptance"
-_KINDS = {"acceptance": "..acceptance_command"}
+SUMMARY = "measure speed, latency under load, or acceptance"
+_KINDS = {
+    name: f"..{module}"
+    for name, module in (
+        ("acceptance", "acceptance_command"),
+        ("compare", "bench_compare_command"),
+        ("offline", "bench_offline_command"),
+        ("serve", "bench_serve_command"),
+    )
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

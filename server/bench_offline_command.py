@@ -1,0 +1,162 @@
+"""`slipstream bench offline`: decode speed of the engine by batch size, without HTTP and text."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..configs.load import add_flags, load_config
+from ..configs.options import ConfigError
+from ..configs.schema import Config
+
+SUMMARY = "decode speed of the engine by batch size, with and without speculation"
+_SPARE = 64  # positions behind the longest request, which drafts may reach
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, and the engine's flags as for `slipstream serve`."""
+    group = parser.add_argument_group("bench", "What is measured.")
+    group.add_argument("--batch-sizes", metavar="LIST", default="1,8,32", help="(default: 1,8,32)")
+    for flag, default, text in (
+        ("--input-len", 128, "random prompt tokens of each request"),
+        ("--output-len", 256, "decode steps' tokens of each request"),
+        ("--num-iters", 2, "runs of each batch size, of which the fastest counts"),
+        ("--num-warmup", 1, "runs before, which do not count"),
+        ("--bench-seed", 0, "seed of the prompts"),
+    ):
+        group.add_argument(
+            flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
+        )
+    group.add_argument(
+        "--compare-off",
+        action="store_true",
+        help="measure without speculation, too, in an engine that has no drafter",
+    )
+    group.add_argument(
+        "--peak-bandwidth",
+        type=float,
+        metavar="BYTES/S",
+        help="what the device reads at most (default: as measured for the card, if it is known)",
+    )
+    group.add_argument("--output", metavar="FILE", help="write JSON there; - is the output")
+    group.add_argument("--plot", metavar="FILE", help="draw tokens/s by batch size as PNG")
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start an engine for each setting, measure all batch sizes, print; the exit status."""
+    from .bench_offline import MeasurementFailed, Workload
+    from .bench_plot import check_plot
+    from .engine_client import WorkerFailed
+
+    try:
+        batch_sizes = [int(part) for part in args.batch_sizes.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--batch-sizes must be whole numbers, not {args.batch_sizes!r}"
+        ) from None
+    given = vars(args)
+    for name in ("input_len", "output_len", "num_iters"):
+        if given[name] < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} must be at least 1, not {given[name]}")
+    if min(batch_sizes) < 1:
+        raise ConfigError(f"--batch-sizes must be at least 1, not {args.batch_sizes}")
+    check_plot(args.plot)
+    load = Workload(
+        tuple(batch_sizes),
+        args.input_len,
+        args.output_len,
+        args.num_iters,
+        args.num_warmup,
+        args.bench_seed,
+    )
+    try:
+        runs = [asyncio.run(_measure(config, load, args)) for config in _configs(args, load)]
+    except (WorkerFailed, MeasurementFailed) as error:
+        print(f"slipstream bench offline: error: {error}", file=sys.stderr)
+        return 1
+    _write(args, load, runs)
+    return 0
+
+
+def _configs(args: argparse.Namespace, load: Any) -> list[Config]:
+    """The given configuration, and the same without speculation if both are wanted."""
+    flags = dict(vars(args))
+    needed = load.input_len + load.output_len + 1 + _SPARE
+    flags.setdefault("max_model_len", str(needed))
+    flags.setdefault("max_num_seqs", str(max(load.batch_sizes)))
+    flags.setdefault("enable_prefix_caching", False)
+    flags.setdefault("load_format", "auto")
+    config = load_config(flags, os.environ)
+    if config.scheduler.max_num_seqs < max(load.batch_sizes):
+        raise ConfigError("--max-num-seqs is smaller than the largest of --batch-sizes")
+    configs = [config]
+    if args.compare_off and config.speculative.method != "off":
+        configs.insert(0, load_config(flags | {"speculative_config": "off"}, os.environ))
+    return configs
+
+
+async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[str, Any]:
+    from tqdm import tqdm
+
+    from .bench_offline import OfflineBench, heading, line, peak_bandwidth
+    from .progress import StartupProgress
+
+    progress = StartupProgress()
+    async with OfflineBench(config, progress) as bench:
+        progress.close()
+        ready = bench.ready
+        peak = args.peak_bandwidth or peak_bandwidth(ready.device_name)
+        phases = ", ".join(f"{name} {s:.1f}" for name, s in ready.startup_seconds.items())
+        print(f"{bench.name}: start-up {bench.startup_seconds:.1f} s ({phases})")
+        print(heading(peak), flush=True)
+        rows = []
+        with tqdm(total=load.num_runs, desc=bench.name, leave=False, disable=None) as bar:
+            for batch_size in load.batch_sizes:
+                row = await bench.measure(batch_size, load, peak, lambda: bar.update())
+                rows.append(row)
+                bar.clear()
+                print(line(row), flush=True)
+        return {
+            "name": bench.name,
+            "speculative_method": ready.speculative_method,
+            "num_speculative_tokens": ready.num_speculative_tokens,
+            "device": ready.device_name or ready.device,
+            "dtype": ready.dtype,
+            "attention_backend": ready.attention_backend,
+            "startup_s": round(bench.startup_seconds, 3),
+            "startup_phases_s": {k: round(v, 3) for k, v in ready.startup_seconds.items()},
+            "weight_bytes": ready.weight_bytes,
+            "draft_weight_bytes": ready.draft_weight_bytes,
+            "kv_bytes_per_token": ready.kv_bytes_per_token,
+            "peak_bandwidth": peak,
+            "results": rows,
+        }
+
+
+def _write(args: argparse.Namespace, load: Any, runs: list[dict[str, Any]]) -> None:
+    from .bench_offline import gains
+    from .bench_plot import plot_offline
+
+    for text in gains(runs):
+        print(text)
+    figures = {
+        "kind": "offline",
+        "model": getattr(args, "model_argument", None) or vars(args).get("model"),
+        "input_len": load.input_len,
+        "output_len": load.output_len,
+        "runs": runs,
+    }
+    text = json.dumps(figures, indent=2) + "\n"
+    if args.output == "-":
+        print(text, end="")
+    elif args.output:
+        Path(args.output).write_text(text, encoding="utf-8")
+    if args.plot:
+        plot_offline(figures, args.plot)
