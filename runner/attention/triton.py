@@ -24,7 +24,7 @@ from .base import (
     Rotary,
 )
 
-_MAX_HEAD_DIM = 512
+_MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512  # 16: the least that a matrix unit takes
 
 
 class TritonMetadata(AttentionMetadata):
@@ -120,8 +120,9 @@ class TritonBackend(AttentionBackend):
                 rest = layer.head_dim - (layer.head_dim_v or 0)
                 if rest < 16 or rest & (rest - 1):  # a tile of the kernel
                     return f"its MLA kernel wants a rotary part of 16, 32, 64, ... and not {rest}"
-            elif layer.head_dim > _MAX_HEAD_DIM:
-                return f"head size {layer.head_dim} is over {_MAX_HEAD_DIM}"
+            elif not _MIN_HEAD_DIM <= layer.head_dim <= _MAX_HEAD_DIM:
+                sizes = f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}"
+                return f"its kernel takes heads of {sizes} and not of {layer.head_dim}"
         return None
 
     def create_builder(

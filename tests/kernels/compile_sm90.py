@@ -136,6 +136,13 @@ def batch() -> None:
     module("prepare_draft").map_draft_slots(tables, [16], lens, positions, slots)
 
 
+def latent() -> None:
+    project = module("mla").project_heads
+    for rows in (1, 40, 256):
+        project(t(rows, 16, 192)[..., :128], t(16, 128, 512))
+        project(t(rows, 16, 512), t(16, 128, 512).transpose(1, 2))
+
+
 def sampling() -> None:
     from slipstream.kernels.ngram_scan import Haystack
     from slipstream.kernels.verify import VerifyRows
@@ -173,7 +180,7 @@ if __name__ == "__main__":
     original = JITFunction.run
     driver.set_active(NoDriver())
     JITFunction.run = compile_instead
-    for part in sys.argv[1:] or ["attention", "layers", "batch", "sampling", "experts"]:
+    for part in sys.argv[1:] or ["attention", "layers", "batch", "latent", "sampling", "experts"]:
         globals()[part]()
     for name, count in done.items():
         print(name, count)

@@ -148,6 +148,8 @@ def test_the_stub_package_of_the_same_import_name_is_recognised(
         (FlashMLABackend, MLA, "needs a CUDA device"),
         (FlashInferBackend, MLA, "use flash_mla or triton"),
         (FlashInferBackend, GQA, "needs a CUDA device"),
+        (TritonBackend, AttentionLayer(0, 4, 2, 8, 0.2), "heads of 16 to 512 and not of 8"),
+        (TritonBackend, AttentionLayer(0, 4, 2, 576, 0.2), "heads of 16 to 512 and not of 576"),
     ],
 )
 def test_what_a_back_end_cannot_run(
