@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from .conftest import RunningServer, environment
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+NEEDS_A_GPU = ("train_smollm2_head.sh",)
 
 
 def output_of(server: RunningServer, *command: str) -> str:
@@ -26,7 +29,12 @@ def output_of(server: RunningServer, *command: str) -> str:
 
 def test_every_example_has_a_test() -> None:
     shown = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
-    assert shown == {"curl.sh", "openai_sdk.py", "langchain_chat.py"}
+    assert shown == {"curl.sh", "openai_sdk.py", "langchain_chat.py", *NEEDS_A_GPU}
+
+
+@pytest.mark.parametrize("name", NEEDS_A_GPU)
+def test_examples_for_a_gpu_are_at_least_valid_shell(name: str) -> None:
+    subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True, timeout=10)
 
 
 def test_curl(server: RunningServer) -> None:
