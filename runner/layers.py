@@ -158,10 +158,10 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias, self._choice(x), None, residual)
 
     def pick(
-        self, x: Tensor, num_outputs: int, draws: Draws | None = None
+        self, x: Tensor, num_outputs: int | None = None, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Of an output head: a token of the first `num_outputs` for each row [L, in_features], and
-        the row's largest logit (see `head_sample.sample_head`)."""
+        """Of an output head: a token for each row [L, in_features], of the first `num_outputs` if
+        given, and the row's largest logit (see `head_sample.sample_head`)."""
         assert self.weight is not None and self.bias is None
         return sample_head(x, self.weight[:num_outputs], draws, self._choice(x))
 

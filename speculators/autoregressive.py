@@ -312,7 +312,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         )
         last = self.last_token_indices[:num_rows]
         for_logits, feedback = out if self.model_returns_tuple else (out, out)
-        self._emit(self.model.compute_logits(for_logits[last]), feedback[last])
+        self._emit(for_logits[last], feedback[last])
 
     def _decode(self, num_reqs: int, padded: int, attention: Any) -> Any:
         """One more draft per request; returns the attention state, for constant positions.
@@ -365,12 +365,12 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self.decode_ids[:rows], self.decode_positions[:rows], self.hidden[:rows], attention
         )
         for_logits, feedback = out if self.model_returns_tuple else (out, out)
-        self._emit(self.model.compute_logits(for_logits), feedback)
+        self._emit(for_logits, feedback)
 
-    def _emit(self, logits: Tensor, feedback: Tensor) -> None:
+    def _emit(self, for_logits: Tensor, feedback: Tensor) -> None:
         """Draw a draft per row, keep it, and make it the next decode's input; [N*, ...] each."""
-        rows = logits.shape[0]
-        ids = self.sample_draft(logits)
+        rows = for_logits.shape[0]
+        ids = self.draw_drafts(for_logits)
         self.draft_tokens[:rows].scatter_(1, self.step.expand(rows, 1), ids[:, None])
         self.decode_ids[:rows] = ids
         self.hidden[:rows] = feedback

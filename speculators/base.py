@@ -250,6 +250,16 @@ class DraftModelSpeculator(BaseSpeculator):
         size = self.host.max_num_reqs * self.num_drafts * self.host.vocab_size * 4
         return 2 * size <= MAX_DRAFT_LOGITS_BYTES  # one copy by batch row, one by slot
 
+    def draw_drafts(self, for_logits: Tensor) -> Tensor:
+        """This step's drafts from what the head reads, [N*, H] -> [N*]; without writing logits
+        where the model can (`pick_tokens`) and verification does not ask for them."""
+        pick = getattr(self.model, "pick_tokens", None)
+        if pick is None or self.draft_logits is not None:
+            return self.sample_draft(self.model.compute_logits(for_logits))
+        ids: Tensor = pick(for_logits)[0]
+        to_target: Tensor | None = getattr(self.model, "draft_to_target", None)
+        return ids if to_target is None else to_target[ids]
+
     def sample_draft(self, logits: Tensor) -> Tensor:
         """Draw this step's drafts and keep their distribution; [N*, draft vocabulary] -> [N*].
 

@@ -37,6 +37,11 @@ class _LanguageModel(nn.Module):
         out: Tensor = self.language_model(input_ids, positions, attention)[0]
         return out
 
+    @property
+    def pick_tokens(self) -> Any:
+        """As of the model itself; None = it has no such thing."""
+        return getattr(self.language_model, "pick_tokens", None)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V]."""
         out: Tensor = self.language_model.compute_logits(hidden)
@@ -86,5 +91,5 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
         self.model(ids, positions, self.target_hidden[:num_tokens], attention)
         self.decode_ids[:num_rows] = self.newest_ids[:num_rows]
 
-    def _emit(self, logits: Tensor, feedback: Tensor) -> None:
-        super()._emit(logits, self.hidden[: logits.shape[0]])
+    def _emit(self, for_logits: Tensor, feedback: Tensor) -> None:
+        super()._emit(for_logits, self.hidden[: for_logits.shape[0]])

@@ -69,7 +69,7 @@ class TextModel(nn.Module):
 
     @property
     def pick_tokens(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """(hidden [L, H], vocabulary, draws or None) -> tokens and largest logits of the rows, as
+        """(hidden [L, H], vocabulary = all, draws = None) -> tokens and largest logits of rows, as
         `head_sample.sample_head`; None where logits are more than a product, or torch's."""
         if self.lm_head.chooser is None:
             return None

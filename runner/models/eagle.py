@@ -95,6 +95,11 @@ class EagleHead(nn.Module):
             out, residual = block.forward(out, residual, rotary, attention)
         return stream_of(out, residual)
 
+    @property
+    def pick_tokens(self) -> Any:
+        """The target's (see `TextModel.pick_tokens`)."""
+        return getattr(self.target[0], "pick_tokens", None)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V], by the target's head."""
         logits: Tensor = self.target[0].compute_logits(hidden)

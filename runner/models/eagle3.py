@@ -114,6 +114,13 @@ class Eagle3Head(nn.Module):
             out, residual = block.forward(out, residual, rotary, attention)
         return self.norm.add(out, residual)
 
+    @property
+    def pick_tokens(self) -> Any:
+        """See `TextModel.pick_tokens`; ids are the draft vocabulary's."""
+        if "lm_head" in self._loaded:
+            return None if self.lm_head.chooser is None else self.lm_head.pick
+        return getattr(self.target[0], "pick_tokens", None)
+
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, draft vocabulary]."""
         if "lm_head" in self._loaded:

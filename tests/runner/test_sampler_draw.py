@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from slipstream.kernels.head_sample import sample_head_reference
 from slipstream.kernels.linear_choice import H100_WINNERS
@@ -15,6 +16,7 @@ from slipstream.runner.layers import WeightFormat
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.models.base import TextModel
 from slipstream.runner.models.registry import build_model
+from slipstream.speculators.base import DraftModelSpeculator
 
 from .sampler_harness import CPU, Table, rows_of, sampler
 
@@ -50,6 +52,39 @@ def test_drawing_equals_sampling(
         for name in ("sampled_token_ids", "num_sampled", "num_rejected", "has_nan"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         assert got.logprobs is None
+
+
+def test_drafts_are_picked_by_the_head_unless_their_distribution_is_kept() -> None:
+    """Also where the draft vocabulary is not the target's."""
+
+    class Head:
+        weight = torch.randn(V, H)
+        draft_to_target = torch.randperm(200)[:V]
+        asked: list[str] = []
+
+        def pick_tokens(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+            self.asked.append("pick")
+            return sample_head_reference(hidden, self.weight)
+
+        def compute_logits(self, hidden: Tensor) -> Tensor:
+            self.asked.append("logits")
+            return hidden @ self.weight.T
+
+    class Drafter(DraftModelSpeculator):
+        def __init__(self, draft_logits: Tensor | None) -> None:
+            self.model, self.draft_logits = Head(), draft_logits
+            self.temperature, self.seed = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+            self.noise_positions, self.step = torch.arange(4), torch.zeros(1, dtype=torch.int64)
+
+        def propose(self, inputs: object) -> Tensor:
+            raise NotImplementedError
+
+    hidden = torch.randn(4, H)
+    Drafter.__abstractmethods__ = frozenset()
+    plain, keeping = Drafter(None), Drafter(torch.zeros(4, 2, 200))
+    assert torch.equal(plain.draw_drafts(hidden), keeping.draw_drafts(hidden))
+    assert Head.asked == ["pick", "logits"]
+    assert keeping.draft_logits is not None and keeping.draft_logits[:, 0].isfinite().sum() == 4 * V
 
 
 def test_nan_is_told() -> None:
