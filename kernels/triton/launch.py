@@ -17,7 +17,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # an older Triton
+    gdc_launch_dependents = gdc_wait = None
 
 _HOPPER = (9, 0)
 
@@ -44,7 +48,7 @@ def pdl_wanted() -> bool:
 
 def pdl_options(tensor: Tensor) -> dict[str, Any]:
     """Arguments of a launch whose kernel calls `wait_for_inputs(PDL)`."""
-    if pdl_wanted() and _is_hopper(tensor.device):
+    if gdc_wait is not None and pdl_wanted() and _is_hopper(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
