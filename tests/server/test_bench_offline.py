@@ -1,0 +1,113 @@
+"""`bench offline`: only decode steps count, and what they read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs.load import load_config
+from slipstream.runner.messages import Ready
+from slipstream.server import bench_plot
+from slipstream.server.bench_offline import (
+    MeasurementFailed,
+    OfflineBench,
+    Timing,
+    Workload,
+    figures,
+    gains,
+    peak_bandwidth,
+)
+from slipstream.server.commands import main
+
+
+def ready(**facts: Any) -> Ready:
+    return Ready(2048, 1000, 10, 16, [2], "cuda", "bfloat16", "triton", "off", 0, {}, **facts)
+
+
+def test_figures_leave_the_prompts_out_and_count_what_was_generated() -> None:
+    load = Workload((4,), input_len=100, output_len=20)
+    prefill, whole = Timing(1.0, 1, 4, 4), Timing(3.0, 11, 84, 44)
+    facts = ready(weight_bytes=10_000, kv_bytes_per_token=5)
+    found = figures(facts, 4, load, prefill, whole, 1e6)
+    assert found["decode_tok_s"] == 40.0 and found["per_user_tok_s"] == 10.0
+    assert found["whole_tok_s"] == 28.0
+    assert found["step_ms"] == 200.0 and found["tokens_per_step"] == 2.0
+    # 10,000 bytes of weights and 4 requests of 110.5 tokens of 5 bytes, in 0.2 s of 1e6 bytes/s.
+    assert found["roofline"] == pytest.approx((10_000 + 4 * 110.5 * 5) / 0.2e6, abs=1e-4)
+    assert figures(ready(), 4, load, prefill, whole, 1e6)["roofline"] is None
+    assert figures(facts, 4, load, prefill, whole, None)["roofline"] is None
+    with pytest.raises(MeasurementFailed, match="too short"):
+        figures(facts, 4, load, whole, prefill, None)
+
+
+def test_a_drafter_reads_its_weights_once_a_draft() -> None:
+    load = Workload((4,), input_len=100, output_len=20)
+    whole = Timing(3.0, 11, 84, 44, num_accepted=40, num_drafts=40, num_draft_tokens=120)
+    facts = ready(weight_bytes=10_000, draft_weight_bytes=1_000)
+    found = figures(facts, 4, load, Timing(1.0, 1, 4, 4), whole, 1e6)
+    assert found["bytes_per_step"] == 13_000
+    assert found["acceptance"] == pytest.approx(1 / 3, abs=1e-4)
+
+
+async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    pace = {"tokens_per_step": 3, "seconds_per_step": 0.02}
+    config = load_config({"hf_overrides": json.dumps(pace), "speculative_config": "off"})
+    load = Workload((1, 3), input_len=4, output_len=29, num_iters=1, num_warmup=1)
+    ticks: list[int] = []
+    async with OfflineBench(config, engine="front_end_engine:build") as bench:
+        rows = [
+            await bench.measure(n, load, tick=lambda: ticks.append(1)) for n in load.batch_sizes
+        ]
+        assert bench.startup_seconds > 0 and bench.name == "ngram K=2"
+    assert len(ticks) == load.num_runs
+    for batch, row in zip((1, 3), rows, strict=True):
+        assert row["batch"] == batch and row["roofline"] is None
+        # 30 tokens are ten steps, one of which is the prompt's: none can be quicker than its pace.
+        assert row["decode_tok_s"] <= batch * 29 / (9 * 0.02) * 1.02
+        assert row["step_ms"] >= 19.6
+        assert row["tokens_per_step"] == pytest.approx(29 / 9, abs=0.01)
+    runs = [{"name": "off", "results": rows}, {"name": "on", "results": rows}]
+    assert gains(runs)[0] == "batch 1: on is 1.00 × off" and gains(runs[:1]) == []
+
+
+def test_plots_are_written_and_a_missing_package_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{"batch": n, "decode_tok_s": 10.0 * n} for n in (1, 8)]
+    shown = {"model": "m", "runs": [{"name": "off", "results": rows}]}
+    bench_plot.plot_offline(shown, str(tmp_path / "o.png"))
+    samples = {"ttft": [0.1, 0.2], "tpot": [], "itl": [0.01], "e2el": [1.0]}
+    found = {"model": "m", "output_throughput": 5.0, "samples": samples}
+    bench_plot.plot_serve(found, str(tmp_path / "s.png"))
+    for name in ("o.png", "s.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", "offline", "--plot", "x.png"]) == 2
+    assert "pip install 'slipstream[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--batch-sizes", "1,x"], "--batch-sizes must be whole numbers"),
+        (["--batch-sizes", "0"], "--batch-sizes must be at least 1"),
+        (["--output-len", "0"], "--output-len must be at least 1"),
+        (["--batch-sizes", "8", "--max-num-seqs", "4"], "--max-num-seqs is smaller"),
+        (["--plot", "x.pdf"], "must end in .png"),
+    ],
+)
+def test_wrong_arguments_are_one_sentence(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "offline", *arguments]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_bandwidth_of_a_card_is_known_or_not_claimed() -> None:
+    assert peak_bandwidth("NVIDIA H100 80GB HBM3") == 3.08e12
+    assert peak_bandwidth("something else") is None
