@@ -118,12 +118,27 @@ def parts_of(num_parts: int) -> None:
     norm.rotary_qkv(positions, *qkv, cos_sin, base.BF16, False, (t(128), t(128), 1e-6))
 
 
+def check_instructions() -> None:
+    """Weights as the left operand of wgmma, through TMA; weights in flight before the wait."""
+    for kernel in kernels:
+        ptx, name = kernel.asm["ptx"], kernel.metadata.name
+        before, wait, _ = ptx.partition("griddepcontrol.wait")
+        assert wait and "griddepcontrol.launch_dependents" in ptx, name
+        assert resources(kernel)[1] == 0, f"{name} spills"
+        if name == "_skinny_kernel":
+            assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+            assert "prefetch.global.L2" in before
+        if name == "_gemv_kernel":
+            assert "ld.global" in before
+
+
 def few() -> None:
     """Each kernel and mode once."""
     for role in ("qkv", "o", "gate_up", "head"):
         shape = Shape(role, 256, 192)
         one(shape, Gemv(4, 128, 4), 1, {"bias": True, "noise": True})
         one(shape, Skinny(64, 64, 3, 4, 1 + shape.may_split, 16), 9, {"bias": True, "noise": True})
+    check_instructions()
     one(Shape("down", 256, 192), Skinny(64, 64, 3, 4, 3, 32), 20, {"tma": False})
     one(Shape("head", 256, 192), Gemv(4, 64, 4, 4), 1, {})
     parts_of(2)
