@@ -113,8 +113,8 @@ def describe_exit(status: int) -> str:
 
 def receive_orders(stdin: IO[bytes]) -> WorkerOrders:
     """Read the orders, and from then on end with the parent, however that ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     line = stdin.readline()
     if not line:
         raise SystemExit(1)

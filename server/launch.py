@@ -150,7 +150,7 @@ class Launch:
         while not server.started and not serving.done():
             await asyncio.sleep(0.01)
         if server.started:
-            print(_greeting(self._config, client, self._listener), flush=True)
+            _say(_greeting(self._config, client, self._listener))
         await self._first(serving, self._stop.wait())
         if not serving.done():
             log.info("finishing %d open requests; Ctrl-C again to stop now", client.num_open)
@@ -171,18 +171,23 @@ class Launch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM and Ctrl-C ask for a drain; another Ctrl-C ends it."""
+        """SIGTERM, Ctrl-C and a closed terminal ask for a drain; another Ctrl-C ends it."""
         loop = asyncio.get_running_loop()
+        asking = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup's wish is kept
+            asking.append(signal.SIGHUP)
 
         def interrupted() -> None:
             (self._force if self._stop.is_set() else self._stop).set()
 
-        loop.add_signal_handler(signal.SIGTERM, self._stop.set)
+        for number in asking:
+            loop.add_signal_handler(number, self._stop.set)
         loop.add_signal_handler(signal.SIGINT, interrupted)
         try:
             yield
         finally:
-            loop.remove_signal_handler(signal.SIGTERM)
+            for number in asking:
+                loop.remove_signal_handler(number)
             loop.remove_signal_handler(signal.SIGINT)
 
 
@@ -224,6 +229,14 @@ def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
         server_header=False,
         ws="none",
     )
+
+
+def _say(text: str) -> None:
+    """Print a line; a full disk behind the output, or a reader that left, must not end a server."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # else the end of the process tries the line again
 
 
 def _greeting(config: Config, client: EngineClient, listener: socket.socket) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any, TextIO
@@ -46,7 +47,7 @@ class StartupProgress:
             self._bar = tqdm(total=progress.total, desc=name, file=self._stream, leave=True)
         else:
             detail = f" ({progress.detail})" if progress.detail else ""
-            print(f"{name}{detail} ...", file=self._stream, flush=True)
+            self._print(f"{name}{detail} ...")
 
     def close(self) -> None:
         """End the phase that is shown."""
@@ -56,5 +57,9 @@ class StartupProgress:
         elif self._phase is not None:
             name = _NAMES.get(self._phase, self._phase)
             seconds = time.monotonic() - self._began
-            print(f"{name}: done in {seconds:.1f} s", file=self._stream, flush=True)
+            self._print(f"{name}: done in {seconds:.1f} s")
         self._phase = None
+
+    def _print(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk must not keep a server from starting
+            print(line, file=self._stream, flush=True)

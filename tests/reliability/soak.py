@@ -25,6 +25,8 @@ from traffic import RunningServer, at_rest, mixed_request, send  # noqa: E402
 
 # Allocators keep some of what they were once given, so a process may grow by so much and no more.
 GROWTH_MIB = {"server": 32, "worker": 64}
+# A small KV cache: its memory is all touched soon, and requests are preempted for want of blocks.
+FLAGS = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(32 << 20))
 ABORTED = 0.35  # share of the requests that the client drops
 
 
@@ -106,7 +108,7 @@ def main() -> int:
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    server = RunningServer().wait_ready()
+    server = RunningServer(*FLAGS).wait_ready()
     try:
         pauses = max(4, int(options.minutes * 2))
         faults = run(server, options.minutes * 60, options.seed, options.parallel, pauses)

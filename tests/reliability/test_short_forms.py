@@ -15,7 +15,7 @@ from . import conformance, fuzz, kill_worker, slow_clients, soak
 @pytest.fixture(scope="module")
 def hardened() -> Iterator[RunningServer]:
     """A server that loses patience soon, for tests that a default one would outlast."""
-    running = RunningServer(*slow_clients.FLAGS, *conformance.FLAGS)
+    running = RunningServer(*slow_clients.FLAGS, *soak.FLAGS)
     try:
         yield running.wait_ready()
     finally:
@@ -49,6 +49,6 @@ def test_fuzzed_bodies_get_no_server_error_and_leave_nothing(server: RunningServ
     assert not faults, "\n".join(faults)
 
 
-def test_mixed_load_with_aborts_leaves_nothing(server: RunningServer) -> None:
-    faults = soak.run(server, seconds=6, seed=0, parallel=6, pauses=2)
+def test_mixed_load_with_aborts_leaves_nothing(hardened: RunningServer) -> None:
+    faults = soak.run(hardened, seconds=6, seed=0, parallel=6, pauses=2)
     assert not faults, "\n".join(faults)

@@ -109,7 +109,7 @@ async def test_serves_says_where_and_ends_with_0(capsys: pytest.CaptureFixture[s
     assert f"Serving fake at {run.url} (cpu, float32, speculation: off)" in said
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_signal_lets_open_requests_finish(sig: signal.Signals) -> None:
     run = await Run(make_config(step_seconds=0.01)).ready()
     open_request = asyncio.create_task(fetch(f"{run.url}/200"))
@@ -189,6 +189,29 @@ def test_failing_app_is_one_sentence_and_ends_the_worker(
     monkeypatch.setattr("slipstream.server.app.create_app", broken)
     assert serve(make_config(start_seconds=60)) == 1
     assert "error: There is no tokenizer\n" in capsys.readouterr().err
+
+
+def test_full_disk_behind_its_output_stops_nobody() -> None:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-P", "-m", "slipstream.server.commands", "serve"]
+    with open("/dev/full", "w") as full:
+        server = subprocess.Popen(
+            [*command, "--port", str(port), "--access-log"], stdout=full, stderr=full
+        )
+    try:
+        for _ in range(600):
+            try:
+                assert httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+                break
+            except httpx.TransportError:
+                assert server.poll() is None
+                time.sleep(0.05)
+        assert httpx.get(f"http://127.0.0.1:{port}/nowhere").status_code == 404
+    finally:
+        server.send_signal(signal.SIGTERM)
+    assert server.wait(10) == 0
 
 
 def test_real_server_without_weights_is_up_within_3_seconds() -> None:
