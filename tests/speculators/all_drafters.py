@@ -16,10 +16,14 @@ METHODS = ("eagle", "eagle3", "draft_model", "mtp", "gemma4_mtp")
 
 
 class Drafters:
-    """Makes each pair when it is first asked for."""
+    """Makes each pair when it is first asked for.
 
-    def __init__(self, folder: Path) -> None:
+    With `wide_heads` attention heads have 16 values, the least that a matrix unit takes.
+    """
+
+    def __init__(self, folder: Path, wide_heads: bool = False) -> None:
         self.folder = folder
+        self.wide_heads = wide_heads
         self._pairs: dict[str, tuple[Path, Path | None]] = {}
 
     def pair(self, method: str) -> tuple[Path, Path | None]:
@@ -44,10 +48,15 @@ class Drafters:
         if method == "gemma4_mtp":
             oracle = AssistantOracle(folder, ordered=True)
             return oracle.target_folder, oracle.folder
-        target = save_llama(folder / "target", layers=4)
+        heads = 2 if self.wide_heads else 4
+        target = save_llama(folder / "target", layers=4, heads=heads)
         if method == "draft_model":
-            return target, save_llama(folder / "draft", seed=5, layers=1)
+            return target, save_llama(folder / "draft", seed=5, layers=1, heads=heads)
         eagle3 = method == "eagle3"
         weights = head_weights(eagle3)
-        taps = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]} if eagle3 else {}
-        return target, save_head(folder / "head", weights, eagle3, **taps)
+        more: dict[str, object] = {}
+        if self.wide_heads:  # the same matrices, cut into fewer heads
+            more = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+        if eagle3:
+            more["eagle_aux_hidden_state_layer_ids"] = [0, 2, 3]
+        return target, save_head(folder / "head", weights, eagle3, **more)

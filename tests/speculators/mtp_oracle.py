@@ -21,7 +21,7 @@ SHAPE = dict(
     vocab_size=VOCAB, hidden_size=48, intermediate_size=64, moe_intermediate_size=24,
     num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=4, n_routed_experts=8,
     n_shared_experts=1, num_experts_per_tok=3, first_k_dense_replace=1, q_lora_rank=40,
-    kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=20, n_group=4,
+    kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16, v_head_dim=20, n_group=4,
     topk_group=2, routed_scaling_factor=1.7, max_position_embeddings=128, num_mtp_layers=1,
     eos_token_id=None, bos_token_id=None,
 )  # fmt: skip

@@ -1,0 +1,47 @@
+"""Starts a worker's model runner and prints what start-up says: graphs, memory, seconds by phase.
+
+`python tests/gpu/startup.py MODEL [DRAFTER]`: MODEL and an EAGLE-3 head as `shapes.py` writes them,
+random weights. Ends with one line of JSON: seconds by phase, and from the import's end to ready.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+from slipstream.configs.schema import Config, ModelConfig, SchedulerConfig, SpeculativeConfig
+from slipstream.runner.engine import build_engine
+from slipstream.runner.messages import AddRequest, SamplingParams
+
+
+def main(model: str, drafter: str | None, device: str = "auto", **scheduler: int) -> None:
+    """Build an engine and wait for its first token."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    speculative = SpeculativeConfig()
+    if drafter is not None:
+        speculative = SpeculativeConfig(
+            method="eagle3", model=drafter, num_speculative_tokens=3, load_format="dummy"
+        )
+    start = time.monotonic()
+    engine = build_engine(
+        Config(
+            model=ModelConfig(model=model, load_format="dummy", device=device),
+            scheduler=SchedulerConfig(**scheduler),
+            speculative=speculative,
+        ),
+        lambda _: None,
+    )
+    ready = time.monotonic() - start
+    engine.handle([AddRequest("0", [1, 2, 3], SamplingParams(seed=0, max_tokens=1))])
+    while engine.has_work():
+        engine.step()
+    first_token = time.monotonic() - start
+    engine.shutdown()
+    phases = {phase: round(spent, 2) for phase, spent in engine.ready.startup_seconds.items()}
+    print(json.dumps({"ready": round(ready, 2), "first_token": round(first_token, 2)} | phases))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
