@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.configs.schema import Config
+from slipstream.runner.errors import RunnerError
 from slipstream.runner.messages import (
     AbortRequests,
     AddRequest,
@@ -110,12 +111,12 @@ def build(config: Config, progress: Callable[[Progress], None]) -> FakeEngine:
         time.sleep(tricks.get("start_seconds", 0.0) / 3)
     progress(Progress("kv_cache", 1, 1, "100 blocks"))
     if "fail" in tricks:
-        raise ValueError(tricks["fail"])
+        raise RunnerError(tricks["fail"])
     if "exit" in tricks:
         os._exit(tricks["exit"])
     if path := tricks.get("fail_after_first"):
         if os.path.exists(path):
-            raise ValueError("still broken")
+            raise RunnerError("still broken")
         with open(path, "w"):
             pass
     return FakeEngine(config, tricks.get("step_seconds", 0.001))
