@@ -101,7 +101,7 @@ async def test_a_closed_loop_holds_its_concurrency_and_an_open_one_its_times() -
         most = max(most, running)
         await asyncio.sleep(0.02)
         running -= 1
-        return httpx.Response(200, content=text("a") + USAGE + DONE)
+        return httpx.Response(200, stream=Pieces(text("a") + USAGE + DONE, seconds=0))
 
     asks = [Ask("hi", 9)] * 8
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
