@@ -47,7 +47,7 @@ OPTIONS: list[dict[str, Any]] = [  # of both endpoints
     {"logit_bias": {"260": -100, "28": 5}, "seed": 7},
     {"temperature": 0},
     {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
-    {"ignore_eos": True, "min_tokens": 5},
+    {"ignore_eos": True, "min_tokens": 1},
     {"return_token_ids": True, "speculative": {"enabled": False}},
     {"structured_outputs": {"regex": "[a-f]{3,9}"}},
     {"structured_outputs": {"choice": ["left", "right", "straight on"]}},
