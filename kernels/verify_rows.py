@@ -23,6 +23,8 @@ class VerifyRows:
     all_greedy: bool  # host: no row needs random numbers
     any_greedy: bool  # host
     width: int  # K + 1
+    seeded: Tensor | None = None  # [N] bool, requests that named a seed; None: nobody did
+    all_seeded: bool = False  # host: every request that needs random numbers named a seed
     drawn: Tensor | None = None  # [L] int64, the target's own tokens, if there are no logits [L, 0]
 
     @property

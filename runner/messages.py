@@ -21,6 +21,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
     seed: int
     max_tokens: int
+    has_own_seed: bool = False  # its client named the seed: the text must repeat in any company
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 = off

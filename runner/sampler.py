@@ -98,7 +98,7 @@ class Sampler:
         if grammar_bitmask is not None or features & (PROCESSED | Feature.LOGPROBS):
             return False
         has_drafts = rows.cu_num_logits_cpu[-1] > len(rows.slots)
-        return self._judges_by_token or not features & Feature.RANDOM or not has_drafts
+        return self._judges_by_token or not features & Feature.UNSEEDED or not has_drafts
 
     def draw(self, pick: Pick, rows: SamplingRows, requests: SamplingRequests) -> SamplerOutput:
         """As `sample`, where an output head picks tokens without writing logits."""
@@ -136,6 +136,7 @@ class Sampler:
         greedy: Tensor,
         drawn: Tensor | None = None,
     ) -> VerifyRows:
+        mixed = features & Feature.SEEDED and features & Feature.UNSEEDED
         return VerifyRows(
             logits=logits,
             draft_ids=rows.draft_ids,
@@ -149,6 +150,8 @@ class Sampler:
             all_greedy=not features & Feature.RANDOM,
             any_greedy=bool(features & Feature.GREEDY),
             width=rows.max_num_drafts + 1,
+            seeded=requests.sampling.has_own_seed[rows.idx_mapping] != 0 if mixed else None,
+            all_seeded=not features & Feature.UNSEEDED,
             drawn=drawn,
         )
 

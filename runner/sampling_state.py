@@ -17,7 +17,7 @@ from .messages import SamplingParams
 from .staging import StagingPool
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
-_INTS = ("seed", "top_k", "min_tokens")
+_INTS = ("seed", "top_k", "min_tokens", "has_own_seed")
 _MIN_TEMPERATURE = 1e-5  # below, logits / temperature overflows: greedy
 
 
@@ -36,10 +36,14 @@ class Feature(IntFlag):
     LOGPROBS = 512
     GREEDY = 1024
     REPETITION = 2048  # with PENALTIES
+    SEEDED = 4096  # RANDOM, by a seed that its client named
+    UNSEEDED = 8192  # RANDOM, by a seed of ours
 
 
 # Changes logits by more than the temperature.
-PROCESSED = ~(Feature.RANDOM | Feature.LOGPROBS | Feature.GREEDY)
+PROCESSED = ~(
+    Feature.RANDOM | Feature.LOGPROBS | Feature.GREEDY | Feature.SEEDED | Feature.UNSEEDED
+)
 
 
 class SamplingState:
@@ -54,7 +58,8 @@ class SamplingState:
         self._ints = torch.zeros(len(_INTS), max_num_reqs, dtype=torch.int64, device=device)
         self.temperature, self.top_p, self.min_p = self._floats[:3]  # [R] float32
         self.presence, self.frequency, self.repetition = self._floats[3:]  # [R] float32
-        self.seed, self.top_k, self.min_tokens = self._ints  # [R] int64
+        # [R] int64 each; the last is 1 where the client named the seed
+        self.seed, self.top_k, self.min_tokens, self.has_own_seed = self._ints
         self.top_p.fill_(1.0)
         self.repetition.fill_(1.0)
         # Padded lists, -1 = unused; wider tables replace them when a request needs more columns.
@@ -94,7 +99,7 @@ class SamplingState:
         )
         self._write(self._floats[:, slot], np.array(floats, dtype=np.float32))
         seed = (params.seed + 2**63) % 2**64 - 2**63  # any integer, as two's complement
-        ints = (seed, max(params.top_k, 0), params.min_tokens)
+        ints = (seed, max(params.top_k, 0), params.min_tokens, params.has_own_seed)
         self._write(self._ints[:, slot], np.array(ints, dtype=np.int64))
         features = _features_of(params, temperature)
         self._features[slot] = int(features)
@@ -239,6 +244,8 @@ def _features_of(params: SamplingParams, temperature: float) -> Feature:
     random = temperature > 0  # the last three never change an argmax
     wanted = {
         Feature.RANDOM: random,
+        Feature.SEEDED: random and params.has_own_seed,
+        Feature.UNSEEDED: random and not params.has_own_seed,
         Feature.GREEDY: not random,
         Feature.BIAS: bool(params.logit_bias),
         Feature.ALLOWED: params.allowed_token_ids is not None,

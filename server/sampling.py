@@ -62,6 +62,7 @@ def sampling_params(
     return SamplingParams(
         seed=seeds.getrandbits(63) if body.seed is None else body.seed & INT64,
         max_tokens=0,
+        has_own_seed=body.seed is not None,
         temperature=_or(body.temperature, 1.0),
         top_p=_or(body.top_p, 1.0),
         top_k=max(body.top_k or 0, 0),

@@ -29,10 +29,19 @@ class Verifier(Protocol):
 
 
 def verify_standard(rows: VerifyRows) -> tuple[Tensor, Tensor]:
-    """Rejection sampling, lossless; where nothing can be rejected by chance, just the target."""
-    if rows.all_greedy or not rows.has_drafts:
+    """Rejection sampling, lossless; where nothing can be rejected by chance, just the target.
+
+    A request that named a seed is judged as in `verify_coupled`: its text must not depend on how
+    many drafts a step had room for, and rejection sampling draws a drafted token otherwise.
+    """
+    if rows.all_greedy or rows.all_seeded or not rows.has_drafts:
         return verify_coupled(rows)
-    return rejection_sample(rows)
+    if rows.seeded is None:
+        return rejection_sample(rows)
+    own, num_own = verify_coupled(rows)
+    emitted, num_accepted = rejection_sample(rows)
+    emitted = torch.where(rows.seeded[:, None], own, emitted)
+    return emitted, torch.where(rows.seeded, num_own, num_accepted)
 
 
 def verify_coupled(rows: VerifyRows) -> tuple[Tensor, Tensor]:

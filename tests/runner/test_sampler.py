@@ -272,7 +272,8 @@ def test_a_slot_leaves_nothing_to_its_next_request() -> None:
     state.clear(0)
     assert state.features([0]) == Feature(0)
     state.set_request(0, plain, [1], [2])
-    assert state.features([0]) == Feature.RANDOM and state.num_logprobs[0] is None
+    assert state.features([0]) == Feature.RANDOM | Feature.UNSEEDED
+    assert state.num_logprobs[0] is None
     assert state.prediction_len[0] == 0
     fresh = Table.of([(plain, [1], [2])], V)
     logits = torch.randn(40, V)
