@@ -83,7 +83,7 @@ def choose_boundaries(
     key = "eagle_aux_hidden_state_layer_ids"
     at_top, below = raw.get(key), (raw.get("eagle_config") or {}).get(key)
     ids = at_top or below
-    has_both = bool(at_top and below) and [i - 1 for i in at_top] == list(below)
+    has_both = bool(at_top and below) and [i - 1 for i in at_top or ()] == list(below or ())
     if chosen is not None:
         taps, reason = tuple(chosen), "chosen by the user"
     elif ids is None:
