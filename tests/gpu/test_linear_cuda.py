@@ -39,6 +39,14 @@ def poisoned_memory() -> None:
         torch.full((size,), float("nan"), device="cuda")
 
 
+@pytest.fixture(autouse=True)
+def dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off by default, so switched on here: the harder case of every test."""
+    from slipstream.kernels.triton import launch
+
+    monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
+
+
 def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> Tensor:
     return (torch.randn(shape, device="cuda") * scale).to(dtype)
 
