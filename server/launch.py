@@ -6,14 +6,17 @@ It imports no torch and knows no routes.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import logging
 import os
 import signal
 import socket
 import sys
-from collections.abc import Coroutine, Iterator
-from typing import TYPE_CHECKING
+import threading
+from asyncio import Future
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import uvicorn
 
@@ -27,6 +30,9 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = logging.getLogger("slipstream.server")
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _FORCED = 130  # exit status after a second Ctrl-C
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
@@ -116,8 +122,9 @@ class Launch:
         worker = asyncio.create_task(client.start(progress))
         await asyncio.sleep(0)  # let the worker's process begin
         try:
-            app, vocabulary = await asyncio.to_thread(_create_app, self._config, client)
-            await worker
+            making = _in_daemon_thread(_create_app, self._config, client)
+            # Whichever fails first ends the start at once.
+            _, (app, vocabulary) = await asyncio.gather(worker, making)
             client.set_vocabulary(vocabulary)
         finally:
             progress.close()
@@ -189,6 +196,23 @@ class Launch:
             for number in asking:
                 loop.remove_signal_handler(number)
             loop.remove_signal_handler(signal.SIGINT)
+
+
+def _in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """The call's result, to come; unlike an executor's, its thread never delays the exit."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    outcome.set_running_or_notify_cancel()  # from now on a cancellation leaves the thread alone
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return asyncio.wrap_future(outcome)
 
 
 def _create_app(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocabulary]:

@@ -8,8 +8,10 @@ Face tokenizer folder has, so that the loader knows a single form.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from .gguf_metadata import read_gguf_metadata
 # Byte-level vocabularies that are split by the plain GPT-2 pattern: they need no transformers.
 _GPT2_SPLIT = {"gpt-2", "smollm"}
 _SINGLE_DIGITS = {"smollm"}  # of these, the ones that take digits one by one before that
+ORPHANED = 3  # exit status when the server ended meanwhile
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
 # A GGUF carries one EOS; chat models also stop at the token that ends a turn.
 _END_OF_TURN = (
@@ -155,5 +158,11 @@ def main(source: str, folder: str) -> None:
         convert_folder(Path(source), Path(folder))
 
 
+def _end_with_parent() -> None:
+    os.read(0, 1)  # nothing is ever written: this returns when the parent is gone
+    os._exit(ORPHANED)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     main(*sys.argv[1:])

@@ -157,17 +157,21 @@ def _convert(source: Path, folder: Path) -> None:
     path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     module = f"{__package__}.tokenizer_convert"
     command = [sys.executable, "-m", module, str(source.absolute()), str(folder)]
+    child_end, our_end = os.pipe()  # closes with this process: the child then ends, too
     try:
         child = subprocess.run(
             command,
             env={**os.environ, "PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"},
-            stdin=subprocess.DEVNULL,
+            stdin=child_end,
             capture_output=True,
             text=True,
             timeout=_CONVERT_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
         raise TokenizerLoadError(f"Converting the tokenizer of {source} took too long.") from error
+    finally:
+        os.close(child_end)
+        os.close(our_end)
     if child.returncode or not (folder / "tokenizer.json").is_file():
         lines = child.stderr.strip().splitlines() or [f"status {child.returncode}"]
         reason = re.sub(r"^[\w.]+(Error|Exception): ", "", lines[-1]).rstrip(".")

@@ -23,6 +23,7 @@ from slipstream.runner.messages import AddRequest, SamplingParams, SetVocabulary
 from slipstream.server import launch
 from slipstream.server.engine_client import EngineClient, EngineDead
 from slipstream.server.launch import Launch, LaunchError, bind, serve
+from slipstream.server.tokenizer_convert import ORPHANED
 from slipstream.server.tokenizer_source import TokenizerLoadError
 
 HANG = 60_003  # as in fake_engine
@@ -149,6 +150,41 @@ async def test_signal_during_the_start_ends_it() -> None:
     await asyncio.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await run.end() == 0
+
+
+async def test_signal_while_the_text_side_is_set_up_does_not_wait_for_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launch, "_create_app", lambda config, client: time.sleep(20))
+    run = Run(make_config())
+    await asyncio.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+    began = time.monotonic()
+    assert await run.end() == 0
+    assert time.monotonic() - began < 5
+
+
+def test_failing_worker_is_reported_while_the_text_side_is_set_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(launch, "_create_app", lambda config, client: time.sleep(20))
+    began = time.monotonic()
+    assert serve(make_config(fail="the model is too large")) == 1
+    assert time.monotonic() - began < 10
+    assert "error: the model is too large" in capsys.readouterr().err
+
+
+def test_converter_ends_with_the_server(tmp_path: Path) -> None:
+    end, held = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "slipstream.server.tokenizer_convert", str(tmp_path), "nowhere"],
+        stdin=end,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[2])},
+    )
+    os.close(end)
+    os.close(held)  # as if this process had died
+    assert child.wait(10) == ORPHANED
 
 
 def test_busy_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
