@@ -31,7 +31,8 @@ class DeferredTokens:
         p + shift."""
         row_bytes = host.max_num_reqs * width * host.dtype.itemsize
         wanted = _RING_BYTES // row_bytes if keeps_hidden else _MOST_TOKENS
-        self.capacity = max(_FEWEST_TOKENS, min(_MOST_TOKENS, wanted))
+        # One request's are taken in by one pass, whose buffers hold a step.
+        self.capacity = min(max(_FEWEST_TOKENS, min(_MOST_TOKENS, wanted)), host.max_num_tokens)
         self._host, self._shift = host, shift
         self._ring: Tensor | None = None  # [R, capacity, width]
         if keeps_hidden:

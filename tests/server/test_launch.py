@@ -112,6 +112,9 @@ async def test_serves_says_where_and_ends_with_0(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_signal_lets_open_requests_finish(sig: signal.Signals) -> None:
+    signal.signal(
+        signal.SIGHUP, signal.SIG_DFL
+    )  # the tests may run under nohup, whose wish is kept
     run = await Run(make_config(step_seconds=0.01)).ready()
     open_request = asyncio.create_task(fetch(f"{run.url}/200"))
     await asyncio.sleep(0.1)
