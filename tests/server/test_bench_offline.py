@@ -67,8 +67,8 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
     assert len(ticks) == load.num_runs
     for batch, row in zip((1, 3), rows, strict=True):
         assert row["batch"] == batch and row["roofline"] is None
-        # 30 tokens are ten steps of 20 ms, one of which is the prompt's: none can be quicker. But the
-        # prompt's own run is taken off, and may have been slow.
+        # 30 tokens are ten steps of 20 ms, one of which is the prompt's: none can be quicker.
+        # But the prompt's own run is taken off, and that may have been slow.
         assert row["decode_tok_s"] <= batch * 29 / (9 * 0.02) * 1.5
         assert row["step_ms"] >= 14
         assert row["tokens_per_step"] == pytest.approx(29 / 9, abs=0.01)
