@@ -239,13 +239,16 @@ class _Reply:
         return sum(parser.num_reasoning_tokens for parser in self._parsers)
 
     async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The reply as events: roles, deltas, perhaps the usage, the end."""
+        """The reply as events: roles, deltas, perhaps the usage, the end.
+
+        All chunks of one event leave together: behind each piece `live` may go on.
+        """
         for index in range(self.job.num_choices):
             yield self._framed(self._role(index), generation, first=True)
         async with aclosing(generation.events()) as events:
             async for item in events:
-                for chunk in self._chunks(item, generation):
-                    yield chunk
+                if chunks := self._chunks(item, generation):
+                    yield b"".join(chunks)
         if self._body.wants_usage:
             last = self._chunk([])
             last.usage = usage(generation.counts(), self._reasoning_tokens())

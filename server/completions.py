@@ -266,9 +266,11 @@ class _Reply:
                     elif prompt not in of_prompts:
                         waiting.setdefault(prompt, []).append(item)
                         continue
-                for ready in (item, *waiting.pop(prompt, ())):
-                    if chunk := self._framed_chunk(ready, generation, of_prompts.get(prompt)):
-                        yield chunk
+                ready = (item, *waiting.pop(prompt, ()))
+                of_prompt = of_prompts.get(prompt)
+                chunks = [self._framed_chunk(each, generation, of_prompt) for each in ready]
+                if data := b"".join(chunks):
+                    yield data
         if body.wants_usage:
             if self._only_echo:
                 for each in generation.choices:

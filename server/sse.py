@@ -51,7 +51,8 @@ class EventStream(Response):
     `owner` is left when the response ends, however that happens: at the end of `events`, by an
     error, or because the client disconnected, which cancels the sending at once.
 
-    `live` writes events by itself while nothing holds them up; `events` goes on behind them.
+    `live` writes events by itself while nothing holds them up; `events` goes on behind them. So a
+    piece of `events` holds all that was there to send: what came later could overtake the rest.
     """
 
     def __init__(

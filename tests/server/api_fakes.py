@@ -7,8 +7,10 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 
 import httpx
+import pytest
 from fastapi import FastAPI
 from openai import AsyncOpenAI
+from starlette.types import Receive, Scope, Send
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -24,6 +26,7 @@ from slipstream.server.app import create_app
 from slipstream.server.chat_template import ChatTemplate
 from slipstream.server.health import Health, State
 from slipstream.server.request_stream import EngineDead
+from slipstream.server.sse import WRITER
 from slipstream.server.tokenizer import Tokenizer
 
 MODEL = "tiny"
@@ -106,18 +109,69 @@ class ScriptedStream:
 
     def __init__(self, outputs: AsyncIterator[RequestOutput]) -> None:
         self._outputs = outputs
+        self._left: list[RequestOutput | Exception] = []  # by `follow` to the reader
 
     def __aiter__(self) -> ScriptedStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
-        return await anext(self._outputs)
+        if not self._left:
+            return await anext(self._outputs)
+        left = self._left.pop()
+        if isinstance(left, Exception):
+            raise left
+        return left
 
     def pop(self) -> RequestOutput | None:
         return None
 
     async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None:
-        """All is left to the reader."""
+        """The reader gets the end, or the fault, and whatever comes after `take` has enough."""
+        more = not self._left
+        while more:
+            try:
+                output = await anext(self._outputs)
+            except StopAsyncIteration:
+                return
+            except Exception as error:
+                self._left.append(error)
+                return
+            if output.finish_reason is not None:
+                self._left.append(output)
+                return
+            more = take([output])
+
+
+class AtOnce:
+    """An app whose streams may write without waiting, every other time, as if the client were slow.
+
+    So what is written while it comes and what waits its turn alternate in every stream.
+    """
+
+    def __init__(self, app: FastAPI) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        extensions = {**scope.get("extensions", {}), WRITER: HastyWriter(send)}
+        await self._app({**scope, "extensions": extensions}, receive, send)
+
+
+class HastyWriter:
+    """Writes by a `send` that never waits."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._num_asked = 0
+
+    def may_write(self) -> bool:
+        self._num_asked += 1
+        return self._num_asked % 3 != 0
+
+    def write(self, data: bytes) -> bool:
+        sending = self._send({"type": "http.response.body", "body": data, "more_body": True})
+        with pytest.raises(StopIteration):
+            sending.send(None)  # type: ignore[attr-defined]
+        return self.may_write()
 
 
 class ScriptedEngine:
@@ -190,7 +244,9 @@ def make_app(engine: ScriptedEngine, config: Config | None = None) -> FastAPI:
 
 def http_client(app: FastAPI) -> httpx.AsyncClient:
     """Speaks to the app without a socket."""
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=20)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(AtOnce(app)), base_url="http://test", timeout=20
+    )
 
 
 def sdk_client(app: FastAPI) -> AsyncOpenAI:
