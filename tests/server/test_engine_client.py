@@ -330,3 +330,37 @@ async def test_every_worker_is_told_the_vocabulary_before_its_first_request(
     known += [output.num_cached_tokens async for output in client.submit(request("c"))]
     await client.shutdown()
     assert set(known) == {3}
+
+
+async def test_what_one_turn_posts_leaves_as_one_message(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert client._worker is not None
+    channel = client._worker.channel
+    sent: list[int] = []
+    send = channel.send
+
+    def counted(messages: list[Any]) -> None:
+        sent.append(len(messages))
+        send(messages)
+
+    monkeypatch.setattr(channel, "send", counted)
+    streams = [client.submit(request(f"r{n}")) for n in range(3)]
+    assert [await tokens(stream) for stream in streams] == [
+        await tokens(client.submit(request("s")))
+    ] * 3
+    assert sent == [3, 1]
+
+
+async def test_worker_that_dies_in_a_drain_is_not_started_again(client: EngineClient) -> None:
+    stream = client.submit(request("r", first_token=HANG))
+    draining = asyncio.create_task(client.drain(10))
+    await asyncio.sleep(0.05)
+    assert client._worker is not None
+    os.kill(client._worker.process.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead):
+        await tokens(stream)
+    await asyncio.wait_for(draining, 2)
+    await asyncio.sleep(0.5)  # longer than the back-off
+    assert client.state == "draining" and client.health.report.as_dict()["status"] == "draining"
+    assert client._worker is None
