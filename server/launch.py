@@ -271,6 +271,7 @@ def _greeting(config: Config, client: EngineClient, listener: socket.socket) -> 
     ready = client.ready
     drafts = "off"
     if ready.speculative_method != "off":
-        drafts = f"{ready.speculative_method} with {ready.num_speculative_tokens} drafts"
+        upto = "" if config.speculative.num_speculative_tokens else "up to "
+        drafts = f"{ready.speculative_method} with {upto}{ready.num_speculative_tokens} drafts"
     name = config.server.served_model_name[0]
     return f"Serving {name} at {url} ({ready.device}, {ready.dtype}, speculation: {drafts})"

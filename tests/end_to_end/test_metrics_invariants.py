@@ -14,6 +14,7 @@ def test_speculative_counters_add_up(server: RunningServer, client: OpenAI) -> N
     full = {name: f"spec_decode_num_{name}_total" for name in names}
     before = {name: server.metric(metric) for name, metric in full.items()}
     generated_before = server.metric("generation_tokens_total")
+    plain_before = server.metric("plain_decode_steps_total")
     prompt = "Repeat: red green blue red green blue red green blue red green blue red"
     reply = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=64)
     grown = {name: server.metric(metric) - before[name] for name, metric in full.items()}
@@ -23,7 +24,8 @@ def test_speculative_counters_add_up(server: RunningServer, client: OpenAI) -> N
     generated = server.metric("generation_tokens_total") - generated_before
     assert generated == reply.usage.completion_tokens
     # Every verify step emits its accepted drafts and one more token; plain steps emit one.
-    assert grown["accepted_tokens"] + grown["drafts"] <= generated
+    plain = server.metric("plain_decode_steps_total") - plain_before
+    assert grown["accepted_tokens"] + grown["drafts"] + plain == generated
 
 
 def test_finished_requests_leave_nothing_running(server: RunningServer, client: OpenAI) -> None:

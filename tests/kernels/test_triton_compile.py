@@ -18,6 +18,7 @@ KERNELS = FOLDER.parents[1] / "kernels" / "triton"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_kernel_compiles_for_sm_90a() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["SLIPSTREAM_PDL"] = "1"  # the fuller form of each kernel
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     compiled: set[str] = set()
     for script in ("compile_sm90.py", "compile_linear.py"):
