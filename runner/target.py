@@ -102,7 +102,9 @@ class Target:
         """The forward pass of the batch in the step buffers."""
 
         def eager() -> None:  # for --debug-compare-eager; into the same outputs
-            self._forward_into_outputs(batch.descriptor.num_tokens, self.build_attention(batch))
+            is_piecewise = batch.descriptor.mode is CUDAGraphMode.PIECEWISE
+            rows = batch.num_tokens if is_piecewise else batch.descriptor.num_tokens
+            self._forward_into_outputs(rows, self.build_attention(batch))
 
         return self._run(batch.descriptor, state, batch.num_tokens, eager)
 
