@@ -36,11 +36,6 @@ class BlockPool:
         """Blocks that no request holds."""
         return len(self._empty) + len(self._cached_free)
 
-    @property
-    def num_cached(self) -> int:
-        """Blocks that a prefix lookup can find, held or not."""
-        return len(self._by_hash)
-
     def ref_count(self, block: int) -> int:
         """How many tables hold the block."""
         return self._ref_counts[block]

@@ -44,11 +44,6 @@ class BreakableGraph:
         self._steps: list[Graph | _AttentionCut] = []
         self._open: Graph | None = None
 
-    @property
-    def num_segments(self) -> int:
-        """How many graphs the forward pass was cut into."""
-        return sum(not isinstance(step, _AttentionCut) for step in self._steps)
-
     def record(self, forward: Callable[[AttentionState], Any], state: AttentionState) -> Any:
         """Record `forward`; returns what it returned. `state` gives shapes and is not attended."""
         self._begin()

@@ -45,7 +45,6 @@ class DraftPlanner:
         self._clock = clock
         self._deferred = [0] * max_num_reqs
         self._since = [0] * max_num_reqs  # the step in which the slot's request entered
-        self._wants_drafts = [True] * max_num_reqs
         self._landed_at: float | None = None  # when the step before landed; None = the engine slept
         self._num_drafts = 0  # of the newest step with requests that decode
         self._troubles: dict[str, int] = {}  # already told

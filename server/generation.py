@@ -16,7 +16,6 @@ from types import TracebackType
 from ..runner.messages import AddRequest, RequestOutput, SamplingParams
 from .choice import Choice, GenerationEvent, TextOptions
 from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull, outcome_of
-from .request_stream import EngineDead
 from .sampling import with_max_tokens
 from .services import OutputStream, Services
 from .sse import Live, Write
@@ -112,15 +111,11 @@ class Generation:
         self._first: GenerationEvent | None = None
 
     def submit(self) -> None:
-        """Hand all children to the engine, or none: QueueFull, NotReady, EngineDead."""
+        """Hand all children to the engine, or none: QueueFull, NotReady."""
         self._admit()
         children = [self._child(index) for index in range(self._job.num_choices)]
-        try:
-            for child in children:
-                self._streams.append(self._services.engine.submit(child))
-        except EngineDead:
-            self._abort("error")
-            raise
+        # `_admit` has seen an engine that is ready, and nothing was awaited since: none is refused.
+        self._streams = [self._services.engine.submit(child) for child in children]
         if self._services.capture is not None:
             self._services.capture.record(self._job.prompts)
 

@@ -25,11 +25,6 @@ class HealthReport:
         return self.state == "ready"
 
     @property
-    def is_alive(self) -> bool:
-        """True unless only a new server process can help."""
-        return self.state != "failed"
-
-    @property
     def retry_after(self) -> int:
         """Whole seconds after which a client may try again; at least 1."""
         wait = 1.0 if self.retry_at is None else self.retry_at - time.monotonic()

@@ -129,7 +129,6 @@ class AttentionBuilder(ABC):
     """Builds one KV group's metadata; one builder per group and role (target, draft)."""
 
     supports: AttentionCGSupport  # verified by tests, see design 3.5
-    needs_exact_lens: bool = False  # `build` waits for the device to learn the real lengths
     # `build` for one token a request launches device work only and bakes nothing of a step but its
     # bounds: a graph may hold it, and with it all draft decodes of a step.
     builds_on_device: bool = False

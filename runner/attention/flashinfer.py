@@ -62,7 +62,6 @@ class FlashInferBuilder(AttentionBuilder):
     """One wrapper for each captured (requests, query length), one for everything eager."""
 
     supports = AttentionCGSupport.UNIFORM_BATCH
-    needs_exact_lens = True
 
     def __init__(
         self,
