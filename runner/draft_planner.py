@@ -158,7 +158,7 @@ class DraftPlanner:
         if (now := self._clock()) < self._log_at:
             return
         self._logged, self._log_at = plan.num_drafts, now + _LOG_SECONDS
-        logger.info(
+        logger.debug(
             "speculation: K = %d with %d requests (%s)",
             plan.num_drafts, num_reqs, plan.draft_reason,
         )  # fmt: skip

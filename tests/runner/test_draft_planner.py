@@ -137,16 +137,17 @@ def test_results_teach_of_their_own_request_and_of_the_time_between_landings(
     assert script.costs.seconds(2, 2) == slower  # the engine slept
 
 
-def test_a_change_of_k_is_one_line_at_most_every_ten_seconds(
+def test_a_change_of_k_is_one_debug_line_at_most_every_ten_seconds(
     planner: DraftPlanner, script: Script, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         for step, (now, count, why) in enumerate(
             [(0, 3, "gain"), (1, 1, "gain"), (2, 3, "gain"), (11, 0, "no_gain"), (22, 1, "probe"),
              (33, 2, "gain")]
         ):  # fmt: skip
             clock.now, script.next = now, Choice(count, why)
             planner.complete(StepPlan(step, rows=[row(0)]))
+    assert {record.levelno for record in caplog.records} == {logging.DEBUG}
     lines = [record.getMessage() for record in caplog.records]
     assert [line.split(" with")[0] for line in lines] == [
         "speculation: K = 3", "speculation: K = 0", "speculation: K = 2"
