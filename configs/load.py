@@ -28,7 +28,9 @@ from .schema import Config, SpeculativeConfig
 from .speculative import read_speculative
 
 _SPEC = "speculative_config"
-_SPEC_DOC = 'JSON object such as {"method":"ngram","num_speculative_tokens":"auto"}, or off'
+_SPEC_DOC = (
+    'a method such as ngram or off, or a JSON object such as {"method":"eagle3","model":"M"}'
+)
 _CONFIG_DOC = "YAML file with the same names as the flags"
 Layer = dict[str, Any]  # option name -> value; _SPEC -> SpeculativeConfig
 
@@ -49,7 +51,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         for name, cls in get_type_hints(Config).items()
     }
     sections["speculative"].add_argument(
-        "-sc", "--speculative-config", metavar="JSON", default=argparse.SUPPRESS, help=_SPEC_DOC
+        "-sc",
+        "--speculative-config",
+        metavar="METHOD|JSON",
+        default=argparse.SUPPRESS,
+        help=_SPEC_DOC,
     )
     for option in all_options().values():
         _add_flag(sections[option.section], option)
@@ -198,7 +204,7 @@ def flag_table() -> str:
         "| flag | default | what it is |",
         "| --- | --- | --- |",
         f"| `--config FILE` | | {_CONFIG_DOC} |",
-        f"| `-sc`, `--speculative-config JSON` | the preset's, or off | {_SPEC_DOC} |",
+        f"| `-sc`, `--speculative-config METHOD` or `JSON` | the preset's, or off | {_SPEC_DOC} |",
     ]
     for option in all_options().values():
         spellings = [*filter(None, [option.short]), option.flag]

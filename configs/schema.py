@@ -91,7 +91,8 @@ class ModelConfig:
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     max_model_len: int | None = option(
-        None, "longest prompt + output in tokens; default: the model's"
+        None,
+        "longest prompt + output in tokens, such as 4k (4000) or 4K (4096); default: the model's",
     )
     device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
     hf_overrides: str | None = option(None, "JSON object merged over the model's config.json")

@@ -1,4 +1,4 @@
-"""Owns the reading and checking of `--speculative-config`: one JSON object, or the word `off`."""
+"""Owns the reading and checking of `--speculative-config`: one JSON object, or a method's name."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _NEED_MODEL = {"draft_model", "eagle", "eagle3", "gemma4_mtp"}
 
 
 def read_speculative(label: str, value: Any) -> SpeculativeConfig:
-    """The section from JSON text, a mapping (YAML) or `off`; ConfigError names key and value."""
+    """The section from JSON text, a mapping (YAML) or a method's name; ConfigError names key and
+
+    value.
+    """
     if value is False or (isinstance(value, str) and value.strip().lower() in {"off", "none"}):
         return SpeculativeConfig()
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError as error:
-            raise ConfigError(f"{label} must be a JSON object or off: {error}") from None
+        value = _parsed(label, value.strip())
     if not isinstance(value, dict):
-        raise ConfigError(f"{label} must be a JSON object or off, not {value!r}")
+        raise ConfigError(_neither(label, value))
     options = {o.name: o for o in section_options("speculative", SpeculativeConfig)}
     fields: dict[str, Any] = {}
     for key, item in value.items():
@@ -39,6 +39,27 @@ def read_speculative(label: str, value: Any) -> SpeculativeConfig:
     if "method" not in fields:
         raise ConfigError(f"{label} must name a method: {', '.join(METHODS)}")
     return check_speculative(label, SpeculativeConfig(**fields))
+
+
+def _parsed(label: str, text: str) -> Any:
+    """What the text says; a bare name is the object that names only the method."""
+    name = text.strip("\"'")  # a shell's quotes that were doubled
+    if name.lower() in METHODS:
+        return {"method": name.lower()}
+    if _ELSEWHERE.fullmatch(name):
+        return {"method": name}
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        if text.startswith("{"):
+            raise ConfigError(f"{label} is not valid JSON: {error}") from None
+        raise ConfigError(_neither(label, text)) from None
+
+
+def _neither(label: str, value: Any) -> str:
+    methods = f"a method ({', '.join(METHODS)})"
+    hint = did_you_mean(str(value), METHODS)
+    return f"{label} must be {methods} or a JSON object, not {value!r}{hint}"
 
 
 def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:

@@ -13,6 +13,7 @@ from slipstream.configs.load import add_flags, flag_table, load_config
 from slipstream.configs.options import ConfigError, all_options
 from slipstream.configs.preset import load_preset, preset_names
 from slipstream.configs.schema import Config, SpeculativeConfig
+from slipstream.configs.speculative import METHODS
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,6 +216,23 @@ def test_speculation_can_be_turned_off(off: str, tmp_path: Path) -> None:
     assert load(SLIPSTREAM_SPECULATIVE_CONFIG=off).speculative == SpeculativeConfig()
 
 
+@pytest.mark.parametrize(
+    ("name", "method"),
+    [
+        (name, name)
+        for name in METHODS
+        if name not in ("draft_model", "eagle", "eagle3", "gemma4_mtp")
+    ]
+    + [("NGRAM", "ngram"), ('"ngram"', "ngram"), ("my.drafters:Mine", "my.drafters:Mine")],
+)
+def test_a_bare_name_is_a_method(name: str, method: str, tmp_path: Path) -> None:
+    wanted = SpeculativeConfig(method=method)
+    assert load("-sc", name).speculative == wanted
+    assert load(SLIPSTREAM_SPECULATIVE_CONFIG=name).speculative == wanted
+    file = yaml_file(tmp_path, f"speculative_config: {name}")
+    assert load("--config", file).speculative == wanted
+
+
 def test_speculative_object_replaces_the_presets() -> None:
     config = load("-sc", '{"method": "ngram", "num_speculative_tokens": 7}')
     assert config.speculative == SpeculativeConfig(method="ngram", num_speculative_tokens=7)
@@ -253,8 +271,12 @@ def test_the_largest_chosen_number_of_drafts_can_be_given() -> None:
         ('{"method": "nonsense"}', "method must be one of off, ngram.*not 'nonsense'"),
         ('{"methd": "ngram"}', r"has no key 'methd' \(did you mean method"),
         ('{"num_speculative_tokens": 3}', "must name a method"),
-        ("{", "must be a JSON object or off"),
-        ("[]", "must be a JSON object or off"),
+        ("{", "--speculative-config is not valid JSON: "),
+        ("[]", r"must be a method \(off, ngram, .*, gemma4_mtp\) or a JSON object, not \[\]"),
+        ("", r"must be a method \(off, ngram, .*\) or a JSON object, not ''"),
+        ("5", r"must be a method \(off, ngram, .*\) or a JSON object, not 5"),
+        ("ngrams", r"or a JSON object, not 'ngrams' \(did you mean ngram\?\)"),
+        ("eagle3", "model must name the drafter of method eagle3"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 32, not 0"),
         ('{"method": "ngram", "num_speculative_tokens": "x"}', "must be an integer, not 'x'"),
         ('{"method": "ngram", "prompt_lookup_min": 5}', r"at least prompt_lookup_min \(5\)"),
