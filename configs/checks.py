@@ -7,8 +7,10 @@ import os
 import re
 from pathlib import Path
 
-from .options import ConfigError, all_options
+from .options import ConfigError, all_options, did_you_mean
+from .preset import preset_names
 from .schema import Config
+from .speculative import METHODS
 
 _MIN = {
     "port": 0,
@@ -38,6 +40,7 @@ def check(config: Config) -> Config:
     _check_parallel(config)
     _check_server(config)
     _check_model(config)
+    _check_drafter(config)
     _check_budget(config)
     return config
 
@@ -85,16 +88,13 @@ def _check_server(config: Config) -> None:
 
 def _check_model(config: Config) -> None:
     model = config.model.model
-    path = Path(model).expanduser()
-    looks_like_path = model.startswith(("/", "./", "../", "~")) or model.endswith(".gguf")
-    if (looks_like_path or not model) and not path.exists():
-        raise ConfigError(f"the model {model!r} does not exist: there is no such file or folder")
-    if (
-        path.is_dir()
-        and not os.access(path / "config.json", os.R_OK)
-        and not any(path.glob("*.gguf"))
-    ):
-        raise ConfigError(f"the model folder {model!r} has no config.json and no .gguf file")
+    _check_location("model", model)
+    if not Path(model).expanduser().exists() and model.count("/") != 1:
+        presets = preset_names()
+        raise ConfigError(
+            f"the model {model!r} is no folder, no .gguf file, no hub id (owner/name) and no "
+            f"preset ({', '.join(presets)}){did_you_mean(model, presets)}"
+        )
     if config.model.hf_overrides is not None:
         try:
             is_object = isinstance(json.loads(config.model.hf_overrides), dict)
@@ -102,6 +102,37 @@ def _check_model(config: Config) -> None:
             is_object = False
         if not is_object:
             _fail("hf_overrides", config.model.hf_overrides, "must be a JSON object")
+
+
+def _check_drafter(config: Config) -> None:
+    method, drafter = config.speculative.method, config.speculative.model
+    if drafter is None or method not in METHODS:  # a class of one's own reads the name itself
+        return
+    _check_location("drafter", drafter)
+    path = Path(drafter).expanduser()
+    if not path.exists() and drafter.count("/") != 1:
+        raise ConfigError(
+            f"the drafter {drafter!r} is no folder, no .gguf file and no hub id (owner/name)"
+        )
+    lacks_config = path.exists() and not (path / "config.json").is_file()
+    if method in ("eagle", "eagle3") and lacks_config:
+        raise ConfigError(
+            f"the drafter {drafter!r} is no folder with a config.json, which method {method} needs"
+        )
+
+
+def _check_location(what: str, name: str) -> None:
+    """Refuse a path where there is nothing, or a folder that holds no model."""
+    path = Path(name).expanduser()
+    looks_like_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
+    if (looks_like_path or not name) and not path.exists():
+        raise ConfigError(f"the {what} {name!r} does not exist: there is no such file or folder")
+    if (
+        path.is_dir()
+        and not os.access(path / "config.json", os.R_OK)
+        and not any(path.glob("*.gguf"))
+    ):
+        raise ConfigError(f"the {what} folder {name!r} has no config.json and no .gguf file")
 
 
 def _check_budget(config: Config) -> None:

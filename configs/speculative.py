@@ -13,7 +13,7 @@ METHODS = ("off", "ngram", "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp"
 MAX_DRAFTS = 32
 AUTO = "auto"  # num_speculative_tokens: K is chosen while serving
 _ELSEWHERE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class of a drafter of one's own
-_NEED_MODEL = {"draft_model", "eagle", "eagle3", "gemma4_mtp"}
+NEED_MODEL = {"draft_model", "eagle", "eagle3", "gemma4_mtp"}
 
 
 def read_speculative(label: str, value: Any) -> SpeculativeConfig:
@@ -86,7 +86,7 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
         "prompt_lookup_max",
         f"be at least prompt_lookup_min ({spec.prompt_lookup_min})",
     )
-    if spec.method in _NEED_MODEL:
+    if spec.method in NEED_MODEL:
         require(bool(spec.model), "model", f"name the drafter of method {spec.method}")
     if spec.method == "ngram":
         require(spec.model is None, "model", "be left out for method ngram, which has no model")

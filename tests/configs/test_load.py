@@ -13,7 +13,7 @@ from slipstream.configs.load import add_flags, flag_table, load_config
 from slipstream.configs.options import ConfigError, all_options
 from slipstream.configs.preset import load_preset, preset_names
 from slipstream.configs.schema import Config, SpeculativeConfig
-from slipstream.configs.speculative import METHODS
+from slipstream.configs.speculative import METHODS, NEED_MODEL
 
 ROOT = Path(__file__).parents[2]
 
@@ -169,6 +169,11 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
         (["--model", "a/b", "c/d"], "a/b and MODEL c/d name two models"),
         (["/no/such/folder"], "'/no/such/folder' does not exist"),
         (["missing.gguf"], "'missing.gguf' does not exist"),
+        (
+            ["nomodel"],
+            r"'nomodel' is no folder,.* hub id \(owner/name\) and no preset \(smollm2-135m",
+        ),
+        (["smollm2"], r"no preset \(smollm2-135m\) \(did you mean smollm2-135m\?\)"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: no such file"),
         (["--no-enable-chunked-prefill", "--max-model-len", "4096"], "--max-model-len 4096"),
     ],
@@ -206,6 +211,34 @@ def test_errors_name_the_variable() -> None:
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config.json and no .gguf"):
         load(str(tmp_path))
+
+
+@pytest.mark.parametrize("method", ["mtp", *sorted(NEED_MODEL)])
+def test_a_drafter_that_is_not_there_is_refused(method: str, folder: str, tmp_path: Path) -> None:
+    def refused(drafter: str) -> str:
+        with pytest.raises(ConfigError) as caught:
+            load("-sc", json.dumps({"method": method, "model": drafter}))
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert refused("/nope") == (
+        "the drafter '/nope' does not exist: there is no such file or folder"
+    )
+    assert "'nope' is no folder, no .gguf file and no hub id (owner/name)" in refused("nope")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "empty' has no config.json and no .gguf file" in refused(str(empty))
+    (empty / "a.gguf").touch()  # a whole model may be one
+    wanted = json.dumps({"method": method, "model": str(empty)})
+    if method not in ("eagle", "eagle3"):
+        assert load("-sc", wanted).speculative.model == str(empty)
+    else:
+        told = f"empty' is no folder with a config.json, which method {method} needs"
+        assert told in refused(str(empty))
+        assert "a.gguf' is no folder with a config.json" in refused(str(empty / "a.gguf"))
+    for there in (folder, "owner/name"):  # the hub is asked later
+        load("-sc", json.dumps({"method": method, "model": there}))
+    load("-sc", '{"method": "my.drafters:Mine", "model": "anything at all"}')
 
 
 @pytest.mark.parametrize("off", ["off", "OFF", "none"])
