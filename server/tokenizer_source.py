@@ -16,6 +16,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ..runner.hub import HubError, download
 from .gguf_metadata import GGUFError, read_gguf_metadata
 
 HUB_FILES = [
@@ -77,32 +78,10 @@ def packaged_smollm2() -> Path:
 
 
 def _snapshot(repo: str, revision: str | None) -> Path:
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    where = repo if revision is None else f"{repo} at {revision}"
     try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=HUB_FILES))
-    except HFValidationError as error:
-        raise TokenizerLoadError(f"{repo} is neither a folder nor a hub id.") from error
-    except GatedRepoError as error:
-        raise TokenizerLoadError(
-            f"{repo} is gated: accept its terms on the hub and set HF_TOKEN."
-        ) from error
-    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise TokenizerLoadError(f"The hub has no model {where}.") from error
-    except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise TokenizerLoadError(f"{where} is not in the local cache, and {why}.") from error
-    except (HfHubHTTPError, OSError) as error:
-        raise TokenizerLoadError(f"{where} could not be fetched from the hub: {error}.") from error
+        return download(repo, revision, HUB_FILES)
+    except HubError as error:
+        raise TokenizerLoadError(str(error)) from error
 
 
 def cache_root() -> Path:

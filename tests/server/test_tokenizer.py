@@ -125,8 +125,8 @@ def test_a_broken_gguf_file_is_named(tmp_path: Path) -> None:
     [
         ("/nope/folder", "/nope/folder does not exist."),
         ("nope.gguf", "nope.gguf does not exist."),
-        ("not a hub id", "neither a folder nor a hub id"),
-        ("some-org/some-model", "is not in the local cache, and HF_HUB_OFFLINE is set."),
+        ("not a hub id", "neither a local folder nor a hub id"),
+        ("some-org/some-model", "nor in the download cache, and HF_HUB_OFFLINE is set."),
     ],
 )
 def test_a_source_that_is_not_there_is_one_sentence(
