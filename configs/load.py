@@ -23,7 +23,7 @@ from .options import (
     read_value,
     section_options,
 )
-from .preset import load_preset, preset_names
+from .preset import load_preset, preset_model, preset_names
 from .schema import Config, SpeculativeConfig
 from .speculative import read_speculative
 
@@ -107,6 +107,8 @@ def load_config(
         merged["model"] = load_preset(model)["model"]
     else:
         merged = own
+    if merged.get("tokenizer"):
+        merged["tokenizer"] = preset_model(merged["tokenizer"])
     merged.setdefault("served_model_name", (model,))
     return check(_build(merged))
 

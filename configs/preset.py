@@ -36,6 +36,13 @@ def load_preset(name: str) -> dict[str, Any]:
     return settings
 
 
+def preset_model(name: str) -> str:
+    """The model of a preset, and any other name as it is; ConfigError as `load_preset`."""
+    if name in preset_names() and not Path(name).exists():
+        return str(load_preset(name)["model"])
+    return name
+
+
 def _inside_package(package: str, file: str) -> Path | None:
     """A file of an installed package, found without importing it; None if there is none."""
     spec = importlib.util.find_spec(package)

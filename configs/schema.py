@@ -80,7 +80,9 @@ class ModelConfig:
     """Which model, and in what form."""
 
     model: str = option("smollm2-135m", "Hugging Face id or folder, .gguf file, or preset name")
-    tokenizer: str | None = option(None, "tokenizer folder or id, if not the model's own")
+    tokenizer: str | None = option(
+        None, "tokenizer folder, id or preset name, if not the model's own"
+    )
     revision: str | None = option(None, "branch, tag or commit on the hub")
     dtype: str = option(
         "auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16")

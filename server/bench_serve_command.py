@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..configs.options import ConfigError
+from ..configs.preset import preset_model
 
 SUMMARY = "latency, throughput and acceptance of any OpenAI-compatible server under load"
 _LATENCIES = ("ttft", "tpot", "e2el")
@@ -110,7 +111,7 @@ def _asks(args: argparse.Namespace) -> list[Any]:
         return load.sharegpt_asks(path, count, lambda t: -(-len(t) // 4), args.max_len, seed)
     from .tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.load(args.tokenizer, None)
+    tokenizer = Tokenizer.load(preset_model(args.tokenizer), None)
     return load.sharegpt_asks(
         path, count, lambda text: len(tokenizer.encode(text, False)), args.max_len, seed
     )

