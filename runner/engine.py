@@ -231,7 +231,7 @@ class Engine:
             return False
         if self._drafts is not None:
             self._scheduler.set_num_speculative_tokens(self._drafts.complete(plan))
-        if self._has_grammar(plan):
+        if plan.has_grammar:
             self._runner.forward(plan)
             self._forwarded = plan
             return False
@@ -282,9 +282,6 @@ class Engine:
         if request is None or request.matcher is None or plan.rows[index].is_prefill:
             return None
         return request
-
-    def _has_grammar(self, plan: StepPlan) -> bool:
-        return any(self._grammar_request(plan, i) is not None for i in range(len(plan.rows)))
 
     def _grammar_bitmask(self, plan: StepPlan) -> tuple[np.ndarray, list[int]]:
         """One mask line per logits row, and for each row of the plan how many drafts it cuts."""

@@ -10,7 +10,9 @@ step, exactly: accepted + verify rows + plain rows = generated, and sum(accepted
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterable
+
+import msgspec
 
 from .grammar import GrammarMatcher
 from .messages import RequestOutput, StepStats, TokenLogprobs
@@ -20,8 +22,7 @@ from .request import Request
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True)
-class Verdict:
+class Verdict(msgspec.Struct, frozen=True, gc=False):
     """What is kept of a row's tokens, and whether the request ends with them."""
 
     num_kept: int
@@ -32,18 +33,25 @@ class Verdict:
 
 def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
     """Append emitted tokens up to the first that ends the request, advancing its grammar."""
-    stops = request.sampling.stop_token_ids
+    known, matcher = request.token_ids, request.matcher
+    if (
+        matcher is None
+        and len(known) + len(token_ids) < request.max_total_len
+        and request.stops.isdisjoint(token_ids)
+    ):  # mostly
+        known += token_ids
+        return Verdict(len(token_ids))
     for index, token_id in enumerate(token_ids):
-        matcher = request.matcher
         if matcher is not None and not accepts(matcher, token_id):
             error = f"Token {token_id} violates the request's grammar."
             return Verdict(index, "error", error=error)
-        request.token_ids.append(token_id)
+        known.append(token_id)
         # The sampler masks stop tokens before min_tokens; one that slips through does not count.
-        is_stop = token_id in stops and request.num_output_tokens > request.sampling.min_tokens
+        late = request.num_output_tokens > request.sampling.min_tokens
+        is_stop = token_id in request.stops and late
         if is_stop or (matcher is not None and matcher.is_terminated):
             return Verdict(index + 1, "stop", stop_token_id=token_id)
-        if len(request.token_ids) >= request.max_total_len:
+        if len(known) >= request.max_total_len:
             return Verdict(index + 1, "length")
     return Verdict(len(token_ids))
 
@@ -59,16 +67,17 @@ def accepts(matcher: GrammarMatcher, token_id: int) -> bool:
 
 def make_output(request: Request, result: RowResult, verdict: Verdict) -> RequestOutput:
     """The message for a row's kept tokens."""
-    kept = verdict.num_kept
+    kept, token_ids = verdict.num_kept, result.token_ids
     output = RequestOutput(
-        request_id=request.request_id,
-        token_ids=result.token_ids[:kept],
-        finish_reason=verdict.finish_reason,
-        stop_token_id=verdict.stop_token_id,
-        error=verdict.error,
-        num_draft_tokens=result.num_draft_tokens if kept else 0,
-        num_accepted_tokens=max(0, kept - 1),
+        request.request_id, token_ids if kept == len(token_ids) else token_ids[:kept]
     )
+    if kept:
+        output.num_draft_tokens = result.num_draft_tokens
+        output.num_accepted_tokens = kept - 1
+    if verdict.finish_reason is not None:
+        output.finish_reason = verdict.finish_reason
+        output.stop_token_id = verdict.stop_token_id
+        output.error = verdict.error
     if result.logprobs is not None:
         output.logprobs = [TokenLogprobs(*item) for item in result.logprobs[:kept]]
     if not request.has_emitted:
@@ -81,16 +90,23 @@ def make_output(request: Request, result: RowResult, verdict: Verdict) -> Reques
     return output
 
 
-def count_row(stats: StepStats, output: RequestOutput) -> None:
-    """Add a row's kept tokens to the step's counters."""
-    if not output.token_ids:
-        return
-    stats.num_generated_tokens += len(output.token_ids)
-    if output.num_draft_tokens == 0:
-        stats.num_plain_steps += 1
-        return
-    stats.num_drafts += 1
-    stats.num_draft_tokens += output.num_draft_tokens
-    stats.num_accepted_tokens += output.num_accepted_tokens
-    for position in range(output.num_accepted_tokens):
-        stats.accepted_per_pos[position] += 1
+def count_outputs(stats: StepStats, outputs: Iterable[RequestOutput]) -> None:
+    """Add the kept tokens of a step's rows to its counters."""
+    generated = drafts = drafted = accepted = plain = 0
+    for output in outputs:
+        if not output.token_ids:
+            continue
+        generated += len(output.token_ids)
+        if output.num_draft_tokens == 0:
+            plain += 1
+            continue
+        drafts += 1
+        drafted += output.num_draft_tokens
+        accepted += output.num_accepted_tokens
+        for position in range(output.num_accepted_tokens):
+            stats.accepted_per_pos[position] += 1
+    stats.num_generated_tokens += generated
+    stats.num_plain_steps += plain
+    stats.num_drafts += drafts
+    stats.num_draft_tokens += drafted
+    stats.num_accepted_tokens += accepted

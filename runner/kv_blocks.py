@@ -5,6 +5,7 @@ Knows token counts and hashes, not scheduling: it says whether there is room, ne
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import lcm
@@ -12,6 +13,8 @@ from math import lcm
 from ..configs.options import ConfigError
 from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import BlockHashes
+
+NEVER = sys.maxsize  # more tokens than there will ever be
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,10 @@ class RequestBlocks:
     tables: list[list[int]]  # [num_groups][blocks]
     num_published: list[int]  # [num_groups] leading blocks offered to the prefix cache
     num_slid: list[int]  # [num_groups] leading blocks given back, out of the window
+    # So that a step asks only for what changes something; `KVBlocks` keeps them.
+    capacity: int = 0  # tokens that fit; `extend` to no more does nothing
+    slides_at: int = NEVER  # `slide` to fewer confirmed tokens does nothing
+    publishes_at: int = NEVER  # `publish` of fewer confirmed tokens does nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,11 +176,33 @@ class KVBlocks:
         for pool, table in zip(self.pools, match.tables, strict=True):
             pool.take(table)
         sizes = zip(self.groups, match.tables, strict=True)
-        return RequestBlocks(
+        blocks = RequestBlocks(
             tables=[list(table) for table in match.tables],
             num_published=[len(table) for table in match.tables],
             num_slid=[min(first_block_in_window(g, match.num_tokens), len(t)) for g, t in sizes],
         )
+        blocks.capacity = self._capacity(blocks)
+        blocks.slides_at = self._slides_at(blocks)
+        blocks.publishes_at = self._publishes_at(blocks)
+        return blocks
+
+    def _capacity(self, blocks: RequestBlocks) -> int:
+        pairs = zip(self.groups, blocks.tables, strict=True)
+        return min(len(table) * group.block_size for group, table in pairs)
+
+    def _slides_at(self, blocks: RequestBlocks) -> int:
+        ends = [
+            (num_slid + 1) * group.block_size + group.sliding_window - 1
+            for group, num_slid in zip(self.groups, blocks.num_slid, strict=True)
+            if group.sliding_window is not None
+        ]
+        return min(ends, default=NEVER)
+
+    def _publishes_at(self, blocks: RequestBlocks) -> int:
+        if not self._caching:
+            return NEVER
+        pairs = zip(self.groups, blocks.num_published, strict=True)
+        return min((count + 1) * group.block_size for group, count in pairs)
 
     def extend(self, blocks: RequestBlocks, num_tokens: int) -> list[list[int]] | None:
         """Append blocks until `num_tokens` tokens fit: the new ids by group, or None, unchanged."""
@@ -187,6 +216,7 @@ class KVBlocks:
             new.append(pool.allocate(count) if count > 0 else [])
         for table, ids in zip(blocks.tables, new, strict=True):
             table.extend(ids)
+        blocks.capacity = self._capacity(blocks)
         return new
 
     def slide(self, blocks: RequestBlocks, num_confirmed: int) -> None:
@@ -203,6 +233,7 @@ class KVBlocks:
                 self.pools[index].release((table[position],))
                 table[position] = NULL_BLOCK
             blocks.num_slid[index] = max(blocks.num_slid[index], first)
+        blocks.slides_at = self._slides_at(blocks)
 
     def publish(self, blocks: RequestBlocks, hashes: BlockHashes, num_confirmed: int) -> None:
         """Let full blocks below `num_confirmed` (tokens confirmed, KV written) be found."""
@@ -219,12 +250,14 @@ class KVBlocks:
                 if block != NULL_BLOCK:
                     self.pools[index].publish(block, chain[position])
             blocks.num_published[index] = end
+        blocks.publishes_at = self._publishes_at(blocks)
 
     def release(self, blocks: RequestBlocks) -> None:
         """Give back everything a request holds, its last blocks first (they are evicted first)."""
         for pool, table in zip(self.pools, blocks.tables, strict=True):
             pool.release(reversed(table))
             table.clear()
+        blocks.capacity = 0
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request holds."""

@@ -130,7 +130,7 @@ class Fatal(msgspec.Struct, tag="fatal"):
     message: str
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Log probabilities for one token position: the token itself, then the top alternatives."""
 
     token_id: int
@@ -140,7 +140,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top_logprobs: list[float]
 
 
-class RequestOutput(msgspec.Struct, omit_defaults=True):
+class RequestOutput(msgspec.Struct, omit_defaults=True, gc=False):
     """What one step brought for one request."""
 
     request_id: str

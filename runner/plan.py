@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from .messages import SamplingParams
 
 
@@ -30,8 +32,7 @@ class NewBlocks:
     block_ids: list[list[int]]  # [num_groups][num_new_blocks], possibly empty per group
 
 
-@dataclass(slots=True)
-class ScheduledRow:
+class ScheduledRow(msgspec.Struct, gc=False):  # a struct: hundreds are made in every step
     """One request's share of the step. Rows are in batch order: drafted first, prefills last."""
 
     slot: int
@@ -54,7 +55,8 @@ class StepPlan:
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
     rows: list[ScheduledRow] = field(default_factory=list)
-    needs_draft_ids: bool = False  # a grammar must see the real drafts before sampling
+    has_grammar: bool = False  # a grammar masks some row
+    needs_draft_ids: bool = False  # it must see the real drafts before sampling
     num_drafts: int | None = None  # to make after this step, for the next one; None = K
     draft_reason: str = ""  # why so many
     defers_drafter: bool = False  # the drafter takes this step's tokens in later
@@ -65,8 +67,7 @@ class StepPlan:
         return sum(row.num_tokens for row in self.rows)
 
 
-@dataclass(slots=True)
-class RowResult:
+class RowResult(msgspec.Struct, gc=False):
     """What a step gave for one `ScheduledRow`, in the same order; empty for a prefill chunk."""
 
     token_ids: list[int]  # emitted: accepted drafts, then one recovered or bonus token

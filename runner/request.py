@@ -40,12 +40,13 @@ class Request:
     hashes: BlockHashes
     max_total_len: int  # prompt + output never get longer than this
     max_drafts: int | None  # its own cap per step; 0 = speculation off, None = no cap
+    stops: frozenset[int] = frozenset()  # the tokens that end it
     status: RequestStatus = RequestStatus.WAITING
     is_blocked: bool = False  # its grammar is being compiled: not to be scheduled
     matcher: GrammarMatcher | None = None
     # While RUNNING:
     slot: int = -1
-    incarnation: int = 0  # grows with every preemption: results of an older one are stale
+    incarnation: int = 0  # grows when it leaves its slot: results of an older one are stale
     prefill_len: int = 0  # tokens known when it entered the slot
     num_computed_tokens: int = 0  # upper bound, steps in flight included
     num_confirmed_tokens: int = 0  # tokens whose KV, the drafter's too, is surely there and valid
@@ -74,6 +75,7 @@ class Request:
             hashes=BlockHashes(token_ids),
             max_total_len=min(len(token_ids) + sampling.max_tokens, max_model_len),
             max_drafts=sampling.speculative_max_tokens if sampling.speculative_enabled else 0,
+            stops=frozenset(sampling.stop_token_ids),
             is_blocked=sampling.grammar is not None,
         )
 

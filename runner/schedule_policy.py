@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..configs.schema import SchedulerConfig
@@ -51,7 +51,7 @@ class RequestQueue:
         del self._items[index]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RowLimits:
     """What bounds a row beside the token budget.
 
@@ -69,48 +69,41 @@ class RowLimits:
 
         One request with a cap on drafts must not cost the others their FULL graph.
         """
-        if not self.uniform_drafts:
+        if not self.uniform_drafts or not self.num_speculative_tokens:
             return self
         caps = {request.max_drafts for request in running}
         return replace(self, ignore_caps=True) if len(caps) > 1 else self
-
-
-def num_drafts_allowed(request: Request, limits: RowLimits) -> int:
-    """Drafts for the next decode row; negative when not even a plain row may run now.
-
-    The row emits up to drafts + 1 tokens after `max_len` known ones, and that may not pass
-    max_model_len (so no position passes max_model_len - 2). max_total_len is held against the lower
-    bound instead: a token too many is cut, a row too few would stall the request.
-    """
-    drafts = limits.num_speculative_tokens
-    if request.max_drafts is not None and not limits.ignore_caps:
-        drafts = min(drafts, max(0, request.max_drafts))
-    if not limits.uniform_drafts:
-        drafts = min(drafts, request.max_total_len - request.min_len - 1)
-    return min(drafts, limits.max_model_len - request.max_len - 1)
 
 
 def next_row(request: Request, limits: RowLimits, available: int) -> ScheduledRow | None:
     """The running request's share of this step, at most `available` (> 0) tokens.
 
     None if its finish is already certain, or if what is in flight may fill it up to max_model_len.
+    A decode row emits up to drafts + 1 tokens after `max_len` known ones, and that may not pass
+    max_model_len (so no position passes max_model_len - 2). max_total_len is held against the lower
+    bound instead: a token too many is cut, a row too few would stall the request.
     """
-    if request.is_prefilling:
+    computed = request.num_computed_tokens
+    if computed < request.prefill_len:
         return prefill_row(request, available)
-    if request.min_len >= request.max_total_len:
+    known = len(request.token_ids)  # the request's properties, read once
+    missing = request.max_total_len - known - request.num_sampling_in_flight
+    if missing <= 0:
         return None
-    num_drafts = min(num_drafts_allowed(request, limits), available - 1)
-    if num_drafts < 0:
-        return None
-    assert request.num_computed_tokens == request.max_len - 1
-    return ScheduledRow(
-        slot=request.slot,
-        num_tokens=num_drafts + 1,
-        num_draft_tokens=num_drafts,
-        num_computed_tokens=request.num_computed_tokens,
-        is_prefill=False,
-        num_output_tokens=request.max_len - request.prompt_len,
-    )
+    max_len = known + request.num_placeholders
+    drafts, cap = limits.num_speculative_tokens, request.max_drafts
+    if cap is not None and cap < drafts and not limits.ignore_caps:
+        drafts = max(0, cap)
+    if drafts >= missing and not limits.uniform_drafts:
+        drafts = missing - 1
+    room = min(limits.max_model_len - max_len, available)
+    if drafts >= room:
+        drafts = room - 1
+        if drafts < 0:
+            return None
+    assert computed == max_len - 1
+    num_output = max_len - request.prompt_len
+    return ScheduledRow(request.slot, drafts + 1, drafts, computed, False, num_output)
 
 
 def prefill_row(request: Request, available: int) -> ScheduledRow:
@@ -136,3 +129,12 @@ def batch_order(row: ScheduledRow, decode_query_len: int) -> tuple[int, int]:
     if not row.is_prefill and row.num_tokens <= decode_query_len:
         return 1, row.num_tokens
     return 2, row.num_tokens
+
+
+def is_in_order(rows: Sequence[ScheduledRow]) -> bool:
+    """Whether the rows surely need no sorting: they are alike, as those of a step mostly are."""
+    tokens, drafts = rows[0].num_tokens, rows[0].num_draft_tokens
+    for row in rows:
+        if row.num_tokens != tokens or row.num_draft_tokens != drafts or row.is_prefill:
+            return False
+    return True

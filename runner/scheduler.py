@@ -10,17 +10,23 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from ..configs.options import ConfigError
 from ..configs.schema import SchedulerConfig
-from .finish import Verdict, append_tokens, count_row, make_output
+from .finish import Verdict, append_tokens, count_outputs, make_output
 from .grammar import GrammarMatcher
 from .kv_blocks import KVBlocks
 from .messages import AddRequest, RequestOutput, StepOutputs, StepStats, TokenLogprobs
 from .plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
 from .request import Request, RequestStatus
-from .schedule_policy import RequestQueue, RowLimits, batch_order, next_row, prefill_row
+from .schedule_policy import (
+    RequestQueue,
+    RowLimits,
+    batch_order,
+    is_in_order,
+    next_row,
+    prefill_row,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -28,21 +34,9 @@ NAN_ERROR = "The model produced NaN for this request."
 DEAD_END_ERROR = "No token satisfies this request's grammar together with its other options."
 
 
-@dataclass(frozen=True, slots=True)
-class RowInFlight:
-    """Whose a scheduled row is. Stale once the request has finished or has been preempted."""
-
-    request: Request
-    incarnation: int
-    row: ScheduledRow
-
-    @property
-    def is_stale(self) -> bool:
-        """Whether the row's result must not be applied."""
-        request = self.request
-        return request.status is not RequestStatus.RUNNING or (
-            request.incarnation != self.incarnation
-        )
+# Whose a scheduled row is, and the request's incarnation then. Once that is another, the request
+# has finished or has been preempted: the row is stale, and its result must not be applied.
+RowInFlight = tuple[Request, int, ScheduledRow]
 
 
 class Scheduler:
@@ -76,6 +70,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs))  # a heap
         self._freed_slots: list[int] = []  # to be told to the runner
+        self._num_grammars = 0  # of unfinished requests
         self._in_flight: dict[int, list[RowInFlight]] = {}  # step id -> rows in batch order
         self._next_step_id = 0
         self._num_arrived = 0
@@ -114,6 +109,7 @@ class Scheduler:
         """Its grammar is compiled: from now on it may be scheduled."""
         request.matcher = matcher
         request.is_blocked = False
+        self._num_grammars += 1
 
     def fail(self, request: Request, error: str, invalid_request: bool = False) -> None:
         """End an unfinished request with an error output."""
@@ -128,8 +124,8 @@ class Scheduler:
 
     def request_of(self, step_id: int, row_index: int) -> Request | None:
         """Whose a row of a step in flight is; None if the row is stale."""
-        entry = self._in_flight[step_id][row_index]
-        return None if entry.is_stale else entry.request
+        request, incarnation, _ = self._in_flight[step_id][row_index]
+        return request if request.incarnation == incarnation else None
 
     @property
     def has_requests(self) -> bool:
@@ -145,7 +141,8 @@ class Scheduler:
         """Draft up to `count` tokens from the next step on; at most the K given at the start."""
         assert 0 <= count <= self._max_drafts
         limits = self._limits
-        self._limits = RowLimits(limits.max_model_len, count, limits.uniform_drafts)
+        if count != limits.num_speculative_tokens:
+            self._limits = RowLimits(limits.max_model_len, count, limits.uniform_drafts)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -158,13 +155,18 @@ class Scheduler:
             self._schedule_waiting(plan, entries, budget)
         if not entries:
             return None
-        entries.sort(key=lambda entry: batch_order(entry.row, self._max_drafts + 1))
-        plan.rows = [entry.row for entry in entries]
+        plan.rows = [row for _, _, row in entries]
+        if not is_in_order(plan.rows):
+            entries.sort(key=lambda entry: batch_order(entry[2], self._max_drafts + 1))
+            plan.rows = [row for _, _, row in entries]
         plan.freed_slots, self._freed_slots = self._freed_slots, []
-        # A bitmask is laid out by real drafts, so other rows' drafts must be known too.
-        plan.needs_draft_ids = any(row.num_draft_tokens for row in plan.rows) and any(
-            entry.request.matcher is not None and not entry.row.is_prefill for entry in entries
-        )
+        if self._num_grammars:
+            plan.has_grammar = any(
+                request.matcher is not None and not row.is_prefill for request, _, row in entries
+            )
+            # A bitmask is laid out by real drafts, so other rows' drafts must be known too.
+            has_drafts = any(row.num_draft_tokens for row in plan.rows)
+            plan.needs_draft_ids = plan.has_grammar and has_drafts
         self._in_flight[plan.step_id] = entries
         self._next_step_id += 1
         return plan
@@ -176,18 +178,21 @@ class Scheduler:
         limits = self._limits.of_step(self.running)
         later = len(self.running)
         for request in list(self.running):
-            if budget <= 0 or request.status is not RequestStatus.RUNNING:
+            blocks = request.blocks
+            if budget <= 0 or blocks is None:
                 break  # those behind a preempted one are preempted, too
             # Leave a token for each later one, so that a long chunk does not stop their decoding.
             later -= 1
             row = next_row(request, limits, max(1, budget - later))
             if row is None:
                 continue
-            new_blocks = self._make_room(request, row)
-            if new_blocks is None:
-                return budget, False
-            if any(new_blocks):
-                plan.new_blocks.append(NewBlocks(request.slot, new_blocks))
+            end = row.num_computed_tokens + row.num_tokens + self._num_lookahead_tokens
+            if end > blocks.capacity or request.num_confirmed_tokens >= blocks.slides_at:
+                new_blocks = self._make_room(request, row)
+                if new_blocks is None:
+                    return budget, False
+                if any(new_blocks):
+                    plan.new_blocks.append(NewBlocks(request.slot, new_blocks))
             self._commit(request, row, entries)
             budget -= row.num_tokens
         return budget, self._stats.num_preemptions == num_preemptions
@@ -221,7 +226,7 @@ class Scheduler:
         if not row.is_prefill:
             request.num_sampling_in_flight += 1
             request.num_placeholders += row.num_draft_tokens + 1
-        entries.append(RowInFlight(request, request.incarnation, row))
+        entries.append((request, request.incarnation, row))
 
     def _schedule_waiting(self, plan: StepPlan, entries: list[RowInFlight], budget: int) -> None:
         """Admit waiting requests, in order, until one does not fit."""
@@ -283,7 +288,6 @@ class Scheduler:
         """Take slot and blocks away; what it published stays in the prefix cache."""
         self._vacate(request)
         request.status = RequestStatus.WAITING
-        request.incarnation += 1
         request.num_computed_tokens = request.num_confirmed_tokens = 0
         request.num_rows_in_flight = request.num_sampling_in_flight = request.num_placeholders = 0
         if not request.has_emitted:
@@ -298,6 +302,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = RequestStatus.FINISHED
+        self._num_grammars -= request.matcher is not None
         del self._requests[request.request_id]
         self._has_news = True
 
@@ -314,6 +319,7 @@ class Scheduler:
         self._freed_slots.append(request.slot)
         heapq.heappush(self._free_slots, request.slot)
         request.slot = -1
+        request.incarnation += 1
 
     # --- results --------------------------------------------------------------------------------
 
@@ -321,9 +327,9 @@ class Scheduler:
         """Take in the results of the oldest step in flight; steps are applied in order."""
         assert plan.step_id == next(iter(self._in_flight)), "steps are applied in order"
         entries = self._in_flight.pop(plan.step_id)
-        for entry, result in zip(entries, results, strict=True):
-            if not entry.is_stale:
-                self._apply_row(entry.request, entry.row, result)
+        for (request, incarnation, row), result in zip(entries, results, strict=True):
+            if request.incarnation == incarnation:
+                self._apply_row(request, row, result)
         return self._take_outputs()
 
     def take_news(self) -> StepOutputs:
@@ -332,47 +338,46 @@ class Scheduler:
 
     def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
         request.num_rows_in_flight -= 1
-        self._count_prompt_tokens(request, row)
+        if row.num_computed_tokens < request.prompt_len:
+            self._count_prompt_tokens(request, row)
         if result.has_nan:
             error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
             self._report(request, result, Verdict(0, "error", error=error))
             return
-        if request.wants_prompt_logprobs and result.prompt_logprobs:
+        if result.prompt_logprobs and request.wants_prompt_logprobs:
             new = [TokenLogprobs(*item) for item in result.prompt_logprobs]
             request.prompt_logprobs.extend(new)
         if row.is_prefill:
             end = row.num_computed_tokens + row.num_tokens
-            request.num_confirmed_tokens = end - row.num_behind
-            self._publish(request)
+            self._confirm(request, end - row.num_behind)
             return
-        num_emitted = len(result.token_ids)
-        assert 1 <= num_emitted <= row.num_draft_tokens + 1
-        request.num_computed_tokens -= row.num_draft_tokens + 1 - num_emitted
+        num_emitted, most = len(result.token_ids), row.num_draft_tokens + 1
+        assert 1 <= num_emitted <= most
+        request.num_computed_tokens -= most - num_emitted
         request.num_sampling_in_flight -= 1
-        request.num_placeholders -= row.num_draft_tokens + 1
+        request.num_placeholders -= most
         verdict = append_tokens(request, result.token_ids)
         assert verdict.num_kept <= result.num_draft_tokens + 1
         # The newest token's KV is not written; after a cut nothing behind the cut may be cached.
-        request.num_confirmed_tokens = len(request.token_ids) - 1 - row.num_behind
-        self._publish(request)
+        self._confirm(request, len(request.token_ids) - 1 - row.num_behind)
         self._report(request, result, verdict)
 
     def _report(self, request: Request, result: RowResult, verdict: Verdict) -> None:
         """Report a row's kept tokens, and the request's end if this is it."""
-        output = make_output(request, result, verdict)
-        count_row(self._stats, output)
-        self._outputs.append(output)
+        self._outputs.append(make_output(request, result, verdict))
         if verdict.finish_reason is not None:
             self._remove(request)
 
-    def _publish(self, request: Request) -> None:
-        assert request.blocks is not None
-        self.kv.publish(request.blocks, request.hashes, request.num_confirmed_tokens)
+    def _confirm(self, request: Request, num_tokens: int) -> None:
+        """The KV of so many tokens is there and valid: others may use what is full of it."""
+        blocks = request.blocks
+        assert blocks is not None
+        request.num_confirmed_tokens = num_tokens
+        if num_tokens >= blocks.publishes_at:
+            self.kv.publish(blocks, request.hashes, num_tokens)
 
     def _count_prompt_tokens(self, request: Request, row: ScheduledRow) -> None:
         """Count each prompt position once, though preemption may compute it again."""
-        if row.num_computed_tokens >= request.prompt_len:
-            return
         start = max(request.num_counted_prompt_tokens, row.num_computed_tokens)
         end = min(row.num_computed_tokens + row.num_tokens, request.prompt_len)
         if end > start:
@@ -385,6 +390,7 @@ class Scheduler:
         stats.num_waiting = len(self.waiting)
         stats.kv_cache_usage = self.kv.usage
         outputs, self._outputs = self._outputs, []
+        count_outputs(stats, outputs)
         self._has_news = False
         return StepOutputs(outputs, stats)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slipstream.runner.finish import append_tokens, count_row, make_output
+from slipstream.runner.finish import append_tokens, count_outputs, make_output
 from slipstream.runner.messages import RequestOutput, StepStats
 from slipstream.runner.plan import RowResult
 from slipstream.runner.request import Request
@@ -20,7 +20,7 @@ def request(max_tokens: int = 10, max_model_len: int = 100, **options: object) -
 def outcome(request: Request, result: RowResult) -> tuple[RequestOutput, StepStats]:
     stats = StepStats(accepted_per_pos=[0] * 4)
     output = make_output(request, result, append_tokens(request, result.token_ids))
-    count_row(stats, output)
+    count_outputs(stats, [output])
     return output, stats
 
 
