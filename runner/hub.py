@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..configs.schema import ModelConfig
+from ..configs.schema import ModelConfig, SpeculativeConfig
+from ..configs.speculative import METHODS
 from .errors import ModelLoadError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
@@ -25,7 +26,11 @@ def find_model(config: ModelConfig) -> Path:
     if path.exists():
         if path.is_file() and path.suffix != ".gguf":
             raise ModelLoadError(f"{path} is a file, but neither a model folder nor a .gguf file.")
-        if path.is_dir() and config.load_format != "gguf" and not (path / "config.json").exists():
+        if path.is_dir() and config.load_format == "gguf":
+            return _gguf_in(path)
+        if path.is_dir() and not (path / "config.json").exists():
+            if config.load_format == "auto" and any(path.glob("*.gguf")):
+                return _gguf_in(path)
             raise ModelLoadError(f"{path} has no config.json, so it is not a model folder.")
         return path
     if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")):
@@ -33,6 +38,19 @@ def find_model(config: ModelConfig) -> Path:
     if name.count("/") != 1:
         raise ModelLoadError(f"{name!r} is no folder, no .gguf file and no hub id (owner/name).")
     return _download(name, config.revision)
+
+
+def find_drafter(config: SpeculativeConfig) -> None:
+    """Find the drafter's files, or download them, before anything is loaded; ModelLoadError."""
+    if config.model is not None and config.method in METHODS:  # not those of one's own
+        find_model(ModelConfig(model=config.model, load_format=config.load_format))
+
+
+def _gguf_in(folder: Path) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) != 1:
+        raise ModelLoadError(f"{folder} holds {len(files)} .gguf files; name one of them.")
+    return files[0]
 
 
 def _download(name: str, revision: str | None) -> Path:

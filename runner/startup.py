@@ -29,6 +29,7 @@ from .draft_host import DraftModelHost, GraphSettings
 from .errors import RunnerError
 from .graph_capture import CudaGraphs, GraphPool, frozen_garbage_collector
 from .graph_dispatch import GraphRole, resolve_mode, wanted_modes
+from .hub import find_drafter
 from .input_batch import InputBuffers
 from .kv_blocks import BlockGroup
 from .kv_cache import KVCache, KVCacheGroup, make_groups
@@ -100,6 +101,7 @@ class _Assembly:
     def run(self) -> RunnerParts:
         config = self.config
         with self._phase("load"):
+            find_drafter(config.speculative)
             self._load_target()
             self.graphs = self._graph_settings()
             host = self._draft_host()

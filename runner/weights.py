@@ -64,11 +64,6 @@ def resolve_model(config: ModelConfig, check_architecture: bool = True) -> Resol
     path = find_model(config)
     if path.suffix == ".gguf":
         return _resolve_gguf(path, config)
-    if config.load_format == "gguf":
-        files = sorted(path.glob("*.gguf"))
-        if len(files) != 1:
-            raise ModelLoadError(f"{path} holds {len(files)} .gguf files; name one of them.")
-        return _resolve_gguf(files[0], config)
     raw = _read_json(path / "config.json")
     hf_config = make_hf_config(_merged(raw, _overrides(config)), str(path), check_architecture)
     generation = path / "generation_config.json"

@@ -44,7 +44,8 @@ def _local(name: str) -> Path | None:
 
 def _checked(path: Path, load_format: str) -> dict[str, Any]:
     """What the model says of itself, in the words of a config.json; empty if it says nothing."""
-    if path.is_dir() and load_format == "gguf":
+    named = load_format == "gguf" or (load_format == "auto" and not (path / "config.json").exists())
+    if path.is_dir() and named:
         files = sorted(path.glob("*.gguf"))
         path = files[0] if len(files) == 1 else path
     if path.is_file():

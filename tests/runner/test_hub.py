@@ -8,7 +8,9 @@ import httpx
 import pytest
 from huggingface_hub import errors
 
-from slipstream.configs.schema import ModelConfig
+from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
+from slipstream.runner import startup
+from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.hub import HubError, download, find_model
 from slipstream.server.tokenizer_source import TokenizerLoadError, find_tokenizer_folder
 
@@ -56,3 +58,39 @@ def test_a_repository_gives_its_folder(monkeypatch: pytest.MonkeyPatch, tmp_path
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", give)
     assert download("owner/name", None, ("*.json",)) == tmp_path
+
+
+def test_a_folder_with_one_gguf_file_is_that_file(tmp_path: Path) -> None:
+    config = ModelConfig(str(tmp_path))
+    with pytest.raises(ModelLoadError, match="has no config.json"):
+        find_model(config)
+    (tmp_path / "a.gguf").touch()
+    assert find_model(config) == tmp_path / "a.gguf"
+    (tmp_path / "b.gguf").touch()
+    with pytest.raises(ModelLoadError, match="holds 2 .gguf files; name one of them"):
+        find_model(config)
+    (tmp_path / "config.json").touch()
+    assert find_model(config) == tmp_path
+    with pytest.raises(ModelLoadError, match="holds 2 .gguf files"):
+        find_model(ModelConfig(str(tmp_path), load_format="gguf"))
+
+
+def test_a_drafter_is_looked_for_before_the_target_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    config = Config(speculative=SpeculativeConfig(method="eagle3", model="heads/nope"))
+
+    class Loaded(Exception):
+        pass
+
+    def load(self: object) -> None:
+        raise Loaded
+
+    monkeypatch.setattr(startup._Assembly, "_load_target", load)
+    with pytest.raises(ModelLoadError, match="^heads/nope is neither a local folder nor in the"):
+        startup.assemble(config, lambda progress: None)
+    own = SpeculativeConfig(method="my.drafters:Mine", model="anything")  # reads the name itself
+    for speculative in (SpeculativeConfig(), SpeculativeConfig(method="ngram"), own):
+        with pytest.raises(Loaded):
+            startup.assemble(Config(speculative=speculative), lambda progress: None)

@@ -181,6 +181,9 @@ def test_a_length_beyond_the_model_is_refused_from_its_config(
 
 
 def test_a_length_beyond_a_gguf_model_is_refused(tmp_path: Path) -> None:
+    gguf_file(tmp_path / "m.gguf")
+    with pytest.raises(ModelFilesError, match="--max-model-len 101 is beyond the model's 100"):
+        check_model_files(config(tmp_path, max_model_len=101))
     path = gguf_file(tmp_path / "m.gguf")
     with pytest.raises(ModelFilesError, match="--max-model-len 101 is beyond the model's 100"):
         check_model_files(config(path, max_model_len=101))
