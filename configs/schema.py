@@ -11,6 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+# Formats that the server's parsers read; tests hold these lists against the parsers.
+TOOL_CALL_FORMATS = (
+    *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder", "qwen3_xml", "llama3_json"),
+    *("llama4_json", "mistral", "deepseek_v3", "deepseek_v31", "gemma", "gemma3", "gemma4"),
+    *("functiongemma", "pythonic", "llama4_pythonic"),
+)
+REASONING_FORMATS = ("deepseek_r1", "qwen3", "gemma", "gemma4")
+
 
 def option(
     default: Any, doc: str, *, choices: tuple[str, ...] = (), short: str | None = None
@@ -43,10 +51,14 @@ class ServerConfig:
     metrics_prefix: str = option("slipstream", "prefix of the metric names")
     chat_template: str | None = option(None, "file with a chat template that replaces the model's")
     tool_call_parser: str = option(
-        "auto", "how the model writes tool calls: a format's name, none, or auto (by its template)"
+        "auto",
+        "how the model writes tool calls (auto: by its chat template)",
+        choices=("auto", "none", *TOOL_CALL_FORMATS),
     )
     reasoning_parser: str = option(
-        "auto", "how the model marks its reasoning: a format's name, none, or auto"
+        "auto",
+        "how the model marks its reasoning (auto: by its chat template)",
+        choices=("auto", "none", *REASONING_FORMATS),
     )
     trust_request_chat_template: bool = option(
         False, "run chat templates that requests bring; they can use up CPU time"

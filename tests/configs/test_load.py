@@ -159,6 +159,15 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
         (["--port", "65536"], "--port 65536: must be at most 65535"),
         (["--port", "-1"], "--port -1: must be at least 0"),
         (["--dtype", "bfloat"], r"--dtype must be one of .* not 'bfloat' \(did you mean bfloat16"),
+        (
+            ["--tool-call-parser", "foo"],
+            "--tool-call-parser must be one of auto, none, hermes, .*foo",
+        ),
+        (["--tool-call-parser", "herms"], r"not 'herms' \(did you mean hermes\?\)"),
+        (
+            ["--reasoning-parser", "foo"],
+            "--reasoning-parser must be one of auto, none, deepseek_r1",
+        ),
         (["-tp", "2"], "--tensor-parallel-size 2: only 1 is possible"),
         (["-dp", "2"], "--data-parallel-size 2: only 1 is possible"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from slipstream.configs.schema import REASONING_FORMATS
 from slipstream.server.output_parser import OutputParser
 from slipstream.server.reasoning import (
     REASONING_PARSERS,
@@ -101,6 +102,6 @@ def test_the_format_is_read_off_the_template() -> None:
 
 
 def test_names() -> None:
-    assert {"deepseek_r1", "qwen3", "gemma"} <= set(REASONING_PARSERS)
+    assert REASONING_PARSERS == REASONING_FORMATS  # which the flag takes
     with pytest.raises(ValueError, match="no reasoning parser 'x'; there are deepseek_r1"):
         reasoning_parser_class("x")

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from slipstream.configs.schema import TOOL_CALL_FORMATS
 from slipstream.server.tool_parsers import TOOL_PARSERS, detect_tool_parser, tool_parser_class
 from slipstream.server.tool_parsers.base import (
     ContentDelta,
@@ -365,6 +366,7 @@ def test_forced_calls(
 
 
 def test_every_registered_name_has_its_parser() -> None:
+    assert TOOL_PARSERS == TOOL_CALL_FORMATS  # which the flag takes
     for name in TOOL_PARSERS:
         assert issubclass(tool_parser_class(name), ToolParser)
     with pytest.raises(ValueError, match="no tool parser 'nope'; there are hermes"):
