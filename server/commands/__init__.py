@@ -33,18 +33,26 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         match = re.match(r"unrecognized arguments: (\S+)", message)
         if match:
-            known = [flag for action in self._walk() for flag in action.option_strings]
-            message = f"there is no flag {match[1]}{did_you_mean(match[1], known)}"
+            message = self._unknown(match[1])
         self.exit(2, f"{self.prog}: error: {message}\n")
 
-    def _walk(self) -> list[argparse.Action]:
-        """The actions of this parser and of its commands."""
-        actions = list(self._actions)
-        for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction):
-                for parser in action.choices.values():
-                    actions += parser._actions
-        return actions
+    def _unknown(self, argument: str) -> str:
+        known = [flag for action in _actions(self) for flag in action.option_strings]
+        if argument.startswith("-"):
+            flag = argument.partition("=")[0]
+            return f"there is no flag {flag}{did_you_mean(flag, known)}"
+        hint = did_you_mean(f"--{argument}", known)
+        return f"the argument {argument!r} is one too many{hint}"
+
+
+def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """Those of a parser and of its commands."""
+    found = list(parser._actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                found += _actions(command)
+    return found
 
 
 class _Version(argparse.Action):

@@ -58,11 +58,18 @@ def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "words"),
     [
         (["serve", "--prot", "9"], "there is no flag --prot (did you mean --port?)"),
+        (["serve", "--prot=9"], "there is no flag --prot (did you mean --port?)"),
+        (["serve", "a/b", "extra"], "error: the argument 'extra' is one too many\n"),
+        (["serve", "a/b", "prot"], "the argument 'prot' is one too many (did you mean --port?)"),
+        (["bench", "serve", "--bakend"], "there is no flag --bakend (did you mean --backend?)"),
         (["serve", "--max-model"], "there is no flag --max-model"),
         (["serve", "--port"], "--port"),
         (["srve"], "srve"),
         (["serve", "--port", "high"], "--port must be an integer, not 'high'"),
         (["serve", "/no/such/model"], "/no/such/model"),
+        (["serve", "smollm"], "no preset (smollm2-135m) (did you mean smollm2-135m?)"),
+        (["serve", "-sc", '{"method":"eagle3","model":"/no/such"}'], "drafter '/no/such' does not"),
+        (["serve", "--reasoning-parser", "foo"], "--reasoning-parser must be one of auto, none, "),
     ],
 )
 def test_wrong_command_lines_are_one_line(
