@@ -113,6 +113,13 @@ class Outcome:
         return (self.latency - self.ttft) / more if more > 0 else None
 
 
+def key_wanted(headers: dict[str, str]) -> str:
+    """What to do about a status of 401."""
+    given = any(name.lower() == "authorization" for name in headers)
+    why = "does not accept this key" if given else "wants a key"
+    return f"the server {why} (HTTP 401): give one with --api-key, or in OPENAI_API_KEY"
+
+
 async def ask_once(client: httpx.AsyncClient, target: Target, ask: Ask) -> Outcome:
     """Send one request and read its stream; never raises for what the server does."""
     outcome = Outcome()
@@ -121,6 +128,9 @@ async def ask_once(client: httpx.AsyncClient, target: Target, ask: Ask) -> Outco
         async with client.stream(
             "POST", target.url, json=target.body(ask), headers=target.headers
         ) as reply:
+            if reply.status_code == 401:
+                outcome.error = key_wanted(target.headers)
+                return outcome
             if reply.status_code != 200:
                 text = (await reply.aread()).decode("utf-8", "replace")
                 outcome.error = f"HTTP {reply.status_code}: {text[:200]}"

@@ -28,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--endpoint", metavar="PATH", help="(default: the backend's, /v1/...)")
     add("--model", help="its name there (default: the first that /v1/models lists)")
+    add("--api-key", metavar="KEY", help="the server's key (default: OPENAI_API_KEY, if it is set)")
     add("--header", metavar="NAME=VALUE", action="append", default=[], help="one more header")
     add("--extra-body", metavar="JSON", default="{}", help="more fields of every request")
     add("--temperature", type=float, default=0.0, help="(default: 0)")
@@ -126,7 +127,7 @@ async def _measure(args: argparse.Namespace, limits: dict[str, float], asks: lis
 
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
     headers = dict(item.partition("=")[::2] for item in args.header)
-    if key := os.environ.get("OPENAI_API_KEY"):
+    if key := args.api_key or os.environ.get("OPENAI_API_KEY"):
         headers.setdefault("Authorization", f"Bearer {key}")
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=no_limit, timeout=args.timeout) as client:
@@ -155,13 +156,17 @@ async def _measure(args: argparse.Namespace, limits: dict[str, float], asks: lis
 async def _target(client: Any, args: argparse.Namespace, base: str, headers: dict[str, str]) -> Any:
     import httpx
 
-    from .bench_serve import Target
+    from .bench_serve import Target, key_wanted
 
     model = args.model
     if model is None:
         try:
             reply = await client.get(f"{base}/v1/models", headers=headers)
-            model = reply.raise_for_status().json()["data"][0]["id"]
+            if reply.status_code == 401:
+                raise ConfigError(key_wanted(headers))
+            if reply.status_code != 200:
+                raise ConfigError(f"{base}/v1/models: HTTP {reply.status_code}")
+            model = reply.json()["data"][0]["id"]
         except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
             raise ConfigError(f"{base}/v1/models: {type(error).__name__}: {error}") from None
     chat = args.backend == "openai-chat"

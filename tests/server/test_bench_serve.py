@@ -215,3 +215,30 @@ def test_compare_reads_the_lines_of_another_engine(
     (tmp_path / "empty").write_text("nothing\n")
     assert main(["bench", "compare", str(tmp_path / "empty"), str(ours)]) == 2
     assert "holds no figures" in capsys.readouterr().err
+
+
+def test_a_key_that_lacks_or_is_wrong_names_the_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.headers.get("authorization") != "Bearer right":
+            return httpx.Response(401, json={"error": {"message": "no"}})
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        return httpx.Response(200, stream=Pieces(text("a"), USAGE, DONE, seconds=0))
+
+    real = httpx.AsyncClient
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: real(transport=transport))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    command = ["bench", "serve", "--num-prompts", "1", "--num-warmups"]
+    advice = "give one with --api-key, or in OPENAI_API_KEY\n"
+    assert main([*command, "0"]) == 2
+    assert capsys.readouterr().err.endswith(f"the server wants a key (HTTP 401): {advice}")
+    assert main([*command, "0", "--api-key", "wrong"]) == 2
+    assert f"the server does not accept this key (HTTP 401): {advice}" in capsys.readouterr().err
+    assert main([*command, "1", "--model", "m"]) == 1
+    assert f"wants a key (HTTP 401): {advice}" in capsys.readouterr().err
+    assert main([*command, "1", "--api-key", "right"]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    assert main([*command, "1"]) == 0
