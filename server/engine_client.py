@@ -34,7 +34,7 @@ from ..runner.messages import (
 )
 from ..runner.process import WorkerOrders, WorkerProcess, describe_exit
 from .health import Health, State
-from .request_stream import EngineDead, RequestStream, SpeculatorRefused
+from .request_stream import EngineDead, RequestStream, ShutDown, SpeculatorRefused
 from .watchdog import Watchdog
 
 __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
@@ -44,6 +44,7 @@ log = logging.getLogger("slipstream.engine")
 ProgressCallback = Callable[[Progress], None]
 StatsCallback = Callable[[StepStats], None]
 _LAST_WORDS_SECONDS = 0.3  # for a Fatal that is still on its way when the process has ended
+_SHUTTING_DOWN = "the server is shutting down"
 STOP_SECONDS = 5.0  # for the step in flight when the worker is told to stop
 
 
@@ -187,7 +188,7 @@ class EngineClient:
             self._supervisor.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._supervisor
-        self._fail_streams("the server is shutting down")
+        self._fail_streams(_SHUTTING_DOWN, ShutDown)
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.channel.send([*self._outbox, Shutdown()])
@@ -196,7 +197,7 @@ class EngineClient:
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and return once the open ones have ended, or after `timeout` s."""
         if self.state != "failed":
-            self.health.change("draining", "the server is shutting down")
+            self.health.change("draining", _SHUTTING_DOWN)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), timeout)
 
@@ -236,17 +237,18 @@ class EngineClient:
             self._idle.set()
         return stream
 
-    def _fail_streams(self, message: str) -> None:
+    def _fail_streams(self, message: str, kind: type[EngineDead] = EngineDead) -> None:
         for request_id in list(self._streams):
             stream = self._forget(request_id)
             assert stream is not None
-            stream.fail(EngineDead(message, self.health.report.retry_after))
+            stream.fail(kind(message, self.health.report.retry_after))
         if self._change is not None and not self._change.done():
-            self._change.set_exception(EngineDead(message, self.health.report.retry_after))
+            self._change.set_exception(kind(message, self.health.report.retry_after))
 
     def _dead(self) -> EngineDead:
         report = self.health.report
-        return EngineDead(report.detail or f"the engine is {report.state}", report.retry_after)
+        kind = ShutDown if report.state == "draining" else EngineDead
+        return kind(report.detail or f"the engine is {report.state}", report.retry_after)
 
     # --- life of the worker -------------------------------------------------------------------
 

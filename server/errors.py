@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from .request_stream import EngineDead
+from .request_stream import EngineDead, ShutDown
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +227,12 @@ class EngineStopped(APIError):
         )
 
 
+class ServerStopped(EngineStopped):
+    """The server was told to end, and the request took longer than it may wait."""
+
+    code = "server_shutting_down"
+
+
 class GenerationFailed(APIError):
     """The engine could not finish this one request."""
 
@@ -264,7 +270,8 @@ def as_api_error(error: BaseException) -> APIError:
     if isinstance(error, HTTPException):
         return _from_http(error)
     if isinstance(error, EngineDead):
-        return EngineStopped(str(error).rstrip("."), error.retry_after)
+        kind = ServerStopped if isinstance(error, ShutDown) else EngineStopped
+        return kind(str(error).rstrip("."), error.retry_after)
     logger.error("unexpected error in a request", exc_info=error)
     return InternalError()
 

@@ -17,6 +17,10 @@ class EngineDead(Exception):
         self.retry_after = retry_after
 
 
+class ShutDown(EngineDead):
+    """The server ends, and has no more time for the request."""
+
+
 class SpeculatorRefused(Exception):
     """The worker did not change its drafter. The text is one sentence."""
 

@@ -18,7 +18,14 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from .acceptance import MeasuredPrompt, MeasurementFailed, Tally, measure_acceptance, total
-from .errors import APIError, AuthenticationFailed, EngineStopped, InvalidRequest, NotSupported
+from .errors import (
+    APIError,
+    AuthenticationFailed,
+    EngineStopped,
+    InvalidRequest,
+    NotSupported,
+    as_api_error,
+)
 from .openai_types.common import Body
 from .request_stream import EngineDead, SpeculatorRefused
 from .services import Engine, Services
@@ -115,7 +122,9 @@ class Trial:
                 await asyncio.shield(self._settle(engine, "keep" if keep else "revert"))
         except SpeculatorRefused as error:
             raise InvalidRequest(f"{error}.", "model", "invalid_value") from None
-        except (EngineDead, MeasurementFailed) as error:
+        except EngineDead as error:
+            raise as_api_error(error) from None
+        except MeasurementFailed as error:
             raise EngineStopped(str(error)) from None
         log.info("drafter %s %s: %s", model, "taken" if keep else "not taken", reason)
         figures = {"before": before.as_dict(), "after": after.as_dict()}

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from slipstream.runner.messages import RequestOutput
-from slipstream.server.request_stream import EngineDead
+from slipstream.server.request_stream import EngineDead, ShutDown
 
 from .api_fakes import (
     MAX_LEN,
@@ -238,22 +238,30 @@ async def test_full_queue_is_a_429_with_retry_after() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "status"),
+    ("fault", "status", "code"),
     [
-        (EngineDead("the worker was killed", 2), 503),
-        (RuntimeError("secret detail"), 500),
-        (RequestOutput("", [], finish_reason="error", error="NaN in the logits."), 500),
+        (EngineDead("the worker was killed", 2), 503, "engine_dead"),
+        (ShutDown("the server is shutting down", 2), 503, "server_shutting_down"),
+        (RuntimeError("secret detail"), 500, "internal_error"),
+        (
+            RequestOutput("", [], finish_reason="error", error="NaN in the logits."),
+            500,
+            "generation_failed",
+        ),
         (
             RequestOutput(
                 "", [], finish_reason="error", error="The regex is wrong.", invalid_request=True
             ),
             400,
+            None,
         ),
     ],
 )
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_fault_ends_its_request_alone(fault: Any, status: int, path: str, n: int) -> None:
+async def test_fault_ends_its_request_alone(
+    fault: Any, status: int, code: str | None, path: str, n: int
+) -> None:
     def script(request: Any) -> list[Any]:
         first = reply_with()(request)[0]
         return [first, fault if request.request_id.endswith("-0") else float("inf")]
@@ -263,7 +271,9 @@ async def test_fault_ends_its_request_alone(fault: Any, status: int, path: str, 
     body |= {"prompt": "x"} if path == TEXT else {"messages": HI}
     async with http_client(make_app(engine)) as client:
         error = error_of(await client.post(path, json=body), status)
-        assert "secret" not in error["message"]
+        assert "secret" not in error["message"] and error["code"] == code
+        if isinstance(fault, EngineDead):
+            assert error["message"] == f"The request could not be finished: {fault}."
         assert not engine.open  # the siblings were aborted
         streamed = await client.post(path, json={**body, "stream": True})
         events = [e for e in streamed.text.split("\n\n") if e]

@@ -29,6 +29,7 @@ from slipstream.server.engine_client import (
     RequestStream,
     WorkerFailed,
 )
+from slipstream.server.request_stream import ShutDown
 from slipstream.server.watchdog import Watchdog
 
 KILL, RAISE, HANG, EXIT = 60_001, 60_002, 60_003, 60_004  # as in fake_engine
@@ -166,7 +167,7 @@ async def test_death_ends_every_stream_soon_and_the_worker_comes_back(
     results = await asyncio.gather(*map(tokens, streams), return_exceptions=True)
     assert time.monotonic() - began < 2
     for result in results:
-        assert isinstance(result, EngineDead) and words in str(result)
+        assert type(result) is EngineDead and words in str(result)
         assert result.retry_after >= 1
     assert client.state == "restarting" and words in client.health.report.detail
     with pytest.raises(EngineDead, match="restarting"):
@@ -210,7 +211,7 @@ async def test_drain_lets_open_requests_finish_and_refuses_new_ones() -> None:
     await asyncio.sleep(0.05)
     shutdown = asyncio.create_task(client.shutdown(drain_timeout=10))
     await asyncio.sleep(0.01)
-    with pytest.raises(EngineDead, match="shutting down"):
+    with pytest.raises(ShutDown, match="shutting down"):
         client.submit(request("late"))
     assert len(await open_request) == 30
     await asyncio.wait_for(shutdown, 3)
@@ -224,7 +225,7 @@ async def test_drain_ends_requests_that_take_too_long() -> None:
     began = time.monotonic()
     await client.shutdown(drain_timeout=0.2)
     assert 0.2 <= time.monotonic() - began < 3
-    with pytest.raises(EngineDead, match="shutting down"):
+    with pytest.raises(ShutDown, match="shutting down"):
         await tokens(stream)
 
 
