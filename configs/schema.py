@@ -217,7 +217,7 @@ class GraphConfig:
         choices=("auto", "reference", "triton", "flashinfer", "flash_mla"),
     )
     linear_backend: str = option(
-        "torch",
+        "auto",
         "linear layers of few rows on a GPU; auto: Triton where it was measured to be quicker",
         choices=("auto", "torch", "triton"),
     )

@@ -42,8 +42,8 @@ def _is_hopper(device: torch.device) -> bool:
 
 @cache
 def pdl_wanted() -> bool:
-    """True under SLIPSTREAM_PDL=1. Off by default until runs on a card have shown it right."""
-    return os.environ.get("SLIPSTREAM_PDL") == "1"
+    """False under SLIPSTREAM_PDL=0."""
+    return os.environ.get("SLIPSTREAM_PDL") != "0"
 
 
 def pdl_options(tensor: Tensor) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def poisoned_memory() -> None:
 
 @pytest.fixture(autouse=True)
 def dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off by default, so switched on here: the harder case of every test."""
+    """On, whatever the environment says: the harder case of every test."""
     from slipstream.kernels.triton import launch
 
     monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
