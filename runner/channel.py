@@ -92,13 +92,17 @@ class WorkerChannel:
 
     def has_messages(self) -> bool:
         """Whether `receive` would find any without waiting."""
-        return bool(self._socket.poll(0))
+        # Not `poll`, which builds a poller: this is asked in every step.
+        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
 
     def receive(self, timeout: float | None) -> list[ToWorker]:
         """All messages that wait; if none, wait `timeout` seconds (None: as long as it takes)."""
         messages: list[ToWorker] = []
-        if not self._socket.poll(None if timeout is None else int(timeout * 1000)):
-            return messages
+        if not self.has_messages():
+            if timeout == 0:
+                return messages
+            if not self._socket.poll(None if timeout is None else int(timeout * 1000)):
+                return messages
         while True:
             try:
                 messages += to_worker_decoder.decode(self._socket.recv(zmq.NOBLOCK))

@@ -16,7 +16,7 @@ from ..speculators.controller import DraftController
 from ..speculators.step_costs import StepCosts
 from ..speculators.watchdog import Watchdog
 from .messages import StepStats
-from .plan import NewRequest, RowResult, StepPlan
+from .plan import NewRequest, RowResult, ScheduledRow, StepPlan
 
 if TYPE_CHECKING:
     from ..speculators.base import SpeculatorNeeds
@@ -44,7 +44,9 @@ class DraftPlanner:
         self._trims = trims
         self._clock = clock
         self._deferred = [0] * max_num_reqs
+        self._was_deferred = False  # some of them may be above 0
         self._since = [0] * max_num_reqs  # the step in which the slot's request entered
+        self._entered_at = 0  # the newest of them
         self._landed_at: float | None = None  # when the step before landed; None = the engine slept
         self._num_drafts = 0  # of the newest step with requests that decode
         self._troubles: dict[str, int] = {}  # already told
@@ -63,36 +65,55 @@ class DraftPlanner:
             for row in plan.rows:
                 row.next_drafts = limits.get(row.slot)
         plan.defers_drafter = self._may_defer(plan)
-        defers = plan.defers_drafter and self._max_deferred > 0
-        for row in plan.rows:
-            row.num_deferred = self._deferred[row.slot]
-            row.num_behind = row.num_deferred + row.num_tokens if defers else 0
-            self._deferred[row.slot] = row.num_behind
+        self._note_deferred(plan)
         if slots:
             self._log(plan, len(slots))
             self._num_drafts = choice.num_drafts
         return self._num_drafts  # requests that were not in this step keep their drafts
 
+    def _note_deferred(self, plan: StepPlan) -> None:
+        """Fill in how far the drafter is behind with each row; rows are made as not at all."""
+        defers = plan.defers_drafter and self._max_deferred > 0
+        if not defers and not self._was_deferred:
+            return
+        deferred = self._deferred
+        for row in plan.rows:
+            slot = row.slot
+            row.num_deferred = deferred[slot]
+            deferred[slot] = row.num_behind = row.num_deferred + row.num_tokens if defers else 0
+        self._was_deferred = defers or any(deferred)
+
     def land(
         self, plan: StepPlan, results: Sequence[RowResult], texts: Callable[[], list[Sequence[int]]]
     ) -> None:
         """Take in a step's results; `texts` gives the tokens of its requests."""
-        rows = [
-            (row, result)
-            for row, result in zip(plan.rows, results, strict=True)
-            if not row.is_prefill and self._since[row.slot] <= plan.step_id
-        ]
+        rows, results = self._sampling_rows(plan, results)
         if not self._trims:  # a row without a draft is verified like one whose draft is wrong
-            counts = [row.num_draft_tokens for row, _ in rows]
+            counts = [row.num_draft_tokens for row in rows]
         else:
-            counts = [result.num_draft_tokens for _, result in rows]
-        accepted = [max(0, len(result.token_ids) - 1) for _, result in rows]
-        self.controller.observe([row.slot for row, _ in rows], counts, accepted)
-        self._watch([result for _, result in rows], texts)
+            counts = [result.num_draft_tokens for result in results]
+        accepted = [len(ids) - 1 if (ids := result.token_ids) else 0 for result in results]
+        self.controller.observe([row.slot for row in rows], counts, accepted)
+        self._watch(results, accepted, texts)
         now = self._clock()
         if self._landed_at is not None and len(rows) == len(plan.rows):
-            self._refine(plan, sum(counts) / len(rows), now - self._landed_at)
+            self._refine(plan, sum(counts), now - self._landed_at)
         self._landed_at = now
+
+    def _sampling_rows(
+        self, plan: StepPlan, results: Sequence[RowResult]
+    ) -> tuple[Sequence[ScheduledRow], Sequence[RowResult]]:
+        """The rows that sample, of requests that still have their slot, and what they brought."""
+        assert len(plan.rows) == len(results)
+        since, step_id = self._since, plan.step_id
+        if self._entered_at <= step_id and not any([row.is_prefill for row in plan.rows]):
+            return plan.rows, results
+        chosen = [
+            (row, result)
+            for row, result in zip(plan.rows, results, strict=True)
+            if not row.is_prefill and since[row.slot] <= step_id
+        ]
+        return [row for row, _ in chosen], [result for _, result in chosen]
 
     def tell(self, plan: StepPlan, stats: StepStats) -> None:
         """Add to a step's statistics what was chosen in it, and how the drafter is."""
@@ -119,6 +140,7 @@ class DraftPlanner:
         cap = sampling.speculative_max_tokens if sampling.speculative_enabled else 0
         self.controller.restart(new.slot, cap, greedy=sampling.temperature == 0)
         self._deferred[new.slot], self._since[new.slot] = 0, step_id
+        self._entered_at = step_id
 
     def _may_defer(self, plan: StepPlan) -> bool:
         """Whether the drafter may leave this step for later: nothing is drafted after it, and what
@@ -127,28 +149,29 @@ class DraftPlanner:
             return False
         if not self._max_deferred:
             return True
-        return all(
-            row.num_tokens == 1 and self._deferred[row.slot] < self._max_deferred
-            for row in plan.rows
-        )
+        deferred, most = self._deferred, self._max_deferred
+        return all([row.num_tokens == 1 and deferred[row.slot] < most for row in plan.rows])
 
     def _watch(
-        self, results: Sequence[RowResult], texts: Callable[[], list[Sequence[int]]]
+        self,
+        results: Sequence[RowResult],
+        accepted: Sequence[int],
+        texts: Callable[[], list[Sequence[int]]],
     ) -> None:
         watchdog = self.controller.watchdog
-        drafted = [result for result in results if result.num_draft_tokens]
-        if watchdog is None or not drafted:
+        if watchdog is None:
             return
-        watchdog.observe(
-            sum(result.num_draft_tokens for result in drafted),
-            sum(max(0, len(result.token_ids) - 1) for result in drafted),
-            texts() if watchdog.wants_texts else (),
-        )
+        # Rows without drafts accept none.
+        if num_drafted := sum([result.num_draft_tokens for result in results]):
+            new_texts = texts() if watchdog.wants_texts else ()
+            watchdog.observe(num_drafted, sum(accepted), new_texts)
 
-    def _refine(self, plan: StepPlan, num_drafts: float, seconds: float) -> None:
+    def _refine(self, plan: StepPlan, num_drafts: int, seconds: float) -> None:
         """A step of decode rows only; it lasted from the landing before to its own."""
-        if all(row.num_tokens == row.num_draft_tokens + 1 for row in plan.rows):
-            self.controller.costs.refine(len(plan.rows), num_drafts, seconds)
+        num_reqs = len(plan.rows)
+        scheduled = sum([row.num_draft_tokens for row in plan.rows])
+        if sum([row.num_tokens for row in plan.rows]) == scheduled + num_reqs:
+            self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds)
 
     def _log(self, plan: StepPlan, num_reqs: int) -> None:
         """One line when K has changed, unless there was one just now."""

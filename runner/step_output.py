@@ -142,13 +142,12 @@ class StepHandle:
 def _assemble(tensors: StepTensors, host: list[Tensor], layout: RowLayout) -> list[RowResult]:
     sampled, num_sampled, num_drafts, has_nan = (tensor.tolist() for tensor in host[:4])
     results = [
-        RowResult(
-            token_ids=ids[:count],
-            num_draft_tokens=drafts,
-            has_nan=nan,
-        )
-        for ids, count, drafts, nan in zip(sampled, num_sampled, num_drafts, has_nan, strict=True)
+        RowResult(ids[:count], drafts)
+        for ids, count, drafts in zip(sampled, num_sampled, num_drafts, strict=True)
     ]
+    if any(has_nan):
+        for result, nan in zip(results, has_nan, strict=True):
+            result.has_nan = nan
     at = 4
     if tensors.logprobs is not None:
         columns = [tensor.tolist() for tensor in host[at : at + 5]]
