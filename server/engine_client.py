@@ -181,7 +181,7 @@ class EngineClient:
     async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
         """Refuse new requests, let the open ones finish for so long, then end the worker.
 
-        `grace` is how long the step in flight may take; 0 kills the worker.
+        `grace` is how long the step in flight may take; 0 kills the worker, as does a cancellation.
         """
         await self.drain(drain_timeout)
         if self._supervisor is not None:
@@ -192,7 +192,11 @@ class EngineClient:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.channel.send([*self._outbox, Shutdown()])
-            await worker.end(grace)
+            try:
+                await worker.end(grace)
+            except asyncio.CancelledError:  # there is no time for its step in flight
+                await worker.end()
+                raise
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and return once the open ones have ended, or after `timeout` s."""

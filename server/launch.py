@@ -163,18 +163,24 @@ class Launch:
             log.info("finishing %d open requests; Ctrl-C again to stop now", client.num_open)
             await self._first(client.drain(self._config.server.drain_timeout), self._force.wait())
             server.should_exit = True
-            server.force_exit = self._force.is_set()
-            await client.shutdown(grace=0.0 if self._force.is_set() else STOP_SECONDS)
+            if not self._force.is_set():
+                await self._first(client.shutdown(grace=STOP_SECONDS), self._force.wait())
+            if not self._force.is_set():
+                await self._first(serving, self._force.wait())
+            if self._force.is_set():
+                server.force_exit = True
+                await client.shutdown(grace=0.0)
         await serving
 
     @staticmethod
     async def _first(*awaitables: Coroutine[None, None, object] | asyncio.Task[None]) -> None:
-        """Return when one of them is done; coroutines that are not are cancelled."""
+        """Return when one of them is done; coroutines that are not are cancelled and have ended."""
         tasks = [a if isinstance(a, asyncio.Task) else asyncio.create_task(a) for a in awaitables]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task, given in zip(tasks, awaitables, strict=True):
-            if task is not given:
-                task.cancel()
+        ours = [task for task, given in zip(tasks, awaitables, strict=True) if task is not given]
+        for task in ours:
+            task.cancel()
+        await asyncio.gather(*ours, return_exceptions=True)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
@@ -252,6 +258,7 @@ def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         server_header=False,
         ws="none",
+        lifespan="off",  # the app has none, and a second Ctrl-C would show how it was cut
     )
 
 

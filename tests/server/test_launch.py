@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import StreamingResponse
 
 from slipstream.configs.schema import Config, ModelConfig, ServerConfig
 from slipstream.runner.messages import AddRequest, SamplingParams, SetVocabulary
@@ -146,6 +150,75 @@ async def test_second_ctrl_c_ends_at_once() -> None:
     assert await run.end() == 130
     assert time.monotonic() - began < 2
     await asyncio.gather(open_request, return_exceptions=True)
+
+
+async def test_second_ctrl_c_does_not_wait_for_the_step_in_flight_either() -> None:
+    run = await Run(make_config(drain_timeout=0)).ready()
+    open_request = asyncio.create_task(fetch(f"{run.url}/{HANG}"))
+    await asyncio.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGINT)
+    await asyncio.sleep(0.3)  # the drain is over, and the worker has seconds for its step
+    assert not run.task.done()
+    began = time.monotonic()
+    os.kill(os.getpid(), signal.SIGINT)
+    assert await run.end() == 130
+    assert time.monotonic() - began < 2
+    await asyncio.gather(open_request, return_exceptions=True)
+
+
+def test_second_ctrl_c_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    streaming = threading.Event()
+
+    def make(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocabulary]:
+        app = FastAPI()
+
+        @app.get("/")
+        async def endless() -> StreamingResponse:
+            request = AddRequest("r", [1], SamplingParams(seed=0, max_tokens=10**6))
+
+            async def texts() -> AsyncIterator[str]:
+                with contextlib.suppress(EngineDead):
+                    async for _ in client.submit(request):
+                        streaming.set()
+                        yield "x"
+
+            return StreamingResponse(texts())
+
+        return app, SetVocabulary([b"a"], [])
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def interrupt_twice() -> None:
+        try:
+            for _ in range(500):
+                with contextlib.suppress(httpx.ConnectError):
+                    with httpx.stream("GET", f"http://127.0.0.1:{port}/") as reply:
+                        pieces = reply.iter_bytes()
+                        assert next(pieces)
+                        os.kill(os.getpid(), signal.SIGINT)
+                        time.sleep(0.3)
+                        os.kill(os.getpid(), signal.SIGINT)
+                        with contextlib.suppress(httpx.TransportError):
+                            list(pieces)
+                    return
+                time.sleep(0.02)
+        except BaseException:
+            os.kill(os.getpid(), signal.SIGTERM)  # let the server end
+            raise
+
+    monkeypatch.setattr(launch, "_create_app", make)
+    user = threading.Thread(target=interrupt_twice)
+    user.start()
+    status = serve(make_config(port, drain_timeout=60))
+    user.join(10)
+    assert status == 130 and streaming.is_set() and not user.is_alive()
+    shown = capfd.readouterr().err
+    assert "finishing 1 open requests" in shown
+    assert "Traceback" not in shown and "ERROR" not in shown
 
 
 async def test_signal_during_the_start_ends_it() -> None:
