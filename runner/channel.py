@@ -93,7 +93,7 @@ class WorkerChannel:
     def has_messages(self) -> bool:
         """Whether `receive` would find any without waiting."""
         # Not `poll`, which builds a poller: this is asked in every step.
-        return bool(self._socket.get(zmq.EVENTS) & zmq.POLLIN)
+        return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self, timeout: float | None) -> list[ToWorker]:
         """All messages that wait; if none, wait `timeout` seconds (None: as long as it takes)."""

@@ -16,7 +16,9 @@ from .plan import NewRequest, StepPlan
 from .sampling_state import SamplingState
 from .staging import StagingPool
 
-# int32 scalars of a slot; all live in one tensor so that one scatter writes them.
+_ALIGNMENT = 64  # words: where arrays that share a tensor may begin
+_LONG = 16  # more values than this become an array of their own
+# int32 scalars of a slot, rows of one array; the blocks that it holds in each group follow.
 _SCALARS = ("prompt_len", "prefill_len", "total_len", "num_computed_tokens", "max_drafts")
 
 
@@ -40,15 +42,18 @@ class RequestTable:
         self.device = device
         self.max_num_reqs = reqs
         self.num_speculative_tokens = num_speculative_tokens
-        self._scalars = zeros(len(_SCALARS) + groups, reqs)
+        # All int32 arrays of the host's changes are one, so that one scatter writes them.
+        shapes = [(len(_SCALARS) + groups, reqs), (reqs, max_model_len)]
+        shapes += [(reqs, blocks) for blocks in max_blocks]
+        self._writes = _Writes(shapes, device)
+        self._scalars, self.all_token_ids, *self.block_tables = self._writes.arrays
         self.prompt_len = self._scalars[0]  # [R] prompt tokens
         self.prefill_len = self._scalars[1]  # [R] tokens to prefill before sampling
         self.total_len = self._scalars[2]  # [R] tokens known
         self.num_computed_tokens = self._scalars[3]  # [R] tokens whose KV is valid: the truth
         self.max_drafts = self._scalars[4]  # [R] cap on drafts; 0 = no speculation
         self.num_blocks = self._scalars[len(_SCALARS) :]  # [G, R]
-        self.all_token_ids = zeros(reqs, max_model_len)  # prompt, then output
-        self.block_tables = [zeros(reqs, blocks) for blocks in max_blocks]  # [R, max_blocks_g]
+        # all_token_ids is [R, max_model_len], prompt, then output; block_tables [R, max_blocks_g]
         self.last_sampled_tokens = zeros(reqs, dtype=torch.int64)  # KV not yet computed
         self.next_prefill_tokens = zeros(reqs, dtype=torch.int64)
         self.draft_tokens = torch.full(
@@ -75,13 +80,19 @@ class RequestTable:
         """Write the staged changes: first free, then fill, so that a slot can do both at once."""
         plan, self._staged = self._staged, None
         assert plan is not None, "nothing is staged"
-        new_slots = [new.slot for new in plan.new_requests]
-        for slot in {*plan.freed_slots, *new_slots}:
-            self.sampling.clear(slot)
-        self._reset(new_slots)
-        self._write_scalars_and_tokens(plan.new_requests)
-        self._write_blocks(plan)
-        for new in plan.new_requests:
+        new_requests = plan.new_requests
+        if new_requests or plan.freed_slots:
+            new_slots = [new.slot for new in new_requests]
+            for slot in {*plan.freed_slots, *new_slots}:
+                self.sampling.clear(slot)
+            self._reset(new_slots)
+        for new in new_requests:
+            self._add_scalars_and_tokens(new)
+            self._add_blocks(new.slot, new.block_ids)
+        for grown in plan.new_blocks:
+            self._add_blocks(grown.slot, grown.block_ids)
+        self._writes.apply(self._pool)
+        for new in new_requests:
             prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
             self.sampling.set_request(new.slot, new.sampling, prompt, output)
 
@@ -105,56 +116,74 @@ class RequestTable:
             for slot in slots:
                 counts[slot] = 0
 
-    def _write_scalars_and_tokens(self, new_requests: list[NewRequest]) -> None:
-        scalars, tokens = _FlatWrites(self._scalars), _FlatWrites(self.all_token_ids)
-        for new in new_requests:
-            cap = new.sampling.speculative_max_tokens
-            cap = self.num_speculative_tokens if cap is None else cap
-            cap = min(cap, self.num_speculative_tokens) if new.sampling.speculative_enabled else 0
-            known = len(new.token_ids)
-            values = (new.prompt_len, known, known, new.num_computed_tokens, cap)
-            for field, value in enumerate(values):
-                scalars.add(field, new.slot, [value])
-            tokens.add(new.slot, 0, new.token_ids)
-        scalars.apply(self._pool)
-        tokens.apply(self._pool)
+    def _add_scalars_and_tokens(self, new: NewRequest) -> None:
+        cap = new.sampling.speculative_max_tokens
+        cap = self.num_speculative_tokens if cap is None else cap
+        cap = min(cap, self.num_speculative_tokens) if new.sampling.speculative_enabled else 0
+        known = len(new.token_ids)
+        values = (new.prompt_len, known, known, new.num_computed_tokens, cap)
+        for field, value in enumerate(values):
+            self._writes.add(_SCALARS_ARRAY, field, new.slot, [value])
+        self._writes.add(_TOKENS_ARRAY, new.slot, 0, new.token_ids)
 
-    def _write_blocks(self, plan: StepPlan) -> None:
-        appended = [(new.slot, new.block_ids) for new in plan.new_requests]
-        appended += [(new.slot, new.block_ids) for new in plan.new_blocks]
-        counts = _FlatWrites(self._scalars)
-        for group, table in enumerate(self.block_tables):
-            writes, lengths = _FlatWrites(table), self._num_blocks_cpu[group]
-            touched = set()
-            for slot, block_ids in appended:
-                if block_ids[group]:
-                    writes.add(slot, lengths[slot], block_ids[group])
-                    lengths[slot] += len(block_ids[group])
-                    touched.add(slot)
-            for slot in touched:
-                counts.add(len(_SCALARS) + group, slot, [lengths[slot]])
-            writes.apply(self._pool)
-        counts.apply(self._pool)
+    def _add_blocks(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Append these blocks by group, and count them."""
+        for group, ids in enumerate(block_ids):
+            if ids:
+                counts = self._num_blocks_cpu[group]
+                self._writes.add(_TABLES_ARRAY + group, slot, counts[slot], ids)
+                counts[slot] += len(ids)
+                self._writes.add(_SCALARS_ARRAY, len(_SCALARS) + group, slot, (counts[slot],))
 
 
-class _FlatWrites:
-    """Collects (row, column, values) writes to a 2-D int32 tensor; applies them as one scatter."""
+_SCALARS_ARRAY, _TOKENS_ARRAY, _TABLES_ARRAY = 0, 1, 2  # of `_Writes`; a table for each group
 
-    def __init__(self, target: Tensor) -> None:
-        self._target = target
-        self._indices: list[np.ndarray] = []
-        self._values: list[np.ndarray] = []
 
-    def add(self, row: int, column: int, values: Sequence[int]) -> None:
-        rows, width = self._target.shape
+class _Writes:
+    """Owns 2-D int32 arrays; collects writes to their rows and applies them as one scatter."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        starts = [0]
+        for rows, width in shapes:  # aligned, as kernels like it
+            starts.append(starts[-1] + -(-rows * width // _ALIGNMENT) * _ALIGNMENT)
+        self._flat = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        self._places = [
+            (start, rows, width) for start, (rows, width) in zip(starts, shapes, strict=False)
+        ]
+        self.arrays = [
+            self._flat[start : start + rows * width].view(rows, width)
+            for start, rows, width in self._places
+        ]
+        self._indices: list[int] = []
+        self._values: list[int] = []
+        self._long: list[tuple[int, Sequence[int]]] = []  # (first index, values)
+
+    def add(self, array: int, row: int, column: int, values: Sequence[int]) -> None:
+        """Write `values` into a row of an array, from a column on. No place is written twice."""
+        start, rows, width = self._places[array]
         end = column + len(values)
         assert 0 <= row < rows and end <= width, f"write of [{row}, {column}:{end}] is out of range"
-        self._indices.append(np.arange(row * width + column, row * width + end))
-        self._values.append(np.asarray(values, dtype=np.int64))
+        first = start + row * width + column
+        if len(values) > _LONG:
+            self._long.append((first, values))
+        else:
+            self._indices += range(first, first + len(values))
+            self._values += values
 
     def apply(self, pool: StagingPool) -> None:
-        if not self._indices:
+        """Upload and scatter what was added; nothing at all if nothing was."""
+        if not self._indices and not self._long:
             return
-        packed = np.stack([np.concatenate(self._indices), np.concatenate(self._values)])
-        indices, values = pool.upload(packed)  # [2, writes]
-        self._target.view(-1).index_copy_(0, indices, values.int())
+        indices = [np.array(self._indices, dtype=np.int64)]
+        values = [np.array(self._values, dtype=np.int32)]
+        for first, long in self._long:
+            indices.append(np.arange(first, first + len(long)))
+            values.append(np.array(long, dtype=np.int32))
+        self._indices.clear()
+        self._values.clear()
+        self._long.clear()
+        # One upload of both: the indices' words, then the values.
+        index = np.concatenate(indices)
+        words = pool.upload(np.concatenate([index.view(np.int32), *values]))
+        count = len(index)
+        self._flat.index_copy_(0, words[: 2 * count].view(torch.int64), words[2 * count :])

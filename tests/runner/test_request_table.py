@@ -53,6 +53,30 @@ def test_a_new_request_fills_its_row_and_no_other() -> None:
         assert tensor.index_select(dim, others).equal(old.index_select(dim, others))
 
 
+def test_arrays_that_share_a_tensor_overlap_nowhere_and_begin_aligned() -> None:
+    table = make_table()
+    spans = sorted(
+        (array.data_ptr(), array.data_ptr() + array.nbytes) for array in table._writes.arrays
+    )
+    assert all(end <= start for (_, end), (start, _) in zip(spans, spans[1:], strict=False))
+    assert all((start - spans[0][0]) % 256 == 0 for start, _ in spans)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16])
+def test_prompts_of_any_length_and_blocks_are_written_together(length: int) -> None:
+    """Long rows of values and short ones take different ways to the same scatter."""
+    table = RequestTable(SLOTS, 40, VOCAB, DRAFTS, BLOCKS, torch.device("cpu"))
+    tokens = [list(range(1, count + 1)) for count in (length, 16, 17, 40)]
+    requests = [new(slot, ids, [[slot + 1], []]) for slot, ids in enumerate(tokens)]
+    apply(table, new_requests=requests)
+    apply(table, new_blocks=[NewBlocks(slot, [[7, 8], [slot]]) for slot in range(1, 4)])
+    for slot, ids in enumerate(tokens):
+        assert table.all_token_ids[slot].tolist() == ids + [0] * (40 - len(ids))
+        expected = [slot + 1, 7, 8] if slot else [1, 0, 0]
+        assert table.block_tables[0][slot, :3].tolist() == expected
+        assert table.num_blocks[:, slot].tolist() == ([3, 1] if slot else [1, 0])
+
+
 def test_every_array_is_reset_when_a_slot_is_used_again() -> None:
     table = make_table()
     fresh = make_table()
@@ -68,6 +92,7 @@ def test_every_array_is_reset_when_a_slot_is_used_again() -> None:
     apply(table, freed_slots=[1], new_requests=[request])
     apply(fresh, new_requests=[request])
     owned = {id(tensor) for tensor, _, _ in table.per_slot_tensors()}
+    assert owned >= {id(array) for array in table._writes.arrays}
     for name, value in vars(table).items():
         if isinstance(value, torch.Tensor):
             assert value.equal(getattr(fresh, name)), name
