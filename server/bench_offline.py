@@ -47,7 +47,7 @@ class Workload:
     batch_sizes: tuple[int, ...]
     input_len: int = 128
     output_len: int = 256
-    num_iters: int = 2
+    num_iters: int = 3
     num_warmup: int = 1
     seed: int = 0
 
@@ -157,18 +157,20 @@ class OfflineBench:
     ) -> dict[str, Any]:
         """The figures of one batch size."""
 
-        async def best(num_tokens: int) -> Timing:
+        async def iterations(num_tokens: int) -> list[Timing]:
             timings = []
             for _ in range(load.num_iters):
                 timings.append(await self._run(batch_size, load, num_tokens))
                 tick()
-            return min(timings, key=lambda timing: timing.seconds)
+            return sorted(timings, key=lambda timing: timing.seconds)
 
         for _ in range(load.num_warmup):
             await self._run(batch_size, load, min(9, load.output_len + 1))
             tick()
-        prefill, whole = await best(1), await best(load.output_len + 1)
-        return figures(self.ready, batch_size, load, prefill, whole, peak)
+        prefill, *_ = await iterations(1)
+        whole, *others = await iterations(load.output_len + 1)
+        slowest = others[-1].seconds if others else None
+        return figures(self.ready, batch_size, load, prefill, whole, peak, slowest)
 
     async def _run(self, batch_size: int, load: Workload, num_tokens: int) -> Timing:
         self._num_runs += 1
@@ -221,8 +223,9 @@ def figures(
     prefill: Timing,
     whole: Timing,
     peak: float | None,
+    slowest: float | None = None,
 ) -> dict[str, Any]:
-    """What one batch size's two timings say."""
+    """What one batch size's two timings say; `slowest`: seconds of the slowest whole batch."""
     seconds = whole.seconds - prefill.seconds
     steps = whole.num_steps - prefill.num_steps
     tokens = whole.num_tokens - prefill.num_tokens
@@ -237,6 +240,8 @@ def figures(
         "whole_tok_s": round(whole.num_tokens / whole.seconds, 1),
         "step_ms": round(1e3 * seconds / steps, 3),
         "tokens_per_step": round(tokens / rows, 3),
+        "spread": None if slowest is None else round((slowest - whole.seconds) / seconds, 4),
+        "num_iters": load.num_iters,
         "acceptance": None,
         "roofline": None,
     }
@@ -268,25 +273,39 @@ def bytes_per_step(
 def heading(peak: float | None) -> str:
     """The table's first line."""
     share = f"of {peak / 1e12:.2f} TB/s" if peak else "roofline"
-    return f"{'batch':>6} {'tokens/s':>10} {'each':>8} {'ms/step':>8} {'tok/step':>8} {share:>13}"
+    return (
+        f"{'batch':>6} {'tokens/s':>10} {'each':>8} {'ms/step':>8} {'tok/step':>8} "
+        f"{'spread':>8} {share:>13}"
+    )
 
 
 def line(row: dict[str, Any]) -> str:
     """One batch size."""
     share = "-" if row["roofline"] is None else f"{100 * row['roofline']:.1f} %"
+    spread = "-" if row["spread"] is None else f"{100 * row['spread']:.1f} %"
     return (
         f"{row['batch']:>6} {row['decode_tok_s']:>10,.1f} {row['per_user_tok_s']:>8.1f} "
-        f"{row['step_ms']:>8.3f} {row['tokens_per_step']:>8.3f} {share:>13}"
+        f"{row['step_ms']:>8.3f} {row['tokens_per_step']:>8.3f} {spread:>8} {share:>13}"
     )
 
 
 def gains(runs: list[dict[str, Any]]) -> list[str]:
-    """For each batch size, how much faster the last run is than the first; nothing for one run."""
+    """For each batch size, how much faster the last run is than the first; nothing for one run.
+
+    A difference that is no larger than what the iterations of both differ by is none.
+    """
     if len(runs) < 2:
         return []
     pairs = zip(runs[0]["results"], runs[-1]["results"], strict=True)
-    return [
-        f"batch {off['batch']}: {runs[-1]['name']} is "
-        f"{on['decode_tok_s'] / off['decode_tok_s']:.2f} × {runs[0]['name']}"
-        for off, on in pairs
-    ]
+    return [_gain(off, on, runs[0]["name"], runs[-1]["name"]) for off, on in pairs]
+
+
+def _gain(off: dict[str, Any], on: dict[str, Any], off_name: str, on_name: str) -> str:
+    ratio = on["decode_tok_s"] / off["decode_tok_s"]
+    found = f"batch {off['batch']}: {on_name} is {ratio:.2f} × {off_name}"
+    if off["spread"] is None or on["spread"] is None:
+        return f"{found}; how much of it is noise, one iteration does not say: raise --num-iters"
+    noise = f"iterations differ by {100 * off['spread']:.1f} % and {100 * on['spread']:.1f} %"
+    if abs(ratio - 1) > off["spread"] + on["spread"]:
+        return f"{found} ({noise})"
+    return f"batch {off['batch']}: no difference beyond noise ({ratio:.2f} ×; {noise})"

@@ -25,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for flag, default, text in (
         ("--input-len", 128, "random prompt tokens of each request"),
         ("--output-len", 256, "decode steps' tokens of each request"),
-        ("--num-iters", 2, "runs of each batch size, of which the fastest counts"),
+        (
+            "--num-iters",
+            2,
+            "runs of each batch size: the fastest counts, the others show the noise",
+        ),
         ("--num-warmup", 1, "runs before, which do not count"),
         ("--bench-seed", 0, "seed of the prompts"),
     ):

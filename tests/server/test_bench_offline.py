@@ -19,6 +19,8 @@ from slipstream.server.bench_offline import (
     Workload,
     figures,
     gains,
+    heading,
+    line,
     peak_bandwidth,
 )
 from slipstream.server.commands import main
@@ -73,7 +75,51 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
         assert row["step_ms"] >= 14
         assert row["tokens_per_step"] == pytest.approx(29 / 9, abs=0.01)
     runs = [{"name": "off", "results": rows}, {"name": "on", "results": rows}]
-    assert gains(runs)[0] == "batch 1: on is 1.00 × off" and gains(runs[:1]) == []
+    assert gains(runs)[0] == (
+        "batch 1: on is 1.00 × off; how much of it is noise, one iteration does not say: "
+        "raise --num-iters"
+    )
+    assert gains(runs[:1]) == []
+
+
+@pytest.mark.parametrize(
+    ("speed", "spreads", "said"),
+    [
+        (130.0, (0.05, 0.04), "on is 1.30 × off (iterations differ by 5.0 % and 4.0 %)"),
+        (80.0, (0.05, 0.04), "on is 0.80 × off (iterations differ by 5.0 % and 4.0 %)"),
+        (
+            105.0,
+            (0.05, 0.04),
+            "no difference beyond noise (1.05 ×; iterations differ by 5.0 % and 4.0 %)",
+        ),
+        (
+            130.0,
+            (0.0, 0.5),
+            "no difference beyond noise (1.30 ×; iterations differ by 0.0 % and 50.0 %)",
+        ),
+        (95.0, (0.0, 0.06), "no difference beyond noise (0.95 ×;"),
+    ],
+)
+def test_a_gain_within_the_spread_is_called_none(
+    speed: float, spreads: tuple[float, float], said: str
+) -> None:
+    rows = [
+        {"batch": 8, "decode_tok_s": speed_of, "spread": spread}
+        for speed_of, spread in zip((100.0, speed), spreads, strict=True)
+    ]
+    runs = [{"name": name, "results": [row]} for name, row in zip(("off", "on"), rows, strict=True)]
+    (found,) = gains(runs)
+    assert found.startswith(f"batch 8: {said}")
+
+
+def test_the_spread_is_what_the_slowest_iteration_took_longer() -> None:
+    load = Workload((4,), input_len=100, output_len=20)
+    prefill, whole = Timing(1.0, 1, 4, 4), Timing(3.0, 11, 84, 44)
+    found = figures(ready(), 4, load, prefill, whole, None, slowest=3.5)
+    assert found["spread"] == 0.25 and found["num_iters"] == 3
+    assert line(found).split()[5:7] == ["25.0", "%"] and "spread" in heading(None)
+    alone = figures(ready(), 4, load, prefill, whole, None)
+    assert alone["spread"] is None and line(alone).split()[5] == "-"
 
 
 def test_plots_are_written_and_a_missing_package_is_a_sentence(
