@@ -48,11 +48,11 @@ class Request:
     slot: int = -1
     incarnation: int = 0  # grows when it leaves its slot: results of an older one are stale
     prefill_len: int = 0  # tokens known when it entered the slot
-    num_computed_tokens: int = 0  # upper bound, steps in flight included
+    num_prefilled: int = 0  # of those, scheduled or found in the prefix cache
     num_confirmed_tokens: int = 0  # tokens whose KV, the drafter's too, is surely there and valid
-    num_rows_in_flight: int = 0
-    num_sampling_in_flight: int = 0
-    num_placeholders: int = 0
+    num_chunks_in_flight: int = 0  # rows that do not sample
+    num_sampling_in_flight: int = 0  # and those that do
+    num_placeholders: int = 0  # tokens that they may emit
     blocks: RequestBlocks | None = None
     # For its outputs:
     num_cached_tokens: int | None = None  # of the first admission
@@ -102,7 +102,18 @@ class Request:
     @property
     def is_prefilling(self) -> bool:
         """Whether known tokens remain to be scheduled before it can decode."""
-        return self.num_computed_tokens < self.prefill_len
+        return self.num_prefilled < self.prefill_len
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Upper bound, steps in flight included. Once it decodes, the newest token alone is not
+        computed."""
+        return self.num_prefilled if self.is_prefilling else self.max_len - 1
+
+    @property
+    def num_rows_in_flight(self) -> int:
+        """Its rows in steps that have not landed."""
+        return self.num_chunks_in_flight + self.num_sampling_in_flight
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -83,37 +83,39 @@ def next_row(request: Request, limits: RowLimits, available: int) -> ScheduledRo
     max_model_len (so no position passes max_model_len - 2). max_total_len is held against the lower
     bound instead: a token too many is cut, a row too few would stall the request.
     """
-    computed = request.num_computed_tokens
-    if computed < request.prefill_len:
+    if request.num_prefilled < request.prefill_len:
         return prefill_row(request, available)
-    known = len(request.token_ids)  # the request's properties, read once
+    known = len(request.token_ids)  # what properties of the request say, read once
+    max_len = known + request.num_placeholders
     missing = request.max_total_len - known - request.num_sampling_in_flight
     if missing <= 0:
         return None
-    max_len = known + request.num_placeholders
-    drafts, cap = limits.num_speculative_tokens, request.max_drafts
-    if cap is not None and cap < drafts and not limits.ignore_caps:
-        drafts = max(0, cap)
-    if drafts >= missing and not limits.uniform_drafts:
-        drafts = missing - 1
-    room = min(limits.max_model_len - max_len, available)
+    drafts = limits.num_speculative_tokens
+    if drafts:
+        cap = request.max_drafts
+        if cap is not None and cap < drafts and not limits.ignore_caps:
+            drafts = max(0, cap)
+        if drafts >= missing and not limits.uniform_drafts:
+            drafts = missing - 1
+    room = limits.max_model_len - max_len
+    if room > available:
+        room = available
     if drafts >= room:
         drafts = room - 1
         if drafts < 0:
             return None
-    assert computed == max_len - 1
     num_output = max_len - request.prompt_len
-    return ScheduledRow(request.slot, drafts + 1, drafts, computed, False, num_output)
+    return ScheduledRow(request.slot, drafts + 1, drafts, max_len - 1, False, num_output)
 
 
 def prefill_row(request: Request, available: int) -> ScheduledRow:
     """The next chunk of the known tokens. The last chunk samples, so it is no prefill row."""
-    remaining = request.prefill_len - request.num_computed_tokens
+    remaining = request.prefill_len - request.num_prefilled
     return ScheduledRow(
         slot=request.slot,
         num_tokens=min(remaining, available),
         num_draft_tokens=0,
-        num_computed_tokens=request.num_computed_tokens,
+        num_computed_tokens=request.num_prefilled,
         is_prefill=available < remaining,
         num_output_tokens=request.num_output_tokens,
     )

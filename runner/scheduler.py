@@ -221,9 +221,11 @@ class Scheduler:
 
     def _commit(self, request: Request, row: ScheduledRow, entries: list[RowInFlight]) -> None:
         """Move the request's bounds past a row."""
-        request.num_computed_tokens += row.num_tokens
-        request.num_rows_in_flight += 1
-        if not row.is_prefill:
+        if request.num_prefilled < request.prefill_len:
+            request.num_prefilled += row.num_tokens
+        if row.is_prefill:
+            request.num_chunks_in_flight += 1
+        else:
             request.num_sampling_in_flight += 1
             request.num_placeholders += row.num_draft_tokens + 1
         entries.append((request, request.incarnation, row))
@@ -262,7 +264,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.slot = heapq.heappop(self._free_slots)
         request.prefill_len = known
-        request.num_computed_tokens = request.num_confirmed_tokens = match.num_tokens
+        request.num_prefilled = request.num_confirmed_tokens = match.num_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
             if not request.wants_prompt_logprobs:
@@ -288,8 +290,8 @@ class Scheduler:
         """Take slot and blocks away; what it published stays in the prefix cache."""
         self._vacate(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = request.num_confirmed_tokens = 0
-        request.num_rows_in_flight = request.num_sampling_in_flight = request.num_placeholders = 0
+        request.num_prefilled = request.num_confirmed_tokens = request.num_placeholders = 0
+        request.num_chunks_in_flight = request.num_sampling_in_flight = 0
         if not request.has_emitted:
             request.prompt_logprobs.clear()
         self.waiting.add(request)
@@ -337,30 +339,32 @@ class Scheduler:
         return self._take_outputs()
 
     def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
-        request.num_rows_in_flight -= 1
         if row.num_computed_tokens < request.prompt_len:
-            self._count_prompt_tokens(request, row)
+            self._take_prompt(request, row, result)
         if result.has_nan:
             error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
             self._report(request, result, Verdict(0, "error", error=error))
             return
-        if result.prompt_logprobs and request.wants_prompt_logprobs:
-            new = [TokenLogprobs(*item) for item in result.prompt_logprobs]
-            request.prompt_logprobs.extend(new)
         if row.is_prefill:
-            end = row.num_computed_tokens + row.num_tokens
-            self._confirm(request, end - row.num_behind)
-            return
-        num_emitted, most = len(result.token_ids), row.num_draft_tokens + 1
-        assert 1 <= num_emitted <= most
-        request.num_computed_tokens -= most - num_emitted
-        request.num_sampling_in_flight -= 1
-        request.num_placeholders -= most
-        verdict = append_tokens(request, result.token_ids)
-        assert verdict.num_kept <= result.num_draft_tokens + 1
-        # The newest token's KV is not written; after a cut nothing behind the cut may be cached.
-        self._confirm(request, len(request.token_ids) - 1 - row.num_behind)
-        self._report(request, result, verdict)
+            request.num_chunks_in_flight -= 1
+            verdict, num_valid = None, row.num_computed_tokens + row.num_tokens
+        else:
+            most = row.num_draft_tokens + 1
+            assert 1 <= len(result.token_ids) <= most
+            request.num_sampling_in_flight -= 1
+            request.num_placeholders -= most
+            verdict = append_tokens(request, result.token_ids)
+            assert verdict.num_kept <= result.num_draft_tokens + 1
+            # The newest token's KV is not written; after a cut nothing behind it may be cached.
+            num_valid = len(request.token_ids) - 1
+        num_valid -= row.num_behind
+        request.num_confirmed_tokens = num_valid
+        blocks = request.blocks
+        assert blocks is not None
+        if num_valid >= blocks.publishes_at:
+            self.kv.publish(blocks, request.hashes, num_valid)
+        if verdict is not None:
+            self._report(request, result, verdict)
 
     def _report(self, request: Request, result: RowResult, verdict: Verdict) -> None:
         """Report a row's kept tokens, and the request's end if this is it."""
@@ -368,16 +372,14 @@ class Scheduler:
         if verdict.finish_reason is not None:
             self._remove(request)
 
-    def _confirm(self, request: Request, num_tokens: int) -> None:
-        """The KV of so many tokens is there and valid: others may use what is full of it."""
-        blocks = request.blocks
-        assert blocks is not None
-        request.num_confirmed_tokens = num_tokens
-        if num_tokens >= blocks.publishes_at:
-            self.kv.publish(blocks, request.hashes, num_tokens)
+    def _take_prompt(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
+        """Take in what a row brought of the prompt.
 
-    def _count_prompt_tokens(self, request: Request, row: ScheduledRow) -> None:
-        """Count each prompt position once, though preemption may compute it again."""
+        Each position counts once, though preemption may compute it again.
+        """
+        if result.prompt_logprobs and not result.has_nan and request.wants_prompt_logprobs:
+            new = [TokenLogprobs(*item) for item in result.prompt_logprobs]
+            request.prompt_logprobs.extend(new)
         start = max(request.num_counted_prompt_tokens, row.num_computed_tokens)
         end = min(row.num_computed_tokens + row.num_tokens, request.prompt_len)
         if end > start:
