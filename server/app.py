@@ -12,6 +12,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from ..configs.schema import Config, ServerConfig
+from .api_page import app_with_page
 from .body import BodyReader
 from .capture import TrafficCapture
 from .chat import chat_routes
@@ -72,12 +73,7 @@ def create_app(
     """
     services = _services(config, engine, source, tokenizer, template)
     engine.stats = services.metrics.step
-    app = FastAPI(
-        title="Slipstream",
-        version=version(),
-        redoc_url=None,
-        redirect_slashes=False,
-    )
+    app = app_with_page(title="Slipstream", version=version(), redirect_slashes=False)
     app.state.services = services
     for router in (
         chat_routes(services),
