@@ -43,14 +43,14 @@ class BlockPool:
     def allocate(self, count: int) -> list[int]:
         """Give out `count` blocks with one reference each; the caller has checked `num_free`."""
         assert count <= self.num_free, "the caller checks num_free"
-        blocks = []
+        empty, ref_counts, blocks = self._empty, self._ref_counts, []
         for _ in range(count):
-            if self._empty:
-                block = self._empty.pop()
+            if empty:
+                block = empty.pop()
             else:
                 block, _ = self._cached_free.popitem(last=False)
                 self._forget(block)
-            self._ref_counts[block] = 1
+            ref_counts[block] = 1
             blocks.append(block)
         return blocks
 

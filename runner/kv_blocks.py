@@ -70,6 +70,7 @@ class KVBlocks:
     ) -> None:
         self.groups = list(groups)
         self.pools = [BlockPool(group.num_blocks) for group in groups]
+        self._sizes = [group.block_size for group in groups]
         self.max_model_len = max_model_len
         self._caching = enable_prefix_caching
         self._drop_last = drop_last_matched_block
@@ -187,8 +188,10 @@ class KVBlocks:
         return blocks
 
     def _capacity(self, blocks: RequestBlocks) -> int:
-        pairs = zip(self.groups, blocks.tables, strict=True)
-        return min(len(table) * group.block_size for group, table in pairs)
+        if len(self._sizes) == 1:  # as of most models
+            return len(blocks.tables[0]) * self._sizes[0]
+        pairs = zip(blocks.tables, self._sizes, strict=True)
+        return min([len(table) * size for table, size in pairs])
 
     def _slides_at(self, blocks: RequestBlocks) -> int:
         ends = [
@@ -201,21 +204,24 @@ class KVBlocks:
     def _publishes_at(self, blocks: RequestBlocks) -> int:
         if not self._caching:
             return NEVER
-        pairs = zip(self.groups, blocks.num_published, strict=True)
-        return min((count + 1) * group.block_size for group, count in pairs)
+        pairs = zip(blocks.num_published, self._sizes, strict=True)
+        return min([(count + 1) * size for count, size in pairs])
 
     def extend(self, blocks: RequestBlocks, num_tokens: int) -> list[list[int]] | None:
         """Append blocks until `num_tokens` tokens fit: the new ids by group, or None, unchanged."""
         new: list[list[int]] = []
-        for group, pool, table in zip(self.groups, self.pools, blocks.tables, strict=True):
-            count = ceil_div(num_tokens, group.block_size) - len(table)
-            if count > pool.num_free:
+        for size, pool, table in zip(self._sizes, self.pools, blocks.tables, strict=True):
+            count = ceil_div(num_tokens, size) - len(table)
+            if count <= 0:
+                new.append([])
+            elif count <= pool.num_free:
+                new.append(pool.allocate(count))
+            else:
                 for index, ids in enumerate(new):  # undo the groups before this one
                     self.pools[index].release(ids)
                 return None
-            new.append(pool.allocate(count) if count > 0 else [])
         for table, ids in zip(blocks.tables, new, strict=True):
-            table.extend(ids)
+            table += ids
         blocks.capacity = self._capacity(blocks)
         return new
 
@@ -239,16 +245,17 @@ class KVBlocks:
         """Let full blocks below `num_confirmed` (tokens confirmed, KV written) be found."""
         if not self._caching:
             return
-        for index, group in enumerate(self.groups):
-            end = num_confirmed // group.block_size
+        for index, size in enumerate(self._sizes):
+            end = num_confirmed // size
             start = blocks.num_published[index]
             if end <= start:
                 continue
-            chain = hashes.first(end, group.block_size)
+            chain = hashes.first(end, size)
+            table, pool = blocks.tables[index], self.pools[index]
             for position in range(start, end):
-                block = blocks.tables[index][position]
+                block = table[position]
                 if block != NULL_BLOCK:
-                    self.pools[index].publish(block, chain[position])
+                    pool.publish(block, chain[position])
             blocks.num_published[index] = end
         blocks.publishes_at = self._publishes_at(blocks)
 

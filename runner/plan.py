@@ -24,8 +24,7 @@ class NewRequest:
     sampling: SamplingParams
 
 
-@dataclass(slots=True)
-class NewBlocks:
+class NewBlocks(msgspec.Struct, gc=False):
     """Blocks appended to a running request's tables in this step."""
 
     slot: int

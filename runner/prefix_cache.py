@@ -6,8 +6,10 @@ about who holds a block.
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Callable
+from functools import cache
 from hashlib import blake2b
+from struct import Struct
 
 
 class BlockHashes:
@@ -23,11 +25,24 @@ class BlockHashes:
 
     def first(self, num_blocks: int, block_size: int) -> list[bytes]:
         """At least the first `num_blocks` hashes for this block size."""
-        chain = self._chains.setdefault(block_size, [])
-        assert num_blocks * block_size <= len(self._token_ids)
-        while len(chain) < num_blocks:
-            start = len(chain) * block_size
-            content = array("q", self._token_ids[start : start + block_size]).tobytes()
-            parent = chain[-1] if chain else self._root
-            chain.append(blake2b(parent + content, digest_size=16).digest())
+        chain = self._chains.get(block_size)
+        if chain is None:
+            chain = self._chains[block_size] = []
+        known = len(chain)
+        if known >= num_blocks:
+            return chain
+        token_ids = self._token_ids
+        assert num_blocks * block_size <= len(token_ids)
+        pack = _packer(block_size)
+        parent = chain[-1] if chain else self._root
+        for start in range(known * block_size, num_blocks * block_size, block_size):
+            content = pack(*token_ids[start : start + block_size])
+            parent = blake2b(parent + content, digest_size=16).digest()
+            chain.append(parent)
         return chain
+
+
+@cache
+def _packer(block_size: int) -> Callable[..., bytes]:
+    """What makes bytes of a block's token ids; far faster than an `array`."""
+    return Struct(f"<{block_size}i").pack

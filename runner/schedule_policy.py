@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ..configs.schema import SchedulerConfig
 from .plan import ScheduledRow
 from .request import Request
+
+# Whose a scheduled row is, and the request's incarnation then. Once that is another, the request
+# has finished or has been preempted: the row is stale, and its result must not be applied.
+RowInFlight = tuple[Request, int, ScheduledRow]
 
 CPU_STEP_TOKENS = 256  # about a second on two cores, which larger steps do not use better
 
@@ -133,10 +137,14 @@ def batch_order(row: ScheduledRow, decode_query_len: int) -> tuple[int, int]:
     return 2, row.num_tokens
 
 
-def is_in_order(rows: Sequence[ScheduledRow]) -> bool:
-    """Whether the rows surely need no sorting: they are alike, as those of a step mostly are."""
+def sort_rows(entries: list[RowInFlight], decode_query_len: int) -> list[ScheduledRow]:
+    """Bring a step's entries in batch order; returns their rows."""
+    rows = [row for _, _, row in entries]
     tokens, drafts = rows[0].num_tokens, rows[0].num_draft_tokens
-    for row in rows:
+    for row in rows:  # mostly they are alike
         if row.num_tokens != tokens or row.num_draft_tokens != drafts or row.is_prefill:
-            return False
-    return True
+            break
+    else:
+        return rows
+    entries.sort(key=lambda entry: batch_order(entry[2], decode_query_len))
+    return [row for _, _, row in entries]

@@ -15,28 +15,16 @@ from ..configs.options import ConfigError
 from ..configs.schema import SchedulerConfig
 from .finish import Verdict, append_tokens, count_outputs, make_output
 from .grammar import GrammarMatcher
-from .kv_blocks import KVBlocks
+from .kv_blocks import KVBlocks, RequestBlocks
 from .messages import AddRequest, RequestOutput, StepOutputs, StepStats, TokenLogprobs
 from .plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
 from .request import Request, RequestStatus
-from .schedule_policy import (
-    RequestQueue,
-    RowLimits,
-    batch_order,
-    is_in_order,
-    next_row,
-    prefill_row,
-)
+from .schedule_policy import RequestQueue, RowInFlight, RowLimits, next_row, prefill_row, sort_rows
 
 logger = logging.getLogger(__name__)
 
 NAN_ERROR = "The model produced NaN for this request."
 DEAD_END_ERROR = "No token satisfies this request's grammar together with its other options."
-
-
-# Whose a scheduled row is, and the request's incarnation then. Once that is another, the request
-# has finished or has been preempted: the row is stale, and its result must not be applied.
-RowInFlight = tuple[Request, int, ScheduledRow]
 
 
 class Scheduler:
@@ -155,10 +143,7 @@ class Scheduler:
             self._schedule_waiting(plan, entries, budget)
         if not entries:
             return None
-        plan.rows = [row for _, _, row in entries]
-        if not is_in_order(plan.rows):
-            entries.sort(key=lambda entry: batch_order(entry[2], self._max_drafts + 1))
-            plan.rows = [row for _, _, row in entries]
+        plan.rows = sort_rows(entries, self._max_drafts + 1)
         plan.freed_slots, self._freed_slots = self._freed_slots, []
         if self._num_grammars:
             plan.has_grammar = any(
@@ -176,19 +161,19 @@ class Scheduler:
         budget = self._config.max_num_batched_tokens
         num_preemptions = self._stats.num_preemptions
         limits = self._limits.of_step(self.running)
-        later = len(self.running)
+        lookahead, later = self._num_lookahead_tokens, len(self.running)
         for request in list(self.running):
             blocks = request.blocks
             if budget <= 0 or blocks is None:
                 break  # those behind a preempted one are preempted, too
             # Leave a token for each later one, so that a long chunk does not stop their decoding.
             later -= 1
-            row = next_row(request, limits, max(1, budget - later))
+            row = next_row(request, limits, budget - later if budget > later else 1)
             if row is None:
                 continue
-            end = row.num_computed_tokens + row.num_tokens + self._num_lookahead_tokens
+            end = row.num_computed_tokens + row.num_tokens + lookahead
             if end > blocks.capacity or request.num_confirmed_tokens >= blocks.slides_at:
-                new_blocks = self._make_room(request, row)
+                new_blocks = self._make_room(request, blocks, row)
                 if new_blocks is None:
                     return budget, False
                 if any(new_blocks):
@@ -197,14 +182,16 @@ class Scheduler:
             budget -= row.num_tokens
         return budget, self._stats.num_preemptions == num_preemptions
 
-    def _make_room(self, request: Request, row: ScheduledRow) -> list[list[int]] | None:
+    def _make_room(
+        self, request: Request, blocks: RequestBlocks, row: ScheduledRow
+    ) -> list[list[int]] | None:
         """Extend the request's blocks for a row, preempting from the end of the running queue.
 
         None if the request itself is last: then it waits for its own results or is preempted.
         """
-        assert request.blocks is not None
-        self.kv.slide(request.blocks, request.num_confirmed_tokens)
-        while (new_blocks := self.kv.extend(request.blocks, self._end(row))) is None:
+        if request.num_confirmed_tokens >= blocks.slides_at:
+            self.kv.slide(blocks, request.num_confirmed_tokens)
+        while (new_blocks := self.kv.extend(blocks, self._end(row))) is None:
             victim = self.running[-1]
             if victim is request and request.num_rows_in_flight:
                 return None  # what is in flight may give room back
