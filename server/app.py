@@ -29,7 +29,7 @@ from .openai_types.replies import ChatCompletion, Completion
 from .openai_types.responses import ResponsesRequest
 from .openapi import Documented, install_openapi
 from .operations import absent_routes, operation_routes
-from .responses import response_routes
+from .responses import InputTokens, response_routes
 from .services import Engine, Services
 from .speculator import SpeculatorReply, SpeculatorRequest, speculator_routes
 from .tokenize import (
@@ -46,6 +46,7 @@ _DOCUMENTED = {
     "/v1/chat/completions": Documented(ChatCompletionRequest, ChatCompletion, streams=True),
     "/v1/completions": Documented(CompletionRequest, Completion, streams=True),
     "/v1/responses": Documented(ResponsesRequest, dict, streams=True),
+    "/v1/responses/input_tokens": Documented(ResponsesRequest, InputTokens),
     "/v1/speculator": Documented(SpeculatorRequest, SpeculatorReply),
     "/tokenize": Documented(TokenizeRequest, Tokens),
     "/detokenize": Documented(DetokenizeRequest, Detokenized),
@@ -53,6 +54,7 @@ _DOCUMENTED = {
     "/v1/models/{model}": Documented(None, ModelCard),
     "/health": Documented(None, dict, statuses=("200", "503")),
     "/ready": Documented(None, dict, statuses=("200", "503")),
+    "/ping": Documented(None, dict, statuses=("200", "503")),
     "/version": Documented(None, dict[str, str]),
     "/metrics": Documented(None, str, media="text/plain"),
 }

@@ -39,7 +39,7 @@ def operation_routes(services: Services) -> APIRouter:
     for path in ("/health", "/ready", "/ping"):
         # One route for both methods, so that a 405 names both; the second is for the document.
         router.add_api_route(path, health, methods=["GET", "HEAD"], include_in_schema=False)
-        router.add_api_route(path, health, include_in_schema=path != "/ping")
+        router.add_api_route(path, health)
 
     @router.get("/metrics")
     async def metrics() -> Response:

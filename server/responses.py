@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
 
 from .body import validated
 from .chat import prepare_chat
@@ -25,6 +26,13 @@ from .respond import respond
 from .response_items import ResponseItems
 from .services import Services
 from .sse import Live, event
+
+
+class InputTokens(msgspec.Struct):
+    """How many tokens a request's input has."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
 
 
 def response_routes(services: Services) -> APIRouter:
@@ -45,19 +53,21 @@ def response_routes(services: Services) -> APIRouter:
             wait=job.sampling.grammar is not None,
         )
 
-    @router.post("/v1/responses/input_tokens", include_in_schema=False)
+    @router.post("/v1/responses/input_tokens")
     async def count_input_tokens(request: Request) -> Response:
         body = await services.bodies.read(request, ResponsesRequest)
         _check(body)
         job, _, _ = await _prepare(services, body)
-        count = {"object": "response.input_tokens", "input_tokens": len(job.prompts[0])}
+        count = InputTokens(len(job.prompts[0]))
         return Response(msgspec.json.encode(count), media_type="application/json")
 
-    async def absent() -> Any:
+    async def absent(request: Request) -> Response:
+        if request.path_params.get("response_id") in ("compact", "input_tokens"):  # no ids
+            raise HTTPException(405, headers={"Allow": "POST"})
         raise NotSupported("This server stores no responses; send the whole conversation.")
 
+    router.add_api_route("/v1/responses/compact", absent, methods=["POST"], status_code=404)
     for path, methods in (
-        ("/v1/responses/compact", ["POST"]),
         ("/v1/responses/{response_id}", ["GET", "DELETE"]),
         ("/v1/responses/{response_id}/cancel", ["POST"]),
         ("/v1/responses/{response_id}/input_items", ["GET"]),

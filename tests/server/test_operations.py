@@ -234,6 +234,14 @@ async def test_openapi_document_describes_the_bodies() -> None:
         assert schemas[name]["properties"]["model"] == {"type": "string", "enum": [MODEL, "alias"]}
     replies = {path: each["get"]["responses"]["200"]["content"] for path, each in gets(document)}
     assert set(replies["/metrics"]) == {"text/plain"} and "/health" in replies
+    assert replies["/ping"] == replies["/ready"] and "503" in str(document["paths"]["/ping"])
+    count = document["paths"]["/v1/responses/input_tokens"]["post"]
+    assert "ResponsesRequest" in str(count["requestBody"])
+    assert "InputTokens" in str(count["responses"]["200"])
+    compact = document["paths"]["/v1/responses/compact"]["post"]
+    assert set(compact["responses"]) == {"404", "default"}
+    operations = [each for path in document["paths"].values() for each in path.values()]
+    assert len({each["operationId"] for each in operations}) == len(operations)
     assert replies["/v1/models"]["application/json"]["schema"]["$ref"].endswith("/ModelList")
 
 
@@ -248,6 +256,9 @@ def gets(document: dict[str, Any]) -> list[tuple[str, Any]]:
         ("POST", "/ready", {"GET", "HEAD"}),
         ("GET", "/v1/completions", {"POST"}),
         ("PUT", "/v1/models", {"GET"}),
+        ("GET", "/v1/responses/compact", {"POST"}),
+        ("DELETE", "/v1/responses/input_tokens", {"POST"}),
+        ("PUT", "/v1/responses/input_tokens", {"POST"}),
     ],
 )
 async def test_a_405_names_every_method_that_the_path_takes(
