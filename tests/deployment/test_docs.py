@@ -88,13 +88,16 @@ def test_every_parser_and_method_is_named() -> None:
 
 
 def test_the_table_of_metrics_is_complete() -> None:
-    exposed = set()
+    exposed, created = set(), set()
     for family in text_string_to_metric_families(Metrics("slipstream", "m").text().decode()):
-        if not family.name.endswith("_created"):
+        if family.name.endswith("_created"):
+            created.add(family.name.replace("_created", "_total"))
+        else:
             exposed.add(family.name + ("_total" if family.type == "counter" else ""))
     cells = [code(cell) for cell in first_cells(page("metrics"))]
     described = {name for cell in cells for name in cell if name.startswith("slipstream:")}
     assert described == exposed
+    assert created and created < described and "_created" in code(page("metrics"))
 
 
 def test_every_alert_is_described() -> None:
