@@ -11,8 +11,9 @@ from collections.abc import Mapping
 
 import numpy as np
 
-# Without a measurement (135M model on two cores): a step of M rows takes about as long as 11 + M
-# rows, and one that verifies drafts a tenth of a request's share more.
+# Assumed until steps were measured: a step takes as long as so many rows whatever is in it, then a
+# row for each token, and a share of both more where it verifies. Only the proportions matter, as
+# the unit comes with the first real step.
 _FIXED_ROWS, _VERIFY_COST = 11.0, 0.1
 _RATE = 0.1  # how far one step's time moves its cell; a tenth of the difference
 _SHARED = 0.3  # of that, what every other cell moves too: a longer context slows them all
