@@ -12,7 +12,13 @@ import numpy as np
 from slipstream.configs.schema import CacheConfig, Config, SchedulerConfig
 from slipstream.runner.engine import Engine, join
 from slipstream.runner.grammar import GrammarBackend, GrammarMatcher
-from slipstream.runner.kv_blocks import BlockGroup
+from slipstream.runner.kv_blocks import (
+    NEVER,
+    BlockGroup,
+    KVBlocks,
+    RequestBlocks,
+    first_block_in_window,
+)
 from slipstream.runner.messages import (
     AbortRequests,
     AddRequest,
@@ -148,6 +154,18 @@ def expected_output(
             return output, "length"
 
 
+def full_blocks(kv: KVBlocks, blocks: RequestBlocks, num_tokens: int) -> list[bool]:
+    """By group: whether so many confirmed tokens fill a block that is not published."""
+    done = zip(kv.groups, blocks.num_published, strict=True)
+    return [num_tokens // group.block_size > count for group, count in done]
+
+
+def slid_blocks(kv: KVBlocks, blocks: RequestBlocks, num_tokens: int) -> list[bool]:
+    """By group: whether a block is out of the window then that was not given back."""
+    done = zip(kv.groups, blocks.num_slid, strict=True)
+    return [first_block_in_window(group, num_tokens) > count for group, count in done]
+
+
 @dataclass
 class Received:
     """Everything that came back for one request."""
@@ -198,6 +216,7 @@ class Bench:
         self.engine.set_grammar_backend(self.backend)
         self.scheduler = self.engine._scheduler
         self.kv = self.scheduler.kv
+        self.caching = caching
         self.received: dict[str, Received] = {}
         self.totals = StepStats(accepted_per_pos=[0] * num_drafts)
         self.last_stats: StepStats | None = None
@@ -254,6 +273,32 @@ class Bench:
             counts = {b: pool.ref_count(b) for b in range(pool.num_blocks) if pool.ref_count(b)}
             assert counts == dict(counter)
             assert pool.num_free == pool.num_usable - len(counter)
+
+        self.check_kept_numbers()
+
+    def check_kept_numbers(self) -> None:
+        """What is kept up to date row by row is what counting anew gives."""
+        scheduler, kv = self.scheduler, self.kv
+        flights = [entry for entries in scheduler._in_flight.values() for entry in entries]
+        for request in scheduler.running:
+            rows = [row for r, born, row in flights if r is request and born == r.incarnation]
+            sampling = [row for row in rows if not row.is_prefill]
+            assert request.num_sampling_in_flight == len(sampling)
+            assert request.num_rows_in_flight == len(rows)
+            assert request.num_placeholders == sum(row.num_draft_tokens + 1 for row in sampling)
+            blocks = request.blocks
+            assert blocks is not None
+            pairs = list(zip(kv.groups, blocks.tables, strict=True))
+            assert blocks.capacity == min(len(table) * g.block_size for g, table in pairs)
+            assert (blocks.publishes_at == NEVER) == (not self.caching)
+            if self.caching:
+                assert any(full_blocks(kv, blocks, blocks.publishes_at))
+                assert not any(full_blocks(kv, blocks, blocks.publishes_at - 1))
+            if blocks.slides_at != NEVER:
+                assert any(slid_blocks(kv, blocks, blocks.slides_at))
+            assert not any(slid_blocks(kv, blocks, blocks.slides_at - 1))
+        matchers = [r.matcher for r in scheduler._requests.values() if r.matcher is not None]
+        assert scheduler._num_grammars == len(matchers)
 
     def check_idle(self) -> None:
         """Nothing leaks: every block and slot is free, and the gauges say so."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.runner.finish import append_tokens, count_outputs, make_output
 from slipstream.runner.messages import RequestOutput, StepStats
@@ -86,6 +88,37 @@ def test_a_grammar_that_is_left_through_its_end_stops_even_without_stop_tokens()
     a.matcher = ParityMatcher(40)
     output, _ = outcome(a, RowResult([2, 3, 0, 4], num_draft_tokens=3))
     assert (output.token_ids, output.finish_reason, output.stop_token_id) == ([2, 3, 0], "stop", 0)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.integers(1, 12),
+    st.integers(0, 6),
+    st.sets(st.integers(0, 9), max_size=2),
+)
+def test_runs_are_appended_as_token_by_token(
+    runs: list[list[int]], max_tokens: int, min_tokens: int, stops: set[int]
+) -> None:
+    """Whole runs are taken at once where nothing ends in them."""
+    a = request(max_tokens, min_tokens=min_tokens, stop_token_ids=sorted(stops))
+    expected: list[int] = []
+    for run in runs:
+        kept, reason = 0, None
+        for token in run:
+            expected.append(token)
+            kept += 1
+            if token in stops and len(expected) > min_tokens:
+                reason = "stop"
+            elif len(expected) == max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        output, _ = outcome(a, RowResult(run, num_draft_tokens=len(run) - 1))
+        assert (output.token_ids, output.finish_reason) == (run[:kept], reason)
+        assert a.token_ids[2:] == expected
+        if reason is not None:
+            return
 
 
 def test_nan_ends_its_request_alone() -> None:

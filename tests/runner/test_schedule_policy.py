@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from slipstream.configs.schema import SchedulerConfig
 from slipstream.runner.kv_blocks import BlockGroup
-from slipstream.runner.schedule_policy import CPU_STEP_TOKENS, step_tokens
+from slipstream.runner.plan import ScheduledRow
+from slipstream.runner.request import Request
+from slipstream.runner.schedule_policy import (
+    CPU_STEP_TOKENS,
+    batch_order,
+    sort_rows,
+    step_tokens,
+)
 
 from .scheduling import Bench, add
+
+KINDS = st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans())
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(KINDS, min_size=1, max_size=6), st.booleans())
+def test_rows_are_brought_in_batch_order_and_equal_ones_stay(
+    kinds: list[tuple[int, int, bool]], alike: bool
+) -> None:
+    request = Request.from_message(add("a", [1]), 0, 9)
+    entries = [
+        (request, index, ScheduledRow(index, drafts + 1 if drafts else tokens, drafts, 0, chunk, 0))
+        for index, (tokens, drafts, chunk) in enumerate(kinds[:1] * 5 if alike else kinds)
+    ]
+    expected = sorted(entries, key=lambda entry: (*batch_order(entry[2], 4), entry[1]))
+    rows = sort_rows(entries, 4)
+    assert entries == expected and rows == [row for _, _, row in expected]
 
 
 @pytest.mark.parametrize(
