@@ -84,10 +84,10 @@ def test_a_drafter_is_looked_for_before_the_target_is_loaded(
     class Loaded(Exception):
         pass
 
-    def load(self: object) -> None:
+    def load(target: ModelConfig) -> None:
         raise Loaded
 
-    monkeypatch.setattr(startup._Assembly, "_load_target", load)
+    monkeypatch.setattr(startup, "resolve_model", load)
     with pytest.raises(ModelLoadError, match="^heads/nope is neither a local folder nor in the"):
         startup.assemble(config, lambda progress: None)
     own = SpeculativeConfig(method="my.drafters:Mine", model="anything")  # reads the name itself
