@@ -37,12 +37,15 @@ class DraftPlanner:
         max_deferred_tokens: int,
         trims: bool,
         clock: Callable[[], float] = time.perf_counter,
+        learns: bool = True,
     ) -> None:
-        """`trims`: rows that were scheduled for a draft but have none take no time."""
+        """`trims`: rows that were scheduled for a draft but have none take no time. `learns`: K is
+        chosen by what drafts bring and take; a fixed one needs no such knowledge."""
         self.controller = controller
         self._max_deferred = max_deferred_tokens
         self._trims = trims
         self._clock = clock
+        self._learns = learns
         self._deferred = [0] * max_num_reqs
         self._was_deferred = False  # some of them may be above 0
         self._since = [0] * max_num_reqs  # the step in which the slot's request entered
@@ -93,8 +96,10 @@ class DraftPlanner:
         else:
             counts = [result.num_draft_tokens for result in results]
         accepted = [len(ids) - 1 if (ids := result.token_ids) else 0 for result in results]
-        self.controller.observe([row.slot for row in rows], counts, accepted)
         self._watch(results, accepted, texts)
+        if not self._learns:
+            return
+        self.controller.observe([row.slot for row in rows], counts, accepted)
         now = self._clock()
         if self._landed_at is not None and len(rows) == len(plan.rows):
             self._refine(plan, sum(counts), now - self._landed_at)
@@ -218,4 +223,5 @@ def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
         Watchdog(spec.method) if watched else None,
     )
     trims = facts.device.startswith("cpu")
-    return DraftPlanner(controller, seats, needs.max_deferred_tokens, trims)
+    learns = len(counts) > 1
+    return DraftPlanner(controller, seats, needs.max_deferred_tokens, trims, learns=learns)

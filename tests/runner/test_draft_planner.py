@@ -15,6 +15,7 @@ from slipstream.runner.messages import SamplingParams, StepStats
 from slipstream.runner.plan import NewRequest, RowResult, ScheduledRow, StepPlan
 from slipstream.speculators.controller import Choice, DraftController
 from slipstream.speculators.step_costs import StepCosts
+from slipstream.speculators.watchdog import Watchdog
 
 K = 3
 
@@ -135,6 +136,22 @@ def test_results_teach_of_their_own_request_and_of_the_time_between_landings(
     clock.now = 1000.0
     planner.land(plans[2], results, list)
     assert script.costs.seconds(2, 2) == slower  # the engine slept
+
+
+def test_a_fixed_k_needs_no_knowledge_of_steps_but_a_watchdog(clock: Clock) -> None:
+    costs = StepCosts({(1, k): 1.0 + k for k in range(K + 1)}, K)
+    watchdog = Watchdog("eagle3", clock)
+    controller = DraftController((K,), 4, costs, watchdog=watchdog)
+    planner = DraftPlanner(
+        controller, 4, max_deferred_tokens=5, trims=False, clock=clock, learns=False
+    )
+    for step in range(70):
+        plan = StepPlan(step, rows=[row(0, drafts=K)])
+        planner.complete(plan)
+        planner.land(plan, [RowResult([5], K)], list)
+        clock.now += 0.1
+    assert costs.seconds(1, K) == 1.0 + K
+    assert watchdog.num_troubles["zero"] == 1 and plan.draft_reason == "unhealthy"
 
 
 def test_a_change_of_k_is_one_debug_line_at_most_every_ten_seconds(
