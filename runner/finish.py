@@ -68,10 +68,10 @@ def accepts(matcher: GrammarMatcher, token_id: int) -> bool:
 def make_output(request: Request, result: RowResult, verdict: Verdict) -> RequestOutput:
     """The message for a row's kept tokens."""
     kept, token_ids = verdict.num_kept, result.token_ids
-    output = RequestOutput(
-        request.request_id, token_ids if kept == len(token_ids) else token_ids[:kept]
-    )
-    if kept:
+    if kept != len(token_ids):
+        token_ids = token_ids[:kept]
+    output = RequestOutput(request.request_id, token_ids)
+    if kept and result.num_draft_tokens:
         output.num_draft_tokens = result.num_draft_tokens
         output.num_accepted_tokens = kept - 1
     if verdict.finish_reason is not None:

@@ -5,10 +5,9 @@
 A real engine, scheduler, block pool, draft planner, request table and channel, as the worker runs
 them; the tensors of results are made up. "step" is what the worker's loop takes: receive, step,
 send; its parts are measured in further rounds, with a timer around each. "table" and "gather" are
-the host's share of staging a plan and of gathering its rows: no kernel runs. Times are the
-thread's, of the steps during which the core was fastest, as a "probe" of fixed work says: others
-come and go on a shared machine.
-With --profile it prints where the Python code of a step spends its time instead.
+the host's share of staging a plan and of gathering its rows: no kernel runs. Each
+figure is what one step of fifty beats: on a shared machine others come and go. With --profile it
+prints where the Python code of a step spends its time instead.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import argparse
 import cProfile
 import gc
 import pstats
-import statistics
 import tempfile
 import time
 from dataclasses import replace
@@ -44,7 +42,7 @@ from slipstream.runner.worker import tune_garbage_collector
 MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS, VOCAB_SIZE = 4096, 16, 256, 49_152
 NUM_STEPS = 400
 ACCEPTANCE = 0.6  # of each draft, if those before it were accepted
-clock = time.thread_time  # other processes take their share of the cores
+clock = time.perf_counter
 
 
 class ReadyRunner:
@@ -102,12 +100,13 @@ class ReadyRunner:
 class Bench:
     """N requests that decode, and the worker's loop around them."""
 
-    def __init__(self, num_reqs: int, num_drafts: int) -> None:
+    def __init__(self, num_reqs: int, num_drafts: int, auto: bool) -> None:
         self.num_reqs, self.num_drafts = num_reqs, num_drafts
         self.runner = ReadyRunner(num_drafts)
         spec = SpeculativeConfig(method="off")
         if num_drafts:
-            spec = SpeculativeConfig(method="eagle3", num_speculative_tokens=num_drafts)
+            fixed = None if auto else num_drafts
+            spec = SpeculativeConfig("eagle3", None, fixed, max_speculative_tokens=num_drafts)
         config = Config(
             scheduler=SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192)
         )
@@ -171,36 +170,22 @@ class Timers:
         setattr(owner, name, timed)
 
 
-def probe() -> float:
-    """Seconds that a fixed piece of Python takes now: how fast this core happens to be."""
-    start, total = clock(), 0
-    for i in range(1000):
-        total += i & 7
-    return clock() - start
-
-
 class Samples:
-    """Seconds by part, and how long the probe took around each."""
+    """Seconds of every step, by part."""
 
     def __init__(self) -> None:
-        self._found: dict[str, list[tuple[float, float]]] = {}
-        self._before = probe()
+        self._found: dict[str, list[float]] = {}
 
     def add(self, seconds: dict[str, float]) -> None:
         """One step's parts."""
-        after = probe()
         for part, spent in seconds.items():
-            self._found.setdefault(part, []).append((self._before + after, spent))
-        self._before = probe()
+            self._found.setdefault(part, []).append(spent)
 
-    def best(self) -> dict[str, float]:
-        """Microseconds: the median of the tenth with the fastest probes."""
-        best = {}
-        for part, samples in self._found.items():
-            fast = sorted(samples)[: len(samples) // 10]
-            best[part] = 1e6 * statistics.median(spent for _, spent in fast)
-            best["probe"] = 1e6 * fast[0][0] / 2
-        return best
+    def low(self) -> dict[str, float]:
+        """Microseconds that one step of fifty beats, for each part."""
+        return {
+            part: 1e6 * sorted(seconds)[len(seconds) // 50] for part, seconds in self._found.items()
+        }
 
 
 def typical(bench: Bench, timers: Timers) -> dict[str, float]:
@@ -214,12 +199,12 @@ def typical(bench: Bench, timers: Timers) -> dict[str, float]:
         # What makes the results up is not the engine's.
         samples.add(dict(timers.seconds, step=spent - timers.seconds["runner"]))
         bench.drain()
-    return samples.best()
+    return samples.low()
 
 
-def measure(num_reqs: int, num_drafts: int) -> dict[str, float]:
+def measure(num_reqs: int, num_drafts: int, auto: bool) -> dict[str, float]:
     """Microseconds of a step and of its parts."""
-    bench = Bench(num_reqs, num_drafts)
+    bench = Bench(num_reqs, num_drafts, auto)
     bench.add_requests()
     tune_garbage_collector()
     timers = Timers()
@@ -236,9 +221,9 @@ def measure(num_reqs: int, num_drafts: int) -> dict[str, float]:
     timers.wrap(bench.channel, "send", "send")
     get = StepHandle.get
     parts = typical(bench, timers)
-    best |= {part: us for part, us in parts.items() if part not in ("step", "runner", "probe")}
+    best |= {part: us for part, us in parts.items() if part not in ("step", "runner")}
     StepHandle.get = get.__closure__[0].cell_contents  # type: ignore[index,method-assign]
-    best |= {part: us for part, us in tables(bench).items() if part != "probe"}
+    best |= tables(bench)
     bench.close()
     return best
 
@@ -269,7 +254,7 @@ def tables(bench: Bench) -> dict[str, float]:
             middle = clock()
             gather(buffers, table, plan)
             samples.add({"table": middle - start, "gather": clock() - middle})
-    return samples.best()
+    return samples.low()
 
 
 def gather(buffers: InputBuffers, table: RequestTable, plan: StepPlan) -> None:
@@ -283,9 +268,9 @@ def gather(buffers: InputBuffers, table: RequestTable, plan: StepPlan) -> None:
     buffers.gather(plan.rows, query_lens, num_drafts, table, descriptor, uniform)
 
 
-def profile(num_reqs: int, num_drafts: int) -> None:
+def profile(num_reqs: int, num_drafts: int, auto: bool) -> None:
     """Print where a step spends its time."""
-    bench = Bench(num_reqs, num_drafts)
+    bench = Bench(num_reqs, num_drafts, auto)
     bench.add_requests()
     profiler = cProfile.Profile()
     for _ in range(200):
@@ -301,10 +286,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
+    parser.add_argument("--auto", action="store_true", help="K is chosen, up to so many drafts")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     columns = (
-        "probe", "step", "schedule", "planner", "results", "apply", "send", "table", "gather"
+        "step", "schedule", "planner", "results", "apply", "send", "table", "gather"
     )  # fmt: skip
     print("microseconds a step; a row's are in brackets\n")
     print("| requests | K | " + " | ".join(columns) + " |")
@@ -312,9 +298,9 @@ def main() -> None:
     for num_drafts in args.drafts:
         for num_reqs in args.requests:
             if args.profile:
-                profile(num_reqs, num_drafts)
+                profile(num_reqs, num_drafts, args.auto)
                 continue
-            best = measure(num_reqs, num_drafts)
+            best = measure(num_reqs, num_drafts, args.auto)
             gc.unfreeze()
             cells = [f"{best.get(c, 0):.0f} ({best.get(c, 0) / num_reqs:.1f})" for c in columns]
             print(f"| {num_reqs} | {num_drafts} | " + " | ".join(cells) + " |", flush=True)
