@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from .device import use_triton
+from .device import card_of, use_triton
 from .linear_choice import (
     H100_WINNERS,
     ROLES,
@@ -72,9 +72,10 @@ def create_chooser(mode: str, device: torch.device, dtype: torch.dtype) -> Linea
         return None
     if not use_triton(torch.empty(0, device=device)):
         return None
-    if device.type != "cuda":  # Triton's interpreter
+    card = card_of(device)
+    if card is None:  # Triton's interpreter
         return LinearChooser({}, anywhere=mode == "triton")
-    winners = dict(H100_WINNERS) if torch.cuda.get_device_capability(device) == (9, 0) else {}
+    winners = dict(H100_WINNERS) if card.capability == (9, 0) else {}
     winners.update(load_tuned(card_name(device), dtype))
     if mode == "auto" and not winners:
         return None
@@ -83,8 +84,9 @@ def create_chooser(mode: str, device: torch.device, dtype: torch.dtype) -> Linea
 
 def card_name(device: torch.device) -> str:
     """The card as the driver calls it, with its number of processors (MIG slices share names)."""
-    properties = torch.cuda.get_device_properties(device)
-    return f"{properties.name} {properties.multi_processor_count}"
+    card = card_of(device)
+    assert card is not None, "only cards have names"
+    return f"{card.name} {card.num_processors}"
 
 
 # --- on disk --------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Runs the steps' work in order: at once on CUDA, whose stream is the queue, else on one thread.
+"""Runs the steps' work in order: at once where a stream is the queue, on one thread on the CPU.
 
 On the CPU the worker thread plays the stream, so that the host schedules while a step computes.
 """
@@ -10,13 +10,24 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from .errors import RunnerError
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for `--device`; "auto" is CUDA where there is one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RunnerError("--device cuda was asked for, but torch finds no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
 
 class DeviceQueue:
     """An ordered queue of jobs for one device, without gradients."""
 
     def __init__(self, device: torch.device) -> None:
         self._executor: ThreadPoolExecutor | None = None
-        if device.type != "cuda":
+        if device.type == "cpu":
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="runner")
 
     def submit(self, job: Callable[[], None]) -> None:

@@ -43,6 +43,7 @@ from .plan import RowResult, StepPlan
 from .request import Request
 from .schedule_policy import step_tokens
 from .scheduler import Scheduler
+from .start_ahead import start_ahead
 
 if TYPE_CHECKING:
     from ..speculators.base import SpeculatorNeeds
@@ -353,9 +354,10 @@ class Engine:
 
 def build_engine(config: Config, progress: Callable[[Progress], None]) -> Engine:
     """Load the model, allocate its KV cache and join it with a scheduler. Imports torch."""
-    from .model_runner import build_model_runner
+    with start_ahead(config) as ahead:
+        from .model_runner import build_model_runner
 
-    runner = build_model_runner(config, progress)
+        runner = build_model_runner(config, progress, ahead)
     return runner.note_traffic(join(runner, config))
 
 

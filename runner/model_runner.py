@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from ..configs.schema import Config
 from ..configs.speculative import MAX_DRAFTS
+from ..kernels.compile_log import watch_compilations
 from ..kernels.gather_batch import post_update
 from ..speculators.base import BaseSpeculator, DraftInputs
 from .attention.base import AttentionState
@@ -28,11 +29,13 @@ from .plan import StepPlan
 from .prompt_logprobs import PromptLogprobs
 from .sampling_state import Feature
 from .staging import StagingPool
+from .start_ahead import CompileAhead
 from .startup import ProgressFn, RunnerFacts, RunnerParts, assemble
 from .startup_report import log_startup
 from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
 from .step_timing import measure_steps
 from .traffic import EngineT, note_traffic
+from .warm_up import warm_up_steps
 
 
 @dataclass
@@ -67,7 +70,8 @@ class ModelRunner:
         self._drafted: set[int] = set()  # slots that may hold drafts
         self._error: BaseException | None = None  # raised after a step's results were out
         self._on_cpu = self.facts.device == "cpu"
-        self._copy_stream = None if self._on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        on_cuda = self.facts.device == "cuda"
+        self._copy_stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
 
     # --- the engine's interface -----------------------------------------------------------------
 
@@ -354,9 +358,11 @@ def _next_drafts(plan: StepPlan) -> np.ndarray:
     return np.array(given, dtype=np.int32)
 
 
-def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
+def build_model_runner(
+    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
+) -> ModelRunner:
     """Load, allocate, warm up and capture; the runner is then ready for its first step."""
-    parts = assemble(config, progress)
+    parts = assemble(config, progress, ahead)
     runner = ModelRunner(parts)
     seconds = runner.facts.startup_seconds
     start = time.monotonic()
@@ -365,9 +371,13 @@ def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
     start = time.monotonic()
     runner.capture()
     seconds["capture"] = time.monotonic() - start
+    if runner.facts.device == "cuda":
+        start = time.monotonic()
+        warm_up_steps(runner, config)
+        seconds["first_steps"] = time.monotonic() - start
     if len(config.speculative.draft_counts) > 1:
         start = time.monotonic()
         runner.facts.step_seconds.update(measure_steps(runner, config))
         seconds["measure_steps"] = time.monotonic() - start
-    log_startup(runner.capture_reports(), parts.memory, seconds)
+    log_startup(runner.capture_reports(), parts.memory, seconds, watch_compilations())
     return runner

@@ -111,6 +111,12 @@ def describe_exit(status: int) -> str:
 # --- in the child -----------------------------------------------------------------------------
 
 
+def follow_parent() -> None:
+    """Have the kernel end this process when its parent ends, where the kernel is Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
 def receive_orders(stdin: IO[bytes]) -> WorkerOrders:
     """Read the orders, and from then on end with the parent, however that ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -119,9 +125,9 @@ def receive_orders(stdin: IO[bytes]) -> WorkerOrders:
     if not line:
         raise SystemExit(1)
     orders = msgspec.json.decode(line, type=WorkerOrders)
+    follow_parent()
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         libc.prctl(_PR_SET_NAME, orders.name.encode(), 0, 0, 0)
     if os.getppid() != orders.parent_pid:  # it died before the request above
         os._exit(1)

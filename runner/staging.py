@@ -23,9 +23,9 @@ class StagingPool:
 
     def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
         """`array` on the device, in `out` if given; ordered on the current stream."""
-        if self._device.type == "cpu":
+        if self._device.type in ("cpu", "meta"):
             host = torch.from_numpy(array)
-            return host if out is None else out.copy_(host)
+            return host.to(self._device) if out is None else out.copy_(host)
         nbytes = array.nbytes
         pinned = self._take(nbytes)
         host = pinned[:nbytes].view(_DTYPES[array.dtype]).view(array.shape)

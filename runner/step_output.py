@@ -122,6 +122,10 @@ class StepHandle:
         """True if `get` need not wait for the runner (it may wait for a copy)."""
         return self._output.done()
 
+    def error(self) -> BaseException | None:
+        """What the step raised before it was published; call once `done`."""
+        return self._output.exception()
+
     def wait(self, timeout: float) -> bool:
         """True once `done`; False if that takes longer than `timeout` seconds."""
         try:

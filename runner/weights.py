@@ -254,12 +254,13 @@ def load_random(
     std: float = 0.02,
 ) -> None:
     """Fill `slots` with seeded noise, drawn on the device; norms get ones, biases zeros."""
-    generator = torch.Generator(device).manual_seed(seed)
+    has_memory = device.type != "meta"
+    generator = torch.Generator(device).manual_seed(seed) if has_memory else None
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     with torch.no_grad():
         for done, slot in enumerate(slots.values()):
             tensor = torch.empty(slot.shape, dtype=dtype, device=device)
-            if slot.init == "normal":
+            if slot.init == "normal" and has_memory:
                 tensor.normal_(0, std, generator=generator)
             else:
                 tensor.fill_(1.0 if slot.init == "ones" else 0.0)

@@ -8,6 +8,8 @@ from functools import cache
 import torch
 import triton
 
+from ..device import card_of
+
 _MAX_SPLITS = 16
 
 
@@ -28,9 +30,8 @@ class Launch:
 @cache
 def num_processors(device: torch.device) -> int:
     """Of a card; a few, elsewhere."""
-    if device.type != "cuda":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    card = card_of(device)
+    return 4 if card is None else card.num_processors
 
 
 def plan_launch(

@@ -41,7 +41,7 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     return activated * up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["salt"])
 def _gemv_kernel(
     weight,  # [N, K], contiguous; [2 N, K] if gated: gate rows, then up rows
     x,  # [K]

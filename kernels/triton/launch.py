@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..device import card_of
+
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 except ImportError:  # an older Triton
@@ -37,7 +39,8 @@ def wait_for_inputs(PDL: tl.constexpr):
 @cache
 def _is_hopper(device: torch.device) -> bool:
     """Both features came with Hopper."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _HOPPER
+    card = card_of(device)
+    return card is not None and card.capability >= _HOPPER
 
 
 @cache

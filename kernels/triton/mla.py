@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _project_heads_kernel(
     x,  # [T, H, K]
     weight,  # [H, K, N]

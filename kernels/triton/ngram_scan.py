@@ -33,7 +33,7 @@ def _matched(text, end, tokens, length, output_len, outside, MAX_N: tl.constexpr
     return count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["prediction_stride", "num_drafts"])
 def _scan_kernel(
     token_ids,  # [R, S] int32
     prompt_len,  # [R] int32

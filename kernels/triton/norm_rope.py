@@ -21,7 +21,7 @@ def load_parts(pointers, inside, stride, PARTS: tl.constexpr):
     return value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "inner"])
 def _rms_norm_kernel(
     x,  # [A, B, H]; PARTS: [PARTS, A * B, H], contiguous, float32
     residual,  # [A * B, H], contiguous

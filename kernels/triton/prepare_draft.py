@@ -13,7 +13,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_reqs_padded", "num_tokens_padded"])
 def _shift_draft_ids_kernel(
     input_ids,
     query_start_loc,
@@ -88,7 +88,7 @@ def shift_draft_ids(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _advance_kernel(
     positions,
     seq_lens,
@@ -130,7 +130,7 @@ def advance_draft_decode(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _draft_slots_kernel(
     table,  # [>= N*, width] int32, rows are batch rows
     seq_lens,

@@ -78,7 +78,7 @@ def best_of(score, first_token):
     return value, first_token + index
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["salts"])
 def _gumbel_kernel(
     logits,  # [L, V]
     seeds,  # [L] int64

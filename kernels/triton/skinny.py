@@ -59,7 +59,7 @@ def _tile(
     return tile
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["salt", "num_rows"])
 def _skinny_kernel(
     w_source,  # descriptor of, or pointer to, the weights [N, K]; gated: [2 N, K]
     x_source,  # descriptor of, or pointer to, x [M, K]

@@ -39,7 +39,7 @@ def _log_sum(tops, sums, num_blocks, BLOCKS: tl.constexpr):
     return safe + tl.log(tl.sum(part * tl.exp(top - safe), axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _stats_kernel(
     logits,  # [L, V]
     draft_logits,  # [R, K, Vd]
@@ -78,7 +78,7 @@ def _stats_kernel(
         tl.store(at + 3 * size, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _accept_kernel(
     logits,  # [L, V]
     draft_logits,  # [R, K, Vd]
@@ -142,7 +142,7 @@ def _accept_kernel(
     tl.store(num_accepted + request, accepted)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _draw_kernel(
     logits,  # [L, V]
     draft_logits,  # [R, K, Vd]

@@ -8,6 +8,7 @@ from importlib import import_module
 
 import torch
 
+from ...kernels.device import is_card
 from ..errors import RunnerError
 from .base import AttentionBackend, AttentionLayer
 
@@ -53,7 +54,7 @@ def _preferred(layers: Sequence[AttentionLayer], device: torch.device) -> list[t
     FlashInfer is not among them: it must know exact lengths on the host, so every step waits.
     """
     reference = ("reference", "plain torch, which runs anywhere")
-    if device.type != "cuda":
+    if not is_card(device):
         return [("reference", "plain torch, since this is no CUDA device")]
     triton = ("triton", "which puts any batch of this model into a graph")
     if all(layer.is_mla for layer in layers):

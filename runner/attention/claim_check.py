@@ -23,6 +23,7 @@ from .base import (
 )
 from .claims import ClaimCase, LoweredClaim, verify_claim
 
+Compare = Callable[[Tensor, Tensor], float]  # (replayed, expected) -> error
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative error
 
 
@@ -47,7 +48,9 @@ class ClaimTrial:
         dtype: torch.dtype,
         device: torch.device,
         pool: GraphPool,
+        compare: Compare = relative_error,
     ) -> None:
+        self.compare = compare
         self.setup, self.layer, self.dtype, self.device = setup, layer, dtype, device
         self.backend = backend.name
         self.pool = pool
@@ -106,7 +109,7 @@ class ClaimTrial:
             replayed = self.output[:real].clone()
             eager = common.with_rows(live, real)
             self.forward(real, self.state(self.builder.build(eager)))
-            worst = max(worst, relative_error(replayed, self.output[:real]))
+            worst = max(worst, self.compare(replayed, self.output[:real]))
         manager.reset()
         return worst
 

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from ...configs.graphs import AttentionCGSupport, CUDAGraphMode
+from ..cuda_graphs import relative_error
 from ..graph_capture import GraphPool, frozen_garbage_collector
 from .base import AttentionBackend, AttentionBuilder, AttentionLayer
-from .claim_check import TOLERANCE, ClaimSetup, ClaimTrial
+from .claim_check import TOLERANCE, ClaimSetup, ClaimTrial, Compare
 from .claims import ClaimCase, LoweredClaim, verify_claim
 
 logger = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class ClaimsAtStart:
         dtype: torch.dtype,
         device: torch.device,
         cases: Sequence[ClaimCase],  # that target and draft prefill will capture
+        compare: Compare = relative_error,
     ) -> None:
         self.lowered: list[LoweredClaim] = []  # for the metric
         self._cases = cases
@@ -62,6 +64,7 @@ class ClaimsAtStart:
         self._setup = setup
         self._dtype = dtype
         self._device = device
+        self._compare = compare
         self._errors: dict[tuple[_Kind, ClaimCase], float] = {}
 
     def verify(self, groups: Iterable[_Group]) -> None:
@@ -104,8 +107,9 @@ class ClaimsAtStart:
             if (kind, case) not in self._errors:
                 if trial is None:
                     trial = ClaimTrial(
-                        self._backend, layer, self._setup, self._dtype, self._device, self._pool
-                    )
+                        self._backend, layer, self._setup, self._dtype, self._device, self._pool,
+                        self._compare,
+                    )  # fmt: skip
                 self._errors[kind, case] = _measure(trial, case)
             return self._errors[kind, case]
 

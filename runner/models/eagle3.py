@@ -172,9 +172,11 @@ class Eagle3Head(nn.Module):
         draft, vocab = self.head.draft_vocab_size, self.config.vocab_size
         if self._offsets is not None and self._has_map:
             ids = torch.arange(draft, device=self._offsets.device) + self._offsets
-            if int(ids.max()) >= vocab or int(ids.min()) < 0:
+            known = not ids.is_meta  # what has no memory holds no ids
+            if known and (int(ids.max()) >= vocab or int(ids.min()) < 0):
                 raise ModelLoadError("the drafter's d2t maps ids beyond the vocabulary.")
-            if self._has_draft_id is not None and not dummy and not self._has_draft_id[ids].all():
+            checks = self._has_draft_id is not None and known and not dummy
+            if checks and not self._has_draft_id[ids].all():
                 raise ModelLoadError("the drafter's d2t and t2d contradict each other.")
             self.draft_to_target = ids
         target = self.target[0].config

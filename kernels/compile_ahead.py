@@ -1,0 +1,122 @@
+"""Compiles kernels ahead: while `compiling_only`, a launch submits its compilation, and no more.
+
+The compiled kernels land in Triton's cache on disk, where this and other processes find them. It
+knows no kernel. Meta tensors (see `device`) will do as arguments: only their kind is looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from .compile_log import watch_compilations
+from .device import Card
+
+_COMPILED, _FAILED, _CACHED = 0, 1, 2  # exit statuses
+
+
+def can_compile_ahead() -> bool:
+    """Whether this Triton (3.6 and later) can compile without a launch, in the background."""
+    try:
+        from triton import AsyncCompileMode  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@contextmanager
+def compiling_only(executor: Executor) -> Iterator[dict[Any, Any]]:
+    """Inside, launches of Triton kernels are jobs for `executor`, each kind once, and nothing runs.
+
+    Yields key -> `FutureKernel` of the kinds so far. Leaving waits for all of them. For this thread
+    only, and not where a graph is being captured.
+    """
+    from triton import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    launch = JITFunction.run
+    mode = AsyncCompileMode(executor, ignore_errors=True)
+
+    def submit(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
+        if hasattr(kernel, "finalize_compile") and kernel.kernel is None:
+            kernel.finalize_compile(kernel)  # the next launch finds what it stands for
+        return kernel
+
+    with mode:
+        JITFunction.run = submit
+        try:
+            yield mode.future_kernels
+        finally:
+            JITFunction.run = launch
+            executor.shutdown(wait=True)
+
+
+class ForkingExecutor(Executor):
+    """Runs each job in a fork of this process, up to `max_workers` at once; a result is True if the
+    job compiled, False if it found all on disk.
+
+    A thread would share Python's lock, which a fifth of a compilation holds. For a process with a
+    single thread and no CUDA context.
+    """
+
+    def __init__(self, max_workers: int) -> None:
+        self._max_workers = max_workers
+        self._running: dict[int, Future[Any]] = {}  # by process id
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Start `fn`, after waiting for a place."""
+        while len(self._running) >= self._max_workers:
+            self._reap()
+        future: Future[Any] = Future()
+        future.set_running_or_notify_cancel()
+        pid = os.fork()
+        if pid == 0:
+            _run_and_exit(lambda: fn(*args, **kwargs))
+        self._running[pid] = future
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Wait for all jobs."""
+        while wait and self._running:
+            self._reap()
+
+    def _reap(self) -> None:
+        pid, status = os.wait()
+        future = self._running.pop(pid)
+        code = os.waitstatus_to_exitcode(status)
+        if code in (_COMPILED, _CACHED):
+            future.set_result(code == _COMPILED)
+        else:
+            future.set_exception(RuntimeError(f"a compilation ended with status {code}"))
+
+
+def _run_and_exit(job: Callable[[], Any]) -> None:
+    status = _FAILED
+    try:
+        log = watch_compilations()
+        before = len(log.compiled)
+        job()
+        status = _COMPILED if len(log.compiled) > before else _CACHED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def without_driver(card: Card) -> Any:
+    """Answers what Triton asks of a device, for `triton.runtime.driver.set_active`."""
+    from triton.backends.compiler import GPUTarget
+
+    major, minor = card.capability
+    target = GPUTarget("cuda", 10 * major + minor, 32)
+    return SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=None: 0,
+        get_current_target=lambda: target,
+    )

@@ -1,0 +1,166 @@
+"""Goes through a start without a card, so that every kernel it launches is compiled ahead.
+
+A process of its own (see `start_ahead`): the model is built of meta tensors, which have shapes and
+no memory, so nothing here can touch weights, KV or requests of the worker that really starts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..configs.schema import Config, ParallelConfig
+from ..kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
+from ..kernels.compile_log import watch_compilations
+from ..kernels.device import Card, pretend_card
+from .attention.base import AttentionBackend
+from .attention.claims_at_start import ClaimsAtStart, claim_cases, claim_setup
+from .draft_host import GraphSettings
+from .graph_capture import Graph, GraphBackend
+from .graph_dispatch import wanted_modes
+from .model_runner import ModelRunner
+from .plan import RowResult, StepPlan
+from .process import follow_parent
+from .start_ahead import DryReport
+from .startup import Assembly
+from .warm_up import warm_up_steps
+
+_META = torch.device("meta")
+_MANY_BYTES = 1 << 50  # of KV, which take no memory
+
+
+class _DryGraph:
+    def replay(self) -> None:
+        """Nothing was recorded."""
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
+class _DryGraphs:
+    """A `GraphBackend` that runs a capture as it would run anything else."""
+
+    def create_pool(self) -> int:
+        return 0
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        yield
+
+    def begin(self, pool: Any) -> _DryGraph:
+        return _DryGraph()
+
+    def end(self, graph: Graph) -> None:
+        """Nothing was begun."""
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def memory_used(self) -> int:
+        return 0
+
+    def release_unused(self) -> None:
+        """There is none."""
+
+
+class _DryAssembly(Assembly):
+    def _graph_backend(self) -> GraphBackend:
+        return _DryGraphs()
+
+    def _claims(
+        self, backend: AttentionBackend, settings: GraphSettings, needs: Any
+    ) -> ClaimsAtStart:
+        mode = wanted_modes(self.config.graph, self.device_type).target
+        cases = claim_cases(mode, self._query_lengths(needs))
+        setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
+        return ClaimsAtStart(
+            backend, settings.pool, setup, self.format.dtype, self.device, cases, lambda *_: 0.0
+        )
+
+
+class _DryRunner(ModelRunner):
+    """A runner whose results are never read."""
+
+    def execute(self, plan: StepPlan) -> Any:
+        handle = super().execute(plan)
+        if handle.done() and (error := handle.error()) is not None:
+            raise error
+        return _NoResults()
+
+
+class _NoResults:
+    def get(self) -> list[RowResult]:
+        """Of tensors without memory nothing can be read."""
+        return []
+
+
+def dry_start(config: Config) -> None:
+    """Build, warm up and capture as `build_model_runner` does, without memory."""
+    cache = replace(
+        config.cache, kv_cache_memory_bytes=_MANY_BYTES, num_gpu_blocks_override=1 << 16
+    )
+    config = replace(config, cache=cache, parallel=ParallelConfig())
+    parts = _DryAssembly(config, lambda _: None, _META).run()
+    runner = _DryRunner(parts)
+    runner.warm_up()
+    with torch.inference_mode():
+        parts.target.warm_up(config.scheduler.max_num_batched_tokens)  # as the memory's profile
+    runner.capture()
+    warm_up_steps(runner, config)
+
+
+def compile_start(config: Config, card: Card, num_processes: int) -> DryReport:
+    """Compile in `num_processes` what a start with `config` on `card` will launch."""
+    from triton.runtime import driver
+
+    began = time.monotonic()
+    report = DryReport()
+    watch_compilations()
+    pretend_card(card)
+    driver.set_active(without_driver(card))
+    with compiling_only(ForkingExecutor(num_processes)) as kernels:
+        try:
+            dry_start(config)
+        except Exception as error:
+            report.error = f"{type(error).__name__}: {error}"
+    for kernel in kernels.values():
+        if kernel.future.exception() is not None:
+            report.num_failed += 1
+        elif kernel.future.result():
+            report.num_compiled += 1
+        else:
+            report.num_cached += 1
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def main() -> int:
+    """`python -m slipstream.runner.dry_start`: on standard input the config, then the card."""
+    follow_parent()
+    logging.disable()  # the worker says the same
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
+    line = sys.stdin.buffer.readline()  # none if nothing is to be compiled
+    if not line:
+        return 0
+    facts = json.loads(line)
+    card = Card(facts["name"], tuple(facts["capability"]), facts["num_processors"])
+    report = compile_start(config, card, facts["num_processes"])
+    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

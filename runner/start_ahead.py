@@ -1,0 +1,198 @@
+"""Starts the process that compiles kernels while the worker loads, and waits for it.
+
+It begins at once, so that its imports, like its compilations, run beside those of the worker. A
+start that was gone through before finds all in Triton's cache, and needs no such process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ..configs.schema import Config
+
+if TYPE_CHECKING:
+    from ..kernels.device import Card
+
+logger = logging.getLogger(__name__)
+OFF = "SLIPSTREAM_COMPILE_AHEAD"  # environment variable; 0 = every kernel at its first launch
+MAX_WAIT_SECONDS = 90.0
+_MIN_CORES = 4  # with fewer the two processes only take time from each other
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
+_SOURCES = ("kernels", "runner", "speculators")
+
+
+class DryReport(msgspec.Struct):
+    """What a dry start says on its standard output, one line of JSON."""
+
+    num_compiled: int = 0
+    num_cached: int = 0
+    num_failed: int = 0
+    seconds: float = 0.0
+    error: str = ""  # why it did not get to its end
+
+
+class CompileAhead:
+    """A dry start in a process of its own (see `dry_start`); None of its failures fails a start."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stamp: Path | None = None  # exists once all of this start was compiled
+        self._key = start_key(config)
+        self.num_processes = len(os.sched_getaffinity(0))
+        if not any(triton_cache().glob(f"{self._key}-*")):
+            self._start()
+
+    def tell(self, card: Card) -> None:
+        """Let it begin, now that the card is known; or end it, if nothing is to be compiled."""
+        facts = {"name": card.name, "capability": card.capability}
+        facts |= {"num_processors": card.num_processors, "num_processes": self.num_processes}
+        line = json.dumps(facts).encode()
+        self._stamp = triton_cache() / f"{self._key}-{hashlib.sha256(line).hexdigest()[:12]}"
+        if self._stamp.exists():
+            self.stop()
+            return
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it died: `wait` tells
+
+    def wait(self) -> DryReport | None:
+        """Wait until all is compiled; None if nothing was to be."""
+        if self._process is None or self._stamp is None:
+            return None
+        began = time.monotonic()
+        report = self._result()
+        self.stop()
+        waited = time.monotonic() - began
+        if report.error or report.num_failed:
+            reason = report.error or f"{report.num_failed} kernels do not compile"
+            logger.warning("not all kernels were compiled ahead: %s", reason)
+        else:
+            _touch(self._stamp)
+        logger.info(
+            "compiled %d kernels ahead on %d cores in %.1f s (%d were there), waited %.1f s",
+            report.num_compiled, self.num_processes, report.seconds, report.num_cached, waited,
+        )  # fmt: skip
+        return report
+
+    def stop(self) -> None:
+        """End it, if it still runs, with all that it started."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        if process.poll() is None:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        process.communicate()
+
+    def _start(self) -> None:
+        package = __package__ or ""
+        root = sys.modules[package.partition(".")[0]].__path__[0]
+        paths = [str(Path(root).parent), os.environ.get("PYTHONPATH", "")]
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+            "CUDA_VISIBLE_DEVICES": "",  # it must not take memory of the card
+            "OMP_NUM_THREADS": "1",  # nor have threads when it forks
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", f"{package}.dry_start"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+        )
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass
+
+    def _result(self) -> DryReport:
+        assert self._process is not None
+        try:
+            output, _ = self._process.communicate(timeout=MAX_WAIT_SECONDS)
+            return msgspec.json.decode(output, type=DryReport)
+        except subprocess.TimeoutExpired:
+            return DryReport(error=f"it took more than {MAX_WAIT_SECONDS:.0f} s")
+        except (msgspec.DecodeError, OSError):
+            return DryReport(error=f"its process ended with status {self._process.poll()}")
+
+
+@contextmanager
+def start_ahead(config: Config) -> Iterator[CompileAhead | None]:
+    """The dry start beside this start, where one is of use; it does not outlive the block."""
+    ahead = CompileAhead(config) if is_wanted(config) else None
+    try:
+        yield ahead
+    finally:
+        if ahead is not None:
+            ahead.stop()
+
+
+def is_wanted(config: Config) -> bool:
+    """Whether this start may launch Triton kernels, as far as one can tell without torch."""
+    return (
+        config.model.device != "cpu"
+        and os.environ.get(OFF) != "0"
+        and any(os.path.exists(path) for path in _DRIVERS)
+        and hasattr(os, "sched_getaffinity")
+        and len(os.sched_getaffinity(0)) >= _MIN_CORES
+        and importlib.util.find_spec("triton") is not None
+    )
+
+
+def start_key(config: Config) -> str:
+    """Names what a start launches: the configuration, our sources, the versions of others'."""
+    parts = (config.model, config.cache, config.scheduler, config.speculative, config.graph)
+    digest = hashlib.sha256(msgspec.json.encode(parts))
+    for name in ("torch", "triton"):
+        try:
+            digest.update(importlib.metadata.version(name).encode())
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    digest.update(os.environ.get("SLIPSTREAM_PDL", "").encode())
+    folder = Path(__file__).parent.parent
+    for source in _SOURCES:
+        for path in sorted((folder / source).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return f"slipstream-{digest.hexdigest()[:16]}"
+
+
+def triton_cache() -> Path:
+    """Where Triton keeps compiled kernels."""
+    if folder := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
+    return Path(home) / ".triton" / "cache"
+
+
+def _touch(stamp: Path) -> None:
+    try:
+        stamp.parent.mkdir(parents=True, exist_ok=True)
+        stamp.touch()
+    except OSError as error:
+        logger.warning("cannot note in %s that kernels were compiled: %s", stamp.parent, error)
