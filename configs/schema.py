@@ -210,6 +210,9 @@ class GraphConfig:
     cudagraph_draft_loop: bool = option(
         True, "one graph for all draft decodes of a step, where attention allows"
     )
+    cudagraph_whole_step: bool = option(
+        True, "decode steps gather their rows, choose tokens and commit them inside graphs, too"
+    )
     enforce_eager: bool = option(False, "no graphs at all")
     attention_backend: str = option(
         "auto",

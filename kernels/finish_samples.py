@@ -23,11 +23,12 @@ def finish_samples(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(num_sampled [N] int32, num_rejected [N] int32, is_bad [N] bool); `emitted` is cut in place.
 
-    A request still in prefill emits nothing. A request is bad if a row that emits held NaN or an
-    infinity, or allowed no token. emitted: [N, K + 1] int64; num_accepted: [N] int64; largest_raw:
-    [L] float, each row's largest raw logit; largest: the same after processing, or None if that
-    forbids nothing; cu_num_logits: [N + 1] int32; idx_mapping: [N] int32 batch row -> slot;
-    seq_lens: [N] int32; prefill_len: [R] int32 by slot.
+    A request still in prefill emits nothing, nor does a padded row (slot -1, behind all others). A
+    request is bad if a row that emits held NaN or an infinity, or allowed no token. emitted:
+    [N, K + 1] int64; num_accepted: [N] int64; largest_raw: [L] float, each row's largest raw logit;
+    largest: the same after processing, or None if that forbids nothing; cu_num_logits: [N + 1]
+    int32; idx_mapping: [N] int32 batch row -> slot; seq_lens: [N] int32; prefill_len: [R] int32 by
+    slot.
     """
     args = (emitted, num_accepted, largest_raw, largest, cu_num_logits, idx_mapping)
     if use_triton(emitted):
@@ -49,7 +50,7 @@ def finish_samples_reference(
     prefill_len: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The plain version of `finish_samples`."""
-    samples = seq_lens >= prefill_len[idx_mapping]  # [N]
+    samples = (seq_lens >= prefill_len[idx_mapping]) & (idx_mapping >= 0)  # [N]
     num_logits = cu_num_logits[1:] - cu_num_logits[:-1]
     num_sampled = torch.where(samples, num_accepted + 1, 0).int()
     num_rejected = torch.where(samples, num_logits - num_sampled, 0).int()
@@ -62,6 +63,7 @@ def finish_samples_reference(
     if num_rows > num_reqs:
         logits_rows = torch.arange(num_rows, device=bad.device, dtype=torch.int32)
         batch_rows = torch.searchsorted(cu_num_logits[1:], logits_rows, right=True)  # [L]
+        batch_rows.clamp_(max=num_reqs - 1)  # of padded logits rows, whose request is padded, too
         emits = logits_rows - cu_num_logits[batch_rows] <= num_accepted[batch_rows]
         of_request = torch.zeros_like(num_accepted)
         bad = of_request.index_add_(0, batch_rows, (bad & emits).long()) > 0

@@ -8,7 +8,6 @@ kernels, as any two matrix products do; noise and ties never depend on the kerne
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from .device import use_triton
 from .linear import linear
 from .linear_choice import Choice, Gemv
-from .sample import TARGET, gumbel_sample, gumbel_sample_reference
+from .sample import TARGET, gumbel_sample_reference
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ def sample_head(
     if not use_triton(x):
         return sample_head_reference(x, weight, draws)
     if choice is None:
-        return _pick(linear(x, weight), draws, gumbel_sample)
+        return pick_rows(linear(x, weight), draws)
     from .triton.head_sample import HeadRows
 
     if draws is None:
@@ -72,15 +71,24 @@ def sample_head_reference(
     x: Tensor, weight: Tensor, draws: Draws | None = None, choice: Choice = None
 ) -> tuple[Tensor, Tensor]:
     """Plain version of `sample_head`: writes the logits, then picks; `choice` makes the logits."""
-    return _pick(linear(x, weight, None, choice), draws, gumbel_sample_reference)
+    return pick_rows_reference(linear(x, weight, None, choice), draws)
 
 
-def _pick(
-    logits: Tensor, draws: Draws | None, sample: Callable[..., Tensor]
-) -> tuple[Tensor, Tensor]:
+def pick_rows(logits: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    """As `sample_head`, from logits [L, V]; a greedy row costs no noise."""
+    if use_triton(logits):
+        from .triton.head_sample import pick_rows as pick_rows_triton
+
+        result: tuple[Tensor, Tensor] = pick_rows_triton(logits, draws)
+        return result
+    return pick_rows_reference(logits, draws)
+
+
+def pick_rows_reference(logits: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    """The plain version of `pick_rows`."""
     if draws is None:
         return logits.argmax(-1), logits.amax(-1).float()
     logits = logits.float()
     heat = torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
     keys = (draws.seeds, draws.positions, draws.salt, draws.greedy)
-    return sample(logits / heat, *keys), logits.amax(-1)
+    return gumbel_sample_reference(logits / heat, *keys), logits.amax(-1)

@@ -153,6 +153,10 @@ class CudaGraphManager:
         """Descriptors that can be replayed now."""
         return [*self._pieces, *self._full]
 
+    def holds(self, desc: BatchExecutionDescriptor) -> bool:
+        """Whether `run_fullgraph` can replay this descriptor."""
+        return desc in self._full
+
     def dispatch(
         self,
         num_tokens: int,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..configs.graphs import BatchExecutionDescriptor
 from ..kernels.gather_batch import compute_slot_mappings, gather_block_tables, prepare_inputs
+from ..kernels.padded_step import gather_padded_tables, map_padded_slots, prepare_padded_inputs
 from .attention.base import CommonAttentionMetadata
 from .plan import ScheduledRow
 from .request_table import RequestTable
@@ -95,6 +96,9 @@ class InputBuffers:
         self.block_tables = [zeros(reqs, blocks) for blocks in max_blocks]
         self.slot_mappings = zeros(len(block_sizes), tokens, dtype=torch.int64)
         self._pool = StagingPool(device)
+        # What the series hold for a graph that gathers, and the batch made of it.
+        self._placed: tuple[BatchExecutionDescriptor, list[int], list[int]] | None = None
+        self._placed_batch: InputBatch | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """Every buffer by name; a poison test fills them before a step."""
@@ -114,30 +118,105 @@ class InputBuffers:
         uniform_token_count: int | None,
     ) -> InputBatch:
         """Fill the buffers for these rows, padded to `descriptor`; no wait for the device."""
+        self._placed = None
+        slots = [row.slot for row in rows]
+        reqs_padded, tokens_padded = descriptor.num_reqs or len(rows), descriptor.num_tokens
+        series = self._upload_series(slots, query_lens, num_drafts)
         num_reqs = len(rows)
-        reqs_padded, tokens_padded = descriptor.num_reqs or num_reqs, descriptor.num_tokens
+        num_tokens, num_logits = int(series[1, num_reqs]), int(series[2, num_reqs])
+        bounds = np.zeros(self.max_num_reqs, dtype=np.int32)
+        bounds[:num_reqs] = [row.num_computed_tokens for row in rows]
+        bounds[:num_reqs] += np.asarray(query_lens, dtype=np.int32)
+        sizes = (num_reqs, num_tokens, num_logits, reqs_padded, tokens_padded)
+        prepare_inputs(table, self, *sizes)
+        self._gather_blocks(table, num_reqs, num_tokens, reqs_padded, tokens_padded)
+        host_series, host_bounds = torch.from_numpy(series), torch.from_numpy(bounds)
+        common = self.common(
+            reqs_padded, tokens_padded, host_series[1], host_bounds, max(query_lens)
+        )
+        return self._views(
+            slots, num_drafts, host_series, host_bounds, descriptor, uniform_token_count, common
+        )
+
+    def place(
+        self,
+        slots: list[int],  # [N]
+        num_drafts: list[int],  # [N] drafts in the layout
+        descriptor: BatchExecutionDescriptor,
+        uniform_token_count: int,
+    ) -> InputBatch:
+        """As `gather`, for a graph that gathers: brings over who is in the batch if that changed.
+
+        The rest of the buffers is filled at the replay. Bounds are the largest, as in a capture.
+        """
+        key = (descriptor, slots, num_drafts)
+        if key == self._placed and self._placed_batch is not None:
+            return self._placed_batch
+        num_reqs = len(slots)
+        query_lens = [uniform_token_count] * num_reqs
+        host_series = torch.from_numpy(self._upload_series(slots, query_lens, num_drafts))
+        bounds = torch.zeros(self.max_num_reqs, dtype=torch.int32)
+        bounds[:num_reqs] = self.max_model_len
+        common = self.common(
+            descriptor.num_reqs or num_reqs,
+            descriptor.num_tokens,
+            host_series[1],
+            bounds,
+            uniform_token_count,
+            capture=True,
+        )
+        self._placed = key
+        self._placed_batch = self._views(
+            slots, num_drafts, host_series, bounds, descriptor, uniform_token_count, common
+        )
+        return self._placed_batch
+
+    def gather_placed(self, table: RequestTable, descriptor: BatchExecutionDescriptor) -> None:
+        """The rest of `place`, for the graph of this descriptor: operations of the device alone."""
+        num_reqs, num_tokens = descriptor.num_reqs, descriptor.num_tokens
+        assert num_reqs is not None
+        prepare_padded_inputs(table, self, num_reqs, num_tokens, num_tokens)
+        gather_padded_tables(table.block_tables, self.idx_mapping, self.block_tables, num_reqs)
+        map_padded_slots(
+            self.block_tables,
+            self.block_sizes,
+            self.query_start_loc,
+            self.positions,
+            self.slot_mappings,
+            num_reqs,
+            num_tokens,
+        )
+
+    def _upload_series(
+        self, slots: Sequence[int], query_lens: Sequence[int], num_drafts: Sequence[int]
+    ) -> np.ndarray:
+        """The three series, padded to their ends; [3, max N* + 1], also on the device."""
+        num_reqs = len(slots)
         series = np.empty((3, self.max_num_reqs + 1), dtype=np.int32)
-        series[0, :num_reqs] = [row.slot for row in rows]
+        series[0, :num_reqs] = slots
         series[0, num_reqs:] = -1
         series[1:, 0] = 0
         np.cumsum(query_lens, out=series[1, 1 : num_reqs + 1])
         np.cumsum(np.asarray(num_drafts) + 1, out=series[2, 1 : num_reqs + 1])
         series[1:, num_reqs + 1 :] = series[1:, num_reqs, None]
+        self._pool.upload(series, out=self._series)
+        return series
+
+    def _views(
+        self,
+        slots: list[int],
+        num_drafts: Sequence[int],
+        series: Tensor,  # [3, max N* + 1] int32, on the host
+        bounds: Tensor,  # [max N*] int32, on the host
+        descriptor: BatchExecutionDescriptor,
+        uniform_token_count: int | None,
+        common: list[CommonAttentionMetadata],
+    ) -> InputBatch:
+        num_reqs = len(slots)
         num_tokens, num_logits = int(series[1, num_reqs]), int(series[2, num_reqs])
+        reqs_padded, tokens_padded = descriptor.num_reqs or num_reqs, descriptor.num_tokens
         assert num_reqs <= reqs_padded <= self.max_num_reqs
         assert num_tokens <= tokens_padded <= self.max_num_tokens
-        bounds = np.zeros(self.max_num_reqs, dtype=np.int32)
-        bounds[:num_reqs] = [row.num_computed_tokens for row in rows]
-        bounds[:num_reqs] += np.asarray(query_lens, dtype=np.int32)
-
-        self._pool.upload(series, out=self._series)
-        sizes = (num_reqs, num_tokens, num_logits, reqs_padded, tokens_padded)
-        prepare_inputs(table, self, *sizes)
-        self._gather_blocks(table, num_reqs, num_tokens, reqs_padded, tokens_padded)
-        host_series = torch.from_numpy(series)
-        common = self.common(
-            reqs_padded, tokens_padded, host_series[1], torch.from_numpy(bounds), max(query_lens)
-        )
         return InputBatch(
             num_reqs=num_reqs,
             num_tokens=num_tokens,
@@ -146,13 +225,13 @@ class InputBuffers:
             num_tokens_padded=tokens_padded,
             uniform_token_count=uniform_token_count,
             descriptor=descriptor,
-            slots=[row.slot for row in rows],
+            slots=slots,
             idx_mapping=self.idx_mapping[:reqs_padded],
-            idx_mapping_cpu=host_series[0, :reqs_padded],
+            idx_mapping_cpu=series[0, :reqs_padded],
             query_start_loc=self.query_start_loc[: reqs_padded + 1],
-            query_start_loc_cpu=host_series[1, : reqs_padded + 1],
+            query_start_loc_cpu=series[1, : reqs_padded + 1],
             seq_lens=self.seq_lens[:reqs_padded],
-            seq_lens_cpu_upper_bound=torch.from_numpy(bounds)[:reqs_padded],
+            seq_lens_cpu_upper_bound=bounds[:reqs_padded],
             input_ids=self.input_ids[:tokens_padded],
             positions=self.positions[:tokens_padded],
             is_padding=self.is_padding[:tokens_padded],
@@ -176,12 +255,13 @@ class InputBuffers:
         Every request row is real, of the uniform length or of an even share of the tokens, and
         attends to as many null-block positions as it has tokens.
         """
+        self._placed = None
         num_tokens = descriptor.num_tokens
         num_reqs = descriptor.num_reqs or min(num_tokens, self.max_num_reqs)
         each = descriptor.uniform_token_count or -(-num_tokens // num_reqs)
         series = np.zeros((3, self.max_num_reqs + 1), dtype=np.int32)
         series[0] = -1
-        series[1] = np.minimum(np.arange(self.max_num_reqs + 1) * each, num_tokens)
+        series[1:] = np.minimum(np.arange(self.max_num_reqs + 1) * each, num_tokens)
         self._pool.upload(series, out=self._series)
         lens = np.zeros(self.max_num_reqs, dtype=np.int32)
         lens[:num_reqs] = np.minimum(np.diff(series[1])[:num_reqs], self.max_model_len)

@@ -13,29 +13,25 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..configs.schema import Config
-from ..configs.speculative import MAX_DRAFTS
-from ..kernels.compile_log import watch_compilations
 from ..kernels.gather_batch import post_update
-from ..speculators.base import BaseSpeculator, DraftInputs
 from .attention.base import AttentionState
 from .cuda_graphs import CaptureReport, RebuiltStates
 from .data_parallel import StepAgreement
+from .drafting import Drafting
 from .graph_capture import frozen_garbage_collector
 from .input_batch import InputBatch
 from .plan import StepPlan
 from .prompt_logprobs import PromptLogprobs
+from .runner_parts import RunnerFacts, RunnerParts
 from .sampling_state import Feature
 from .staging import StagingPool
-from .start_ahead import CompileAhead
-from .startup import ProgressFn, RunnerFacts, RunnerParts, assemble
+from .startup import ProgressFn, assemble
 from .startup_report import log_startup
 from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
 from .step_timing import measure_steps
 from .traffic import EngineT, note_traffic
-from .warm_up import warm_up_steps
 
 
 @dataclass
@@ -61,17 +57,19 @@ class ModelRunner:
         self.buffers = parts.buffers
         self._target = target = parts.target
         self._sampling = parts.sampling
+        self._choices = parts.choices
         self._speculator = parts.speculator
+        self._drafting: Drafting | None = None
+        if parts.speculator is not None:
+            self._drafting = Drafting(parts.speculator, parts.table)
         self._queue = parts.queue
         self._sync = parts.sync
         self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
         self._staging = StagingPool(self.table.device)
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
-        self._drafted: set[int] = set()  # slots that may hold drafts
         self._error: BaseException | None = None  # raised after a step's results were out
         self._on_cpu = self.facts.device == "cpu"
-        on_cuda = self.facts.device == "cuda"
-        self._copy_stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._copy_stream = None if self._on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     # --- the engine's interface -----------------------------------------------------------------
 
@@ -144,6 +142,8 @@ class ModelRunner:
     def capture_reports(self) -> list[CaptureReport]:
         """What each graph manager captured."""
         reports = [self._target.capture_report]
+        if self._choices is not None:
+            reports.append(self._choices.capture_report)
         if self._speculator is not None:
             reports += [graphs.report for graphs in self._speculator.graph_managers()]
         return [report for report in reports if report is not None]
@@ -186,7 +186,8 @@ class ModelRunner:
         if plan.needs_draft_ids:
             copy = HostCopy([batch.draft_ids.clone()], self._copy_stream)
             step.drafts.set_result((copy, batch.num_draft_tokens_cpu))
-        step.state = self._target.build_attention(batch)
+        if not self._target.gathers(batch.descriptor):
+            step.state = self._target.build_attention(batch)
         step.hidden_states, step.aux_hidden_states = self._target.run(batch, step.state)
 
     def _forward_for_others(self, step: _Step) -> None:
@@ -216,9 +217,13 @@ class ModelRunner:
         if self._sync is None:
             desc = self._target.dispatch(sum(query_lens), len(query_lens), uniform)
         else:
-            wanted = _num_drafts(plan, self.facts.needs.num_speculative_tokens)
+            most = self.facts.needs.num_speculative_tokens
+            wanted = most if plan.num_drafts is None else plan.num_drafts
             step.agreement = self._sync.agree(sum(query_lens), len(query_lens), uniform, wanted)
             desc = step.agreement.descriptor
+        # Drafts that the host must see are gathered before the graph, which will do it again.
+        if uniform is not None and self._target.gathers(desc) and not plan.needs_draft_ids:
+            return self.buffers.place([row.slot for row in plan.rows], num_drafts, desc, uniform)
         return self.buffers.gather(plan.rows, query_lens, num_drafts, self.table, desc, uniform)
 
     def _trim_drafts(self, plan: StepPlan, query_lens: list[int], num_drafts: list[int]) -> None:
@@ -238,6 +243,30 @@ class ModelRunner:
             self._draft_for_others(step)
             return
         assert hidden is not None
+        if self._is_chosen_by_graph(step, grammar_bitmask):
+            assert self._choices is not None
+            counts = self._choices.run(batch, handle, self._copy_stream)
+        else:
+            counts = self._choose(step, batch, hidden, grammar_bitmask, handle)
+        if self._drafting is not None:
+            self._draft(self._drafting, step, *counts)
+
+    def _is_chosen_by_graph(self, step: _Step, grammar_bitmask: np.ndarray | None) -> bool:
+        batch, choices = step.batch, self._choices
+        assert batch is not None
+        if choices is None or grammar_bitmask is not None or self._prompt_logprobs.wanted:
+            return False
+        return self._target.gathers(batch.descriptor) and choices.serves(batch)
+
+    def _choose(
+        self,
+        step: _Step,
+        batch: InputBatch,
+        hidden: Tensor,  # [M*, H]
+        grammar_bitmask: np.ndarray | None,
+        handle: StepHandle,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens for every row, published and committed; num_sampled and num_rejected [N] int32."""
         mask = None if grammar_bitmask is None else self._staging.upload(grammar_bitmask)
         target = self._target
         sampled = self._sampling.run(
@@ -265,73 +294,22 @@ class ModelRunner:
             sampled.num_rejected,
             self.table.sampling.output_bin_counts if counts_output else None,
         )
-        if self._speculator is not None:
-            self._draft(self._speculator, step, sampled.num_sampled, sampled.num_rejected)
+        return sampled.num_sampled, sampled.num_rejected
 
     def _draft(
         self,
-        speculator: BaseSpeculator,
+        drafting: Drafting,
         step: _Step,
         num_sampled: Tensor,  # [N] int32
         num_rejected: Tensor,  # [N] int32
     ) -> None:
-        batch, plan, agreement = step.batch, step.plan, step.agreement
+        batch = step.batch
         assert batch is not None and step.hidden_states is not None
-        inputs = DraftInputs(
-            num_reqs=batch.num_reqs,
-            num_tokens=batch.num_tokens,
-            descriptor=batch.descriptor,
-            idx_mapping=batch.idx_mapping,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-            requests=self.table,
-            attention=step.state,
-            common=batch.common,
-            hidden_states=step.hidden_states,
-            aux_hidden_states=step.aux_hidden_states,
-            num_drafts=plan.num_drafts if agreement is None else agreement.num_drafts,
-            num_decode_reqs=0 if agreement is None else agreement.num_draft_reqs,
-            num_deferred=[row.num_deferred for row in plan.rows],
+        attention = step.state or self._target.build_attention(batch)
+        outputs = (step.hidden_states, step.aux_hidden_states)
+        drafting.run(
+            step.plan, batch, attention, outputs, num_sampled, num_rejected, step.agreement
         )
-        if plan.defers_drafter:
-            speculator.defer(inputs)
-            self._store_no_drafts(batch)
-            return
-        drafts = speculator.propose(inputs)  # [N, up to K]
-        if plan.num_drafts == 0:
-            self._store_no_drafts(batch)
-        else:
-            # Another rank may have wanted more.
-            self._store_drafts(batch, plan, drafts[:, : plan.num_drafts], num_sampled)
-
-    def _store_no_drafts(self, batch: InputBatch) -> None:
-        """Forget older drafts of the step's requests; mostly there are none."""
-        if not self._drafted.isdisjoint(batch.slots):
-            slots = batch.idx_mapping[: batch.num_reqs].long()  # [N] batch row -> slot
-            self.table.draft_tokens.index_fill_(0, slots, -1)
-            self._drafted.difference_update(batch.slots)
-
-    def _store_drafts(
-        self, batch: InputBatch, plan: StepPlan, drafts: Tensor, num_sampled: Tensor
-    ) -> None:
-        table = self.table
-        self._drafted.update(batch.slots)
-        slots = batch.idx_mapping[: batch.num_reqs]  # [N] batch row -> slot
-        missing = table.num_speculative_tokens - drafts.shape[1]
-        if missing:  # the speculator chose fewer than K
-            drafts = pad(drafts, (0, missing), value=-1)
-        steps = torch.arange(drafts.shape[1], device=drafts.device)
-        # No draft beyond the request's cap, and none for a prompt that is not finished.
-        most = table.max_drafts[slots]
-        if any(row.next_drafts is not None for row in plan.rows):
-            most = torch.minimum(most, self._staging.upload(_next_drafts(plan)))
-        wanted = (steps < most[:, None]) & (num_sampled > 0)[:, None]
-        # index_copy_, as assignment by index to a number would wait for the device.
-        table.draft_tokens.index_copy_(0, slots.long(), torch.where(wanted, drafts, -1))
 
     # --- start-up -------------------------------------------------------------------------------
 
@@ -341,28 +319,17 @@ class ModelRunner:
     def _capture(self) -> None:
         with frozen_garbage_collector(collect=False):
             states = self._target.capture()
+            if self._choices is not None:
+                self._choices.capture()
             if self._speculator is not None and states:
                 # Built anew at each look-up: the pairs that the target used are planned already.
                 create = self._target.create_forward_fn
                 self._speculator.capture(RebuiltStates(list(states), create))
 
 
-def _num_drafts(plan: StepPlan, most: int) -> int:
-    return most if plan.num_drafts is None else plan.num_drafts
-
-
-def _next_drafts(plan: StepPlan) -> np.ndarray:
-    """[N] int32, the most drafts for each row's next one."""
-    most = MAX_DRAFTS if plan.num_drafts is None else plan.num_drafts
-    given = [most if row.next_drafts is None else row.next_drafts for row in plan.rows]
-    return np.array(given, dtype=np.int32)
-
-
-def build_model_runner(
-    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
-) -> ModelRunner:
+def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
     """Load, allocate, warm up and capture; the runner is then ready for its first step."""
-    parts = assemble(config, progress, ahead)
+    parts = assemble(config, progress)
     runner = ModelRunner(parts)
     seconds = runner.facts.startup_seconds
     start = time.monotonic()
@@ -371,13 +338,9 @@ def build_model_runner(
     start = time.monotonic()
     runner.capture()
     seconds["capture"] = time.monotonic() - start
-    if runner.facts.device == "cuda":
-        start = time.monotonic()
-        warm_up_steps(runner, config)
-        seconds["first_steps"] = time.monotonic() - start
     if len(config.speculative.draft_counts) > 1:
         start = time.monotonic()
         runner.facts.step_seconds.update(measure_steps(runner, config))
         seconds["measure_steps"] = time.monotonic() - start
-    log_startup(runner.capture_reports(), parts.memory, seconds, watch_compilations())
+    log_startup(runner.capture_reports(), parts.memory, seconds)
     return runner

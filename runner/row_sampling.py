@@ -17,7 +17,8 @@ from ..kernels.head_sample import Draws
 from .input_batch import InputBatch
 from .logits_processing import SamplingRows
 from .request_table import RequestTable
-from .sampler import Sampler, SamplerOutput
+from .sampler import Pick, Sampler, SamplerOutput
+from .sampling_state import Feature
 from .step_output import TokenLogprobTensors
 
 # (hidden [L, H], vocabulary, draws) -> as `sampler.Pick`
@@ -79,6 +80,21 @@ class RowSampling:
                 continue
             outputs.append(self._sampler.sample(compute_logits(hidden), rows, table, mask))
         return _join(outputs)
+
+    @property
+    def max_rows(self) -> int:
+        """The most logits rows that are held at once."""
+        return self._max_rows
+
+    def can_choose(self, batch: InputBatch, table: RequestTable) -> bool:
+        """Whether `draw_padded` is right for this batch."""
+        has_drafts = batch.num_logits > batch.num_reqs
+        return self._sampler.draws(table.sampling.features(batch.slots), has_drafts)
+
+    def draw_padded(self, rows: SamplingRows, table: RequestTable, pick: Pick) -> SamplerOutput:
+        """For a graph: greedy requests and such as draw by a key, whichever they turn out to be."""
+        any_of_them = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED
+        return self._sampler.draw(pick, rows, table, any_of_them)
 
     def _pieces(self, cu_num_logits: list[int]) -> Iterator[tuple[int, int]]:
         """Ranges [first, last) of batch rows whose logits fit."""

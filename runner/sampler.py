@@ -94,16 +94,25 @@ class Sampler:
         self, rows: SamplingRows, state: SamplingState, grammar_bitmask: Tensor | None
     ) -> bool:
         """Whether nothing needs these rows' logits but the choice of their tokens: see `draw`."""
-        features = state.features(rows.slots)
-        if grammar_bitmask is not None or features & (PROCESSED | Feature.LOGPROBS):
-            return False
         has_drafts = rows.cu_num_logits_cpu[-1] > len(rows.slots)
+        return grammar_bitmask is None and self.draws(state.features(rows.slots), has_drafts)
+
+    def draws(self, features: Feature, has_drafts: bool) -> bool:
+        """As `can_draw`, from what the requests use."""
+        if features & (PROCESSED | Feature.LOGPROBS):
+            return False
         return self._judges_by_token or not features & Feature.UNSEEDED or not has_drafts
 
-    def draw(self, pick: Pick, rows: SamplingRows, requests: SamplingRequests) -> SamplerOutput:
+    def draw(
+        self,
+        pick: Pick,
+        rows: SamplingRows,
+        requests: SamplingRequests,
+        features: Feature | None = None,  # that they may use, if not what they use now
+    ) -> SamplerOutput:
         """As `sample`, where an output head picks tokens without writing logits."""
         state = requests.sampling
-        features = state.features(rows.slots)
+        features = state.features(rows.slots) if features is None else features
         slots = rows.expanded_idx_mapping
         temperature, seeds = state.temperature[slots], state.seed[slots]
         greedy = temperature == 0

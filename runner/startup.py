@@ -9,27 +9,25 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..configs.graphs import CUDAGraphMode
-from ..configs.schema import Config
-from ..kernels.compile_log import watch_compilations
-from ..kernels.device import card_of, is_card
-from ..speculators.base import BaseSpeculator, SpeculatorNeeds
+from ..configs.schema import Config, GraphConfig
+from ..speculators.base import SpeculatorNeeds
 from ..speculators.registry import create_speculator
 from .attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
 from .attention.choice import choose_backend
 from .attention.claims import LoweredClaim
 from .attention.claims_at_start import ClaimsAtStart, claim_cases, claim_setup
+from .choice_graphs import ChoiceGraphs, create_choices
 from .cuda_graphs import CudaGraphManager, MemoryByPurpose, RebuiltStates
-from .data_parallel import DataParallelSync, create_sync
-from .device_queue import DeviceQueue, choose_device
+from .data_parallel import create_sync
+from .device_queue import DeviceQueue
 from .draft_host import DraftModelHost, GraphSettings
 from .errors import RunnerError
-from .graph_capture import CudaGraphs, GraphBackend, GraphPool, frozen_garbage_collector
+from .graph_capture import CudaGraphs, GraphPool, frozen_garbage_collector
 from .graph_dispatch import GraphRole, resolve_mode, wanted_modes
 from .hub import find_drafter
 from .input_batch import InputBuffers
@@ -41,75 +39,26 @@ from .messages import Progress
 from .models.registry import build_model
 from .request_table import RequestTable
 from .row_sampling import RowSampling
+from .runner_parts import NO_SPECULATION, RunnerFacts, RunnerParts
 from .sampler import Sampler
-from .start_ahead import CompileAhead
 from .target import Target
 from .weights import load_weights, resolve_model
 
 logger = logging.getLogger(__name__)
-NO_SPECULATION = SpeculatorNeeds(num_speculative_tokens=0)
 ProgressFn = Callable[[Progress], None]
 
 
-@dataclass(frozen=True)
-class RunnerFacts:
-    """What the engine and the server need to know of a runner."""
-
-    max_model_len: int
-    vocab_size: int
-    kv_groups: tuple[BlockGroup, ...]
-    eos_token_ids: tuple[int, ...]
-    device: str  # "cpu" or "cuda"
-    dtype: str
-    attention_backend: str
-    needs: SpeculatorNeeds  # of the drafter; NO_SPECULATION without one
-    startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase; grows until ready
-    # (requests, drafts each) -> seconds of a step, as far as they were measured
-    step_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
-    lowered_claims: tuple[str, ...] = ()  # the back end of each claim that did not hold
-
-
-@dataclass(frozen=True)
-class RunnerParts:
-    """What `ModelRunner` is made of."""
-
-    facts: RunnerFacts
-    target: Target
-    table: RequestTable
-    buffers: InputBuffers
-    sampling: RowSampling
-    speculator: BaseSpeculator | None
-    queue: DeviceQueue
-    memory: MemoryByPurpose = field(default_factory=MemoryByPurpose)
-    sync: DataParallelSync | None = None  # None: there are no other ranks
-
-
-def assemble(
-    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
-) -> RunnerParts:
+def assemble(config: Config, progress: ProgressFn) -> RunnerParts:
     """Load the model and allocate everything that a step uses."""
-    return Assembly(config, progress, choose_device(config.model.device), ahead).run()
+    return _Assembly(config, progress).run()
 
 
-class Assembly:
-    """Makes the parts, one after the other."""
-
-    def __init__(
-        self,
-        config: Config,
-        progress: ProgressFn,
-        device: torch.device,
-        ahead: CompileAhead | None = None,
-    ) -> None:
+class _Assembly:
+    def __init__(self, config: Config, progress: ProgressFn) -> None:
         self.config = config
         self.progress = progress
         self.seconds: dict[str, float] = {}
-        self.device = device
-        # Meta tensors stand for a card's: see `dry_start`.
-        self.device_type = "cuda" if is_card(device) else device.type
-        self.ahead = ahead
-        if device.type == "cuda":
-            watch_compilations()
+        self.device = choose_device(config.model.device)
         self.memory = MemoryByPurpose()
         self._allocated = memory_allocated(self.device)
         self.lowered: list[LoweredClaim] = []
@@ -118,8 +67,6 @@ class Assembly:
 
     def run(self) -> RunnerParts:
         config = self.config
-        if self.ahead is not None and (card := card_of(self.device)) is not None:
-            self.ahead.tell(card)
         with self._phase("load"):
             find_drafter(config.speculative)
             self._load_target()
@@ -128,9 +75,6 @@ class Assembly:
             speculator = create_speculator(config.speculative, host)
         needs = speculator.needs if speculator is not None else NO_SPECULATION
         self._note("weights")
-        if self.ahead is not None:
-            with self._phase("compile", shown=False):
-                self.ahead.wait()
         with self._phase("attention", shown=False), torch.inference_mode():
             layers = [*self.model.attention_layers(), *host.draft_layers]
             groups = make_groups(layers)
@@ -139,6 +83,9 @@ class Assembly:
             builders = [self._builder(backend, group.layers) for group in groups]
             max_blocks = [-(-self.max_model_len // self.block_size) for _ in groups]
             buffers = self._buffers(needs, max_blocks)
+            self._note("workspaces")
+            table = self._request_table(needs, max_blocks)
+            self._note("request table")
             drafts = [[la for la in group.layers if la in host.draft_layers] for group in groups]
             draft_builders = [self._builder(backend, la) if la else None for la in drafts]
             self._note("workspaces")
@@ -153,46 +100,43 @@ class Assembly:
             def draft_graph_bytes(target: Target) -> int:
                 if speculator is None or manager is None:
                     return 0
-                tables = [
-                    torch.zeros(self.max_num_reqs, blocks, dtype=torch.int32, device=self.device)
-                    for blocks in max_blocks
-                ]
-                host.attach(target.cache, draft_builders, builders, tables)
+                host.attach(target.cache, draft_builders, builders, table.block_tables)
                 speculator.init_cudagraph_manager(mode)
                 states = RebuiltStates(manager.wanted, target.create_forward_fn)
                 return speculator.profile_graph_memory(states)
 
-            cache = self._kv_cache(groups, builders, buffers, manager, needs, draft_graph_bytes)
+            def target_on(cache: KVCache) -> Target:
+                taps = needs.aux_hidden_state_boundaries
+                shared = table if self._whole_steps else None
+                return Target(self.model, cache, builders, buffers, manager, taps, shared)
+
+            def choices_of(target: Target) -> ChoiceGraphs | None:
+                return create_choices(self.graphs, manager, target, sampling, table, buffers)
+
+            sampling = RowSampling(
+                Sampler(config.speculative, self.device),
+                needs.num_speculative_tokens,
+                self.vocab_size,
+            )
+            cache = self._kv_cache(groups, manager, needs, target_on, choices_of, draft_graph_bytes)
         self.memory.add("KV cache", cache.num_bytes)
         self._note(None)
-        table = RequestTable(
-            self.max_num_reqs,
-            self.max_model_len,
-            self.vocab_size,
-            needs.num_speculative_tokens,
-            max_blocks,
-            self.device,
-            self.vocab_size if needs.draft_logits else None,
-        )
         host.attach(cache, draft_builders, builders, table.block_tables)
         if speculator is not None:
             speculator.init_cudagraph_manager(mode)
-        target = Target(
-            self.model, cache, builders, buffers, manager, needs.aux_hidden_state_boundaries
-        )
-        sampler = Sampler(config.speculative, self.device)
-        self._note("request table")
+        target = target_on(cache)
         idle_query_len = needs.num_speculative_tokens + 1
         return RunnerParts(
             self._facts(cache, backend, needs),
             target,
             table,
             buffers,
-            RowSampling(sampler, needs.num_speculative_tokens, self.vocab_size),
+            sampling,
             speculator,
             DeviceQueue(self.device),
             self.memory,
             create_sync(config.parallel, target.dispatch, idle_query_len),
+            choices_of(target),
         )
 
     @contextmanager
@@ -273,6 +217,17 @@ class Assembly:
             self.device,
         )
 
+    def _request_table(self, needs: SpeculatorNeeds, max_blocks: Sequence[int]) -> RequestTable:
+        return RequestTable(
+            self.max_num_reqs,
+            self.max_model_len,
+            self.vocab_size,
+            needs.num_speculative_tokens,
+            max_blocks,
+            self.device,
+            self.vocab_size if needs.draft_logits else None,
+        )
+
     def _buffers(self, needs: SpeculatorNeeds, max_blocks: Sequence[int]) -> InputBuffers:
         return InputBuffers(
             self.max_num_reqs,
@@ -288,17 +243,20 @@ class Assembly:
 
     def _graph_settings(self) -> GraphSettings | None:
         graph = self.config.graph
-        if wanted_modes(graph, self.device_type).target is CUDAGraphMode.NONE:
+        if not wants_graphs(graph, self.device):
             return None
         return GraphSettings.create(
             graph,
-            GraphPool(self._graph_backend()),
+            GraphPool(CudaGraphs(self.device)),
             self.max_num_tokens,
             lambda done, total, detail: self.progress(Progress("capture", done, total, detail)),
         )
 
-    def _graph_backend(self) -> GraphBackend:
-        return CudaGraphs(self.device)
+    @property
+    def _whole_steps(self) -> bool:
+        """Ranks that agree on each step's size must be able to run one for nobody: in pieces."""
+        alone = self.config.parallel.data_parallel_size == 1
+        return self.config.graph.cudagraph_whole_step and alone
 
     def _query_lengths(self, needs: SpeculatorNeeds) -> list[int]:
         """Of uniform batches, ascending: 1, and one more than each number of drafts."""
@@ -308,7 +266,7 @@ class Assembly:
     def _claims(
         self, backend: AttentionBackend, settings: GraphSettings, needs: SpeculatorNeeds
     ) -> ClaimsAtStart:
-        mode = wanted_modes(self.config.graph, self.device_type).target
+        mode = wanted_modes(self.config.graph, self.device.type).target
         cases = claim_cases(mode, self._query_lengths(needs))
         setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
         return ClaimsAtStart(backend, settings.pool, setup, self.format.dtype, self.device, cases)
@@ -321,7 +279,7 @@ class Assembly:
             return None, CUDAGraphMode.NONE
         lengths = self._query_lengths(needs)
         decision = resolve_mode(
-            wanted_modes(self.config.graph, self.device_type).target,
+            wanted_modes(self.config.graph, self.device.type).target,
             min(builder.supports for builder in builders),
             GraphRole.TARGET,
             lengths,
@@ -347,18 +305,16 @@ class Assembly:
     def _kv_cache(
         self,
         groups: Sequence[KVCacheGroup],
-        builders: Sequence[AttentionBuilder],
-        buffers: InputBuffers,
         manager: CudaGraphManager | None,
         needs: SpeculatorNeeds,
+        target_on: Callable[[KVCache], Target],
+        choices_of: Callable[[Target], ChoiceGraphs | None],
         draft_graph_bytes: Callable[[Target], int],
     ) -> KVCache:
         size, dtype = self.block_size, self.format.dtype
 
         def small_target() -> Target:
-            cache = KVCache(groups, 2, size, dtype, self.device)
-            taps = needs.aux_hidden_state_boundaries
-            return Target(self.model, cache, builders, buffers, manager, taps)
+            return target_on(KVCache(groups, 2, size, dtype, self.device))
 
         def run_largest_step() -> None:
             logits = small_target().warm_up(self.max_num_tokens)
@@ -371,6 +327,8 @@ class Assembly:
             with self.graphs.pool.throw_away(), frozen_garbage_collector(collect=False):
                 target = small_target()
                 total = manager.profile_memory(target.create_forward_fn)
+                if (choices := choices_of(target)) is not None:
+                    total += choices.profile_memory()
                 return total + draft_graph_bytes(target)
 
         available = kv_cache_bytes(
@@ -404,6 +362,20 @@ class Assembly:
             startup_seconds=self.seconds,
             lowered_claims=tuple(claim.backend for claim in self.lowered),
         )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device for `--device`; "auto" is CUDA where there is one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise RunnerError("--device cuda was asked for, but torch finds no CUDA device")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def wants_graphs(graph: GraphConfig, device: torch.device) -> bool:
+    """Whether anything will be captured at all."""
+    return wanted_modes(graph, device.type).target is not CUDAGraphMode.NONE
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -62,6 +62,28 @@ class StepTensors:
             tensors += chunk.tensors.columns()
         return tensors
 
+    def unpack(self, host: list[Tensor]) -> list[Tensor]:
+        """The host's copies of `all`, one tensor a field."""
+        return host
+
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """`StepTensors` in one tensor, as the graph of a step's end leaves them: one copy."""
+
+    packed: Tensor  # [N, K + 4] int64: token ids, num_sampled, num_draft_tokens, has_nan
+    logprobs: None = None
+    prompt_logprobs: Sequence[PromptChunk] = ()
+
+    def all(self) -> list[Tensor]:
+        """On the CPU, where nothing is copied for the host, a copy: the next step overwrites it."""
+        return [self.packed.clone() if self.packed.is_cpu else self.packed]
+
+    def unpack(self, host: list[Tensor]) -> list[Tensor]:
+        """The four tensors that `StepTensors` begins with."""
+        packed = host[0]
+        return [packed[:, :-3], packed[:, -3], packed[:, -2], packed[:, -1].bool()]
+
 
 class HostCopy:
     """Device tensors on their way to the host. Keeps the sources alive until they have arrived."""
@@ -81,6 +103,11 @@ class HostCopy:
             self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             self._event.record(stream)
 
+    @property
+    def event(self) -> torch.cuda.Event | None:
+        """Until then the sources must stay as they are; None: they may change at once."""
+        return self._event
+
     def wait(self) -> list[Tensor]:
         """The host tensors, once they have arrived."""
         if self._event is not None:
@@ -96,16 +123,21 @@ class RowLayout:
     num_logprobs: list[int | None]  # [N] alternatives wanted per emitted token; None = no logprobs
 
 
+Results = StepTensors | PackedTensors
+
+
 class StepHandle:
     """One step's results, perhaps still being computed."""
 
     def __init__(self) -> None:
-        self._output: Future[tuple[StepTensors, HostCopy, RowLayout] | None] = Future()
+        self._output: Future[tuple[Results, HostCopy, RowLayout] | None] = Future()
 
-    def publish(self, tensors: StepTensors, layout: RowLayout, stream: object | None) -> None:
+    def publish(self, tensors: Results, layout: RowLayout, stream: object | None) -> HostCopy:
         """Start the copy and make the handle readable. Called before anything is overwritten."""
         assert stream is None or isinstance(stream, torch.cuda.Stream)
-        self._output.set_result((tensors, HostCopy(tensors.all(), stream), layout))
+        copy = HostCopy(tensors.all(), stream)
+        self._output.set_result((tensors, copy, layout))
+        return copy
 
     def publish_empty(self) -> None:
         """The step had no rows."""
@@ -140,10 +172,10 @@ class StepHandle:
         if output is None:
             return []
         tensors, copy, layout = output
-        return _assemble(tensors, copy.wait(), layout)
+        return _assemble(tensors, tensors.unpack(copy.wait()), layout)
 
 
-def _assemble(tensors: StepTensors, host: list[Tensor], layout: RowLayout) -> list[RowResult]:
+def _assemble(tensors: Results, host: list[Tensor], layout: RowLayout) -> list[RowResult]:
     sampled, num_sampled, num_drafts, has_nan = (tensor.tolist() for tensor in host[:4])
     results = [
         RowResult(ids[:count], drafts)

@@ -1,7 +1,8 @@
 """The target model's forward pass over the step buffers: eager, in pieces, or as one graph.
 
 A pass is a function of (descriptor, step buffers, attention state). Outputs of graphs are copied,
-inside the graph, to buffers that outlive a replay.
+inside the graph, to buffers that outlive a replay. Where attention allows, the FULL graph of a
+uniform batch also gathers its rows and builds its attention, so that a step is one replay.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from .cuda_graphs import CaptureReport, CudaGraphManager
 from .graph_dispatch import eager_descriptor
 from .input_batch import InputBatch, InputBuffers
 from .kv_cache import KVCache
+from .request_table import RequestTable
 from .row_sampling import PickTokens
 
 ForwardOutput = tuple[Tensor, list[Tensor]]  # hidden states [M*, H] and taps, each [M*, H]
@@ -53,6 +55,7 @@ class Target:
         buffers: InputBuffers,
         graphs: CudaGraphManager | None = None,
         aux_boundaries: tuple[int, ...] = (),
+        table: RequestTable | None = None,  # given: graphs of uniform batches gather from it
     ) -> None:
         self.cache = cache
         self.model = model
@@ -60,6 +63,8 @@ class Target:
         self._buffers = buffers
         self._graphs = graphs
         self._aux_boundaries = aux_boundaries
+        on_device = graphs is not None and all(builder.builds_on_device for builder in builders)
+        self._table = table if on_device else None
         self._outputs: list[Tensor] = []  # hidden states, then taps; [max M*, H], with graphs only
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -86,6 +91,16 @@ class Target:
             return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count)
         return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count, best)
 
+    def gathers(self, desc: BatchExecutionDescriptor) -> bool:
+        """Whether the graph of this descriptor gathers its rows and builds its attention."""
+        uniform = desc.mode is CUDAGraphMode.FULL and desc.uniform_token_count is not None
+        return uniform and self._table is not None
+
+    def outputs(self, desc: BatchExecutionDescriptor) -> ForwardOutput:
+        """What a graph of this descriptor leaves behind."""
+        hidden, *aux = (output[: desc.num_tokens] for output in self._outputs)
+        return hidden, aux
+
     def build_attention(self, batch: InputBatch) -> AttentionState:
         """This step's attention; with a FULL graph, what its buffers hold is updated in place."""
         common: Sequence[CommonAttentionMetadata] = batch.common
@@ -98,8 +113,8 @@ class Target:
         ]
         return self.cache.attention_state(metadata)
 
-    def run(self, batch: InputBatch, state: AttentionState) -> ForwardOutput:
-        """The forward pass of the batch in the step buffers."""
+    def run(self, batch: InputBatch, state: AttentionState | None) -> ForwardOutput:
+        """The forward pass of the batch in the step buffers; no state where the graph `gathers`."""
 
         def eager() -> None:  # for --debug-compare-eager; into the same outputs
             is_piecewise = batch.descriptor.mode is CUDAGraphMode.PIECEWISE
@@ -124,21 +139,23 @@ class Target:
     def _run(
         self,
         desc: BatchExecutionDescriptor,
-        state: AttentionState,
+        state: AttentionState | None,
         num_tokens: int,
         eager: Callable[[], None] | None,
     ) -> ForwardOutput:
+        if desc.mode is CUDAGraphMode.FULL and (state is None or state.can_replay):
+            assert self._graphs is not None and (state is not None or self.gathers(desc))
+            self._graphs.run_fullgraph(desc, eager)
+            return self.outputs(desc)
+        assert state is not None
         if desc.mode is CUDAGraphMode.NONE:
             return self._forward(desc.num_tokens, state)
-        assert self._graphs is not None
-        if desc.mode is CUDAGraphMode.FULL and not state.can_replay:
+        if desc.mode is CUDAGraphMode.FULL:
             self._forward_into_outputs(desc.num_tokens, state)
-        elif desc.mode is CUDAGraphMode.FULL:
-            self._graphs.run_fullgraph(desc, eager)
         else:
+            assert self._graphs is not None
             self._graphs.run_piecewise(desc, state, num_tokens, eager)
-        hidden, *aux = (output[: desc.num_tokens] for output in self._outputs)
-        return hidden, aux
+        return self.outputs(desc)
 
     def warm_up(self, num_tokens: int = 1) -> Tensor:
         """Run `num_tokens` dummy rows, one a request, without touching the KV; returns logits."""
@@ -165,15 +182,24 @@ class Target:
         if not self._outputs:
             self._allocate_outputs()
         common = self._buffers.fill_dummy(desc)
+
+        def forward(state: AttentionState) -> list[Tensor]:
+            if self.gathers(desc):
+                assert self._table is not None
+                self._buffers.gather_placed(self._table, desc)
+                state = self._state_for_capture(common, desc)
+            return self._forward_into_outputs(desc.num_tokens, state)
+
+        return forward, self._state_for_capture(common, desc)
+
+    def _state_for_capture(
+        self, common: Sequence[CommonAttentionMetadata], desc: BatchExecutionDescriptor
+    ) -> AttentionState:
         metadata = [
             builder.build_for_capture(group, desc)
             for builder, group in zip(self.builders, common, strict=True)
         ]
-
-        def forward(state: AttentionState) -> list[Tensor]:
-            return self._forward_into_outputs(desc.num_tokens, state)
-
-        return forward, self.cache.attention_state(metadata)
+        return self.cache.attention_state(metadata)
 
     def _forward(self, num_tokens: int, state: AttentionState) -> ForwardOutput:
         ids, positions = self._buffers.input_ids, self._buffers.positions

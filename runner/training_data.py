@@ -22,7 +22,8 @@ from .engine import Engine, join
 from .errors import RunnerError
 from .model_runner import ModelRunner
 from .rotary import rope_parameters
-from .startup import ProgressFn, RunnerParts, assemble
+from .runner_parts import RunnerParts
+from .startup import ProgressFn, assemble
 
 _LOGIT_ROWS = 2048  # whole rows of the vocabulary are made for so many positions at a time
 

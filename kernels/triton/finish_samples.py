@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit
 def _finish_kernel(
     emitted,  # [N, K + 1] int64, in place
     num_accepted,  # [N] int64
@@ -32,7 +32,9 @@ def _finish_kernel(
     num_logits = tl.load(cu_num_logits + request + 1) - start
     accepted = tl.load(num_accepted + request).to(tl.int32)
     slot = tl.load(idx_mapping + request)
-    samples = tl.load(seq_lens + request) >= tl.load(prefill_len + slot)
+    live = slot >= 0
+    samples = tl.load(seq_lens + request) >= tl.load(prefill_len + slot, mask=live, other=0)
+    samples = samples & live
     tl.store(counts + request, tl.where(samples, accepted + 1, 0))
     tl.store(counts + num_reqs + request, tl.where(samples, num_logits - accepted - 1, 0))
     column = tl.arange(0, WIDTH)

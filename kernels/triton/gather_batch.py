@@ -14,7 +14,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_tokens_padded"])
+@triton.jit
 def _prepare_inputs_kernel(
     idx_mapping,
     query_start_loc,
@@ -36,10 +36,10 @@ def _prepare_inputs_kernel(
     draft_ids,
     logits_positions,
     width,  # of all_token_ids
-    num_reqs,
-    num_tokens,
+    num_reqs,  # rows with a slot, or -1 for padding among them
     max_reqs,  # length of seq_lens
     num_tokens_padded,
+    num_logits_padded,
     NUM_DRAFTS: tl.constexpr,  # K
     BLOCK_L: tl.constexpr,  # >= K + 1
     BLOCK: tl.constexpr,
@@ -50,31 +50,39 @@ def _prepare_inputs_kernel(
         for at in range(num_reqs, max_reqs, BLOCK):
             tl.store(seq_lens + at + lane, 0, mask=at + lane < max_reqs)
             tl.store(num_draft_tokens + at + lane, 0, mask=at + lane < max_reqs)
-        for at in range(num_tokens, num_tokens_padded, BLOCK):
+        for at in range(tl.load(query_start_loc + num_reqs), num_tokens_padded, BLOCK):
             inside = at + lane < num_tokens_padded
             tl.store(input_ids + at + lane, 0, mask=inside)
             tl.store(positions + at + lane, 0, mask=inside)
             tl.store(is_padding + at + lane, 1, mask=inside)
+        for at in range(tl.load(cu_num_logits + num_reqs), num_logits_padded, BLOCK):
+            inside = at + lane < num_logits_padded
+            tl.store(logits_indices + at + lane, 0, mask=inside)
+            tl.store(expanded_idx_mapping + at + lane, 0, mask=inside)
+            tl.store(expanded_local_pos + at + lane, 0, mask=inside)
+            tl.store(draft_ids + at + lane, tl.full([BLOCK], -1, tl.int64), mask=inside)
+            tl.store(logits_positions + at + lane, 0, mask=inside)
         return
     slot = tl.load(idx_mapping + row).to(tl.int64)
+    live = slot >= 0  # else a padded row of a graph: no request, and mostly no tokens
     start = tl.load(query_start_loc + row)
     end = tl.load(query_start_loc + row + 1)
     first_logit = tl.load(cu_num_logits + row)
     num_logits = tl.load(cu_num_logits + row + 1) - first_logit
-    computed = tl.load(num_computed_tokens + slot)
+    computed = tl.load(num_computed_tokens + slot, mask=live, other=0)
     seq_len = computed + end - start
-    prefill = tl.load(prefill_len + slot)
+    prefill = tl.load(prefill_len + slot, mask=live, other=seq_len)
     tl.store(seq_lens + row, seq_len)
     tokens = all_token_ids + slot * width
     if seq_len < prefill:
         following = tl.load(tokens + tl.minimum(seq_len, width - 1))
         tl.store(next_prefill_tokens + slot, following.to(tl.int64))
-    newest = tl.load(last_sampled_tokens + slot).to(tl.int32)
+    newest = tl.load(last_sampled_tokens + slot, mask=live, other=0).to(tl.int32)
     for at in range(start, end, BLOCK):
         token = at + lane
         inside = token < end
         position = computed + token - start
-        ids = tl.load(tokens + tl.minimum(position, width - 1), mask=inside, other=0)
+        ids = tl.load(tokens + tl.minimum(position, width - 1), mask=inside & live, other=0)
         if seq_len > prefill:  # a decode: its last rows are the newest token and the drafts
             local = token - (end - num_logits)
             ids = tl.where(local == 0, newest, ids)
@@ -90,13 +98,13 @@ def _prepare_inputs_kernel(
     inside = local < num_logits
     judged = tl.full([BLOCK_L], -1, tl.int64)
     if NUM_DRAFTS > 0:
-        judged = tl.load(
-            draft_tokens + slot * NUM_DRAFTS + local, mask=local < num_logits - 1, other=-1
-        )
+        known = live & (local < num_logits - 1)
+        judged = tl.load(draft_tokens + slot * NUM_DRAFTS + local, mask=known, other=-1)
     tl.store(num_draft_tokens + row, tl.sum((judged >= 0).to(tl.int32), 0))
     index = end - num_logits + local
     tl.store(logits_indices + first_logit + local, index.to(tl.int64), mask=inside)
-    tl.store(expanded_idx_mapping + first_logit + local, slot.to(tl.int32), mask=inside)
+    row_slot = tl.maximum(slot, 0).to(tl.int32)
+    tl.store(expanded_idx_mapping + first_logit + local, row_slot, mask=inside)
     tl.store(expanded_local_pos + first_logit + local, local, mask=inside)
     tl.store(draft_ids + first_logit + local, judged, mask=inside)
     position = (seq_len - num_logits + local).to(tl.int64)
@@ -113,7 +121,7 @@ def prepare_inputs(
     num_tokens_padded: int,
 ) -> None:
     """See `kernels.gather_batch.prepare_inputs`."""
-    del num_logits, num_reqs_padded  # rows know their logits; seq_lens is cleared to its end
+    del num_tokens, num_reqs_padded  # bounds are on the device; seq_lens is cleared to its end
     num_drafts = requests.draft_tokens.shape[1]
     _prepare_inputs_kernel[(num_reqs + 1,)](
         batch.idx_mapping,
@@ -137,16 +145,16 @@ def prepare_inputs(
         batch.logits_positions,
         requests.all_token_ids.stride(0),
         num_reqs,
-        num_tokens,
         batch.seq_lens.shape[0],
         num_tokens_padded,
+        num_logits,
         NUM_DRAFTS=num_drafts,
         BLOCK_L=triton.next_power_of_2(num_drafts + 1),
         BLOCK=_BLOCK,
     )
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit
 def _gather_rows_kernel(
     table,  # [R, width]
     idx_mapping,  # batch row -> slot
@@ -163,7 +171,8 @@ def _gather_rows_kernel(
     blocks = tl.zeros([BLOCK], tl.int32)
     if row < num_reqs:
         slot = tl.load(idx_mapping + row).to(tl.int64)
-        blocks = tl.load(table + slot * table_stride + column, mask=inside, other=0)
+        known = inside & (slot >= 0)
+        blocks = tl.load(table + slot * table_stride + column, mask=known, other=0)
     tl.store(out + row * out_stride + column, blocks, mask=inside)
 
 
@@ -184,7 +193,7 @@ def gather_block_tables(
         )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_tokens_padded"])
+@triton.jit
 def _slot_mapping_kernel(
     table,  # [>= N, width] int32, rows are batch rows
     query_start_loc,
@@ -194,14 +203,13 @@ def _slot_mapping_kernel(
     width,
     block_size,
     num_reqs,
-    num_tokens,
     num_tokens_padded,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     if row == num_reqs:  # the tail program: padded tokens write nothing
-        for at in range(num_tokens, num_tokens_padded, BLOCK):
+        for at in range(tl.load(query_start_loc + num_reqs), num_tokens_padded, BLOCK):
             nothing = tl.full([BLOCK], -1, tl.int64)
             tl.store(out + at + lane, nothing, mask=at + lane < num_tokens_padded)
         return
@@ -228,6 +236,7 @@ def compute_slot_mappings(
     num_tokens_padded: int,
 ) -> None:
     """See `kernels.gather_batch.compute_slot_mappings`."""
+    del num_tokens  # the last of `query_start_loc`
     for group, (table, size) in enumerate(zip(block_tables, block_sizes, strict=True)):
         _slot_mapping_kernel[(num_reqs + 1,)](
             table,
@@ -238,7 +247,6 @@ def compute_slot_mappings(
             table.shape[1],
             size,
             num_reqs,
-            num_tokens,
             num_tokens_padded,
             BLOCK=_BLOCK,
         )

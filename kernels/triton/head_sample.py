@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..head_sample import Draws
 from .launch import pdl_options, wait_for_inputs
+from .sample import BLOCK as LOGITS_BLOCK
 from .sample import gumbel, row_key
 
 _BLOCK = 1024
@@ -100,6 +102,82 @@ def _finish_kernel(
     tl.store(tokens + row, tl.min(chosen, 0).to(tl.int64))
     top = tl.where(tl.max(is_nan, 0) > 0, float("nan"), tl.max(top, 0))
     tl.store(row_largest + row, top)
+
+
+@triton.jit(do_not_specialize=["salt"])
+def _best_of_block_kernel(
+    logits,  # [L, V], any float
+    seeds,  # [L] int64
+    positions,  # [L] int64
+    greedy,  # [L] bool
+    temperature,  # [L] float32
+    best,  # [L, B] float32
+    best_token,  # [L, B] int32
+    largest,  # [L, B] float32
+    stride,
+    vocab_size,
+    num_blocks,
+    salt,
+    NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    logit = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+    logit = logit.to(tl.float32)
+    is_nan = logit != logit
+    finite = tl.where(is_nan, float("-inf"), logit)
+    score = finite
+    if NOISE:
+        if tl.load(greedy + row) == 0:
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
+            heat = tl.load(temperature + row)
+            heat = tl.where(heat > 0.0, heat, 1.0)
+            noise = gumbel(key_0, key_1, token.to(tl.uint32))
+            score = tl.div_rn(finite, heat + tl.zeros_like(finite)) + noise
+            score = tl.where(inside, score, float("-inf"))
+    value, index = tl.max(score, axis=0, return_indices=True)
+    at = row * num_blocks + block
+    tl.store(best + at, value)
+    tl.store(best_token + at, block * BLOCK + index)
+    top = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), tl.max(finite, 0))
+    tl.store(largest + at, top)
+
+
+def pick_rows(logits: Tensor, draws: Draws | None) -> tuple[Tensor, Tensor]:
+    """See `kernels.head_sample.pick_rows`."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    num_blocks = triton.cdiv(vocab_size, LOGITS_BLOCK)
+    if draws is None:
+        head = HeadRows(num_rows, logits.device, None, None, None, None, 0)
+    else:
+        keys = (draws.seeds.contiguous(), draws.positions.contiguous())
+        head = HeadRows(
+            num_rows,
+            logits.device,
+            *keys,
+            draws.greedy.contiguous(),
+            draws.temperature.contiguous(),
+            draws.salt,
+        )
+    *rows, salt = head.arguments(num_blocks)
+    if num_rows:
+        _best_of_block_kernel[(num_rows, num_blocks)](
+            logits,
+            *rows,
+            logits.stride(0),
+            vocab_size,
+            num_blocks,
+            salt,
+            NOISE=head.has_noise,
+            BLOCK=LOGITS_BLOCK,
+            num_warps=8,
+        )
+    return head.finish()
 
 
 @dataclass

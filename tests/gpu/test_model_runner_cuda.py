@@ -44,9 +44,13 @@ def oracle(model: Any) -> Oracle:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("mode", ["NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize(
+    ("mode", "whole"),
+    [(mode, False) for mode in ("NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")]
+    + [("FULL_DECODE_ONLY", True), ("FULL_AND_PIECEWISE", True)],
+)
 def test_random_plans_give_the_recomputed_text(
-    model: Any, oracle: Oracle, depth: int, num_drafts: int, mode: str
+    model: Any, oracle: Oracle, depth: int, num_drafts: int, mode: str, whole: bool
 ) -> None:
     rng = random.Random(f"{depth} {num_drafts} {mode}")
 
@@ -55,7 +59,7 @@ def test_random_plans_give_the_recomputed_text(
         return [rng.choice([draft, draft, draft, rng.randrange(VOCAB), -1]) for draft in drafts]
 
     device = torch.device("cuda", 0)
-    setup = TinySetup(num_drafts=num_drafts, device=device, mode=CUDAGraphMode[mode])
+    setup = TinySetup(num_drafts=num_drafts, device=device, mode=CUDAGraphMode[mode], whole=whole)
     runner = make_runner(model, setup, script if num_drafts else None)
     runner.warm_up()
     runner.capture()
@@ -80,14 +84,16 @@ class Echo(BaseSpeculator):
     "options",
     [
         {"temperature": 0.0},
+        {"temperature": 0.8, "has_own_seed": True},
         {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
         {"frequency_penalty": 0.5, "logprobs": 3, "logit_bias": {5: 2.0}},
     ],
 )
-@pytest.mark.parametrize("mode", ["NONE", "FULL"])
+@pytest.mark.parametrize("mode", ["NONE", "FULL", "whole"])
 def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[str, Any]) -> None:
-    device = torch.device("cuda", 0)
-    setup = TinySetup(num_drafts=2, device=device, mode=CUDAGraphMode[mode], compare=False)
+    device, whole = torch.device("cuda", 0), mode == "whole"
+    graphs = CUDAGraphMode["FULL_DECODE_ONLY" if whole else mode]
+    setup = TinySetup(num_drafts=2, device=device, mode=graphs, compare=False, whole=whole)
     runner = make_runner(model, setup, speculator=Echo())
     runner.capture()
 
@@ -117,3 +123,36 @@ def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[
     runner.shutdown()
     texts = [[result.token_ids for result in step] for step in expected]
     assert [[result.token_ids for result in step] for step in found] == texts
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_seeded_and_greedy_rows_of_whole_steps_equal_those_without_graphs(
+    model: Any, oracle: Oracle, num_drafts: int
+) -> None:
+    texts = []
+    for mode, whole in (("NONE", False), ("FULL_DECODE_ONLY", True)):
+        rng = random.Random(num_drafts)
+        drafts = random.Random(1)
+
+        def script(slot: int, known: list[int], drafts: random.Random = drafts) -> list[int]:
+            right = oracle.continuation(known, num_drafts)
+            return [drafts.choice([draft, draft, drafts.randrange(VOCAB)]) for draft in right]
+
+        setup = TinySetup(
+            num_drafts=num_drafts, device=torch.device("cuda", 0), mode=CUDAGraphMode[mode],
+            whole=whole,
+        )  # fmt: skip
+        runner = make_runner(model, setup, script if num_drafts else None)
+        runner.capture()
+        maker = PlanMaker(runner, None, rng, 2, num_drafts)
+        jobs = [
+            maker.add(
+                rng.randint(1, 20), 20,
+                temperature=0.9 * (index % 2), seed=index, has_own_seed=True,
+            )
+            for index in range(8)
+        ]  # fmt: skip
+        maker.run()
+        runner.shutdown()
+        texts.append([job.tokens for job in jobs])
+    assert texts[0] == texts[1]

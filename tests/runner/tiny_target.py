@@ -15,8 +15,10 @@ from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import AttentionMetadata, AttentionState
 from slipstream.runner.attention.choice import choose_backend
+from slipstream.runner.choice_graphs import create_choices
 from slipstream.runner.cuda_graphs import CudaGraphManager
 from slipstream.runner.device_queue import DeviceQueue
+from slipstream.runner.draft_host import GraphSettings
 from slipstream.runner.graph_capture import CudaGraphs, GraphPool
 from slipstream.runner.graph_dispatch import eager_descriptor
 from slipstream.runner.input_batch import InputBuffers
@@ -26,8 +28,8 @@ from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.request_table import RequestTable
 from slipstream.runner.row_sampling import RowSampling
+from slipstream.runner.runner_parts import NO_SPECULATION, RunnerFacts, RunnerParts
 from slipstream.runner.sampler import Sampler
-from slipstream.runner.startup import NO_SPECULATION, RunnerFacts, RunnerParts
 from slipstream.runner.target import Target
 from slipstream.speculators.base import BaseSpeculator, DraftInputs, SpeculatorNeeds
 
@@ -144,6 +146,9 @@ class TinySetup:
     device: torch.device = CPU
     mode: CUDAGraphMode = CUDAGraphMode.NONE  # on CUDA
     compare: bool = True  # every replay with an eager run
+    whole: bool = False  # graphs of uniform batches hold the whole step
+    recorded: Any = None  # graphs on the CPU: a `RecordedGraphs`, with `attention` to match
+    attention: Any = None  # the back end, if not the device's choice
 
 
 def make_runner(
@@ -160,7 +165,7 @@ def make_runner(
     columns = [-(-MAX_LEN // BLOCK) for _ in groups]
     sizes = (setup.max_num_reqs, setup.max_num_tokens, MAX_LEN)
     buffers = setup.buffers(*sizes, setup.num_drafts, [BLOCK] * len(groups), columns, device)
-    backend = choose_backend("auto", layers, device)
+    backend = setup.attention or choose_backend("auto", layers, device)
     builders = [
         backend.create_builder(group.layers, BLOCK, *sizes, torch.float32, device)
         for group in groups
@@ -177,17 +182,22 @@ def make_runner(
         backend.name,
         speculator.needs if speculator else NO_SPECULATION,
     )
-    return ModelRunner(
-        RunnerParts(
-            facts,
-            Target(model, cache, builders, buffers, _graphs(setup)),
-            RequestTable(setup.max_num_reqs, MAX_LEN, VOCAB, setup.num_drafts, columns, device),
-            buffers,
-            RowSampling(Sampler(SpeculativeConfig(), device), setup.num_drafts, VOCAB),
-            speculator,
-            DeviceQueue(device),
-        )
+    graphs = _graphs(setup)
+    table = RequestTable(setup.max_num_reqs, MAX_LEN, VOCAB, setup.num_drafts, columns, device)
+    taps = speculator.needs.aux_hidden_state_boundaries if speculator else ()
+    shared = table if setup.whole else None
+    target = Target(model, cache, builders, buffers, graphs, taps, shared)
+    sampling = RowSampling(Sampler(SpeculativeConfig(), device), setup.num_drafts, VOCAB)
+    choices = None
+    if setup.whole:
+        settings = GraphSettings(graphs._pool, ())
+        choices = create_choices(settings, graphs, target, sampling, table, buffers)
+    queue = DeviceQueue(device)
+    runner = ModelRunner(
+        RunnerParts(facts, target, table, buffers, sampling, speculator, queue, choices=choices)
     )
+    runner._on_cpu = device.type == "cpu" and setup.recorded is None  # the host sees no drafts
+    return runner
 
 
 def _graphs(setup: TinySetup) -> Any:
@@ -202,6 +212,6 @@ def _graphs(setup: TinySetup) -> Any:
         (1, 2, 4, 8, 16, 32),
         setup.max_num_reqs,
         setup.max_num_tokens,
-        GraphPool(CudaGraphs(setup.device)),
+        GraphPool(setup.recorded or CudaGraphs(setup.device)),
         debug_compare_eager=setup.compare,
     )

@@ -1,0 +1,171 @@
+"""Graphs of a step's end: choose or verify tokens, commit them to the table, pack the results.
+
+One for each uniform batch of the target, behind whose graph it runs, for requests of which nothing
+needs the logits but the choice: greedy ones and those that draw by a key. Other steps choose their
+tokens without a graph, from the same outputs of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..configs.graphs import BatchExecutionDescriptor
+from ..kernels.head_sample import Draws, pick_rows
+from ..kernels.padded_step import commit_step
+from .cuda_graphs import CaptureReport, CudaGraphManager
+from .draft_host import GraphSettings
+from .input_batch import InputBatch, InputBuffers
+from .logits_processing import SamplingRows
+from .request_table import RequestTable
+from .row_sampling import RowSampling
+from .step_output import PackedTensors, RowLayout, StepHandle
+from .target import Target
+
+
+class _NoAttention:
+    """Stands for the attention state of a graph without attention."""
+
+    metadata: tuple[Any, ...] = ()
+
+
+class ChoiceGraphs:
+    """Owns the graphs, and the buffers of what they leave behind: each has a row of the batch."""
+
+    def __init__(
+        self,
+        manager: CudaGraphManager,
+        target: Target,
+        sampling: RowSampling,
+        table: RequestTable,
+        buffers: InputBuffers,
+    ) -> None:
+        self._manager, self._target, self._sampling = manager, target, sampling
+        self._table, self._buffers = table, buffers
+        reqs, width = table.max_num_reqs, table.num_speculative_tokens + 4
+        self._packed = torch.zeros((reqs, width), dtype=torch.int64, device=table.device)
+        # [2, R] int32, num_sampled and num_rejected by batch row; 0 in padded rows
+        self.counts = torch.zeros((2, reqs), dtype=torch.int32, device=table.device)
+        self._copied: torch.cuda.Event | None = None  # of the last results to the host
+        # The last batch that was asked about, when, and the answer.
+        self._asked: tuple[InputBatch, int, bool] | None = None
+
+    # --- capture --------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Capture all of them; the target has captured its own."""
+        self._manager.capture(self._create)
+
+    def profile_memory(self) -> int:
+        """Bytes that `capture` will take; leaves nothing captured."""
+        return self._manager.profile_memory(self._create)
+
+    @property
+    def capture_report(self) -> CaptureReport:
+        """What was captured."""
+        return self._manager.report
+
+    def _create(
+        self, desc: BatchExecutionDescriptor, warmup: bool
+    ) -> tuple[Callable[[Any], None], Any]:
+        self._buffers.fill_dummy(desc)  # of no request: nothing is committed
+        return lambda _: self._choose(desc), _NoAttention()
+
+    def _choose(self, desc: BatchExecutionDescriptor) -> None:
+        """For the capture; of the host it knows N* and L* alone."""
+        assert desc.num_reqs is not None
+        reqs, rows, buffers = desc.num_reqs, desc.num_tokens, self._buffers
+        sampled = self._sampling.draw_padded(
+            SamplingRows(
+                slots=[],
+                idx_mapping=buffers.idx_mapping[:reqs],
+                cu_num_logits=buffers.cu_num_logits[: reqs + 1],
+                cu_num_logits_cpu=[],
+                expanded_idx_mapping=buffers.expanded_idx_mapping[:rows],
+                expanded_local_pos=buffers.expanded_local_pos[:rows],
+                positions=buffers.logits_positions[:rows],
+                draft_ids=buffers.draft_ids[:rows],
+                seq_lens=buffers.seq_lens[:reqs],
+                max_num_drafts=self._table.num_speculative_tokens,
+            ),
+            self._table,
+            self._picker(self._target.outputs(desc)[0]),
+        )
+        commit_step(
+            self._table,
+            buffers,
+            sampled.sampled_token_ids,
+            sampled.num_sampled,
+            sampled.num_rejected,
+            sampled.has_nan,
+            self._packed,
+            self.counts,
+        )
+
+    def _picker(self, hidden: Tensor) -> Callable[[Draws | None], tuple[Tensor, Tensor]]:
+        """Picks tokens from the logits of these rows, or without writing them."""
+        vocab_size, target = self._table.sampling.vocab_size, self._target
+        pick = target.pick_tokens
+        if pick is not None:
+            return lambda draws: pick(hidden, vocab_size, draws)
+        return lambda draws: pick_rows(target.compute_logits(hidden)[:, :vocab_size], draws)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def serves(self, batch: InputBatch) -> bool:
+        """Whether this batch, which a graph of the target gathered, has its tokens chosen here.
+
+        Every row must judge or emit (none ends a prompt of several tokens), and none ask for more.
+        """
+        version = self._table.sampling.version
+        asked = self._asked
+        if asked is not None and asked[0] is batch and asked[1] == version:
+            return asked[2]
+        answer = (
+            batch.num_logits == batch.num_tokens
+            and self._manager.holds(batch.descriptor)
+            and self._sampling.can_choose(batch, self._table)
+        )
+        self._asked = (batch, version, answer)
+        return answer
+
+    def run(
+        self, batch: InputBatch, handle: StepHandle, stream: torch.cuda.Stream | None
+    ) -> tuple[Tensor, Tensor]:
+        """Replay, and start the results' copy on `stream`.
+
+        Returns views of `counts`: num_sampled and num_rejected [N] int32.
+        """
+        if self._copied is not None:  # as a rule it is done long since
+            torch.cuda.current_stream().wait_event(self._copied)
+        self._manager.run_fullgraph(batch.descriptor)
+        results = PackedTensors(self._packed[: batch.num_reqs])
+        copy = handle.publish(results, RowLayout([None] * batch.num_reqs), stream)
+        self._copied = copy.event
+        num_sampled, num_rejected = self.counts[:, : batch.num_reqs]
+        return num_sampled, num_rejected
+
+
+def create_choices(
+    settings: GraphSettings | None,
+    graphs: CudaGraphManager | None,
+    target: Target,
+    sampling: RowSampling,
+    table: RequestTable,
+    buffers: InputBuffers,
+) -> ChoiceGraphs | None:
+    """Graphs behind those of the target (`graphs`) that gather; None if there are none."""
+    if settings is None or graphs is None:
+        return None
+    wanted = [
+        desc
+        for desc in graphs.wanted
+        if target.gathers(desc) and desc.num_tokens <= sampling.max_rows
+    ]
+    if not wanted:
+        return None
+    manager = CudaGraphManager("token choice", wanted, settings.pool, settings.progress)
+    return ChoiceGraphs(manager, target, sampling, table, buffers)

@@ -1,0 +1,105 @@
+"""Hands a finished step to the drafter, and its drafts to the request table.
+
+It does not know how drafts are made; it keeps what a plan and the requests allow.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..configs.speculative import MAX_DRAFTS
+from ..speculators.base import BaseSpeculator, DraftInputs
+from .attention.base import AttentionState
+from .data_parallel import StepAgreement
+from .input_batch import InputBatch
+from .plan import StepPlan
+from .request_table import RequestTable
+from .staging import StagingPool
+from .target import ForwardOutput
+
+
+class Drafting:
+    """One drafter's part of every step."""
+
+    def __init__(self, speculator: BaseSpeculator, table: RequestTable) -> None:
+        self._speculator = speculator
+        self._table = table
+        self._staging = StagingPool(table.device)
+        self._drafted: set[int] = set()  # slots that may hold drafts
+
+    def run(
+        self,
+        plan: StepPlan,
+        batch: InputBatch,
+        attention: AttentionState,
+        outputs: ForwardOutput,
+        num_sampled: Tensor,  # [N] int32
+        num_rejected: Tensor,  # [N] int32
+        agreement: StepAgreement | None,
+    ) -> None:
+        """Draft for the rows of a step that is committed, or let the drafter take it in later."""
+        inputs = DraftInputs(
+            num_reqs=batch.num_reqs,
+            num_tokens=batch.num_tokens,
+            descriptor=batch.descriptor,
+            idx_mapping=batch.idx_mapping,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            requests=self._table,
+            attention=attention,
+            common=batch.common,
+            hidden_states=outputs[0],
+            aux_hidden_states=outputs[1],
+            num_drafts=plan.num_drafts if agreement is None else agreement.num_drafts,
+            num_decode_reqs=0 if agreement is None else agreement.num_draft_reqs,
+            num_deferred=[row.num_deferred for row in plan.rows],
+        )
+        if plan.defers_drafter:
+            self._speculator.defer(inputs)
+            self._store_no_drafts(batch)
+            return
+        drafts = self._speculator.propose(inputs)  # [N, up to K]
+        if plan.num_drafts == 0:
+            self._store_no_drafts(batch)
+        else:
+            # Another rank may have wanted more.
+            self._store_drafts(batch, plan, drafts[:, : plan.num_drafts], num_sampled)
+
+    def _store_no_drafts(self, batch: InputBatch) -> None:
+        """Forget older drafts of the step's requests; mostly there are none."""
+        if not self._drafted.isdisjoint(batch.slots):
+            slots = batch.idx_mapping[: batch.num_reqs].long()  # [N] batch row -> slot
+            self._table.draft_tokens.index_fill_(0, slots, -1)
+            self._drafted.difference_update(batch.slots)
+
+    def _store_drafts(
+        self, batch: InputBatch, plan: StepPlan, drafts: Tensor, num_sampled: Tensor
+    ) -> None:
+        table = self._table
+        self._drafted.update(batch.slots)
+        slots = batch.idx_mapping[: batch.num_reqs]  # [N] batch row -> slot
+        missing = table.num_speculative_tokens - drafts.shape[1]
+        if missing:  # the speculator chose fewer than K
+            drafts = pad(drafts, (0, missing), value=-1)
+        steps = torch.arange(drafts.shape[1], device=drafts.device)
+        # No draft beyond the request's cap, and none for a prompt that is not finished.
+        most = table.max_drafts[slots]
+        if any(row.next_drafts is not None for row in plan.rows):
+            most = torch.minimum(most, self._staging.upload(_next_drafts(plan)))
+        wanted = (steps < most[:, None]) & (num_sampled > 0)[:, None]
+        # index_copy_, as assignment by index to a number would wait for the device.
+        table.draft_tokens.index_copy_(0, slots.long(), torch.where(wanted, drafts, -1))
+
+
+def _next_drafts(plan: StepPlan) -> np.ndarray:
+    """[N] int32, the most drafts for each row's next one."""
+    most = MAX_DRAFTS if plan.num_drafts is None else plan.num_drafts
+    given = [most if row.next_drafts is None else row.next_drafts for row in plan.rows]
+    return np.array(given, dtype=np.int32)
