@@ -53,10 +53,11 @@ def test_random_plans_give_the_recomputed_text(
     model: Any, oracle: Oracle, depth: int, num_drafts: int, mode: str, whole: bool
 ) -> None:
     rng = random.Random(f"{depth} {num_drafts} {mode}")
+    dice = random.Random(rng.random())  # rolled on the runner's thread
 
     def script(slot: int, known: list[int]) -> list[int]:
-        drafts = oracle.continuation(known, rng.randint(0, num_drafts))
-        return [rng.choice([draft, draft, draft, rng.randrange(VOCAB), -1]) for draft in drafts]
+        drafts = oracle.continuation(known, dice.randint(0, num_drafts))
+        return [dice.choice([draft, draft, draft, dice.randrange(VOCAB), -1]) for draft in drafts]
 
     device = torch.device("cuda", 0)
     setup = TinySetup(num_drafts=num_drafts, device=device, mode=CUDAGraphMode[mode], whole=whole)

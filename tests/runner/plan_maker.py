@@ -96,7 +96,7 @@ class PlanMaker:
     def step(self) -> None:
         """Launch one plan if one can be made; take results when enough are in flight."""
         plan, jobs = self._make_plan()
-        launched = bool(plan.rows or plan.freed_slots)
+        launched = bool(plan.rows or plan.freed_slots or plan.new_requests)
         if launched:
             self.runner.forward(plan)
             self.flights.append(Flight(plan, jobs, self.runner.sample(plan)))

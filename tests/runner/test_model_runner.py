@@ -24,7 +24,11 @@ def oracle(model: Any) -> Oracle:
 
 
 def drafting(oracle: Oracle, rng: random.Random, num_drafts: int) -> Callable[..., list[int]]:
-    """The true continuation, spoilt at random; sometimes nothing, sometimes a -1 in the middle."""
+    """The true continuation, spoilt at random; sometimes nothing, sometimes a -1 in the middle.
+
+    It runs on the runner's thread, so its dice are its own.
+    """
+    rng = random.Random(rng.random())
 
     def script(slot: int, known: list[int]) -> list[int]:
         drafts = oracle.continuation(known, rng.randint(0, num_drafts))
