@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..configs.schema import Config
+from ..kernels.compile_log import watch_compilations
 from ..kernels.gather_batch import post_update
 from .attention.base import AttentionState
 from .cuda_graphs import CaptureReport, RebuiltStates
@@ -27,11 +28,13 @@ from .prompt_logprobs import PromptLogprobs
 from .runner_parts import RunnerFacts, RunnerParts
 from .sampling_state import Feature
 from .staging import StagingPool
+from .start_ahead import CompileAhead
 from .startup import ProgressFn, assemble
 from .startup_report import log_startup
 from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
 from .step_timing import measure_steps
 from .traffic import EngineT, note_traffic
+from .warm_up import warm_up_steps
 
 
 @dataclass
@@ -69,7 +72,7 @@ class ModelRunner:
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
         self._error: BaseException | None = None  # raised after a step's results were out
         self._on_cpu = self.facts.device == "cpu"
-        self._copy_stream = None if self._on_cpu else torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._copy_stream = torch.cuda.Stream() if self.facts.device == "cuda" else None  # type: ignore[no-untyped-call]
 
     # --- the engine's interface -----------------------------------------------------------------
 
@@ -327,9 +330,11 @@ class ModelRunner:
                 self._speculator.capture(RebuiltStates(list(states), create))
 
 
-def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
+def build_model_runner(
+    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
+) -> ModelRunner:
     """Load, allocate, warm up and capture; the runner is then ready for its first step."""
-    parts = assemble(config, progress)
+    parts = assemble(config, progress, ahead)
     runner = ModelRunner(parts)
     seconds = runner.facts.startup_seconds
     start = time.monotonic()
@@ -338,9 +343,13 @@ def build_model_runner(config: Config, progress: ProgressFn) -> ModelRunner:
     start = time.monotonic()
     runner.capture()
     seconds["capture"] = time.monotonic() - start
+    if runner.facts.device == "cuda":
+        start = time.monotonic()
+        warm_up_steps(runner, config)
+        seconds["first_steps"] = time.monotonic() - start
     if len(config.speculative.draft_counts) > 1:
         start = time.monotonic()
         runner.facts.step_seconds.update(measure_steps(runner, config))
         seconds["measure_steps"] = time.monotonic() - start
-    log_startup(runner.capture_reports(), parts.memory, seconds)
+    log_startup(runner.capture_reports(), parts.memory, seconds, watch_compilations())
     return runner

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from ..configs.graphs import CUDAGraphMode
-from ..configs.schema import Config, GraphConfig
+from ..configs.schema import Config
+from ..kernels.compile_log import watch_compilations
+from ..kernels.device import card_of, is_card
 from ..speculators.base import SpeculatorNeeds
 from ..speculators.registry import create_speculator
 from .attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
@@ -24,10 +26,10 @@ from .attention.claims_at_start import ClaimsAtStart, claim_cases, claim_setup
 from .choice_graphs import ChoiceGraphs, create_choices
 from .cuda_graphs import CudaGraphManager, MemoryByPurpose, RebuiltStates
 from .data_parallel import create_sync
-from .device_queue import DeviceQueue
+from .device_queue import DeviceQueue, choose_device
 from .draft_host import DraftModelHost, GraphSettings
 from .errors import RunnerError
-from .graph_capture import CudaGraphs, GraphPool, frozen_garbage_collector
+from .graph_capture import CudaGraphs, GraphBackend, GraphPool, frozen_garbage_collector
 from .graph_dispatch import GraphRole, resolve_mode, wanted_modes
 from .hub import find_drafter
 from .input_batch import InputBuffers
@@ -41,6 +43,7 @@ from .request_table import RequestTable
 from .row_sampling import RowSampling
 from .runner_parts import NO_SPECULATION, RunnerFacts, RunnerParts
 from .sampler import Sampler
+from .start_ahead import CompileAhead
 from .target import Target
 from .weights import load_weights, resolve_model
 
@@ -48,17 +51,32 @@ logger = logging.getLogger(__name__)
 ProgressFn = Callable[[Progress], None]
 
 
-def assemble(config: Config, progress: ProgressFn) -> RunnerParts:
+def assemble(
+    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
+) -> RunnerParts:
     """Load the model and allocate everything that a step uses."""
-    return _Assembly(config, progress).run()
+    return Assembly(config, progress, choose_device(config.model.device), ahead).run()
 
 
-class _Assembly:
-    def __init__(self, config: Config, progress: ProgressFn) -> None:
+class Assembly:
+    """Makes the parts, one after the other."""
+
+    def __init__(
+        self,
+        config: Config,
+        progress: ProgressFn,
+        device: torch.device,
+        ahead: CompileAhead | None = None,
+    ) -> None:
         self.config = config
         self.progress = progress
         self.seconds: dict[str, float] = {}
-        self.device = choose_device(config.model.device)
+        self.device = device
+        # Meta tensors stand for a card's: see `dry_start`.
+        self.device_type = "cuda" if is_card(device) else device.type
+        self.ahead = ahead
+        if device.type == "cuda":
+            watch_compilations()
         self.memory = MemoryByPurpose()
         self._allocated = memory_allocated(self.device)
         self.lowered: list[LoweredClaim] = []
@@ -67,6 +85,8 @@ class _Assembly:
 
     def run(self) -> RunnerParts:
         config = self.config
+        if self.ahead is not None and (card := card_of(self.device)) is not None:
+            self.ahead.tell(card)
         with self._phase("load"):
             find_drafter(config.speculative)
             self._load_target()
@@ -75,6 +95,9 @@ class _Assembly:
             speculator = create_speculator(config.speculative, host)
         needs = speculator.needs if speculator is not None else NO_SPECULATION
         self._note("weights")
+        if self.ahead is not None:
+            with self._phase("compile", shown=False):
+                self.ahead.wait()
         with self._phase("attention", shown=False), torch.inference_mode():
             layers = [*self.model.attention_layers(), *host.draft_layers]
             groups = make_groups(layers)
@@ -243,14 +266,17 @@ class _Assembly:
 
     def _graph_settings(self) -> GraphSettings | None:
         graph = self.config.graph
-        if not wants_graphs(graph, self.device):
+        if wanted_modes(graph, self.device_type).target is CUDAGraphMode.NONE:
             return None
         return GraphSettings.create(
             graph,
-            GraphPool(CudaGraphs(self.device)),
+            GraphPool(self._graph_backend()),
             self.max_num_tokens,
             lambda done, total, detail: self.progress(Progress("capture", done, total, detail)),
         )
+
+    def _graph_backend(self) -> GraphBackend:
+        return CudaGraphs(self.device)
 
     @property
     def _whole_steps(self) -> bool:
@@ -266,7 +292,7 @@ class _Assembly:
     def _claims(
         self, backend: AttentionBackend, settings: GraphSettings, needs: SpeculatorNeeds
     ) -> ClaimsAtStart:
-        mode = wanted_modes(self.config.graph, self.device.type).target
+        mode = wanted_modes(self.config.graph, self.device_type).target
         cases = claim_cases(mode, self._query_lengths(needs))
         setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
         return ClaimsAtStart(backend, settings.pool, setup, self.format.dtype, self.device, cases)
@@ -279,7 +305,7 @@ class _Assembly:
             return None, CUDAGraphMode.NONE
         lengths = self._query_lengths(needs)
         decision = resolve_mode(
-            wanted_modes(self.config.graph, self.device.type).target,
+            wanted_modes(self.config.graph, self.device_type).target,
             min(builder.supports for builder in builders),
             GraphRole.TARGET,
             lengths,
@@ -362,20 +388,6 @@ class _Assembly:
             startup_seconds=self.seconds,
             lowered_claims=tuple(claim.backend for claim in self.lowered),
         )
-
-
-def choose_device(name: str) -> torch.device:
-    """The device for `--device`; "auto" is CUDA where there is one."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise RunnerError("--device cuda was asked for, but torch finds no CUDA device")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-def wants_graphs(graph: GraphConfig, device: torch.device) -> bool:
-    """Whether anything will be captured at all."""
-    return wanted_modes(graph, device.type).target is not CUDAGraphMode.NONE
 
 
 def dtype_name(dtype: torch.dtype) -> str:

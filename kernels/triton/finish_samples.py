@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _finish_kernel(
     emitted,  # [N, K + 1] int64, in place
     num_accepted,  # [N] int64

@@ -14,7 +14,7 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens_padded", "num_logits_padded"])
 def _prepare_inputs_kernel(
     idx_mapping,
     query_start_loc,
@@ -154,7 +154,7 @@ def prepare_inputs(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _gather_rows_kernel(
     table,  # [R, width]
     idx_mapping,  # batch row -> slot
@@ -193,7 +193,7 @@ def gather_block_tables(
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens_padded"])
 def _slot_mapping_kernel(
     table,  # [>= N, width] int32, rows are batch rows
     query_start_loc,
