@@ -93,6 +93,7 @@ def make_output(request: Request, result: RowResult, verdict: Verdict) -> Reques
 def count_outputs(stats: StepStats, outputs: Iterable[RequestOutput]) -> None:
     """Add the kept tokens of a step's rows to its counters."""
     generated = drafts = drafted = accepted = plain = 0
+    by_accepted = [0] * (len(stats.accepted_per_pos) + 1)  # rows by how many drafts they accepted
     for output in outputs:
         if not output.token_ids:
             continue
@@ -103,10 +104,13 @@ def count_outputs(stats: StepStats, outputs: Iterable[RequestOutput]) -> None:
         drafts += 1
         drafted += output.num_draft_tokens
         accepted += output.num_accepted_tokens
-        for position in range(output.num_accepted_tokens):
-            stats.accepted_per_pos[position] += 1
+        by_accepted[output.num_accepted_tokens] += 1
     stats.num_generated_tokens += generated
     stats.num_plain_steps += plain
     stats.num_drafts += drafts
     stats.num_draft_tokens += drafted
     stats.num_accepted_tokens += accepted
+    reached = 0  # rows that accepted the draft at a position
+    for position in reversed(range(len(stats.accepted_per_pos))):
+        reached += by_accepted[position + 1]
+        stats.accepted_per_pos[position] += reached
