@@ -121,7 +121,7 @@ class InputBuffers:
         self._placed = None
         slots = [row.slot for row in rows]
         reqs_padded, tokens_padded = descriptor.num_reqs or len(rows), descriptor.num_tokens
-        series = self._upload_series(slots, query_lens, num_drafts)
+        series = self._upload_series(slots, query_lens, num_drafts, descriptor)
         num_reqs = len(rows)
         num_tokens, num_logits = int(series[1, num_reqs]), int(series[2, num_reqs])
         bounds = np.zeros(self.max_num_reqs, dtype=np.int32)
@@ -154,7 +154,8 @@ class InputBuffers:
             return self._placed_batch
         num_reqs = len(slots)
         query_lens = [uniform_token_count] * num_reqs
-        host_series = torch.from_numpy(self._upload_series(slots, query_lens, num_drafts))
+        series = self._upload_series(slots, query_lens, num_drafts, descriptor)
+        host_series = torch.from_numpy(series)
         bounds = torch.zeros(self.max_num_reqs, dtype=torch.int32)
         bounds[:num_reqs] = self.max_model_len
         common = self.common(
@@ -188,10 +189,16 @@ class InputBuffers:
         )
 
     def _upload_series(
-        self, slots: Sequence[int], query_lens: Sequence[int], num_drafts: Sequence[int]
+        self,
+        slots: Sequence[int],
+        query_lens: Sequence[int],
+        num_drafts: Sequence[int],
+        descriptor: BatchExecutionDescriptor,
     ) -> np.ndarray:
         """The three series, padded to their ends; [3, max N* + 1], also on the device."""
         num_reqs = len(slots)
+        assert num_reqs <= (descriptor.num_reqs or num_reqs) <= self.max_num_reqs
+        assert sum(query_lens) <= descriptor.num_tokens <= self.max_num_tokens
         series = np.empty((3, self.max_num_reqs + 1), dtype=np.int32)
         series[0, :num_reqs] = slots
         series[0, num_reqs:] = -1
@@ -215,8 +222,6 @@ class InputBuffers:
         num_reqs = len(slots)
         num_tokens, num_logits = int(series[1, num_reqs]), int(series[2, num_reqs])
         reqs_padded, tokens_padded = descriptor.num_reqs or num_reqs, descriptor.num_tokens
-        assert num_reqs <= reqs_padded <= self.max_num_reqs
-        assert num_tokens <= tokens_padded <= self.max_num_tokens
         return InputBatch(
             num_reqs=num_reqs,
             num_tokens=num_tokens,

@@ -72,7 +72,6 @@ class ModelRunner:
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
         self._error: BaseException | None = None  # raised after a step's results were out
         self._on_cpu = self.facts.device == "cpu"
-        self._copy_stream = torch.cuda.Stream() if self.facts.device == "cuda" else None  # type: ignore[no-untyped-call]
 
     # --- the engine's interface -----------------------------------------------------------------
 
