@@ -72,6 +72,8 @@ class ModelRunner:
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
         self._error: BaseException | None = None  # raised after a step's results were out
         self._on_cpu = self.facts.device == "cpu"
+        on_cuda = self.facts.device == "cuda"
+        self._copy_stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
 
     # --- the engine's interface -----------------------------------------------------------------
 
