@@ -204,6 +204,8 @@ class KVBlocks:
     def _publishes_at(self, blocks: RequestBlocks) -> int:
         if not self._caching:
             return NEVER
+        if len(self._sizes) == 1:
+            return (blocks.num_published[0] + 1) * self._sizes[0]
         pairs = zip(blocks.num_published, self._sizes, strict=True)
         return min([(count + 1) * size for count, size in pairs])
 
