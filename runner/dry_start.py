@@ -23,7 +23,7 @@ from ..configs.schema import Config, ParallelConfig
 from ..kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
 from ..kernels.compile_log import watch_compilations
 from ..kernels.device import Card, pretend_card
-from .attention.base import AttentionBackend
+from .attention.base import AttentionBackend, AttentionLayer
 from .attention.claims_at_start import ClaimsAtStart, claim_cases, claim_setup
 from .draft_host import GraphSettings
 from .graph_capture import Graph, GraphBackend
@@ -31,6 +31,7 @@ from .graph_dispatch import wanted_modes
 from .model_runner import ModelRunner
 from .plan import RowResult, StepPlan
 from .process import follow_parent
+from .runner_parts import RunnerParts
 from .start_ahead import DryReport
 from .startup import Assembly
 from .warm_up import warm_up_steps
@@ -107,7 +108,7 @@ class _NoResults:
         return []
 
 
-def dry_start(config: Config) -> None:
+def dry_start(config: Config) -> ModelRunner:
     """Build, warm up and capture as `build_model_runner` does, without memory."""
     cache = replace(
         config.cache, kv_cache_memory_bytes=_MANY_BYTES, num_gpu_blocks_override=1 << 16
@@ -120,6 +121,39 @@ def dry_start(config: Config) -> None:
         parts.target.warm_up(config.scheduler.max_num_batched_tokens)  # as the memory's profile
     runner.capture()
     warm_up_steps(runner, config)
+    with torch.inference_mode():
+        attend_to_any_batch(parts, config.scheduler.max_num_batched_tokens)
+    return runner
+
+
+def attend_to_any_batch(parts: RunnerParts, max_num_tokens: int) -> None:
+    """Attention over prefills of every length, in batches of every size: its tiles depend on both,
+    and it runs outside graphs. Powers of two, and one more, meet every kind of tiles."""
+    cache, buffers = parts.target.cache, parts.buffers
+    layers = {_kind(layer): layer for layer in cache.layers.values()}.values()
+    lengths = [n + more for n in _powers(max_num_tokens) for more in (0, 1)]
+    for length in lengths:
+        for num_reqs in _powers(buffers.max_num_reqs):
+            num_tokens = length + num_reqs - 1  # one prefill among decodes
+            if num_tokens > max_num_tokens:
+                break
+            host = torch.zeros(buffers.max_num_reqs + 1, dtype=torch.int32)
+            common = buffers.common(num_reqs, num_tokens, host, host[1:], length)
+            for layer in layers:
+                group = cache.group_of_layer[layer.layer_id]
+                metadata = parts.target.builders[group].build(common[group])
+                shape = (num_tokens, layer.num_heads, layer.head_dim)
+                query = torch.empty(shape, dtype=cache.dtype, device=_META)
+                metadata.attend(layer, query, None, None, cache.kv_caches[layer.layer_id])
+
+
+def _kind(layer: AttentionLayer) -> tuple[object, ...]:
+    sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim_v, layer.is_mla)
+    return (*sizes, layer.sliding_window, layer.softcap, layer.sinks is not None)
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
 
 
 def compile_start(config: Config, card: Card, num_processes: int) -> DryReport:

@@ -60,8 +60,12 @@ class CompileAhead:
 
     def tell(self, card: Card) -> None:
         """Let it begin, now that the card is known; or end it, if nothing is to be compiled."""
-        facts = {"name": card.name, "capability": card.capability}
-        facts |= {"num_processors": card.num_processors, "num_processes": self.num_processes}
+        facts = {
+            "name": card.name,
+            "capability": card.capability,
+            "num_processors": card.num_processors,
+            "num_processes": self.num_processes,
+        }
         line = json.dumps(facts).encode()
         self._stamp = triton_cache() / f"{self._key}-{hashlib.sha256(line).hexdigest()[:12]}"
         if self._stamp.exists():

@@ -175,8 +175,8 @@ class Eagle3Head(nn.Module):
             known = not ids.is_meta  # what has no memory holds no ids
             if known and (int(ids.max()) >= vocab or int(ids.min()) < 0):
                 raise ModelLoadError("the drafter's d2t maps ids beyond the vocabulary.")
-            checks = self._has_draft_id is not None and known and not dummy
-            if checks and not self._has_draft_id[ids].all():
+            has_id = self._has_draft_id if known and not dummy else None
+            if has_id is not None and not has_id[ids].all():
                 raise ModelLoadError("the drafter's d2t and t2d contradict each other.")
             self.draft_to_target = ids
         target = self.target[0].config

@@ -1,7 +1,9 @@
 """Starts a worker's model runner and prints what start-up says: graphs, memory, seconds by phase.
 
 `python tests/gpu/startup.py MODEL [DRAFTER]`: MODEL and an EAGLE-3 head as `shapes.py` writes them,
-random weights. Ends with one line of JSON: seconds by phase, and from the import's end to ready.
+random weights. Ends with one line of JSON: seconds by phase, and from the import's end to ready;
+kernels that the worker compiled itself, that it found in Triton's cache (empty for a cold start:
+`TRITON_CACHE_DIR=$(mktemp -d)`), and that were compiled after ready, which must be none.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import sys
 import time
 
 from slipstream.configs.schema import Config, ModelConfig, SchedulerConfig, SpeculativeConfig
+from slipstream.kernels.compile_log import watch_compilations
 from slipstream.runner.engine import build_engine
 from slipstream.runner.messages import AddRequest, SamplingParams
 
@@ -34,13 +37,17 @@ def main(model: str, drafter: str | None, device: str = "auto", **scheduler: int
         lambda _: None,
     )
     ready = time.monotonic() - start
+    kernels = watch_compilations()
+    compiled, cached = len(kernels.compiled), kernels.num_cached
     engine.handle([AddRequest("0", [1, 2, 3], SamplingParams(seed=0, max_tokens=1))])
     while engine.has_work():
         engine.step()
     first_token = time.monotonic() - start
     engine.shutdown()
     phases = {phase: round(spent, 2) for phase, spent in engine.ready.startup_seconds.items()}
-    print(json.dumps({"ready": round(ready, 2), "first_token": round(first_token, 2)} | phases))
+    figures = {"ready": round(ready, 2), "first_token": round(first_token, 2)} | phases
+    counts = {"compiled": compiled, "cached": cached, "late": kernels.compiled[compiled:]}
+    print(json.dumps(figures | counts))
 
 
 if __name__ == "__main__":

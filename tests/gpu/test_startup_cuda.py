@@ -1,0 +1,81 @@
+"""A start on a GPU: kernels are compiled beside it and before it, and none once it is ready."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from slipstream.configs.schema import Config, ModelConfig, SchedulerConfig, SpeculativeConfig
+from slipstream.kernels.compile_log import watch_compilations
+from slipstream.runner.engine import Engine, build_engine
+from slipstream.runner.messages import AddRequest, SamplingParams
+from slipstream.runner.start_ahead import is_wanted
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
+from test_compile_ahead import DRAFTER, TARGET  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+KINDS = [
+    SamplingParams(seed=0, max_tokens=6, temperature=0.0),
+    SamplingParams(seed=1, max_tokens=6, has_own_seed=True),
+    SamplingParams(seed=2, max_tokens=6),
+    SamplingParams(seed=3, max_tokens=6, top_p=0.5, top_k=3),
+    SamplingParams(seed=4, max_tokens=6, presence_penalty=0.5),
+]
+
+
+@pytest.fixture(scope="module", params=["off", "eagle3"])
+def engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Engine]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in (("target", TARGET), ("drafter", DRAFTER)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(config))
+    speculative = SpeculativeConfig()
+    if request.param == "eagle3":
+        speculative = SpeculativeConfig(
+            method="eagle3",
+            model=str(folder / "drafter"),
+            num_speculative_tokens=3,
+            load_format="dummy",
+        )
+    config = Config(
+        model=ModelConfig(model=str(folder / "target"), load_format="dummy"),
+        scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512),
+        speculative=speculative,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        assert is_wanted(config)
+        engine = build_engine(config, lambda _: None)
+        yield engine
+        engine.shutdown()
+
+
+def test_what_a_start_launches_was_compiled_ahead(engine: Engine) -> None:
+    assert "compile" in engine.ready.startup_seconds
+    log = watch_compilations()
+    assert log.num_cached > 20
+    assert log.compiled == [], "kernels that the dry start did not meet (run this file alone)"
+
+
+@pytest.mark.parametrize(
+    "lengths", [[1], [7], [16], [100], [300], [33, 1, 64], [129] * 3, [5] * 20]
+)
+def test_no_request_makes_a_kernel_compile(engine: Engine, lengths: list[int]) -> None:
+    log = watch_compilations()
+    before = list(log.compiled)
+    for params in KINDS:
+        engine.handle([AddRequest(f"{i}", [3] * n, params) for i, n in enumerate(lengths)])
+        while engine.has_work():
+            engine.step()
+    assert log.compiled == before

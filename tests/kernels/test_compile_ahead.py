@@ -1,0 +1,110 @@
+"""A start is gone through without a card: what it launches is compiled, and nothing comes later."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slipstream.kernels.compile_ahead import ForkingExecutor
+from slipstream.kernels.compile_log import CompileLog, watch_compilations
+
+FOLDER = Path(__file__).parent
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed"
+)
+TARGET = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512,
+    "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32,
+    "max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    "tie_word_embeddings": False, "dtype": "bfloat16", "eos_token_id": 2,
+}  # fmt: skip
+DRAFTER = TARGET | {
+    "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 128,
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+}  # fmt: skip
+
+
+def run_script(script: str, *arguments: str, **environment: str) -> str:
+    """Standard output of a script of this folder, which must succeed."""
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments],
+        env=inherited | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    return result.stdout
+
+
+@needs_triton
+def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(tmp_path: Path) -> None:
+    folders = []
+    for name, config in (("target", TARGET), ("drafter", DRAFTER)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        folders.append(str(tmp_path / name))
+    found = json.loads(run_script("dry_launches.py", *folders).splitlines()[-1])
+    assert found["later"] == []
+    assert found["started"] > 40
+
+
+@needs_triton
+def test_launches_are_compiled_elsewhere_once_each_and_then_found(tmp_path: Path) -> None:
+    def compile_in(executor: str) -> object:
+        script = run_script("compile_few.py", executor, TRITON_CACHE_DIR=str(tmp_path))
+        return json.loads(script.splitlines()[-1])
+
+    # Three launches of two kinds: how many rows there are makes no kind of its own.
+    assert compile_in("forks") == {"kinds": 2, "failed": 0, "compiled": 2}
+    assert compile_in("threads") == {"kinds": 2, "failed": 0, "compiled": 0}
+
+
+def test_a_job_that_fails_in_a_fork_fails_its_future_alone() -> None:
+    code = (
+        "import sys; from slipstream.kernels.compile_ahead import ForkingExecutor\n"
+        "executor = ForkingExecutor(2)\n"
+        "jobs = [executor.submit(sys.exit, 3), executor.submit(print), executor.submit(int, 'x')]\n"
+        "executor.shutdown()\n"
+        "print([type(job.exception()).__name__ for job in jobs], jobs[1].result())\n"
+    )
+    path = os.pathsep.join(filter(None, sys.path))
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    last = result.stdout.splitlines()[-1]
+    assert last == "['RuntimeError', 'NoneType', 'RuntimeError'] False", result.stderr
+    assert ForkingExecutor(1)._running == {}
+
+
+def test_a_kernel_compiled_while_serving_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    class Times:
+        total = 1_500_000
+
+    class Source:
+        name = "_some_kernel"
+
+    log = CompileLog()
+    for hit in (False, True):
+        log(src=Source(), metadata=None, metadata_group=None, times=Times(), cache_hit=hit)
+    assert (log.compiled, log.num_cached, log.seconds) == (["_some_kernel"], 1, 1.5)
+    assert not caplog.records
+    assert log.line() == (
+        "kernels: 1 compiled by the worker itself in 1.5 s, 1 from Triton's cache"
+    )
+    log.is_ready = True
+    log(src=Source(), metadata=None, metadata_group=None, times=Times(), cache_hit=False)
+    assert "_some_kernel was compiled while serving" in caplog.text
+    assert watch_compilations() is watch_compilations()
