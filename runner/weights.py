@@ -21,6 +21,7 @@ from .hub import find_model
 from .layers import CheckpointSlot
 from .models.base import TextModel
 from .models.registry import architecture_of
+from .plain_config import plain_config
 
 Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
 _LOADERS = 2  # threads that bring tensors to their places; packing on a CPU is one thread's work
@@ -131,7 +132,12 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = True) -> Any:
-    """The transformers config of a config.json's content; ModelLoadError if it cannot be served."""
+    """The transformers config of a config.json's content, or its like (see `plain_config`);
+    ModelLoadError if it cannot be served."""
+    if (plain := plain_config(raw, needs_eos=check_architecture)) is not None:
+        if check_architecture:
+            architecture_of(plain)
+        return plain
     from transformers import CONFIG_MAPPING
 
     model_type = raw.get("model_type")

@@ -1,0 +1,79 @@
+"""Reads the config.json of a plain Llama, Mistral or Qwen without transformers, whose import takes
+longer than CUDA's start.
+
+Only where the file states every value that transformers would fill in; it knows no defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+_COUNTS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+)  # fmt: skip
+_LLAMA3 = {
+    "rope_type", "factor", "low_freq_factor", "high_freq_factor",
+    "original_max_position_embeddings",
+}  # fmt: skip
+
+
+def plain_config(raw: Mapping[str, Any], needs_eos: bool = True) -> Any | None:
+    """What transformers would make of `raw`, as far as our models read it; None = ask it."""
+    if not _is_plain(raw) or (needs_eos and raw.get("eos_token_id") is None):
+        return None
+    window = _sliding_window(raw)
+    if window is None:
+        return None
+    dtype = raw.get("dtype") or raw.get("torch_dtype")
+    return SimpleNamespace(**{**raw, "dtype": dtype, "sliding_window": window or None})
+
+
+def _is_plain(raw: Mapping[str, Any]) -> bool:
+    counts = [raw.get(name) for name in _COUNTS]
+    if not all(type(count) is int and count > 0 for count in counts):
+        return False
+    heads, kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
+    head_dim = raw.get("head_dim")
+    biases = (raw.get("attention_bias", False), raw.get("mlp_bias", False))
+    return (
+        raw["hidden_size"] % heads == 0
+        and heads % kv_heads == 0
+        and (head_dim is None or (type(head_dim) is int and head_dim > 0))
+        and type(raw.get("rms_norm_eps")) is float
+        and type(raw.get("tie_word_embeddings")) is bool
+        and raw.get("hidden_act", "silu") == "silu"
+        and all(type(bias) is bool for bias in biases)
+        and not raw.get("quantization_config")
+        and not raw.get("layer_types")
+        and raw.get("model_type") in ("llama", "mistral", "qwen2", "qwen3")
+        and (raw["model_type"] != "qwen3" or head_dim is not None)
+        and _has_plain_rope(raw)
+    )
+
+
+def _has_plain_rope(raw: Mapping[str, Any]) -> bool:
+    """Whether positions are those of the first Llama, or stretched as Llama 3's."""
+    if raw.get("rope_parameters") or raw.get("partial_rotary_factor"):
+        return False
+    if type(raw.get("rope_theta")) not in (int, float):
+        return False
+    scaling = raw.get("rope_scaling")
+    if scaling is None:
+        return True
+    return (
+        isinstance(scaling, dict) and set(scaling) == _LLAMA3 and scaling["rope_type"] == "llama3"
+    )
+
+
+def _sliding_window(raw: Mapping[str, Any]) -> int | None:
+    """Of every layer; 0 = none has one, None = not stated, or not for all layers."""
+    kind = raw["model_type"]
+    if kind == "llama":
+        return 0
+    if kind == "mistral":
+        window = raw.get("sliding_window", "unstated")
+        return 0 if window is None else window if type(window) is int else None
+    return 0 if raw.get("use_sliding_window") is False else None
