@@ -37,6 +37,7 @@ from .startup import Assembly
 from .warm_up import warm_up_steps
 
 _META = torch.device("meta")
+_NOT_TRITONS = ("flashinfer", "flash_mla")
 _MANY_BYTES = 1 << 50  # of KV, which take no memory
 
 
@@ -113,14 +114,17 @@ def dry_start(config: Config) -> ModelRunner:
     cache = replace(
         config.cache, kv_cache_memory_bytes=_MANY_BYTES, num_gpu_blocks_override=1 << 16
     )
-    config = replace(config, cache=cache, parallel=ParallelConfig())
+    graph = config.graph
+    if graph.attention_backend in _NOT_TRITONS:  # the rest of their steps is the same
+        graph = replace(graph, attention_backend="auto")
+    config = replace(config, cache=cache, graph=graph, parallel=ParallelConfig())
     parts = _DryAssembly(config, lambda _: None, _META).run()
     runner = _DryRunner(parts)
     runner.warm_up()
     with torch.inference_mode():
         parts.target.warm_up(config.scheduler.max_num_batched_tokens)  # as the memory's profile
     runner.capture()
-    warm_up_steps(runner, config)
+    warm_up_steps(runner, config, with_rare=True)
     with torch.inference_mode():
         attend_to_any_batch(parts, config.scheduler.max_num_batched_tokens)
     return runner

@@ -20,8 +20,9 @@ _KINDS = (
     SamplingParams(temperature=1.0, seed=0, has_own_seed=True, max_tokens=8),
     SamplingParams(temperature=1.0, seed=0, top_k=5, max_tokens=8),
     SamplingParams(temperature=1.0, seed=0, top_p=0.9, max_tokens=8),
-    SamplingParams(temperature=0.0, seed=0, presence_penalty=0.1, max_tokens=8),
 )
+# What takes memory for good at its first use is left to requests.
+_RARE = (SamplingParams(temperature=0.0, seed=0, presence_penalty=0.1, max_tokens=8),)
 
 
 class SteppedRunner(Protocol):
@@ -35,12 +36,12 @@ class SteppedRunner(Protocol):
     def fill_drafts(self, num_slots: int, num_drafts: int) -> None: ...
 
 
-def warm_up_steps(runner: SteppedRunner, config: Config) -> None:
+def warm_up_steps(runner: SteppedRunner, config: Config, with_rare: bool = False) -> None:
     """A prefill, a decode and, with a drafter, a step that verifies, for every kind of sampling."""
     steps = _Steps(runner)
     if not steps.fit():
         return
-    for params in _KINDS:
+    for params in (*_KINDS, *_RARE) if with_rare else _KINDS:
         steps.serve([params])
     if config.scheduler.max_num_seqs > 1:
         steps.serve([_KINDS[0], _KINDS[2]])  # a batch whose rows are sampled differently
