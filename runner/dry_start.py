@@ -27,7 +27,7 @@ from .attention.base import AttentionBackend, AttentionLayer
 from .attention.claims_at_start import ClaimsAtStart, claim_cases, claim_setup
 from .draft_host import GraphSettings
 from .graph_capture import Graph, GraphBackend
-from .graph_dispatch import wanted_modes
+from .graph_dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_modes
 from .model_runner import ModelRunner
 from .plan import RowResult, StepPlan
 from .process import follow_parent
@@ -117,6 +117,9 @@ def dry_start(config: Config) -> ModelRunner:
     graph = config.graph
     if graph.attention_backend in _NOT_TRITONS:  # the rest of their steps is the same
         graph = replace(graph, attention_backend="auto")
+    if graph.cudagraph_capture_sizes is None:  # between powers of two lies no kernel of its own
+        sizes = _powers(min(config.scheduler.max_num_batched_tokens, DEFAULT_MAX_CAPTURE_SIZE))
+        graph = replace(graph, cudagraph_capture_sizes=tuple(sizes))
     config = replace(config, cache=cache, graph=graph, parallel=ParallelConfig())
     parts = _DryAssembly(config, lambda _: None, _META).run()
     runner = _DryRunner(parts)
