@@ -188,11 +188,20 @@ def compile_start(config: Config, card: Card, num_processes: int) -> DryReport:
     return report
 
 
+def _import_late_parts() -> None:
+    """What is imported at its first use takes seconds: spend them while the card is looked up."""
+    import triton.compiler
+
+    assert triton.compiler is not None
+    _ = torch.zeros(1, device=_META) + 1  # arithmetic without memory brings much of torch along
+
+
 def main() -> int:
     """`python -m slipstream.runner.dry_start`: on standard input the config, then the card."""
     follow_parent()
     logging.disable()  # the worker says the same
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
+    _import_late_parts()
     line = sys.stdin.buffer.readline()  # none if nothing is to be compiled
     if not line:
         return 0
