@@ -36,14 +36,14 @@ def prepare_padded_inputs_reference(
     requests: RequestTensors, batch: BatchTensors, num_reqs: int, num_tokens: int, num_logits: int
 ) -> None:
     """The plain version of `prepare_padded_inputs`."""
-    live, slots = _slots(batch.idx_mapping, num_reqs)
+    live, slots = slots_of(batch.idx_mapping, num_reqs)
     starts, ends = batch.query_start_loc[:num_reqs], batch.query_start_loc[1 : num_reqs + 1]
     computed = torch.where(live, requests.num_computed_tokens[slots], 0)  # [N*]
     seq_lens = computed + (ends - starts)
     batch.seq_lens[:num_reqs] = seq_lens
     batch.seq_lens[num_reqs:] = 0
 
-    token_rows, rows, real = _rows_of(ends, num_tokens)  # [M*] token row -> batch row
+    token_rows, rows, real = rows_of(ends, num_tokens)  # [M*] token row -> batch row
     positions = torch.where(real, (computed - starts)[rows] + token_rows, 0)
     last = requests.all_token_ids.shape[1] - 1
     ids = requests.all_token_ids[slots[rows], positions.clamp(max=last)]
@@ -53,7 +53,7 @@ def prepare_padded_inputs_reference(
 
     cu_ends = batch.cu_num_logits[1 : num_reqs + 1]  # [N*]
     num_logits_of = cu_ends - batch.cu_num_logits[:num_reqs]
-    logits_rows, rows, real = _rows_of(cu_ends, num_logits)  # [L*] logits row -> batch row
+    logits_rows, rows, real = rows_of(cu_ends, num_logits)  # [L*] logits row -> batch row
     local = torch.where(real, logits_rows - batch.cu_num_logits[rows], 0)
     indices = torch.where(real, (ends - num_logits_of)[rows] + local, 0).long()
     batch.logits_indices[:num_logits] = indices
@@ -72,7 +72,7 @@ def prepare_padded_inputs_reference(
 
     # Ids of a decode: the newest token, then its drafts.
     decodes = live & (seq_lens > requests.prefill_len[slots])
-    _, rows, real = _rows_of(ends, num_tokens)
+    _, rows, real = rows_of(ends, num_tokens)
     local = token_rows - (ends - num_logits_of)[rows]
     drafted = drafts[rows, (local - 1).clamp(min=0, max=num_drafts)].clamp(min=0)
     newest = requests.last_sampled_tokens[slots][rows]
@@ -92,7 +92,7 @@ def gather_padded_tables(
 
         gather_block_tables(block_tables, idx_mapping, out, num_reqs, num_reqs)
         return
-    live, slots = _slots(idx_mapping, num_reqs)
+    live, slots = slots_of(idx_mapping, num_reqs)
     for table, rows in zip(block_tables, out, strict=True):
         rows[:num_reqs] = torch.where(live[:, None], table[slots], 0)
 
@@ -113,7 +113,7 @@ def map_padded_slots(
         args = (block_tables, block_sizes, query_start_loc, positions, out)
         compute_slot_mappings(*args, num_reqs, num_tokens, num_tokens)
         return
-    _, rows, real = _rows_of(query_start_loc[1 : num_reqs + 1], num_tokens)
+    _, rows, real = rows_of(query_start_loc[1 : num_reqs + 1], num_tokens)
     positions = positions[:num_tokens]
     for group, (table, size) in enumerate(zip(block_tables, block_sizes, strict=True)):
         column, width = positions // size, table.shape[1]
@@ -164,7 +164,7 @@ def commit_step_reference(
     counts[1, :num_reqs] = num_rejected
 
     # Every slot looks for its batch row: the sizes are then those of the table.
-    live, slots = _slots(batch.idx_mapping, num_reqs)
+    live, slots = slots_of(batch.idx_mapping, num_reqs)
     max_reqs, max_len = requests.all_token_ids.shape
     at = torch.where(live, slots, max_reqs)
     rows = torch.full((max_reqs + 1,), -1, device=slots.device)
@@ -184,13 +184,13 @@ def commit_step_reference(
     requests.last_sampled_tokens.copy_(torch.where(count > 0, newest, requests.last_sampled_tokens))
 
 
-def _slots(idx_mapping: Tensor, num_reqs: int) -> tuple[Tensor, Tensor]:
+def slots_of(idx_mapping: Tensor, num_reqs: int) -> tuple[Tensor, Tensor]:
     """(which rows are real [N*] bool, their slots [N*] int64, 0 for the others)."""
     slots = idx_mapping[:num_reqs]
     return slots >= 0, slots.clamp(min=0).long()
 
 
-def _rows_of(ends: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def rows_of(ends: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """(0 .. count - 1, the request of each, whether it has one); ends: [N*] int32."""
     each = torch.arange(count, device=ends.device, dtype=torch.int32)
     rows = torch.searchsorted(ends, each, right=True)

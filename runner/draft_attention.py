@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from ..configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
-from ..kernels.gather_batch import compute_slot_mappings, gather_block_tables
+from ..kernels.gather_batch import compute_slot_mappings
+from ..kernels.padded_step import gather_padded_tables
 from ..kernels.prepare_draft import map_draft_slots
 from .attention.base import (
     AttentionBuilder,
@@ -118,7 +119,8 @@ class DraftAttention:
 
     def gather_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
         """The requests' block tables, by batch row; padded rows get the null block."""
-        gather_block_tables(self._requests, idx_mapping, self._block_tables, num_reqs, rows)
+        assert num_reqs <= rows
+        gather_padded_tables(self._requests, idx_mapping, self._block_tables, rows)
 
     def on_device(
         self,

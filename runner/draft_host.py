@@ -200,7 +200,7 @@ class DraftModelHost:
         )
 
     def stage_draft_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
-        """Bring this step's block tables to where `attention_on_device` reads them."""
+        """Bring this step's block tables to where `attention_on_device` reads them; a graph may."""
         assert self._attention is not None
         self._attention.gather_tables(num_reqs, rows, idx_mapping)
 

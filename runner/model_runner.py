@@ -64,7 +64,8 @@ class ModelRunner:
         self._speculator = parts.speculator
         self._drafting: Drafting | None = None
         if parts.speculator is not None:
-            self._drafting = Drafting(parts.speculator, parts.table)
+            counts = None if parts.choices is None else parts.choices.counts
+            self._drafting = Drafting(parts.speculator, parts.table, target, self.buffers, counts)
         self._queue = parts.queue
         self._sync = parts.sync
         self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
@@ -309,10 +310,9 @@ class ModelRunner:
     ) -> None:
         batch = step.batch
         assert batch is not None and step.hidden_states is not None
-        attention = step.state or self._target.build_attention(batch)
         outputs = (step.hidden_states, step.aux_hidden_states)
         drafting.run(
-            step.plan, batch, attention, outputs, num_sampled, num_rejected, step.agreement
+            step.plan, batch, step.state, outputs, num_sampled, num_rejected, step.agreement
         )
 
     # --- start-up -------------------------------------------------------------------------------
@@ -325,10 +325,10 @@ class ModelRunner:
             states = self._target.capture()
             if self._choices is not None:
                 self._choices.capture()
-            if self._speculator is not None and states:
+            if self._drafting is not None and states:
                 # Built anew at each look-up: the pairs that the target used are planned already.
                 create = self._target.create_forward_fn
-                self._speculator.capture(RebuiltStates(list(states), create))
+                self._drafting.capture(RebuiltStates(list(states), create))
 
 
 def build_model_runner(

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import SpeculativeConfig
-from ..kernels.prepare_draft import advance_draft_decode, shift_draft_ids, start_draft_decode
+from ..kernels.prepare_draft import advance_draft_decode
+from ..kernels.stage_drafts import stage_draft_rows
 from .base import DraftHost, DraftInputs, DraftModelSpeculator, GraphManager, SpeculatorNeeds
 from .deferred import DeferredTokens
 
@@ -127,13 +128,29 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         ) -> tuple[Callable[[Any], None], Any]:
             pair = attention_states[desc]
             rows = desc.num_reqs or 1
+
+            def prefill(attention: Any) -> None:
+                if self._steps is not None and desc.uniform_token_count is not None:
+                    self._stage(self._steps.inputs(desc))
+                self._prefill_forward(desc.num_tokens, rows, attention)
+                if self._ends_with_prefill:
+                    self._keep(rows, 1)
+
+            state = pair.warmup if warmup else pair.captured
             self._fill_rows(rows)
-            return (
-                lambda attention: self._prefill_forward(desc.num_tokens, rows, attention),
-                pair.warmup if warmup else pair.captured,
-            )
+            return prefill, state
 
         return create_prefill
+
+    @property
+    def _ends_with_prefill(self) -> bool:
+        """Whether the graphs of draft prefills keep its draft, since some step makes no other."""
+        return self.first_pass_drafts and 1 in self.config.draft_counts
+
+    def takes_in(self, descriptor: BatchExecutionDescriptor) -> bool:
+        """Uniform ones whose draft prefill is captured."""
+        is_uniform = descriptor.uniform_token_count is not None
+        return self._steps is not None and is_uniform and descriptor in self._prefill_captured
 
     def _create_decode(
         self, desc: BatchExecutionDescriptor, warmup: bool
@@ -163,6 +180,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _loop_forward(self, rows: int, num_decodes: int, build: Callable[[], Any]) -> None:
         """All decodes of a proposal, the plain version's operations in its order."""
+        self.host.stage_draft_tables(rows, rows, self.idx_mapping[:rows])
         attention: Any = None
         for _ in range(num_decodes):
             if self.advance_draft_positions:
@@ -170,6 +188,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             if attention is None or self.advance_draft_positions:
                 attention = build()
             self._decode_forward(rows, attention)
+        self._keep(rows, num_decodes + (1 if self.first_pass_drafts else 0))
 
     # --- one proposal -----------------------------------------------------------------------------
 
@@ -178,11 +197,14 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         count = self.num_drafts if inputs.num_drafts is None else inputs.num_drafts
         if self.deferred is not None:
             self.deferred.catch_up(inputs, self.model, self.max_position)
-        self._stage(inputs)
-        self._passes(
+        if not (inputs.in_buffers and self.takes_in(inputs.descriptor)):
+            self._stage(inputs)
+        kept = self._passes(
             inputs.descriptor, inputs.attention, inputs.num_tokens, inputs.num_reqs,
             inputs.num_decode_reqs, count,
         )  # fmt: skip
+        if not kept:
+            self._keep(inputs.num_reqs, count)
         return self._result(inputs, count)
 
     def run_dummy(
@@ -210,18 +232,22 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         num_reqs: int,
         num_decode_reqs: int,
         num_drafts: int,
-    ) -> None:
-        """The passes of a proposal over what the buffers hold."""
-        if self.runs_draft_prefill:
-            self._first_pass(desc, attention, num_tokens, num_reqs)
+    ) -> bool:
+        """The passes of a proposal over what the buffers hold; True if a graph kept the drafts."""
+        replayed = self.runs_draft_prefill and self._first_pass(
+            desc, attention, num_tokens, num_reqs
+        )
         decodes, padded = self._num_decodes(num_drafts), max(num_reqs, num_decode_reqs)
-        if decodes == 0 or self._replay_loop(num_reqs, padded, decodes):
-            return
+        if decodes == 0:
+            return replayed and self._ends_with_prefill
+        if self._replay_loop(padded, decodes):
+            return True
         decode_attention: Any = None
         for _ in range(decodes):
             decode_attention = self._decode(num_reqs, padded, decode_attention)
+        return False
 
-    def _replay_loop(self, num_reqs: int, padded: int, num_decodes: int) -> bool:
+    def _replay_loop(self, padded: int, num_decodes: int) -> bool:
         """All decodes as one graph, if there is one that makes at least so many."""
         longer = next((count for count in self._loop_graphs if count >= num_decodes), None)
         if longer is None:
@@ -230,8 +256,6 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         desc = graphs.dispatch(padded, padded, 1)
         if desc.mode is not CUDAGraphMode.FULL:
             return False
-        rows = desc.num_tokens
-        self.host.stage_draft_tables(num_reqs, rows, self.idx_mapping[:rows])
         graphs.run_fullgraph(desc)
         return True
 
@@ -242,43 +266,15 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _stage(self, inputs: DraftInputs) -> None:
         """Copy and shift the target's step into the drafter's buffers, padded rows included."""
-        reqs, rows, tokens = self.host.max_num_reqs, inputs.num_reqs, inputs.num_tokens
-        padded = inputs.descriptor.num_tokens
-        requests = inputs.requests
-        shift_draft_ids(
-            inputs.input_ids, inputs.query_start_loc, inputs.idx_mapping,
-            inputs.num_sampled, inputs.num_rejected,
-            requests.last_sampled_tokens, requests.next_prefill_tokens,
-            self.input_ids, self.last_token_indices, tokens, reqs, padded,
-        )  # fmt: skip
-        start_draft_decode(
-            inputs.positions, inputs.seq_lens, inputs.num_rejected,
-            self.last_token_indices, self.decode_positions, self.seq_lens, reqs,
-        )  # fmt: skip
-        # A drafter may know fewer positions than the target; drafts beyond are dropped at the end.
-        torch.clamp(inputs.positions, max=self.max_position - 1, out=self.positions[:padded])
-        self.idx_mapping[:rows] = inputs.idx_mapping[:rows]
-        self.idx_mapping[rows:] = -1
-        self.query_start_loc.copy_(self._row_starts(rows))
-        slots = inputs.idx_mapping[:rows]
-        self.temperature[:rows] = requests.temperature[slots]
-        self.seed[:rows] = requests.seed[slots]
-        self.temperature[rows:] = 0.0
-        torch.add(self.decode_positions, 1, out=self.noise_positions)
-        self.step.zero_()
+        tokens = inputs.descriptor.num_tokens
+        stage_draft_rows(inputs, inputs.requests, self, inputs.num_reqs, tokens, self.max_position)
         hidden = self.select_target_hidden(inputs)
         self.target_hidden[: hidden.shape[0]] = hidden
 
-    def _row_starts(self, rows: int) -> Tensor:
-        """[R + 1] int32: min(i, rows), so that padded requests have length 0."""
-        starts = torch.arange(
-            self.host.max_num_reqs + 1, dtype=torch.int32, device=self.step.device
-        )
-        return starts.clamp_(max=rows)
-
     def _fill_rows(self, rows: int) -> None:
         """Valid dummy rows for warm-up and capture."""
-        self.query_start_loc.copy_(self._row_starts(rows))
+        torch.arange(self.host.max_num_reqs + 1, dtype=torch.int32, out=self.query_start_loc)
+        self.query_start_loc.clamp_(max=rows)
         self.idx_mapping.fill_(-1)
         self.decode_positions.zero_()
         self.write_positions.fill_(-1)
@@ -294,15 +290,18 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _first_pass(
         self, desc: BatchExecutionDescriptor, attention: Any, num_tokens: int, num_reqs: int
-    ) -> None:
-        replayable = desc in self._prefill_captured and attention.can_replay
-        if replayable and self._prefill_graphs is not None:
+    ) -> bool:
+        """The pass over the target's rows; True if it was a replay."""
+        captured = desc in self._prefill_captured and self._prefill_graphs is not None
+        if captured and (attention is None or attention.can_replay):
+            assert self._prefill_graphs is not None
             self._prefill_graphs.run_fullgraph(desc)
-            return
+            return True
         # PIECEWISE attention has the real rows only.
         full = desc.mode is not CUDAGraphMode.PIECEWISE
         rows = max(1, num_reqs)  # a dummy step has none
         self._prefill_forward(desc.num_tokens if full else num_tokens, rows, attention)
+        return False
 
     def _prefill_forward(self, num_tokens: int, num_rows: int, attention: Any) -> None:
         """The pass over the target's token rows; makes draft 0 and the first fed-back hidden."""
@@ -376,14 +375,3 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self.hidden[:rows] = feedback
         self.noise_positions += 1
         self.step += 1
-
-    def _result(self, inputs: DraftInputs, count: int) -> Tensor:
-        """Real rows; -1 where a draft was made beyond the drafter's last position."""
-        rows, slots = inputs.num_reqs, inputs.idx_mapping[: inputs.num_reqs]
-        if self.draft_logits is not None:
-            assert inputs.requests.draft_logits is not None
-            inputs.requests.draft_logits[slots] = self.draft_logits[:rows]
-        last = inputs.positions[self.last_token_indices[:rows]]
-        ahead = torch.arange(count, device=last.device)
-        known = last[:, None] + ahead < self.max_position
-        return torch.where(known, self.draft_tokens[:rows, :count], -1)

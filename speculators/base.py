@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import SpeculativeConfig
 from ..kernels.sample import DRAFT, gumbel_sample
+from ..kernels.stage_drafts import store_draft_logits, store_draft_rows
 
 MAX_DRAFT_LOGITS_BYTES = 1 << 30  # above this, `draft_sampling: auto` drafts greedily
 
@@ -76,6 +77,17 @@ class DraftInputs:
     num_drafts: int | None = None  # how many to make; None = K; 0 = only take the step in
     num_decode_reqs: int = 0  # rows of each draft decode at least: as many as other ranks have
     num_deferred: Sequence[int] = ()  # [N] on the host: tokens before the row given to `defer`
+    in_buffers: bool = False  # the tensors are those of `StepBuffers`: a graph may read them
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """What graphs of a drafter find of the target's steps, always at the same addresses."""
+
+    # The step of a uniform batch, with N* and M* for N and M: padded rows have slot -1.
+    inputs: Callable[[BatchExecutionDescriptor], DraftInputs]
+    requests: RequestRows
+    most_drafts: Tensor  # [R] int32 by batch row, how many drafts the plan lets a request keep
 
 
 class GraphManager(Protocol):
@@ -133,7 +145,7 @@ class DraftHost(Protocol):
         """Whether one graph can hold several decodes, their attention included."""
 
     def stage_draft_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
-        """Bring this step's block tables to where such a graph reads them."""
+        """Bring this step's block tables to where such a graph reads them; it may do so itself."""
 
     def attention_on_device(
         self,
@@ -172,6 +184,19 @@ class BaseSpeculator(ABC):
     def profile_graph_memory(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> int:
         """Bytes that `capture` will take, measured on throw-away graphs before KV is sized."""
         return 0
+
+    def read_steps(self, steps: StepBuffers) -> None:
+        """Graphs captured from now on may read the target's steps, and keep the drafts."""
+        return
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """Whether `propose` itself writes drafts to the request table, as `StepBuffers` allow."""
+        return False
+
+    def takes_in(self, descriptor: BatchExecutionDescriptor) -> bool:
+        """Whether steps of this descriptor are read by a graph, and need no attention state."""
+        return False
 
     @abstractmethod
     def propose(self, inputs: DraftInputs) -> Tensor:
@@ -233,6 +258,8 @@ class DraftModelSpeculator(BaseSpeculator):
         self.temperature = zeros(reqs, dtype=torch.float32)  # [R]
         self.seed = zeros(reqs)  # [R]
         self.draft_tokens = zeros(reqs, self.num_drafts)  # [R, K]
+        self.allowed = zeros(reqs, dtype=torch.int32)  # [R] drafts that the request may keep
+        self._steps: StepBuffers | None = None  # not None: it keeps its drafts itself
         self.step = zeros(1)  # [1] which draft is made next; on the device because graphs replay
         self.draft_logits: Tensor | None = None  # [R, K, V] by batch row
         if self.probabilistic:
@@ -241,6 +268,15 @@ class DraftModelSpeculator(BaseSpeculator):
     @abstractmethod
     def load_draft_model(self) -> nn.Module:
         """Load the drafter's model through the host and wire what it shares with the target."""
+
+    def read_steps(self, steps: StepBuffers) -> None:
+        """Graphs read uniform steps, and bring drafts to the requests' slots."""
+        self._steps = steps
+
+    @property
+    def keeps_drafts(self) -> bool:
+        """True once there are steps to read."""
+        return self._steps is not None
 
     @property
     def probabilistic(self) -> bool:
@@ -290,3 +326,27 @@ class DraftModelSpeculator(BaseSpeculator):
             full[:, :width] = logits[:, :width]
             logits = full
         kept.scatter_(1, self.step.view(1, 1, 1).expand(rows, 1, vocab), logits[:, None])
+
+    def _keep(self, rows: int, num_made: int) -> None:
+        """Bring drafts, and what they were drawn from, to the requests' slots."""
+        if self._steps is None or num_made == 0:
+            return
+        requests = self._steps.requests
+        store_draft_rows(self, self._steps.most_drafts, requests.draft_tokens, rows, num_made)
+        if self.draft_logits is not None:
+            assert requests.draft_logits is not None
+            store_draft_logits(self.draft_logits, self.idx_mapping, requests.draft_logits, rows)
+
+    def _result(self, inputs: DraftInputs, count: int) -> Tensor:
+        """Real rows; -1 where a draft was made beyond the drafter's last position."""
+        rows = inputs.num_reqs
+        if self.keeps_drafts:
+            return self.draft_tokens[:rows, :count]
+        if self.draft_logits is not None:
+            assert inputs.requests.draft_logits is not None
+            slots = inputs.idx_mapping[:rows]
+            inputs.requests.draft_logits[slots] = self.draft_logits[:rows]
+        last = inputs.positions[self.last_token_indices[:rows]]
+        ahead = torch.arange(count, device=last.device)
+        known = last[:, None] + ahead < self.max_position
+        return torch.where(known, self.draft_tokens[:rows, :count], -1)

@@ -1,5 +1,5 @@
-"""Every drafter on a GPU: drafts in graphs equal eager ones for 200 steps, as one graph or as many,
-and a copy of the target drafts what the target takes, at every position."""
+"""Every drafter on a GPU: drafts in graphs equal eager ones for 200 steps, behind graphs of whole
+steps, as one graph or as many; a copy of the target drafts what that takes, at every position."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ SIZES: dict[str, Any] = {
 }
 GRAPHS: dict[str, dict[str, Any]] = {
     "eager": {"enforce_eager": True},
-    "one graph": {},
+    "whole steps": {},
+    "one graph": {"cudagraph_whole_step": False},
     "a graph each": {"cudagraph_draft_loop": False},
 }
 STEPS, ROUNDS, LENGTH = 200, 3, 95

@@ -116,6 +116,10 @@ def batch() -> None:
         gather.post_update(
             requests, step.idx_mapping, step.query_start_loc, sampled, three, three, counts
         )
+    packed, counts = t(4, 8, dtype=I64), t(2, 8, dtype=I32)
+    flags = t(3, dtype=torch.bool)
+    module("padded_step").commit_step(requests, step, sampled, three, three, flags, packed, counts)
+    staging(requests, step, three)
     module("prepare_draft").shift_draft_ids(
         step.input_ids,
         step.query_start_loc,
@@ -136,6 +140,25 @@ def batch() -> None:
     module("prepare_draft").map_draft_slots(tables, [16], lens, positions, slots)
 
 
+def staging(requests: SimpleNamespace, step: SimpleNamespace, counts: torch.Tensor) -> None:
+    kernels = module("stage_drafts")
+    of = SimpleNamespace(**vars(step), num_sampled=counts, num_rejected=counts)
+    requests.temperature, requests.seed = t(8, dtype=torch.float32), t(8, dtype=I64)
+    requests.max_drafts = t(8, dtype=I32)
+    longs = ("last_token_indices", "decode_positions", "noise_positions", "seed")
+    ints = ("idx_mapping", "seq_lens", "allowed")
+    drafter = SimpleNamespace(
+        input_ids=t(64, dtype=I32), positions=t(64, dtype=I64), step=t(1, dtype=I64),
+        query_start_loc=t(9, dtype=I32), draft_tokens=t(8, 4, dtype=I64),
+        temperature=t(8, dtype=torch.float32),
+        **{name: t(8, dtype=I64) for name in longs}, **{name: t(8, dtype=I32) for name in ints},
+    )  # fmt: skip
+    kernels.stage_draft_rows(of, requests, drafter, 3, 16, 4096)
+    kernels.store_draft_rows(drafter, t(8, dtype=I32), requests.draft_tokens, 4, 2)
+    logits = t(8, 4, 32000, dtype=torch.float32)
+    kernels.store_draft_logits(logits, drafter.idx_mapping, logits, 4)
+
+
 def latent() -> None:
     project = module("mla").project_heads
     for rows in (1, 40, 256):
@@ -144,12 +167,16 @@ def latent() -> None:
 
 
 def sampling() -> None:
+    from slipstream.kernels.head_sample import Draws
     from slipstream.kernels.ngram_scan import Haystack
     from slipstream.kernels.verify import VerifyRows
 
     logits, longs = t(8, 128256, dtype=torch.float32), t(8, dtype=I64)
     ints, flags = t(8, dtype=I32), t(8, dtype=torch.bool)
     module("sample").gumbel_sample(logits, longs, longs, 3)
+    for draws in (None, Draws(longs, longs, flags, t(8, dtype=torch.float32))):
+        module("head_sample").pick_rows(logits, draws)
+        module("head_sample").pick_rows(logits.bfloat16(), draws)
     module("sample").gumbel_sample(logits, longs, longs, longs, flags)
     for q in (None, t(4, 3, 32000, dtype=torch.float32)):
         keys = (longs, longs, flags, False, True, 4)

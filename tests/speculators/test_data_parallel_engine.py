@@ -117,7 +117,7 @@ def test_trap_16_both_ranks_run_the_same_passes(
     )  # fmt: skip
     noted(
         AutoRegressiveSpeculator, "_replay_loop",
-        lambda replayed, num_reqs, padded, n: ("loop", "FULL", (padded, n)) if replayed else None,
+        lambda replayed, padded, n: ("loop", "FULL", (padded, n)) if replayed else None,
     )  # fmt: skip
     noted(AutoRegressiveSpeculator, "_decode", lambda *_: ("decode", "NONE", None))
     meeting = Meeting(2)

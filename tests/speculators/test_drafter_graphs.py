@@ -193,14 +193,16 @@ def test_trap_06_padded_rows_touch_no_other_slot(
         slots = inputs.idx_mapping[: inputs.num_reqs].tolist()
         outside = [slot for slot in range(4) if slot not in slots]
         table.draft_logits[outside] = torch.arange(len(outside)).float()[:, None, None] + 0.5
-        logits, tokens = table.draft_logits[outside].clone(), table.draft_tokens.clone()
-        caches = {i: cache.clone() for i, cache in inputs.attention.kv_caches.items()}
+        logits, tokens = table.draft_logits[outside].clone(), table.draft_tokens[outside].clone()
+        kv: Any = self.host
+        kv = kv._attention._cache
+        caches = {i: cache.clone() for i, cache in kv.kv_caches.items()}
         drafts = propose(self, inputs)
         assert torch.equal(table.draft_logits[outside], logits)
-        assert torch.equal(table.draft_tokens, tokens)
-        for layer, cache in inputs.attention.kv_caches.items():
+        assert torch.equal(table.draft_tokens[outside], tokens)
+        for layer, cache in kv.kv_caches.items():
             blocks = cache.shape[0] if cache.dim() == 4 else cache.shape[1]
-            group = inputs.attention.group_of_layer[layer]
+            group = kv.group_of_layer[layer]
             mine = table.block_tables[group][slots].flatten().long()
             foreign = torch.ones(blocks, dtype=torch.bool)
             foreign[mine] = False

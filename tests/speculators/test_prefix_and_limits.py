@@ -72,9 +72,10 @@ def test_trap_17_a_shorter_drafter_keeps_the_kv_of_its_last_position(
     def watched(self: Any, inputs: DraftInputs) -> Tensor:
         drafts = propose(self, inputs)
         layer = self.host.draft_layers[-1].layer_id
-        cache = inputs.attention.kv_caches[layer]
+        whole: Any = self.host
+        cache = whole._attention._cache.kv_caches[layer]
         table: Any = inputs.requests
-        group = inputs.attention.group_of_layer[layer]
+        group = whole._attention._cache.group_of_layer[layer]
         block = int(table.block_tables[group][int(inputs.idx_mapping[0]), (limit - 1) // 4])
         if int(inputs.num_sampled[0]):
             kept.append(cache[:, block, (limit - 1) % 4].clone())
