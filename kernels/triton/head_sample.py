@@ -16,7 +16,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..head_sample import Draws
 from .launch import pdl_options, wait_for_inputs
 from .sample import BLOCK as LOGITS_BLOCK
 from .sample import gumbel, row_key
@@ -147,7 +146,7 @@ def _best_of_block_kernel(
     tl.store(largest + at, top)
 
 
-def pick_rows(logits: Tensor, draws: Draws | None) -> tuple[Tensor, Tensor]:
+def pick_rows(logits: Tensor, draws: Any) -> tuple[Tensor, Tensor]:
     """See `kernels.head_sample.pick_rows`."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
