@@ -126,8 +126,8 @@ def test_flags_that_pages_mention_exist() -> None:
         *("--volume", "--read-only", "--tmpfs", "--cap-drop", "--health-cmd", "--env", "--build"),
         *("--help", "--flag", "--no-flag"),
     }
-    script = (ROOT / "tests/server/bench_front_end.py").read_text()
-    elsewhere |= set(re.findall(r'"(--[a-z-]+)"', script))
+    for script in (*ROOT.glob("tests/*/bench_*.py"), *ROOT.glob("tests/reliability/*.py")):
+        elsewhere |= set(re.findall(r'"(--[a-z-]+)"', script.read_text()))
     for path in DOCS.glob("*.md"):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()):
             assert flag in words | elsewhere, f"{path.name} mentions {flag}"
