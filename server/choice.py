@@ -83,6 +83,15 @@ class Choice:
         self._shown_length = 0  # characters that left
         self._held: list[tuple[int, TokenEntry]] = []  # where its text ends, entry
 
+    def read(self, output: RequestOutput) -> str:
+        """The text of an output without an end or log probabilities, if no stop strings are named.
+
+        As `feed`, for what nearly all outputs are.
+        """
+        self._count(output)
+        self.num_tokens += len(output.token_ids)
+        return self._detokenizer.push(output.token_ids)
+
     def feed(self, output: RequestOutput) -> GenerationEvent:
         """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error."""
         if output.finish_reason == "error":
@@ -91,11 +100,7 @@ class Choice:
                 param = self._options.grammar_param
                 raise InvalidRequest(message, param, "invalid_value" if param else None)
             raise GenerationFailed(message)
-        self.num_cached_tokens = self.num_cached_tokens or output.num_cached_tokens
-        self.num_draft_tokens += output.num_draft_tokens
-        self.num_accepted_tokens += output.num_accepted_tokens
-        if output.num_draft_tokens:
-            self.spec_steps.append((output.num_accepted_tokens, output.num_draft_tokens))
+        self._count(output)
         event = GenerationEvent(
             self.index, "", output.token_ids, prompt_logprobs=output.prompt_logprobs
         )
@@ -113,6 +118,14 @@ class Choice:
             self._release(event)
         self.finish_reason = event.finish_reason
         return event
+
+    def _count(self, output: RequestOutput) -> None:
+        if output.num_cached_tokens and not self.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.num_draft_tokens:
+            self.num_draft_tokens += output.num_draft_tokens
+            self.num_accepted_tokens += output.num_accepted_tokens
+            self.spec_steps.append((output.num_accepted_tokens, output.num_draft_tokens))
 
     def _push_each(
         self, event: GenerationEvent, visible: list[int], logprobs: list[TokenLogprobs] | None

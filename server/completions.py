@@ -157,6 +157,9 @@ class _Reply:
         self._n = body.n or 1
         self._skip = body.skip_special_tokens is not False
         self._only_echo = body.max_tokens == 0
+        self._is_plain = not (  # a chunk of text tells nothing else
+            self._only_echo or body.return_token_ids or body.wants_running_usage
+        )
         self._created = int(time.time())
         self._starts: dict[int, int] = {}  # choice -> length of its echoed prompt
         self._templates: dict[int, ChunkTemplate] = {}  # choice -> its chunks of text alone
@@ -283,7 +286,16 @@ class _Reply:
 
     def live(self, generation: Generation) -> Live | None:
         """The same events while they come; only behind the first, which may echo the prompt."""
-        follow = generation.live(lambda item: self._framed_chunk(item, generation, None))
+        template = self._template(0, generation) if self._is_plain else None
+
+        def fill(text: str) -> bytes:
+            assert template is not None
+            self._silent[0] = 0
+            return template.fill(text)
+
+        follow = generation.live(
+            lambda item: self._framed_chunk(item, generation, None), fill if template else None
+        )
         if follow is None:
             return None
 
@@ -300,9 +312,9 @@ class _Reply:
         of_prompt: list[TokenLogprobs | None] | None,
     ) -> bytes:
         """An event for what came; empty if there is nothing to tell."""
-        body, index = self._body, item.index
+        index = item.index
         if item.text and index in self._starts and not (item.finish_reason or item.logprobs):
-            if not (self._only_echo or body.return_token_ids or body.wants_running_usage):
+            if self._is_plain:
                 self._silent[index] = 0
                 return self._template(index, generation).fill(item.text)
         choice = self._chunk(item, self._starts, of_prompt)

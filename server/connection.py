@@ -25,10 +25,12 @@ _LOOKS = 4  # within one time-out
 class _ChunkWriter:
     """Writes chunks of one reply to the socket, past the layers that saw its beginning."""
 
-    __slots__ = ("_cycle",)
+    __slots__ = ("_cycle", "_flow", "_write")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
 
     def may_write(self) -> bool:
         """Whether the reply is chunked and open, and the client reads it."""
@@ -40,8 +42,8 @@ class _ChunkWriter:
         """Send a chunk; false when the next one must wait."""
         cycle = self._cycle
         if not cycle.disconnected:
-            cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return not (cycle.flow.write_paused or cycle.disconnected)
+            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not (self._flow.write_paused or cycle.disconnected)
 
 
 class Connection(HttpToolsProtocol):

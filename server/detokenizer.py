@@ -56,7 +56,7 @@ class ByteTable:
         self.spelling = spelling
         self._backend = backend
         self._known: dict[int, bytes] = {}
-        self._texts: dict[int, str | None] = {}
+        self.texts = _Texts(self)
 
     def __getitem__(self, token_id: int) -> bytes:
         """The token's bytes; empty for an id the tokenizer has no token for."""
@@ -64,17 +64,6 @@ class ByteTable:
         if known is None:
             known = self._known[token_id] = self._bytes(token_id, self.spelling.piece)
         return known
-
-    def text(self, token_id: int) -> str | None:
-        """The token's characters; None unless its bytes are whole characters."""
-        try:
-            return self._texts[token_id]
-        except KeyError:
-            try:
-                text: str | None = self[token_id].decode()
-            except UnicodeDecodeError:
-                text = None
-            return self._texts.setdefault(token_id, text)
 
     def first(self, token_id: int) -> bytes:
         """The token's bytes where it begins a text."""
@@ -90,6 +79,21 @@ class ByteTable:
         start = b"".join([self.first(i) for i in islice(rest, 1)])
         text = b"".join([start, *(self[i] for i in rest)]).decode("utf-8", self.spelling.errors)
         return text[_leading_spaces(text, self.spelling.strip) :]
+
+
+class _Texts(dict[int, str | None]):
+    """The characters of tokens whose bytes are whole characters; None for the others."""
+
+    def __init__(self, table: ByteTable) -> None:
+        super().__init__()
+        self._table = table
+
+    def __missing__(self, token_id: int) -> str | None:
+        try:
+            text: str | None = self._table[token_id].decode()
+        except UnicodeDecodeError:
+            text = None
+        return self.setdefault(token_id, text)
 
 
 def _leading_spaces(text: str, most: int) -> int:
@@ -185,14 +189,18 @@ class IncrementalDetokenizer:
             if vocabulary.table
             else _WindowSteps(vocabulary.backend, prompt_ids)
         )
+        self._push = self._steps.push
 
     def push(self, ids: Sequence[int]) -> str:
         """The characters that these ids complete."""
+        if len(ids) == 1:  # nearly always
+            return "" if ids[0] in self.dropped else self._push(ids[0])
         return "".join(self.push_tokens(ids))
 
     def push_tokens(self, ids: Sequence[int]) -> list[str]:
         """As push, one string a token; a character belongs to the token that completes it."""
-        return ["" if i in self.dropped else self._steps.push(i) for i in ids]
+        push, dropped = self._push, self.dropped
+        return ["" if i in dropped else push(i) for i in ids]
 
     def flush(self) -> str:
         """What is still held back: bytes that never became a character, as U+FFFD."""
@@ -210,19 +218,23 @@ class _TableSteps:
 
     def __init__(self, table: ByteTable, continues: bool) -> None:
         self._table = table
+        self._texts = table.texts
         decoder = codecs.getincrementaldecoder("utf-8")(table.spelling.errors)
         self._decoder = decoder
         self._is_first = not continues
         self._strip = 0 if continues else table.spelling.strip
+        self._is_plain = False  # the text has begun and no byte is held back
 
     def push(self, token_id: int) -> str:
-        if not (self._is_first or self._strip or self._decoder.buffer):
-            text = self._table.text(token_id)
+        if self._is_plain:
+            text = self._texts[token_id]
             if text is not None:
                 return text
         piece = self._table.first(token_id) if self._is_first else self._table[token_id]
         self._is_first = False
-        return self._start(self._decoder.decode(piece))
+        text = self._start(self._decoder.decode(piece))
+        self._is_plain = not (self._strip or self._decoder.buffer)
+        return text
 
     def flush(self) -> str:
         return self._start(self._decoder.decode(b"", final=True))

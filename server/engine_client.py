@@ -34,7 +34,7 @@ from ..runner.messages import (
 )
 from ..runner.process import WorkerOrders, WorkerProcess, describe_exit
 from .health import Health, State
-from .request_stream import EngineDead, RequestStream, ShutDown, SpeculatorRefused
+from .request_stream import EngineDead, RequestStream, ShutDown, SpeculatorRefused, Turn
 from .watchdog import Watchdog
 
 __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
@@ -91,6 +91,7 @@ class EngineClient:
         self._ready: Ready | None = None
         self._worker: _Worker | None = None
         self._streams: dict[str, RequestStream] = {}
+        self._turn = Turn()
         self._idle = asyncio.Event()
         self._idle.set()
         self._outbox: list[ToWorker] = []
@@ -137,7 +138,7 @@ class EngineClient:
         if self.state != "ready":
             raise self._dead()
         assert request.request_id not in self._streams, f"{request.request_id} is running"
-        stream = RequestStream(request.request_id)
+        stream = RequestStream(request.request_id, self._turn)
         self._streams[request.request_id] = stream
         self._idle.clear()
         self._post(request)
@@ -219,8 +220,9 @@ class EngineClient:
             self._worker.channel.send(messages)
 
     def _dispatch(self, outputs: StepOutputs) -> None:
+        streams = self._streams
         for output in outputs.outputs:
-            stream = self._streams.get(output.request_id)
+            stream = streams.get(output.request_id)
             if stream is None:
                 continue  # aborted while the step ran
             stream.put(output)

@@ -11,15 +11,18 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 
 from ..runner.messages import AddRequest, RequestOutput, SamplingParams
 from .choice import Choice, GenerationEvent, TextOptions
 from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull, outcome_of
+from .metrics import RequestTiming
 from .sampling import with_max_tokens
 from .services import OutputStream, Services
 from .sse import Live, Write
 
+Frame = Callable[[GenerationEvent], bytes]
 _LONG_TEXT = 4096  # characters; shorter texts are tokenized on the event loop
 
 
@@ -85,6 +88,41 @@ def room(prompt: Sequence[int], wanted: int | None, limit: int, param: str) -> i
     if len(prompt) + (1 if wanted is None else wanted) > limit:
         raise ContextLengthExceeded(limit, len(prompt), 1 if wanted is None else wanted, param)
     return limit - len(prompt) if wanted is None else wanted
+
+
+def _write_event(
+    choice: Choice, timing: RequestTiming, frame: Frame, write: Write, outputs: list[RequestOutput]
+) -> bool:
+    """Write one event for these outputs; false when the next one must wait."""
+    event = choice.feed(outputs[0])
+    tokens = len(outputs[0].token_ids)
+    for output in outputs[1:]:  # the event loop was slow: they leave as one
+        event.join(choice.feed(output))
+        tokens += len(output.token_ids)
+    timing.tokens(tokens, time.monotonic())
+    data = frame(event)
+    return write(data) if data else True
+
+
+def _write_text(
+    choice: Choice,
+    timing: RequestTiming,
+    frame: Frame,
+    fill: Callable[[str], bytes],
+    write: Write,
+    outputs: list[RequestOutput],
+) -> bool:
+    """The same for outputs of text alone: this runs for nearly every token of the server."""
+    text, ids = choice.read(outputs[0]), outputs[0].token_ids
+    if len(outputs) > 1:
+        for output in outputs[1:]:
+            text += choice.read(output)
+            ids = ids + output.token_ids
+    timing.tokens(len(ids), time.monotonic())
+    if text:
+        return write(fill(text))
+    data = frame(GenerationEvent(choice.index, text, ids))
+    return write(data) if data else True
 
 
 class Generation:
@@ -174,30 +212,26 @@ class Generation:
             if event.finish_reason is not None and alone:
                 return
 
-    def live(self, frame: Callable[[GenerationEvent], bytes]) -> Live | None:
+    def live(self, frame: Frame, fill: Callable[[str], bytes] | None = None) -> Live | None:
         """How a stream of one choice is written while its outputs arrive; None for other jobs.
 
         What comes without anything held up goes through `frame` straight to the client's socket;
-        all else, the end included, is left to `events`.
+        all else, the end included, is left to `events`. `fill` gives the bytes that `frame` would
+        for an event of some text and nothing else that is shown.
         """
         if len(self._streams) != 1 or self._job.text.stop:
             return None
         stream, choice, timing = self._streams[0], self.choices[0], self._timings[0]
+        sampling = self._job.sampling
+        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
+            fill = None
 
         async def follow(write: Write) -> None:
             if self._first is not None or choice.finish_reason is not None:
                 return
-
-            def take(outputs: list[RequestOutput]) -> bool:
-                event = choice.feed(outputs[0])
-                tokens = len(outputs[0].token_ids)
-                for output in outputs[1:]:  # the event loop was slow: they leave as one
-                    event.join(choice.feed(output))
-                    tokens += len(output.token_ids)
-                timing.tokens(tokens, time.monotonic())
-                data = frame(event)
-                return write(data) if data else True
-
+            take = partial(_write_event, choice, timing, frame, write)
+            if fill is not None:
+                take = partial(_write_text, choice, timing, frame, fill, write)
             await stream.follow(take)
 
         return follow

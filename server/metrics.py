@@ -92,14 +92,13 @@ class RequestTiming:
             return
         metrics = self._metrics
         if not self._num_tokens:
-            self._first = now
+            self._first = self._last = now
             metrics.first_token.observe(now - self._arrived)
             metrics.prompt_tokens.inc(self._prompt)
             count -= 1
             self._num_tokens = 1
         if count:
-            gap = (now - (self._last or now)) / count
-            metrics.inter_token.observe(gap, count)
+            metrics.inter_token.observe((now - self._last) / count, count)
             self._num_tokens += count
         self._last = now
 

@@ -25,6 +25,27 @@ class SpeculatorRefused(Exception):
     """The worker did not change its drafter. The text is one sentence."""
 
 
+class Turn:
+    """The streams that have news in one turn of the event loop; all are served at its end.
+
+    One callback for all of them: one for each would cost as much as what it does.
+    """
+
+    def __init__(self) -> None:
+        self._streams: list[RequestStream] = []
+
+    def add(self, stream: RequestStream) -> None:
+        """Serve this one, too."""
+        if not self._streams:
+            asyncio.get_running_loop().call_soon(self._end)
+        self._streams.append(stream)
+
+    def _end(self) -> None:
+        streams, self._streams = self._streams, []
+        for stream in streams:
+            stream.deliver()
+
+
 class RequestStream:
     """Async iterator of a request's outputs; ends after the one that carries a finish reason.
 
@@ -32,8 +53,10 @@ class RequestStream:
     waits, so a slow reader delays nobody: what it has not read is bounded by its own `max_tokens`.
     """
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, turn: Turn | None = None) -> None:
+        """`turn` is shared by streams whose outputs come together."""
         self.request_id = request_id
+        self._turn = turn or Turn()
         self._outputs: deque[RequestOutput] = deque()
         self._news = asyncio.Event()
         self._error: EngineDead | None = None
@@ -43,12 +66,14 @@ class RequestStream:
 
     def put(self, output: RequestOutput) -> None:
         """Hand over an output."""
-        self._outputs.append(output)
-        self._ended = self._ended or output.finish_reason is not None
+        outputs = self._outputs
+        outputs.append(output)
+        if output.finish_reason is not None:
+            self._ended = True
         if self._take is None:
             self._news.set()
-        elif len(self._outputs) == 1:
-            asyncio.get_running_loop().call_soon(self._deliver)
+        elif len(outputs) == 1:
+            self._turn.add(self)
 
     async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None:
         """Call `take` with what was put in each turn of the event loop; cheaper than iteration.
@@ -68,15 +93,16 @@ class RequestStream:
         if self._fault is not None:
             raise self._fault
 
-    def _deliver(self) -> None:
-        if self._take is None:
+    def deliver(self) -> None:
+        """Give a follower what was put, up to the end; for `Turn`."""
+        take, outputs = self._take, self._outputs
+        if take is None:
             return  # nobody follows any more: the reader finds it
-        outputs, more = self._outputs, True
-        batch: list[RequestOutput] = []
+        batch = []
         while outputs and outputs[0].finish_reason is None:
             batch.append(outputs.popleft())
         try:
-            more = not batch or self._take(batch)
+            more = not batch or take(batch)
         except Exception as error:  # the reader's, not the event loop's
             more, self._fault = False, error
         if not more or outputs:

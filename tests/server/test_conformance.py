@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
+import httpx
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
@@ -13,6 +15,7 @@ from .api_fakes import (
     MODEL,
     REPLY,
     TOKENIZER,
+    AtOnce,
     ScriptedEngine,
     config_with,
     http_client,
@@ -89,6 +92,38 @@ async def test_a_stretch_without_text_shows_that_the_stream_lives(path: str, run
     assert "".join(texts) == "ab"
     assert 3 <= texts.count("") <= 6  # every eight tokens or so
     assert [choice["finish_reason"] for choice in choices[:-1]] == [None] * (len(choices) - 1)
+
+
+SAYING = 'Sie sagt: "hé 🎉"\n\t\\ \x01 </s>'
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("run", [1, 3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"return_token_ids": True},
+        {"skip_special_tokens": False},
+        {"stop": ["no such text"]},
+    ],
+)
+async def test_what_is_written_past_the_layers_is_what_they_would_write(
+    path: str, run: int, options: dict[str, Any]
+) -> None:
+    ids = [*TOKENIZER.encode(SAYING, False), *[EOS] * 20, *TOKENIZER.encode(SAYING, False)]
+    body = {**BODIES[path], **options, "stream": True, "max_tokens": len(ids), "ignore_eos": True}
+    found = []
+    for transport in (AtOnce, lambda app: app):
+        app = make_app(ScriptedEngine(reply_with(ids=ids, run=run, eos=False)))
+        wire = httpx.ASGITransport(transport(app))
+        async with httpx.AsyncClient(transport=wire, base_url="http://test") as client:
+            response = await client.post(path, json=body)
+        found.append(
+            re.sub(rb'"id":"[^"]*","(object":"[^"]*",")?created":\d+', b"", response.content)
+        )
+    assert found[0] == found[1] and found[0].count(b"data: ") > 10
 
 
 async def test_a_message_without_anything_has_empty_content_in_a_stream_too() -> None:

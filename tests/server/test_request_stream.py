@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from slipstream.runner.messages import RequestOutput
-from slipstream.server.request_stream import EngineDead, RequestStream
+from slipstream.server.request_stream import EngineDead, RequestStream, Turn
 
 
 async def test_ends_after_the_output_with_a_finish_reason() -> None:
@@ -101,6 +101,37 @@ async def test_a_follower_that_is_cancelled_or_faulty_loses_nothing_that_it_did_
     other.put(RequestOutput("b", [1]))
     with pytest.raises(ValueError, match="no such text"):
         await faulty
+
+
+async def test_streams_of_one_turn_are_served_by_one_callback_and_none_spoils_another() -> None:
+    turn = Turn()
+    streams = [RequestStream(name, turn) for name in "abc"]
+    seen: list[list[int]] = []
+
+    def fault(outputs: list[RequestOutput]) -> bool:
+        raise ValueError("no such text")
+
+    tasks = [
+        asyncio.create_task(followed(streams[0], seen)),
+        asyncio.create_task(streams[1].follow(fault)),
+        asyncio.create_task(followed(streams[2], seen)),
+    ]
+    await asyncio.sleep(0)
+    loop = asyncio.get_running_loop()
+    scheduled: list[object] = []
+    call_soon = loop.call_soon
+    loop.call_soon = lambda *call, **more: scheduled.append(call) or call_soon(*call, **more)  # type: ignore[method-assign, func-returns-value]
+    for step in range(2):  # of two packets that waited together
+        for number, stream in enumerate(streams):
+            stream.put(RequestOutput(stream.request_id, [10 * number + step]))
+    assert len(scheduled) == 1
+    loop.call_soon = call_soon  # type: ignore[method-assign]
+    await asyncio.sleep(0)
+    assert seen == [[0, 1], [20, 21]]
+    streams[0].put(RequestOutput("a", [2], finish_reason="length"))
+    streams[2].put(RequestOutput("c", [22], finish_reason="length"))
+    found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 1)
+    assert [type(each) for each in found] == [type(None), ValueError, type(None)]
 
 
 async def test_a_follower_ends_with_the_engine() -> None:
