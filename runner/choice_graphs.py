@@ -1,8 +1,9 @@
 """Graphs of a step's end: choose or verify tokens, commit them to the table, pack the results.
 
 One for each uniform batch of the target, behind whose graph it runs, for requests of which nothing
-needs the logits but the choice: greedy ones and those that draw by a key. Other steps choose their
-tokens without a graph, from the same outputs of the target.
+needs the logits but the choice: greedy ones and those that draw by a key. Another one for steps of
+few rows whose drafts are judged by the target's distribution. Other steps choose their tokens
+without a graph, from the same outputs of the target.
 """
 
 from __future__ import annotations
@@ -16,14 +17,22 @@ from torch import Tensor
 from ..configs.graphs import BatchExecutionDescriptor
 from ..kernels.head_sample import Draws, pick_rows
 from ..kernels.padded_step import commit_step
-from .cuda_graphs import CaptureReport, CudaGraphManager
+from .cuda_graphs import CaptureReport, CreateForwardFn, CudaGraphManager
 from .draft_host import GraphSettings
 from .input_batch import InputBatch, InputBuffers
 from .logits_processing import SamplingRows
 from .request_table import RequestTable
 from .row_sampling import RowSampling
+from .sampler import SamplerOutput
 from .step_output import PackedTensors, RowLayout, StepHandle
 from .target import Target
+
+# Above, the device is busy for longer than a launch takes, and logits of all rows are large.
+MAX_REJECTION_ROWS = 256
+
+
+# (logits rows, their hidden states [L*, H]) -> what they emit
+Choose = Callable[[SamplingRows, Tensor], SamplerOutput]
 
 
 class _NoAttention:
@@ -37,13 +46,15 @@ class ChoiceGraphs:
 
     def __init__(
         self,
-        manager: CudaGraphManager,
+        drawing: CudaGraphManager,
+        rejecting: CudaGraphManager,  # where drawing does not do
         target: Target,
         sampling: RowSampling,
         table: RequestTable,
         buffers: InputBuffers,
     ) -> None:
-        self._manager, self._target, self._sampling = manager, target, sampling
+        self._drawing, self._rejecting = drawing, rejecting
+        self._target, self._sampling = target, sampling
         self._table, self._buffers = table, buffers
         reqs, width = table.max_num_reqs, table.num_speculative_tokens + 4
         self._packed = torch.zeros((reqs, width), dtype=torch.int64, device=table.device)
@@ -51,34 +62,46 @@ class ChoiceGraphs:
         self.counts = torch.zeros((2, reqs), dtype=torch.int32, device=table.device)
         self._copied: torch.cuda.Event | None = None  # of the last results to the host
         # The last batch that was asked about, when, and the answer.
-        self._asked: tuple[InputBatch, int, bool] | None = None
+        self._asked: tuple[InputBatch, int, CudaGraphManager | None] | None = None
 
     # --- capture --------------------------------------------------------------------------------
 
     def capture(self) -> None:
         """Capture all of them; the target has captured its own."""
-        self._manager.capture(self._create)
+        self._drawing.capture(self._creator(self._draw))
+        self._rejecting.capture(self._creator(self._reject))
 
     def profile_memory(self) -> int:
         """Bytes that `capture` will take; leaves nothing captured."""
-        return self._manager.profile_memory(self._create)
+        drawing = self._drawing.profile_memory(self._creator(self._draw))
+        return drawing + self._rejecting.profile_memory(self._creator(self._reject))
 
     @property
-    def capture_report(self) -> CaptureReport:
+    def capture_reports(self) -> list[CaptureReport]:
         """What was captured."""
-        return self._manager.report
+        return [self._drawing.report, self._rejecting.report]
 
-    def _create(
-        self, desc: BatchExecutionDescriptor, warmup: bool
-    ) -> tuple[Callable[[Any], None], Any]:
-        self._buffers.fill_dummy(desc)  # of no request: nothing is committed
-        return lambda _: self._choose(desc), _NoAttention()
+    def _creator(self, choose: Choose) -> CreateForwardFn:
+        def create(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> tuple[Callable[[Any], None], Any]:
+            self._buffers.fill_dummy(desc)  # of no request: nothing is committed
+            return lambda _: self._choose(desc, choose), _NoAttention()
 
-    def _choose(self, desc: BatchExecutionDescriptor) -> None:
+        return create
+
+    def _draw(self, rows: SamplingRows, hidden: Tensor) -> SamplerOutput:
+        return self._sampling.draw_padded(rows, self._table, self._picker(hidden))
+
+    def _reject(self, rows: SamplingRows, hidden: Tensor) -> SamplerOutput:
+        logits = self._target.compute_logits(hidden)
+        return self._sampling.reject_padded(rows, self._table, logits)
+
+    def _choose(self, desc: BatchExecutionDescriptor, choose: Choose) -> None:
         """For the capture; of the host it knows N* and L* alone."""
         assert desc.num_reqs is not None
         reqs, rows, buffers = desc.num_reqs, desc.num_tokens, self._buffers
-        sampled = self._sampling.draw_padded(
+        sampled = choose(
             SamplingRows(
                 slots=[],
                 idx_mapping=buffers.idx_mapping[:reqs],
@@ -91,8 +114,7 @@ class ChoiceGraphs:
                 seq_lens=buffers.seq_lens[:reqs],
                 max_num_drafts=self._table.num_speculative_tokens,
             ),
-            self._table,
-            self._picker(self._target.outputs(desc)[0]),
+            self._target.outputs(desc)[0],
         )
         commit_step(
             self._table,
@@ -120,15 +142,19 @@ class ChoiceGraphs:
 
         Every row must judge or emit (none ends a prompt of several tokens), and none ask for more.
         """
+        return self._graphs_for(batch) is not None
+
+    def _graphs_for(self, batch: InputBatch) -> CudaGraphManager | None:
         version = self._table.sampling.version
         asked = self._asked
         if asked is not None and asked[0] is batch and asked[1] == version:
             return asked[2]
-        answer = (
-            batch.num_logits == batch.num_tokens
-            and self._manager.holds(batch.descriptor)
-            and self._sampling.can_choose(batch, self._table)
-        )
+        answer, desc = None, batch.descriptor
+        if batch.num_logits == batch.num_tokens:
+            if self._drawing.holds(desc) and self._sampling.can_choose(batch, self._table):
+                answer = self._drawing
+            elif self._rejecting.holds(desc) and self._sampling.can_reject(batch, self._table):
+                answer = self._rejecting
         self._asked = (batch, version, answer)
         return answer
 
@@ -141,7 +167,9 @@ class ChoiceGraphs:
         """
         if self._copied is not None:  # as a rule it is done long since
             torch.cuda.current_stream().wait_event(self._copied)
-        self._manager.run_fullgraph(batch.descriptor)
+        graphs = self._graphs_for(batch)
+        assert graphs is not None
+        graphs.run_fullgraph(batch.descriptor)
         results = PackedTensors(self._packed[: batch.num_reqs])
         copy = handle.publish(results, RowLayout([None] * batch.num_reqs), stream)
         self._copied = copy.event
@@ -167,5 +195,13 @@ def create_choices(
     ]
     if not wanted:
         return None
-    manager = CudaGraphManager("token choice", wanted, settings.pool, settings.progress)
-    return ChoiceGraphs(manager, target, sampling, table, buffers)
+    verified = [
+        desc
+        for desc in wanted
+        if desc.uniform_token_count != 1 and desc.num_tokens <= MAX_REJECTION_ROWS
+    ]
+    drawing, rejecting = (
+        CudaGraphManager(name, descs, settings.pool, settings.progress)
+        for name, descs in (("token choice", wanted), ("draft rejection", verified))
+    )
+    return ChoiceGraphs(drawing, rejecting, target, sampling, table, buffers)

@@ -148,7 +148,7 @@ class ModelRunner:
         """What each graph manager captured."""
         reports = [self._target.capture_report]
         if self._choices is not None:
-            reports.append(self._choices.capture_report)
+            reports += self._choices.capture_reports
         if self._speculator is not None:
             reports += [graphs.report for graphs in self._speculator.graph_managers()]
         return [report for report in reports if report is not None]

@@ -18,7 +18,7 @@ from .input_batch import InputBatch
 from .logits_processing import SamplingRows
 from .request_table import RequestTable
 from .sampler import Pick, Sampler, SamplerOutput
-from .sampling_state import Feature
+from .sampling_state import PROCESSED, Feature
 from .step_output import TokenLogprobTensors
 
 # (hidden [L, H], vocabulary, draws) -> as `sampler.Pick`
@@ -95,6 +95,18 @@ class RowSampling:
         """For a graph: greedy requests and such as draw by a key, whichever they turn out to be."""
         any_of_them = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED
         return self._sampler.draw(pick, rows, table, any_of_them)
+
+    def can_reject(self, batch: InputBatch, table: RequestTable) -> bool:
+        """Whether `reject_padded` is right for this batch."""
+        return not table.sampling.features(batch.slots) & (PROCESSED | Feature.LOGPROBS)
+
+    def reject_padded(
+        self, rows: SamplingRows, table: RequestTable, logits: Tensor
+    ) -> SamplerOutput:
+        """For a graph: requests whose drafts are judged by the target's distribution, and others;
+        of the logits only the temperature changes anything."""
+        any_of_them = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED | Feature.UNSEEDED
+        return self._sampler.sample_all(logits, rows, table, any_of_them)
 
     def _pieces(self, cu_num_logits: list[int]) -> Iterator[tuple[int, int]]:
         """Ranges [first, last) of batch rows whose logits fit."""

@@ -90,6 +90,17 @@ class Sampler:
             logprobs = emitted_logprobs(logits, sampled, rows.cu_num_logits_cpu, wanted, self._pool)
         return SamplerOutput(sampled, num_sampled, num_rejected, has_nan, logprobs)
 
+    def sample_all(
+        self,
+        logits: Tensor,  # [L, >= V]
+        rows: SamplingRows,
+        requests: SamplingRequests,
+        features: Feature,  # that they may use, and no others
+    ) -> SamplerOutput:
+        """As `sample`, at once, whatever of `features` the requests use; for a graph."""
+        logits = logits[:, : requests.sampling.vocab_size]
+        return SamplerOutput(*self._sample_chunk(logits, rows, requests, None, features), None)
+
     def can_draw(
         self, rows: SamplingRows, state: SamplingState, grammar_bitmask: Tensor | None
     ) -> bool:
@@ -181,9 +192,10 @@ class Sampler:
         rows: SamplingRows,
         requests: SamplingRequests,
         grammar_bitmask: Tensor | None,
+        features: Feature | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         state = requests.sampling
-        features = state.features(rows.slots)
+        features = state.features(rows.slots) if features is None else features
         logits = process_logits(raw, rows, requests, grammar_bitmask, features)
         slots = rows.expanded_idx_mapping
         seeds, greedy = state.seed[slots], state.temperature[slots] == 0

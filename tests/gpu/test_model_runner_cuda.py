@@ -85,6 +85,7 @@ class Echo(BaseSpeculator):
     "options",
     [
         {"temperature": 0.0},
+        {"temperature": 0.8},
         {"temperature": 0.8, "has_own_seed": True},
         {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "min_p": 0.01},
         {"frequency_penalty": 0.5, "logprobs": 3, "logit_bias": {5: 2.0}},

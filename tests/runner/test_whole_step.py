@@ -107,7 +107,7 @@ def test_random_plans_give_the_recomputed_text(
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "seed": 5, "has_own_seed": True},
-    {"temperature": 1.2, "seed": 6},  # with drafts: needs the logits
+    {"temperature": 1.2, "seed": 6},  # with drafts: judged by the logits
     {"temperature": 0.7, "seed": 7, "has_own_seed": True, "top_p": 0.8},
     {"temperature": 0.0, "logprobs": 2},
     {"temperature": 0.0, "frequency_penalty": 0.9},
@@ -133,7 +133,8 @@ def test_every_option_gives_the_text_of_plain_steps_there_and_back(
         runner.shutdown()
         texts.append([job.tokens for job in jobs])
         assert (replays["token choice"] > 3) == whole
-        assert replays["target"] > replays["token choice"] + 3
+        assert bool(replays["draft rejection"]) == (whole and num_drafts > 0)
+        assert replays["target"] > replays["token choice"] + replays["draft rejection"] + 3
     assert texts[0] == texts[1]
 
 
@@ -211,21 +212,22 @@ def test_what_asks_for_more_than_tokens_chooses_without_a_graph(
     model: Any, replays: Counter[str]
 ) -> None:
     runner = runner_for(model, 2, lambda slot, known: [1, 2])
-    cases: list[tuple[dict[str, Any], int, bool]] = [
-        ({}, 2, True),
-        ({"temperature": 0.5, "has_own_seed": True}, 2, True),
-        ({"temperature": 0.5}, 0, True),
-        ({"temperature": 0.5}, 2, False),
-        ({"min_p": 0.1, "temperature": 0.5}, 0, False),
-        ({"logprobs": 0}, 0, False),
-        ({"prompt_logprobs": 0}, 0, False),
+    cases: list[tuple[dict[str, Any], int, str | None]] = [
+        ({}, 2, "token choice"),
+        ({"temperature": 0.5, "has_own_seed": True}, 2, "token choice"),
+        ({"temperature": 0.5}, 0, "token choice"),
+        ({"temperature": 0.5}, 2, "draft rejection"),
+        ({"min_p": 0.1, "temperature": 0.5}, 0, None),
+        ({"top_p": 0.9, "temperature": 0.5}, 2, None),
+        ({"logprobs": 0}, 0, None),
+        ({"prompt_logprobs": 0}, 0, None),
     ]
-    for options, drafts, by_graph in cases:
+    for options, drafts, name in cases:
         started(runner, [0], **options)
         replays.clear()
         runner.execute(decode(1, [0], 3, drafts)).get()
         runner.synchronize()
-        assert replays == {"target": 1} | ({"token choice": 1} if by_graph else {}), options
+        assert replays == {"target": 1} | ({name: 1} if name else {}), options
     runner.shutdown()
 
 

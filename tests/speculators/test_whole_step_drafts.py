@@ -21,7 +21,6 @@ from .recorded_proposals import Proposals, recorded_proposals
 from .tiny_engine import prompts
 
 ASKED = prompts(6, seed=4, longest=14)
-METHODS = ("eagle3", "draft_model")
 
 
 @pytest.fixture(scope="module")
@@ -32,10 +31,10 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 def mixed_life(engine: GraphEngine) -> dict[str, list[int]]:
     """Greedy, seeded and other requests of several lengths and caps; one is aborted."""
     options: list[dict[str, Any]] = [
-        {},
-        {"temperature": 0.8, "has_own_seed": True},
-        {"speculative_max_tokens": 1},
         {"top_p": 0.9, "temperature": 0.7, "has_own_seed": True},
+        {"temperature": 0.8, "has_own_seed": True},
+        {"speculative_max_tokens": 1, "temperature": 1.0},
+        {},
         {"speculative_enabled": False},
         {"frequency_penalty": 0.4},
     ]
@@ -63,9 +62,14 @@ def mixed_life(engine: GraphEngine) -> dict[str, list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize(("method", "k"), [*((method, 3) for method in METHODS), ("eagle3", 1)])
-def test_text_and_drafts_are_those_of_plain_steps(drafters: Drafters, method: str, k: int) -> None:
-    config = drafters.speculative(method, k, watchdog=False)
+@pytest.mark.parametrize(
+    ("method", "k", "sampling"),
+    [("eagle3", 3, "probabilistic"), ("draft_model", 3, "greedy"), ("eagle3", 1, "greedy")],
+)
+def test_text_and_drafts_are_those_of_plain_steps(
+    drafters: Drafters, method: str, k: int, sampling: str
+) -> None:
+    config = drafters.speculative(method, k, watchdog=False, draft_sampling=sampling)
     found: list[tuple[dict[str, list[int]], Proposals]] = []
     for whole in (False, True):
         graph = {"cudagraph_whole_step": whole}
@@ -74,6 +78,7 @@ def test_text_and_drafts_are_those_of_plain_steps(drafters: Drafters, method: st
                 tokens = mixed_life(engine)
         replays = engine.replays
         assert bool(replays.get("token choice")) == whole
+        assert bool(replays.get("draft rejection")) == whole
         if whole:  # some steps hold requests that ask for more
             assert replays["token choice"] < replays["target"]
         found.append((tokens, [(known, drafts) for known, drafts in seen if drafts]))
