@@ -48,16 +48,17 @@ def keep_best(
     finite = tl.where(is_nan, float("-inf"), logits)
     score = finite
     if NOISE:
-        heat = tl.load(temperature + row, mask=row_inside, other=1.0)
-        heat = tl.where(heat > 0.0, heat, 1.0)
-        seed = tl.load(seeds + row, mask=row_inside, other=0)
-        position = tl.load(positions + row, mask=row_inside, other=0)
-        key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
-        noise = gumbel(key_0[None, :], key_1[None, :], token.to(tl.uint32)[:, None])
         cold = tl.load(greedy + row, mask=row_inside, other=1) != 0
-        noise = tl.where(cold[None, :], 0.0, noise)
-        score = tl.div_rn(finite, heat[None, :] + tl.zeros_like(finite)) + noise
-        score = tl.where(inside, score, float("-inf"))
+        if tl.max((cold == 0).to(tl.int32), 0) > 0:  # else no row of the tile draws
+            heat = tl.load(temperature + row, mask=row_inside, other=1.0)
+            heat = tl.where(heat > 0.0, heat, 1.0)
+            seed = tl.load(seeds + row, mask=row_inside, other=0)
+            position = tl.load(positions + row, mask=row_inside, other=0)
+            key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
+            noise = gumbel(key_0[None, :], key_1[None, :], token.to(tl.uint32)[:, None])
+            noise = tl.where(cold[None, :], 0.0, noise)
+            score = tl.div_rn(finite, heat[None, :] + tl.zeros_like(finite)) + noise
+            score = tl.where(inside, score, float("-inf"))
     value, index = tl.max(score, 0, return_indices=True)
     first = tl.min(token, 0)
     at = row * num_blocks + block

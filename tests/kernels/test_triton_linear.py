@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -148,7 +149,8 @@ def draws_of(rows: int) -> head_sample.Draws:
 def test_the_head_picks_what_sampling_its_logits_picks(choice: Choice) -> None:
     rows = 1 if isinstance(choice, Gemv) else 6
     x, weight, _ = inputs(rows, 150, 64, torch.float16)
-    for draws in (None, draws_of(rows)):
+    nobody = replace(draws_of(rows), greedy=torch.ones(rows).bool(), temperature=torch.zeros(rows))
+    for draws in (None, nobody, draws_of(rows)):
         got = head_sample.sample_head(x, weight, draws, choice)
         expected = head_sample.sample_head_reference(x, weight, draws, choice)
         assert torch.equal(got[0], expected[0])
