@@ -129,8 +129,8 @@ class AttentionBuilder(ABC):
     """Builds one KV group's metadata; one builder per group and role (target, draft)."""
 
     supports: AttentionCGSupport  # verified by tests, see design 3.5
-    # `build` for one token a request launches device work only and bakes nothing of a step but its
-    # bounds: a graph may hold it, and with it all draft decodes of a step.
+    # `build` for a uniform batch launches device work only and bakes nothing of a step but its
+    # bounds: a graph may hold it, and with it a whole step, or all draft decodes of one.
     builds_on_device: bool = False
 
     @abstractmethod
