@@ -258,16 +258,9 @@ class _Reply:
 
     def live(self, generation: Generation) -> Live | None:
         """The same events while they come."""
-        told, template = self._told[0], self._template(0, generation)
-
-        def fill(text: str) -> bytes:
-            assert template is not None
-            told.text()
-            return template.fill(text)
-
-        return generation.live(
-            lambda item: b"".join(self._chunks(item, generation)), fill if template else None
-        )
+        template = self._template(0, generation)
+        fill = template.fill if template else None
+        return generation.live(lambda item: b"".join(self._chunks(item, generation)), fill)
 
     def _chunks(self, item: GenerationEvent, generation: Generation) -> list[bytes]:
         told = self._told[item.index]

@@ -78,6 +78,7 @@ class Choice:
         self._detokenizer = tokenizer.detokenizer(
             options.skip_special_tokens, options.keep, prompt_ids
         )
+        self._push = self._detokenizer.push
         self._stops = StopChecker(options.stop, options.include_stop) if options.stop else None
         self._raw_length = 0  # characters the tokens made
         self._shown_length = 0  # characters that left
@@ -88,9 +89,11 @@ class Choice:
 
         As `feed`, for what nearly all outputs are.
         """
-        self._count(output)
-        self.num_tokens += len(output.token_ids)
-        return self._detokenizer.push(output.token_ids)
+        if output.num_draft_tokens or output.num_cached_tokens:
+            self._count(output)
+        ids = output.token_ids
+        self.num_tokens += len(ids)
+        return self._push(ids)
 
     def feed(self, output: RequestOutput) -> GenerationEvent:
         """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error."""
@@ -108,7 +111,7 @@ class Choice:
         ended_by_token = output.stop_token_id is not None
         visible = ids[:-1] if ended_by_token and not self._options.include_stop else ids
         if self._stops is None and output.logprobs is None:
-            event.text = self._detokenizer.push(visible)
+            event.text = self._push(visible)
         else:
             self._push_each(event, visible, output.logprobs)
         self.num_tokens += len(event.token_ids)

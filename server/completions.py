@@ -286,16 +286,8 @@ class _Reply:
 
     def live(self, generation: Generation) -> Live | None:
         """The same events while they come; only behind the first, which may echo the prompt."""
-        template = self._template(0, generation) if self._is_plain else None
-
-        def fill(text: str) -> bytes:
-            assert template is not None
-            self._silent[0] = 0
-            return template.fill(text)
-
-        follow = generation.live(
-            lambda item: self._framed_chunk(item, generation, None), fill if template else None
-        )
+        fill = self._template(0, generation).fill if self._is_plain else None
+        follow = generation.live(lambda item: self._framed_chunk(item, generation, None), fill)
         if follow is None:
             return None
 

@@ -194,7 +194,8 @@ class IncrementalDetokenizer:
     def push(self, ids: Sequence[int]) -> str:
         """The characters that these ids complete."""
         if len(ids) == 1:  # nearly always
-            return "" if ids[0] in self.dropped else self._push(ids[0])
+            (token_id,) = ids
+            return "" if token_id in self.dropped else self._push(token_id)
         return "".join(self.push_tokens(ids))
 
     def push_tokens(self, ids: Sequence[int]) -> list[str]:

@@ -7,11 +7,11 @@ disconnect), no child is left running. It knows neither HTTP nor OpenAI's shapes
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
+from time import monotonic
 from types import TracebackType
 
 from ..runner.messages import AddRequest, RequestOutput, SamplingParams
@@ -99,30 +99,38 @@ def _write_event(
     for output in outputs[1:]:  # the event loop was slow: they leave as one
         event.join(choice.feed(output))
         tokens += len(output.token_ids)
-    timing.tokens(tokens, time.monotonic())
+    timing.tokens(tokens, monotonic())
     data = frame(event)
     return write(data) if data else True
 
 
-def _write_text(
+def _text_writer(
     choice: Choice,
     timing: RequestTiming,
     frame: Frame,
     fill: Callable[[str], bytes],
     write: Write,
-    outputs: list[RequestOutput],
-) -> bool:
-    """The same for outputs of text alone: this runs for nearly every token of the server."""
-    text, ids = choice.read(outputs[0]), outputs[0].token_ids
-    if len(outputs) > 1:
-        for output in outputs[1:]:
-            text += choice.read(output)
-            ids = ids + output.token_ids
-    timing.tokens(len(ids), time.monotonic())
-    if text:
-        return write(fill(text))
-    data = frame(GenerationEvent(choice.index, text, ids))
-    return write(data) if data else True
+) -> Callable[[list[RequestOutput]], bool]:
+    """The same for outputs of text alone: what it returns runs for nearly every token."""
+    read, tokens = choice.read, timing.tokens
+    speaks = False  # `frame` knows that there was text; it counts the tokens without any
+
+    def take(outputs: list[RequestOutput]) -> bool:
+        nonlocal speaks
+        output = outputs[0]
+        text, ids = read(output), output.token_ids
+        if len(outputs) > 1:
+            for output in outputs[1:]:
+                text += read(output)
+                ids = ids + output.token_ids
+        tokens(len(ids), monotonic())
+        if text and speaks:
+            return write(fill(text))
+        speaks = bool(text)
+        data = frame(GenerationEvent(choice.index, text, ids))
+        return write(data) if data else True
+
+    return take
 
 
 class Generation:
@@ -203,7 +211,7 @@ class Generation:
                 output = later
                 event.join(choice.feed(output))
                 tokens += len(output.token_ids)
-            self._timings[index].tokens(tokens, time.monotonic())
+            self._timings[index].tokens(tokens, monotonic())
             if event.finish_reason is not None:
                 self._timings[index].end(event.finish_reason)
                 if output.finish_reason is None:
@@ -229,10 +237,10 @@ class Generation:
         async def follow(write: Write) -> None:
             if self._first is not None or choice.finish_reason is not None:
                 return
-            take = partial(_write_event, choice, timing, frame, write)
-            if fill is not None:
-                take = partial(_write_text, choice, timing, frame, fill, write)
-            await stream.follow(take)
+            if fill is None:
+                await stream.follow(partial(_write_event, choice, timing, frame, write))
+            else:
+                await stream.follow(_text_writer(choice, timing, frame, fill, write))
 
         return follow
 
