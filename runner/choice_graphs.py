@@ -60,6 +60,8 @@ class ChoiceGraphs:
         self._packed = torch.zeros((reqs, width), dtype=torch.int64, device=table.device)
         # [2, R] int32, num_sampled and num_rejected by batch row; 0 in padded rows
         self.counts = torch.zeros((2, reqs), dtype=torch.int32, device=table.device)
+        # By number of rows, what `run` hands out.
+        self._views: dict[int, tuple[PackedTensors, Tensor, Tensor]] = {}
         self._copied: torch.cuda.Event | None = None  # of the last results to the host
         # The last batch that was asked about, when, and the answer.
         self._asked: tuple[InputBatch, int, CudaGraphManager | None] | None = None
@@ -170,10 +172,12 @@ class ChoiceGraphs:
         graphs = self._graphs_for(batch)
         assert graphs is not None
         graphs.run_fullgraph(batch.descriptor)
-        results = PackedTensors(self._packed[: batch.num_reqs])
-        copy = handle.publish(results, RowLayout([None] * batch.num_reqs), stream)
+        rows = batch.num_reqs
+        if rows not in self._views:
+            self._views[rows] = (PackedTensors(self._packed[:rows]), *self.counts[:, :rows])
+        results, num_sampled, num_rejected = self._views[rows]
+        copy = handle.publish(results, RowLayout([None] * rows), stream)
         self._copied = copy.event
-        num_sampled, num_rejected = self.counts[:, : batch.num_reqs]
         return num_sampled, num_rejected
 
 
