@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -148,6 +149,10 @@ class Launch:
 
     async def _serve(self, server: uvicorn.Server, client: EngineClient) -> None:
         """Answer requests until a signal; then drain, end what is left, and close."""
+        with _settled_heap():
+            await self._answer(server, client)
+
+    async def _answer(self, server: uvicorn.Server, client: EngineClient) -> None:
         try:
             self._listener.listen(2048)
         except OSError as error:  # someone else began to listen since `bind`
@@ -202,6 +207,20 @@ class Launch:
             for number in asking:
                 loop.remove_signal_handler(number)
             loop.remove_signal_handler(signal.SIGINT)
+
+
+@contextlib.contextmanager
+def _settled_heap() -> Iterator[None]:
+    """Keep what the start made out of later collections: walking it would hold up every stream."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
 
 
 def _in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:

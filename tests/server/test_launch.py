@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -112,6 +113,16 @@ async def test_serves_says_where_and_ends_with_0(capsys: pytest.CaptureFixture[s
     os.kill(os.getpid(), signal.SIGTERM)
     assert await run.end() == 0
     assert f"Serving fake at {run.url} (cpu, float32, speculation: off)" in said
+
+
+async def test_no_collection_walks_what_the_start_made_while_requests_are_answered() -> None:
+    before = gc.get_threshold(), gc.get_freeze_count()
+    run = await Run(make_config()).ready()
+    assert gc.get_freeze_count() > len(sys.modules)
+    assert len(gc.get_objects()) < gc.get_freeze_count() / 4
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await run.end() == 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == before
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
