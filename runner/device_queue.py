@@ -29,6 +29,10 @@ class DeviceQueue:
         self._executor: ThreadPoolExecutor | None = None
         if device.type == "cpu":
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="runner")
+        elif device.type == "cuda":
+            # The host's own tensors are small: threads that spin between operations on them would
+            # only take cores from the server.
+            torch.set_num_threads(1)
 
     def submit(self, job: Callable[[], None]) -> None:
         """Run `job` after all earlier ones. A job must handle its own errors."""
