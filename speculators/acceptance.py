@@ -38,17 +38,14 @@ class Acceptance:
         """A new request has the slot."""
         self._excess[slot] = self._weight[slot] = 0.0
 
-    def observe(
-        self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
-    ) -> None:
-        """One step's verdicts; every `drafted` is at least 1."""
-        index, counts = np.asarray(slots), np.asarray(drafted)
-        right = np.minimum(np.asarray(accepted), counts)
-        judged = np.minimum(right + 1, counts)
+    def observe(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
+        """One step's verdicts, each array [N]; every `drafted` is at least 1."""
+        right = np.minimum(accepted, drafted)
+        judged = np.minimum(right + 1, drafted)
         expected = np.concatenate([[0.0], np.cumsum(self.rates())])
         kept = self._memory**judged
-        self._excess[index] = self._excess[index] * kept + right - expected[judged]
-        self._weight[index] = self._weight[index] * kept + judged
+        self._excess[slots] = self._excess[slots] * kept + right - expected[judged]
+        self._weight[slots] = self._weight[slots] * kept + judged
         position = np.arange(len(self._judged))
         decay = np.exp(-1.0 / _STEPS)
         self._accepted = self._accepted * decay + (position < right[:, None]).sum(0)

@@ -105,12 +105,13 @@ class DraftController:
         if self._budget is not None:
             self._budget.observe(slots, drafted, accepted)
             return
-        wanted = [
-            min(count, int(self._caps[slot])) for slot, count in zip(slots, drafted, strict=True)
-        ]
-        rows = [(s, d, a) for s, d, a in zip(slots, wanted, accepted, strict=True) if d]
-        if rows:
-            self._acceptance.observe(*zip(*rows, strict=True))
+        index, right = np.asarray(slots, dtype=np.int64), np.asarray(accepted)
+        wanted = np.minimum(np.asarray(drafted), self._caps[index])
+        if not wanted.all():
+            some = wanted > 0
+            index, wanted, right = index[some], wanted[some], right[some]
+        if len(index):
+            self._acceptance.observe(index, wanted, right)
 
     # --- one K for all --------------------------------------------------------------------------
 
