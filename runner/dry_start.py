@@ -19,7 +19,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ..configs.schema import Config, ParallelConfig
+from ..configs.schema import Config, ParallelConfig, SchedulerConfig
 from ..kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
 from ..kernels.compile_log import watch_compilations
 from ..kernels.device import Card, pretend_card
@@ -39,6 +39,8 @@ from .warm_up import warm_up_steps
 _META = torch.device("meta")
 _NOT_TRITONS = ("flashinfer", "flash_mla")
 _MANY_BYTES = 1 << 50  # of KV, which take no memory
+# Beyond these no other kernels come, as far as is known, whatever a server's own limits are.
+_MANY_ROWS, _MANY_TOKENS = 257, 2048
 
 
 class _DryGraph:
@@ -109,18 +111,25 @@ class _NoResults:
         return []
 
 
-def dry_start(config: Config) -> ModelRunner:
-    """Build, warm up and capture as `build_model_runner` does, without memory."""
+def any_limits(config: Config) -> Config:
+    """The same model and kernels, with limits that no server's limits lead beyond: what is compiled
+    for one of them then serves all, and `start_key` need not tell them apart."""
     cache = replace(
         config.cache, kv_cache_memory_bytes=_MANY_BYTES, num_gpu_blocks_override=1 << 16
     )
     graph = config.graph
     if graph.attention_backend in _NOT_TRITONS:  # the rest of their steps is the same
         graph = replace(graph, attention_backend="auto")
-    if graph.cudagraph_capture_sizes is None:  # between powers of two lies no kernel of its own
-        sizes = _powers(min(config.scheduler.max_num_batched_tokens, DEFAULT_MAX_CAPTURE_SIZE))
-        graph = replace(graph, cudagraph_capture_sizes=tuple(sizes))
-    config = replace(config, cache=cache, graph=graph, parallel=ParallelConfig())
+    # Between powers of two lies no kernel of its own.
+    graph = replace(graph, cudagraph_capture_sizes=tuple(_powers(DEFAULT_MAX_CAPTURE_SIZE)))
+    tokens = max(_MANY_TOKENS, _MANY_ROWS * (config.speculative.max_drafts + 1))
+    scheduler = SchedulerConfig(max_num_seqs=_MANY_ROWS, max_num_batched_tokens=tokens)
+    return replace(config, cache=cache, graph=graph, scheduler=scheduler, parallel=ParallelConfig())
+
+
+def dry_start(config: Config) -> ModelRunner:
+    """Build, warm up and capture as `build_model_runner` does, without memory; then run what comes
+    later with some requests only."""
     parts = _DryAssembly(config, lambda _: None, _META).run()
     runner = _DryRunner(parts)
     runner.warm_up()
@@ -174,7 +183,7 @@ def compile_start(config: Config, card: Card, num_processes: int) -> DryReport:
     driver.set_active(without_driver(card))
     with compiling_only(ForkingExecutor(num_processes)) as kernels:
         try:
-            dry_start(config)
+            dry_start(any_limits(config))
         except Exception as error:
             report.error = f"{type(error).__name__}: {error}"
     for kernel in kernels.values():

@@ -6,10 +6,11 @@ goes to blocks that nobody owns yet; afterwards their rows are free again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..configs.schema import Config
+from ..configs.schema import Config, SchedulerConfig
+from ..kernels.linear_choice import BUCKETS
 from .messages import SamplingParams
 from .plan import NewRequest, ScheduledRow, StepPlan
 
@@ -21,6 +22,9 @@ _KINDS = (
     SamplingParams(temperature=1.0, seed=0, top_k=5, max_tokens=8),
     SamplingParams(temperature=1.0, seed=0, top_p=0.9, max_tokens=8),
 )
+# These differ in how the tokens of many rows are chosen outside graphs: without noise, with it, and
+# from logits that are written.
+_WIDE = (_KINDS[0], _KINDS[2], _KINDS[4])
 # What takes memory for good at its first use is left to requests.
 _RARE = (SamplingParams(temperature=0.0, seed=0, presence_penalty=0.1, max_tokens=8),)
 
@@ -37,7 +41,8 @@ class SteppedRunner(Protocol):
 
 
 def warm_up_steps(runner: SteppedRunner, config: Config, with_rare: bool = False) -> None:
-    """A prefill, a decode and, with a drafter, a step that verifies, for every kind of sampling."""
+    """A prefill, a decode and, with a drafter, a step that verifies, for every kind of sampling;
+    then as many rows at once as lead to other kernels."""
     steps = _Steps(runner)
     if not steps.fit():
         return
@@ -46,17 +51,34 @@ def warm_up_steps(runner: SteppedRunner, config: Config, with_rare: bool = False
     if config.scheduler.max_num_seqs > 1:
         steps.serve([_KINDS[0], _KINDS[2]])  # a batch whose rows are sampled differently
         steps.serve([_KINDS[1], _KINDS[2]])
+    for num_reqs in wide_batches(config.scheduler, steps.num_drafts):
+        for params in _WIDE:
+            steps.serve_wide([params] * num_reqs)
+
+
+def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:
+    """Numbers of requests, ascending. With n of them `serve_wide` has n logits rows, and then
+    (n - 1) (K + 1) + 1 if there are drafts: so every bucket of rows is met that a step can have."""
+    width, found, below = num_drafts + 1, set(), 1
+    most = min(scheduler.max_num_seqs, (scheduler.max_num_batched_tokens - 1) // width)
+    for bucket in (*BUCKETS[1:], 2 * BUCKETS[-1]):
+        if most > below:
+            found.add(min(bucket, most))
+        elif most > 1 and num_drafts and (most - 1) * width + 1 > below:
+            found.add(min((bucket - 1) // width + 1, most))
+        below = bucket
+    return sorted(found)
 
 
 class _Steps:
     def __init__(self, runner: SteppedRunner) -> None:
         self._runner = runner
-        self._num_drafts: int = runner.facts.needs.num_speculative_tokens
+        self.num_drafts: int = runner.facts.needs.num_speculative_tokens
         self._step_id = -(1 << 40)  # no step of a scheduler has a negative id
 
     def _length(self) -> int:
         lookahead: int = self._runner.facts.needs.num_lookahead_tokens
-        return _PROMPT_LEN + 3 * (self._num_drafts + 1) + lookahead
+        return _PROMPT_LEN + 3 * (self.num_drafts + 1) + lookahead
 
     def fit(self) -> bool:
         """Whether such requests fit into the context and the KV cache."""
@@ -66,36 +88,53 @@ class _Steps:
 
     def serve(self, kinds: list[SamplingParams]) -> None:
         """One request for each of `kinds`, all in one batch, through their first three steps."""
-        runner, drafts = self._runner, self._num_drafts
-        slots = range(len(kinds))
-        self._run(list(self._prefills(len(kinds))), self._new_requests(kinds))
+        drafts, slots = self.num_drafts, range(len(kinds))
+        new = [self._new_request(slot, _PROMPT_LEN, params) for slot, params in enumerate(kinds)]
+        self._run([_prefill(request) for request in new], new)
         bound = _PROMPT_LEN
         self._run([ScheduledRow(slot, 1, 0, bound, False, 1) for slot in slots])
         if drafts:
-            runner.fill_drafts(len(kinds), drafts)
-            bound += 1
-            rows = [ScheduledRow(slot, drafts + 1, drafts, bound, False, 2) for slot in slots]
-            self._run(rows)
-        self._step_id -= 1
-        runner.execute(StepPlan(self._step_id, freed_slots=list(slots))).get()
+            self._run(self._verifying(slots, bound + 1))
+        self._run([], freed_slots=list(slots))
 
-    def _prefills(self, count: int) -> Iterator[ScheduledRow]:
-        for slot in range(count):
-            yield ScheduledRow(slot, _PROMPT_LEN, 0, 0, False, 0)
+    def serve_wide(self, kinds: list[SamplingParams]) -> None:
+        """As few tokens as so many rows can have in steps that are not uniform, whose tokens no
+        graph chooses: prefills and, with a drafter, one prefill among rows that verify."""
+        last = len(kinds) - 1
+        new = [self._new_request(slot, 1, params) for slot, params in enumerate(kinds[:last])]
+        new.append(self._new_request(last, 2, kinds[last]))
+        self._run([_prefill(request) for request in new], new)
+        if self.num_drafts:
+            again = self._new_request(last, self.num_drafts + 2, kinds[last])
+            rows = self._verifying(range(last), 1)
+            self._run([*rows, _prefill(again)], [again], freed_slots=[last])
+        self._run([], freed_slots=list(range(len(kinds))))
 
-    def _new_requests(self, kinds: list[SamplingParams]) -> list[NewRequest]:
+    def _verifying(self, slots: range, bound: int) -> list[ScheduledRow]:
+        """Rows with K drafts each, at most `bound` tokens before them."""
+        drafts = self.num_drafts
+        self._runner.fill_drafts(len(slots), drafts)
+        return [ScheduledRow(slot, drafts + 1, drafts, bound, False, 1) for slot in slots]
+
+    def _new_request(self, slot: int, prompt_len: int, params: SamplingParams) -> NewRequest:
         """All use the same blocks: what they compute is of no interest."""
         length = self._length()
         blocks = [
             list(range(1, 1 - (-length // group.block_size)))
             for group in self._runner.facts.kv_groups
         ]
-        return [
-            NewRequest(slot, [0] * _PROMPT_LEN, _PROMPT_LEN, 0, blocks, params)
-            for slot, params in enumerate(kinds)
-        ]
+        return NewRequest(slot, [0] * prompt_len, prompt_len, 0, blocks, params)
 
-    def _run(self, rows: list[ScheduledRow], new_requests: list[NewRequest] | None = None) -> None:
+    def _run(
+        self,
+        rows: list[ScheduledRow],
+        new_requests: Sequence[NewRequest] = (),
+        freed_slots: Sequence[int] = (),
+    ) -> None:
         self._step_id -= 1
-        plan = StepPlan(self._step_id, new_requests=new_requests or [], rows=rows)
+        plan = StepPlan(self._step_id, list(freed_slots), list(new_requests), rows=rows)
         self._runner.execute(plan).get()
+
+
+def _prefill(request: NewRequest) -> ScheduledRow:
+    return ScheduledRow(request.slot, request.prompt_len, 0, 0, False, 0)

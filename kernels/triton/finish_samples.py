@@ -10,7 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(
+    do_not_specialize=["num_reqs"],
+    do_not_specialize_on_alignment=["cu_num_logits", "idx_mapping", "seq_lens", "prefill_len"],
+)
 def _finish_kernel(
     emitted,  # [N, K + 1] int64, in place
     num_accepted,  # [N] int64

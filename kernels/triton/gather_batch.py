@@ -14,7 +14,15 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens_padded", "num_logits_padded"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens_padded", "num_logits_padded", "max_reqs"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc",
+        "cu_num_logits",
+        "prefill_len",
+        "num_computed_tokens",
+    ],
+)
 def _prepare_inputs_kernel(
     idx_mapping,
     query_start_loc,
@@ -193,7 +201,10 @@ def gather_block_tables(
         )
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens_padded"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens_padded"],
+    do_not_specialize_on_alignment=["query_start_loc", "out"],
+)
 def _slot_mapping_kernel(
     table,  # [>= N, width] int32, rows are batch rows
     query_start_loc,
@@ -252,7 +263,16 @@ def compute_slot_mappings(
         )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["vocab_size"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc",
+        "num_sampled",
+        "num_rejected",
+        "total_len",
+        "num_computed_tokens",
+    ],
+)
 def _post_update_kernel(
     idx_mapping,
     query_start_loc,
@@ -305,7 +325,7 @@ def post_update(
     num_reqs, columns = sampled_token_ids.shape
     if num_reqs == 0:
         return
-    counts = requests.total_len if output_bin_counts is None else output_bin_counts
+    counts = requests.all_token_ids if output_bin_counts is None else output_bin_counts
     _post_update_kernel[(num_reqs,)](
         idx_mapping,
         query_start_loc,

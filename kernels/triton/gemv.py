@@ -41,7 +41,10 @@ def gated(gate, up, ACTIVATION: tl.constexpr):
     return activated * up
 
 
-@triton.jit(do_not_specialize=["salt"])
+@triton.jit(
+    do_not_specialize=["salt"],
+    do_not_specialize_on_alignment=["positions"],
+)
 def _gemv_kernel(
     weight,  # [N, K], contiguous; [2 N, K] if gated: gate rows, then up rows
     x,  # [K]

@@ -104,7 +104,10 @@ def _finish_kernel(
     tl.store(row_largest + row, top)
 
 
-@triton.jit(do_not_specialize=["salt"])
+@triton.jit(
+    do_not_specialize=["salt"],
+    do_not_specialize_on_alignment=["positions"],
+)
 def _best_of_block_kernel(
     logits,  # [L, V], any float
     seeds,  # [L] int64

@@ -11,7 +11,16 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["counts_stride"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc",
+        "num_sampled",
+        "num_rejected",
+        "total_len",
+        "num_computed_tokens",
+    ],
+)
 def _commit_kernel(
     idx_mapping,
     query_start_loc,

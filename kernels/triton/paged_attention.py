@@ -29,7 +29,10 @@ def _find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
     return low - 1
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start_loc"],
+)
 def _attention_kernel(
     query,  # [T, Hq, D]
     key_cache,  # [num_blocks, PAGE, Hkv, D]
@@ -187,7 +190,10 @@ def _attention_kernel(
         tl.store(lse + flat, top + tl.log2(total), mask=valid)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start_loc"],
+)
 def _reduce_kernel(
     partial,  # [SPLITS, T, Hq, DIM_V] fp32
     lse,  # [SPLITS, T, Hq] fp32

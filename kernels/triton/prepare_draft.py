@@ -13,7 +13,10 @@ from torch import Tensor
 _BLOCK = 1024
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "num_reqs_padded", "num_tokens_padded"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "num_reqs_padded", "num_tokens_padded"],
+    do_not_specialize_on_alignment=["query_start_loc", "num_sampled", "num_rejected"],
+)
 def _shift_draft_ids_kernel(
     input_ids,
     query_start_loc,
@@ -130,7 +133,10 @@ def advance_draft_decode(
     )
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["out"],
+)
 def _draft_slots_kernel(
     table,  # [>= N*, width] int32, rows are batch rows
     seq_lens,

@@ -78,7 +78,10 @@ def best_of(score, first_token):
     return value, first_token + index
 
 
-@triton.jit(do_not_specialize=["salts"])
+@triton.jit(
+    do_not_specialize=["salts"],
+    do_not_specialize_on_alignment=["positions"],
+)
 def _gumbel_kernel(
     logits,  # [L, V]
     seeds,  # [L] int64

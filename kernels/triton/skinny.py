@@ -59,7 +59,10 @@ def _tile(
     return tile
 
 
-@triton.jit(do_not_specialize=["salt", "num_rows"])
+@triton.jit(
+    do_not_specialize=["salt", "num_rows"],
+    do_not_specialize_on_alignment=["positions"],
+)
 def _skinny_kernel(
     w_source,  # descriptor of, or pointer to, the weights [N, K]; gated: [2 N, K]
     x_source,  # descriptor of, or pointer to, x [M, K]

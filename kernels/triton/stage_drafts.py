@@ -14,7 +14,16 @@ _BLOCK = 256
 _LOGITS_BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens"])
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "max_reqs"],
+    do_not_specialize_on_alignment=[
+        "query_start_loc",
+        "num_sampled",
+        "num_rejected",
+        "temperatures",
+        "seeds",
+    ],
+)
 def _stage_kernel(
     input_ids,
     positions,

@@ -9,7 +9,9 @@ import triton.language as tl
 from torch import Tensor
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["slot_mapping"],
+)
 def _store_kv_kernel(
     key,  # [T, H, D]
     value,  # [T, H, D]

@@ -39,7 +39,10 @@ def _log_sum(tops, sums, num_blocks, BLOCKS: tl.constexpr):
     return safe + tl.log(tl.sum(part * tl.exp(top - safe), axis=0))
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=["slots", "local_pos"],
+)
 def _stats_kernel(
     logits,  # [L, V]
     draft_logits,  # [R, K, Vd]
@@ -78,7 +81,16 @@ def _stats_kernel(
         tl.store(at + 3 * size, total)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        "draft_ids",
+        "slots",
+        "local_pos",
+        "cu_num_logits",
+        "positions",
+    ],
+)
 def _accept_kernel(
     logits,  # [L, V]
     draft_logits,  # [R, K, Vd]
@@ -142,7 +154,16 @@ def _accept_kernel(
     tl.store(num_accepted + request, accepted)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(
+    do_not_specialize=["num_rows"],
+    do_not_specialize_on_alignment=[
+        "draft_ids",
+        "slots",
+        "local_pos",
+        "cu_num_logits",
+        "positions",
+    ],
+)
 def _draw_kernel(
     logits,  # [L, V]
     draft_logits,  # [R, K, Vd]
@@ -203,7 +224,9 @@ def _draw_kernel(
     tl.store(best_token + plain, index)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["draft_ids", "cu_num_logits"],
+)
 def _emit_kernel(
     draft_ids,  # [L] int64
     cu_num_logits,  # [N + 1] int32
@@ -234,7 +257,9 @@ def _emit_kernel(
     )
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=["draft_ids", "cu_num_logits", "positions"],
+)
 def _emit_drawn_kernel(
     drawn,  # [L] int64
     draft_ids,  # [L] int64
@@ -315,9 +340,12 @@ def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     q = logits[None] if rows.draft_logits is None else rows.draft_logits
     assert q.stride(2) == 1
     has_q = rows.draft_logits is not None
+    # Without q, its sizes would be those of the step, and make kinds of kernels of their own.
+    q_sizes = (*q.stride()[:2], *q.shape[1:]) if has_q else (0, 0, 0, 0)
+    slot_stride, draft_stride, num_drafts, draft_vocab_size = q_sizes
     sizes = (
-        logits.stride(0), q.stride(0), q.stride(1), num_rows, q.shape[1],
-        vocab_size, q.shape[2], num_blocks,
+        logits.stride(0), slot_stride, draft_stride, num_rows, num_drafts,
+        vocab_size, draft_vocab_size, num_blocks,
     )  # fmt: skip
     by_row = (rows.draft_ids.contiguous(), rows.slots.contiguous(), rows.local_pos.contiguous())
     keys = (rows.seeds.contiguous(), rows.positions.contiguous(), rows.greedy.contiguous())

@@ -1,4 +1,7 @@
-"""Compiles two kinds of a small kernel, from three launches; run by `test_compile_ahead.py`."""
+"""Compiles two kinds of a small kernel, from three launches; run by `test_compile_ahead.py`.
+
+With `forks` it then runs three jobs of which two fail.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,16 @@ from triton.runtime import driver
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
 from slipstream.kernels.compile_log import watch_compilations
 from slipstream.kernels.device import Card, pretend_card
+
+
+def outcomes() -> list[str]:
+    """What became of a job that exits, of one that is fine, and of one that raises."""
+    executor = ForkingExecutor(2)
+    jobs = [executor.submit(sys.exit, 3), executor.submit(int), executor.submit(int, "x")]
+    executor.shutdown()
+    assert executor._running == {}
+    return [type(job.exception()).__name__ for job in jobs] + [str(jobs[1].result())]
+
 
 if __name__ == "__main__":
     log = watch_compilations()
@@ -30,4 +43,5 @@ if __name__ == "__main__":
     compiled = len(log.compiled) or sum(
         kernel.future.result() is True for kernel in kernels.values()
     )
-    print(json.dumps({"kinds": len(kernels), "failed": failed, "compiled": compiled}))
+    found = {"kinds": len(kernels), "failed": failed, "compiled": compiled}
+    print(json.dumps(found | ({"jobs": outcomes()} if sys.argv[1] == "forks" else {})))

@@ -7,7 +7,9 @@ MODEL [DRAFTER]`.
 
 from __future__ import annotations
 
+import inspect
 import json
+import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
@@ -24,7 +26,7 @@ from slipstream.runner.messages import SamplingParams
 from slipstream.runner.plan import NewRequest, ScheduledRow, StepPlan
 
 H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
-PROMPTS = ([1], [2], [3, 1], [7], [16], [33, 1, 1], [100], [17, 40, 5], [250], [65] * 3, [129, 1])
+PROMPTS = ([1], [2], [3, 1], [16], [33, 1, 1], [90], [17, 40, 5], [65] * 3)
 KINDS = (
     SamplingParams(seed=0, max_tokens=8, temperature=0.0),
     SamplingParams(seed=1, max_tokens=8, has_own_seed=True),
@@ -33,9 +35,18 @@ KINDS = (
 
 
 class Counting(Executor):
-    """Says that everything was compiled."""
+    """Says that everything was compiled, and keeps what each kernel was to be compiled for."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        source = inspect.getclosurevars(fn).nonlocals["src"]
+        names = source.fn.arg_names
+        by_16 = [names[at[0]] for at, value in source.attrs.items() if value]
+        constants = {names[at[0]]: value for at, value in source.constants.items()}
+        types = [kind for kind in source.signature.values() if kind != "constexpr"]
+        self.kinds.append(f"{source.name}({constants}, by 16: {by_16}, {types})")
         future: Future[Any] = Future()
         future.set_result(True)
         return future
@@ -59,34 +70,39 @@ def serve(runner: Any, prompts: list[int], params: SamplingParams, step_id: int)
     runner.execute(StepPlan(step_id + 4, freed_slots=list(range(len(prompts))))).get()
 
 
+def many(num_reqs: int, chance: random.Random) -> list[list[int]]:
+    """Prompts that end together, of which each row then verifies drafts; by buckets, at random."""
+    counts = [2, 17, 33, num_reqs, chance.randint(1, num_reqs), chance.randint(1, num_reqs)]
+    return [[chance.randint(1, 4) for _ in range(count)] for count in counts]
+
+
 def main(model: str, drafter: str | None) -> None:
     """One line of JSON: kinds of launches of the start, and kernels that came after it."""
     speculative = SpeculativeConfig()
+    scheduler = SchedulerConfig(max_num_seqs=39, max_num_batched_tokens=200)
     if drafter is not None:
+        scheduler = SchedulerConfig(max_num_seqs=44, max_num_batched_tokens=200)
         speculative = SpeculativeConfig(
             method="eagle3", model=drafter, num_speculative_tokens=3, load_format="dummy"
         )
     config = Config(
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
-        scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512),
+        scheduler=scheduler,
         speculative=speculative,
     )
     pretend_card(H100)
     driver.set_active(without_driver(H100))
-    with compiling_only(Counting()) as kernels:
-        runner = dry_start.dry_start(config)
-        started = set(kernels)
+    counting = Counting()
+    with compiling_only(counting):
+        dry_start.dry_start(dry_start.any_limits(config))
+        started = len(counting.kinds)
+        runner = dry_start.dry_start(config)  # now with this server's own limits
+        batches = [*PROMPTS, *(many(scheduler.max_num_seqs, random.Random(7)) * 2)]
         with torch.inference_mode():
-            for index, prompts in enumerate(PROMPTS):
-                for kind, params in enumerate(KINDS):
-                    serve(runner, prompts, params, 1 + 100 * index + 10 * kind)
-        later = [name(key) for key in kernels if key not in started]
-    print(json.dumps({"started": len(started), "later": later}))
-
-
-def name(key: Any) -> str:
-    """Of the kernel, where the key has it."""
-    return str(key)[:400]
+            for index, prompts in enumerate(batches):
+                assert sum(prompts) <= scheduler.max_num_batched_tokens
+                serve(runner, prompts, KINDS[index % len(KINDS)], 1 + 10 * index)
+    print(json.dumps({"started": started, "later": counting.kinds[started:]}))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,11 @@ import pytest
 import torch
 from tiny_target import TinySetup, make_runner, tiny_llama
 
-from slipstream.configs.schema import Config
+from slipstream.configs.schema import Config, SchedulerConfig
+from slipstream.kernels.linear_choice import bucket_of
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.plan import NewRequest, ScheduledRow, StepPlan
-from slipstream.runner.warm_up import warm_up_steps
+from slipstream.runner.warm_up import warm_up_steps, wide_batches
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,8 @@ def test_a_request_after_the_first_steps_gets_the_text_that_it_gets_without(
                 return execute(plan)
 
             runner.execute = count  # type: ignore[method-assign]
-            warm_up_steps(runner, Config(), with_rare=True)
+            limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=48)
+            warm_up_steps(runner, Config(scheduler=limits), with_rare=True)
             assert steps >= 20
             assert all(bool(kv.isfinite().all()) for kv in runner._target.cache.kv_caches.values())
             counts = torch.tensor([runner.table.sampling._features[slot] for slot in range(2)])
@@ -66,3 +68,17 @@ def test_steps_that_do_not_fit_are_left_out(model: Any) -> None:
     runner.execute = None  # type: ignore[method-assign, assignment]
     warm_up_steps(runner, Config())
     runner.shutdown()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 3, 8, 16])
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 16, 40, 64, 500])
+def test_first_steps_meet_every_bucket_of_rows_that_requests_can_make(
+    max_num_seqs: int, num_drafts: int
+) -> None:
+    width = num_drafts + 1
+    limits = SchedulerConfig(max_num_seqs, max_num_batched_tokens=max_num_seqs * width + 1)
+    sizes = wide_batches(limits, num_drafts)
+    assert all(1 < size <= max_num_seqs for size in sizes) and len(sizes) <= 7
+    rows = [1, *sizes, *(((size - 1) * width + 1) for size in sizes if num_drafts)]
+    possible = range(1, (max_num_seqs - 1) * width + 2)  # one of them ends its prompt
+    assert {bucket_of(n) for n in rows} == {bucket_of(n) for n in possible}
