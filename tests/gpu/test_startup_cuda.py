@@ -14,7 +14,7 @@ from slipstream.configs.schema import Config, ModelConfig, SchedulerConfig, Spec
 from slipstream.kernels.compile_log import watch_compilations
 from slipstream.runner.engine import Engine, build_engine
 from slipstream.runner.messages import AddRequest, SamplingParams
-from slipstream.runner.start_ahead import is_wanted
+from slipstream.runner.start_ahead import OFF, is_wanted
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
 from test_compile_ahead import DRAFTER, TARGET  # noqa: E402
@@ -54,6 +54,7 @@ def engine(
         speculative=speculative,
     )
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(OFF, "1")
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
         assert is_wanted(config)
         engine = build_engine(config, lambda _: None)
@@ -69,7 +70,7 @@ def test_what_a_start_launches_was_compiled_ahead(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize(
-    "lengths", [[1], [7], [16], [100], [300], [33, 1, 64], [129] * 3, [5] * 20]
+    "lengths", [[1], [7], [16], [100], [300], [33, 1, 64], [129] * 3, [5] * 8, [5] * 20, [7] * 32]
 )
 def test_no_request_makes_a_kernel_compile(engine: Engine, lengths: list[int]) -> None:
     log = watch_compilations()
