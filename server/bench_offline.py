@@ -32,7 +32,7 @@ from ..runner.process import WorkerOrders, WorkerProcess, describe_exit
 from .engine_client import WorkerFailed
 
 # Bytes a second that a kernel which only reads reaches (docs/measurements.md), by the card's name.
-PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12}
+PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12, "NVIDIA H200": 4.235e12}
 _GRACE_SECONDS = 5.0
 
 

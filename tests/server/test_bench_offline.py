@@ -157,4 +157,5 @@ def test_wrong_arguments_are_one_sentence(
 
 def test_the_bandwidth_of_a_card_is_known_or_not_claimed() -> None:
     assert peak_bandwidth("NVIDIA H100 80GB HBM3") == 3.08e12
+    assert peak_bandwidth("NVIDIA H200") == 4.235e12
     assert peak_bandwidth("something else") is None
