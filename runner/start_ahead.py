@@ -6,6 +6,7 @@ start that was gone through before finds all in Triton's cache, and needs no suc
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -34,6 +35,14 @@ MAX_WAIT_SECONDS = 90.0
 _MIN_CORES = 4  # with fewer the two processes only take time from each other
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _SOURCES = ("kernels", "runner", "speculators")
+# Of a model's config.json: what no kernel depends on.
+_NO_SHAPES = (
+    "_name_or_path",
+    "transformers_version",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+)
 
 
 class DryReport(msgspec.Struct):
@@ -170,20 +179,50 @@ def is_wanted(config: Config) -> bool:
 
 
 def start_key(config: Config) -> str:
-    """Names what a start launches: the configuration, our sources, the versions of others'."""
-    parts = (config.model, config.cache, config.scheduler, config.speculative, config.graph)
+    """Names what a start launches: shapes of the models, our sources, the versions of others'.
+
+    Limits of memory and of batches, seeds and names are not in it: the dry start assumes limits of
+    its own. Where that is wrong, a kernel is compiled at its first launch.
+    """
+    model, drafts, graph = config.model, config.speculative, config.graph
+    parts = (
+        _shapes_of(model.model, model.revision),
+        (model.dtype, model.max_model_len, model.hf_overrides, config.cache.block_size),
+        None if drafts.method == "off" else _without(drafts, "model", "watchdog", "load_format"),
+        None if drafts.model is None else _shapes_of(drafts.model),
+        _without(graph, "cudagraph_capture_sizes", "debug_compare_eager"),
+        os.environ.get("SLIPSTREAM_PDL", ""),
+    )
     digest = hashlib.sha256(msgspec.json.encode(parts))
     for name in ("torch", "triton"):
         try:
             digest.update(importlib.metadata.version(name).encode())
         except importlib.metadata.PackageNotFoundError:
             pass
-    digest.update(os.environ.get("SLIPSTREAM_PDL", "").encode())
     folder = Path(__file__).parent.parent
     for source in _SOURCES:
         for path in sorted((folder / source).rglob("*.py")):
             digest.update(path.read_bytes())
     return f"slipstream-{digest.hexdigest()[:16]}"
+
+
+def _without(section: Any, *names: str) -> dict[str, Any]:
+    """Fields of a section, but these."""
+    return {
+        field.name: getattr(section, field.name)
+        for field in dataclasses.fields(section)
+        if field.name not in names
+    }
+
+
+def _shapes_of(model: str, revision: str | None = None) -> Any:
+    """What a model's folder says of its shapes; elsewhere its name stands for them."""
+    try:
+        found = json.loads((Path(model).expanduser() / "config.json").read_bytes())
+        kept = {key: value for key, value in found.items() if key not in _NO_SHAPES}
+        return json.dumps(kept, sort_keys=True)
+    except (OSError, ValueError, AttributeError):
+        return model, revision
 
 
 def triton_cache() -> Path:
