@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from slipstream.runner.messages import AddRequest, RequestOutput
@@ -85,9 +87,10 @@ async def test_a_failed_reply_ends_the_measurement() -> None:
     ],
 )
 def test_wrong_flags_are_one_sentence(
-    flags: list[str], what: str, capsys: pytest.CaptureFixture[str]
+    flags: list[str], what: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["bench", "acceptance", "head", *flags]) == 2
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["bench", "acceptance", str(tmp_path), *flags]) == 2
     error = capsys.readouterr().err
     assert error.startswith("slipstream bench: error: ") and what in error
     assert error.count("\n") == 1
