@@ -1,6 +1,6 @@
-"""Compiles two kinds of a small kernel, from three launches; run by `test_compile_ahead.py`.
+"""Compiles few kernels in forks, finds them again, and runs jobs that fail.
 
-With `forks` it then runs three jobs of which two fail.
+Run by `test_compile_ahead.py` in a process of its own, with an empty cache.
 """
 
 from __future__ import annotations
@@ -27,21 +27,29 @@ def outcomes() -> list[str]:
     return [type(job.exception()).__name__ for job in jobs] + [str(jobs[1].result())]
 
 
-if __name__ == "__main__":
+def compile_few(executor: Executor) -> dict[str, int]:
+    """Three launches of two kinds: how many rows there are makes no kind of its own."""
     log = watch_compilations()
-    card = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
-    pretend_card(card)
-    driver.set_active(without_driver(card))
+    before = len(log.compiled)
     norm = importlib.import_module("slipstream.kernels.triton.norm_rope")
-    executor: Executor = ForkingExecutor(2) if sys.argv[1] == "forks" else ThreadPoolExecutor(2)
     with compiling_only(executor) as kernels:
         for rows, size in ((64, 128), (19, 128), (64, 256)):
             x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
             norm.rms_norm(x, x[0], 1e-5)
+    norm._rms_norm_kernel.device_caches.clear()  # what is found again is on disk
     failed = sum(kernel.future.exception() is not None for kernel in kernels.values())
     # What a fork found out is its own; its result says whether it had to compile.
-    compiled = len(log.compiled) or sum(
+    compiled = len(log.compiled) - before or sum(
         kernel.future.result() is True for kernel in kernels.values()
     )
-    found = {"kinds": len(kernels), "failed": failed, "compiled": compiled}
-    print(json.dumps(found | ({"jobs": outcomes()} if sys.argv[1] == "forks" else {})))
+    return {"kinds": len(kernels), "failed": failed, "compiled": compiled}
+
+
+if __name__ == "__main__":
+    card = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
+    pretend_card(card)
+    driver.set_active(without_driver(card))
+    forks = compile_few(ForkingExecutor(2))
+    again = compile_few(ForkingExecutor(2))
+    found = {"jobs": outcomes(), "forks": forks, "again": again}
+    print(json.dumps(found | {"threads": compile_few(ThreadPoolExecutor(2))}))

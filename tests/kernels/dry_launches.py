@@ -80,7 +80,7 @@ def serve(runner: Any, prompts: list[int], params: SamplingParams, step_id: int)
 
 def many(num_reqs: int, chance: random.Random) -> list[list[int]]:
     """Prompts that end together, of which each row then verifies drafts; by buckets, at random."""
-    counts = [2, 17, 33, num_reqs, chance.randint(1, num_reqs), chance.randint(1, num_reqs)]
+    counts = [2, 17, num_reqs, chance.randint(1, num_reqs), chance.randint(1, num_reqs)]
     return [[chance.randint(1, 4) for _ in range(count)] for count in counts]
 
 
@@ -97,18 +97,21 @@ def launches(model: str, drafter: str | None) -> dict[str, Any]:
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
         scheduler=scheduler,
         speculative=speculative,
-        graph=GraphConfig(linear_backend="triton"),  # other kernels in every bucket of rows
+        # Other kernels in every bucket of rows, and sizes that are no powers of two.
+        graph=GraphConfig(linear_backend="triton", cudagraph_capture_sizes=(1, 3, 24, 40, 120)),
     )
     counting = Counting()
     with compiling_only(counting):
         dry_start.dry_start(dry_start.any_limits(config))
         started = len(counting.kinds)
         runner = dry_start.dry_start(config)  # now with this server's own limits
-        batches = [*PROMPTS, *(many(scheduler.max_num_seqs, random.Random(7)) * 2)]
+        of_all_kinds = many(scheduler.max_num_seqs, random.Random(7))
+        batches = [(prompts, KINDS[index % 3]) for index, prompts in enumerate(PROMPTS)]
+        batches += [(prompts, params) for prompts in of_all_kinds for params in KINDS]
         with torch.inference_mode():
-            for index, prompts in enumerate(batches):
+            for index, (prompts, params) in enumerate(batches):
                 assert sum(prompts) <= scheduler.max_num_batched_tokens
-                serve(runner, prompts, KINDS[index % len(KINDS)], 1 + 10 * index)
+                serve(runner, prompts, params, 1 + 10 * index)
     for kernel in counting.kernels:
         kernel.device_caches.clear()  # the next start finds nothing
     return {"started": started, "later": counting.kinds[started:]}
