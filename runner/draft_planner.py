@@ -38,11 +38,14 @@ class DraftPlanner:
         trims: bool,
         clock: Callable[[], float] = time.perf_counter,
         learns: bool = True,
+        may_defer: bool = True,
     ) -> None:
         """`trims`: rows that were scheduled for a draft but have none take no time. `learns`: K is
-        chosen by what drafts bring and take; a fixed one needs no such knowledge."""
+        chosen by what drafts bring and take; a fixed one needs no such knowledge. Without
+        `may_defer` the drafter takes part in every step: other ranks' passes need it."""
         self.controller = controller
         self._max_deferred = max_deferred_tokens
+        self._defers = may_defer
         self._trims = trims
         self._clock = clock
         self._learns = learns
@@ -150,7 +153,7 @@ class DraftPlanner:
     def _may_defer(self, plan: StepPlan) -> bool:
         """Whether the drafter may leave this step for later: nothing is drafted after it, and what
         it brings is known now: one token a row."""
-        if plan.num_drafts:
+        if plan.num_drafts or not self._defers:
             return False
         if not self._max_deferred:
             return True
@@ -224,4 +227,7 @@ def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
     )
     trims = facts.device.startswith("cpu")
     learns = len(counts) > 1
-    return DraftPlanner(controller, seats, needs.max_deferred_tokens, trims, learns=learns)
+    alone = config.parallel.data_parallel_size == 1
+    return DraftPlanner(
+        controller, seats, needs.max_deferred_tokens, trims, learns=learns, may_defer=alone
+    )

@@ -106,6 +106,16 @@ def test_a_drafter_without_state_is_never_behind(script: Script) -> None:
     assert plan.defers_drafter and [r.num_behind for r in plan.rows] == [0, 0]
 
 
+@pytest.mark.parametrize("max_deferred", [0, 5])
+def test_where_other_ranks_wait_for_the_drafters_passes_none_is_deferred(
+    script: Script, max_deferred: int
+) -> None:
+    planner = DraftPlanner(script, 4, max_deferred, trims=False, may_defer=False)
+    plan = StepPlan(0, rows=[row(0)])
+    planner.complete(plan)
+    assert plan.num_drafts == 0 and not plan.defers_drafter and plan.rows[0].num_behind == 0
+
+
 def test_a_step_of_prompts_alone_leaves_older_drafts_to_be_verified(
     planner: DraftPlanner, script: Script
 ) -> None:

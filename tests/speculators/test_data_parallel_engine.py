@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +15,14 @@ from torch import Tensor
 
 from slipstream.configs.schema import Config, ModelConfig, ParallelConfig, SpeculativeConfig
 from slipstream.runner.data_parallel import DataParallelSync
+from slipstream.runner.draft_planner import plan_drafts
 from slipstream.runner.engine import build_engine
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.runner.plan import StepPlan
 from slipstream.runner.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
+from slipstream.speculators.controller import Choice
 
 from .all_drafters import Drafters
 from .recorded_graphs import GraphEngine, graph_engine
@@ -58,7 +63,10 @@ class MetSync(DataParallelSync):
 class Rank:
     """One engine, driven step by step; `passes` is what it ran, in order."""
 
-    def __init__(self, engine: GraphEngine, meeting: Meeting, rank: int) -> None:
+    def __init__(
+        self, engine: GraphEngine, meeting: Meeting, rank: int, counts: Sequence[int] = ()
+    ) -> None:
+        """`counts`: so many drafts after each step, over and over; none: as many as there are."""
         self.scheduler: Any = engine.engine._scheduler
         self.runner: Any = engine.engine._runner
         self.engine = engine.engine
@@ -66,10 +74,20 @@ class Rank:
         self.passes: list[tuple[object, ...]] = []
         self.tokens: dict[str, list[int]] = {}
         self.idle_steps = 0
+        config = Config(parallel=ParallelConfig(data_parallel_size=2))
+        config = replace(config, speculative=engine.speculator.config)
+        self.drafts: Any = plan_drafts(self.runner.facts, config) if counts else None
+        if counts:
+            steps = itertools.cycle(counts)
+            self.drafts.controller.choose = lambda slots: Choice(
+                next(steps) if slots else 0, "script"
+            )
 
     def launch(self) -> Any:
         self.plan = self.scheduler.schedule() or StepPlan(10_000 + self.idle_steps)
         self.idle_steps += not self.plan.rows
+        if self.drafts is not None and self.plan.rows:
+            self.scheduler.set_num_speculative_tokens(self.drafts.complete(self.plan))
         return self.runner.execute(self.plan)
 
     def land(self, handle: Any) -> None:
@@ -89,9 +107,20 @@ def add(rank: Rank, names: dict[str, int]) -> None:
     rank.engine.handle(list(asked))
 
 
-@pytest.mark.parametrize("method", ["eagle3", "draft_model", "gemma4_mtp"])
+@pytest.mark.parametrize(
+    ("method", "counts"),
+    [
+        ("eagle3", ()),
+        ("draft_model", ()),
+        ("gemma4_mtp", ()),
+        ("eagle3", ((K, 0, 0, 1), (0, 0, K, 0, 2))),  # each rank chooses for itself
+    ],
+)
 def test_trap_16_both_ranks_run_the_same_passes(
-    drafters: Drafters, method: str, monkeypatch: pytest.MonkeyPatch
+    drafters: Drafters,
+    method: str,
+    counts: Sequence[Sequence[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = drafters.pair(method)[0]
     alone = TinyEngine(target, SpeculativeConfig())
@@ -125,7 +154,7 @@ def test_trap_16_both_ranks_run_the_same_passes(
         both = []
         for rank in range(2):
             engine = stack.enter_context(graph_engine(target, drafters.speculative(method, K)))
-            both.append(Rank(engine, meeting, rank))
+            both.append(Rank(engine, meeting, rank, counts[rank] if counts else ()))
             ranks[id(both[-1].runner._target)] = ranks[id(engine.speculator)] = both[-1]
         add(both[0], {"0": 6, "1": 14})
         add(both[1], {"2": 3})
