@@ -142,7 +142,8 @@ class ChoiceGraphs:
     def serves(self, batch: InputBatch) -> bool:
         """Whether this batch, which a graph of the target gathered, has its tokens chosen here.
 
-        Every row must judge or emit (none ends a prompt of several tokens), and none ask for more.
+        Every row must judge or emit (none ends a prompt of several tokens, so none brings prompt
+        logprobs either), and none ask for more.
         """
         return self._graphs_for(batch) is not None
 

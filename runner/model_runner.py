@@ -259,7 +259,7 @@ class ModelRunner:
     def _is_chosen_by_graph(self, step: _Step, grammar_bitmask: np.ndarray | None) -> bool:
         batch, choices = step.batch, self._choices
         assert batch is not None
-        if choices is None or grammar_bitmask is not None or self._prompt_logprobs.wanted:
+        if choices is None or grammar_bitmask is not None:
             return False
         return self._target.gathers(batch.descriptor) and choices.serves(batch)
 

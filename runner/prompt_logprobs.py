@@ -51,11 +51,6 @@ class PromptLogprobs:
         self._chunk_rows = max(1, MAX_CHUNK_BYTES // (4 * vocab_size))
         self._wishes: dict[int, _Wish] = {}  # slot -> what it wants
 
-    @property
-    def wanted(self) -> bool:
-        """Whether any slot wants some."""
-        return bool(self._wishes)
-
     def update(self, plan: StepPlan) -> None:
         """Follow the slots that `plan` frees and fills."""
         for slot in plan.freed_slots:

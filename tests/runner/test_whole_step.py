@@ -220,7 +220,7 @@ def test_what_asks_for_more_than_tokens_chooses_without_a_graph(
         ({"min_p": 0.1, "temperature": 0.5}, 0, None),
         ({"top_p": 0.9, "temperature": 0.5}, 2, None),
         ({"logprobs": 0}, 0, None),
-        ({"prompt_logprobs": 0}, 0, None),
+        ({"prompt_logprobs": 0}, 0, "token choice"),  # its prompt is behind it
     ]
     for options, drafts, name in cases:
         started(runner, [0], **options)
