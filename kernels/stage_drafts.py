@@ -1,6 +1,8 @@
 """Begins and ends a proposal: the target's step into a drafter's buffers, drafts into the table.
 
-Both may stand in a graph: which rows are real is on the device (slot -1 = padded, behind the rest).
+A token row carries the target's hidden state of its position and the token after it; positions are
+not shifted. Rejected rows stay in the batch, as leaving them out would wait for the device. Both
+may stand in a graph: which rows are real is on the device (slot -1 = padded, behind the rest).
 """
 
 from __future__ import annotations
@@ -119,7 +121,7 @@ def stage_draft_rows_reference(
         (out.seq_lens, torch.where(live, of.seq_lens[:num_reqs] - num_rejected, 0), 0),
         (out.noise_positions, at + 1, 1),
         (out.temperature, torch.where(live, requests.temperature[slots], 0.0), 0),
-        (out.seed, requests.seed[slots], 0),
+        (out.seed, torch.where(live, requests.seed[slots], 0), 0),
         (out.allowed, torch.where(live & (num_sampled > 0), caps, 0), 0),
     )
     for column, value, padding in columns:

@@ -5,6 +5,8 @@ References get the same (rounded) inputs in fp32; `tests/kernels` has the exhaus
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels import activation, gather_batch, moe, norm_rope, prepare_draft, store_kv
-from slipstream.kernels.paged_attention import paged_attention, paged_attention_reference
-from slipstream.kernels.rotary_store_kv import rotary_store_kv, rotary_store_kv_reference
-from slipstream.runner.cuda_graphs import relative_error
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.kernels.test_stage_drafts import MAX_POSITION, a_step, drafter  # noqa: E402
+
+from slipstream.kernels import (  # noqa: E402
+    activation,
+    gather_batch,
+    moe,
+    norm_rope,
+    stage_drafts,
+    store_kv,
+)
+from slipstream.kernels.paged_attention import (  # noqa: E402
+    paged_attention,
+    paged_attention_reference,
+)
+from slipstream.kernels.rotary_store_kv import (  # noqa: E402
+    rotary_store_kv,
+    rotary_store_kv_reference,
+)
+from slipstream.runner.cuda_graphs import relative_error  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,
@@ -264,8 +283,8 @@ def test_batch_kernels() -> None:
     assert torch.equal(*slots)
 
 
-def test_post_update_and_draft_ids() -> None:
-    requests, batch, (num_reqs, num_tokens, _, reqs_padded, tokens_padded) = random_step()
+def test_post_update() -> None:
+    requests, batch, (num_reqs, *_) = random_step()
     num_sampled = torch.randint(0, DRAFTS + 2, (num_reqs,), dtype=torch.int32, device="cuda")
     sampled = torch.randint(0, 5, (num_reqs, DRAFTS + 1), device="cuda")
     sampled[torch.arange(DRAFTS + 1, device="cuda") >= num_sampled[:, None]] = -1
@@ -278,25 +297,27 @@ def test_post_update_and_draft_ids() -> None:
     equal(requests, expected)
     assert torch.equal(counts, expected_counts)
 
-    ids = torch.randint(0, 90, (MAX_TOKENS,), dtype=torch.int32, device="cuda")
-    results = []
-    for run in (prepare_draft.shift_draft_ids, prepare_draft.shift_draft_ids_reference):
-        outs = (
-            torch.full((MAX_TOKENS,), POISON, dtype=torch.int32, device="cuda"),
-            torch.full((MAX_REQS,), POISON, device="cuda"),
-        )
-        run(
-            ids,
-            batch.query_start_loc,
-            batch.idx_mapping,
-            num_sampled,
-            rejected,
-            requests.last_sampled_tokens,
-            requests.next_prefill_tokens,
-            *outs,
-            num_tokens,
-            reqs_padded,
-            tokens_padded,
-        )
-        results.append(outs)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+def on_gpu(of: SimpleNamespace) -> SimpleNamespace:
+    return SimpleNamespace(**{name: tensor.cuda() for name, tensor in vars(of).items()})
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("num_reqs", [1, 4, 6])
+def test_a_step_is_staged_for_a_drafter_and_its_drafts_are_stored(
+    num_reqs: int, padded: bool
+) -> None:
+    of, requests, lens = a_step(num_reqs, num_reqs)
+    found = []
+    for stage, store in (
+        (stage_drafts.stage_draft_rows, stage_drafts.store_draft_rows),
+        (stage_drafts.stage_draft_rows_reference, stage_drafts.store_draft_rows_reference),
+    ):
+        out, table = on_gpu(drafter()), torch.full((7, 3), POISON, device="cuda")
+        sizes = (6 if padded else num_reqs, sum(lens) + 2, MAX_POSITION)
+        stage(on_gpu(of), on_gpu(requests), out, *sizes)
+        out.draft_tokens = torch.arange(18, device="cuda").view(6, 3)
+        most = torch.tensor([3, 2, 1, 0, 9, 9], dtype=torch.int32, device="cuda")
+        store(out, most, table, 6, 2)
+        found.append([*vars(out).values(), table])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))

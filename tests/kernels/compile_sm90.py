@@ -120,20 +120,6 @@ def batch() -> None:
     flags = t(3, dtype=torch.bool)
     module("padded_step").commit_step(requests, step, sampled, three, three, flags, packed, counts)
     staging(requests, step, three)
-    module("prepare_draft").shift_draft_ids(
-        step.input_ids,
-        step.query_start_loc,
-        step.idx_mapping,
-        three,
-        three,
-        requests.last_sampled_tokens,
-        requests.next_prefill_tokens,
-        step.input_ids,
-        step.positions,
-        12,
-        4,
-        16,
-    )
     positions, lens = t(4, dtype=I64), t(4, dtype=I32)
     for writes in (None, t(4, dtype=I64)):
         module("prepare_draft").advance_draft_decode(positions, lens, 64, writes)

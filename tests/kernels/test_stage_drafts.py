@@ -109,6 +109,23 @@ def test_a_step_in_the_buffers(num_reqs: int, padded: bool) -> None:
     assert out.query_start_loc.tolist() == starts and out.step.tolist() == [0]
 
 
+def test_the_worked_example_of_one_accepted_draft_beside_a_chunk_of_a_prompt() -> None:
+    # Row 0 verifies three drafts from position 7 and accepts one; row 1 is a chunk at 0..2.
+    of, requests, _ = a_step(0, 2)
+    of.input_ids = torch.tensor([7, 8, 9, 10, 40, 41, 42, 99, 99], dtype=torch.int32)
+    of.positions = torch.tensor([7, 8, 9, 10, 0, 1, 2, 0, 0])
+    of.query_start_loc = torch.tensor([0, 4, 7, 7], dtype=torch.int32)
+    of.idx_mapping = torch.tensor([2, 0, -1], dtype=torch.int32)
+    of.seq_lens = torch.tensor([11, 3, 0], dtype=torch.int32)
+    of.num_sampled, of.num_rejected = torch.tensor([[2, 0, POISON], [2, 0, POISON]]).int()
+    requests.last_sampled_tokens[2], requests.next_prefill_tokens[0] = 50, 43
+    out = drafter()
+    stage_drafts.stage_draft_rows(of, requests, out, 3, 9, MAX_POSITION)
+    assert out.input_ids[:9].tolist() == [8, 50, 0, 0, 41, 42, 43, 0, 0]
+    assert out.last_token_indices[:3].tolist() == [1, 6, 0]
+    assert out.decode_positions[:3].tolist() == [8, 2, 0] and out.seq_lens[:3].tolist() == [9, 3, 0]
+
+
 @pytest.mark.parametrize("made", [1, 2, K])
 def test_drafts_and_their_distributions_go_to_their_slots(made: int) -> None:
     torch.manual_seed(made)

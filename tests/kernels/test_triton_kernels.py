@@ -258,39 +258,6 @@ def test_post_update(seed: int) -> None:
             assert expected_counts is not None and torch.equal(counts, expected_counts)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_shift_draft_ids(seed: int) -> None:
-    from slipstream.kernels.triton import prepare_draft as kernels
-
-    torch.manual_seed(seed)
-    requests, batch, (num_reqs, num_tokens, _, reqs_padded, tokens_padded) = random_step()
-    lens = batch.query_start_loc[1 : num_reqs + 1] - batch.query_start_loc[:num_reqs]
-    rejected = torch.minimum(torch.randint(0, 3, (num_reqs,)), lens - 1).int()
-    num_sampled = torch.randint(0, 2, (num_reqs,), dtype=torch.int32)
-    ids = torch.randint(0, 90, (MAX_TOKENS,), dtype=torch.int32)
-    results = []
-    for run in (kernels.shift_draft_ids, prepare_draft.shift_draft_ids_reference):
-        out_ids = torch.full((MAX_TOKENS,), POISON, dtype=torch.int32)
-        out_last = torch.full((MAX_REQS,), POISON)
-        run(
-            ids,
-            batch.query_start_loc,
-            batch.idx_mapping,
-            num_sampled,
-            rejected,
-            requests.last_sampled_tokens,
-            requests.next_prefill_tokens,
-            out_ids,
-            out_last,
-            num_tokens,
-            reqs_padded,
-            tokens_padded,
-        )
-        results.append((out_ids, out_last))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_draft_decodes_advance_and_find_their_slots(seed: int) -> None:
     from slipstream.kernels.triton import prepare_draft as kernels
