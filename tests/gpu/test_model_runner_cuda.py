@@ -127,8 +127,52 @@ def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[
     assert [[result.token_ids for result in step] for step in found] == texts
 
 
+@pytest.mark.parametrize("speculator", [None, Echo()], ids=["plain", "drafts"])
+def test_results_are_kept_until_a_slow_copy_has_read_them(
+    model: Any, oracle: Oracle, speculator: BaseSpeculator | None
+) -> None:
+    """Steps run far ahead of the copies: only events keep the next replay off the results."""
+    drafts = 0 if speculator is None else 2
+    setup = TinySetup(
+        num_drafts=drafts, device=torch.device("cuda", 0), mode=CUDAGraphMode.FULL_DECODE_ONLY,
+        compare=False, whole=True,
+    )  # fmt: skip
+    runner = make_runner(model, setup, speculator=speculator)
+    runner.capture()
+    plan, prompts = StepPlan(0), {2: [1, 2, 3], 0: [9, 8, 7]}
+    for slot, prompt in prompts.items():
+        sampling = SamplingParams(seed=3, max_tokens=30, temperature=0.0)
+        blocks = [list(range(1 + 9 * slot, 9 + 9 * slot))]
+        plan.new_requests.append(NewRequest(slot, prompt, 3, 0, blocks, sampling))
+        plan.rows.append(ScheduledRow(slot, 3, 0, 0, False, 0))
+    plans = [plan]
+    for step in range(1, 8):
+        at = 3 + (step - 1) * (drafts + 1)
+        rows = [ScheduledRow(slot, drafts + 1, drafts, at, False, step) for slot in prompts]
+        plans.append(StepPlan(step, rows=rows))
+    handles = []
+    for each in plans:
+        with torch.cuda.stream(runner._copy_stream):
+            torch.cuda._sleep(20_000_000)
+        handles.append(runner.execute(each))
+    steps = [handle.get() for handle in handles]
+    runner.shutdown()
+    for row, prompt in enumerate(prompts.values()):
+        text = [token for results in steps for token in results[row].token_ids]
+        assert len(text) >= 8 and text == oracle.continuation(prompt, len(text))
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.9, "has_own_seed": True},
+    {"temperature": 1.2},  # its drafts are judged by the target's distribution
+    {"temperature": 0.0, "frequency_penalty": 0.9},
+    {"temperature": 0.0, "logprobs": 2},
+]
+
+
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_seeded_and_greedy_rows_of_whole_steps_equal_those_without_graphs(
+def test_rows_of_whole_steps_equal_those_without_graphs_whatever_their_options(
     model: Any, oracle: Oracle, num_drafts: int
 ) -> None:
     texts = []
@@ -148,12 +192,9 @@ def test_seeded_and_greedy_rows_of_whole_steps_equal_those_without_graphs(
         runner.capture()
         maker = PlanMaker(runner, None, rng, 2, num_drafts)
         jobs = [
-            maker.add(
-                rng.randint(1, 20), 20,
-                temperature=0.9 * (index % 2), seed=index, has_own_seed=True,
-            )
-            for index in range(8)
-        ]  # fmt: skip
+            maker.add(rng.randint(1, 20), 20, seed=index, **option)
+            for index, option in enumerate((*OPTIONS[:3], *OPTIONS, *OPTIONS[:3]))
+        ]
         maker.run()
         runner.shutdown()
         texts.append([job.tokens for job in jobs])
