@@ -130,7 +130,9 @@ class AttentionBuilder(ABC):
 
     supports: AttentionCGSupport  # verified by tests, see design 3.5
     # `build` for a uniform batch launches device work only and bakes nothing of a step but its
-    # bounds: a graph may hold it, and with it a whole step, or all draft decodes of one.
+    # bounds: a graph may hold it, and with it a whole step, or all draft decodes of one. What it
+    # writes is always in the same place: the drafter's graph of the step, whose state was made
+    # before its capture, reads what the target's graph has built.
     builds_on_device: bool = False
 
     @abstractmethod

@@ -10,13 +10,21 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.configs.graphs import BatchExecutionDescriptor
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.attention.base import CommonAttentionMetadata
 from slipstream.runner.graph_recorder import RecordedGraph
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from .all_drafters import Drafters
-from .recorded_graphs import GraphEngine, graph_engine
+from .recorded_graphs import (
+    GraphEngine,
+    TensorBackend,
+    TensorBuilder,
+    TensorMetadata,
+    graph_engine,
+)
 from .recorded_proposals import Proposals, recorded_proposals
 from .tiny_engine import prompts
 
@@ -229,3 +237,47 @@ def test_the_planned_number_of_drafts_is_kept_from_a_longer_graph(drafters: Draf
             engine.synchronize()
             made = [sum(draft >= 0 for draft in drafts) for drafts in seen[1:]]
             assert made and set(made) == {asked}
+
+
+class LazyMetadata(TensorMetadata):
+    """Plans when a layer first attends, once, as FlashMLA does."""
+
+    plan: Tensor | None = None
+
+    def attend(self, *args: Any) -> Tensor:
+        if self.plan is None:
+            self.plan = self.lens.clone()
+        return TensorMetadata(self.starts, self.plan, self.table, self.slots).attend(*args)
+
+
+class LazyBuilder(TensorBuilder):
+    def build(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
+    ) -> LazyMetadata:
+        found = super().build(common, desc)
+        return LazyMetadata(found.starts, found.lens, found.table, found.slots)
+
+
+class LazyBackend(TensorBackend):
+    def create_builder(self, *args: Any) -> LazyBuilder:
+        reqs, tokens, length = args[2:5]
+        return LazyBuilder(reqs, tokens, -(-length // args[1]))
+
+
+def test_trap_01_a_plan_made_at_first_use_is_in_every_graph_of_a_whole_step(
+    drafters: Drafters,
+) -> None:
+    """A state used before its capture has its plan already: replays would read an old one."""
+    target, config = drafters.pair("eagle3")[0], drafters.speculative("eagle3", 3, watchdog=False)
+    found = []
+    for graphs in (False, True):
+        with (
+            recorded_proposals() as seen,
+            graph_engine(target, config, graphs=graphs, backend=LazyBackend()) as engine,
+        ):
+            tokens = engine.run(ASKED, max_tokens=12).tokens
+        found.append((tokens, {tuple(known): drafts for known, drafts in seen}))
+    assert {"target", "draft prefill", "draft loop"} <= set(engine.replays)
+    (text, plain), (tokens, drafts) = found
+    assert tokens == text and len(plain) > 20
+    assert all(made == plain[known] for known, made in drafts.items())
