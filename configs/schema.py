@@ -211,7 +211,8 @@ class GraphConfig:
         True, "one graph for all draft decodes of a step, where attention allows"
     )
     cudagraph_whole_step: bool = option(
-        True, "decode steps gather their rows, choose tokens and commit them inside graphs, too"
+        True,
+        "decode steps gather rows, choose and commit tokens in graphs, too, where attention allows",
     )
     enforce_eager: bool = option(False, "no graphs at all")
     attention_backend: str = option(
