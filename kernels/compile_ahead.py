@@ -1,7 +1,8 @@
 """Compiles kernels ahead: while `compiling_only`, a launch submits its compilation, and no more.
 
 The compiled kernels land in Triton's cache on disk, where this and other processes find them. It
-knows no kernel. Meta tensors (see `device`) will do as arguments: only their kind is looked at.
+knows no kernel, and needs Triton 3.6 or later. Meta tensors (see `device`) will do as arguments:
+only their kind is looked at.
 """
 
 from __future__ import annotations
@@ -18,15 +19,6 @@ from .compile_log import watch_compilations
 from .device import Card
 
 _COMPILED, _FAILED, _CACHED = 0, 1, 2  # exit statuses
-
-
-def can_compile_ahead() -> bool:
-    """Whether this Triton (3.6 and later) can compile without a launch, in the background."""
-    try:
-        from triton import AsyncCompileMode  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class DryReport(msgspec.Struct):
 
 
 class CompileAhead:
-    """A dry start in a process of its own (see `dry_start`); None of its failures fails a start."""
+    """A dry start in a process of its own (see `dry_start`); none of its failures fails a start."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
