@@ -17,9 +17,9 @@ NEED_MODEL = {"draft_model", "eagle", "eagle3", "gemma4_mtp"}
 
 
 def read_speculative(label: str, value: Any) -> SpeculativeConfig:
-    """The section from JSON text, a mapping (YAML) or a method's name; ConfigError names key and
+    """The section from JSON text, a mapping (YAML) or a method's name.
 
-    value.
+    ConfigError names key and value.
     """
     if value is False or (isinstance(value, str) and value.strip().lower() in {"off", "none"}):
         return SpeculativeConfig()
