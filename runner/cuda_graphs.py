@@ -120,7 +120,8 @@ class CudaGraphManager:
         self._full: dict[BatchExecutionDescriptor, Graph] = {}
         self._pieces: dict[BatchExecutionDescriptor, BreakableGraph] = {}
         self._outputs: dict[BatchExecutionDescriptor, list[Tensor]] = {}
-        # A plan computed by a graph lives in its captured state: kept as long as the graph.
+        # A plan computed by a graph lives in its captured state: kept as long as the graph. (A
+        # graph that gathers builds its state inside, and plans anew at each replay.)
         self._states: dict[BatchExecutionDescriptor, AttentionStatePair] = {}
         self._dispatched: dict[
             tuple[int, int, int | None, CUDAGraphMode], BatchExecutionDescriptor

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.metadata
-import importlib.util
 import json
 import logging
 import os
@@ -174,8 +173,17 @@ def is_wanted(config: Config) -> bool:
         and any(os.path.exists(path) for path in _DRIVERS)
         and hasattr(os, "sched_getaffinity")
         and len(os.sched_getaffinity(0)) >= _MIN_CORES
-        and importlib.util.find_spec("triton") is not None
+        and _has_async_compilation()
     )
+
+
+def _has_async_compilation() -> bool:
+    """Whether this Triton is there and can compile without launching (3.6 and later)."""
+    try:
+        major, minor = importlib.metadata.version("triton").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return (int(major), int(minor)) >= (3, 6)
 
 
 def start_key(config: Config) -> str:
