@@ -1,22 +1,15 @@
-"""Finds a model's files: a local folder, a .gguf file, or a download from the hub.
-
-The server finds its tokenizer through it, too, so nothing here needs torch.
-"""
+"""Finds a model's files: a local folder, a .gguf file, or a download from the hub."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
+from ..configs.hub import HubError, download
 from ..configs.schema import ModelConfig, SpeculativeConfig
 from ..configs.speculative import METHODS
 from .errors import ModelLoadError
 
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-
-
-class HubError(ModelLoadError):
-    """The hub does not give what was asked for."""
 
 
 def find_model(config: ModelConfig) -> Path:
@@ -54,45 +47,10 @@ def _gguf_in(folder: Path) -> Path:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    path = download(name, revision, _HUB_FILES)
+    try:
+        path = download(name, revision, _HUB_FILES)
+    except HubError as error:
+        raise ModelLoadError(str(error)) from error
     if not (path / "config.json").exists():
         raise ModelLoadError(f"{name} on the hub has no config.json, so it cannot be served.")
     return path
-
-
-def download(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """The folder with a repository's files of these patterns, from the cache or from the hub.
-
-    HubError, one sentence, if it cannot be had.
-    """
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    where = repo if revision is None else f"{repo} at {revision}"
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))
-    except HFValidationError as error:
-        raise HubError(f"{repo!r} is neither a local folder nor a hub id (owner/name).") from error
-    except GatedRepoError as error:
-        raise HubError(
-            f"{repo} is gated: ask for access on the hub, and set HF_TOKEN to a token of yours."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise HubError(f"{repo} is neither a local folder nor a model on the hub.") from error
-    except RevisionNotFoundError as error:
-        raise HubError(f"{repo} has no revision {revision!r} on the hub.") from error
-    except LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
-        raise HubError(
-            f"{where} is neither a local folder nor in the download cache, and {why}."
-        ) from error
-    except (HfHubHTTPError, OSError) as error:
-        reason = str(error).partition("\n")[0].rstrip(".")
-        raise HubError(f"{where} could not be fetched from the hub: {reason}.") from error

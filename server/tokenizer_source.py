@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ..runner.hub import HubError, download
+from ..configs.hub import HubError, download
 from .gguf_metadata import GGUFError, read_gguf_metadata
 
 HUB_FILES = [

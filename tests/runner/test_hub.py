@@ -8,10 +8,11 @@ import httpx
 import pytest
 from huggingface_hub import errors
 
+from slipstream.configs.hub import download
 from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
 from slipstream.runner import startup
 from slipstream.runner.errors import ModelLoadError
-from slipstream.runner.hub import HubError, download, find_model
+from slipstream.runner.hub import find_model
 from slipstream.server.tokenizer_source import TokenizerLoadError, find_tokenizer_folder
 
 REPLY = httpx.Response(403, request=httpx.Request("GET", "https://hub.invalid"))
@@ -43,7 +44,7 @@ def test_every_refusal_of_the_hub_is_one_sentence(
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(HubError, match=words) as weights:
+    with pytest.raises(ModelLoadError, match=words) as weights:
         find_model(ModelConfig("owner/name", revision="v1"))
     with pytest.raises(TokenizerLoadError, match=words) as tokenizer:
         find_tokenizer_folder("owner/name", "v1")
