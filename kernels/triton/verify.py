@@ -19,6 +19,10 @@ _RECOVERY = tl.constexpr(streams.RECOVERY)
 _TARGET = tl.constexpr(streams.TARGET)
 
 
+# Small arrays whose place in a packed buffer depends on N: their alignment must not make kernels.
+_PER_ROW = ["draft_ids", "slots", "local_pos", "cu_num_logits", "positions"]
+
+
 @triton.jit
 def _exp_sum(x):
     """(max, sum of exp(x - max)) of a block; (-inf, 0) if all are -inf."""
@@ -83,13 +87,7 @@ def _stats_kernel(
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "draft_ids",
-        "slots",
-        "local_pos",
-        "cu_num_logits",
-        "positions",
-    ],
+    do_not_specialize_on_alignment=_PER_ROW,
 )
 def _accept_kernel(
     logits,  # [L, V]
@@ -156,13 +154,7 @@ def _accept_kernel(
 
 @triton.jit(
     do_not_specialize=["num_rows"],
-    do_not_specialize_on_alignment=[
-        "draft_ids",
-        "slots",
-        "local_pos",
-        "cu_num_logits",
-        "positions",
-    ],
+    do_not_specialize_on_alignment=_PER_ROW,
 )
 def _draw_kernel(
     logits,  # [L, V]

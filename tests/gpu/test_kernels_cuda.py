@@ -16,6 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.kernels.step_buffers import POISON, poisoned_buffers  # noqa: E402
 from tests.kernels.test_stage_drafts import MAX_POSITION, a_step, drafter  # noqa: E402
 
 from slipstream.kernels import (  # noqa: E402
@@ -202,7 +203,7 @@ def test_experts(tokens: int, experts: int, top_k: int, act: str, dtype: torch.d
     assert relative_error(got, expected) < tolerance
 
 
-SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS, POISON = 70, 4096, 3, 66, 9000, 77
+SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS = 70, 4096, 3, 66, 9000
 
 
 def random_step() -> tuple[SimpleNamespace, SimpleNamespace, tuple[int, ...]]:
@@ -229,19 +230,7 @@ def random_step() -> tuple[SimpleNamespace, SimpleNamespace, tuple[int, ...]]:
     for target, counts in ((batch.query_start_loc, lens), (batch.cu_num_logits, num_logits)):
         target[1 : num_reqs + 1] = counts.cumsum(0)
         target[num_reqs + 1 :] = counts.sum()
-    for name, size, dtype in [
-        ("seq_lens", MAX_REQS, torch.int32),
-        ("num_draft_tokens", MAX_REQS, torch.int32),
-        ("input_ids", MAX_TOKENS, torch.int32),
-        ("positions", MAX_TOKENS, torch.int64),
-        ("is_padding", MAX_TOKENS, torch.bool),
-        ("logits_indices", MAX_TOKENS, torch.int64),
-        ("expanded_idx_mapping", MAX_TOKENS, torch.int32),
-        ("expanded_local_pos", MAX_TOKENS, torch.int32),
-        ("draft_ids", MAX_TOKENS, torch.int64),
-        ("logits_positions", MAX_TOKENS, torch.int64),
-    ]:
-        setattr(batch, name, torch.full((size,), POISON).to(dtype))
+    vars(batch).update(poisoned_buffers(MAX_REQS, MAX_TOKENS))
     for space in (requests, batch):
         for name, value in vars(space).items():
             setattr(space, name, value.cuda())

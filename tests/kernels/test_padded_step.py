@@ -13,7 +13,9 @@ from torch import Tensor
 from slipstream.kernels import gather_batch, head_sample, padded_step
 from slipstream.kernels.finish_samples import finish_samples, finish_samples_reference
 
-SLOTS, MAX_LEN, DRAFTS, MAX_REQS, VOCAB, POISON = 7, 40, 3, 6, 50, 77
+from .step_buffers import POISON, poisoned_buffers
+
+SLOTS, MAX_LEN, DRAFTS, MAX_REQS, VOCAB = 7, 40, 3, 6, 50
 MAX_TOKENS = MAX_REQS * (DRAFTS + 1)
 
 
@@ -50,19 +52,7 @@ def step(seed: int, num_reqs: int, length: int) -> tuple[SimpleNamespace, Simple
     batch.idx_mapping[:num_reqs] = torch.randperm(SLOTS)[:num_reqs]
     starts = torch.arange(MAX_REQS + 1, dtype=torch.int32).clamp(max=num_reqs) * length
     batch.query_start_loc, batch.cu_num_logits = starts, starts.clone()
-    for name, size, dtype in [
-        ("seq_lens", MAX_REQS, torch.int32),
-        ("num_draft_tokens", MAX_REQS, torch.int32),
-        ("input_ids", MAX_TOKENS, torch.int32),
-        ("positions", MAX_TOKENS, torch.int64),
-        ("is_padding", MAX_TOKENS, torch.bool),
-        ("logits_indices", MAX_TOKENS, torch.int64),
-        ("expanded_idx_mapping", MAX_TOKENS, torch.int32),
-        ("expanded_local_pos", MAX_TOKENS, torch.int32),
-        ("draft_ids", MAX_TOKENS, torch.int64),
-        ("logits_positions", MAX_TOKENS, torch.int64),
-    ]:
-        setattr(batch, name, torch.full((size,), POISON).to(dtype))
+    vars(batch).update(poisoned_buffers(MAX_REQS, MAX_TOKENS))
     return requests, batch
 
 

@@ -11,12 +11,13 @@ from torch import Tensor
 from slipstream.kernels import activation, gather_batch, norm_rope, prepare_draft, store_kv
 from slipstream.kernels.rotary_store_kv import rotary_store_kv_reference
 
+from .step_buffers import POISON, poisoned_buffers
+
 pytestmark = [
     pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about inf and nan
 ]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-POISON = 77
 
 
 @pytest.fixture(autouse=True)
@@ -165,19 +166,7 @@ def random_step() -> tuple[SimpleNamespace, SimpleNamespace, tuple[int, ...]]:
     for target, counts in ((batch.query_start_loc, lens), (batch.cu_num_logits, num_logits)):
         target[1 : num_reqs + 1] = counts.cumsum(0)
         target[num_reqs + 1 :] = counts.sum()
-    for name, size, dtype in [
-        ("seq_lens", MAX_REQS, torch.int32),
-        ("num_draft_tokens", MAX_REQS, torch.int32),
-        ("input_ids", MAX_TOKENS, torch.int32),
-        ("positions", MAX_TOKENS, torch.int64),
-        ("is_padding", MAX_TOKENS, torch.bool),
-        ("logits_indices", MAX_TOKENS, torch.int64),
-        ("expanded_idx_mapping", MAX_TOKENS, torch.int32),
-        ("expanded_local_pos", MAX_TOKENS, torch.int32),
-        ("draft_ids", MAX_TOKENS, torch.int64),
-        ("logits_positions", MAX_TOKENS, torch.int64),
-    ]:
-        setattr(batch, name, torch.full((size,), POISON).to(dtype))
+    vars(batch).update(poisoned_buffers(MAX_REQS, MAX_TOKENS))
     num_tokens = int(lens.sum())
     sizes = (num_reqs, num_tokens, int(num_logits.sum()), num_reqs + 1, num_tokens + 5)
     return requests, batch, sizes
