@@ -6,11 +6,13 @@ of the engine that generated them, and the next batch overwrites these. The engi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..configs.schema import Config
@@ -23,6 +25,7 @@ from .errors import RunnerError
 from .model_runner import ModelRunner
 from .rotary import rope_parameters
 from .runner_parts import RunnerParts
+from .staging import StagingPool
 from .startup import ProgressFn, assemble
 
 _LOGIT_ROWS = 2048  # whole rows of the vocabulary are made for so many positions at a time
@@ -50,6 +53,9 @@ class TargetReader:
         self._block_size = cache.block_size
         self._num_blocks = cache.num_blocks
         self._device: torch.device = next(iter(cache.kv_caches.values())).device
+        self._staging = StagingPool(
+            self._device
+        )  # a step's arrays must not wait for the one before
         check_taps(taps, int(self._model.config.num_hidden_layers))
 
     @property
@@ -62,9 +68,9 @@ class TargetReader:
         lengths = [len(sequence.token_ids) for sequence in sequences]
         rows, longest = len(lengths), max(lengths)
         hidden_size = int(self._model.config.hidden_size)
-        ids = torch.zeros(rows, longest, dtype=torch.int64)
+        ids = np.zeros((rows, longest), dtype=np.int64)
         for row, sequence in enumerate(sequences):
-            ids[row, : lengths[row]] = torch.tensor(sequence.token_ids)
+            ids[row, : lengths[row]] = sequence.token_ids
         dtype = self._model.format.dtype
 
         def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
@@ -75,16 +81,14 @@ class TargetReader:
             embeddings=zeros(rows, longest, hidden_size),
             draft_logits=zeros(rows, longest, int(draft_ids.shape[0])),
             target_ids=zeros(rows, longest, kind=torch.int64),
-            token_ids=ids.to(self._device),
-            lengths=torch.tensor(lengths, device=self._device),
-            prompt_lengths=torch.tensor(
-                [sequence.prompt_length for sequence in sequences], device=self._device
-            ),
+            token_ids=self._staging.upload(ids),
+            lengths=self._staging.upload(np.array(lengths)),
+            prompt_lengths=self._staging.upload(np.array([s.prompt_length for s in sequences])),
         )
         with torch.inference_mode():
             for group in self._groups_that_fit(lengths):
                 for pieces in self._passes(group, lengths):
-                    self._run(pieces, group, ids, batch, draft_ids)
+                    self._run(pieces, self._first_blocks(group, lengths), ids, batch, draft_ids)
         return batch
 
     def starting_head(self, draft_ids: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -139,25 +143,31 @@ class TargetReader:
                 start, room = start + count, room - count
         yield pieces
 
+    def _first_blocks(self, group: Sequence[int], lengths: Sequence[int]) -> dict[int, int]:
+        """Each sequence of the group has its own run of blocks; block 0 is nobody's."""
+        first_blocks, next_block = {}, 1
+        for row in group:
+            first_blocks[row] = next_block
+            next_block += self._blocks(lengths[row])
+        return first_blocks
+
     def _run(
         self,
         pieces: Sequence[_Piece],
-        group: Sequence[int],
-        ids: Tensor,  # [B, T] on the host
+        first_blocks: Mapping[int, int],
+        ids: NDArray[np.int64],  # [B, T]
         batch: Batch,
         draft_ids: Tensor,
     ) -> None:
-        row_ids = torch.cat([ids[p.row, p.start : p.start + p.count] for p in pieces])
-        at = torch.cat([torch.arange(p.start, p.start + p.count) for p in pieces])
-        input_ids = row_ids.to(self._device, torch.int32)
-        positions = at.to(self._device)
-        state = self._attention(pieces, group, batch)
+        at = np.concatenate([np.arange(p.start, p.start + p.count) for p in pieces])
+        row_of = np.repeat([p.row for p in pieces], [p.count for p in pieces])  # [M]
+        input_ids = self._staging.upload(ids[row_of, at].astype(np.int32))
+        positions, rows = self._staging.upload(at), self._staging.upload(row_of)
+        state = self._attention(pieces, first_blocks, at, row_of)
         hidden, taps = self._model(input_ids, positions, state, self._taps)
-        # [M] token row -> row of the batch, position
-        rows = torch.cat([torch.full((p.count,), p.row) for p in pieces]).to(self._device)
         batch.taps[rows, positions] = torch.cat(taps, dim=-1)
         batch.embeddings[rows, positions] = self._model.embed(input_ids)
-        for start in range(0, len(rows), _LOGIT_ROWS):
+        for start in range(0, len(row_of), _LOGIT_ROWS):
             part = slice(start, start + _LOGIT_ROWS)
             logits = self._model.compute_logits(hidden[part])
             batch.draft_logits[rows[part], positions[part]] = logits[:, draft_ids].to(
@@ -166,37 +176,33 @@ class TargetReader:
             batch.target_ids[rows[part], positions[part]] = logits.argmax(dim=-1)
 
     def _attention(
-        self, pieces: Sequence[_Piece], group: Sequence[int], batch: Batch
+        self,
+        pieces: Sequence[_Piece],
+        first_blocks: Mapping[int, int],
+        at: NDArray[np.int64],  # [M] positions
+        row_of: NDArray[np.int64],  # [M]
     ) -> AttentionState:
-        """Each sequence of the group has its own run of blocks; block 0 is nobody's."""
-        first_block, next_block = {}, 1
-        for row, length in zip(group, batch.lengths[list(group)].tolist(), strict=True):
-            first_block[row] = next_block
-            next_block += self._blocks(length)
+        upload = self._staging.upload
         widest = max(self._blocks(p.start + p.count) for p in pieces)
-        firsts = torch.tensor([first_block[p.row] for p in pieces], dtype=torch.int32)
-        table = firsts[:, None] + torch.arange(widest, dtype=torch.int32)
-        table.clamp_(max=self._num_blocks - 1)  # columns beyond a sequence are not read
-        slots = torch.cat(
-            [
-                first_block[p.row] * self._block_size + torch.arange(p.start, p.start + p.count)
-                for p in pieces
-            ]
-        )
-        counts = torch.tensor([0, *(p.count for p in pieces)], dtype=torch.int32)
-        starts = counts.cumsum(0, dtype=torch.int32)
-        seq_lens = torch.tensor([p.start + p.count for p in pieces], dtype=torch.int32)
+        firsts = np.array([first_blocks[p.row] for p in pieces], dtype=np.int32)
+        table = firsts[:, None] + np.arange(widest, dtype=np.int32)
+        table = table.clip(max=self._num_blocks - 1)  # columns beyond a sequence are not read
+        first_of_row = np.zeros(max(first_blocks) + 1, dtype=np.int64)
+        first_of_row[list(first_blocks)] = list(first_blocks.values())
+        counts = np.array([0, *(p.count for p in pieces)], dtype=np.int32)
+        starts = counts.cumsum(dtype=np.int32)
+        seq_lens = np.array([p.start + p.count for p in pieces], dtype=np.int32)
         common = CommonAttentionMetadata(
             num_reqs=len(pieces),
             num_actual_tokens=int(starts[-1]),
             max_query_len=int(counts.max()),
             max_seq_len=int(seq_lens.max()),
-            query_start_loc=starts.to(self._device),
-            query_start_loc_cpu=starts,
-            seq_lens=seq_lens.to(self._device),
-            seq_lens_cpu_upper_bound=seq_lens,
-            block_table=table.to(self._device),
-            slot_mapping=slots.to(self._device),
+            query_start_loc=upload(starts),
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=upload(seq_lens),
+            seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens),
+            block_table=upload(table),
+            slot_mapping=upload(first_of_row[row_of] * self._block_size + at),
         )
         metadata = [builder.build(common) for builder in self._target.builders]
         return self._target.cache.attention_state(metadata)

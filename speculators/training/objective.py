@@ -66,9 +66,9 @@ def measure(
         counted.append(real.sum())
         if keep_matches:
             matched.append((drafts == _ahead(batch.token_ids, shift + 1)) & real)
-    scale = torch.tensor(weights, device=logits.device) / sum(weights)
+    shares = (weight / sum(weights) for weight in weights)
     return Measured(
-        (torch.stack(losses) * scale).sum(),
+        torch.stack([loss * share for loss, share in zip(losses, shares, strict=True)]).sum(),
         torch.stack(agreed).float(),
         torch.stack(counted).float(),
         torch.stack(matched, dim=-1) if keep_matches else None,
