@@ -145,7 +145,7 @@ class Engine:
         drafts: DraftPlanner | None = None,  # None: no drafter
     ) -> None:
         self.ready = ready
-        self._drafts = drafts
+        self.drafts = drafts
         self._runner = runner
         self._swap = DraftSwap(runner, drafts)
         self._scheduler = scheduler
@@ -230,8 +230,8 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is None:
             return False
-        if self._drafts is not None:
-            self._scheduler.set_num_speculative_tokens(self._drafts.complete(plan))
+        if self.drafts is not None:
+            self._scheduler.set_num_speculative_tokens(self.drafts.complete(plan))
         if plan.has_grammar:
             self._runner.forward(plan)
             self._forwarded = plan
@@ -263,13 +263,13 @@ class Engine:
         results = handle.get()
         for result, cut in zip(results, num_cut, strict=False):
             result.num_draft_tokens -= cut  # drafts that a grammar forbade were not verified
-        if self._drafts is None:
+        if self.drafts is None:
             return self._scheduler.apply(plan, results)
-        self._drafts.land(plan, results, lambda: self._texts(plan))
+        self.drafts.land(plan, results, lambda: self._texts(plan))
         outputs = self._scheduler.apply(plan, results)
-        self._drafts.tell(plan, outputs.stats)
+        self.drafts.tell(plan, outputs.stats)
         if not self._scheduler.has_requests:
-            self._drafts.rest()
+            self.drafts.rest()
         return outputs
 
     def _texts(self, plan: StepPlan) -> list[Sequence[int]]:

@@ -59,7 +59,7 @@ class ModelRunner:
         self.table = parts.table
         self.buffers = parts.buffers
         self._target = target = parts.target
-        self._sampling = parts.sampling
+        self.sampling = parts.sampling
         self._choices = parts.choices
         self._speculator = parts.speculator
         self._drafting: Drafting | None = None
@@ -274,7 +274,7 @@ class ModelRunner:
         """Tokens for every row, published and committed; num_sampled and num_rejected [N] int32."""
         mask = None if grammar_bitmask is None else self._staging.upload(grammar_bitmask)
         target = self._target
-        sampled = self._sampling.run(
+        sampled = self.sampling.run(
             batch, hidden, self.table, mask, target.compute_logits, target.pick_tokens
         )
         num_logprobs = [self.table.sampling.num_logprobs[slot] for slot in batch.slots]

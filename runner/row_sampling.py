@@ -41,7 +41,7 @@ class RowSampling:
     """The sampler, seen by the runner."""
 
     def __init__(self, sampler: Sampler, num_speculative_tokens: int, vocab_size: int) -> None:
-        self._sampler = sampler
+        self.sampler = sampler
         self._max_drafts = num_speculative_tokens
         self._max_rows = max(num_speculative_tokens + 1, MAX_LOGITS_BYTES // (4 * vocab_size))
 
@@ -74,11 +74,11 @@ class RowSampling:
             span = slice(batch.cu_num_logits_cpu[first], batch.cu_num_logits_cpu[last])
             hidden = hidden_states[batch.logits_indices[span]]
             mask = None if grammar_bitmask is None else grammar_bitmask[span]
-            if pick_tokens is not None and self._sampler.can_draw(rows, table.sampling, mask):
+            if pick_tokens is not None and self.sampler.can_draw(rows, table.sampling, mask):
                 pick = partial(pick_tokens, hidden, table.sampling.vocab_size)
-                outputs.append(self._sampler.draw(pick, rows, table))
+                outputs.append(self.sampler.draw(pick, rows, table))
                 continue
-            outputs.append(self._sampler.sample(compute_logits(hidden), rows, table, mask))
+            outputs.append(self.sampler.sample(compute_logits(hidden), rows, table, mask))
         return _join(outputs)
 
     @property
@@ -89,12 +89,12 @@ class RowSampling:
     def can_choose(self, batch: InputBatch, table: RequestTable) -> bool:
         """Whether `draw_padded` is right for this batch."""
         has_drafts = batch.num_logits > batch.num_reqs
-        return self._sampler.draws(table.sampling.features(batch.slots), has_drafts)
+        return self.sampler.draws(table.sampling.features(batch.slots), has_drafts)
 
     def draw_padded(self, rows: SamplingRows, table: RequestTable, pick: Pick) -> SamplerOutput:
         """For a graph: greedy requests and such as draw by a key, whichever they turn out to be."""
         any_of_them = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED
-        return self._sampler.draw(pick, rows, table, any_of_them)
+        return self.sampler.draw(pick, rows, table, any_of_them)
 
     def can_reject(self, batch: InputBatch, table: RequestTable) -> bool:
         """Whether `reject_padded` is right for this batch."""
@@ -106,7 +106,7 @@ class RowSampling:
         """For a graph: requests whose drafts are judged by the target's distribution, and others;
         of the logits only the temperature changes anything."""
         any_of_them = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED | Feature.UNSEEDED
-        return self._sampler.sample_all(logits, rows, table, any_of_them)
+        return self.sampler.sample_all(logits, rows, table, any_of_them)
 
     def _pieces(self, cu_num_logits: list[int]) -> Iterator[tuple[int, int]]:
         """Ranges [first, last) of batch rows whose logits fit."""

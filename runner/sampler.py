@@ -51,7 +51,7 @@ class Sampler:
         device: torch.device,
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> None:
-        self._verify = create_verifier(speculative, device)
+        self.verify = create_verifier(speculative, device)
         # Drafts are judged by the target's own token, and not by its distribution.
         self._judges_by_token = (
             speculative.rejection_sampling == "coupled"
@@ -133,7 +133,7 @@ class Sampler:
         drawn, largest = pick(draws)
         nothing = largest[:, None][:, :0]
         of = self._verify_rows(nothing, rows, requests, features, seeds, greedy, drawn)
-        sampled, num_accepted = self._verify(of)
+        sampled, num_accepted = self.verify(of)
         counts = finish_samples(
             sampled,
             num_accepted,
@@ -200,7 +200,7 @@ class Sampler:
         slots = rows.expanded_idx_mapping
         seeds, greedy = state.seed[slots], state.temperature[slots] == 0
         verify_rows = self._verify_rows(logits, rows, requests, features, seeds, greedy)
-        sampled, num_accepted = self._verify(verify_rows)
+        sampled, num_accepted = self.verify(verify_rows)
         # Where only the temperature changed a row, it cannot have lost its last token.
         restricted = grammar_bitmask is not None or bool(features & PROCESSED)
         num_sampled, num_rejected, has_nan = finish_samples(

@@ -52,14 +52,15 @@ class DraftController:
         drafts take no time."""
         self.costs = costs
         self.watchdog = watchdog
-        max_drafts, fixed = choices[-1], len(choices) == 1
-        self._max_drafts, self._fixed = max_drafts, fixed
+        max_drafts, is_fixed = choices[-1], len(choices) == 1
+        self._max_drafts = max_drafts
+        self._held: int | None = max_drafts if is_fixed else None  # K, if nothing is chosen
         self._choices = np.array([0, *choices])
         self._max_num_reqs = max_num_reqs
         self._acceptance = Acceptance(max_num_reqs, max_drafts, _MEMORY, _STRENGTH)
         self._caps = np.full(max_num_reqs, max_drafts)
         self._budget: _Budget | None = None
-        if per_request and not fixed:
+        if per_request and not is_fixed:
             self._budget = _Budget(max_num_reqs, max_drafts, costs)
         self._current = max_drafts
         self._stayed = _STAY  # steps since K was changed
@@ -71,6 +72,11 @@ class DraftController:
         self._current, self._stayed, self._probe = self._max_drafts, _STAY, _Probe()
         if self.watchdog is not None:
             self.watchdog.new_drafter()
+
+    def hold(self, num_drafts: int | None) -> None:
+        """Make so many drafts, 0 or one of `choices`, whatever they bring; None: choose again."""
+        assert num_drafts is None or num_drafts in self._choices
+        self._held = num_drafts
 
     def restart(self, slot: int, cap: int | None, greedy: bool) -> None:
         """A new request has the slot; it wants at most `cap` drafts a step."""
@@ -92,8 +98,8 @@ class DraftController:
             return Choice(0, "unhealthy")
         if health == "probe":
             return Choice(int(self._choices[1]), "health_probe")
-        if self._fixed:
-            return Choice(min(self._max_drafts, most), "fixed")
+        if self._held is not None:
+            return Choice(min(self._held, most), "fixed")
         if self._budget is not None:
             return self._budget.choose(slots, caps)
         return self._choose_uniform(slots, caps, most)

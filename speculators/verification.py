@@ -53,14 +53,26 @@ def verify_coupled(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     return emit_matching(rows, _draw(rows))
 
 
-def verify_synthetic(rows: VerifyRows, conditional_rates: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept draft j with a fixed probability, whatever the target says. NOT lossless.
+class SyntheticVerifier:
+    """Accept draft j with a given probability, whatever the target says. NOT lossless."""
 
-    conditional_rates: [K] probability of accepting draft j if all before it were accepted.
-    """
-    if not rows.has_drafts:
-        return verify_coupled(rows)
-    return emit_by_chance(rows, _draw(rows), conditional_rates)
+    def __init__(self, rates: Sequence[float], max_drafts: int, device: torch.device) -> None:
+        """`rates` as in `set_rates`."""
+        # [K] probability of accepting draft j if all before it were accepted
+        self._rates = torch.zeros(max_drafts, device=device)
+        self.set_rates(rates)
+
+    def set_rates(self, unconditional: Sequence[float]) -> None:
+        """Accept by these from the next step on, in graphs too; drafts beyond never stand."""
+        listed = conditional_rates(unconditional)[: len(self._rates)]
+        missing = len(self._rates) - len(listed)
+        with torch.inference_mode():
+            self._rates.copy_(torch.tensor(listed + [0.0] * missing))  # where graphs look for them
+
+    def __call__(self, rows: VerifyRows) -> tuple[Tensor, Tensor]:
+        if not rows.has_drafts:
+            return verify_coupled(rows)
+        return emit_by_chance(rows, _draw(rows), self._rates)
 
 
 def _draw(rows: VerifyRows) -> Tensor:
@@ -75,15 +87,12 @@ def _draw(rows: VerifyRows) -> Tensor:
 def create_verifier(config: SpeculativeConfig, device: torch.device) -> Verifier:
     """The rule that the configuration asks for."""
     if config.synthetic_acceptance_rates is not None:
-        listed = conditional_rates(config.synthetic_acceptance_rates)
-        missing = config.max_drafts - len(listed)  # drafts beyond the list never stand
-        rates = torch.tensor(listed + [0.0] * missing, device=device)
         _log.warning(
             "synthetic acceptance is ON (%s): drafts are accepted by chance, the output is NOT "
             "the model's; for benchmarks only",
             config.synthetic_acceptance_rates,
         )
-        return lambda rows: verify_synthetic(rows, rates)
+        return SyntheticVerifier(config.synthetic_acceptance_rates, config.max_drafts, device)
     return verify_coupled if config.rejection_sampling == "coupled" else verify_standard
 
 

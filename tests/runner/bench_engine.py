@@ -213,10 +213,10 @@ def measure(num_reqs: int, num_drafts: int, auto: bool) -> dict[str, float]:
     engine: Any = bench.engine
     timers.wrap(engine._scheduler, "schedule", "schedule")
     timers.wrap(engine._scheduler, "apply", "apply")
-    if engine._drafts is not None:
-        timers.wrap(engine._drafts, "complete", "planner")
-        timers.wrap(engine._drafts, "land", "planner")
-        timers.wrap(engine._drafts, "tell", "planner")
+    if engine.drafts is not None:
+        timers.wrap(engine.drafts, "complete", "planner")
+        timers.wrap(engine.drafts, "land", "planner")
+        timers.wrap(engine.drafts, "tell", "planner")
     timers.wrap(StepHandle, "get", "results")
     timers.wrap(bench.channel, "send", "send")
     get = StepHandle.get

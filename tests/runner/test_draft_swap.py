@@ -161,7 +161,7 @@ def test_one_at_a_time(folder: Path, running: TinyEngine) -> None:
 def test_a_drafter_that_was_stopped_starts_anew_with_other_weights(
     running: TinyEngine, folder: Path
 ) -> None:
-    controller = running.engine._drafts.controller  # type: ignore[union-attr]
+    controller = running.engine.drafts.controller  # type: ignore[union-attr]
     controller.watchdog = watchdog = Watchdog("eagle3")
     watchdog.observe(WINDOW, 0)
     assert watchdog.state() == "off" and watchdog.num_troubles["zero"] == 1

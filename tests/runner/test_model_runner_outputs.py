@@ -99,7 +99,7 @@ def test_a_step_split_at_requests_gives_the_same(model: Any, oracle: Oracle) -> 
         runner = make_runner(
             model, TinySetup(num_drafts=2), lambda slot, known: oracle.continuation(known, slot)
         )
-        runner._sampling._max_rows = max_rows
+        runner.sampling._max_rows = max_rows
         tops = [None, 2, 0, 5]
         news = [start(s, [s + 1, 9, 9], greedy(logprobs=top)) for s, top in enumerate(tops)]
         rows = [ScheduledRow(slot, 3, 0, 0, False, 0) for slot in range(4)]

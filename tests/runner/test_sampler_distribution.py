@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.configs.options import ConfigError
 from slipstream.kernels.sample import DRAFT, gumbel_sample
 from slipstream.runner.messages import SamplingParams
+from slipstream.speculators.verification import SyntheticVerifier
 
 V, COUNT, PROMPT, OUTPUT = 32, 20000, [1, 2, 3, 2], [4, 5, 4, 11]
 OPTIONS: dict[str, dict[str, object]] = {
@@ -126,5 +127,10 @@ def test_synthetic_acceptance_meets_its_unconditional_rates(
     kept = torch.arange(4) < (out.num_sampled - 1)[:, None]
     padded = torch.cat([drafts, torch.full((COUNT, 1), -1)], 1)
     assert (out.sampled_token_ids[kept] == padded[kept]).all()
+    assert isinstance(judge.verify, SyntheticVerifier)
+    judge.verify.set_rates((0.2, 0.1))  # the third never stands
+    out = judge.sample(torch.zeros(COUNT * 4, V), uniform_rows(table, drafts), table)
+    counts = [(out.num_sampled > position + 1).float().mean().item() for position in range(3)]
+    assert counts == pytest.approx([0.2, 0.1, 0.0], abs=0.015)
     with pytest.raises(ConfigError, match="not increase"):
         sampler(synthetic_acceptance_rates=(0.5, 0.6))

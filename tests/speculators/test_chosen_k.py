@@ -43,7 +43,7 @@ def tiny_engine(target: Path, config: SpeculativeConfig) -> Iterator[TinyEngine]
 
 def planner(engine: TinyEngine) -> Any:
     """What chooses K in an engine."""
-    return engine.engine._drafts  # type: ignore[attr-defined]
+    return engine.engine.drafts
 
 
 def script(engine: TinyEngine, counts: Sequence[int]) -> None:

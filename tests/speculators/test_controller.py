@@ -186,6 +186,17 @@ def test_requests_that_want_none_or_few_are_respected() -> None:
     assert [fixed.choose([0]).num_drafts for _ in range(50)] == [3] * 50
 
 
+def test_a_held_k_is_made_whatever_it_brings_until_it_is_let_go() -> None:
+    chooser = controller(256)
+    for k in (0, 3, 2):
+        chooser.hold(k)
+        run = simulate(LAWS["poor"], 256, chooser, 60)
+        assert set(run.chosen) == {k} and set(run.reasons) == {"fixed"}
+    chooser.hold(None)
+    assert simulate(LAWS["poor"], 256, chooser, 200).chosen[-100:].count(0) >= 95
+    assert simulate(LAWS["good"], 1, controller(1), 200).chosen[-100:].count(3) >= 95
+
+
 def test_one_poor_request_among_good_ones_does_not_stop_the_others() -> None:
     chooser, slots = controller(4), list(range(4))
     for _ in range(100):
