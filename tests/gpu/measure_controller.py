@@ -1,0 +1,348 @@
+"""Measures whether a chosen K is as fast as the best fixed one, and never slower than none.
+
+`PYTHONPATH=.src python tests/gpu/measure_controller.py MODEL DRAFTER`, MODEL and an EAGLE-3 head as
+`shapes.py` writes them. One engine with random weights, one process: K is held at 0, 1, ... by the
+controller that chooses it otherwise, and drafts are accepted by chance, at rates that change while
+it runs. Ends with status 1 if auto is below 0.97 of the best, in any cell.
+
+Tokens/s are those that the steps bring on the average: rates are known, so that a step of n
+requests which verified k drafts counts n (1 + r1 + ... + rk), however lucky it was. (At batch 1
+luck alone is worth several per cent.) What came in truth stands beside it. No time holds prompts.
+
+* Fixed K: one set of requests, K = 0, 1, ... with good drafts, then ..., 1, 0 with poor ones, so
+  that the mean context of each K is the same; the steps after a change of K do not count. A step
+  takes as long whatever stands of its drafts, so both of a K's times count for both acceptances.
+* Auto: new requests, a controller that has seen nothing, the step times measured at start-up, as
+  after a start of the server. Everything counts from the first step behind the prompts, what is
+  lost until it knows included. Mean context as with fixed K.
+* Shifting: good, poor, good, each until as many tokens have come; for fixed K this follows from
+  its speeds, as it has nothing to learn.
+* Off again: as auto, but K is held at 0. Where it differs from off, the figures are no better.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slipstream.configs.schema import (
+    CacheConfig,
+    Config,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from slipstream.runner.engine import join
+from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
+from slipstream.runner.start_ahead import start_ahead
+from slipstream.runner.worker import tune_garbage_collector
+from slipstream.speculators.step_costs import StepCosts
+
+PROMPT = 128
+BOUND = 0.97
+DROPPED = 4  # steps after a change of a held K: two were in flight, and a drafter catches up
+# Batch -> tokens of each request in one third of an auto run, counted steps of a held K. Small
+# batches learn from few drafts a step and need longer; large ones take long for a step.
+LENGTHS = {1: (512, 24), 4: (384, 24), 16: (256, 24), 64: (192, 20), 128: (128, 20), 256: (96, 16)}
+
+Rates = tuple[float, ...]
+
+
+def brought(rates: Rates, num_drafts: float) -> float:
+    """Tokens that a request gets on the average from a step that verifies so many drafts."""
+    return float(np.interp(num_drafts, range(len(rates) + 1), 1 + np.cumsum((0.0, *rates))))
+
+
+@dataclass
+class Phase:
+    """Steps under the same rates."""
+
+    rates: Rates
+    seconds: float = 0.0
+    expected: float = 0.0  # tokens that these steps bring on the average
+    tokens: int = 0  # that came
+    drafts: Counter[int] = field(default_factory=Counter)  # K -> rows that verified so many
+    steps: list[float] = field(default_factory=list)  # seconds of each
+
+    def add(self, seconds: float, stats: Any) -> None:
+        """One step that landed `seconds` after the one before."""
+        k = stats.num_draft_tokens / stats.num_drafts if stats.num_drafts else 0.0
+        self.seconds += seconds
+        self.steps.append(seconds)
+        self.expected += stats.num_plain_steps + stats.num_drafts * brought(self.rates, k)
+        self.tokens += stats.num_generated_tokens
+        self.drafts[0] += stats.num_plain_steps
+        self.drafts[round(k)] += stats.num_drafts
+
+    @property
+    def speed(self) -> float:
+        return self.expected / self.seconds
+
+
+def joined(speeds: Sequence[float]) -> float:
+    """The speed of phases that bring equally many tokens each."""
+    return len(speeds) / sum(1 / speed for speed in speeds)
+
+
+class Bench:
+    """One engine whose K and acceptance are at hand."""
+
+    def __init__(self, config: Config) -> None:
+        from slipstream.runner.model_runner import build_model_runner
+
+        with start_ahead(config) as ahead:
+            self._runner = build_model_runner(config, lambda _: None, ahead)
+        self._engine = join(self._runner, config)
+        assert self._engine.drafts is not None
+        self.controller = self._engine.drafts.controller
+        self.counts = (0, *config.speculative.draft_counts)
+        self.measured = dict(self._runner.facts.step_seconds)
+        self._landed = self._tick = 0.0
+        self._num_sets = 0
+        tune_garbage_collector()
+
+    def begin(self, batch: int, prompt_len: int, rates: Rates) -> list[str]:
+        """New requests, whose prompts are computed."""
+        self.set_rates(rates)
+        self._num_sets += 1
+        draw, most = random.Random(self._num_sets), self._engine.ready.vocab_size - 10
+        room = self._engine.ready.max_model_len - prompt_len
+        names = [f"{self._num_sets}-{index}" for index in range(batch)]
+        self._engine.handle(
+            [
+                AddRequest(
+                    name,
+                    [draw.randrange(10, most) for _ in range(prompt_len)],
+                    SamplingParams(seed=index, max_tokens=room, temperature=0.0),
+                )
+                for index, name in enumerate(names)
+            ]
+        )
+        waiting = set(names)
+        while waiting:
+            for step in self._engine.step():
+                for output in step.outputs:
+                    assert output.error is None and output.finish_reason is None, output
+                waiting -= {output.request_id for output in step.outputs if output.token_ids}
+        self._landed = time.perf_counter()
+        return names
+
+    def end(self, names: list[str]) -> None:
+        """Abort them."""
+        self._engine.handle([AbortRequests(names)])
+        while self._engine.has_work():
+            self._engine.step()
+
+    def set_rates(self, rates: Rates) -> None:
+        """Accept by these from the next step on."""
+        self._runner.sampling.sampler.verify.set_rates(rates)
+
+    def forget(self) -> None:
+        """The controller as after the start."""
+        self.controller.hold(None)
+        self.controller.new_drafter()
+        self.controller.costs = StepCosts(self.measured, self.counts[-1])
+
+    def steps(self) -> Iterator[tuple[float, Any]]:
+        """(seconds since the one before, statistics) of every step, as it lands."""
+        while True:
+            for step in self._engine.step():
+                for output in step.outputs:
+                    assert output.error is None and output.finish_reason is None, output
+                if step.stats.num_drafts + step.stats.num_plain_steps:
+                    before, self._landed = self._landed, time.perf_counter()
+                    yield self._landed - before, step.stats
+
+    def run(self, rates: Rates, tokens: float = 0.0, num_steps: int = 0) -> Phase:
+        """Steps until they bring so many tokens, or so many of them."""
+        self.set_rates(rates)
+        phase = Phase(rates)
+        for seconds, stats in self.steps():
+            phase.add(seconds, stats)
+            if phase.expected >= tokens and len(phase.steps) >= num_steps:
+                return phase
+        raise AssertionError("unreachable")
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+def held(bench: Bench, batch: int, good: Rates, poor: Rates, third: int, num: int) -> list[Any]:
+    """For each K its two phases, with good and with poor drafts."""
+    each = sum(brought(rates, k) for rates in (good, poor) for k in bench.counts)
+    prompt_len = max(8, round(PROMPT + 1.5 * third - (num + DROPPED) * each / 2))
+    names = bench.begin(batch, prompt_len, good)
+    found: dict[int, list[Phase]] = {k: [] for k in bench.counts}
+    for rates, order in ((good, bench.counts), (poor, bench.counts[::-1])):
+        for k in order:
+            bench.controller.hold(k)
+            bench.run(rates, num_steps=DROPPED)
+            found[k].append(bench.run(rates, num_steps=num))
+    bench.end(names)
+    return list(found.values())
+
+
+def chosen(bench: Bench, batch: int, laws: Sequence[Rates], tokens: float) -> list[Phase]:
+    """K = auto: one phase for each of `laws`."""
+    bench.forget()
+    names = bench.begin(batch, PROMPT, laws[0])
+    phases = [bench.run(rates, tokens=batch * tokens) for rates in laws]
+    bench.end(names)
+    return phases
+
+
+def measure(bench: Bench, batch: int, good: Rates, poor: Rates, scale: float) -> Any:
+    """All cells of a batch size, and what steps take."""
+    third, num = LENGTHS[min(LENGTHS, key=lambda size: abs(size - batch))]
+    third, num = max(4, round(third * scale)), max(4, round(num * scale))
+    fixed = held(bench, batch, good, poor, third, num)
+    means = [sum(p.seconds for p in pair) / sum(len(p.steps) for p in pair) for pair in fixed]
+    speeds = {
+        name: [batch * brought(rates, k) / s for k, s in zip(bench.counts, means, strict=True)]
+        for name, rates in (("good", good), ("poor", poor))
+    }
+    both = zip(speeds["good"], speeds["poor"], strict=True)
+    speeds["shifting"] = [joined([well, ill, well]) for well, ill in both]
+    laws = {"good": [good] * 3, "poor": [poor] * 3, "shifting": [good, poor, good]}
+    cells = []
+    for name, law in laws.items():
+        phases = chosen(bench, batch, law, third)
+        seconds = sum(phase.seconds for phase in phases)
+        drafts: Counter[int] = sum((phase.drafts for phase in phases), Counter())
+        auto = joined([phase.speed for phase in phases])
+        cells.append(
+            {
+                "batch": batch, "acceptance": name, "fixed": speeds[name], "auto": auto,
+                "came": sum(phase.tokens for phase in phases) / seconds,
+                "to_best": auto / max(speeds[name]), "to_off": auto / speeds[name][0],
+                "rows_by_k": dict(sorted(drafts.items())), "seconds": seconds,
+            }
+        )  # fmt: skip
+    known = bench.controller.costs.row(batch)
+    bench.controller.hold(0)
+    names = bench.begin(batch, PROMPT + third, poor)
+    again = bench.run(poor, tokens=batch * third).speed / speeds["poor"][0]
+    bench.end(names)
+    times = [
+        {
+            "k": k, "start_up": bench.measured.get((batch, k)), "held": mean,
+            "median": statistics.median(pair[0].steps + pair[1].steps),
+            "passes": [p.seconds / len(p.steps) for p in pair], "believed": float(known[k]),
+        }
+        for k, mean, pair in zip(bench.counts, means, fixed, strict=True)
+    ]  # fmt: skip
+    return {"cells": cells, "times": times, "batch": batch, "off_again": again}
+
+
+def show_cells(counts: Sequence[int], cells: Sequence[Any]) -> None:
+    """Tokens/s by cell."""
+    columns = "".join(f"{f'K={k}' if k else 'off':>9}" for k in counts)
+    head = f"{'batch':>5} {'drafts':<9}{columns}{'auto':>9} {'came':>8} {'/best':>6} {'/off':>6}"
+    print(f"\ntokens/s\n{head}  rows that verified K drafts")
+    for cell in cells:
+        fixed = "".join(f"{speed:>9,.0f}" for speed in cell["fixed"])
+        total = sum(cell["rows_by_k"].values())
+        shares = "  ".join(f"{k}: {100 * n / total:.0f} %" for k, n in cell["rows_by_k"].items())
+        mark = "" if cell["to_best"] >= BOUND else f"  BELOW {BOUND}"
+        print(
+            f"{cell['batch']:>5} {cell['acceptance']:<9}{fixed}{cell['auto']:>9,.0f} "
+            f"{cell['came']:>8,.0f} {cell['to_best']:>6.3f} {cell['to_off']:>6.3f}  {shares}{mark}"
+        )
+
+
+def show_times(found: Sequence[Any]) -> None:
+    """Milliseconds of a step."""
+    print(
+        "\nms a step: measured at start-up (short contexts); with K held, mean, median and both\n"
+        "passes; what the controller believes after its last auto run"
+    )
+    print(f"{'batch':>5} {'K':>3} {'start-up':>9} {'held':>8} {'median':>8} {'passes':>16} "
+          f"{'believed':>9}")  # fmt: skip
+    for batch in found:
+        for row in batch["times"]:
+            start = f"{1e3 * row['start_up']:.3f}" if row["start_up"] else "-"
+            passes = " ".join(f"{1e3 * seconds:.3f}" for seconds in row["passes"])
+            print(
+                f"{batch['batch']:>5} {row['k']:>3} {start:>9} {1e3 * row['held']:>8.3f} "
+                f"{1e3 * row['median']:>8.3f} {passes:>16} {1e3 * row['believed']:>9.3f}"
+            )
+
+
+def config_of(args: argparse.Namespace, batches: Sequence[int], good: Rates) -> Config:
+    """As `slipstream bench offline` would make it."""
+    third = max(LENGTHS[size][0] for size in LENGTHS)
+    return Config(
+        model=ModelConfig(
+            model=args.model,
+            load_format="dummy",
+            max_model_len=args.max_model_len or PROMPT + 4 * third + 256,
+            device=args.device,
+        ),
+        cache=CacheConfig(
+            enable_prefix_caching=False, kv_cache_memory_bytes=int(args.kv_gib * 2**30)
+        ),
+        scheduler=SchedulerConfig(max_num_seqs=max(batches), max_num_batched_tokens=args.tokens),
+        speculative=SpeculativeConfig(
+            method=args.method,
+            model=args.drafter,
+            load_format="dummy",
+            synthetic_acceptance_rates=good,
+            max_speculative_tokens=len(good),
+        ),
+    )
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    add = parser.add_argument
+    add("model")
+    add("drafter")
+    add("--method", default="eagle3")
+    add("--batches", default="1,4,16,64,128,256")
+    add("--good", default="0.80/0.60/0.42/0.30/0.21", help="rates by position, unconditional")
+    add("--poor", default="0.10/0.05/0.02/0.01/0.005")
+    add("--scale", type=float, default=1.0, help="length of every cell, 1 is about 100 s in all")
+    add("--kv-gib", type=float, default=36.0)
+    add("--tokens", type=int, default=8192, help="max_num_batched_tokens")
+    add("--max-model-len", type=int)
+    add("--device", default="auto")
+    add("--output", help="JSON goes there")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    good, poor = (tuple(map(float, text.split("/"))) for text in (args.good, args.poor))
+    batches = [int(text) for text in args.batches.split(",")]
+    began = time.perf_counter()
+    bench = Bench(config_of(args, batches, good))
+    print(f"started in {time.perf_counter() - began:.1f} s", flush=True)
+    began, found = time.perf_counter(), []
+    for batch in batches:
+        found.append(measure(bench, batch, good, poor, args.scale))
+        show_cells(bench.counts, found[-1]["cells"])
+        print(f"off again: {found[-1]['off_again']:.3f} of off", flush=True)
+    bench.close()
+    cells = [cell for batch in found for cell in batch["cells"]]
+    show_cells(bench.counts, cells)
+    show_times(found)
+    low = [cell for cell in cells if cell["to_best"] < BOUND]
+    print(f"\nmeasured in {time.perf_counter() - began:.1f} s; {len(low)} cells below {BOUND}")
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            json.dump({"good": good, "poor": poor, "found": found}, file)
+    return 1 if low else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
