@@ -50,8 +50,12 @@ class ModeDecision:
 
 
 def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """1, 2, 4, every 8 to 256, every 16 to 512, none above `max_num_tokens`; ascending."""
-    sizes = [1, 2, 4, *range(8, 257, 8), *range(272, DEFAULT_MAX_CAPTURE_SIZE + 1, 16)]
+    """1, 2, 4, every 8 to 32, every 16 to 512, none above `max_num_tokens`; ascending.
+
+    Kernels take rows by 16, 32 or 64, or by 16s beyond: closer sizes would save little time, and
+    with drafts each is captured up to five times.
+    """
+    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, DEFAULT_MAX_CAPTURE_SIZE + 1, 16)]
     return tuple(size for size in sizes if size <= max_num_tokens)
 
 

@@ -32,14 +32,14 @@ TARGET, PREFILL, DECODE = GraphRole.TARGET, GraphRole.DRAFT_PREFILL, GraphRole.D
 
 def test_default_sizes_grow_in_steps_of_8_then_16() -> None:
     sizes = default_capture_sizes(2048)
-    assert sizes[:6] == (1, 2, 4, 8, 16, 24)
+    assert sizes[:9] == (1, 2, 4, 8, 16, 24, 32, 48, 64)
     assert sizes[-2:] == (496, 512)
-    assert 256 in sizes and 264 not in sizes and 272 in sizes
+    assert all(b - a <= 16 for a, b in zip(sizes, sizes[1:], strict=False))
     assert default_capture_sizes(20) == (1, 2, 4, 8, 16)
 
 
 def test_a_server_with_a_drafter_captures_few_mixed_batches() -> None:
-    """Each of them is a graph a layer: of 49 sizes 13 are left, uniform ones keep theirs."""
+    """Each of them is a graph a layer: of 35 sizes 13 are left, uniform ones keep theirs."""
     sizes, mixed = default_capture_sizes(8192), mixed_capture_sizes(None, 8192)
     before = descriptors(BOTH, [1, 4], sizes, 256, 8192)
     after = descriptors(BOTH, [1, 4], sizes, 256, 8192, mixed)
@@ -48,12 +48,22 @@ def test_a_server_with_a_drafter_captures_few_mixed_batches() -> None:
         full = sum(desc.mode is FULL for desc in found)
         return len(found) - full, full
 
-    assert (count(before), count(after)) == ((49, 84), (13, 84))
+    assert (count(before), count(after)) == ((35, 56), (13, 56))
     # padding stays within a half where tokens cost time, and a doubling where weights do
     real = sorted(desc.num_tokens for desc in after if desc.mode is PIECEWISE)
     assert all(b / a <= (1.5 if a >= 128 else 2) for a, b in zip(real, real[1:], strict=False))
     assert real[-1] == 512
     assert mixed_capture_sizes((8, 1), 64) == (1, 8) and mixed_capture_sizes(None, 40)[-1] == 32
+
+
+def test_steps_that_verify_are_padded_by_less_than_a_tile_of_rows() -> None:
+    """Each of their sizes is captured for the target, the choice, the rejection and the drafter."""
+    found = descriptors(DECODE_ONLY, [1, 4], default_capture_sizes(2048), 64, 2048)
+    verified = {desc.num_tokens for desc in found if desc.uniform_token_count == 4}
+    assert (len(found), len(verified)) == (28, 19)
+    for requests in range(1, 65):
+        padded = dispatch(found, 4 * requests, requests, 4)
+        assert padded.mode is FULL and padded.num_tokens - 4 * requests < 16
 
 
 def test_listed_sizes_are_sorted_and_checked() -> None:
