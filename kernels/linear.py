@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .activation import gelu_tanh_and_mul, silu_and_mul
 from .device import use_triton
-from .linear_choice import Choice, Gemv
+from .linear_choice import Choice, Gemv, Skinny
 from .norm_rope import rms_norm
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -38,6 +38,7 @@ def linear(
     """
     if choice is None or not use_triton(x):
         return linear_reference(x, weight, bias, norm, residual)
+    x, norm = _outside(x, norm, choice)
     out: Tensor
     if isinstance(choice, Gemv):
         from .triton.gemv import linear as gemv
@@ -46,7 +47,7 @@ def linear(
         return out
     from .triton.skinny import linear as skinny
 
-    out = skinny(_normed(x, norm), weight, bias, choice)
+    out = skinny(x, weight, bias, choice, norm=norm)
     return out if residual is None else out + residual
 
 
@@ -72,9 +73,12 @@ def linear_parts(
     """x Wᵀ + b, for a kernel that sums parts: [M, N], or [S, M, N] float32 whose sum it is."""
     if choice is None or isinstance(choice, Gemv) or not use_triton(x):
         return linear(x, weight, bias, choice, norm)
+    x, norm = _outside(x, norm, choice)
+    if norm is not None:
+        return linear(x, weight, bias, choice, norm)
     from .triton.skinny import linear_parts as skinny
 
-    parts: Tensor = skinny(_normed(x, norm), weight, bias, choice)
+    parts: Tensor = skinny(x, weight, bias, choice)
     return parts
 
 
@@ -93,6 +97,7 @@ def gated_linear(
     """
     if choice is None or not use_triton(x):
         return gated_linear_reference(x, weight, bias, activation, norm)
+    x, norm = _outside(x, norm, choice)
     out: Tensor
     if isinstance(choice, Gemv):
         from .triton.gemv import gated_linear as gemv
@@ -101,7 +106,7 @@ def gated_linear(
         return out
     from .triton.skinny import gated_linear as skinny
 
-    out = skinny(_normed(x, norm), weight, bias, activation, choice)
+    out = skinny(x, weight, bias, activation, choice, norm=norm)
     return out
 
 
@@ -114,6 +119,11 @@ def gated_linear_reference(
 ) -> Tensor:
     """Plain version of `gated_linear`."""
     return GATED[activation](F.linear(_normed(x, norm), weight, bias))
+
+
+def _outside(x: Tensor, norm: Norm | None, choice: Gemv | Skinny) -> tuple[Tensor, Norm | None]:
+    """The norm done before a kernel that does none itself."""
+    return (x, norm) if choice.norm else (_normed(x, norm), None)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:

@@ -21,7 +21,10 @@ class Gemv:
     rows: int  # weight rows of a program
     block_k: int
     num_warps: int
-    stages: int = 0  # 0 = the first chunk is loaded before the kernel waits for its input
+    stages: int = 0  # 0 = the first chunks are loaded before the kernel waits for its input
+    norm: int = 1  # 0 = the norm before the layer is a kernel of its own
+    ahead: int = 1  # without stages: chunks in flight beside the one in use, 1 or 2
+    hint: int = 0  # of loads of weights: 0 = evict first, 1 = none, 2 = past the first cache
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Skinny:
     num_warps: int
     split_k: int
     block_m: int  # rows of a program
+    norm: int = 0  # 1 = the norm before the layer is inside; not where a split is
 
 
 Choice: TypeAlias = Gemv | Skinny | None  # None = torch (cuBLAS)
@@ -69,7 +73,7 @@ def fits(choice: Choice, shape: Shape, num_rows: int) -> bool:
         return False
     if isinstance(choice, Gemv):
         return num_rows == 1
-    return choice.split_k == 1 or shape.may_split
+    return choice.split_k == 1 or (shape.may_split and not choice.norm)
 
 
 def default_choice(shape: Shape, num_rows: int) -> Choice:

@@ -165,10 +165,16 @@ class Linear(nn.Module):
         assert self.weight is not None and self.bias is None
         return sample_head(x, self.weight[:num_outputs], draws, self._choice(x))
 
-    @property
-    def streams_one_row(self) -> bool:
-        """Whether a step of one row is computed with norm and residual inside."""
-        return self.chooser is not None and isinstance(self.chooser.choose(self.shape, 1), Gemv)
+    def norms(self, num_rows: int) -> bool:
+        """Whether the kernel for so many rows norms its input itself."""
+        choice = None if self.chooser is None else self.chooser.choose(self.shape, num_rows)
+        return choice is not None and bool(choice.norm)
+
+    def adds(self, num_rows: int) -> bool:
+        """Whether the kernel for so many rows adds a residual itself."""
+        return self.chooser is not None and isinstance(
+            self.chooser.choose(self.shape, num_rows), Gemv
+        )
 
     def _choice(self, x: Tensor) -> Choice:
         if self.chooser is None or x.dim() != 2 or not x.is_contiguous():

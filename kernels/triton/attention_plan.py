@@ -25,6 +25,7 @@ class Launch:
     one_block: bool
     num_warps: int
     num_stages: int
+    heads_first: bool = False  # neighbouring programs take the heads of one request
 
 
 @cache

@@ -21,11 +21,17 @@ _PLAIN, _ADD, _GATED, _SAMPLE = 0, 1, 2, 3  # what becomes of the sum
 
 
 @triton.jit
-def _chunk(pointers, start, row_inside, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    if K % BLOCK_K == 0:
-        chunk = tl.load(pointers + start, mask=row_inside, other=0.0, eviction_policy="evict_first")
-    else:
+def _chunk(
+    pointers, start, row_inside, k, K: tl.constexpr, BLOCK_K: tl.constexpr, HINT: tl.constexpr
+):
+    inside = row_inside
+    if K % BLOCK_K != 0:
         inside = row_inside & (start + k < K)[None, :]
+    if HINT == 1:
+        chunk = tl.load(pointers + start, mask=inside, other=0.0)
+    elif HINT == 2:
+        chunk = tl.load(pointers + start, mask=inside, other=0.0, cache_modifier=".cg")
+    else:
         chunk = tl.load(pointers + start, mask=inside, other=0.0, eviction_policy="evict_first")
     return chunk
 
@@ -66,6 +72,8 @@ def _gemv_kernel(
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    HINT: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
     MODE: tl.constexpr,
@@ -84,18 +92,28 @@ def _gemv_kernel(
     acc_up = acc
     squares = tl.zeros([BLOCK_K], tl.float32)
     if STAGES == 0:
-        next_w = _chunk(rows, 0, row_inside, k, K, BLOCK_K)
+        next_w = _chunk(rows, 0, row_inside, k, K, BLOCK_K, HINT)
         next_up = next_w
         if MODE == 2:
-            next_up = _chunk(rows + num_outputs * K, 0, row_inside, k, K, BLOCK_K)
+            next_up = _chunk(rows + num_outputs * K, 0, row_inside, k, K, BLOCK_K, HINT)
+        later_w, later_up = next_w, next_up
+        if AHEAD == 2 and chunks > 1:
+            later_w = _chunk(rows, BLOCK_K, row_inside, k, K, BLOCK_K, HINT)
+            if MODE == 2:
+                later_up = _chunk(rows + num_outputs * K, BLOCK_K, row_inside, k, K, BLOCK_K, HINT)
         wait_for_inputs(PDL)
         for index in tl.static_range(chunks):
             w, up = next_w, next_up
-            if index + 1 < chunks:
-                ahead = (index + 1) * BLOCK_K
-                next_w = _chunk(rows, ahead, row_inside, k, K, BLOCK_K)
+            next_w, next_up = later_w, later_up
+            if index + AHEAD < chunks:
+                ahead = (index + AHEAD) * BLOCK_K
+                later_w = _chunk(rows, ahead, row_inside, k, K, BLOCK_K, HINT)
                 if MODE == 2:
-                    next_up = _chunk(rows + num_outputs * K, ahead, row_inside, k, K, BLOCK_K)
+                    later_up = _chunk(
+                        rows + num_outputs * K, ahead, row_inside, k, K, BLOCK_K, HINT
+                    )
+                if AHEAD == 1:
+                    next_w, next_up = later_w, later_up
             at = index * BLOCK_K + k
             value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
             if NORM:
@@ -108,14 +126,14 @@ def _gemv_kernel(
         wait_for_inputs(PDL)
         for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
             at = start + k
-            w = _chunk(rows, start, row_inside, k, K, BLOCK_K)
+            w = _chunk(rows, start, row_inside, k, K, BLOCK_K, HINT)
             value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
             if NORM:
                 squares += value * value
                 value *= tl.load(gain + at, mask=at < K, other=0.0).to(tl.float32)
             acc += w.to(tl.float32) * value[None, :]
             if MODE == 2:
-                up = _chunk(rows + num_outputs * K, start, row_inside, k, K, BLOCK_K)
+                up = _chunk(rows + num_outputs * K, start, row_inside, k, K, BLOCK_K, HINT)
                 acc_up += up.to(tl.float32) * value[None, :]
 
     y = tl.sum(acc, 1)
@@ -190,6 +208,8 @@ def _launch(
         ROWS=choice.rows,
         BLOCK_K=choice.block_k,
         STAGES=choice.stages,
+        AHEAD=choice.ahead,
+        HINT=choice.hint,
         NORM=norm is not None,
         BIAS=bias is not None,
         MODE=mode,

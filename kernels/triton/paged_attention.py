@@ -72,6 +72,7 @@ def _attention_kernel(
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 = none
     ONE_BLOCK: tl.constexpr,  # every request fits into one program
+    HEADS_FIRST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     MLA: tl.constexpr,
@@ -79,10 +80,12 @@ def _attention_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    block = tl.program_id(0)
+    block, kv_block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if HEADS_FIRST:
+        block, kv_block, num_blocks = tl.program_id(1), tl.program_id(0), tl.num_programs(1)
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
-    kv_head = tl.program_id(1) // head_blocks
-    head_block = tl.program_id(1) % head_blocks
+    kv_head = kv_block // head_blocks
+    head_block = kv_block % head_blocks
     split = tl.program_id(2)
     row = tl.arange(0, BLOCK_M)
     in_group = head_block * HEADS + row % HEADS
@@ -92,7 +95,7 @@ def _attention_kernel(
     if SPLITS == 1:  # token rows of no request are zeros, shared out among the programs
         covered = tl.load(query_start_loc + num_reqs)
         used = (row < HEADS) & (in_group < GROUP)
-        for token in range(covered + block, num_tokens, tl.num_programs(0)):
+        for token in range(covered + block, num_tokens, num_blocks):
             at = head.to(tl.int64) + token * Q_HEADS
             target = at[:, None] * DIM_V + dim_v[None, :]
             zeros = tl.zeros([BLOCK_M, BLOCK_V], out.dtype.element_ty)
@@ -283,7 +286,10 @@ def paged_attention(
         query_blocks = num_tokens // launch.block_q + num_reqs
     head_blocks = triton.cdiv(group, launch.heads)
     block_v = triton.next_power_of_2(dim_v)
-    _attention_kernel[(query_blocks, num_kv_heads * head_blocks, splits)](
+    grid = (query_blocks, num_kv_heads * head_blocks, splits)
+    if launch.heads_first:
+        grid = (grid[1], grid[0], splits)
+    _attention_kernel[grid](
         query,
         key_cache,
         value_cache,
@@ -318,6 +324,7 @@ def paged_attention(
         SPLITS=splits,
         WINDOW=sliding_window or 0,
         ONE_BLOCK=launch.one_block,
+        HEADS_FIRST=launch.heads_first,
         SOFTCAP=softcap is not None,
         SINKS=sinks is not None,
         MLA=is_mla,

@@ -67,6 +67,7 @@ def _skinny_kernel(
     w_source,  # descriptor of, or pointer to, the weights [N, K]; gated: [2 N, K]
     x_source,  # descriptor of, or pointer to, x [M, K]
     weight,  # pointer to the weights
+    gain,  # [K], weight of the norm
     bias,  # [N] or [2 N]
     out,  # [M, N], or [SPLIT_K, M, N] float32
     seeds,  # as the rest in `head_sample`
@@ -77,6 +78,7 @@ def _skinny_kernel(
     best_token,
     largest,
     salt,
+    eps,
     num_rows,  # M
     num_outputs,  # N
     num_inputs,  # K
@@ -85,6 +87,7 @@ def _skinny_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
+    NORM: tl.constexpr,
     BIAS: tl.constexpr,
     MODE: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -94,10 +97,10 @@ def _skinny_kernel(
     DTYPE: tl.constexpr,  # of the model
     PDL: tl.constexpr,
 ):
-    block = tl.program_id(0) // SPLIT_K
-    part = tl.program_id(0) % SPLIT_K
+    block = tl.program_id(1) // SPLIT_K  # blocks of rows are neighbours: they read the same weights
+    part = tl.program_id(1) % SPLIT_K
     n_start = block * BLOCK_N
-    m_start = tl.program_id(1) * BLOCK_M
+    m_start = tl.program_id(0) * BLOCK_M
     k_start = part * span
     n = n_start + tl.arange(0, BLOCK_N)
     m = m_start + tl.arange(0, BLOCK_M)
@@ -114,9 +117,16 @@ def _skinny_kernel(
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
+    squares = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)
     for k in range(k_start, tl.minimum(k_start + span, num_inputs), BLOCK_K):
         w = _tile(w_source, n_start, k, total_rows, num_inputs, BLOCK_N, BLOCK_K, TMA)
-        x = _tile(x_source, m_start, k, num_rows, num_inputs, BLOCK_M, BLOCK_K, TMA)
+        x = _tile(x_source, m_start, k, num_rows, num_inputs, BLOCK_M, BLOCK_K, TMA and not NORM)
+        if NORM:
+            column = k + tl.arange(0, BLOCK_K)
+            wide = x.to(tl.float32)
+            squares += wide * wide
+            g = tl.load(gain + column, mask=column < num_inputs, other=0.0).to(tl.float32)
+            x = (wide * g[None, :]).to(DTYPE)
         acc = tl.dot(w, x.T, acc)
         if MODE == 2:
             up = _tile(
@@ -125,6 +135,10 @@ def _skinny_kernel(
             acc_up = tl.dot(up, x.T, acc_up)
 
     inside = (n < num_outputs)[:, None] & (m < num_rows)[None, :]
+    if NORM:  # the factor of the whole row comes last
+        scale = tl.rsqrt(tl.sum(squares, 1) / num_inputs + eps)
+        acc *= scale[None, :]
+        acc_up *= scale[None, :]
     if BIAS:
         if part == 0:
             acc += tl.load(bias + n, mask=n < num_outputs, other=0.0).to(tl.float32)[:, None]
@@ -141,7 +155,7 @@ def _skinny_kernel(
             m,
             m < num_rows,
             block,
-            tl.num_programs(0),
+            tl.num_programs(1),
             seeds,
             positions,
             greedy,
@@ -170,7 +184,9 @@ def _launch(
     activation: str = "silu",
     head: HeadRows | None = None,
     tma: bool | None = None,
+    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
+    assert norm is None or choice.split_k == 1 or mode != _PARTS
     assert x.is_contiguous() and weight.is_contiguous() and x.dtype == weight.dtype
     num_rows, num_inputs = x.shape
     num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
@@ -188,20 +204,24 @@ def _launch(
     w_source, x_source = weight, x
     if tma:
         w_source = TensorDescriptor.from_tensor(weight, [choice.block_n, choice.block_k])
-        x_source = TensorDescriptor.from_tensor(x, [choice.block_m, choice.block_k])
+        if norm is None:
+            x_source = TensorDescriptor.from_tensor(x, [choice.block_m, choice.block_k])
     options = pdl_options(x)
     early = _EARLY if options["PDL"] else 0
     while early > span:
         early //= 2
     blocks = triton.cdiv(num_outputs, choice.block_n)
     sampling = (x,) * 7 + (0,) if head is None else head.arguments(blocks)
-    _skinny_kernel[(blocks * split_k, triton.cdiv(num_rows, choice.block_m))](
+    gain, eps = (x, 0.0) if norm is None else norm
+    _skinny_kernel[(triton.cdiv(num_rows, choice.block_m), blocks * split_k)](
         w_source,
         x_source,
         weight,
+        gain,
         x if bias is None else bias,
         out,
         *sampling,
+        eps,
         num_rows,
         num_outputs,
         num_inputs,
@@ -210,6 +230,7 @@ def _launch(
         BLOCK_M=choice.block_m,
         BLOCK_K=choice.block_k,
         SPLIT_K=split_k,
+        NORM=norm is not None,
         BIAS=bias is not None,
         MODE=mode,
         ACTIVATION=int(activation == "gelu_tanh"),
@@ -225,10 +246,15 @@ def _launch(
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, choice: Skinny, tma: bool | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    choice: Skinny,
+    tma: bool | None = None,
+    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """See `kernels.linear.linear`; `tma` overrides whether tiles come through descriptors."""
-    return _launch(x, weight, bias, choice, _PLAIN, tma=tma)
+    return _launch(x, weight, bias, choice, _PLAIN, tma=tma, norm=norm)
 
 
 def linear_parts(
@@ -245,9 +271,10 @@ def gated_linear(
     activation: str,
     choice: Skinny,
     tma: bool | None = None,
+    norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
     """See `kernels.linear.gated_linear`."""
-    return _launch(x, weight, bias, choice, _GATED, activation, tma=tma)
+    return _launch(x, weight, bias, choice, _GATED, activation, tma=tma, norm=norm)
 
 
 def sample_head(

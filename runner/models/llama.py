@@ -170,22 +170,26 @@ class DecoderLayer(nn.Module):
         attention: AttentionState,
     ) -> tuple[Tensor, Tensor | None]:
         """hidden, residual: [M, H]; the stream is their sum (see `layers.stream_of`)."""
-        if residual is None and self._streams(hidden, rotary):
-            first, second = self.input_layernorm.inside, self.post_attention_layernorm.inside
-            hidden = self.self_attn.forward(hidden, rotary, attention, first, hidden)
-            return self.mlp.parts(hidden, second, hidden), None
-        hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn.forward(hidden, rotary, attention)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp.parts(hidden), residual
+        rows, attend, mlp = hidden.shape[-2], self.self_attn, self.mlp
+        fuses = not self.is_plain and rotary.cos is None
+        norms, adds = fuses and attend.qkv_proj.norms(rows), fuses and attend.o_proj.adds(rows)
+        x, norm, stream = _enter(self.input_layernorm, hidden, residual, norms)
+        hidden = attend.forward(x, rotary, attention, norm, stream if adds else None)
+        residual = None if adds else stream
+        norms, adds = fuses and mlp.gate_up_proj.norms(rows), fuses and mlp.down_proj.adds(rows)
+        x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms)
+        return mlp.parts(x, norm, stream if adds else None), None if adds else stream
 
-    def _streams(self, hidden: Tensor, rotary: RotaryStep) -> bool:
-        """Whether this is one row for which every linear layer does what surrounds it, too."""
-        if self.is_plain or hidden.shape[0] != 1 or rotary.cos is not None:
-            return False
-        attention, mlp = self.self_attn, self.mlp
-        layers = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)
-        return all(layer.streams_one_row for layer in layers)
+
+def _enter(
+    norm: RMSNorm, hidden: Tensor, residual: Tensor | None, inside: bool
+) -> tuple[Tensor, Norm | None, Tensor]:
+    """(input of a linear layer, the norm left to it, the stream); all [M, H]. The norm is left to a
+    layer that does it `inside`, but where the stream must be summed first."""
+    if inside and residual is None:
+        return hidden, norm.inside, hidden
+    x, stream = norm.add(hidden, residual)
+    return x, None, stream
 
 
 class LlamaModel(PreNormModel):
