@@ -1,0 +1,246 @@
+"""What `measure_chain.py` compares: linear kernels by role, launch plans of attention, heads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slipstream.kernels.linear_choice import Choice, Gemv, Skinny
+
+MODELS: dict[str, dict[str, Any]] = {
+    "Llama-8B": dict(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+    "SmolLM2": dict(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        tie_word_embeddings=True,
+    ),
+}
+
+
+def _gemvs(*sizes: tuple[int, ...]) -> list[Choice]:
+    return [Gemv(*of) for of in sizes]
+
+
+def _skinny(rows: int, *sizes: tuple[int, ...]) -> list[Choice]:
+    """Sizes without block_m, which is `rows`; a sixth is `norm`."""
+    return [Skinny(*of[:5], rows, *of[5:]) for of in sizes]
+
+
+_ONE_ROW_LARGE: dict[str, Sequence[Choice]] = {
+    "gate_up": [
+        *_gemvs((4, 1024, 4, 0, 0), (4, 1024, 4, 0, 1, 2), (4, 1024, 4, 0, 1, 1, 1)),
+        *_gemvs(
+            (4, 1024, 4, 0, 1, 1, 2), (4, 512, 4, 0, 1, 2), (2, 1024, 4), (2, 1024, 4, 0, 1, 2)
+        ),
+        *_gemvs((2, 2048, 4), (8, 512, 8), (4, 1024, 8, 0, 1, 2), (4, 1024, 4, 4), (4, 512, 4, 6)),
+        *_skinny(16, (64, 128, 3, 4, 1), (64, 128, 3, 4, 1, 1), (64, 64, 5, 4, 1)),
+        *_skinny(
+            16, (64, 64, 5, 4, 1, 1), (64, 64, 6, 4, 1), (64, 256, 2, 4, 1), (128, 64, 4, 8, 1)
+        ),
+    ],
+    "qkv": [
+        *_gemvs((4, 2048, 4, 0, 0), (4, 1024, 4, 0, 1, 2), (2, 2048, 4), (2, 2048, 4, 0, 1, 2)),
+        *_gemvs((2, 1024, 4, 0, 1, 2), (4, 1024, 4, 4), (8, 512, 4, 0, 1, 2), (4, 2048, 8)),
+        *_skinny(
+            16, (64, 128, 4, 4, 4), (64, 128, 4, 4, 2), (64, 256, 3, 4, 2), (64, 256, 3, 4, 4)
+        ),
+    ],
+    "o": [
+        *_gemvs((4, 1024, 4, 0, 1, 2), (2, 2048, 4), (2, 2048, 4, 0, 1, 2), (2, 1024, 4, 0, 1, 2)),
+        *_gemvs((4, 1024, 4, 4), (8, 512, 4, 0, 1, 2), (4, 2048, 8), (4, 2048, 4, 0, 1, 1, 1)),
+        *_skinny(
+            16, (64, 256, 3, 4, 2), (64, 128, 4, 4, 4), (64, 128, 4, 4, 2), (64, 256, 3, 4, 4)
+        ),
+    ],
+    "down": [
+        *_gemvs((4, 1024, 4, 0, 1, 2), (2, 2048, 4), (2, 2048, 4, 0, 1, 2), (4, 2048, 4, 0, 1, 2)),
+        *_gemvs((4, 1024, 4, 4), (8, 1024, 8, 0, 1, 2), (4, 2048, 8), (4, 2048, 4, 0, 1, 1, 1)),
+        *_skinny(
+            16, (64, 256, 3, 4, 2), (64, 256, 3, 4, 4), (64, 128, 4, 4, 4), (64, 128, 4, 4, 2)
+        ),
+    ],
+    "head": [
+        *_gemvs((4, 1024, 4), (4, 1024, 4, 0, 1, 2), (2, 2048, 4), (8, 512, 4, 0, 1, 2)),
+        *_gemvs((4, 1024, 4, 4, 1, 1, 1), (4, 512, 4, 6), (8, 1024, 8, 4)),
+        *_skinny(16, (64, 256, 3, 4, 1), (64, 128, 4, 4, 1), (128, 128, 3, 4, 1)),
+    ],
+}
+_ONE_ROW_SMALL: dict[str, Sequence[Choice]] = {
+    "qkv": [
+        *_gemvs((4, 1024, 4), (2, 1024, 2), (8, 128, 4, 0, 1, 2), (4, 256, 4, 0, 1, 2)),
+        *_gemvs((8, 64, 2, 0, 1, 2), (4, 1024, 2), (16, 64, 4, 0, 1, 2)),
+    ],
+    "o": _gemvs(
+        (4, 1024, 4), (2, 1024, 4), (1, 1024, 2), (4, 128, 2, 0, 1, 2), (4, 256, 4, 0, 1, 2)
+    ),
+    "gate_up": [
+        *_gemvs((2, 1024, 4), (8, 1024, 8), (4, 256, 4, 0, 1, 2), (8, 128, 4, 0, 1, 2)),
+        *_gemvs((8, 64, 4, 0, 1, 2), (4, 1024, 8)),
+    ],
+    "down": _gemvs(
+        (2, 512, 4, 0, 1, 2), (2, 2048, 4), (1, 2048, 4), (4, 512, 4, 0, 1, 2), (4, 2048, 8)
+    ),
+    "head": _gemvs((4, 1024, 4), (16, 1024, 8), (8, 256, 4, 0, 1, 2), (16, 128, 4, 0, 1, 2)),
+}
+
+
+def _few(rows: int) -> dict[str, Sequence[Choice]]:
+    """Neighbours of the built-in choices at 2 to 64 rows."""
+    small = rows < 64
+    return {
+        "qkv": _skinny(
+            *(rows, (64, 128, 4, 4, 4), (64, 128, 4, 4, 2), (64, 256, 3, 4, 2), (64, 64, 6, 4, 2)),
+            *((64, 128, 5, 4, 2), (128, 128, 3, 4, 2), (128, 64, 4, 8, 2)),
+        ),
+        "o": _skinny(
+            *(rows, (64, 256, 3, 4, 2), (64, 128, 4, 4, 4), (64, 128, 4, 4, 2), (64, 64, 6, 4, 4)),
+            *((128, 128, 3, 4, 4), (128, 64, 4, 8, 4)),
+        ),
+        "gate_up": _skinny(
+            *(rows, (64, 128, 3, 4, 1), (64, 64, 5, 4, 1), (64, 64, 4, 4, 1), (64, 64, 6, 4, 1)),
+            *(
+                (128, 64, 4, 8, 1),
+                (64, 128, 2, 4, 1),
+                (64, 256, 2, 4, 1) if small else (64, 64, 3, 4, 1),
+            ),
+        ),
+        "down": _skinny(
+            *(rows, (64, 256, 3, 4, 2), (64, 256, 3, 4, 4), (64, 128, 4, 4, 4), (64, 128, 4, 4, 2)),
+            *((64, 64, 6, 4, 2), (128, 128, 3, 4, 4), (64, 128, 5, 4, 2)),
+        ),
+    }
+
+
+def _many(rows: int) -> dict[str, Sequence[Choice]]:
+    """At 128 and 256 rows, where torch is the built-in choice."""
+    other = [
+        *_skinny(
+            128, (128, 64, 4, 8, 1), (128, 64, 4, 8, 2), (128, 128, 3, 8, 2), (64, 128, 3, 4, 2)
+        ),
+        *(_skinny(256, (128, 64, 4, 8, 1), (128, 64, 4, 8, 2)) if rows == 256 else []),
+    ]
+    gated = [
+        *_skinny(128, (64, 64, 4, 4, 1), (128, 64, 3, 8, 1), (64, 128, 3, 8, 1), (64, 64, 5, 8, 1)),
+        *(_skinny(256, (64, 64, 4, 8, 1)) if rows == 256 else []),
+    ]
+    return {
+        "qkv": other,
+        "o": other,
+        "gate_up": gated,
+        "down": [*other, *_skinny(128, (128, 64, 4, 8, 4), (64, 128, 3, 4, 4))],
+    }
+
+
+def _many_small(rows: int) -> dict[str, Sequence[Choice]]:
+    parts = [
+        choice
+        for block_m in (64, 128)
+        for choice in _skinny(
+            *(block_m, (64, 64, 4, 4, 1), (64, 64, 4, 4, 3), (64, 64, 3, 4, 2), (64, 128, 3, 4, 1)),
+        )
+    ]
+    gated = [
+        *_skinny(64, (64, 64, 4, 4, 1), (64, 64, 3, 4, 1), (128, 64, 3, 8, 1)),
+        *_skinny(128, (64, 64, 4, 4, 1), (64, 64, 3, 8, 1), (128, 64, 3, 8, 1)),
+        *_skinny(32, (64, 64, 4, 4, 1)),
+    ]
+    head = _skinny(128, (128, 64, 4, 8, 1), (64, 64, 4, 4, 1), (128, 64, 3, 8, 1))
+    return {"qkv": parts, "o": parts, "gate_up": gated, "down": parts, "head": head}
+
+
+# (model, layers of the chain) -> rows -> role -> variants
+ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Choice]]]] = {
+    ("Llama-8B", 6): {
+        1: _ONE_ROW_LARGE,
+        8: _few(16),
+        32: _few(32),
+        64: _few(64),
+        128: _many(128),
+        256: _many(256),
+    },
+    ("SmolLM2", 30): {1: _ONE_ROW_SMALL, 256: _many_small(256)},
+}
+
+
+@dataclass(frozen=True)
+class PlanCase:
+    """A call of attention, and what is changed in its `attention_plan.Launch`."""
+
+    reqs: int
+    context: int
+    tokens: int  # of a request
+    variants: Sequence[Mapping[str, Any]]
+    kv_heads: int = 8
+    group: int = 4
+    dim: int = 128
+
+    @property
+    def label(self) -> str:
+        """For a line."""
+        heads = f"{self.group * self.kv_heads}/{self.kv_heads}x{self.dim}"
+        return f"attn {self.reqs}x{self.tokens} at {self.context} {heads}"
+
+
+def _plans(*sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """(block_n, stages, warps, heads first, splits), as far as given."""
+    names = ("block_n", "num_stages", "num_warps", "heads_first", "splits")
+    return [dict(zip(names, of, strict=False)) for of in sizes]
+
+
+_WIDE = _plans(
+    *((64, 3, 4, 1), (64, 2, 4, 1), (64, 4, 4, 1), (64, 2, 4, 0), (32, 4, 4, 1), (32, 5, 4, 0)),
+    *((32, 3, 2, 1), (128, 2, 4, 1), (128, 2, 8, 1), (128, 3, 8, 0), (128, 3, 8, 1), (64, 3, 2, 1)),
+    *((64, 3, 4, 1, 2), (64, 3, 4, 0, 2), (64, 4, 4, 1, 2)),
+)
+_LONG = _plans(
+    *((64, 3, 4, 0, 1), (64, 3, 4, 1, 1), (64, 3, 4, 0, 4), (64, 3, 4, 1, 2), (64, 4, 4, 1, 2)),
+    *((128, 2, 4, 1, 2), (128, 3, 8, 1, 2), (64, 2, 4, 1, 4), (64, 4, 4, 1, 4), (128, 2, 4, 1, 4)),
+    *((64, 3, 4, 1, 8), (64, 3, 4, 1, 4), (128, 3, 8, 1, 1), (64, 5, 4, 1, 1)),
+)
+_ONE = _plans(
+    *((64, 3, 4, 0, 8), (64, 3, 4, 0, 4), (32, 3, 4, 0, 16), (32, 3, 4, 0, 8), (32, 2, 2, 0, 16)),
+    *((16, 3, 4, 0, 16), (32, 2, 4, 0, 8), (64, 2, 4, 0, 8), (128, 2, 4, 0, 4), (64, 3, 8, 0, 8)),
+    *((32, 3, 4, 1, 8), (64, 2, 4, 0, 2)),
+)
+ATTENTION: Sequence[PlanCase] = (
+    PlanCase(256, 256, 1, _WIDE),
+    PlanCase(32, 8192, 1, _LONG),
+    PlanCase(1, 300, 1, _ONE),
+    PlanCase(
+        32, 256, 1, _plans((64, 3, 4, 1, 1), (64, 2, 4, 1, 1), (64, 2, 4, 1, 2), (32, 3, 4, 1, 1))
+    ),
+    PlanCase(32, 256, 4, [*_WIDE[:6], *_WIDE[12:]]),
+    PlanCase(128, 256, 4, [*_WIDE[:8], *_WIDE[12:]]),
+    PlanCase(256, 256, 1, _WIDE[:12], 3, 3, 64),
+    PlanCase(1, 300, 1, _ONE, 3, 3, 64),
+)
+HEADS: Mapping[str, Mapping[int, Sequence[Choice]]] = {
+    "Llama-8B": {
+        64: _skinny(
+            64, (64, 128, 3, 4, 1), (128, 64, 4, 4, 1), (128, 64, 4, 8, 1), (128, 128, 3, 8, 1)
+        ),
+        128: _skinny(
+            128, (128, 64, 4, 8, 1), (64, 128, 3, 4, 1), (128, 128, 3, 8, 1), (64, 64, 4, 4, 1)
+        ),
+        256: [
+            *_skinny(256, (128, 64, 4, 8, 1), (64, 64, 4, 4, 1)),
+            *_skinny(128, (128, 64, 4, 8, 1), (128, 128, 3, 8, 1), (64, 128, 3, 4, 1)),
+        ],
+    },
+    "SmolLM2": {
+        256: [
+            *_skinny(256, (128, 64, 4, 8, 1)),
+            *_skinny(128, (128, 64, 4, 8, 1), (64, 64, 4, 4, 1), (128, 64, 3, 8, 1)),
+        ],
+    },
+}
