@@ -50,6 +50,7 @@ class Workload:
     num_iters: int = 3
     num_warmup: int = 1
     seed: int = 0
+    same_prompts: bool = False  # in every run of a batch size
 
     @property
     def num_runs(self) -> int:
@@ -174,15 +175,14 @@ class OfflineBench:
 
     async def _run(self, batch_size: int, load: Workload, num_tokens: int) -> Timing:
         self._num_runs += 1
-        draw = random.Random(f"{load.seed} {self._num_runs}")
-        most = self.ready.vocab_size - 10
+        vocab_size = self.ready.vocab_size
         requests: list[ToWorker] = [
             AddRequest(
                 f"{self._num_runs}-{number}",
-                [draw.randrange(min(10, most - 1), most) for _ in range(load.input_len)],
+                prompt,
                 SamplingParams(seed=number, max_tokens=num_tokens, temperature=0.0),
             )
-            for number in range(batch_size)
+            for number, prompt in enumerate(prompts(load, self._num_runs, batch_size, vocab_size))
         ]
         timing = Timing()
         open_requests, began = batch_size, time.perf_counter()
@@ -197,6 +197,16 @@ class OfflineBench:
                 f"{timing.num_tokens} tokens came instead of {batch_size * num_tokens}"
             )
         return timing
+
+
+def prompts(load: Workload, run: int, batch_size: int, vocab_size: int) -> list[list[int]]:
+    """Random ids for each request of a run."""
+    draw = random.Random(f"{load.seed} {'' if load.same_prompts else run}")
+    most = vocab_size - 10
+    return [
+        [draw.randrange(min(10, most - 1), most) for _ in range(load.input_len)]
+        for _ in range(batch_size)
+    ]
 
 
 def _count(timing: Timing, step: StepOutputs) -> int:

@@ -37,6 +37,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
         )
     group.add_argument(
+        "--same-prompts",
+        action="store_true",
+        help="in all runs of a batch size; with --enable-prefix-caching the first computes them",
+    )
+    group.add_argument(
         "--compare-off",
         action="store_true",
         help="measure without speculation, too, in an engine that has no drafter",
@@ -79,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
         args.num_iters,
         args.num_warmup,
         args.bench_seed,
+        args.same_prompts,
     )
     try:
         runs = [asyncio.run(_measure(config, load, args)) for config in _configs(args, load)]

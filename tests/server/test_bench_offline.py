@@ -22,6 +22,7 @@ from slipstream.server.bench_offline import (
     heading,
     line,
     peak_bandwidth,
+    prompts,
 )
 from slipstream.server.commands import main
 
@@ -80,6 +81,14 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
         "raise --num-iters"
     )
     assert gains(runs[:1]) == []
+
+
+def test_only_same_prompts_are_the_same_in_every_run() -> None:
+    fresh, same = Workload((2,), 40), Workload((2,), 40, same_prompts=True)
+    runs = [prompts(load, run, 2, 500) for load in (fresh, same) for run in (1, 2)]
+    assert runs[0] != runs[1] and runs[2] == runs[3]
+    assert all(len(prompt) == 40 and max(prompt) < 490 for run in runs for prompt in run)
+    assert runs[2][0] != runs[2][1]  # no request finds another's blocks
 
 
 @pytest.mark.parametrize(
