@@ -1,5 +1,6 @@
 """Writes model folders without weights, for `--load-format dummy`: Llama-8B's shape and an EAGLE-3
-head for it. `python tests/gpu/shapes.py FOLDER` makes FOLDER/llama-8b and FOLDER/eagle3-8b."""
+head for it. `python tests/gpu/shapes.py FOLDER` makes FOLDER/llama-8b and FOLDER/eagle3-8b, and
+FOLDER/llama-8b-16k, the same with room for contexts beyond 8,192 tokens."""
 
 from __future__ import annotations
 
@@ -22,8 +23,9 @@ EAGLE3_8B = LLAMA_8B | {
 
 
 def write(folder: Path) -> None:
-    """Both folders, each with a config.json alone."""
-    for name, config in (("llama-8b", LLAMA_8B), ("eagle3-8b", EAGLE3_8B)):
+    """All folders, each with a config.json alone."""
+    long = LLAMA_8B | {"max_position_embeddings": 16384}
+    for name, config in (("llama-8b", LLAMA_8B), ("llama-8b-16k", long), ("eagle3-8b", EAGLE3_8B)):
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
 
