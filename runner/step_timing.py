@@ -15,7 +15,7 @@ from .messages import SamplingParams
 from .plan import NewRequest, ScheduledRow, StepPlan
 
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-_GPU_SECONDS, _CPU_SECONDS = 2.0, 0.4
+_GPU_SECONDS, _CPU_SECONDS = 2.0, 1.2
 _ALWAYS = 2  # cells that are measured however long they take
 _GPU_STEPS, _CPU_STEPS = 3, 1  # timed steps of a cell, after one that is not
 _PROMPT_LEN = 8
@@ -59,7 +59,10 @@ def _cells(most: int, counts: Sequence[int], on_cpu: bool) -> Iterator[tuple[int
     sizes = [size for size in _SIZES if size < most] + [most]
     if on_cpu:  # a full step takes a second
         sizes = [size for size in sizes if size in (1, 8)] or sizes[:1]
-        counts = list(dict.fromkeys([0, counts[-1], counts[1], counts[len(counts) // 2]]))
+        ends = (0, counts[-1])
+        between = dict.fromkeys(c for c in (counts[1], counts[len(counts) // 2]) if c not in ends)
+        yield from ((size, count) for some in (ends, between) for size in sizes for count in some)
+        return
     for size in sizes:
         for count in counts:
             yield size, count

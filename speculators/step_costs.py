@@ -17,6 +17,7 @@ import numpy as np
 _FIXED_ROWS, _VERIFY_COST = 11.0, 0.1
 _RATE = 0.1  # how far one step's time moves its cell; a tenth of the difference
 _SHARED = 0.3  # of that, what every other cell moves too: a longer context slows them all
+_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of requests that have cells of their own
 _OUTLIER = 0.2  # a step that differs by more (in logarithms) counts as differing by this
 
 
@@ -26,14 +27,27 @@ def assumed_seconds(num_reqs: float, num_drafts: float) -> float:
     return _FIXED_ROWS + num_reqs * (1 + num_drafts) + verify
 
 
+def _assumed_row(num_reqs: int, max_drafts: int) -> np.ndarray:
+    """`assumed_seconds` by number of drafts, [K + 1]."""
+    return np.array([assumed_seconds(num_reqs, k) for k in range(max_drafts + 1)])
+
+
 class StepCosts:
     """Seconds of a step of N requests with K drafts each; K may be a mean."""
 
     def __init__(self, measured: Mapping[tuple[int, int], float], max_drafts: int) -> None:
         """`measured`: (N, K) -> seconds, any subset; empty means the assumption, scaled later."""
-        self._sizes = sorted({size for size, _ in measured}) or [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        sizes = sorted({size for size, _ in measured})
         self._known = bool(measured)
-        rows = [_fill_row(size, measured, max_drafts) for size in self._sizes]
+        rows = [_fill_row(size, measured, max_drafts) for size in sizes]
+        for size in _SIZES:  # beyond what was measured the proportions are assumed
+            if not sizes or size > sizes[-1]:
+                factor = np.ones(max_drafts + 1)
+                if sizes:
+                    factor = rows[-1] / _assumed_row(sizes[-1], max_drafts)
+                rows.append(factor * _assumed_row(size, max_drafts))
+                sizes.append(size)
+        self._sizes = sizes
         self._seconds = np.array(rows)  # [sizes, K + 1]
         self._factors = np.zeros_like(self._seconds)  # logarithms, learned from real steps
 
@@ -79,14 +93,12 @@ class StepCosts:
         return corrected
 
 
-def _fill_row(size: int, measured: Mapping[tuple[int, int], float], max_drafts: int) -> list[float]:
+def _fill_row(size: int, measured: Mapping[tuple[int, int], float], max_drafts: int) -> np.ndarray:
     """Seconds for K = 0 .. max: measured, between two of them in proportion, beyond as assumed.
 
     More drafts never take less time: a measurement that says so was disturbed.
     """
     points = {k: t for (n, k), t in measured.items() if n == size and k <= max_drafts}
-    if not points:
-        return [assumed_seconds(size, k) for k in range(max_drafts + 1)]
     known = sorted(points)
     values = np.maximum.accumulate([points[k] for k in known])
     row = np.interp(range(max_drafts + 1), known, values)
@@ -94,4 +106,4 @@ def _fill_row(size: int, measured: Mapping[tuple[int, int], float], max_drafts: 
         nearest = min(max(k, known[0]), known[-1])
         if nearest != k:
             row[k] *= assumed_seconds(size, k) / assumed_seconds(size, nearest)
-    return [float(value) for value in row]
+    return row

@@ -152,6 +152,12 @@ def test_unmeasured_sizes_lie_between_the_measured_ones(slow: float) -> None:
     assert costs.seconds(512, 1) == pytest.approx(2 * costs.seconds(256, 1))
 
 
+def test_beyond_the_largest_measured_size_drafts_cost_more_not_the_same_share() -> None:
+    costs = StepCosts({(1, 0): 0.05, (1, 4): 0.08}, 4)  # a slow start measured one request only
+    assert costs.seconds(8, 0) == pytest.approx(0.05 * 19 / 12)
+    assert costs.seconds(8, 4) == pytest.approx(0.08 * 52.9 / 17.2)
+
+
 def test_an_outlier_hardly_moves_a_cost() -> None:
     costs = StepCosts(measured(), K)
     costs.refine(8, 2, 100.0)
