@@ -161,7 +161,7 @@ def _fill(model: Any, source: ResolvedModel, device: torch.device, only: str = "
     if dummy:
         load_random(model.checkpoint_slots(), device, seed=source.seed + 1)
     else:
-        checkpoint = open_checkpoint(source)
+        checkpoint = open_checkpoint(source, device)
         checkpoint.names = [name for name in checkpoint.names if name.startswith(only)]
         load_checkpoint(
             model.checkpoint_slots(), checkpoint, model.checkpoint_name, str(source.path)

@@ -12,16 +12,25 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .errors import ModelLoadError
+from .file_reader import Stretch, read_tensors
 
 _SCALE = "_scale_inv"  # suffix of an fp8 matrix' block scales: weight_scale_inv
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool,
+}  # fmt: skip
 
 
 class SafetensorsCheckpoint:
     """The weights of a model folder. `names` leaves out what only serves dequantisation."""
 
-    def __init__(self, folder: Path, hf_config: Any) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, hf_config: Any, device: torch.device | None = None) -> None:
+        """`device`: where tensors are wanted; they come there by `file_reader` if it is a GPU, and
+        are views of the mapped files otherwise."""
+        self._folder, self._device = folder, device
         self._block = _fp8_block(hf_config, folder)
         self._files = _tensor_files(folder)  # stored name -> file name
         self.names = [name for name in self._files if not self._is_scale(name)]
@@ -31,6 +40,11 @@ class SafetensorsCheckpoint:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every weight, file by file."""
+        if self._device is not None and self._device.type == "cuda":
+            return self._read(self._device)
+        return self._mapped()
+
+    def _mapped(self) -> Iterator[tuple[str, Tensor]]:
         opened: dict[str, Any] = {}
 
         def read(name: str) -> Tensor:
@@ -50,6 +64,41 @@ class SafetensorsCheckpoint:
             if tensor.dtype in _FP8 and name + _SCALE in self._files:
                 tensor = dequantise_blocks(tensor, read(name + _SCALE), self._block)
             yield name, tensor
+
+    def _read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """As `_mapped`, on the device, in the order of the bytes."""
+        wanted = self._stretches_in_order()
+        tensors = read_tensors(list(wanted.values()), device)
+        left = iter(wanted)
+        for name in left:
+            tensor = self._next(tensors, name)
+            if wanted[name].dtype in _FP8 and name + _SCALE in wanted:
+                tensor = dequantise_blocks(tensor, self._next(tensors, next(left)), self._block)
+            yield name, tensor
+
+    def _stretches_in_order(self) -> dict[str, Stretch]:
+        """By name as the bytes lie, but a matrix' scales behind it."""
+        scales = {name + _SCALE for name in self.names if name + _SCALE in self._files}
+        found: dict[str, Stretch] = {}
+        for file in {self._files[name] for name in (*self.names, *scales)}:
+            found |= _stretches(self._folder / file)
+        wanted: dict[str, Stretch] = {}
+        for name in (*self.names, *scales):
+            if name not in found:
+                path = self._folder / self._files[name]
+                raise ModelLoadError(f"tensor {name} is not in {path}.")
+        for name in sorted(self.names, key=lambda name: (found[name].path, found[name].offset)):
+            wanted[name] = found[name]
+            if found[name].dtype in _FP8 and name + _SCALE in scales:
+                wanted[name + _SCALE] = found[name + _SCALE]
+        return wanted
+
+    def _next(self, tensors: Iterator[Tensor], name: str) -> Tensor:
+        try:
+            return next(tensors)
+        except OSError as error:
+            path = self._folder / self._files[name]
+            raise ModelLoadError(f"tensor {name} cannot be read from {path}: {error}.") from error
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:
@@ -82,6 +131,27 @@ def _tensor_files(folder: Path) -> dict[str, str]:
                 raise ModelLoadError(f"tensor {name} is in both {files[name]} and {path.name}.")
             files[name] = path.name
     return files
+
+
+def _stretches(path: Path) -> dict[str, Stretch]:
+    """Where each tensor of a file lies."""
+    try:
+        with safe_open(path, framework="pt"):  # checks the header and the length
+            pass
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+    except (SafetensorError, OSError) as error:
+        raise ModelLoadError(f"{path} is not a readable safetensors file: {error}.") from error
+    found = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        if entry["dtype"] not in _DTYPES:
+            raise ModelLoadError(f"tensor {name} of {path} has the dtype {entry['dtype']}.")
+        offset = 8 + size + entry["data_offsets"][0]
+        found[name] = Stretch(path, offset, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
+    return found
 
 
 def _fp8_block(hf_config: Any, folder: Path) -> tuple[int, int]:

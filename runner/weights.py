@@ -167,17 +167,17 @@ def load_weights(
     if resolved.kind == "dummy":
         load_random(slots, model.format.device, resolved.seed, progress)
         return
-    checkpoint = open_checkpoint(resolved)
+    checkpoint = open_checkpoint(resolved, model.format.device)
     load_checkpoint(slots, checkpoint, model.checkpoint_name, str(resolved.path), progress)
 
 
-def open_checkpoint(resolved: ResolvedModel) -> Checkpoint:
-    """The stored weights of a model that has some."""
+def open_checkpoint(resolved: ResolvedModel, device: torch.device | None = None) -> Checkpoint:
+    """The stored weights of a model that has some; `device`: where they are wanted."""
     if resolved.opened is not None:
         return resolved.opened
     from .safetensors_weights import SafetensorsCheckpoint
 
-    return SafetensorsCheckpoint(resolved.path, resolved.hf_config)
+    return SafetensorsCheckpoint(resolved.path, resolved.hf_config, device)
 
 
 def load_checkpoint(

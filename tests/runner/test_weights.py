@@ -16,7 +16,7 @@ from slipstream.configs.schema import ModelConfig
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.layers import Linear, WeightFormat, packing_available
 from slipstream.runner.models.registry import build_model
-from slipstream.runner.safetensors_weights import dequantise_blocks
+from slipstream.runner.safetensors_weights import SafetensorsCheckpoint, dequantise_blocks
 from slipstream.runner.weights import load_random, load_weights, resolve_model
 
 from .model_harness import CPU, Sequences, load
@@ -29,6 +29,17 @@ CONFIG = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=64,
+)
+
+
+STORED = (
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.float16,
+    torch.float64,
 )
 
 
@@ -187,6 +198,34 @@ def test_fp8_blocks_are_dequantised(folder: Path) -> None:
     edit_tensors(folder, **{name: quantised, f"{name}_scale_inv": scales})
     torch.testing.assert_close(logits_of(folder), expected)
     assert torch.equal(dequantise_blocks(quantised, scales, (20, 20)), tensors[name])
+    opened = SafetensorsCheckpoint(folder, resolve_model(ModelConfig(model=str(folder))).hf_config)
+    assert list(opened._read(CPU))[-1][1].device == CPU
+    assert torch.equal(dict(opened._read(CPU))[name], tensors[name])
+
+
+def test_reading_gives_what_mapping_gives(folder: Path, tmp_path: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"extra.{i}": torch.arange(5, dtype=dtype) for i, dtype in enumerate(STORED)}
+    tensors |= {"none": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    opened = SafetensorsCheckpoint(folder, None)
+    read = dict(opened._read(CPU))
+    assert sorted(read) == sorted(tensors) and len(list(opened.tensors())) == len(tensors)
+    for name, tensor in opened.tensors():
+        assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
+    opened.names = [name for name in opened.names if name.startswith("extra.")]
+    assert len(dict(opened._read(CPU))) == len(STORED)
+
+
+def test_what_cannot_be_read_is_one_sentence(folder: Path) -> None:
+    opened = SafetensorsCheckpoint(folder, None)
+    reading = opened._read(CPU)
+    next(reading)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ModelLoadError, match="is not a readable safetensors file"):
+        next(opened._read(CPU))
+    reading.close()
 
 
 def test_dummy_weights_need_only_a_config_and_repeat_by_seed(folder: Path) -> None:
