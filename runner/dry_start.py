@@ -6,11 +6,13 @@ no memory, so nothing here can touch weights, KV or requests of the worker that 
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
+import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -23,24 +25,31 @@ from ..configs.schema import Config, ParallelConfig, SchedulerConfig
 from ..kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
 from ..kernels.compile_log import watch_compilations
 from ..kernels.device import Card, pretend_card
-from .attention.base import AttentionBackend, AttentionLayer
+from .attention.base import AttentionBackend
 from .attention.claims_at_start import ClaimsAtStart, claim_cases, claim_setup
 from .draft_host import GraphSettings
 from .graph_capture import Graph, GraphBackend
 from .graph_dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_modes
+from .memory_profile import MemoryProfile
 from .model_runner import ModelRunner
 from .plan import RowResult, StepPlan
 from .process import follow_parent
 from .runner_parts import RunnerParts
-from .start_ahead import DryReport
+from .short_model import attention_kind, shorten
+from .start_ahead import ATTENTION, GRAPHS, STAGES, STEPS, DryReport
 from .startup import Assembly
-from .warm_up import warm_up_steps
+from .warm_up import rare_steps, warm_up_steps
 
 _META = torch.device("meta")
+_NICE = 5  # the worker goes on meanwhile, and must not wait for a core
 _NOT_TRITONS = ("flashinfer", "flash_mla")
 _MANY_BYTES = 1 << 50  # of KV, which take no memory
 # Beyond these no other kernels come, as far as is known, whatever a server's own limits are.
 _MANY_ROWS, _MANY_TOKENS = 257, 2048
+
+
+# Called with one of `STAGES` once all of it was launched.
+Reached = Callable[[str], None]
 
 
 class _DryGraph:
@@ -81,6 +90,23 @@ class _DryGraphs:
 
 
 class _DryAssembly(Assembly):
+    def __init__(self, config: Config, reached: Reached, own: SchedulerConfig) -> None:
+        super().__init__(config, lambda _: None, _META)
+        self._reached, self._own = reached, own
+
+    def _load_target(self) -> None:
+        super()._load_target()
+        shorten(self.model)
+
+    def _kv_cache_bytes(self, profile: MemoryProfile) -> int:
+        self._reached(ATTENTION)
+        profile.run_largest_step()
+        num_reqs = min(self._own.max_num_seqs, self.max_num_reqs)
+        num_tokens = min(self._own.max_num_batched_tokens, self.max_num_tokens)
+        profile.small_target().warm_up(num_tokens, num_reqs)
+        profile.graph_bytes()
+        return super()._kv_cache_bytes(profile)
+
     def _graph_backend(self) -> GraphBackend:
         return _DryGraphs()
 
@@ -127,16 +153,20 @@ def any_limits(config: Config) -> Config:
     return replace(config, cache=cache, graph=graph, scheduler=scheduler, parallel=ParallelConfig())
 
 
-def dry_start(config: Config) -> ModelRunner:
+def dry_start(
+    config: Config, reached: Reached = lambda stage: None, own: SchedulerConfig | None = None
+) -> ModelRunner:
     """Build, warm up and capture as `build_model_runner` does, without memory; then run what comes
-    later with some requests only."""
-    parts = _DryAssembly(config, lambda _: None, _META).run()
+    later with some requests only. `own`: the server's limits, if `config` has others."""
+    parts = _DryAssembly(config, reached, own or config.scheduler).run()
+    shorten(getattr(parts.speculator, "model", None))
     runner = _DryRunner(parts)
     runner.warm_up()
-    with torch.inference_mode():
-        parts.target.warm_up(config.scheduler.max_num_batched_tokens)  # as the memory's profile
     runner.capture()
-    warm_up_steps(runner, config, with_rare=True)
+    reached(GRAPHS)
+    warm_up_steps(runner, config)
+    reached(STEPS)
+    rare_steps(runner)
     with torch.inference_mode():
         attend_to_any_batch(parts, config.scheduler.max_num_batched_tokens)
     return runner
@@ -146,7 +176,7 @@ def attend_to_any_batch(parts: RunnerParts, max_num_tokens: int) -> None:
     """Attention over prefills of every length, in batches of every size: its tiles depend on both,
     and it runs outside graphs. Powers of two, and one more, meet every kind of tiles."""
     cache, buffers = parts.target.cache, parts.buffers
-    layers = {_kind(layer): layer for layer in cache.layers.values()}.values()
+    layers = {attention_kind(layer): layer for layer in cache.layers.values()}.values()
     lengths = [n + more for n in _powers(max_num_tokens) for more in (0, 1)]
     for length in lengths:
         for num_reqs in _powers(buffers.max_num_reqs):
@@ -163,16 +193,13 @@ def attend_to_any_batch(parts: RunnerParts, max_num_tokens: int) -> None:
                 metadata.attend(layer, query, None, None, cache.kv_caches[layer.layer_id])
 
 
-def _kind(layer: AttentionLayer) -> tuple[object, ...]:
-    sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim_v, layer.is_mla)
-    return (*sizes, layer.sliding_window, layer.softcap, layer.sinks is not None)
-
-
 def _powers(most: int) -> list[int]:
     return [1 << power for power in range(most.bit_length())]
 
 
-def compile_start(config: Config, card: Card, num_processes: int) -> DryReport:
+def compile_start(
+    config: Config, card: Card, num_processes: int, reached: Reached = lambda stage: None
+) -> DryReport:
     """Compile in `num_processes` what a start with `config` on `card` will launch."""
     from triton.runtime import driver
 
@@ -183,7 +210,7 @@ def compile_start(config: Config, card: Card, num_processes: int) -> DryReport:
     driver.set_active(without_driver(card))
     with compiling_only(ForkingExecutor(num_processes)) as kernels:
         try:
-            dry_start(any_limits(config))
+            dry_start(any_limits(config), reached, config.scheduler)
         except Exception as error:
             report.error = f"{type(error).__name__}: {error}"
     for kernel in kernels.values():
@@ -206,8 +233,13 @@ def _import_late_parts() -> None:
 
 
 def main() -> int:
-    """`python -m slipstream.runner.dry_start`: on standard input the config, then the card."""
+    """`python -m slipstream.runner.dry_start 5 6 7`: on standard input the config, then the card.
+    The arguments are pipes, by stage: each ends with the stage's last compilation, since those that
+    run then are all that holds it open."""
     follow_parent()
+    os.nice(_NICE)
+    gc.disable()  # a collection would touch, and so copy, what forks share
+    gates = dict(zip(STAGES, map(int, sys.argv[1:]), strict=True))
     logging.disable()  # the worker says the same
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     _import_late_parts()
@@ -216,7 +248,9 @@ def main() -> int:
         return 0
     facts = json.loads(line)
     card = Card(facts["name"], tuple(facts["capability"]), facts["num_processors"])
-    report = compile_start(config, card, facts["num_processes"])
+    report = compile_start(
+        config, card, facts["num_processes"], lambda stage: os.close(gates[stage])
+    )
     sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
     return 0
 

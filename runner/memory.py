@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -13,6 +13,7 @@ from ..configs.schema import CacheConfig
 from .cuda_graphs import MemoryByPurpose
 from .errors import RunnerError
 from .kv_cache import KVCacheGroup, block_bytes, num_blocks_for
+from .memory_profile import MemoryProfile
 
 CPU_CACHE_BYTES = 1 << 30
 
@@ -42,14 +43,13 @@ def memory_allocated(device: torch.device) -> int:
 def kv_cache_bytes(
     config: CacheConfig,
     device: torch.device,
-    run_largest_step: Callable[[], None],
-    graph_bytes: Callable[[], int],
+    profile: MemoryProfile,
     memory: MemoryByPurpose,
 ) -> int:
     """Bytes for the KV cache: as configured, else what the device has left, else 1 GiB (CPU).
 
-    On a GPU `run_largest_step` runs once, to see how much memory activations take at their peak,
-    and `graph_bytes` measures what captures will take. Both are noted in `memory`.
+    On a GPU the largest step of `profile` runs once, to see how much memory activations take at
+    their peak, and its graphs show what captures will take. Both are noted in `memory`.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
@@ -59,11 +59,11 @@ def kv_cache_bytes(
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run_largest_step()
+    profile.run_largest_step()
     torch.cuda.synchronize(device)
     activations = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
-    graphs = graph_bytes()
+    graphs = profile.graph_bytes()
     memory.add("peak activation", activations)
     memory.add("graphs, reserved", graphs)
     torch.cuda.empty_cache()

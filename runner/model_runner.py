@@ -28,7 +28,7 @@ from .prompt_logprobs import PromptLogprobs
 from .runner_parts import RunnerFacts, RunnerParts
 from .sampling_state import Feature
 from .staging import StagingPool
-from .start_ahead import CompileAhead
+from .start_ahead import STEPS, CompileAhead
 from .startup import ProgressFn, assemble
 from .startup_report import log_startup
 from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
@@ -345,9 +345,13 @@ def build_model_runner(
     runner.capture()
     seconds["capture"] = time.monotonic() - start
     if runner.facts.device == "cuda":
+        if ahead is not None:
+            ahead.wait_for(STEPS)
         start = time.monotonic()
         warm_up_steps(runner, config)
         seconds["first_steps"] = time.monotonic() - start
+    if ahead is not None and ahead.wait() is not None:
+        seconds["compile"] = ahead.seconds
     if len(config.speculative.draft_counts) > 1:
         start = time.monotonic()
         runner.facts.step_seconds.update(measure_steps(runner, config))

@@ -1,7 +1,8 @@
 """Starts the process that compiles kernels while the worker loads, and waits for it.
 
-It begins at once, so that its imports, like its compilations, run beside those of the worker. A
-start that was gone through before finds all in Triton's cache, and needs no such process.
+It begins at once, so that its imports, like its compilations, run beside those of the worker, which
+waits, stage by stage, for no more than it launches next. A start that was gone through before finds
+all in Triton's cache, and needs no such process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import importlib.metadata
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -31,6 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 OFF = "SLIPSTREAM_COMPILE_AHEAD"  # environment variable; 0 = every kernel at its first launch
 MAX_WAIT_SECONDS = 90.0
+# What a start launches, in its order: the tests of attention's claims; memory profile, warm-up and
+# captures; first steps. What it does not launch itself, though requests may, comes last.
+ATTENTION, GRAPHS, STEPS = STAGES = ("attention", "graphs", "steps")
 _MIN_CORES = 4  # with fewer the two processes only take time from each other
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _SOURCES = ("kernels", "runner", "speculators")
@@ -61,6 +66,8 @@ class CompileAhead:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
         self._stamp: Path | None = None  # exists once all of this start was compiled
+        self._gates: dict[str, int] = {}  # stage -> read end of a pipe, which ends when it does
+        self.seconds = 0.0  # that were waited
         self._key = start_key(config)
         self.num_processes = len(os.sched_getaffinity(0))
         if not any(triton_cache().glob(f"{self._key}-*")):
@@ -88,6 +95,22 @@ class CompileAhead:
         except OSError:
             pass  # it died: `wait` tells
 
+    @property
+    def is_compiling(self) -> bool:
+        """Whether there is, or may be, something to wait for."""
+        return self._process is not None and self._stamp is not None
+
+    def wait_for(self, stage: str) -> None:
+        """Wait until what a start launches up to the end of this one of `STAGES` is compiled, or
+        cannot be."""
+        if not self.is_compiling or stage not in self._gates:
+            return
+        began = time.monotonic()
+        ends = select.poll()
+        ends.register(self._gates[stage])  # nothing is written: it only hangs up
+        ends.poll(1e3 * self._patience())
+        self.seconds += time.monotonic() - began
+
     def wait(self) -> DryReport | None:
         """Wait until all is compiled; None if nothing was to be."""
         if self._process is None or self._stamp is None:
@@ -95,7 +118,7 @@ class CompileAhead:
         began = time.monotonic()
         report = self._result()
         self.stop()
-        waited = time.monotonic() - began
+        self.seconds += time.monotonic() - began
         if report.error or report.num_failed:
             reason = report.error or f"{report.num_failed} kernels do not compile"
             logger.warning("not all kernels were compiled ahead: %s", reason)
@@ -103,12 +126,18 @@ class CompileAhead:
             _touch(self._stamp)
         logger.info(
             "compiled %d kernels ahead on %d cores in %.1f s (%d were there), waited %.1f s",
-            report.num_compiled, self.num_processes, report.seconds, report.num_cached, waited,
+            report.num_compiled, self.num_processes, report.seconds, report.num_cached,
+            self.seconds,
         )  # fmt: skip
         return report
 
+    def _patience(self) -> float:
+        return max(0.0, MAX_WAIT_SECONDS - self.seconds)
+
     def stop(self) -> None:
         """End it, if it still runs, with all that it started."""
+        while self._gates:
+            os.close(self._gates.popitem()[1])
         process, self._process = self._process, None
         if process is None:
             return
@@ -128,14 +157,20 @@ class CompileAhead:
             "CUDA_VISIBLE_DEVICES": "",  # it must not take memory of the card
             "OMP_NUM_THREADS": "1",  # nor have threads when it forks
         }
+        gates = {stage: os.pipe() for stage in STAGES}
+        self._gates = {stage: ends[0] for stage, ends in gates.items()}
+        inherited = [ends[1] for ends in gates.values()]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{package}.dry_start"],
+            [sys.executable, "-P", "-m", f"{package}.dry_start", *map(str, inherited)],
+            pass_fds=inherited,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
         )
+        for end in inherited:
+            os.close(end)
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")
@@ -146,7 +181,7 @@ class CompileAhead:
     def _result(self) -> DryReport:
         assert self._process is not None
         try:
-            output, _ = self._process.communicate(timeout=MAX_WAIT_SECONDS)
+            output, _ = self._process.communicate(timeout=self._patience())
             return msgspec.json.decode(output, type=DryReport)
         except subprocess.TimeoutExpired:
             return DryReport(error=f"it took more than {MAX_WAIT_SECONDS:.0f} s")

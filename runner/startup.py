@@ -29,7 +29,8 @@ from .data_parallel import create_sync
 from .device_queue import DeviceQueue, choose_device
 from .draft_host import DraftModelHost, GraphSettings
 from .errors import RunnerError
-from .graph_capture import CudaGraphs, GraphBackend, GraphPool, frozen_garbage_collector
+from .first_use import load_libraries
+from .graph_capture import CudaGraphs, GraphBackend, GraphPool
 from .graph_dispatch import GraphRole, resolve_mode, wanted_modes
 from .hub import find_drafter
 from .input_batch import InputBuffers
@@ -37,13 +38,14 @@ from .kv_blocks import BlockGroup
 from .kv_cache import KVCache, KVCacheGroup, make_groups
 from .layers import resolve_format
 from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks, refuse_early
+from .memory_profile import MemoryProfile
 from .messages import Progress
 from .models.registry import build_model
 from .request_table import RequestTable
 from .row_sampling import RowSampling
 from .runner_parts import NO_SPECULATION, RunnerFacts, RunnerParts
 from .sampler import Sampler
-from .start_ahead import CompileAhead
+from .start_ahead import ATTENTION, GRAPHS, CompileAhead
 from .target import Target
 from .weights import load_weights, resolve_model
 
@@ -95,9 +97,6 @@ class Assembly:
             speculator = create_speculator(config.speculative, host)
         needs = speculator.needs if speculator is not None else NO_SPECULATION
         self._note("weights")
-        if self.ahead is not None:
-            with self._phase("compile", shown=False):
-                self.ahead.wait()
         with self._phase("attention", shown=False), torch.inference_mode():
             layers = [*self.model.attention_layers(), *host.draft_layers]
             groups = make_groups(layers)
@@ -112,11 +111,19 @@ class Assembly:
             drafts = [[la for la in group.layers if la in host.draft_layers] for group in groups]
             draft_builders = [self._builder(backend, la) if la else None for la in drafts]
             self._note("workspaces")
+        if self.ahead is not None and self.ahead.is_compiling:
+            with self._phase("libraries", shown=False), torch.inference_mode():
+                models = (self.model, getattr(speculator, "model", None))
+                load_libraries(models, self.max_num_tokens, self.graphs, self.vocab_size)
+            self.ahead.wait_for(ATTENTION)
+        with self._phase("attention", shown=False), torch.inference_mode():
             if self.graphs is not None:
                 all_layers = [group.layers for group in groups]
                 claims = self._claims(backend, self.graphs, needs)
                 claims.verify(zip(builders, all_layers, draft_builders, drafts, strict=True))
                 self.lowered = claims.lowered
+        if self.ahead is not None:
+            self.ahead.wait_for(GRAPHS)
         with self._phase("kv_cache"), torch.inference_mode():
             manager, mode = self._graph_manager(builders, needs)
 
@@ -342,24 +349,16 @@ class Assembly:
         def small_target() -> Target:
             return target_on(KVCache(groups, 2, size, dtype, self.device))
 
-        def run_largest_step() -> None:
-            logits = small_target().warm_up(self.max_num_tokens)
-            rows = self.max_num_reqs * (needs.num_speculative_tokens + 1)
-            logits[:1].float().expand(rows, -1).softmax(-1).cumsum(-1)  # as the sampler's copies
-
-        def graph_bytes() -> int:
-            if manager is None or self.graphs is None:
-                return 0
-            with self.graphs.pool.throw_away(), frozen_garbage_collector(collect=False):
-                target = small_target()
-                total = manager.profile_memory(target.create_forward_fn)
-                if (choices := choices_of(target)) is not None:
-                    total += choices.profile_memory()
-                return total + draft_graph_bytes(target)
-
-        available = kv_cache_bytes(
-            self.config.cache, self.device, run_largest_step, graph_bytes, self.memory
+        profile = MemoryProfile(
+            small_target,
+            self.max_num_tokens,
+            self.max_num_reqs * (needs.num_speculative_tokens + 1),
+            None if self.graphs is None else self.graphs.pool,
+            manager,
+            choices_of,
+            draft_graph_bytes,
         )
+        available = self._kv_cache_bytes(profile)
         num_blocks = num_kv_blocks(
             self.config.cache,
             available,
@@ -369,6 +368,9 @@ class Assembly:
             self.max_num_reqs * self.max_model_len,
         )
         return KVCache(groups, num_blocks, size, dtype, self.device)
+
+    def _kv_cache_bytes(self, profile: MemoryProfile) -> int:
+        return kv_cache_bytes(self.config.cache, self.device, profile, self.memory)
 
     def _facts(
         self, cache: KVCache, backend: AttentionBackend, needs: SpeculatorNeeds

@@ -157,9 +157,10 @@ class Target:
             self._graphs.run_piecewise(desc, state, num_tokens, eager)
         return self.outputs(desc)
 
-    def warm_up(self, num_tokens: int = 1) -> Tensor:
-        """Run `num_tokens` dummy rows, one a request, without touching the KV; returns logits."""
-        num_reqs = min(num_tokens, self._buffers.max_num_reqs)
+    def warm_up(self, num_tokens: int = 1, max_num_reqs: int | None = None) -> Tensor:
+        """Run `num_tokens` dummy rows, one a request as far as there may be so many, without
+        touching the KV; returns logits."""
+        num_reqs = min(num_tokens, max_num_reqs or self._buffers.max_num_reqs)
         desc = eager_descriptor(num_tokens, num_reqs, None)
         common = self._buffers.fill_dummy(desc)
         metadata = [b.build(c, desc) for b, c in zip(self.builders, common, strict=True)]

@@ -40,13 +40,13 @@ class SteppedRunner(Protocol):
     def fill_drafts(self, num_slots: int, num_drafts: int) -> None: ...
 
 
-def warm_up_steps(runner: SteppedRunner, config: Config, with_rare: bool = False) -> None:
+def warm_up_steps(runner: SteppedRunner, config: Config) -> None:
     """A prefill, a decode and, with a drafter, a step that verifies, for every kind of sampling;
     then as many rows at once as lead to other kernels."""
     steps = _Steps(runner)
     if not steps.fit():
         return
-    for params in (*_KINDS, *_RARE) if with_rare else _KINDS:
+    for params in _KINDS:
         steps.serve([params])
     if config.scheduler.max_num_seqs > 1:
         steps.serve([_KINDS[0], _KINDS[2]])  # a batch whose rows are sampled differently
@@ -54,6 +54,14 @@ def warm_up_steps(runner: SteppedRunner, config: Config, with_rare: bool = False
     for num_reqs in wide_batches(config.scheduler, steps.num_drafts):
         for params in _WIDE:
             steps.serve_wide([params] * num_reqs)
+
+
+def rare_steps(runner: SteppedRunner) -> None:
+    """Steps of the kinds that `warm_up_steps` leaves to requests; only a dry start runs them."""
+    steps = _Steps(runner)
+    if steps.fit():
+        for params in _RARE:
+            steps.serve([params])
 
 
 def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from triton.runtime import driver
@@ -30,6 +31,7 @@ from slipstream.kernels.device import Card, pretend_card
 from slipstream.runner import dry_start
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.plan import NewRequest, ScheduledRow, StepPlan
+from slipstream.runner.start_ahead import STAGES
 
 H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
 PROMPTS = ([1], [2], [3, 1], [16], [33, 1, 1], [90], [17, 40, 5], [65] * 3)
@@ -54,7 +56,9 @@ class Counting(Executor):
         by_16 = [names[at[0]] for at, value in source.attrs.items() if value]
         constants = {names[at[0]]: value for at, value in source.constants.items()}
         types = [kind for kind in source.signature.values() if kind != "constexpr"]
-        self.kinds.append(f"{source.name}({constants}, by 16: {by_16}, {types})")
+        kind = f"{source.name}({constants}, by 16: {by_16}, {types})"
+        if kind not in self.kinds:
+            self.kinds.append(kind)
         future: Future[Any] = Future()
         future.set_result(True)
         return future
@@ -78,14 +82,43 @@ def serve(runner: Any, prompts: list[int], params: SamplingParams, step_id: int)
     runner.execute(StepPlan(step_id + 4, freed_slots=list(range(len(prompts))))).get()
 
 
+class Stages:
+    """Which kinds were met by the end of each stage, and all in the end."""
+
+    def __init__(self, counting: Counting) -> None:
+        self._counting = counting
+        self.kinds: dict[str, set[str]] = {}
+
+    def reached(self, stage: str) -> None:
+        """Called by the dry start."""
+        self.kinds[stage] = set(self._counting.kinds)
+
+    def early(self, assumed: Stages) -> list[str]:
+        """Kinds that come in an earlier stage than a dry start assumed: the worker, which waits for
+        a stage at a time, would have to compile them itself."""
+        assert list(self.kinds) == list(assumed.kinds) == list(STAGES)
+        return sorted(
+            f"{stage}: {kind}"
+            for stage, kinds in self.kinds.items()
+            for kind in kinds - assumed.kinds[stage]
+        )
+
+
 def many(num_reqs: int, chance: random.Random) -> list[list[int]]:
     """Prompts that end together, of which each row then verifies drafts; by buckets, at random."""
     counts = [2, 17, num_reqs, chance.randint(1, num_reqs), chance.randint(1, num_reqs)]
     return [[chance.randint(1, 4) for _ in range(count)] for count in counts]
 
 
+def forget(counting: Counting) -> None:
+    """Let the next start find nothing."""
+    for kernel in counting.kernels:
+        kernel.device_caches.clear()
+
+
 def launches(model: str, drafter: str | None) -> dict[str, Any]:
-    """How many kinds of launches a start has, and those that came after it."""
+    """How many kinds of launches a start has, those that come earlier in a server with limits of
+    its own and none of its blocks left out, and those that came after its start."""
     speculative = SpeculativeConfig()
     scheduler = SchedulerConfig(max_num_seqs=39, max_num_batched_tokens=200)
     if drafter is not None:
@@ -102,9 +135,14 @@ def launches(model: str, drafter: str | None) -> dict[str, Any]:
     )
     counting = Counting()
     with compiling_only(counting):
-        dry_start.dry_start(dry_start.any_limits(config))
-        started = len(counting.kinds)
-        runner = dry_start.dry_start(config)  # now with this server's own limits
+        assumed = Stages(counting)
+        dry_start.dry_start(dry_start.any_limits(config), assumed.reached, config.scheduler)
+        started = set(counting.kinds)
+    forget(counting)
+    counting = Counting()
+    with compiling_only(counting), patch.object(dry_start, "shorten"):
+        own = Stages(counting)
+        runner = dry_start.dry_start(config, own.reached)
         of_all_kinds = many(scheduler.max_num_seqs, random.Random(7))
         batches = [(prompts, KINDS[index % 3]) for index, prompts in enumerate(PROMPTS)]
         batches += [(prompts, params) for prompts in of_all_kinds for params in KINDS]
@@ -112,9 +150,9 @@ def launches(model: str, drafter: str | None) -> dict[str, Any]:
             for index, (prompts, params) in enumerate(batches):
                 assert sum(prompts) <= scheduler.max_num_batched_tokens
                 serve(runner, prompts, params, 1 + 10 * index)
-    for kernel in counting.kernels:
-        kernel.device_caches.clear()  # the next start finds nothing
-    return {"started": started, "later": counting.kinds[started:]}
+    forget(counting)
+    later = sorted(set(counting.kinds) - started)
+    return {"started": len(started), "early": own.early(assumed), "later": later}
 
 
 def main(model: str, drafter: str) -> None:

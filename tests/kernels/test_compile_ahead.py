@@ -54,6 +54,7 @@ def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(tmp_pa
         folders.append(str(tmp_path / name))
     alone, drafting = map(json.loads, run_script("dry_launches.py", *folders).splitlines()[-2:])
     assert (alone["later"], drafting["later"]) == ([], [])
+    assert (alone["early"], drafting["early"]) == ([], [])
     assert 40 < alone["started"] < drafting["started"]
 
 

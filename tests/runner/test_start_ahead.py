@@ -1,8 +1,13 @@
-"""What the stamp of a compiled start depends on, and where none is compiled ahead."""
+"""What the stamp of a compiled start depends on, where none is compiled ahead, and how it is waited
+for."""
 
 from __future__ import annotations
 
 import json
+import logging
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +23,20 @@ from slipstream.configs.schema import (
     ServerConfig,
     SpeculativeConfig,
 )
+from slipstream.kernels.device import Card
 from slipstream.runner import start_ahead
-from slipstream.runner.start_ahead import is_wanted, start_key
+from slipstream.runner.start_ahead import (
+    ATTENTION,
+    GRAPHS,
+    STAGES,
+    STEPS,
+    CompileAhead,
+    is_wanted,
+    start_key,
+)
+
+CARD = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
+Start = Callable[[str], CompileAhead]
 
 
 def folder(at: Path, **values: Any) -> str:
@@ -91,3 +108,99 @@ def test_a_start_without_a_card_or_on_the_cpu_has_no_process_beside_it(
     monkeypatch.setenv(start_ahead.OFF, "1")
     monkeypatch.setattr(start_ahead, "_DRIVERS", (str(tmp_path / "none"),))
     assert not is_wanted(config)
+
+
+@pytest.fixture
+def start(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
+    """Starts, in place of the dry start, a script that has `gates`, the write ends by stage."""
+
+    def begin(script: str) -> CompileAhead:
+        program = tmp_path / "python"
+        program.write_text(
+            f"#!{sys.executable}\nimport json, os, sys, time\n"
+            "gates = [int(gate) for gate in sys.argv[4:]]\n"
+            "config, card = sys.stdin.readline(), json.loads(sys.stdin.readline())\n" + script
+        )
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        ahead = CompileAhead(config)
+        ahead.tell(CARD)
+        return ahead
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return begin
+
+
+def waits(ahead: CompileAhead) -> list[float]:
+    """Seconds that each stage is waited for."""
+    found = []
+    for stage in STAGES:
+        before = ahead.seconds
+        ahead.wait_for(stage)
+        found.append(ahead.seconds - before)
+    return found
+
+
+def test_a_stage_ends_with_the_last_of_its_compilations(start: Start, tmp_path: Path) -> None:
+    """Of its processes one runs on when the next stage has begun, or ended."""
+    ahead = start(
+        f"""
+open({str(tmp_path / "began")!r}, "w").close()
+if os.fork() == 0:  # compiles for the first stage
+    time.sleep(0.8)
+    os._exit(0)
+os.close(gates[0])
+if os.fork() == 0:
+    os._exit(0)
+os.close(gates[1])
+if os.fork() == 0:
+    time.sleep(1.6)
+    os._exit(0)
+os.close(gates[2])
+print(json.dumps({{"num_compiled": 3}}))
+"""
+    )
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
+    first, second, third = waits(ahead)
+    assert first > 0.2 and second < 0.5 and third > 0.2
+    assert ahead.is_compiling
+    report = ahead.wait()
+    assert report is not None and report.num_compiled == 3 and not report.error
+    assert ahead.seconds >= first + second + third
+    assert not ahead.is_compiling and waits(ahead) == [0, 0, 0] and ahead.wait() is None
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # the stamp
+
+
+def test_a_process_that_dies_is_waited_for_no_more(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead = start("os._exit(7)")
+    assert sum(waits(ahead)) < 10
+    with caplog.at_level(logging.WARNING):
+        report = ahead.wait()
+    assert report is not None and "status 7" in report.error
+    assert "not all kernels were compiled ahead" in caplog.text
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_process_that_hangs_is_ended_after_the_longest_wait(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_ahead, "MAX_WAIT_SECONDS", 0.3)
+    ahead = start("time.sleep(60)")
+    began = time.monotonic()
+    ahead.wait_for(ATTENTION)
+    assert 0.2 < time.monotonic() - began < 5
+    ahead.wait_for(GRAPHS)
+    ahead.wait_for(STEPS)
+    report = ahead.wait()
+    assert report is not None and "more than" in report.error
+    assert time.monotonic() - began < 5 and not ahead.is_compiling
+
+
+def test_a_start_that_was_compiled_waits_for_nothing(start: Start) -> None:
+    first = start("""print("{}")""")
+    assert first.wait() is not None
+    second = start("time.sleep(60)")
+    assert not second.is_compiling and waits(second) == [0, 0, 0] and second.wait() is None

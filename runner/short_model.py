@@ -1,0 +1,72 @@
+"""Leaves out of a model's forward pass the blocks that repeat one before them.
+
+For a dry start, which wants each kernel to be launched once: 30 blocks that are alike launch what
+two do. The model's layers stay as they are; only running it is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..kernels.linear_choice import Shape
+from .attention.base import AttentionLayer, AttentionState
+from .models.base import PreNormModel
+from .rotary import RotaryStep
+
+
+class _Repeated:
+    """In place of a block that would launch what another has launched."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotary: RotaryStep,
+        attention: AttentionState,
+    ) -> tuple[Tensor, Tensor | None]:
+        return hidden, residual
+
+
+def shorten(model: Any) -> int:
+    """Replace repeated blocks of a model that has some; returns how many are left to run.
+
+    A block repeats another if both are made alike and come after such as are made alike: what the
+    one before hands over is part of the launch.
+    """
+    if not isinstance(model, PreNormModel):
+        return 0
+    seen: set[tuple[Hashable, Hashable]] = set()
+    before: Hashable = None
+    for index, block in enumerate(model._blocks):
+        kind = _kind_of(block)
+        if (before, kind) in seen:
+            model._blocks[index] = _Repeated()
+        seen.add((before, kind))
+        before = kind
+    return sum(not isinstance(block, _Repeated) for block in model._blocks)
+
+
+def _kind_of(block: Any) -> Hashable:
+    """What a block's launches depend on; of an unknown kind of block, itself."""
+    if not isinstance(block, nn.Module):
+        return id(block)
+    return tuple((name, _kind_of_module(module)) for name, module in block.named_modules())
+
+
+def _kind_of_module(module: nn.Module) -> Hashable:
+    values = vars(module).items()
+    plain = [(k, v) for k, v in values if isinstance(v, bool | int | float | str | Shape | None)]
+    layers = [attention_kind(v) for _, v in values if isinstance(v, AttentionLayer)]
+    own = (*module.named_buffers(recurse=False), *module.named_parameters(recurse=False))
+    tensors = [(name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in own]
+    return type(module), tuple(plain), tuple(layers), tuple(tensors)
+
+
+def attention_kind(layer: AttentionLayer) -> tuple[Hashable, ...]:
+    """What the kernels of an attention layer depend on."""
+    sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim_v, layer.is_mla)
+    reads_only = layer.kv_source is not None
+    return (*sizes, layer.sliding_window, layer.softcap, layer.sinks is not None, reads_only)
