@@ -100,19 +100,23 @@ def frozen_garbage_collector(collect: bool = True) -> Iterator[None]:
 
     Collecting walks all that start-up has made: of nested uses only the outermost does, if at all.
     """
-    was_enabled = gc.isenabled()
-    if not was_enabled:
+    if not gc.isenabled():
         yield
         return
     if collect:
         gc.collect()
     gc.disable()
-    gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
         gc.enable()
+
+
+def spare_modules() -> None:
+    """From now on no collection walks what was imported: a start has five and more, and modules
+    are nearly all that they would look at. Once in a process."""
+    if not gc.get_freeze_count():
+        gc.freeze()
 
 
 class _Borrowed:

@@ -21,7 +21,7 @@ from .attention.base import AttentionState
 from .cuda_graphs import CaptureReport, RebuiltStates
 from .data_parallel import StepAgreement
 from .drafting import Drafting
-from .graph_capture import frozen_garbage_collector
+from .graph_capture import frozen_garbage_collector, spare_modules
 from .input_batch import InputBatch
 from .plan import StepPlan
 from .prompt_logprobs import PromptLogprobs
@@ -335,6 +335,8 @@ def build_model_runner(
     config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
 ) -> ModelRunner:
     """Load, allocate, warm up and capture; the runner is then ready for its first step."""
+    if torch.cuda.is_available():
+        spare_modules()
     parts = assemble(config, progress, ahead)
     runner = ModelRunner(parts)
     seconds = runner.facts.startup_seconds

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from typing import Any
 
 import pytest
@@ -18,7 +19,11 @@ from slipstream.runner.cuda_graphs import (
     MemoryByPurpose,
     relative_error,
 )
-from slipstream.runner.graph_capture import GraphPool, frozen_garbage_collector
+from slipstream.runner.graph_capture import (
+    GraphPool,
+    frozen_garbage_collector,
+    spare_modules,
+)
 from slipstream.runner.graph_recorder import HostReadDuringCapture, RecordedGraphs
 
 HIDDEN, HEADS, MAX_TOKENS = 6, 2, 16
@@ -245,9 +250,29 @@ def test_a_failing_capture_closes_the_graph() -> None:
 
 
 def test_frozen_garbage_collector_restores() -> None:
+    before = gc.get_freeze_count()
     with frozen_garbage_collector():
         assert not gc.isenabled()
-    assert gc.isenabled() and gc.get_freeze_count() == 0
+        with frozen_garbage_collector():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled() and gc.get_freeze_count() == before
+
+
+def test_modules_are_spared_by_collections_of_captures_once_and_for_all() -> None:
+    try:
+        spare_modules()
+        spared = gc.get_freeze_count()
+        assert spared > len(sys.modules)
+        later = [[]]  # type: ignore[var-annotated]
+        later.append(later)
+        spare_modules()
+        with frozen_garbage_collector():
+            pass
+        assert gc.get_freeze_count() <= spared  # fewer once some died; none came since
+        assert any(each is later for each in gc.get_objects())
+    finally:
+        gc.unfreeze()
 
 
 def test_memory_by_purpose() -> None:
