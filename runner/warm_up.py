@@ -125,12 +125,15 @@ class _Steps:
         return [ScheduledRow(slot, drafts + 1, drafts, bound, False, 1) for slot in slots]
 
     def _new_request(self, slot: int, prompt_len: int, params: SamplingParams) -> NewRequest:
-        """All use the same blocks: what they compute is of no interest."""
-        length = self._length()
-        blocks = [
-            list(range(1, 1 - (-length // group.block_size)))
-            for group in self._runner.facts.kv_groups
-        ]
+        """With blocks of its own, where there are enough: two that write to one block leave there
+        what nobody can foretell, and graphs are compared with eager runs."""
+        length, blocks = self._length(), []
+        for group in self._runner.facts.kv_groups:
+            count = -(-length // group.block_size)
+            first = 1 + slot * count
+            if first + count > group.num_blocks:
+                first = 1
+            blocks.append(list(range(first, first + count)))
         return NewRequest(slot, [0] * prompt_len, prompt_len, 0, blocks, params)
 
     def _run(
