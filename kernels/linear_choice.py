@@ -101,16 +101,17 @@ def _skinny(**of_role: tuple[int, int, int, int, int, int] | None) -> dict[str, 
 
 # The winners on an H100 and an H200 (SXM, bf16), layer by layer and as whole steps.
 _LARGE: Mapping[int, Mapping[str, Choice]] = {
-    1: _gemvs(
-        qkv=(4, 2048, 4),
-        o=(4, 2048, 4),
-        gate_up=(4, 1024, 4),
-        down=(4, 2048, 4),
-        head=(4, 1024, 4, 4),
-    ),
+    1: {
+        **_gemvs(
+            qkv=(2, 2048, 4, 0, 1, 2),
+            gate_up=(4, 1024, 4, 0, 0),
+            down=(2, 2048, 4, 0, 1, 2),
+        ),
+        **_skinny(o=(64, 128, 4, 4, 2, 16), head=(128, 128, 3, 4, 1, 16)),
+    },
     16: _skinny(
-        qkv=(64, 128, 4, 4, 4, 16),
-        o=(64, 256, 3, 4, 2, 16),
+        qkv=(64, 128, 4, 4, 2, 16),
+        o=(64, 128, 4, 4, 2, 16),
         gate_up=(64, 128, 3, 4, 1, 16),
         down=(64, 256, 3, 4, 2, 16),
         head=(64, 256, 3, 4, 1, 16),
@@ -118,26 +119,28 @@ _LARGE: Mapping[int, Mapping[str, Choice]] = {
     32: _skinny(
         qkv=(64, 128, 4, 4, 2, 32),
         o=(64, 256, 3, 4, 2, 32),
-        gate_up=(64, 128, 3, 4, 1, 32),
-        down=(64, 256, 3, 4, 2, 32),
+        gate_up=(64, 128, 2, 4, 1, 32),
+        down=(64, 128, 5, 4, 2, 32),
         head=(128, 128, 3, 4, 1, 32),
     ),
     64: _skinny(
         qkv=None,
         o=(64, 128, 4, 4, 2, 64),
-        gate_up=(64, 64, 5, 4, 1, 64),
-        down=(64, 128, 4, 4, 4, 64),
-        head=None,
+        gate_up=(64, 64, 3, 4, 1, 64),
+        down=(64, 128, 5, 4, 2, 64),
+        head=(128, 64, 4, 4, 1, 64),
     ),
+    128: _skinny(gate_up=(64, 64, 5, 8, 1, 128)),
+    256: _skinny(gate_up=(64, 64, 4, 8, 1, 256), down=(128, 128, 3, 8, 2, 128)),
 }
 _SMALL_TILE = (64, 64, 4, 4)
 _SMALL: Mapping[int, Mapping[str, Choice]] = {
     1: _gemvs(
-        qkv=(8, 1024, 4),
-        o=(2, 1024, 2),
+        qkv=(4, 1024, 2),
+        o=(2, 1024, 4),
         gate_up=(4, 1024, 4),
         down=(2, 1024, 2),
-        head=(8, 1024, 4),
+        head=(16, 128, 4, 0, 1, 2),
     ),
     **{
         rows: _skinny(
@@ -148,6 +151,10 @@ _SMALL: Mapping[int, Mapping[str, Choice]] = {
             head=(*_SMALL_TILE, 1, rows),
         )
         for rows in (16, 32, 64)
+    },
+    **{
+        rows: _skinny(gate_up=(*_SMALL_TILE, 1, 64), down=(*_SMALL_TILE, 3, 64))
+        for rows in (128, 256)
     },
 }
 _SHAPES_LARGE = (  # Llama 3 8B, and an EAGLE-3 head for it
@@ -173,7 +180,7 @@ def _table() -> dict[tuple[Shape, int], Choice]:
     for shapes, by_rows in ((_SHAPES_LARGE, _LARGE), (_SHAPES_SMALL, _SMALL)):
         for shape in shapes:
             for bucket, of_role in by_rows.items():
-                table[shape, bucket] = of_role[shape.role]
+                table[shape, bucket] = of_role.get(shape.role)
     return table
 
 
