@@ -7,10 +7,14 @@ from functools import cache
 
 import torch
 import triton
+from torch import Tensor
 
 from ..device import card_of
 
 _MAX_SPLITS = 16
+FUSED_QUERY_LEN = (
+    16  # new keys of a request that a fused kernel has room for: a tile of a matrix unit
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,8 @@ class Launch:
     num_warps: int
     num_stages: int
     heads_first: bool = False  # neighbouring programs take the heads of one request
+    fused: bool = False  # rotary embedding and KV write inside
+    early: bool = False  # fused: the first keys are brought into L2 before the inputs are ready
 
 
 @cache
@@ -69,4 +75,33 @@ def plan_launch(
     ):
         splits *= 2
     num_warps = 8 if block_m * dim >= 128 * 128 else 4
-    return Launch(block_m, block_q, heads, block_n, splits, one_block, num_warps, stages)
+    return Launch(
+        block_m,
+        block_q,
+        heads,
+        block_n,
+        splits,
+        one_block,
+        num_warps,
+        stages,
+        fused=one_block and heads == group and max_query_len <= FUSED_QUERY_LEN and dim <= 128,
+    )
+
+
+def plan_for(
+    query: Tensor, kv_cache: Tensor, block_table: Tensor, num_reqs: int, max_query_len: int
+) -> Launch:
+    """The plan for query [T, Hq, D], or its parts, over kv_cache [2, num_blocks, PAGE, Hkv, D]."""
+    num_tokens, num_heads, dim = query.shape[-3:]
+    page, kv_heads = kv_cache.shape[2:4]
+    return plan_launch(
+        num_reqs,
+        num_tokens,
+        kv_heads,
+        num_heads // kv_heads,
+        dim,
+        max_query_len,
+        block_table.shape[1] * page,
+        num_processors(query.device),
+        kv_cache.element_size(),
+    )

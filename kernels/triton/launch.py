@@ -36,6 +36,19 @@ def wait_for_inputs(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+@triton.jit
+def fetch_early(pointers):
+    """Bring the line at each pointer into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 @cache
 def _is_hopper(device: torch.device) -> bool:
     """Both features came with Hopper."""

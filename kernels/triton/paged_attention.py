@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .attention_plan import num_processors, plan_launch
 from .launch import pdl_options, wait_for_inputs
+from .online_softmax import LOG2E, absorb, soft_capped
 
 
 @triton.jit
@@ -134,13 +135,12 @@ def _attention_kernel(
         rest = tl.arange(0, DIM_REST)
         q_rest = tl.load(q_base + DIM + rest[None, :], mask=valid[:, None], other=0.0)
 
-    log2e: tl.constexpr = 1.4426950408889634
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, log2 domain
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     if SINKS:
         if split == 0:
-            top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * log2e
+            top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
             total += 1.0
     for key_start in range(low, high, BLOCK_N):
         at = key_start + tl.arange(0, BLOCK_N)  # [BLOCK_N] key position
@@ -161,16 +161,10 @@ def _attention_kernel(
             scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision=PRECISION)
         scores *= scale
         if SOFTCAP:
-            scores = softcap * (1.0 - 2.0 / (tl.exp2(2.0 * log2e * scores / softcap) + 1.0))
+            scores = soft_capped(scores, softcap)
         visible = exists[None, :] & (at[None, :] <= position[:, None])
         if WINDOW > 0:
             visible = visible & (at[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(visible, scores * log2e, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row may see none of these keys
-        rescale = tl.exp2(top - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = total * rescale + tl.sum(weights, 1)
         if MLA:
             v = k
         else:
@@ -178,8 +172,7 @@ def _attention_kernel(
             v_row += kv_head * v_stride_h
             v_inside = exists[:, None] & (dim_v < DIM_V)[None, :]
             v = tl.load(v_row[:, None] + dim_v[None, :], mask=v_inside, other=0.0).to(q.dtype)
-        acc = tl.dot(weights.to(q.dtype), v, acc * rescale[:, None], input_precision=PRECISION)
-        top = new_top
+        top, total, acc = absorb(scores, visible, v, top, total, acc, PRECISION)
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     mask = valid[:, None] & (dim_v < DIM_V)[None, :]
@@ -235,6 +228,29 @@ def _reduce_kernel(
         acc += part * weight[:, None]
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_splits(
+    partial: Tensor, lse: Tensor, query_start_loc: Tensor, out: Tensor, num_reqs: int
+) -> None:
+    """Attention over all keys, from that over each split's."""
+    splits, num_tokens, num_heads, dim_v = partial.shape
+    block_v = triton.next_power_of_2(dim_v)
+    heads = max(1, min(triton.next_power_of_2(num_heads), 512 // block_v))
+    _reduce_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
+        partial,
+        lse,
+        query_start_loc,
+        out,
+        num_reqs,
+        num_tokens,
+        Q_HEADS=num_heads,
+        DIM_V=dim_v,
+        BLOCK_V=block_v,
+        SPLITS=splits,
+        HEADS=heads,
+        **pdl_options(out),
+    )
 
 
 def paged_attention(
@@ -334,19 +350,5 @@ def paged_attention(
         **pdl_options(query),
     )
     if splits > 1:
-        heads = max(1, min(triton.next_power_of_2(num_heads), 512 // block_v))
-        _reduce_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-            partial,
-            lse,
-            query_start_loc,
-            out,
-            num_reqs,
-            num_tokens,
-            Q_HEADS=num_heads,
-            DIM_V=dim_v,
-            BLOCK_V=block_v,
-            SPLITS=splits,
-            HEADS=heads,
-            **pdl_options(query),
-        )
+        sum_splits(partial, lse, query_start_loc, out, num_reqs)
     return out

@@ -18,23 +18,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..linear_choice import Skinny
 from .gemv import gated
 from .head_sample import HeadRows, keep_best
-from .launch import fits_tma, has_tma, pdl_options, wait_for_inputs
+from .launch import fetch_early, fits_tma, has_tma, pdl_options, wait_for_inputs
 
 _PLAIN, _PARTS, _GATED, _SAMPLE = 0, 1, 2, 3
 _EARLY = 256  # columns of weights brought into L2 before the input is ready; more did not pay
-
-
-@triton.jit
-def _fetch_early(pointers):
-    """Bring the line at each pointer into L2."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [pointers],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -111,9 +98,9 @@ def _skinny_kernel(
         line = tl.arange(0, EARLY // 64) * 64
         at = tl.minimum(n, num_outputs - 1)[:, None] * num_inputs + (k_start + line)[None, :]
         at = tl.minimum(at, num_outputs * num_inputs - 1)
-        _fetch_early(weight + at)
+        fetch_early(weight + at)
         if MODE == 2:
-            _fetch_early(weight + num_outputs * num_inputs + at)
+            fetch_early(weight + num_outputs * num_inputs + at)
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc

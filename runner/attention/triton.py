@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from ...kernels.paged_attention import paged_attention
-from ...kernels.rotary_store_kv import rotary_store_kv
+from ...kernels.rotary_attention import rotary_attention
 from ...kernels.store_kv import store_kv
 from .base import (
     AttentionBackend,
@@ -30,9 +30,12 @@ _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512  # 16: the least that a matrix unit takes
 class TritonMetadata(AttentionMetadata):
     """Views of the step buffers; a graph bakes their addresses and the bound on query lengths."""
 
-    def __init__(self, common: CommonAttentionMetadata, max_query_len: int) -> None:
+    def __init__(
+        self, common: CommonAttentionMetadata, max_query_len: int, is_uniform: bool = False
+    ) -> None:
         self._common = common
         self._max_query_len = max_query_len
+        self._is_uniform = is_uniform
 
     def attend(
         self,
@@ -57,18 +60,28 @@ class TritonMetadata(AttentionMetadata):
     ) -> Tensor:
         if key is None or value is None:
             return super().rotate_and_attend(layer, query, key, value, kv_cache, rotary)
-        query = rotary_store_kv(
+        common = self._common
+        return rotary_attention(
             rotary.positions,
             query,
             key,
             value,
             rotary.cos_sin_cache,
             kv_cache,
-            self._common.slot_mapping,
+            common.slot_mapping,
+            common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            layer.scale,
+            self._max_query_len,
             rotary.interleaved,
             rotary.norms,
+            layer.sliding_window,
+            layer.softcap,
+            layer.sinks,
+            # Eager steps have any number of rows: that would be too many kinds of one kernel.
+            may_fuse=self._is_uniform,
         )
-        return self._read(layer, query, kv_cache)
 
     def _read(self, layer: AttentionLayer, query: Tensor, kv_cache: Tensor) -> Tensor:
         return paged_attention(
@@ -96,7 +109,9 @@ class TritonBuilder(AttentionBuilder):
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> TritonMetadata:
-        return TritonMetadata(common, max_query_len(common, desc))
+        is_full = desc is not None and desc.mode is CUDAGraphMode.FULL
+        is_uniform = desc is not None and desc.uniform_token_count is not None
+        return TritonMetadata(common, max_query_len(common, desc), is_full and is_uniform)
 
 
 def max_query_len(common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None) -> int:

@@ -3,8 +3,9 @@ it is without one of its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.kernels.linear_choice import H100_WINNERS, Choice, Shape, bucket_of
 from slipstream.kernels.linear_tuned import LinearChooser
+from slipstream.kernels.triton import attention_plan, paged_attention
 from slipstream.runner import layers
 from slipstream.runner.attention import triton as backend
 from slipstream.runner.attention.base import AttentionState, CommonAttentionMetadata
@@ -27,8 +30,7 @@ from chain_variants import MODELS  # isort: skip
 
 BF16, PAGE, MAX_LEN = torch.bfloat16, 16, 4096
 FUNCTIONS = {  # part -> where its functions are looked up
-    "attention": [(backend, "paged_attention")],
-    "rotary": [(backend, "rotary_store_kv")],
+    "attention": [(backend, "rotary_attention")],
     "norms": [(layers, "rms_norm"), (layers, "fused_add_rms_norm")],
 }
 
@@ -79,12 +81,26 @@ def shapes_of(model: Any) -> dict[str, Shape]:
     return {m.shape.role: m.shape for m in model.modules() if isinstance(m, Linear)}
 
 
-def chooser(model: Any, rows: int, changes: dict[str, Choice]) -> LinearChooser:
+def chooser(model: Any, rows: int, changes: Mapping[str, Choice]) -> LinearChooser:
     """The built-in choices, with `changes` by role."""
     bucket, shapes = bucket_of(rows), shapes_of(model)
     assert bucket is not None
     changed = {(shapes[role], bucket): choice for role, choice in changes.items()}
     return LinearChooser({**H100_WINNERS, **changed})
+
+
+@contextmanager
+def planned(changes: Mapping[str, Any]) -> Iterator[None]:
+    """Every launch of attention has these changes of its plan."""
+    plan_launch = attention_plan.plan_launch
+
+    def plan(*sizes: Any) -> attention_plan.Launch:
+        return replace(plan_launch(*sizes), **changes)
+
+    with ExitStack() as stack:
+        for module in (attention_plan, paged_attention):
+            stack.enter_context(patch.object(module, "plan_launch", plan))
+        yield
 
 
 class Step:
@@ -101,7 +117,8 @@ class Step:
         builder = TritonBackend().create_builder(
             groups[0].layers, PAGE, reqs, reqs, MAX_LEN, BF16, device
         )
-        self.state: AttentionState = cache.attention_state([builder.build(metadata)])
+        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, reqs, reqs, 1)
+        self.state: AttentionState = cache.attention_state([builder.build(metadata, desc)])
         make = torch.Generator().manual_seed(reqs)
         vocab = model.config.vocab_size
         self.ids = torch.randint(0, vocab, (reqs,), generator=make, dtype=torch.int32).to(device)

@@ -8,6 +8,7 @@ from typing import Any
 
 from slipstream.kernels.linear_choice import Choice, Gemv, Skinny
 
+Variant = Choice | Mapping[str, Any]  # the latter: changes of an `attention_plan.Launch`
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-8B": dict(
         vocab_size=128256,
@@ -36,7 +37,7 @@ def _skinny(rows: int, *sizes: tuple[int, ...]) -> list[Choice]:
     return [Skinny(*of[:5], rows, *of[5:]) for of in sizes]
 
 
-_ONE_ROW_LARGE: dict[str, Sequence[Choice]] = {
+_ONE_ROW_LARGE: dict[str, Sequence[Variant]] = {
     "gate_up": [
         *_gemvs((4, 1024, 4, 0, 0), (4, 1024, 4, 0, 1, 2), (4, 1024, 4, 0, 1, 1, 1)),
         *_gemvs(
@@ -75,7 +76,7 @@ _ONE_ROW_LARGE: dict[str, Sequence[Choice]] = {
         *_skinny(16, (64, 256, 3, 4, 1), (64, 128, 4, 4, 1), (128, 128, 3, 4, 1)),
     ],
 }
-_ONE_ROW_SMALL: dict[str, Sequence[Choice]] = {
+_ONE_ROW_SMALL: dict[str, Sequence[Variant]] = {
     "qkv": [
         *_gemvs((4, 1024, 4), (2, 1024, 2), (8, 128, 4, 0, 1, 2), (4, 256, 4, 0, 1, 2)),
         *_gemvs((8, 64, 2, 0, 1, 2), (4, 1024, 2), (16, 64, 4, 0, 1, 2)),
@@ -94,7 +95,7 @@ _ONE_ROW_SMALL: dict[str, Sequence[Choice]] = {
 }
 
 
-def _few(rows: int) -> dict[str, Sequence[Choice]]:
+def _few(rows: int) -> dict[str, Sequence[Variant]]:
     """Neighbours of the built-in choices at 2 to 64 rows."""
     small = rows < 64
     return {
@@ -121,7 +122,7 @@ def _few(rows: int) -> dict[str, Sequence[Choice]]:
     }
 
 
-def _many(rows: int) -> dict[str, Sequence[Choice]]:
+def _many(rows: int) -> dict[str, Sequence[Variant]]:
     """At 128 and 256 rows, where torch is the built-in choice."""
     other = [
         *_skinny(
@@ -141,7 +142,7 @@ def _many(rows: int) -> dict[str, Sequence[Choice]]:
     }
 
 
-def _many_small(rows: int) -> dict[str, Sequence[Choice]]:
+def _many_small(rows: int) -> dict[str, Sequence[Variant]]:
     parts = [
         choice
         for block_m in (64, 128)
@@ -156,20 +157,6 @@ def _many_small(rows: int) -> dict[str, Sequence[Choice]]:
     ]
     head = _skinny(128, (128, 64, 4, 8, 1), (64, 64, 4, 4, 1), (128, 64, 3, 8, 1))
     return {"qkv": parts, "o": parts, "gate_up": gated, "down": parts, "head": head}
-
-
-# (model, layers of the chain) -> rows -> role -> variants
-ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Choice]]]] = {
-    ("Llama-8B", 6): {
-        1: _ONE_ROW_LARGE,
-        8: _few(16),
-        32: _few(32),
-        64: _few(64),
-        128: _many(128),
-        256: _many(256),
-    },
-    ("SmolLM2", 30): {1: _ONE_ROW_SMALL, 256: _many_small(256)},
-}
 
 
 @dataclass(frozen=True)
@@ -191,27 +178,88 @@ class PlanCase:
         return f"attn {self.reqs}x{self.tokens} at {self.context} {heads}"
 
 
+def _in_a_step(*sizes: tuple[int, ...]) -> dict[str, Sequence[Variant]]:
+    early = [{**plan, "early": True} for plan in _plans(*sizes)]
+    return {"attention": [{"fused": False}, {"early": True}, *_plans(*sizes), *early[:2]]}
+
+
 def _plans(*sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     """(block_n, stages, warps, heads first, splits), as far as given."""
     names = ("block_n", "num_stages", "num_warps", "heads_first", "splits")
-    return [dict(zip(names, of, strict=False)) for of in sizes]
+    plans: list[dict[str, Any]] = [dict(zip(names, of, strict=False)) for of in sizes]
+    return [{**plan, "heads_first": bool(plan["heads_first"])} for plan in plans]
 
 
-_WIDE = _plans(
-    *((64, 3, 4, 1), (64, 2, 4, 1), (64, 4, 4, 1), (64, 2, 4, 0), (32, 4, 4, 1), (32, 5, 4, 0)),
-    *((32, 3, 2, 1), (128, 2, 4, 1), (128, 2, 8, 1), (128, 3, 8, 0), (128, 3, 8, 1), (64, 3, 2, 1)),
-    *((64, 3, 4, 1, 2), (64, 3, 4, 0, 2), (64, 4, 4, 1, 2)),
-)
-_LONG = _plans(
-    *((64, 3, 4, 0, 1), (64, 3, 4, 1, 1), (64, 3, 4, 0, 4), (64, 3, 4, 1, 2), (64, 4, 4, 1, 2)),
-    *((128, 2, 4, 1, 2), (128, 3, 8, 1, 2), (64, 2, 4, 1, 4), (64, 4, 4, 1, 4), (128, 2, 4, 1, 4)),
-    *((64, 3, 4, 1, 8), (64, 3, 4, 1, 4), (128, 3, 8, 1, 1), (64, 5, 4, 1, 1)),
-)
-_ONE = _plans(
-    *((64, 3, 4, 0, 8), (64, 3, 4, 0, 4), (32, 3, 4, 0, 16), (32, 3, 4, 0, 8), (32, 2, 2, 0, 16)),
-    *((16, 3, 4, 0, 16), (32, 2, 4, 0, 8), (64, 2, 4, 0, 8), (128, 2, 4, 0, 4), (64, 3, 8, 0, 8)),
-    *((32, 3, 4, 1, 8), (64, 2, 4, 0, 2)),
-)
+_MORE: list[Mapping[str, Any]] = [{"fused": False}, {"early": True}]
+_WIDE = [
+    *_MORE,
+    {"early": True, "heads_first": True},
+    *_plans(
+        *((64, 3, 4, 1), (64, 2, 4, 1), (64, 4, 4, 1), (64, 2, 4, 0), (32, 4, 4, 1), (32, 5, 4, 0)),
+        *(
+            (32, 3, 2, 1),
+            (128, 2, 4, 1),
+            (128, 2, 8, 1),
+            (128, 3, 8, 0),
+            (128, 3, 8, 1),
+            (64, 3, 2, 1),
+        ),
+        *((64, 3, 4, 1, 2), (64, 3, 4, 0, 2), (64, 4, 4, 1, 2)),
+    ),
+]
+_LONG = [
+    *_MORE,
+    *_plans(
+        *((64, 3, 4, 0, 1), (64, 3, 4, 1, 1), (64, 3, 4, 0, 4), (64, 3, 4, 1, 2), (64, 4, 4, 1, 2)),
+        *(
+            (128, 2, 4, 1, 2),
+            (128, 3, 8, 1, 2),
+            (64, 2, 4, 1, 4),
+            (64, 4, 4, 1, 4),
+            (128, 2, 4, 1, 4),
+        ),
+        *((64, 3, 4, 1, 8), (64, 3, 4, 1, 4), (128, 3, 8, 1, 1), (64, 5, 4, 1, 1)),
+    ),
+]
+_ONE = [
+    *_MORE,
+    *_plans(
+        *(
+            (64, 3, 4, 0, 8),
+            (64, 3, 4, 0, 4),
+            (32, 3, 4, 0, 16),
+            (32, 3, 4, 0, 8),
+            (32, 2, 2, 0, 16),
+        ),
+        *(
+            (16, 3, 4, 0, 16),
+            (32, 2, 4, 0, 8),
+            (64, 2, 4, 0, 8),
+            (128, 2, 4, 0, 4),
+            (64, 3, 8, 0, 8),
+        ),
+        *((32, 3, 4, 1, 8), (64, 2, 4, 0, 2)),
+    ),
+]
+# (model, layers of the chain) -> rows -> role -> variants
+ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Variant]]]] = {
+    ("Llama-8B", 6): {
+        1: _ONE_ROW_LARGE
+        | _in_a_step((64, 3, 4, 0, 8), (32, 3, 4, 0, 16), (32, 3, 4, 0, 8), (64, 2, 4, 0, 4)),
+        8: _few(16) | _in_a_step((64, 3, 4, 0, 4), (64, 2, 4, 0, 2), (32, 3, 4, 0, 2)),
+        32: _few(32) | _in_a_step((64, 3, 4, 1), (64, 2, 4, 1), (32, 3, 4, 1), (64, 2, 4, 1, 2)),
+        64: _few(64),
+        128: _many(128),
+        256: _many(256) | _in_a_step((64, 3, 4, 1), (64, 2, 4, 1), (32, 4, 4, 1), (128, 2, 4, 1)),
+    },
+    ("SmolLM2", 30): {
+        1: _ONE_ROW_SMALL
+        | _in_a_step((32, 3, 4, 0, 8), (32, 2, 4, 0, 4), (64, 2, 4, 0, 4), (64, 2, 4, 0, 1)),
+        256: _many_small(256) | _in_a_step((64, 3, 4, 1), (64, 2, 4, 1), (128, 2, 4, 1)),
+    },
+}
+
+
 ATTENTION: Sequence[PlanCase] = (
     PlanCase(256, 256, 1, _WIDE),
     PlanCase(32, 8192, 1, _LONG),
@@ -219,9 +267,9 @@ ATTENTION: Sequence[PlanCase] = (
     PlanCase(
         32, 256, 1, _plans((64, 3, 4, 1, 1), (64, 2, 4, 1, 1), (64, 2, 4, 1, 2), (32, 3, 4, 1, 1))
     ),
-    PlanCase(32, 256, 4, [*_WIDE[:6], *_WIDE[12:]]),
-    PlanCase(128, 256, 4, [*_WIDE[:8], *_WIDE[12:]]),
-    PlanCase(256, 256, 1, _WIDE[:12], 3, 3, 64),
+    PlanCase(32, 256, 4, [*_WIDE[:9], *_WIDE[15:]]),
+    PlanCase(128, 256, 4, [*_WIDE[:11], *_WIDE[15:]]),
+    PlanCase(256, 256, 1, _WIDE[:15], 3, 3, 64),
     PlanCase(1, 300, 1, _ONE, 3, 3, 64),
 )
 HEADS: Mapping[str, Mapping[int, Sequence[Choice]]] = {

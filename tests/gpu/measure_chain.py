@@ -14,16 +14,16 @@ numbers are wrong is listed as wrong, not timed.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -33,22 +33,24 @@ from slipstream.kernels import head_sample, linear_tune
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
 from slipstream.kernels.device import Card, pretend_card
 from slipstream.kernels.linear_choice import H100_WINNERS, Choice, Gemv, bucket_of
-from slipstream.kernels.triton import attention_plan, paged_attention
+from slipstream.kernels.rotary_attention import rotary_attention
 from slipstream.runner.attention.base import CommonAttentionMetadata
 
 from chain_step import (  # isort: skip
     BF16,
     FUNCTIONS,
+    MAX_LEN,
     PAGE,
     Step,
     chooser,
     make_model,
+    planned,
     shapes_of,
     step_metadata,
     use,
     without,
 )
-from chain_variants import ATTENTION, HEADS, MODELS, ROLES, PlanCase  # isort: skip
+from chain_variants import ATTENTION, HEADS, MODELS, ROLES, PlanCase, Variant  # isort: skip
 
 H200 = Card("NVIDIA H200", (9, 0), 132)
 TOLERANCE = 0.05  # relative error of hidden states after several layers of bf16
@@ -97,8 +99,10 @@ class Bench:
         print(f"{label:24} {base:8.2f}{note(base)} | {shown}{worst}{errors}", flush=True)
 
 
-def brief(choice: Choice) -> str:
+def brief(choice: Variant) -> str:
     """gemv(...), skinny(...) or torch, without the fields that nobody changed."""
+    if isinstance(choice, Mapping):
+        return " ".join(f"{key}={int(value)}" for key, value in choice.items())
     if choice is None:
         return "torch"
     values = list(map(int, astuple(choice)))
@@ -123,11 +127,17 @@ def roles(bench: Bench) -> None:
             largest = step.tokens()[1]
             for role, variants in by_role.items():
                 measure = partial(role_time, bench, step, rows, role, exact, largest)
-                base = measure(H100_WINNERS.get((shapes_of(model)[role], bucket_of(rows) or 0)))
+                base = measure(built_in(model, rows, role))
                 found = {brief(variant): measure(variant) for variant in variants}
                 label = f"{name} {rows} {role}"
                 bench.line(label, float("nan") if base is None else base, found, lambda _: "")
         del model, step
+
+
+def built_in(model: Any, rows: int, role: str) -> Variant:
+    if role == "attention":
+        return {}
+    return H100_WINNERS.get((shapes_of(model)[role], bucket_of(rows) or 0))
 
 
 def role_time(
@@ -137,18 +147,22 @@ def role_time(
     role: str,
     exact: Tensor,
     largest: Tensor,
-    choice: Choice,
+    variant: Variant,
 ) -> float | None:
     """Of one layer of the chain, or of its end with the head; None = the numbers are wrong."""
-    use(step.model, chooser(step.model, rows, {role: choice}))
+    changes = variant if isinstance(variant, Mapping) else {}
+    choices = {} if isinstance(variant, Mapping) else {role: variant}
+    use(step.model, chooser(step.model, rows, choices))
     try:
-        if role == "head":
-            error = bench.error(step.tokens()[1], largest)
-            return bench.time([step.tokens]) if error < TOLERANCE else None
-        error = bench.error(step.hidden(), exact)
-        return bench.time([step.hidden]) / len(step.model.blocks) if error < TOLERANCE else None
+        with planned(changes):
+            if role == "head":
+                error = bench.error(step.tokens()[1], largest)
+                return bench.time([step.tokens]) if error < TOLERANCE else None
+            error = bench.error(step.hidden(), exact)
+            layers = len(step.model.blocks)
+            return bench.time([step.hidden]) / layers if error < TOLERANCE else None
     except (RuntimeError, TritonError) as problem:
-        print("does not run:", role, rows, choice, str(problem)[:200])
+        print("does not run:", role, rows, variant, str(problem)[:200])
         return None
 
 
@@ -164,16 +178,15 @@ def attention(bench: Bench) -> None:
         caches = [torch.empty(shape, device=bench.device, dtype=BF16) for _ in range(count)]
         for cache in caches:
             cache.normal_()
-        common, _ = step_metadata(case.reqs, case.tokens, case.context, bench.device)
-        size = (case.reqs * case.tokens, case.kv_heads * case.group, case.dim)
+        common, at = step_metadata(case.reqs, case.tokens, case.context, bench.device)
+        size = (case.reqs * case.tokens, (case.group + 2) * case.kv_heads, case.dim)
         query = torch.empty(size, device=bench.device, dtype=BF16).normal_()
-        measure = partial(plan_time, bench, case, common, query, caches)
-        exact = None if bench.is_dry else attend(case, common, query, caches[0], {})
+        measure = partial(plan_time, bench, case, common, at, query, caches)
+        exact = None
+        if not bench.is_dry:
+            exact = attend(case, common, at, query, caches[0], {"fused": False})
         base = measure({}, exact)
-        found = {
-            " ".join(f"{key}={value}" for key, value in changes.items()): measure(changes, exact)
-            for changes in case.variants
-        }
+        found = {brief(changes): measure(changes, exact) for changes in case.variants}
         assert base is not None
 
         def rate(us: float, kv_bytes: int = kv_bytes) -> str:
@@ -186,40 +199,47 @@ def attention(bench: Bench) -> None:
 def attend(
     case: PlanCase,
     common: CommonAttentionMetadata,
-    query: Tensor,
+    positions: Tensor,
+    qkv: Tensor,
     cache: Tensor,
-    changes: dict[str, Any],
+    changes: Mapping[str, Any],
 ) -> Tensor:
-    def plan(*sizes: Any) -> attention_plan.Launch:
-        return replace(attention_plan.plan_launch(*sizes), **changes)
-
-    with patch.object(paged_attention, "plan_launch", plan):
-        out: Tensor = paged_attention.paged_attention(
-            query,
+    heads = [case.group * case.kv_heads, case.kv_heads, case.kv_heads]
+    with planned(changes):
+        return rotary_attention(
+            positions,
+            *qkv.split(heads, dim=1),
+            angles(case.dim, qkv.device),
             cache,
+            common.slot_mapping,
             common.block_table,
             common.query_start_loc,
             common.seq_lens,
             case.dim**-0.5,
             case.tokens,
         )
-    return out
+
+
+@functools.cache
+def angles(dim: int, device: torch.device) -> Tensor:
+    return torch.full((2 * MAX_LEN, dim), 0.5**0.5, device=device)
 
 
 def plan_time(
     bench: Bench,
     case: PlanCase,
     common: CommonAttentionMetadata,
-    query: Tensor,
+    positions: Tensor,
+    qkv: Tensor,
     caches: Sequence[Tensor],
-    changes: dict[str, Any],
+    changes: Mapping[str, Any],
     exact: Tensor | None,
 ) -> float | None:
     try:
-        got = attend(case, common, query, caches[0], changes)
+        got = attend(case, common, positions, qkv, caches[0], changes)
         if exact is not None and not bench.error(got, exact) < TOLERANCE:
             return None
-        calls = [partial(attend, case, common, query, cache, changes) for cache in caches]
+        calls = [partial(attend, case, common, positions, qkv, of, changes) for of in caches]
         return bench.time(calls) / len(calls)
     except (RuntimeError, TritonError) as problem:
         print("does not run:", case.label, changes, str(problem)[:200])

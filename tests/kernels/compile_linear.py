@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,26 @@ def parts_of(num_parts: int) -> None:
     norm.rotary_qkv(positions, *qkv, cos_sin, base.BF16, False, (t(128), t(128), 1e-6))
 
 
+def rotary_attention() -> None:
+    """Rotary embedding, KV write and attention in one, by tiles of queries and forms of input."""
+    for dim, heads, group, queries, parts, options in [
+        (128, 8, 4, 1, 0, {}),
+        (128, 2, 8, 4, 4, {"norms": (t(128), t(128), 1e-6), "sliding_window": 9, "softcap": 50.0}),
+        (80, 3, 3, 1, 2, {"interleaved": True}),
+    ]:
+        shape = (4 * queries, heads * (group + 2), dim)
+        qkv = t(parts, *shape, dtype=torch.float32) if parts else t(*shape)
+        sections = qkv.split([heads * group, heads, heads], dim=-2)
+        cache, table = t(2, 9, 16, heads, dim), t(4, 256, dtype=base.I32)
+        plan = base.module("attention_plan").plan_for(sections[0], cache, table, 4, queries)
+        assert plan.fused
+        plan = replace(plan, early=dim == 128, heads_first=queries > 1)
+        slots, angles = t(4 * queries, dtype=base.I64), t(64, dim, dtype=torch.float32)
+        where = (table, t(5, dtype=base.I32), t(4, dtype=base.I32))
+        run = base.module("rotary_attention").rotary_attention
+        run(*sections, slots, angles, cache, slots, *where, 0.1, plan, **options)
+
+
 def check_instructions() -> None:
     """Weights as the left operand of wgmma, through TMA; weights in flight before the wait."""
     for kernel in kernels:
@@ -138,6 +159,7 @@ def few() -> None:
         shape = Shape(role, 256, 192)
         one(shape, Gemv(4, 128, 4), 1, {"bias": True, "noise": True})
         one(shape, Skinny(64, 64, 3, 4, 1 + shape.may_split, 16), 9, {"bias": True, "noise": True})
+    rotary_attention()
     check_instructions()
     one(Shape("down", 256, 192), Skinny(64, 64, 3, 4, 3, 32), 20, {"tma": False})
     one(Shape("head", 256, 192), Gemv(4, 64, 4, 4), 1, {})

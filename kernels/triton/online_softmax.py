@@ -1,0 +1,37 @@
+"""What attention kernels do with a block of scores: cap them, and add it to a running softmax."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def soft_capped(scores, softcap):
+    """softcap * tanh(scores / softcap)."""
+    return softcap * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * scores / softcap) + 1.0))
+
+
+@triton.jit
+def absorb(
+    scores,  # [M, N] float32, not yet times log2(e)
+    visible,  # [M, N]
+    value,  # [N, D]
+    top,  # [M] float32, running maximum, log2 domain
+    total,  # [M] float32, sum of weights
+    acc,  # [M, D] float32, weighted sum of values
+    PRECISION: tl.constexpr,
+):
+    """(top, total, acc) with these keys and values added; a row may see none of them."""
+    scores = tl.where(visible, scores * LOG2E, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    rescale = tl.exp2(top - base)
+    weights = tl.exp2(scores - base[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
+    return new_top, total, acc
