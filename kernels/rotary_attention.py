@@ -29,16 +29,17 @@ def rotary_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    may_fuse: bool = True,
+    arrivals: Tensor | None = None,
 ) -> Tensor:
     """`rotary_store_kv`, then `paged_attention` of the rotated queries; arguments as there.
-    Only if it `may_fuse` is it one kernel.
+    One kernel only if `arrivals` are given: int32 zeros, one for each request and key head, which
+    are zeros again when it ends.
 
     Where a token's slot is -1, what its request attends to at its position is not defined.
     Returns [T, Hq, D].
     """
     one_dtype = query.dim() == 4 or query.dtype == kv_cache.dtype
-    if may_fuse and use_triton(query) and sinks is None and one_dtype:
+    if arrivals is not None and use_triton(query) and sinks is None and one_dtype:
         from .triton import rotary_attention as fused
         from .triton.attention_plan import plan_for
 
@@ -57,6 +58,7 @@ def rotary_attention(
                 seq_lens,
                 scale,
                 plan,
+                arrivals,
                 interleaved,
                 norms,
                 sliding_window,

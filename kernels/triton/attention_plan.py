@@ -11,10 +11,10 @@ from torch import Tensor
 
 from ..device import card_of
 
-_MAX_SPLITS = 16
-FUSED_QUERY_LEN = (
-    16  # new keys of a request that a fused kernel has room for: a tile of a matrix unit
-)
+MAX_SPLITS = 16
+FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
+_LAST_SUMS_VALUES = 512  # of one split, that a program can hold those of all splits of
+_FEW_REQUESTS = 8  # whose keys are brought into L2 while the projection still runs
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class Launch:
     num_stages: int
     heads_first: bool = False  # neighbouring programs take the heads of one request
     fused: bool = False  # rotary embedding and KV write inside
+    last_sums: int = 0  # fused: rows whose splits are summed by the last program; 0 = by a kernel
     early: bool = False  # fused: the first keys are brought into L2 before the inputs are ready
 
 
@@ -66,15 +67,17 @@ def plan_launch(
     one_block = max_query_len <= block_q
     query_blocks = num_reqs if one_block else num_tokens // block_q + num_reqs
     programs = query_blocks * num_kv_heads * triton.cdiv(group, heads)
+    fused = one_block and heads == group and max_query_len <= FUSED_QUERY_LEN and dim <= 128
+    own = triton.next_power_of_2(rows)
+    last_sums = own if fused and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES else 0
+    # Two programs a processor hide latency, four are better where the sum of their splits is no
+    # kernel of its own; a split of less than 128 keys does not pay.
+    most = (4 if last_sums else 2) * num_processors
     splits = 1
-    # Two programs a processor hide latency; a split of less than 128 keys does not pay.
-    while (
-        splits < _MAX_SPLITS
-        and programs * splits * 2 <= 2 * num_processors
-        and max_keys >= 128 * splits * 2
-    ):
+    while splits < MAX_SPLITS and programs * splits * 2 <= most and max_keys >= 128 * splits * 2:
         splits *= 2
-    num_warps = 8 if block_m * dim >= 128 * 128 else 4
+    if one_block and dim <= 128 and element_size <= 2:
+        stages = 2  # few iterations, many programs
     return Launch(
         block_m,
         block_q,
@@ -82,9 +85,12 @@ def plan_launch(
         block_n,
         splits,
         one_block,
-        num_warps,
-        stages,
-        fused=one_block and heads == group and max_query_len <= FUSED_QUERY_LEN and dim <= 128,
+        num_warps=8 if block_m * dim >= 128 * 128 else 4,
+        num_stages=stages,
+        heads_first=one_block,
+        fused=fused,
+        last_sums=last_sums,
+        early=fused and num_reqs <= _FEW_REQUESTS,
     )
 
 

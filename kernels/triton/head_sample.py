@@ -20,7 +20,7 @@ from .launch import pdl_options, wait_for_inputs
 from .sample import BLOCK as LOGITS_BLOCK
 from .sample import gumbel, row_key
 
-_BLOCK = 1024
+_BLOCK = 4096  # best tokens that the last kernel looks at at once
 
 
 @triton.jit
@@ -216,6 +216,7 @@ class HeadRows:
         tokens = torch.empty(self.num_rows, dtype=torch.int64, device=self.device)
         largest = torch.empty(self.num_rows, dtype=torch.float32, device=self.device)
         num_blocks = self.best.shape[1]
+        block = min(_BLOCK, triton.next_power_of_2(num_blocks))
         _finish_kernel[(self.num_rows,)](
             self.best,
             self.best_token,
@@ -223,8 +224,8 @@ class HeadRows:
             tokens,
             largest,
             num_blocks,
-            BLOCK=min(_BLOCK, triton.next_power_of_2(num_blocks)),
-            num_warps=4,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 128)),
             **pdl_options(tokens),
         )
         return tokens, largest

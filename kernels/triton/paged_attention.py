@@ -201,6 +201,7 @@ def _reduce_kernel(
     DIM_V: tl.constexpr,
     BLOCK_V: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPLITS_BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -211,21 +212,21 @@ def _reduce_kernel(
     inside = (head < Q_HEADS)[:, None] & (dim < DIM_V)[None, :]
     target = out + (token * Q_HEADS + head)[:, None] * DIM_V + dim[None, :]
     live = token < tl.load(query_start_loc + num_reqs)  # rows of no request hold no partials
-    split = tl.arange(0, SPLITS)
-    flat = (split[:, None] * num_tokens + token) * Q_HEADS + head[None, :]  # [SPLITS, HEADS]
-    weights = tl.load(lse + flat, mask=live & (head < Q_HEADS)[None, :], other=float("-inf"))
+    # all splits at once: one after the other, each would wait for its loads
+    split = tl.arange(0, SPLITS_BLOCK)[:, None]
+    flat = (split * num_tokens + token) * Q_HEADS + head[None, :]  # [SPLITS_BLOCK, HEADS]
+    exists = (split < SPLITS) & live & (head < Q_HEADS)[None, :]
+    weights = tl.load(lse + flat, mask=exists, other=float("-inf"))
+    part = tl.load(
+        partial + flat[:, :, None] * DIM_V + dim[None, None, :],
+        mask=exists[:, :, None] & (dim < DIM_V)[None, None, :],
+        other=0.0,
+    )
     top = tl.max(weights, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp2(weights - top[None, :]), 0)
-    acc = tl.zeros([HEADS, BLOCK_V], tl.float32)
-    for index in range(SPLITS):
-        at = (index * num_tokens + token) * Q_HEADS + head
-        weight = tl.load(lse + at, mask=live & (head < Q_HEADS), other=float("-inf"))
-        weight = tl.exp2(weight - top)
-        # a split without keys wrote no finite sum: its weight 0 must not meet a stray NaN
-        wanted = inside & live & (weight > 0.0)[:, None]
-        part = tl.load(partial + at[:, None] * DIM_V + dim[None, :], mask=wanted, other=0.0)
-        acc += part * weight[:, None]
+    weights = tl.exp2(weights - top[None, :])
+    total = tl.sum(weights, 0)
+    acc = tl.sum(part * weights[:, :, None], 0)
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
 
@@ -236,7 +237,8 @@ def sum_splits(
     """Attention over all keys, from that over each split's."""
     splits, num_tokens, num_heads, dim_v = partial.shape
     block_v = triton.next_power_of_2(dim_v)
-    heads = max(1, min(triton.next_power_of_2(num_heads), 512 // block_v))
+    splits_block = triton.next_power_of_2(splits)
+    heads = max(1, min(triton.next_power_of_2(num_heads), 4096 // (splits_block * block_v)))
     _reduce_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         partial,
         lse,
@@ -248,6 +250,7 @@ def sum_splits(
         DIM_V=dim_v,
         BLOCK_V=block_v,
         SPLITS=splits,
+        SPLITS_BLOCK=splits_block,
         HEADS=heads,
         **pdl_options(out),
     )

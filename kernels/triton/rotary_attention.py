@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_plan import FUSED_QUERY_LEN, Launch
+from .attention_plan import FUSED_QUERY_LEN, MAX_SPLITS, Launch
 from .launch import fetch_early, pdl_options, wait_for_inputs
 from .norm_rope import load_parts
 from .online_softmax import absorb, soft_capped
@@ -48,6 +48,53 @@ def _rotated(
 
 
 @triton.jit
+def _sum_own_splits(
+    partial,  # [splits, T, Hq, D] fp32
+    lse,  # [splits, T, Hq] fp32
+    out,  # [T, Hq, D]
+    start,  # first token row of the request
+    query_len,
+    kv_head,
+    splits,
+    split_stride,  # T * Hq
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+    MAX_SPLITS: tl.constexpr,
+):
+    """The attention of one program's rows over all keys, from that over each split's."""
+    split = tl.arange(0, MAX_SPLITS)
+    row = tl.arange(0, ROWS)
+    token = (start + row // GROUP).to(tl.int64)
+    flat = token * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
+    valid = row // GROUP < query_len
+    at = split[:, None].to(tl.int64) * split_stride + flat[None, :]  # [MAX_SPLITS, ROWS]
+    inside = (split < splits)[:, None] & valid[None, :]
+    # past the first cache: others of this processor may have filled it before these were written
+    weight = tl.load(lse + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
+    top = tl.max(weight, 0)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.exp2(weight - top[None, :])
+    total = tl.sum(weight, 0)
+    total = tl.where(total == 0.0, 1.0, total)
+    half: tl.constexpr = BLOCK_D // 2  # at a time, for fewer registers
+    for first in tl.static_range(0, BLOCK_D, half):
+        dim = first + tl.arange(0, half)
+        part = tl.load(
+            partial + at[:, :, None] * DIM + dim[None, None, :],
+            mask=inside[:, :, None] & (dim < DIM)[None, None, :],
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        result = tl.sum(part * weight[:, :, None], 0) / total[:, None]
+        target = out + flat[:, None] * DIM + dim[None, :]
+        mask = valid[:, None] & (dim < DIM)[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def _angles(cos_sin, position, inside, dim, pair, is_first, ROT: tl.constexpr, HALF: tl.constexpr):
     """([R, D] cosines, [R, D] signed sines) of rows at these positions; float32."""
     row = cos_sin + position[:, None] * ROT + pair[None, :]
@@ -79,6 +126,7 @@ def _rotary_attention_kernel(
     out,  # [T, Hq, D], contiguous
     partial,  # [splits, T, Hq, D] fp32
     lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator
+    arrivals,  # [N, Hkv] int32, zeros before and after
     scale,
     softcap,
     eps,
@@ -109,6 +157,8 @@ def _rotary_attention_kernel(
     SOFTCAP: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
+    LAST_SUMS: tl.constexpr,  # the last program of a row sums its splits; 0 = another kernel does
+    MAX_SPLITS: tl.constexpr,
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -146,7 +196,7 @@ def _rotary_attention_kernel(
         fetch_early(value_cache + first[:, None] + line[None, :])
     wait_for_inputs(PDL)
 
-    if splits == 1:  # token rows of no request are zeros, shared out among the programs
+    if split == 0:  # token rows of no request are zeros, shared out among the programs
         for token in range(covered + request, num_tokens, stride):
             empty = (head.to(tl.int64) + token * Q_HEADS)[:, None] * DIM + dim[None, :]
             zeros = tl.zeros([BLOCK_M, BLOCK_D], dtype)
@@ -239,6 +289,29 @@ def _rotary_attention_kernel(
         flat += split.to(tl.int64) * num_tokens * Q_HEADS
         tl.store(partial + flat[:, None] * DIM + dim[None, :], result, mask=mask)
         tl.store(lse + flat, top + tl.log2(total), mask=valid)
+        if LAST_SUMS > 0:
+            tl.debug_barrier()
+            counter = arrivals + request * KV_HEADS + kv_head
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == splits - 1:
+                tl.debug_barrier()
+                _sum_own_splits(
+                    partial,
+                    lse,
+                    out,
+                    start,
+                    query_len,
+                    kv_head,
+                    splits,
+                    num_tokens * Q_HEADS,
+                    KV_HEADS,
+                    GROUP,
+                    DIM,
+                    BLOCK_D,
+                    LAST_SUMS,
+                    MAX_SPLITS,
+                )
+                tl.store(counter, 0)
 
 
 def rotary_attention(
@@ -254,12 +327,14 @@ def rotary_attention(
     seq_lens: Tensor,
     scale: float,
     plan: Launch,
+    arrivals: Tensor,
     interleaved: bool = False,
     norms: tuple[Tensor, Tensor, float] | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """See `kernels.rotary_attention.rotary_attention`; `plan.fused` must hold."""
+    assert arrivals.numel() >= seq_lens.shape[0] * kv_cache.shape[3]
     parts = query.shape[0] if query.dim() == 4 else 0
     part_stride = query.stride(0) if parts else 0
     if parts:
@@ -297,6 +372,7 @@ def rotary_attention(
         out,
         partial,
         lse,
+        arrivals,
         scale,
         1.0 if softcap is None else softcap,
         0.0 if norms is None else norms[2],
@@ -322,11 +398,13 @@ def rotary_attention(
         SOFTCAP=softcap is not None,
         HEADS_FIRST=plan.heads_first,
         EARLY=plan.early and options["PDL"],
+        LAST_SUMS=plan.last_sums,
+        MAX_SPLITS=MAX_SPLITS,
         PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **options,
     )
-    if splits > 1:
+    if splits > 1 and not plan.last_sums:
         sum_splits(partial, lse, query_start_loc, out, num_reqs)
     return out

@@ -31,11 +31,14 @@ class TritonMetadata(AttentionMetadata):
     """Views of the step buffers; a graph bakes their addresses and the bound on query lengths."""
 
     def __init__(
-        self, common: CommonAttentionMetadata, max_query_len: int, is_uniform: bool = False
+        self,
+        common: CommonAttentionMetadata,
+        max_query_len: int,
+        arrivals: Tensor | None = None,  # [>= N* x kv heads] int32 zeros, for one fused kernel
     ) -> None:
         self._common = common
         self._max_query_len = max_query_len
-        self._is_uniform = is_uniform
+        self._arrivals = arrivals
 
     def attend(
         self,
@@ -79,8 +82,7 @@ class TritonMetadata(AttentionMetadata):
             layer.sliding_window,
             layer.softcap,
             layer.sinks,
-            # Eager steps have any number of rows: that would be too many kinds of one kernel.
-            may_fuse=self._is_uniform,
+            self._arrivals,
         )
 
     def _read(self, layer: AttentionLayer, query: Tensor, kv_cache: Tensor) -> Tensor:
@@ -101,17 +103,23 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonBuilder(AttentionBuilder):
-    """Builds nothing: the kernel reads the step buffers themselves."""
+    """Builds nothing: the kernel reads the step buffers themselves. `arrivals` are zeros by which
+    programs of one kernel find out which of them ends last."""
 
     supports = AttentionCGSupport.ALWAYS
     builds_on_device = True
+
+    def __init__(self, arrivals: Tensor | None = None) -> None:
+        self._arrivals = arrivals
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> TritonMetadata:
         is_full = desc is not None and desc.mode is CUDAGraphMode.FULL
         is_uniform = desc is not None and desc.uniform_token_count is not None
-        return TritonMetadata(common, max_query_len(common, desc), is_full and is_uniform)
+        # Other steps have any number of rows: that would be too many kinds of one kernel.
+        arrivals = self._arrivals if is_full and is_uniform else None
+        return TritonMetadata(common, max_query_len(common, desc), arrivals)
 
 
 def max_query_len(common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None) -> int:
@@ -150,4 +158,5 @@ class TritonBackend(AttentionBackend):
         dtype: torch.dtype,
         device: torch.device,
     ) -> TritonBuilder:
-        return TritonBuilder()
+        count = max_num_reqs * layers[0].num_kv_heads
+        return TritonBuilder(torch.zeros(count, dtype=torch.int32, device=device))

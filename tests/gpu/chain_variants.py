@@ -8,7 +8,8 @@ from typing import Any
 
 from slipstream.kernels.linear_choice import Choice, Gemv, Skinny
 
-Variant = Choice | Mapping[str, Any]  # the latter: changes of an `attention_plan.Launch`
+# Of one role, or a mapping: changes of an `attention_plan.Launch`, or choices of several roles.
+Variant = Choice | Mapping[str, Any]
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-8B": dict(
         vocab_size=128256,
@@ -35,6 +36,11 @@ def _gemvs(*sizes: tuple[int, ...]) -> list[Choice]:
 def _skinny(rows: int, *sizes: tuple[int, ...]) -> list[Choice]:
     """Sizes without block_m, which is `rows`; a sixth is `norm`."""
     return [Skinny(*of[:5], rows, *of[5:]) for of in sizes]
+
+
+def _together(block_m: int, *sizes: tuple[int, ...]) -> list[Variant]:
+    """qkv and o alike, so that no kernel of torch's is left in a layer."""
+    return [{"qkv": choice, "o": choice} for choice in _skinny(block_m, *sizes)]
 
 
 _ONE_ROW_LARGE: dict[str, Sequence[Variant]] = {
@@ -178,9 +184,14 @@ class PlanCase:
         return f"attn {self.reqs}x{self.tokens} at {self.context} {heads}"
 
 
+_SWITCHES: Sequence[Mapping[str, Any]] = [
+    *({"fused": False}, {"early": True}, {"early": False}, {"heads_first": False}),
+    *({"last_sums": 0}, {"num_stages": 3}),
+]
+
+
 def _in_a_step(*sizes: tuple[int, ...]) -> dict[str, Sequence[Variant]]:
-    early = [{**plan, "early": True} for plan in _plans(*sizes)]
-    return {"attention": [{"fused": False}, {"early": True}, *_plans(*sizes), *early[:2]]}
+    return {"attention": [*_SWITCHES, *_plans(*sizes)]}
 
 
 def _plans(*sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -190,72 +201,37 @@ def _plans(*sizes: tuple[int, ...]) -> list[dict[str, Any]]:
     return [{**plan, "heads_first": bool(plan["heads_first"])} for plan in plans]
 
 
-_MORE: list[Mapping[str, Any]] = [{"fused": False}, {"early": True}]
 _WIDE = [
-    *_MORE,
-    {"early": True, "heads_first": True},
-    *_plans(
-        *((64, 3, 4, 1), (64, 2, 4, 1), (64, 4, 4, 1), (64, 2, 4, 0), (32, 4, 4, 1), (32, 5, 4, 0)),
-        *(
-            (32, 3, 2, 1),
-            (128, 2, 4, 1),
-            (128, 2, 8, 1),
-            (128, 3, 8, 0),
-            (128, 3, 8, 1),
-            (64, 3, 2, 1),
-        ),
-        *((64, 3, 4, 1, 2), (64, 3, 4, 0, 2), (64, 4, 4, 1, 2)),
-    ),
+    *_SWITCHES,
+    *_plans((64, 2, 2, 1), (64, 4, 4, 1), (32, 5, 4, 1), (32, 3, 2, 1), (128, 2, 8, 1)),
+    *_plans((64, 2, 4, 1, 2)),
 ]
 _LONG = [
-    *_MORE,
-    *_plans(
-        *((64, 3, 4, 0, 1), (64, 3, 4, 1, 1), (64, 3, 4, 0, 4), (64, 3, 4, 1, 2), (64, 4, 4, 1, 2)),
-        *(
-            (128, 2, 4, 1, 2),
-            (128, 3, 8, 1, 2),
-            (64, 2, 4, 1, 4),
-            (64, 4, 4, 1, 4),
-            (128, 2, 4, 1, 4),
-        ),
-        *((64, 3, 4, 1, 8), (64, 3, 4, 1, 4), (128, 3, 8, 1, 1), (64, 5, 4, 1, 1)),
-    ),
+    *_SWITCHES,
+    *_plans((64, 2, 4, 1, 1), (64, 2, 4, 1, 4), (64, 2, 4, 1, 8), (64, 3, 4, 1, 4)),
+    *_plans((128, 3, 8, 1, 1), (128, 2, 4, 1, 4)),
 ]
 _ONE = [
-    *_MORE,
-    *_plans(
-        *(
-            (64, 3, 4, 0, 8),
-            (64, 3, 4, 0, 4),
-            (32, 3, 4, 0, 16),
-            (32, 3, 4, 0, 8),
-            (32, 2, 2, 0, 16),
-        ),
-        *(
-            (16, 3, 4, 0, 16),
-            (32, 2, 4, 0, 8),
-            (64, 2, 4, 0, 8),
-            (128, 2, 4, 0, 4),
-            (64, 3, 8, 0, 8),
-        ),
-        *((32, 3, 4, 1, 8), (64, 2, 4, 0, 2)),
-    ),
+    *_SWITCHES,
+    *_plans((64, 2, 4, 1, 8), (64, 2, 4, 1, 4), (128, 2, 4, 1, 4), (128, 2, 4, 1, 8)),
+    *_plans((128, 2, 8, 1, 4), (64, 2, 8, 1, 8), (32, 2, 4, 1, 16)),
 ]
 # (model, layers of the chain) -> rows -> role -> variants
 ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Variant]]]] = {
     ("Llama-8B", 6): {
-        1: _ONE_ROW_LARGE
-        | _in_a_step((64, 3, 4, 0, 8), (32, 3, 4, 0, 16), (32, 3, 4, 0, 8), (64, 2, 4, 0, 4)),
-        8: _few(16) | _in_a_step((64, 3, 4, 0, 4), (64, 2, 4, 0, 2), (32, 3, 4, 0, 2)),
-        32: _few(32) | _in_a_step((64, 3, 4, 1), (64, 2, 4, 1), (32, 3, 4, 1), (64, 2, 4, 1, 2)),
-        64: _few(64),
+        1: _ONE_ROW_LARGE | _in_a_step((64, 2, 4, 1, 8), (128, 2, 4, 1, 4), (64, 2, 4, 1, 4)),
+        8: _few(16) | _in_a_step((64, 2, 4, 1, 2), (64, 2, 4, 1, 4), (128, 2, 4, 1, 2)),
+        32: _few(32) | _in_a_step((64, 2, 4, 1, 1), (64, 4, 4, 1, 1), (128, 2, 4, 1, 1)),
+        64: _few(64)
+        | {"together": _together(64, (64, 64, 6, 4, 2), (64, 128, 4, 4, 2), (64, 128, 5, 4, 2))},
         128: _many(128),
-        256: _many(256) | _in_a_step((64, 3, 4, 1), (64, 2, 4, 1), (32, 4, 4, 1), (128, 2, 4, 1)),
+        256: _many(256) | _in_a_step((64, 4, 4, 1), (64, 2, 2, 1), (32, 5, 4, 1)),
     },
     ("SmolLM2", 30): {
-        1: _ONE_ROW_SMALL
-        | _in_a_step((32, 3, 4, 0, 8), (32, 2, 4, 0, 4), (64, 2, 4, 0, 4), (64, 2, 4, 0, 1)),
-        256: _many_small(256) | _in_a_step((64, 3, 4, 1), (64, 2, 4, 1), (128, 2, 4, 1)),
+        1: _ONE_ROW_SMALL | _in_a_step((64, 2, 4, 1, 8), (128, 2, 4, 1, 4), (64, 2, 4, 1, 4)),
+        256: _many_small(256)
+        | {"together": _together(64, (64, 64, 4, 4, 3), (64, 64, 4, 4, 2), (64, 128, 3, 4, 1))}
+        | _in_a_step((64, 2, 2, 1), (32, 5, 4, 1), (64, 2, 4, 1, 2)),
     },
 }
 
@@ -267,9 +243,9 @@ ATTENTION: Sequence[PlanCase] = (
     PlanCase(
         32, 256, 1, _plans((64, 3, 4, 1, 1), (64, 2, 4, 1, 1), (64, 2, 4, 1, 2), (32, 3, 4, 1, 1))
     ),
-    PlanCase(32, 256, 4, [*_WIDE[:9], *_WIDE[15:]]),
-    PlanCase(128, 256, 4, [*_WIDE[:11], *_WIDE[15:]]),
-    PlanCase(256, 256, 1, _WIDE[:15], 3, 3, 64),
+    PlanCase(32, 256, 4, _WIDE),
+    PlanCase(128, 256, 4, _WIDE),
+    PlanCase(256, 256, 1, _WIDE, 3, 3, 64),
     PlanCase(1, 300, 1, _ONE, 3, 3, 64),
 )
 HEADS: Mapping[str, Mapping[int, Sequence[Choice]]] = {

@@ -102,7 +102,10 @@ class Bench:
 def brief(choice: Variant) -> str:
     """gemv(...), skinny(...) or torch, without the fields that nobody changed."""
     if isinstance(choice, Mapping):
-        return " ".join(f"{key}={int(value)}" for key, value in choice.items())
+        return " ".join(
+            f"{key}={int(value) if isinstance(value, int) else brief(value)}"
+            for key, value in choice.items()
+        )
     if choice is None:
         return "torch"
     values = list(map(int, astuple(choice)))
@@ -135,7 +138,7 @@ def roles(bench: Bench) -> None:
 
 
 def built_in(model: Any, rows: int, role: str) -> Variant:
-    if role == "attention":
+    if role in ("attention", "together"):
         return {}
     return H100_WINNERS.get((shapes_of(model)[role], bucket_of(rows) or 0))
 
@@ -150,8 +153,14 @@ def role_time(
     variant: Variant,
 ) -> float | None:
     """Of one layer of the chain, or of its end with the head; None = the numbers are wrong."""
-    changes = variant if isinstance(variant, Mapping) else {}
-    choices = {} if isinstance(variant, Mapping) else {role: variant}
+    changes: Mapping[str, Any] = {}
+    choices: Mapping[str, Choice] = {}
+    if not isinstance(variant, Mapping):
+        choices = {role: variant}
+    elif role == "together":
+        choices = variant
+    else:
+        changes = variant
     use(step.model, chooser(step.model, rows, choices))
     try:
         with planned(changes):
@@ -217,7 +226,13 @@ def attend(
             common.seq_lens,
             case.dim**-0.5,
             case.tokens,
+            arrivals=arrivals(qkv.device),
         )
+
+
+@functools.cache
+def arrivals(device: torch.device) -> Tensor:
+    return torch.zeros(4096, dtype=torch.int32, device=device)
 
 
 @functools.cache

@@ -136,7 +136,18 @@ def rotary_attention() -> None:
         slots, angles = t(4 * queries, dtype=base.I64), t(64, dim, dtype=torch.float32)
         where = (table, t(5, dtype=base.I32), t(4, dtype=base.I32))
         run = base.module("rotary_attention").rotary_attention
-        run(*sections, slots, angles, cache, slots, *where, 0.1, plan, **options)
+        run(
+            *sections,
+            slots,
+            angles,
+            cache,
+            slots,
+            *where,
+            0.1,
+            plan,
+            t(64, dtype=base.I32),
+            **options,
+        )
 
 
 def check_instructions() -> None:

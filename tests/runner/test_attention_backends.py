@@ -195,7 +195,8 @@ def test_triton_metadata_equals_the_reference(
     turn = Rotary(torch.randint(0, 64, (6,)), table)
     turned = turn.rotate(query, key) if rotary else (query, key)
     expected, after = expected_of(GQA, common, (*turned, value, cache))
-    metadata = TritonBuilder().build(common, full(3, 2))
+    builder = TritonBackend().create_builder([GQA], 4, 3, 6, 64, torch.float32, CPU)
+    metadata = builder.build(common, full(3, 2))
     if rotary:
         got = metadata.rotate_and_attend(GQA, query, key, value, cache, turn)
     else:
