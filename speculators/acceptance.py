@@ -15,8 +15,9 @@ _PRIOR = 6.0  # judged drafts that this expectation, or the position before, cou
 _DEEPER = (
     0.97  # a position that was never judged is expected to do nearly as well as the one before
 )
-_STEPS = 200.0  # a step counts 1 / e after so many further steps with drafts
-_MAX_RATE = 0.985
+# A verdict counts 1 / e after so many further ones on its position, but not before so many steps.
+_VERDICTS, _STEPS = 100.0, 16.0
+_MIN_RATE, _MAX_RATE = 0.01, 0.985
 _AFTER_A_PAUSE = 2.0  # judged drafts that all older ones count as when a probe begins
 
 
@@ -47,21 +48,27 @@ class Acceptance:
         self._excess[slots] = self._excess[slots] * kept + right - expected[judged]
         self._weight[slots] = self._weight[slots] * kept + judged
         position = np.arange(len(self._judged))
-        decay = np.exp(-1.0 / _STEPS)
+        decay = np.exp(-1.0 / max(_VERDICTS / len(slots), _STEPS))
         self._accepted = self._accepted * decay + (position < right[:, None]).sum(0)
         self._judged = self._judged * decay + (position < judged[:, None]).sum(0)
         self._rates = None
 
-    def fade(self) -> None:
-        """What is known is old: let it weigh little against what comes next, but not move."""
-        self._expected = float(self.rates()[0])
-        scale = np.minimum(1.0, _AFTER_A_PAUSE / np.maximum(self._judged, 1e-9))
-        self._accepted *= scale
-        self._judged *= scale
+    def fade(self, slots: Sequence[int]) -> None:
+        """What is known is old: let it weigh little against what comes next, but not move.
+
+        What these requests have in common becomes what is expected of all.
+        """
+        index = np.asarray(slots, dtype=np.int64)
+        own = self._excess / (self._weight + self._strength)
+        shared = float(own[index].mean())
+        own[index] -= shared
+        self._weight = np.minimum(self._weight, _AFTER_A_PAUSE)
+        self._excess = own * (self._weight + self._strength)
+        rates = np.clip(self.rates() + shared, _MIN_RATE, _MAX_RATE)
+        self._expected = float(rates[0])
+        self._judged = np.minimum(self._judged, _AFTER_A_PAUSE)
+        self._accepted = rates * self._judged
         self._rates = None
-        weight = np.minimum(1.0, _AFTER_A_PAUSE / np.maximum(self._weight, 1e-9))
-        self._excess *= weight
-        self._weight *= weight
 
     def rates(self) -> np.ndarray:
         """The global chance of each position, [K]."""
@@ -78,5 +85,5 @@ class Acceptance:
         """The chance of each position for these requests, [N, K]: global, moved by their own."""
         index = np.asarray(slots, dtype=np.int64)
         own = self._excess[index] / (self._weight[index] + self._strength)
-        rates: np.ndarray = np.clip(self.rates() + own[:, None], 0.01, _MAX_RATE)
+        rates: np.ndarray = np.clip(self.rates() + own[:, None], _MIN_RATE, _MAX_RATE)
         return rates

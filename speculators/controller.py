@@ -18,14 +18,16 @@ from .step_costs import StepCosts
 from .watchdog import Watchdog
 
 _LEAST_GAIN = 1.03  # another K must promise so much more than the present one
-_LEAST_GAIN_OF_NONE = 1.01  # and none at all so much: nothing may be slower than no drafts
+_LEAST_GAIN_OF_NONE = 1.005  # and none at all so much: nothing may be slower than no drafts
 _LARGE_GAIN = 1.15  # what promises so much more does not wait
 _STAY = 12  # steps a choice is kept, so that estimates of few drafts do not sway it
 _MEMORY, _STRENGTH = 0.98, 16.0  # of a request's own acceptance
 # While nothing is drafted, a probe of so many verified rows asks now and then whether that is
-# still right; it may take this share of the time, and is rarer the more of them were in vain.
-_PROBE_ROWS, _PROBE_SHARE = 12, 0.005
-_MIN_GAP, _MAX_GAP = 32, 128
+# still right; it may cost this share of the time, and is rarer the more of them were in vain. Few
+# rows, but often: when drafts begin to pay, every step until it is noticed is lost.
+_PROBE_ROWS, _PROBE_SHARE = 6, 0.0075
+_MIN_GAP, _MAX_GAP = 16, 48
+_LEAST_LOSS = 0.02  # of a probing step, in steps without drafts
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,13 @@ class DraftController:
         return len(slots) + np.concatenate([[0.0], more])
 
     def _choose_uniform(self, slots: Sequence[int], caps: np.ndarray, most: int) -> Choice:
-        seconds = self.costs.row(len(slots))
-        speed = self.tokens(slots) / seconds  # [K + 1]
+        seconds, tokens = self.costs.row(len(slots)), self.tokens(slots)
+        speed = tokens / seconds  # [K + 1]
         allowed = self._choices[self._choices <= most]
-        if self._current == 0 and self._probe.is_due(len(slots), seconds):
+        lost = float(seconds[1] / seconds[0] - tokens[1] / tokens[0])
+        if self._current == 0 and self._probe.is_due(len(slots), lost):
             if self._probe.begins:
-                self._acceptance.fade()
+                self._acceptance.fade(slots)
             return Choice(int(allowed[1]), "probe")
         best = int(allowed[np.argmax(speed[allowed])])
         present = min(self._current, int(allowed[-1]))
@@ -159,16 +162,19 @@ class _Probe:
         self.begins = False
         self._gap, self._waited, self._left = 0, 0, 0
 
-    def is_due(self, num_reqs: int, seconds: np.ndarray) -> bool:
-        """Whether this step, for which drafts do not seem to pay, probes. Call once a step."""
+    def is_due(self, num_reqs: int, lost: float) -> bool:
+        """Whether this step, for which drafts do not seem to pay, probes. Call once a step.
+
+        `lost`: what a step with one draft is believed to cost, in steps without drafts.
+        """
         self.begins = False
         if self._left:
             self._left -= 1
             return True
         self._waited += 1
         steps = -(-_PROBE_ROWS // num_reqs)
-        lost = steps * max(float(seconds[1] / seconds[0]) - 1.0, 0.0)  # in steps without drafts
-        if self._waited < max(self._gap, _MIN_GAP, lost / _PROBE_SHARE):
+        least = steps * max(lost, _LEAST_LOSS) / _PROBE_SHARE
+        if self._waited < max(self._gap, _MIN_GAP, least):
             return False
         self._waited, self._left, self.begins = 0, steps - 1, True
         self._gap = min(max(2 * self._gap, _MIN_GAP), _MAX_GAP)
