@@ -1,0 +1,68 @@
+"""Rotary embedding, KV write and attention in one compiled kernel, against what it fuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.kernels.test_triton_rotary_attention import case, expected_of  # noqa: E402
+
+from slipstream.kernels.rotary_attention import rotary_attention  # noqa: E402
+from slipstream.kernels.triton import attention_plan  # noqa: E402
+from slipstream.runner.cuda_graphs import relative_error  # noqa: E402
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+
+def on_card(args: dict[str, Any]) -> dict[str, Any]:
+    qkv = torch.cat([args["query"], args["key"], args["value"]], dim=-2).cuda()
+    counts = [args[name].shape[-2] for name in ("query", "key", "value")]
+    query, key, value = qkv.split(counts, dim=-2)
+    moved = {k: v.cuda() if isinstance(v, Tensor) else v for k, v in args.items()}
+    return moved | {"query": query, "key": key, "value": value}
+
+
+@pytest.mark.parametrize("num_parts", [0, 4])
+@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize("heads", [(32, 8), (9, 3)])
+@pytest.mark.parametrize("num_reqs", [1, 5, 40])
+def test_one_kernel_equals_its_parts(
+    num_reqs: int, heads: tuple[int, int], query_len: int, num_parts: int
+) -> None:
+    """Also in a graph whose launches depend on each other, a hundred times: the last program of a
+    row must always see what all others wrote."""
+    dim = 128 if heads[0] == 32 else 64
+    lens = [int(n) for n in torch.randint(query_len, 700, (num_reqs,))] + [0]
+    args = case(query_len, lens, heads, dim, dim, num_parts, torch.bfloat16)
+    args["cos_sin_cache"] = torch.randn(1024, dim)
+    names = ("query", "key", "value", "kv_cache")
+    wide = {k: v.float() if k in names else v for k, v in args.items()}
+    expected, cache = expected_of(wide, {})
+    moved = on_card(args)
+    plan = attention_plan.plan_for(
+        moved["query"], moved["kv_cache"], moved["block_table"], len(lens), query_len
+    )
+    assert plan.fused
+    out = rotary_attention(**moved)
+    assert relative_error(out, expected.cuda()) < 8e-3
+    assert relative_error(moved["kv_cache"].nan_to_num(), cache.nan_to_num().cuda()) < 4e-3
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [rotary_attention(**moved) for _ in range(10)]
+    for _ in range(10):
+        for one in outputs:
+            one.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(one, out) for one in outputs)
+    assert not moved["arrivals"].any()
