@@ -3,7 +3,8 @@
 `PYTHONPATH=.src python tests/gpu/measure_controller.py MODEL DRAFTER`, MODEL and an EAGLE-3 head as
 `shapes.py` writes them. One engine with random weights, one process: K is held at 0, 1, ... by the
 controller that chooses it otherwise, and drafts are accepted by chance, at rates that change while
-it runs. Ends with status 1 if auto is below 0.97 of the best, in any cell.
+it runs. Ends with status 1 if auto is below 0.97 of the best, in any cell. Before, in an engine of
+its own, the same steps without a drafter: what K = 0 costs beside that is in every /off.
 
 Tokens/s are those that the steps bring on the average: rates are known, so that a step of n
 requests which verified k drafts counts n (1 + r1 + ... + rk), however lucky it was. (At batch 1
@@ -30,7 +31,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,7 @@ from slipstream.runner.engine import join
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 from slipstream.runner.start_ahead import start_ahead
 from slipstream.runner.worker import tune_garbage_collector
+from slipstream.speculators.controller import DraftController
 from slipstream.speculators.step_costs import StepCosts
 
 PROMPT = 128
@@ -103,17 +105,22 @@ class Bench:
         with start_ahead(config) as ahead:
             self._runner = build_model_runner(config, lambda _: None, ahead)
         self._engine = join(self._runner, config)
-        assert self._engine.drafts is not None
-        self.controller = self._engine.drafts.controller
+        self._drafts = self._engine.drafts
         self.counts = (0, *config.speculative.draft_counts)
         self.measured = dict(self._runner.facts.step_seconds)
         self._landed = self._tick = 0.0
         self._num_sets = 0
         tune_garbage_collector()
 
+    @property
+    def controller(self) -> DraftController:
+        assert self._drafts is not None
+        return self._drafts.controller
+
     def begin(self, batch: int, prompt_len: int, rates: Rates) -> list[str]:
         """New requests, whose prompts are computed."""
-        self.set_rates(rates)
+        if self._drafts is not None:
+            self.set_rates(rates)
         self._num_sets += 1
         draw, most = random.Random(self._num_sets), self._engine.ready.vocab_size - 10
         room = self._engine.ready.max_model_len - prompt_len
@@ -165,7 +172,8 @@ class Bench:
 
     def run(self, rates: Rates, tokens: float = 0.0, num_steps: int = 0) -> Phase:
         """Steps until they bring so many tokens, or so many of them."""
-        self.set_rates(rates)
+        if self._drafts is not None:
+            self.set_rates(rates)
         phase = Phase(rates)
         for seconds, stats in self.steps():
             phase.add(seconds, stats)
@@ -175,6 +183,27 @@ class Bench:
 
     def close(self) -> None:
         self._engine.shutdown()
+
+
+def lengths(batch: int, scale: float) -> tuple[int, int]:
+    """As in LENGTHS, for any batch size."""
+    third, num = LENGTHS[min(LENGTHS, key=lambda size: abs(size - batch))]
+    return max(4, round(third * scale)), max(4, round(num * scale))
+
+
+def without_drafter(config: Config, batches: Sequence[int], scale: float) -> dict[int, float]:
+    """Seconds of a step by batch size, at the contexts of the other cells."""
+    bench = Bench(config)
+    found = {}
+    for batch in batches:
+        third, num = lengths(batch, scale)
+        names = bench.begin(batch, round(PROMPT + 1.5 * third - num - DROPPED), ())
+        bench.run((), num_steps=DROPPED)
+        phase = bench.run((), num_steps=2 * num)
+        found[batch] = phase.seconds / len(phase.steps)
+        bench.end(names)
+    bench.close()
+    return found
 
 
 def held(bench: Bench, batch: int, good: Rates, poor: Rates, third: int, num: int) -> list[Any]:
@@ -201,10 +230,11 @@ def chosen(bench: Bench, batch: int, laws: Sequence[Rates], tokens: float) -> li
     return phases
 
 
-def measure(bench: Bench, batch: int, good: Rates, poor: Rates, scale: float) -> Any:
-    """All cells of a batch size, and what steps take."""
-    third, num = LENGTHS[min(LENGTHS, key=lambda size: abs(size - batch))]
-    third, num = max(4, round(third * scale)), max(4, round(num * scale))
+def measure(
+    bench: Bench, batch: int, good: Rates, poor: Rates, scale: float, alone: float | None
+) -> Any:
+    """All cells of a batch size, and what steps take; `alone`: without a drafter."""
+    third, num = lengths(batch, scale)
     fixed = held(bench, batch, good, poor, third, num)
     means = [sum(p.seconds for p in pair) / sum(len(p.steps) for p in pair) for pair in fixed]
     speeds = {
@@ -224,7 +254,8 @@ def measure(bench: Bench, batch: int, good: Rates, poor: Rates, scale: float) ->
             {
                 "batch": batch, "acceptance": name, "fixed": speeds[name], "auto": auto,
                 "came": sum(phase.tokens for phase in phases) / seconds,
-                "to_best": auto / max(speeds[name]), "to_off": auto / speeds[name][0],
+                "to_best": auto / max(speeds[name]),
+                "to_off": auto * (alone / batch if alone else 1 / speeds[name][0]),
                 "rows_by_k": dict(sorted(drafts.items())), "seconds": seconds,
             }
         )  # fmt: skip
@@ -237,11 +268,12 @@ def measure(bench: Bench, batch: int, good: Rates, poor: Rates, scale: float) ->
         {
             "k": k, "start_up": bench.measured.get((batch, k)), "held": mean,
             "median": statistics.median(pair[0].steps + pair[1].steps),
-            "passes": [p.seconds / len(p.steps) for p in pair], "believed": float(known[k]),
+            "steps": pair[0].steps + pair[1].steps, "believed": float(known[k]),
+            "passes": [p.seconds / len(p.steps) for p in pair],
         }
         for k, mean, pair in zip(bench.counts, means, fixed, strict=True)
     ]  # fmt: skip
-    return {"cells": cells, "times": times, "batch": batch, "off_again": again}
+    return {"cells": cells, "times": times, "batch": batch, "off_again": again, "alone": alone}
 
 
 def show_cells(counts: Sequence[int], cells: Sequence[Any]) -> None:
@@ -253,7 +285,7 @@ def show_cells(counts: Sequence[int], cells: Sequence[Any]) -> None:
         fixed = "".join(f"{speed:>9,.0f}" for speed in cell["fixed"])
         total = sum(cell["rows_by_k"].values())
         shares = "  ".join(f"{k}: {100 * n / total:.0f} %" for k, n in cell["rows_by_k"].items())
-        mark = "" if cell["to_best"] >= BOUND else f"  BELOW {BOUND}"
+        mark = "" if min(cell["to_best"], cell["to_off"]) >= BOUND else f"  BELOW {BOUND}"
         print(
             f"{cell['batch']:>5} {cell['acceptance']:<9}{fixed}{cell['auto']:>9,.0f} "
             f"{cell['came']:>8,.0f} {cell['to_best']:>6.3f} {cell['to_off']:>6.3f}  {shares}{mark}"
@@ -264,17 +296,20 @@ def show_times(found: Sequence[Any]) -> None:
     """Milliseconds of a step."""
     print(
         "\nms a step: measured at start-up (short contexts); with K held, mean, median and both\n"
-        "passes; what the controller believes after its last auto run"
+        "passes; what the controller believes after its last auto run; the slowest; in an engine\n"
+        "without a drafter"
     )
     print(f"{'batch':>5} {'K':>3} {'start-up':>9} {'held':>8} {'median':>8} {'passes':>16} "
-          f"{'believed':>9}")  # fmt: skip
+          f"{'believed':>9} {'slowest':>8} {'alone':>8}")  # fmt: skip
     for batch in found:
         for row in batch["times"]:
+            apart = f"{1e3 * batch['alone']:.3f}" if batch["alone"] and not row["k"] else ""
             start = f"{1e3 * row['start_up']:.3f}" if row["start_up"] else "-"
             passes = " ".join(f"{1e3 * seconds:.3f}" for seconds in row["passes"])
             print(
                 f"{batch['batch']:>5} {row['k']:>3} {start:>9} {1e3 * row['held']:>8.3f} "
-                f"{1e3 * row['median']:>8.3f} {passes:>16} {1e3 * row['believed']:>9.3f}"
+                f"{1e3 * row['median']:>8.3f} {passes:>16} {1e3 * row['believed']:>9.3f} "
+                f"{1e3 * max(row['steps']):>8.2f} {apart:>8}"
             )
 
 
@@ -316,6 +351,7 @@ def arguments() -> argparse.Namespace:
     add("--tokens", type=int, default=8192, help="max_num_batched_tokens")
     add("--max-model-len", type=int)
     add("--device", default="auto")
+    add("--off-engine", action=argparse.BooleanOptionalAction, default=True)
     add("--output", help="JSON goes there")
     return parser.parse_args()
 
@@ -325,18 +361,31 @@ def main() -> int:
     good, poor = (tuple(map(float, text.split("/"))) for text in (args.good, args.poor))
     batches = [int(text) for text in args.batches.split(",")]
     began = time.perf_counter()
-    bench = Bench(config_of(args, batches, good))
+    config = config_of(args, batches, good)
+    alone: dict[int, float] = {}
+    if args.off_engine:
+        alone = without_drafter(
+            replace(config, speculative=SpeculativeConfig()), batches, args.scale
+        )
+        print(f"without a drafter: {time.perf_counter() - began:.1f} s", flush=True)
+    began = time.perf_counter()
+    bench = Bench(config)
     print(f"started in {time.perf_counter() - began:.1f} s", flush=True)
     began, found = time.perf_counter(), []
     for batch in batches:
-        found.append(measure(bench, batch, good, poor, args.scale))
+        found.append(measure(bench, batch, good, poor, args.scale, alone.get(batch)))
         show_cells(bench.counts, found[-1]["cells"])
-        print(f"off again: {found[-1]['off_again']:.3f} of off", flush=True)
+        costs = found[-1]["times"][0]["held"] / alone[batch] - 1 if alone else float("nan")
+        print(
+            f"off again: {found[-1]['off_again']:.3f} of off; K = 0 adds {100 * costs:.1f} % to a "
+            "step without a drafter",
+            flush=True,
+        )
     bench.close()
     cells = [cell for batch in found for cell in batch["cells"]]
     show_cells(bench.counts, cells)
     show_times(found)
-    low = [cell for cell in cells if cell["to_best"] < BOUND]
+    low = [cell for cell in cells if min(cell["to_best"], cell["to_off"]) < BOUND]
     print(f"\nmeasured in {time.perf_counter() - began:.1f} s; {len(low)} cells below {BOUND}")
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
