@@ -59,11 +59,12 @@ def keep_best(
             noise = tl.where(cold[None, :], 0.0, noise)
             score = tl.div_rn(finite, heat[None, :] + tl.zeros_like(finite)) + noise
             score = tl.where(inside, score, float("-inf"))
-    value, index = tl.max(score, 0, return_indices=True)
-    first = tl.min(token, 0)
+    value = tl.max(score, 0)
+    # a maximum and then its place are two cheap reductions; both at once are one that is not
+    best_at = tl.min(tl.where(score == value[None, :], token[:, None], 2147483647), 0)
     at = row * num_blocks + block
     tl.store(best + at, value, mask=row_inside)
-    tl.store(best_token + at, first + index, mask=row_inside)
+    tl.store(best_token + at, best_at, mask=row_inside)
     top = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), tl.max(finite, 0))
     tl.store(largest + at, top, mask=row_inside)
 
@@ -123,16 +124,19 @@ def _best_of_block_kernel(
     salt,
     NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
+    wait_for_inputs(PDL)
     logit = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
     logit = logit.to(tl.float32)
     is_nan = logit != logit
     finite = tl.where(is_nan, float("-inf"), logit)
-    score = finite
+    top = tl.max(finite, 0)
+    score, value = finite, top
     if NOISE:
         if tl.load(greedy + row) == 0:
             seed, position = tl.load(seeds + row), tl.load(positions + row)
@@ -142,11 +146,12 @@ def _best_of_block_kernel(
             noise = gumbel(key_0, key_1, token.to(tl.uint32))
             score = tl.div_rn(finite, heat + tl.zeros_like(finite)) + noise
             score = tl.where(inside, score, float("-inf"))
-    value, index = tl.max(score, axis=0, return_indices=True)
+            value = tl.max(score, 0)
+    best_at = tl.min(tl.where(score == value, token, 2147483647), 0)
     at = row * num_blocks + block
     tl.store(best + at, value)
-    tl.store(best_token + at, block * BLOCK + index)
-    top = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), tl.max(finite, 0))
+    tl.store(best_token + at, best_at)
+    top = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), top)
     tl.store(largest + at, top)
 
 
@@ -179,6 +184,7 @@ def pick_rows(logits: Tensor, draws: Any) -> tuple[Tensor, Tensor]:
             NOISE=head.has_noise,
             BLOCK=LOGITS_BLOCK,
             num_warps=8,
+            **pdl_options(logits),
         )
     return head.finish()
 
