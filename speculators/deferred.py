@@ -85,8 +85,9 @@ class DeferredTokens:
             hidden = torch.zeros((len(ids), 1), dtype=self._host.dtype, device=ids.device)
         else:
             hidden = self._ring[slots, positions % self.capacity]
+        take_in = getattr(model, "take_in", model)  # its KV alone, if the model knows how
         # As in every pass: the drafter may know fewer positions than the target.
-        model(ids, positions.clamp(max=max_position - 1), model.combine(hidden), attention)
+        take_in(ids, positions.clamp(max=max_position - 1), model.combine(hidden), attention)
 
 
 def _pieces(counts: np.ndarray, most_tokens: int) -> Iterator[np.ndarray]:

@@ -47,12 +47,18 @@ class FirstLayer(DecoderLayer):
         attention: AttentionState,
     ) -> tuple[Tensor, Tensor]:
         """As `DecoderLayer.forward`: (hidden or parts, residual), the stream is their sum."""
-        normed = self.hidden_norm.forward(hidden)
+        out, normed = self.attend(embedding, hidden, rotary, attention)
         residual = normed if self.norm_before_residual else hidden
-        both = torch.cat([self.input_layernorm.forward(embedding), normed], dim=-1)
-        out = self.self_attn.forward(both, rotary, attention)
         out, residual = self.post_attention_layernorm.add(out, residual)
         return self.mlp.parts(out), residual
+
+    def attend(
+        self, embedding: Tensor, hidden: Tensor, rotary: RotaryStep, attention: AttentionState
+    ) -> tuple[Tensor, Tensor]:
+        """The layer up to its MLP: (attention's output or parts, normed hidden)."""
+        normed = self.hidden_norm.forward(hidden)
+        both = torch.cat([self.input_layernorm.forward(embedding), normed], dim=-1)
+        return self.self_attn.forward(both, rotary, attention), normed
 
 
 class Eagle3Head(nn.Module):
@@ -113,6 +119,16 @@ class Eagle3Head(nn.Module):
         for block in self.blocks[1:]:
             out, residual = block.forward(out, residual, rotary, attention)
         return self.norm.add(out, residual)
+
+    def take_in(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
+    ) -> None:
+        """As `forward`, for the KV that it writes alone: the last layer needs no MLP for that."""
+        first = self.blocks[0]
+        if len(self.blocks) > 1 or not isinstance(first, FirstLayer):
+            self.forward(input_ids, positions, hidden, attention)
+            return
+        first.attend(self._embed(input_ids), hidden, self.rotary.at(positions), attention)
 
     @property
     def pick_tokens(self) -> Any:
