@@ -30,6 +30,21 @@ class Draws:
     salt: int = TARGET
 
 
+def gather_draws(
+    slots: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, salt: int = TARGET
+) -> Draws:
+    """How rows draw whose requests have these slots, [L] int32; temperature: [R] float32 and
+    seeds: [R] int64, by slot; positions: [L] int64."""
+    if use_triton(slots):
+        from .triton.head_sample import gather_draws as gather_draws_triton
+
+        columns = gather_draws_triton(slots, temperature, seeds)
+    else:
+        heat = temperature[slots]
+        columns = (seeds[slots], heat == 0, heat)
+    return Draws(columns[0], positions, *columns[1:], salt)
+
+
 def sample_head(
     x: Tensor, weight: Tensor, draws: Draws | None = None, choice: Choice = None
 ) -> tuple[Tensor, Tensor]:

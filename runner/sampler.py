@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..configs.schema import SpeculativeConfig
 from ..kernels.finish_samples import finish_samples
-from ..kernels.head_sample import Draws
+from ..kernels.head_sample import Draws, gather_draws
 from ..kernels.sample import TARGET
 from ..kernels.verify import VerifyRows
 from ..speculators.verification import create_verifier
@@ -125,14 +125,10 @@ class Sampler:
         state = requests.sampling
         features = state.features(rows.slots) if features is None else features
         slots = rows.expanded_idx_mapping
-        temperature, seeds = state.temperature[slots], state.seed[slots]
-        greedy = temperature == 0
-        draws = None
-        if features & Feature.RANDOM:
-            draws = Draws(seeds, rows.positions, greedy, temperature, TARGET)
-        drawn, largest = pick(draws)
+        draws = gather_draws(slots, state.temperature, state.seed, rows.positions, TARGET)
+        drawn, largest = pick(draws if features & Feature.RANDOM else None)
         nothing = largest[:, None][:, :0]
-        of = self._verify_rows(nothing, rows, requests, features, seeds, greedy, drawn)
+        of = self._verify_rows(nothing, rows, requests, features, draws.seeds, draws.greedy, drawn)
         sampled, num_accepted = self.verify(of)
         counts = finish_samples(
             sampled,

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, wait_for_inputs
+
 
 @triton.jit(
     do_not_specialize=["num_reqs"],
@@ -29,7 +31,9 @@ def _finish_kernel(
     num_reqs,
     HAS_LARGEST: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     start = tl.load(cu_num_logits + request)
     num_logits = tl.load(cu_num_logits + request + 1) - start
@@ -85,5 +89,6 @@ def finish_samples(
             HAS_LARGEST=largest is not None,
             WIDTH=triton.next_power_of_2(width),
             num_warps=1,
+            **pdl_options(emitted),
         )
     return counts[0], counts[1], is_bad

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, wait_for_inputs
+
 _BLOCK = 1024
 
 
@@ -51,7 +53,9 @@ def _prepare_inputs_kernel(
     NUM_DRAFTS: tl.constexpr,  # K
     BLOCK_L: tl.constexpr,  # >= K + 1
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     if row == num_reqs:  # the tail program
@@ -159,6 +163,7 @@ def prepare_inputs(
         NUM_DRAFTS=num_drafts,
         BLOCK_L=triton.next_power_of_2(num_drafts + 1),
         BLOCK=_BLOCK,
+        **pdl_options(batch.input_ids),
     )
 
 
@@ -172,7 +177,9 @@ def _gather_rows_kernel(
     width,
     num_reqs,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -197,7 +204,15 @@ def gather_block_tables(
     for table, rows in zip(block_tables, out, strict=True):
         width = table.shape[1]
         _gather_rows_kernel[(num_reqs_padded, triton.cdiv(width, _BLOCK))](
-            table, idx_mapping, rows, table.stride(0), rows.stride(0), width, num_reqs, BLOCK=_BLOCK
+            table,
+            idx_mapping,
+            rows,
+            table.stride(0),
+            rows.stride(0),
+            width,
+            num_reqs,
+            BLOCK=_BLOCK,
+            **pdl_options(table),
         )
 
 
@@ -216,7 +231,9 @@ def _slot_mapping_kernel(
     num_reqs,
     num_tokens_padded,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     if row == num_reqs:  # the tail program: padded tokens write nothing
@@ -260,6 +277,7 @@ def compute_slot_mappings(
             num_reqs,
             num_tokens_padded,
             BLOCK=_BLOCK,
+            **pdl_options(table),
         )
 
 

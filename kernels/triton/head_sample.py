@@ -189,6 +189,52 @@ def pick_rows(logits: Tensor, draws: Any) -> tuple[Tensor, Tensor]:
     return head.finish()
 
 
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
+def _gather_draws_kernel(
+    slots,  # [L] int32
+    temperature,  # [R] float32
+    seeds,  # [R] int64
+    row_temperature,  # [L] float32
+    row_seeds,  # [L] int64
+    row_greedy,  # [L] bool
+    num_rows,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    wait_for_inputs(PDL)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    heat = tl.load(temperature + slot, mask=inside, other=0.0)
+    tl.store(row_temperature + row, heat, mask=inside)
+    tl.store(row_seeds + row, tl.load(seeds + slot, mask=inside, other=0), mask=inside)
+    tl.store(row_greedy + row, heat == 0.0, mask=inside)
+
+
+def gather_draws(
+    slots: Tensor, temperature: Tensor, seeds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(seeds, greedy, temperature) of rows: see `kernels.head_sample.gather_draws`."""
+    num_rows, block = slots.shape[0], 128
+    row_seeds = torch.empty(num_rows, dtype=torch.int64, device=slots.device)
+    greedy = torch.empty(num_rows, dtype=torch.bool, device=slots.device)
+    heat = torch.empty(num_rows, dtype=torch.float32, device=slots.device)
+    if num_rows:
+        _gather_draws_kernel[(triton.cdiv(num_rows, block),)](
+            slots,
+            temperature,
+            seeds,
+            heat,
+            row_seeds,
+            greedy,
+            num_rows,
+            BLOCK=block,
+            num_warps=4,
+            **pdl_options(slots),
+        )
+    return row_seeds, greedy, heat
+
+
 @dataclass
 class HeadRows:
     """The rows whose tokens are picked. Without noise every row is greedy."""

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, wait_for_inputs
+
 
 @triton.jit(
     do_not_specialize=["counts_stride"],
@@ -39,7 +41,9 @@ def _commit_kernel(
     counts_stride,
     WIDTH: tl.constexpr,  # K + 1
     BLOCK: tl.constexpr,  # >= K + 1
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(num_sampled + row)
     rejected = tl.load(num_rejected + row)
@@ -99,4 +103,5 @@ def commit_step(
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         num_warps=1,
+        **pdl_options(packed),
     )

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import random_streams as streams
 from ..verify_rows import VerifyRows
 from . import sample as noise
+from .launch import pdl_options, wait_for_inputs
 from .sample import best_of, gumbel, log_1_minus, pick, row_key, uniform
 
 _ACCEPT = tl.constexpr(streams.ACCEPT)
@@ -264,8 +265,10 @@ def _emit_drawn_kernel(
     width,
     BY_CHANCE: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One request: drafts up to the first that is not accepted, then the token drawn there."""
+    wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_num_logits + request)
     num_logits = tl.load(cu_num_logits + request + 1) - start
@@ -298,6 +301,7 @@ def _emit_drawn(rows: VerifyRows, drawn: Tensor, rates: Tensor | None) -> tuple[
             drawn, rows.draft_ids, rows.cu_num_logits, rows.seeds, rows.positions,
             rows.seeds if rates is None else rates, num_accepted, emitted, rows.width,
             BY_CHANCE=rates is not None, WIDTH=triton.next_power_of_2(rows.width), num_warps=1,
+            **pdl_options(emitted),
         )  # fmt: skip
     return emitted, num_accepted
 

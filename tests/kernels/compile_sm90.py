@@ -160,6 +160,7 @@ def sampling() -> None:
     logits, longs = t(8, 128256, dtype=torch.float32), t(8, dtype=I64)
     ints, flags = t(8, dtype=I32), t(8, dtype=torch.bool)
     module("sample").gumbel_sample(logits, longs, longs, 3)
+    module("head_sample").gather_draws(ints, t(8, dtype=torch.float32), longs)
     for draws in (None, Draws(longs, longs, flags, t(8, dtype=torch.float32))):
         module("head_sample").pick_rows(logits, draws)
         module("head_sample").pick_rows(logits.bfloat16(), draws)

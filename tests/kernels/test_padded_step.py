@@ -201,6 +201,19 @@ def test_pick_rows(vocab: int, dtype: torch.dtype) -> None:
     assert tokens[2] == 7
 
 
+@pytest.mark.usefixtures("triton_interpreter")
+def test_rows_draw_as_their_requests_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    temperature, seeds = torch.tensor([0.0, 0.7, 1.5]), torch.tensor([5, -(2**62), 9])
+    slots, positions = torch.randint(0, 3, (200,)).int(), torch.arange(200)
+    for interpreted in ("0", "1"):
+        monkeypatch.setenv("SLIPSTREAM_TRITON", interpreted)
+        draws = head_sample.gather_draws(slots, temperature, seeds, positions, 3)
+        assert torch.equal(draws.temperature, temperature[slots])
+        assert torch.equal(draws.seeds, seeds[slots])
+        assert torch.equal(draws.greedy, slots == 0) and draws.greedy.dtype == torch.bool
+        assert draws.positions is positions and draws.salt == 3
+
+
 def test_pick_rows_draws_by_seed_and_position() -> None:
     logits = torch.zeros(64, VOCAB)
     temperature, positions = torch.ones(64), torch.arange(64)
