@@ -39,6 +39,7 @@ class Skinny:
     split_k: int
     block_m: int  # rows of a program
     norm: int = 0  # 1 = the norm before the layer is inside; not where a split is
+    early: int = 256  # columns of weights brought into L2 before the input is ready
 
 
 Choice: TypeAlias = Gemv | Skinny | None  # None = torch (cuBLAS)

@@ -21,7 +21,6 @@ from .head_sample import HeadRows, keep_best
 from .launch import fetch_early, fits_tma, has_tma, pdl_options, wait_for_inputs
 
 _PLAIN, _PARTS, _GATED, _SAMPLE = 0, 1, 2, 3
-_EARLY = 256  # columns of weights brought into L2 before the input is ready; more did not pay
 
 
 @triton.jit
@@ -194,7 +193,7 @@ def _launch(
         if norm is None:
             x_source = TensorDescriptor.from_tensor(x, [choice.block_m, choice.block_k])
     options = pdl_options(x)
-    early = _EARLY if options["PDL"] else 0
+    early = choice.early if options["PDL"] else 0
     while early > span:
         early //= 2
     blocks = triton.cdiv(num_outputs, choice.block_n)

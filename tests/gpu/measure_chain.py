@@ -109,7 +109,7 @@ def brief(choice: Variant) -> str:
     if choice is None:
         return "torch"
     values = list(map(int, astuple(choice)))
-    defaults = [0, 1, 1, 0] if isinstance(choice, Gemv) else [0]
+    defaults = [0, 1, 1, 0] if isinstance(choice, Gemv) else [0, 256]
     while defaults and values[-1] == defaults[-1]:
         values.pop(), defaults.pop()
     kind = "gemv" if isinstance(choice, Gemv) else "skinny"
