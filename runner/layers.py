@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..kernels.embedding import embedding
 from ..kernels.head_sample import Draws, sample_head
 from ..kernels.linear import GATED, Norm, gated_linear, linear, linear_parts
 from ..kernels.linear_choice import Choice, Gemv, Shape
@@ -289,7 +290,7 @@ class Embedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [M] int32 or int64 -> [M, size]."""
-        return F.embedding(ids, self.weight).to(self.dtype)
+        return embedding(ids, self.weight).to(self.dtype)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield f"{parent}{name}.weight", tensor_slot(self.weight)

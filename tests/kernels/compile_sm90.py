@@ -73,6 +73,8 @@ def attention() -> None:
 
 def layers() -> None:
     norm = module("norm_rope")
+    for kind in (I32, I64):
+        module("embedding").embedding(t(4, dtype=kind), t(100, 4096))
     norm.rms_norm(t(4, 4096), t(4096), 1e-5)
     norm.rms_norm(t(4, 32, 128), t(128), 1e-5)
     norm.fused_add_rms_norm(t(4, 4096), t(4, 4096), t(4096), 1e-5)
