@@ -15,6 +15,7 @@ from torch import Tensor
 from .attention_plan import num_processors, plan_launch
 from .launch import pdl_options, wait_for_inputs
 from .online_softmax import LOG2E, absorb, soft_capped
+from .split_sums import sum_splits
 
 
 @triton.jit
@@ -184,76 +185,6 @@ def _attention_kernel(
         flat += split.to(tl.int64) * num_tokens * Q_HEADS
         tl.store(partial + flat[:, None] * DIM_V + dim_v[None, :], result, mask=mask)
         tl.store(lse + flat, top + tl.log2(total), mask=valid)
-
-
-@triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens"],
-    do_not_specialize_on_alignment=["query_start_loc"],
-)
-def _reduce_kernel(
-    partial,  # [SPLITS, T, Hq, DIM_V] fp32
-    lse,  # [SPLITS, T, Hq] fp32
-    query_start_loc,  # [N + 1] int32
-    out,  # [T, Hq, DIM_V]
-    num_reqs,
-    num_tokens,
-    Q_HEADS: tl.constexpr,
-    DIM_V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    wait_for_inputs(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    dim = tl.arange(0, BLOCK_V)
-    inside = (head < Q_HEADS)[:, None] & (dim < DIM_V)[None, :]
-    target = out + (token * Q_HEADS + head)[:, None] * DIM_V + dim[None, :]
-    live = token < tl.load(query_start_loc + num_reqs)  # rows of no request hold no partials
-    # all splits at once: one after the other, each would wait for its loads
-    split = tl.arange(0, SPLITS_BLOCK)[:, None]
-    flat = (split * num_tokens + token) * Q_HEADS + head[None, :]  # [SPLITS_BLOCK, HEADS]
-    exists = (split < SPLITS) & live & (head < Q_HEADS)[None, :]
-    weights = tl.load(lse + flat, mask=exists, other=float("-inf"))
-    part = tl.load(
-        partial + flat[:, :, None] * DIM_V + dim[None, None, :],
-        mask=exists[:, :, None] & (dim < DIM_V)[None, None, :],
-        other=0.0,
-    )
-    top = tl.max(weights, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(weights - top[None, :])
-    total = tl.sum(weights, 0)
-    acc = tl.sum(part * weights[:, :, None], 0)
-    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
-
-
-def sum_splits(
-    partial: Tensor, lse: Tensor, query_start_loc: Tensor, out: Tensor, num_reqs: int
-) -> None:
-    """Attention over all keys, from that over each split's."""
-    splits, num_tokens, num_heads, dim_v = partial.shape
-    block_v = triton.next_power_of_2(dim_v)
-    splits_block = triton.next_power_of_2(splits)
-    heads = max(1, min(triton.next_power_of_2(num_heads), 4096 // (splits_block * block_v)))
-    _reduce_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
-        partial,
-        lse,
-        query_start_loc,
-        out,
-        num_reqs,
-        num_tokens,
-        Q_HEADS=num_heads,
-        DIM_V=dim_v,
-        BLOCK_V=block_v,
-        SPLITS=splits,
-        SPLITS_BLOCK=splits_block,
-        HEADS=heads,
-        **pdl_options(out),
-    )
 
 
 def paged_attention(

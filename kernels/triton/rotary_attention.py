@@ -17,7 +17,7 @@ from .attention_plan import FUSED_QUERY_LEN, MAX_SPLITS, Launch
 from .launch import fetch_early, pdl_options, wait_for_inputs
 from .norm_rope import load_parts
 from .online_softmax import absorb, soft_capped
-from .paged_attention import sum_splits
+from .split_sums import sum_own_splits, sum_splits
 
 
 @triton.jit
@@ -45,53 +45,6 @@ def _rotated(
         other = tl.load(gain + partner, mask=dim < DIM, other=0.0).to(tl.float32)
         x, swapped = x * scale * own[None, :], swapped * scale * other[None, :]
     return x * cos + swapped * sin
-
-
-@triton.jit
-def _sum_own_splits(
-    partial,  # [splits, T, Hq, D] fp32
-    lse,  # [splits, T, Hq] fp32
-    out,  # [T, Hq, D]
-    start,  # first token row of the request
-    query_len,
-    kv_head,
-    splits,
-    split_stride,  # T * Hq
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    ROWS: tl.constexpr,
-    MAX_SPLITS: tl.constexpr,
-):
-    """The attention of one program's rows over all keys, from that over each split's."""
-    split = tl.arange(0, MAX_SPLITS)
-    row = tl.arange(0, ROWS)
-    token = (start + row // GROUP).to(tl.int64)
-    flat = token * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
-    valid = row // GROUP < query_len
-    at = split[:, None].to(tl.int64) * split_stride + flat[None, :]  # [MAX_SPLITS, ROWS]
-    inside = (split < splits)[:, None] & valid[None, :]
-    # past the first cache: others of this processor may have filled it before these were written
-    weight = tl.load(lse + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(weight, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(weight - top[None, :])
-    total = tl.sum(weight, 0)
-    total = tl.where(total == 0.0, 1.0, total)
-    half: tl.constexpr = BLOCK_D // 2  # at a time, for fewer registers
-    for first in tl.static_range(0, BLOCK_D, half):
-        dim = first + tl.arange(0, half)
-        part = tl.load(
-            partial + at[:, :, None] * DIM + dim[None, None, :],
-            mask=inside[:, :, None] & (dim < DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        result = tl.sum(part * weight[:, :, None], 0) / total[:, None]
-        target = out + flat[:, None] * DIM + dim[None, :]
-        mask = valid[:, None] & (dim < DIM)[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -295,7 +248,7 @@ def _rotary_attention_kernel(
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if arrived == splits - 1:
                 tl.debug_barrier()
-                _sum_own_splits(
+                sum_own_splits(
                     partial,
                     lse,
                     out,
