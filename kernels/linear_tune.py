@@ -109,9 +109,18 @@ def measure(
             calls = [_call(shape, choice, x, weight) for weight in copies]
             calls *= -(-MIN_CALLS // count)
             found.append((time_calls(calls), choice))
-        except (RuntimeError, ArithmeticError, ValueError) as problem:
+        except (RuntimeError, ArithmeticError, ValueError, *_errors_of_triton()) as problem:
             logger.warning("%s, %d rows: %s does not work: %s", shape, num_rows, choice, problem)
     return sorted(found, key=lambda timed: timed[0])
+
+
+def _errors_of_triton() -> tuple[type[Exception], ...]:
+    """What Triton raises for a kernel that does not fit the card."""
+    try:
+        from triton.errors import TritonError
+    except ImportError:
+        return ()
+    return (TritonError,)
 
 
 def _call(shape: Shape, choice: Choice, x: Tensor, weight: Tensor) -> Callable[[], object]:
