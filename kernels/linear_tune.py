@@ -97,6 +97,8 @@ def measure(
     ]
     x = torch.empty(num_rows, shape.inputs, device=device, dtype=dtype).normal_(generator=make)
     found: list[Timed] = []
+    problems: tuple[type[Exception], ...] = (RuntimeError, ArithmeticError, ValueError)
+    problems += _errors_of_triton()
     for choice in choices:
         if time.monotonic() > deadline:
             break
@@ -109,7 +111,7 @@ def measure(
             calls = [_call(shape, choice, x, weight) for weight in copies]
             calls *= -(-MIN_CALLS // count)
             found.append((time_calls(calls), choice))
-        except (RuntimeError, ArithmeticError, ValueError, *_errors_of_triton()) as problem:
+        except problems as problem:
             logger.warning("%s, %d rows: %s does not work: %s", shape, num_rows, choice, problem)
     return sorted(found, key=lambda timed: timed[0])
 

@@ -13,6 +13,7 @@ from ..device import card_of
 
 MAX_SPLITS = 16
 FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
+_MOST_FUSED = 1024  # programs; more of them are quicker in two kernels
 _LAST_SUMS_VALUES = 512  # of one split, that a program can hold those of all splits of
 _FEW_REQUESTS = 8  # whose keys are brought into L2 while the projection still runs
 
@@ -68,15 +69,16 @@ def plan_launch(
     query_blocks = num_reqs if one_block else num_tokens // block_q + num_reqs
     programs = query_blocks * num_kv_heads * triton.cdiv(group, heads)
     fused = one_block and heads == group and max_query_len <= FUSED_QUERY_LEN and dim <= 128
+    fused = fused and programs <= _MOST_FUSED
     own = triton.next_power_of_2(rows)
-    last_sums = own if fused and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES else 0
-    # Two programs a processor hide latency, four are better where the sum of their splits is no
-    # kernel of its own; a split of less than 128 keys does not pay.
-    most = (4 if last_sums else 2) * num_processors
+    can_sum = fused and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES
+    last_sums = own if can_sum and num_reqs > 1 else 0  # one request's are quicker by a kernel
+    # Two programs a processor hide latency; a split of less than 128 keys does not pay.
+    most = 2 * num_processors
     splits = 1
     while splits < MAX_SPLITS and programs * splits * 2 <= most and max_keys >= 128 * splits * 2:
         splits *= 2
-    if one_block and dim <= 128 and element_size <= 2:
+    if one_block and dim <= 128 and element_size <= 2 and (splits > 1 or programs > 2 * most):
         stages = 2  # few iterations, many programs
     return Launch(
         block_m,

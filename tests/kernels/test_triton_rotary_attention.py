@@ -183,4 +183,10 @@ def test_only_short_queries_of_one_program_are_fused() -> None:
     assert plan_launch(1, 1, 8, 4, 128, 1, 4096, 132).fused
     assert plan_launch(8, 64, 8, 4, 128, 8, 4096, 132).fused
     assert not plan_launch(4, 400, 8, 4, 128, 100, 4096, 132).fused  # prefill
+    assert plan_launch(128, 512, 8, 4, 128, 4, 4096, 132).fused
+    assert not plan_launch(256, 256, 8, 4, 128, 1, 4096, 132).fused  # two kernels are quicker
+    assert plan_launch(256, 256, 3, 3, 64, 1, 4096, 132).fused
+    one, eight = (plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (1, 8))
+    assert (one.splits, one.last_sums, eight.splits, eight.last_sums) == (16, 0, 4, 4)
+    assert plan_launch(32, 32, 8, 4, 128, 1, 16384, 132).splits == 1
     assert not plan_launch(1, 1, 1, 128, 128, 1, 4096, 132, 4).fused  # heads of two programs
