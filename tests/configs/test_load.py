@@ -47,7 +47,10 @@ def test_nothing_given_serves_the_default_preset_with_speculation() -> None:
     assert Path(config.model.model).is_file()
     assert config.model.load_format == "gguf"
     assert config.server.served_model_name == ("smollm2-135m",)
-    assert config.speculative.method == "ngram"
+    assert config.speculative.method == "eagle3"
+    head = Path(config.speculative.model or "")
+    assert (head / "config.json").is_file()  # in the package itself
+    assert (head / "model.safetensors").stat().st_size <= 15_000_000
 
 
 def test_flags_win_over_environment_over_file_over_preset_over_defaults(tmp_path: Path) -> None:
@@ -64,7 +67,7 @@ def test_flags_win_over_environment_over_file_over_preset_over_defaults(tmp_path
     assert config.scheduler.max_num_seqs == 21  # environment
     assert config.cache.block_size == 3  # file
     assert config.model.load_format == "auto"  # file over preset
-    assert config.speculative.method == "ngram"  # preset
+    assert config.speculative.method == "eagle3"  # preset
     assert config.server.host == "127.0.0.1"  # default
 
 
@@ -171,7 +174,7 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
         (["-tp", "2"], "--tensor-parallel-size 2: only 1 is possible"),
         (["-dp", "2"], "--data-parallel-size 2: only 1 is possible"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
-        (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: too small.* need 7200"),
+        (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: too small.* need 3000"),
         (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization 0.0: must be above 0"),
         (["--gpu-memory-utilization", "1.5"], "must be at most 1.0"),
         (["--drain-timeout", "soon"], "--drain-timeout must be a number, not 'soon'"),
