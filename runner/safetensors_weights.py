@@ -18,8 +18,9 @@ _SCALE = "_scale_inv"  # suffix of an fp8 matrix' block scales: weight_scale_inv
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "BOOL": torch.bool,
 }  # fmt: skip
 
@@ -80,8 +81,11 @@ class SafetensorsCheckpoint:
         """By name as the bytes lie, but a matrix' scales behind it."""
         scales = {name + _SCALE for name in self.names if name + _SCALE in self._files}
         found: dict[str, Stretch] = {}
-        for file in {self._files[name] for name in (*self.names, *scales)}:
-            found |= _stretches(self._folder / file)
+        by_file: dict[str, set[str]] = {}
+        for name in (*self.names, *scales):
+            by_file.setdefault(self._files[name], set()).add(name)
+        for file, names in by_file.items():
+            found |= _stretches(self._folder / file, names)
         wanted: dict[str, Stretch] = {}
         for name in (*self.names, *scales):
             if name not in found:
@@ -133,8 +137,8 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     return files
 
 
-def _stretches(path: Path) -> dict[str, Stretch]:
-    """Where each tensor of a file lies."""
+def _stretches(path: Path, names: set[str]) -> dict[str, Stretch]:
+    """Where these tensors of a file lie."""
     try:
         with safe_open(path, framework="pt"):  # checks the header and the length
             pass
@@ -145,7 +149,7 @@ def _stretches(path: Path) -> dict[str, Stretch]:
         raise ModelLoadError(f"{path} is not a readable safetensors file: {error}.") from error
     found = {}
     for name, entry in header.items():
-        if name == "__metadata__":
+        if name not in names:
             continue
         if entry["dtype"] not in _DTYPES:
             raise ModelLoadError(f"tensor {name} of {path} has the dtype {entry['dtype']}.")

@@ -38,6 +38,9 @@ STORED = (
     torch.int16,
     torch.int8,
     torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
     torch.float16,
     torch.float64,
 )
@@ -201,11 +204,14 @@ def test_fp8_blocks_are_dequantised(folder: Path) -> None:
     opened = SafetensorsCheckpoint(folder, resolve_model(ModelConfig(model=str(folder))).hf_config)
     assert list(opened._read(CPU))[-1][1].device == CPU
     assert torch.equal(dict(opened._read(CPU))[name], tensors[name])
+    edit_tensors(folder, **{f"{name}_scale_inv": scales.to(torch.float8_e8m0fnu)})
+    mapped = dict(opened.tensors())[name]
+    assert torch.equal(dict(opened._read(CPU))[name], mapped) and not mapped.equal(tensors[name])
 
 
 def test_reading_gives_what_mapping_gives(folder: Path, tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
-    tensors |= {f"extra.{i}": torch.arange(5, dtype=dtype) for i, dtype in enumerate(STORED)}
+    tensors |= {f"extra.{i}": torch.arange(5).to(dtype) for i, dtype in enumerate(STORED)}
     tensors |= {"none": torch.empty(0, 3), "scalar": torch.tensor(2.5)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     opened = SafetensorsCheckpoint(folder, None)
@@ -215,6 +221,16 @@ def test_reading_gives_what_mapping_gives(folder: Path, tmp_path: Path) -> None:
         assert read[name].dtype == tensor.dtype and torch.equal(read[name], tensor)
     opened.names = [name for name in opened.names if name.startswith("extra.")]
     assert len(dict(opened._read(CPU))) == len(STORED)
+
+
+def test_a_dtype_that_cannot_be_read_is_named_only_where_it_is_wanted(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    save_file(load_file(path) | {"odd": torch.zeros(2, dtype=torch.complex64)}, path)
+    opened = SafetensorsCheckpoint(folder, None)
+    with pytest.raises(ModelLoadError, match="tensor odd .* has the dtype C64"):
+        next(opened._read(CPU))
+    opened.names.remove("odd")
+    assert sorted(dict(opened._read(CPU))) == sorted(opened.names)
 
 
 def test_what_cannot_be_read_is_one_sentence(folder: Path) -> None:
