@@ -88,7 +88,9 @@ class CompileAhead:
             return
         if self._process is None:
             self._start()
-        assert self._process is not None and self._process.stdin is not None
+        if self._process is None:
+            return
+        assert self._process.stdin is not None
         try:
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
@@ -160,17 +162,23 @@ class CompileAhead:
         gates = {stage: os.pipe() for stage in STAGES}
         self._gates = {stage: ends[0] for stage, ends in gates.items()}
         inherited = [ends[1] for ends in gates.values()]
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{package}.dry_start", *map(str, inherited)],
-            pass_fds=inherited,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-        for end in inherited:
-            os.close(end)
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", f"{package}.dry_start", *map(str, inherited)],
+                pass_fds=inherited,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+        except OSError as error:
+            logger.warning("no kernels are compiled ahead: %s", error)
+            self.stop()
+            return
+        finally:
+            for end in inherited:
+                os.close(end)
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(msgspec.json.encode(self._config) + b"\n")

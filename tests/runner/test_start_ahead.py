@@ -204,3 +204,20 @@ def test_a_start_that_was_compiled_waits_for_nothing(start: Start) -> None:
     assert first.wait() is not None
     second = start("time.sleep(60)")
     assert not second.is_compiling and waits(second) == [0, 0, 0] and second.wait() is None
+
+
+def test_a_start_goes_on_where_no_process_can_be_had(
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    ahead = CompileAhead(config)
+    ahead.tell(CARD)
+    assert not ahead.is_compiling and waits(ahead) == [0, 0, 0] and ahead.wait() is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    assert "no kernels are compiled ahead" in caplog.text
+    assert not (tmp_path / "cache").exists()
