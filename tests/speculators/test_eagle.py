@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.errors import ModelLoadError
-from slipstream.runner.models.draft_config import choose_boundaries
+from slipstream.runner.models.draft_config import choose_boundaries, read_draft_config
+from slipstream.runner.models.eagle3 import Eagle3Head
 
+from ..runner.model_harness import Sequences, load
 from .eagle_oracle import VOCAB, HeadOracle, head_weights, save_head
 from .recorded_proposals import Proposals, recorded_proposals
 from .tiny_engine import TinyEngine, prompts, save_llama
@@ -158,3 +162,29 @@ def test_taps_out_of_order_or_range_are_an_error() -> None:
     for ids in ([5, 3, 9], [2, 16, 33]):
         with pytest.raises(ModelLoadError, match="taps"):
             choose_boundaries({"eagle_aux_hidden_state_layer_ids": ids}, True, 32)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_what_is_taken_in_leaves_the_kv_of_a_whole_pass(target: Path, num_layers: int) -> None:
+    """With one layer the MLP is left out; a second one depends on it."""
+    model = load(target)
+    config = LlamaConfig(**(model.config.to_dict() | {"num_hidden_layers": num_layers}))
+    raw = config.to_dict() | {"target_hidden_size": 32}
+    settings = read_draft_config(raw, True, 32, model.config.num_hidden_layers)
+    head = Eagle3Head(settings, config, model.format, model, 64, 0)
+    for slot in head.checkpoint_slots().values():
+        slot.load(torch.randn(slot.shape))
+    caches = []
+    for run in (head.forward, head.take_in):
+        sequences = Sequences(cast(Any, head), 2, 16)
+        torch.manual_seed(1)
+        for counts in ([5, 3], [1, 4]):
+            attention, positions = sequences.attention([0, 1], counts)
+            ids = torch.randint(0, VOCAB, (len(positions),))
+            with torch.inference_mode():
+                run(ids, positions, torch.randn(len(positions), 32), attention)
+            sequences.lengths = [5, 3]
+        caches.append(sequences.cache.kv_caches)
+    assert caches[0].keys() == caches[1].keys() and len(caches[0]) == num_layers
+    for layer, kv in caches[0].items():
+        assert kv.any() and torch.equal(kv, caches[1][layer])
