@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from slipstream.kernels.linear_choice import Choice, Gemv, Shape, Skinny
+from slipstream.kernels.linear_choice import Choice, Gemv, Shape, Skinny, fits
 from slipstream.kernels.linear_tuned import LinearChooser
 from slipstream.runner.attention.base import AttentionBackend
 from slipstream.runner.attention.reference import ReferenceBackend
@@ -31,6 +32,8 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=64,
 )
+TILE = Skinny(64, 32, 3, 4, 2, 16)
+NO_NORM = Gemv(64, 64, 4, norm=0)
 ROWS = [[(0, [5, 9, 33])], [(0, [71])], [(0, [2]), (1, [8])]]
 
 
@@ -61,11 +64,11 @@ def make_model(kind: str, dtype: torch.dtype, chooser: LinearChooser | None) -> 
     return model
 
 
-def run(model: Any, backend: AttentionBackend) -> list[Tensor]:
+def run(model: Any, backend: AttentionBackend, steps: Any = ROWS) -> list[Tensor]:
     """Logits and taps of every step: a prefill, a decode of one row, two rows."""
     sequences = Sequences(model, 2, 16, 16, backend)
     out: list[Tensor] = []
-    for rows in ROWS:
+    for rows in steps:
         logits, taps = sequences.step(rows, (0, 1, 2))
         out += [*logits, *taps]
     return out
@@ -91,6 +94,31 @@ def test_few_rows_equal_the_plain_path(
         assert error < 4e-3
     roles = {"qkv", "o", "gate_up", "down", "head"}
     assert set(chooser.asked) >= {(role, rows) for role in roles for rows in (1, 2, 3)}
+
+
+MIXED: list[dict[str, Choice]] = [
+    {"qkv": Gemv(64, 64, 4), "o": TILE, "gate_up": NO_NORM, "down": Gemv(64, 64, 4)},  # of an H100
+    {"qkv": NO_NORM, "o": NO_NORM, "gate_up": replace(TILE, norm=1, split_k=1), "down": TILE},
+    {"qkv": TILE, "o": Gemv(64, 64, 4), "gate_up": Gemv(64, 64, 4), "down": None},
+]
+
+
+@pytest.mark.parametrize("choices", MIXED)
+def test_layers_that_norm_and_add_stand_beside_such_as_do_not(
+    choices: dict[str, Choice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    class Mixed(LinearChooser):
+        def _look_up(self, shape: Shape, num_rows: int) -> Choice:
+            choice = choices.get(shape.role)
+            return choice if fits(choice, shape, num_rows) else None
+
+    steps = [[(0, [5])], [(0, [71])]]
+    expected = run(make_model("Llama", torch.float32, None), ReferenceBackend(), steps)
+    model = make_model("Llama", torch.float16, Mixed({}))
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    for left, right in zip(run(model, TritonBackend(), steps), expected, strict=True):
+        assert (left.float() - right).norm() / right.norm() < 4e-3
 
 
 def test_one_row_runs_five_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
