@@ -54,9 +54,10 @@ class Acceptance:
         self._rates = None
 
     def fade(self, slots: Sequence[int]) -> None:
-        """What is known is old: let it weigh little against what comes next, but not move.
+        """What is known is old: let it weigh little against what comes next.
 
-        What these requests have in common becomes what is expected of all.
+        What these requests have in common becomes what is expected of all. The first position's
+        chance stays; that of a later one, which may have changed, moves towards it.
         """
         index = np.asarray(slots, dtype=np.int64)
         own = self._excess / (self._weight + self._strength)

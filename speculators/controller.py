@@ -27,6 +27,9 @@ _MEMORY, _STRENGTH = 0.98, 16.0  # of a request's own acceptance
 # rows, but often: when drafts begin to pay, every step until it is noticed is lost.
 _PROBE_ROWS, _PROBE_SHARE = 6, 0.0075
 _MIN_GAP, _MAX_GAP = 16, 48
+# Drafts that a probe led to were in vain if they end before so many steps: what was believed of
+# later positions, which a probe does not judge, was wrong. They, too, may cost as large a share.
+_LASTING = 48
 _LEAST_LOSS = 0.02  # of a probing step, in steps without drafts
 
 
@@ -66,12 +69,14 @@ class DraftController:
             self._budget = _Budget(max_num_reqs, max_drafts, costs)
         self._current = max_drafts
         self._stayed = _STAY  # steps since K was changed
+        self._num_drafting = _LASTING  # steps since drafts were begun
         self._probe = _Probe()
 
     def new_drafter(self) -> None:
         """Begin anew with what is accepted: the drafter's weights are others."""
         self._acceptance = Acceptance(self._max_num_reqs, self._max_drafts, _MEMORY, _STRENGTH)
         self._current, self._stayed, self._probe = self._max_drafts, _STAY, _Probe()
+        self._num_drafting = _LASTING
         if self.watchdog is not None:
             self.watchdog.new_drafter()
 
@@ -142,10 +147,14 @@ class DraftController:
         best = int(allowed[np.argmax(speed[allowed])])
         present = min(self._current, int(allowed[-1]))
         self._stayed += 1
+        self._num_drafting += 1
         if best != present and self._is_worth_changing(speed[best] / speed[present], best):
+            if not best:
+                lost = 1.0 - float(speed[present] / speed[0])
+                self._probe.ended(self._num_drafting, lost)
+            elif not self._current:
+                self._num_drafting = 0
             self._current, self._stayed = best, 0
-            if best:
-                self._probe.succeeded()
             present = best
         return Choice(present, "gain" if present else "no_gain")
 
@@ -161,6 +170,7 @@ class _Probe:
     def __init__(self) -> None:
         self.begins = False
         self._gap, self._waited, self._left = 0, 0, 0
+        self._vain = 0.0  # steps to wait for what the last drafts cost
 
     def is_due(self, num_reqs: int, lost: float) -> bool:
         """Whether this step, for which drafts do not seem to pay, probes. Call once a step.
@@ -174,15 +184,20 @@ class _Probe:
         self._waited += 1
         steps = -(-_PROBE_ROWS // num_reqs)
         least = steps * max(lost, _LEAST_LOSS) / _PROBE_SHARE
-        if self._waited < max(self._gap, _MIN_GAP, least):
+        if self._waited < max(self._gap, _MIN_GAP, least, self._vain):
             return False
         self._waited, self._left, self.begins = 0, steps - 1, True
         self._gap = min(max(2 * self._gap, _MIN_GAP), _MAX_GAP)
+        self._vain = 0.0
         return True
 
-    def succeeded(self) -> None:
-        """Drafts pay again."""
-        self._gap = self._waited = 0
+    def ended(self, num_steps: int, lost: float) -> None:
+        """Drafts, made for so many steps, pay no more, or never did; `lost`: of a step's time."""
+        self._waited = 0
+        if num_steps >= _LASTING:
+            self._gap = 0
+        else:
+            self._vain = num_steps * lost / _PROBE_SHARE
 
 
 class _Budget:

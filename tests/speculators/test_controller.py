@@ -133,6 +133,25 @@ def test_drafts_that_begin_to_pay_are_noticed_soon(num_reqs: int) -> None:
     assert again.chosen[100:].count(0) >= 60 and max(again.chosen[100:]) < 3
 
 
+@pytest.mark.parametrize("num_reqs", [8, 64, 256])
+def test_drafts_that_only_seem_to_pay_are_seldom_tried(num_reqs: int) -> None:
+    """The first draft is often right and dear, the others are cheap and wrong: a probe judges the
+    first alone, so that its success promises more than there is."""
+    law, factors = (0.7, 0.05, 0.05), (1.0, 1.75, 1.8, 1.85)
+    costs = StepCosts({(num_reqs, k): factor for k, factor in enumerate(factors)}, K)
+    chooser, slots = controller(num_reqs, costs), list(range(num_reqs))
+    random, chosen = np.random.default_rng(0), []
+    for _ in range(3000):
+        k = chooser.choose(slots).num_drafts
+        right = random.random((num_reqs, K)) < law
+        chooser.observe(
+            slots, [k] * num_reqs, np.minimum(np.cumprod(right, axis=1).sum(1), k).tolist()
+        )
+        chosen.append(k)
+    gain = [1.0, 1.7, 1.735, 1.73675]
+    assert sum(gain[k] for k in chosen) / sum(factors[k] for k in chosen) >= 0.985
+
+
 def test_a_probe_moves_nothing_that_is_believed() -> None:
     """What the requests have in common becomes what a new one is expected to do."""
     chooser, slots = controller(3), [0, 1]
