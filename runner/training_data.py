@@ -53,9 +53,8 @@ class TargetReader:
         self._block_size = cache.block_size
         self._num_blocks = cache.num_blocks
         self._device: torch.device = next(iter(cache.kv_caches.values())).device
-        self._staging = StagingPool(
-            self._device
-        )  # a step's arrays must not wait for the one before
+        # A step's arrays must not wait for the step before.
+        self._staging = StagingPool(self._device)
         check_taps(taps, int(self._model.config.num_hidden_layers))
 
     @property
