@@ -50,13 +50,14 @@ class ModeDecision:
 
 
 def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """1, 2, 4, every 8 to 32, every 16 to 512, none above `max_num_tokens`; ascending.
+    """1, 2, 4, every 8 to 32, every 16 to 512, or to `max_num_tokens` and that itself; ascending.
 
     Kernels take rows by 16, 32 or 64, or by 16s beyond: closer sizes would save little time, and
     with drafts each is captured up to five times.
     """
-    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, DEFAULT_MAX_CAPTURE_SIZE + 1, 16)]
-    return tuple(size for size in sizes if size <= max_num_tokens)
+    largest = min(max_num_tokens, DEFAULT_MAX_CAPTURE_SIZE)
+    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, largest, 16)]
+    return (*(size for size in sizes if size < largest), largest)
 
 
 def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:

@@ -35,7 +35,10 @@ def test_default_sizes_grow_in_steps_of_8_then_16() -> None:
     assert sizes[:9] == (1, 2, 4, 8, 16, 24, 32, 48, 64)
     assert sizes[-2:] == (496, 512)
     assert all(b - a <= 16 for a, b in zip(sizes, sizes[1:], strict=False))
-    assert default_capture_sizes(20) == (1, 2, 4, 8, 16)
+    assert default_capture_sizes(20) == (1, 2, 4, 8, 16, 20)
+    for most in (1, 40, 127):  # the widest batch of decodes has a graph of its own
+        found = descriptors(DECODE_ONLY, [1], default_capture_sizes(most), most, most)
+        assert max(each.num_tokens for each in found) == most
 
 
 def test_a_server_with_a_drafter_captures_few_mixed_batches() -> None:
