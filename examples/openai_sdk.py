@@ -22,7 +22,7 @@ reply = client.chat.completions.create(
 )
 print(reply.choices[0].message.content)
 
-# A stream. Drafts come from text that the answer will repeat (`prediction`): an edit comes sooner.
+# A stream. With `-sc ngram` drafts come from text that the answer will repeat (`prediction`), too.
 code = "def area(width, height):\n    return width * height\n"
 stream = client.chat.completions.create(
     model=model,

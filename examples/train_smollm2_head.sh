@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train an EAGLE-3 head for the default model and measure it: one command, about 10 minutes on one H100, no network.
+# Train an EAGLE-3 head for the default model and measure it: one command, about 10 minutes on one H200, no network.
 # usage: examples/train_smollm2_head.sh [DIR]      A run that was cut goes on when the same command is given again.
 set -euo pipefail
 dir=${1:-heads/smollm2-135m-eagle3}
