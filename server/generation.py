@@ -37,7 +37,7 @@ class Job:
     text: TextOptions
     n: int = 1
     priority: int = 0
-    predicted: bool = False  # drafts count as predicted tokens in the usage
+    predicted: bool = False  # the n-gram drafter's drafts count as predicted tokens in the usage
 
     @property
     def num_choices(self) -> int:
@@ -247,11 +247,13 @@ class Generation:
     def counts(self) -> TokenCounts:
         """The usage so far."""
         counts = TokenCounts(prompt=sum(map(len, self._job.prompts)))
+        # Drafts of other drafters come from elsewhere, whatever the client predicted.
+        predicted = self._job.predicted and self._services.config.speculative.method == "ngram"
         for index, choice in enumerate(self.choices):
             counts.completion += choice.num_tokens
             if index % self._job.n == 0:  # the others find the first one's blocks
                 counts.cached += choice.num_cached_tokens
-            if self._job.predicted:
+            if predicted:
                 counts.accepted_prediction += choice.num_accepted_tokens
                 counts.rejected_prediction += choice.num_draft_tokens - choice.num_accepted_tokens
         return counts
