@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from .geometry import HeadGeometry
@@ -56,7 +56,8 @@ def save_head(
         config = _specforge_config(geometry, dtype)
     contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     scratch = folder / "model.safetensors.writing"
-    save_file(contiguous, scratch, metadata={"format": "pt"})
+    # Not `save_file`: what it writes only its owner may read, and a server is often another user.
+    scratch.write_bytes(save(contiguous, metadata={"format": "pt"}))
     os.replace(scratch, folder / "model.safetensors")
     text = json.dumps(config, indent=2) + "\n"
     (folder / "config.json").write_text(text, encoding="utf-8")

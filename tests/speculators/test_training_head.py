@@ -107,6 +107,12 @@ def test_a_draft_sees_no_token_behind_it_and_no_other_chain() -> None:
         assert same == [row < first for row in range(length)]
 
 
+def test_whoever_may_read_the_folder_may_read_the_weights(tmp_path: Path) -> None:
+    folder = save(tmp_path, random_head(), torch.bfloat16, FORMATS[0])
+    modes = {path.stat().st_mode for path in Path(folder).iterdir()}
+    assert len(modes) == 1, "config.json and model.safetensors differ"
+
+
 @pytest.mark.parametrize("form", FORMATS)
 def test_exported_head_reloads_bit_equal(tmp_path: Path, form: str) -> None:
     head = random_head()
