@@ -67,7 +67,8 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
 
     def require(holds: bool, key: str, rule: str) -> None:
         if not holds:
-            raise ConfigError(f"{label}: {key} must {rule}, not {getattr(spec, key)!r}")
+            given = "" if (value := getattr(spec, key)) is None else f", not {value!r}"
+            raise ConfigError(f"{label}: {key} must {rule}{given}")
 
     if spec.method not in METHODS and not _ELSEWHERE.fullmatch(spec.method):
         hint = did_you_mean(spec.method, METHODS)
