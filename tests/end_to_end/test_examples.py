@@ -60,7 +60,7 @@ def test_openai_sdk(server: RunningServer) -> None:
     lines = output_of(server, sys.executable, str(EXAMPLES / "openai_sdk.py")).splitlines()
     assert "Paris" in lines[0]
     accepted = next(line for line in lines if line.startswith("predicted tokens accepted:"))
-    assert int(accepted.rpartition(" ")[2]) > 0
+    assert accepted.endswith(" 0")  # the preset's head does not read predictions, and says so
     assert lines[-1] == "the same without speculation: True"
 
 
