@@ -59,10 +59,10 @@ def without(part: str) -> Iterator[None]:
         yield
 
 
-def make_model(name: str, num_layers: int, device: torch.device) -> Any:
-    sizes = {**MODELS[name], "num_hidden_layers": num_layers}
-    config = LlamaConfig(**sizes, max_position_embeddings=MAX_LEN)
-    model = build_model(config, device, BF16)
+def make_model(name: str, device: torch.device, dtype: torch.dtype = BF16, **changes: Any) -> Any:
+    """One of `MODELS` with random weights; `changes` are of its config."""
+    sizes = {**MODELS[name], "max_position_embeddings": MAX_LEN, **changes}
+    model = build_model(LlamaConfig(**sizes), device, dtype)
     load_random(model.checkpoint_slots(), device, seed=1)
     return model
 

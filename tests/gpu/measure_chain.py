@@ -122,7 +122,7 @@ def brief(choice: Variant) -> str:
 def roles(bench: Bench) -> None:
     """Microseconds a layer, by the kernel of one role; of `head`, of a step."""
     for (name, num_layers), by_rows in ROLES.items():
-        model = make_model(name, num_layers, bench.device)
+        model = make_model(name, bench.device, num_hidden_layers=num_layers)
         for rows, by_role in by_rows.items():
             step = Step(model, rows, 256, bench.device)
             use(model, None)
@@ -267,7 +267,7 @@ def plan_time(
 def parts(bench: Bench) -> None:
     """A step with its head, and what it saves to leave one part out (more than one, for layers)."""
     for name, num_layers in (("Llama-8B", 8), ("SmolLM2", 30)):
-        model = make_model(name, num_layers, bench.device)
+        model = make_model(name, bench.device, num_hidden_layers=num_layers)
         for rows in (1, 256):
             step = Step(model, rows, 256, bench.device)
             use(model, chooser(model, rows, {}))

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
 
 from slipstream.kernels import head_sample, linear, linear_tune
 from slipstream.kernels.linear_choice import H100_WINNERS, Choice, Gemv, Shape
@@ -31,31 +30,11 @@ from slipstream.kernels.triton import launch
 from slipstream.runner.attention.base import AttentionState, CommonAttentionMetadata
 from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.kv_cache import KVCache, make_groups
-from slipstream.runner.layers import Linear
-from slipstream.runner.models.registry import build_model
-from slipstream.runner.weights import load_random
+
+from chain_step import BF16, make_model, use  # isort: skip
+from chain_variants import MODELS  # isort: skip
 
 CUDA = torch.device("cuda", 0)
-BF16 = torch.bfloat16
-MODELS: dict[str, dict[str, Any]] = {
-    "Llama-8B": dict(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
-    "SmolLM2-135M": dict(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        tie_word_embeddings=True,
-    ),
-}
 ROWS = {1: (1,), 16: (2, 8, 16), 32: (32,), 64: (64,)}  # by bucket
 STEPS = [(1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (64, 1), (256, 1)]  # requests, tokens of each
 CONTEXT, PAGE = 256, 16
@@ -141,22 +120,6 @@ def create() -> LinearChooser:
     return chooser
 
 
-def make_model(name: str, dtype: torch.dtype = BF16, **changes: Any) -> Any:
-    config = LlamaConfig(**{**MODELS[name], **changes}, max_position_embeddings=1024)
-    model = build_model(config, CUDA, dtype)
-    load_random(model.checkpoint_slots(), CUDA, seed=1)
-    return model
-
-
-def use(model: Any, chooser: LinearChooser | None) -> None:
-    """Let `chooser` choose for every layer of the model."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.chooser = chooser
-        if hasattr(module, "is_plain"):
-            module.is_plain = chooser is None
-
-
 class Step:
     """A decode or verify step of `reqs` requests at CONTEXT tokens, argmax included."""
 
@@ -200,7 +163,7 @@ def steps() -> None:
     """Milliseconds of whole steps."""
     print(f"{'step':24} {'torch':>8} {'+ PDL':>8} {'kernels':>8} {'+ PDL':>8}  gain")
     for name in MODELS:
-        model = make_model(name)
+        model = make_model(name, CUDA)
         for reqs, tokens in STEPS:
             step, times = Step(model, reqs, tokens), []
             for chooser in (None, create()):
@@ -219,8 +182,8 @@ def errors() -> None:
     """Relative errors of logits against float32; bits of a replayed graph against eager."""
     print(f"{'logits of 2 layers':24} {'torch':>9} {'kernels':>9}  graph == eager, 5 replays")
     for name in MODELS:
-        model = make_model(name, num_hidden_layers=2)
-        exact = make_model(name, torch.float32, num_hidden_layers=2)
+        model = make_model(name, CUDA, num_hidden_layers=2)
+        exact = make_model(name, CUDA, torch.float32, num_hidden_layers=2)
         for target, source in zip(exact.buffers(), model.buffers(), strict=True):
             target.copy_(source)
         for reqs, tokens in STEPS[:6]:
