@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from ..configs.schema import Config
 from .messages import SamplingParams
 from .plan import NewRequest, ScheduledRow, StepPlan
+from .warm_up import request_fits
 
 _SIZES = (1, 256, 16, 64, 4, 128, 8, 32, 2, 512)  # most telling first: others lie between
 _CPU_SIZES = (1, 8)  # a full step takes a second
@@ -45,11 +46,11 @@ def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], 
     bench = _Bench(runner, _CPU_STEPS if on_cpu else _GPU_STEPS, counts)
     scheduler = config.scheduler
     found: dict[tuple[int, int], float] = {}
+    if not request_fits(runner.facts, bench.num_tokens):
+        return found
     last = 0.0  # seconds that the last cell took
     for num_reqs, some in _cells(scheduler.max_num_seqs, counts, on_cpu):
         some = [k for k in some if num_reqs * (k + 1) <= scheduler.max_num_batched_tokens]
-        if not bench.fits():
-            continue
         with bench.requests(num_reqs):
             for num_drafts in some:
                 if len(found) >= _ALWAYS and time.monotonic() + last > deadline:
@@ -82,21 +83,15 @@ class _Bench:
         lookahead: int = runner.facts.needs.num_lookahead_tokens
         steps = (num_steps + 2) * sum(count + 1 for count in counts)
         # Tokens that a request may come to, its drafts' KV included.
-        self._length = _PROMPT_LEN + steps + counts[-1] + 1 + lookahead
-
-    def fits(self) -> bool:
-        """Whether such requests fit into the context and the KV cache."""
-        facts, length = self._runner.facts, self._length
-        blocks = all(group.num_blocks > -(-length // group.block_size) for group in facts.kv_groups)
-        return length < facts.max_model_len and blocks
+        self.num_tokens = _PROMPT_LEN + steps + counts[-1] + 1 + lookahead
 
     @contextmanager
     def requests(self, num_reqs: int) -> Iterator[None]:
         """So many requests in the first slots, behind their prompts."""
-        sampling = SamplingParams(seed=0, max_tokens=self._length, temperature=0.0)
+        sampling = SamplingParams(seed=0, max_tokens=self.num_tokens, temperature=0.0)
         # All use the same blocks: what they compute is of no interest.
         blocks = [
-            list(range(1, 1 - (-self._length // group.block_size)))
+            list(range(1, 1 - (-self.num_tokens // group.block_size)))
             for group in self._runner.facts.kv_groups
         ]
         prompt, known = [0] * _PROMPT_LEN, _PROMPT_LEN - 1  # as if the prefix cache held it

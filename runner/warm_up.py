@@ -78,6 +78,12 @@ def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:
     return sorted(found)
 
 
+def request_fits(facts: Any, num_tokens: int) -> bool:
+    """Whether a runner of these facts has the context, and the KV blocks, for one such request."""
+    blocks = [group.num_blocks > -(-num_tokens // group.block_size) for group in facts.kv_groups]
+    return num_tokens < facts.max_model_len and all(blocks)
+
+
 class _Steps:
     def __init__(self, runner: SteppedRunner) -> None:
         self._runner = runner
@@ -90,9 +96,7 @@ class _Steps:
 
     def fit(self) -> bool:
         """Whether such requests fit into the context and the KV cache."""
-        facts, length = self._runner.facts, self._length()
-        blocks = all(group.num_blocks > -(-length // group.block_size) for group in facts.kv_groups)
-        return length < facts.max_model_len and blocks
+        return request_fits(self._runner.facts, self._length())
 
     def serve(self, kinds: list[SamplingParams]) -> None:
         """One request for each of `kinds`, all in one batch, through their first three steps."""

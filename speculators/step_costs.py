@@ -40,13 +40,11 @@ class StepCosts:
         sizes = sorted({size for size, _ in measured})
         self._known = bool(measured)
         rows = [_fill_row(size, measured, max_drafts) for size in sizes]
-        for size in _SIZES:  # beyond what was measured the proportions are assumed
-            if not sizes or size > sizes[-1]:
-                factor = np.ones(max_drafts + 1)
-                if sizes:
-                    factor = rows[-1] / _assumed_row(sizes[-1], max_drafts)
-                rows.append(factor * _assumed_row(size, max_drafts))
-                sizes.append(size)
+        # Beyond what was measured the proportions are assumed.
+        scale = rows[-1] / _assumed_row(sizes[-1], max_drafts) if sizes else 1.0
+        for size in [size for size in _SIZES if not sizes or size > sizes[-1]]:
+            sizes.append(size)
+            rows.append(scale * _assumed_row(size, max_drafts))
         self._sizes = sizes
         self._seconds = np.array(rows)  # [sizes, K + 1]
         self._factors = np.zeros_like(self._seconds)  # logarithms, learned from real steps
