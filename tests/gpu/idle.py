@@ -1,6 +1,6 @@
 """Prints how long the GPU waits in a decode step, between which kernels, and what it does else.
 
-`PYTHONPATH=.src python tests/gpu/idle.py MODEL BATCH [BATCH ...] [-sc JSON]`: MODEL as `shapes.py`
+`PYTHONPATH=.src python tests/gpu/idle.py MODEL BATCH [BATCH ...] [-sc JSON] [--top N]`: MODEL as `shapes.py`
 writes it, random weights. A step is timed before the profiler starts and under it; idle time is
 what no kernel or copy covers, from the middle three fifths of the profile.
 """
@@ -29,7 +29,6 @@ from slipstream.runner.engine import Engine, build_engine
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 
 PROMPT, STEPS = 128, 40
-TOP = 12  # lines of each table
 
 
 @dataclass
@@ -68,8 +67,8 @@ def decode(engine: Engine, steps: int) -> float:
     return 1e3 * (time.perf_counter() - began) / steps
 
 
-def trace(engine: Engine, batch: int) -> None:
-    """Profile one batch size and print it."""
+def trace(engine: Engine, batch: int, top: int) -> None:
+    """Profile one batch size and print it, `top` lines of each table."""
     draw, most = random.Random(batch), engine.ready.vocab_size - 10
     ids = [f"{batch}-{i}" for i in range(batch)]
     engine.handle(
@@ -102,7 +101,7 @@ def trace(engine: Engine, batch: int) -> None:
         f"{len(line.events) / steps:.0f} kernels and copies a step"
     )
     for title, table in (("idle before", line.gaps), ("busy", line.busy)):
-        for name, spent in table.most_common(TOP):
+        for name, spent in table.most_common(top):
             print(f"  {title} {spent / steps:8.1f} us  {name}")
     engine.handle([AbortRequests(ids)])
     while engine.has_work():
@@ -114,6 +113,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("batches", type=int, nargs="+")
     parser.add_argument("-sc", default="{}")
+    parser.add_argument("--top", type=int, default=12, help="lines of each table")
     arguments = parser.parse_args()
     given = json.loads(arguments.sc)
     speculative: dict[str, Any] = {
@@ -127,7 +127,7 @@ def main() -> None:
     )
     engine = build_engine(config, lambda _: None)
     for batch in arguments.batches:
-        trace(engine, batch)
+        trace(engine, batch, arguments.top)
     engine.shutdown()
 
 
