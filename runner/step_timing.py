@@ -49,11 +49,17 @@ def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], 
     if not request_fits(runner.facts, bench.num_tokens):
         return found
     last = 0.0  # seconds that the last cell took
+
+    def is_over() -> bool:
+        return len(found) >= _ALWAYS and time.monotonic() + last > deadline
+
     for num_reqs, some in _cells(scheduler.max_num_seqs, counts, on_cpu):
         some = [k for k in some if num_reqs * (k + 1) <= scheduler.max_num_batched_tokens]
+        if not some or is_over():  # then its requests are not started, either
+            continue
         with bench.requests(num_reqs):
             for num_drafts in some:
-                if len(found) >= _ALWAYS and time.monotonic() + last > deadline:
+                if is_over():
                     return found
                 start = time.monotonic()
                 found[num_reqs, num_drafts] = bench.measure(num_reqs, num_drafts)
