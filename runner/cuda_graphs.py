@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten
 from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from .attention.base import AttentionState, AttentionStatePair
 from .breakable import BreakableGraph
-from .graph_capture import Graph, GraphPool, frozen_garbage_collector
+from .graph_capture import Graph, GraphPool, paused_garbage_collector
 from .graph_dispatch import descriptors, dispatch, eager_descriptor
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ class CudaGraphManager:
         self.reset()
         backend, start = self._pool.backend, time.monotonic()
         used = backend.memory_used()
-        with frozen_garbage_collector():
+        with paused_garbage_collector():
             for index, desc in enumerate(self.wanted):
                 if self._progress is not None:
                     self._progress(index, len(self.wanted), f"{self.name}: {describe(desc)}")
@@ -243,7 +243,7 @@ class CudaGraphManager:
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
             all_of_mode = [desc for desc in self.wanted if desc.mode is mode]
             costs = []
-            with frozen_garbage_collector():
+            with paused_garbage_collector():
                 for desc in all_of_mode[:num_graphs]:
                     used = backend.memory_used()
                     self._capture_one(desc, create_forward_fn)

@@ -95,7 +95,7 @@ class GraphPool:
 
 
 @contextmanager
-def frozen_garbage_collector(collect: bool = True) -> Iterator[None]:
+def paused_garbage_collector(collect: bool = True) -> Iterator[None]:
     """No collection inside: freeing a device object in the middle of a capture would break it.
 
     Collecting walks all that start-up has made: of nested uses only the outermost does, if at all.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from .choice_graphs import ChoiceGraphs
 from .cuda_graphs import CudaGraphManager
-from .graph_capture import GraphPool, frozen_garbage_collector
+from .graph_capture import GraphPool, paused_garbage_collector
 from .target import Target
 
 
@@ -36,7 +36,7 @@ class MemoryProfile:
         """Bytes that all captures will take; leaves nothing captured."""
         if self.graphs is None or self.pool is None:
             return 0
-        with self.pool.throw_away(), frozen_garbage_collector(collect=False):
+        with self.pool.throw_away(), paused_garbage_collector(collect=False):
             target = self.small_target()
             total = self.graphs.profile_memory(target.create_forward_fn)
             if (choices := self.choices_of(target)) is not None:

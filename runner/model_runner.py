@@ -21,7 +21,7 @@ from .attention.base import AttentionState
 from .cuda_graphs import CaptureReport, RebuiltStates
 from .data_parallel import StepAgreement
 from .drafting import Drafting
-from .graph_capture import frozen_garbage_collector, spare_modules
+from .graph_capture import paused_garbage_collector, spare_modules
 from .input_batch import InputBatch
 from .plan import StepPlan
 from .prompt_logprobs import PromptLogprobs
@@ -321,7 +321,7 @@ class ModelRunner:
         self._target.warm_up()
 
     def _capture(self) -> None:
-        with frozen_garbage_collector(collect=False):
+        with paused_garbage_collector(collect=False):
             states = self._target.capture()
             if self._choices is not None:
                 self._choices.capture()

@@ -14,7 +14,7 @@ import torch
 
 from ...configs.graphs import AttentionCGSupport, CUDAGraphMode
 from ..cuda_graphs import relative_error
-from ..graph_capture import GraphPool, frozen_garbage_collector
+from ..graph_capture import GraphPool, paused_garbage_collector
 from .base import AttentionBackend, AttentionBuilder, AttentionLayer
 from .claim_check import TOLERANCE, ClaimSetup, ClaimTrial, Compare
 from .claims import ClaimCase, LoweredClaim, verify_claim
@@ -115,7 +115,7 @@ class ClaimsAtStart:
 
         # Trials draw random numbers and capture into a pool of their own.
         devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), self._pool.throw_away(), frozen_garbage_collector():
+        with torch.random.fork_rng(devices), self._pool.throw_away(), paused_garbage_collector():
             verified = verify_claim(
                 self._backend.name, claimed, cases, measure, TOLERANCE[self._dtype],
                 self.lowered.append,

@@ -21,7 +21,7 @@ from slipstream.runner.cuda_graphs import (
 )
 from slipstream.runner.graph_capture import (
     GraphPool,
-    frozen_garbage_collector,
+    paused_garbage_collector,
     spare_modules,
 )
 from slipstream.runner.graph_recorder import HostReadDuringCapture, RecordedGraphs
@@ -249,11 +249,11 @@ def test_a_failing_capture_closes_the_graph() -> None:
         assert not manager.captured
 
 
-def test_frozen_garbage_collector_restores() -> None:
+def test_paused_garbage_collector_restores() -> None:
     before = gc.get_freeze_count()
-    with frozen_garbage_collector():
+    with paused_garbage_collector():
         assert not gc.isenabled()
-        with frozen_garbage_collector():
+        with paused_garbage_collector():
             pass
         assert not gc.isenabled()
     assert gc.isenabled() and gc.get_freeze_count() == before
@@ -267,7 +267,7 @@ def test_modules_are_spared_by_collections_of_captures_once_and_for_all() -> Non
         later = [[]]  # type: ignore[var-annotated]
         later.append(later)
         spare_modules()
-        with frozen_garbage_collector():
+        with paused_garbage_collector():
             pass
         assert gc.get_freeze_count() <= spared  # fewer once some died; none came since
         assert any(each is later for each in gc.get_objects())
