@@ -95,13 +95,17 @@ async def _measure(
 ) -> int:
     from .acceptance import MeasurementFailed
     from .engine_client import EngineClient, EngineDead, WorkerFailed
+    from .progress import StartupProgress
     from .tokenizer import TokenizerLoadError
     from .training_prompts import PromptError
 
-    client = EngineClient(config)
+    client, progress = EngineClient(config), StartupProgress()
     try:
         prompts, stop_token_ids = _prompts(config, args.data)
-        ready = await client.start()
+        try:
+            ready = await client.start(progress)
+        finally:
+            progress.close()
         stop = sorted({*stop_token_ids, *ready.eos_token_ids})
         figures = [
             await _at(client, temperature, prompts, stop, args) for temperature in temperatures
@@ -144,11 +148,10 @@ async def _at(
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """Measure and print at one temperature; the figures for JSON."""
-    from tqdm import tqdm
-
     from .acceptance import measure_acceptance, table, total
+    from .progress import CountProgress
 
-    with tqdm(total=len(prompts), desc=f"temperature {temperature:g}", disable=None) as bar:
+    with CountProgress(f"temperature {temperature:g}", len(prompts), "replies") as bar:
         tallies = await measure_acceptance(
             client, prompts, temperature, args.max_tokens, stop, args.concurrency, bar.update
         )

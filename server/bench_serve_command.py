@@ -120,10 +120,10 @@ def _asks(args: argparse.Namespace) -> list[Any]:
 
 async def _measure(args: argparse.Namespace, limits: dict[str, float], asks: list[Any]) -> int:
     import httpx
-    from tqdm import tqdm
 
     from . import bench_serve as bench
     from .bench_load import arrivals
+    from .progress import CountProgress
 
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
     headers = dict(item.partition("=")[::2] for item in args.header)
@@ -139,7 +139,7 @@ async def _measure(args: argparse.Namespace, limits: dict[str, float], asks: lis
         before = await bench.drafting_counters(client, base)
         asks = asks[args.num_warmups :]
         due = arrivals(len(asks), args.request_rate, args.burstiness, args.seed)
-        with tqdm(total=len(asks), desc="requests", leave=False, disable=None) as bar:
+        with CountProgress("bench serve", len(asks), "requests") as bar:
             outcomes, seconds = await bench.run_load(
                 client, target, asks, due, args.max_concurrency, bar.update
             )

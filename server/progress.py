@@ -1,10 +1,12 @@
-"""Owns how the start-up of the worker looks: bars on a terminal, lines elsewhere."""
+"""Owns how the worker's start-up and counted work look: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
+from collections.abc import Callable
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ..runner.messages import Progress
@@ -17,6 +19,7 @@ _NAMES = {
     "kv_cache": "allocating KV blocks",
     "capture": "capturing CUDA graphs",
 }
+_LINE_SECONDS = 10.0
 
 
 class StartupProgress:
@@ -63,3 +66,52 @@ class StartupProgress:
     def _print(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a full disk must not keep a server from starting
             print(line, file=self._stream, flush=True)
+
+
+class CountProgress:
+    """How many of `total` are done: `update` counts one. A context."""
+
+    def __init__(
+        self,
+        name: str,
+        total: int,
+        noun: str,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._name, self._total, self._noun = name, total, noun
+        self._stream, self._clock = stream or sys.stderr, clock
+        self._bar: tqdm[Any] | None = None
+        self._done, self._due = 0, 0.0
+
+    def __enter__(self) -> CountProgress:
+        if self._stream.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=self._total, desc=self._name, file=self._stream)
+        else:
+            self._print()
+        return self
+
+    def update(self) -> None:
+        """One more is done."""
+        self._done += 1
+        if self._bar is not None:
+            self._bar.update()
+        elif self._done == self._total or self._clock() >= self._due:
+            self._print()
+
+    def _print(self) -> None:
+        self._due = self._clock() + _LINE_SECONDS
+        line = f"{self._name}: {self._done} of {self._total} {self._noun}"
+        with contextlib.suppress(OSError):
+            print(line, file=self._stream, flush=True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from slipstream.runner.messages import AddRequest, RequestOutput
+from slipstream.runner.messages import AddRequest, Progress, Ready, RequestOutput
+from slipstream.server import acceptance_command
 from slipstream.server.acceptance import (
     MeasuredPrompt,
     MeasurementFailed,
@@ -94,3 +97,37 @@ def test_wrong_flags_are_one_sentence(
     error = capsys.readouterr().err
     assert error.startswith("slipstream bench: error: ") and what in error
     assert error.count("\n") == 1
+
+
+class StartedEngine(ScriptedEngine):
+    """An engine client whose start shows progress."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__(lambda request: [*steps(request, (3, 2))])
+
+    async def start(self, progress: Callable[[Progress], None]) -> Ready:
+        progress(Progress("load", 0, 1))
+        return self.ready
+
+    async def shutdown(self) -> None:
+        """Nothing runs."""
+
+
+def test_progress_goes_to_the_standard_error_and_only_tables_to_the_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def prompts(*_: Any) -> tuple[list[MeasuredPrompt], set[int]]:
+        return PROMPTS, {2}
+
+    monkeypatch.setattr("slipstream.server.engine_client.EngineClient", StartedEngine)
+    monkeypatch.setattr(acceptance_command, "_prompts", prompts)
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["bench", "acceptance", str(tmp_path), "--temperatures", "0,1"]) == 0
+    shown = capsys.readouterr()
+    started, loaded, *lines = shown.err.splitlines()
+    assert started == "loading weights ..." and loaded.startswith("loading weights: done in ")
+    assert lines == [f"temperature {t}: {done} of 3 replies" for t in (0, 1) for done in (0, 3)]
+    assert [line.split()[0] for line in shown.out.splitlines()] == [
+        *("temperature", "length", "a", "b", "all"),
+        *("temperature", "length", "a", "b", "all"),
+    ]

@@ -241,4 +241,6 @@ def test_a_key_that_lacks_or_is_wrong_names_the_flag(
     assert f"wants a key (HTTP 401): {advice}" in capsys.readouterr().err
     assert main([*command, "1", "--api-key", "right"]) == 0
     monkeypatch.setenv("OPENAI_API_KEY", "right")
+    capsys.readouterr()
     assert main([*command, "1"]) == 0
+    assert capsys.readouterr().err == "bench serve: 0 of 1 requests\nbench serve: 1 of 1 requests\n"

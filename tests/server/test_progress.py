@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from slipstream.runner.messages import Progress
-from slipstream.server.progress import StartupProgress
+from slipstream.server.progress import CountProgress, StartupProgress
 
 
 class Terminal(io.StringIO):
@@ -49,3 +49,23 @@ def test_closing_before_anything_happened_prints_nothing() -> None:
     stream = io.StringIO()
     StartupProgress(stream).close()
     assert stream.getvalue() == ""
+
+
+def test_what_is_done_is_a_line_now_and_then_and_the_last_one() -> None:
+    stream, now = io.StringIO(), 0.0
+    with CountProgress("run", 30, "replies", stream, lambda: now) as progress:
+        assert stream.getvalue() == "run: 0 of 30 replies\n"
+        for _ in range(30):
+            now += 1.5
+            progress.update()
+    done = [int(line.split()[1]) for line in stream.getvalue().splitlines()]
+    assert done == [0, 7, 14, 21, 28, 30]
+
+
+def test_what_is_done_is_a_bar_on_a_terminal() -> None:
+    stream = Terminal()
+    with CountProgress("run", 3, "replies", stream) as progress:
+        for _ in range(3):
+            progress.update()
+    assert "run:   0%" in stream.getvalue() and "run: 100%" in stream.getvalue()
+    assert "3/3" in stream.getvalue() and "replies" not in stream.getvalue()
