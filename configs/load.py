@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -35,8 +36,21 @@ _CONFIG_DOC = "YAML file with the same names as the flags"
 Layer = dict[str, Any]  # option name -> value; _SPEC -> SpeculativeConfig
 
 
+class _KeepsLines(argparse.HelpFormatter):
+    """Wraps each line of a help text that has several for itself, the rest of it set in."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        if "\n" not in text:
+            return super()._split_lines(text, width)
+        lines: list[str] = []
+        for line in text.splitlines():
+            lines += textwrap.wrap(line, width, subsequent_indent="  ")
+        return lines
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --config, --speculative-config and a flag per field."""
+    parser.formatter_class = _KeepsLines
     presets = ", ".join(preset_names())
     parser.add_argument(
         "model_argument",
@@ -55,7 +69,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--speculative-config",
         metavar="METHOD|JSON",
         default=argparse.SUPPRESS,
-        help=_SPEC_DOC,
+        help=f"{_SPEC_DOC}; its keys:\n{_speculative_keys()}".replace("%", "%%"),
     )
     for option in all_options().values():
         _add_flag(sections[option.section], option)
@@ -76,9 +90,23 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
     group.add_argument(*names, metavar=metavar, action=action, default=argparse.SUPPRESS, help=text)
 
 
+def _speculative_keys() -> str:
+    """A line for each key of the object."""
+    options = section_options("speculative", SpeculativeConfig)
+    return "\n".join(f"{o.name}: {_doc(o)}{_shown_default(o)}" for o in options)
+
+
 def _help(option: Option) -> str:
+    return option.doc + _shown_default(option)
+
+
+def _doc(option: Option) -> str:
+    return option.doc + (f": {', '.join(option.choices)}" if option.choices else "")
+
+
+def _shown_default(option: Option) -> str:
     shown = _default(option)
-    return option.doc if shown is None or "default:" in option.doc else f"{option.doc} ({shown})"
+    return "" if shown is None or "default:" in option.doc else f" ({shown})"
 
 
 def _default(option: Option) -> str | None:
@@ -213,15 +241,13 @@ def flag_table() -> str:
         if option.kind is bool:
             spellings.append(option.flag.replace("--", "--no-", 1))
         names = ", ".join(f"`{spelling}`" for spelling in spellings)
-        doc = option.doc + (f": {', '.join(option.choices)}" if option.choices else "")
         shown = (_default(option) or "").removeprefix("default: ")
-        lines.append(f"| {names} | {shown} | {doc} |".replace("|  |", "| |"))
+        lines.append(f"| {names} | {shown} | {_doc(option)} |".replace("|  |", "| |"))
     lines += ["", "The keys of `--speculative-config`:", "", "| key | default | what it is |"]
     lines.append("| --- | --- | --- |")
     for option in section_options("speculative", SpeculativeConfig):
-        doc = option.doc + (f": {', '.join(option.choices)}" if option.choices else "")
         shown = "" if option.default is None else str(option.default)
-        lines.append(f"| `{option.name}` | {shown} | {doc} |".replace("|  |", "| |"))
+        lines.append(f"| `{option.name}` | {shown} | {_doc(option)} |".replace("|  |", "| |"))
     return "\n".join(lines) + "\n"
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -360,6 +362,29 @@ def test_every_option_has_a_doc_and_round_trips_through_its_default() -> None:
         assert option.doc and not option.doc.endswith(".")
         assert option.flag in flag_table()
         assert not option.choices or option.default in option.choices
+
+
+def test_the_help_lists_the_keys_of_the_speculative_config_and_their_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "90")
+    parser = argparse.ArgumentParser("serve")
+    add_flags(parser)
+    shown = parser.format_help()
+    _, _, keys = shown.partition("--speculative-config METHOD|JSON\n")
+    lines = re.split(r"\n {24}(?! )", keys.partition("\n\n")[0])
+    told = [" ".join(line.split()) for line in lines if re.match(r"\w+: ", line)]
+    assert [line.partition(":")[0] for line in told] == [
+        field.name for field in dataclasses.fields(SpeculativeConfig)
+    ]
+    assert "model: the drafter's folder or id" in told
+    assert (
+        "draft_sampling: how drafts are drawn: auto, greedy, probabilistic (default: auto)" in told
+    )
+    assert "prompt_lookup_max: n-gram: longest suffix to look for (default: 4)" in told
+    watchdog = "watchdog: stop a drafter that seems broken, and try it again later (default: on)"
+    assert watchdog in told
+    assert re.search(r"\n {24}\w[^\n]*\n {24}\w", shown)  # other texts go on right below
 
 
 def test_flag_page_is_up_to_date() -> None:
