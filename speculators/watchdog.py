@@ -25,7 +25,7 @@ _FIRST_WAIT, _LONGEST_WAIT = 10.0, 600.0  # seconds
 
 TROUBLES = {
     "zero": f"none of the last {WINDOW} drafts was accepted",
-    "drop": "far fewer drafts are accepted than before",
+    "drop": "far fewer drafts are accepted than before, by a fault or for texts of another kind",
     "loop": "nearly every draft is accepted and the texts repeat themselves",
 }
 
@@ -114,10 +114,14 @@ class Watchdog:
         self._failed_probes.clear()
         self.num_troubles[trouble] += 1
         logger.warning(
-            "speculation is off: %s (drafter %s, %.0f %% accepted, %.0f %% before); it is tried "
-            "again in %.0f s",
-            TROUBLES[trouble], self._method, 100 * rate, 100 * self._mean, self._wait,
+            "speculation is off for now: %s (drafter %s, %.0f %% accepted%s). Requests go on "
+            "without drafts; in %.0f s a few are tried, and it is on again by itself if they are "
+            "accepted",
+            TROUBLES[trouble], self._method, 100 * rate, self._before(), self._wait,
         )  # fmt: skip
+
+    def _before(self) -> str:
+        return f", {100 * self._mean:.0f} % before" if self._num_windows else ""
 
     def _end_probe(self, rate: float, loops: bool) -> None:
         self._probing = False
@@ -131,6 +135,12 @@ class Watchdog:
         self._failed_probes.append(rate)
         self._wait = min(2 * self._wait, _LONGEST_WAIT)
         self._until = self._clock() + self._wait
+        logger.info(
+            "speculation stays off: %.0f %% of the drafts of a probe were accepted%s%s; the next "
+            "probe is in %.0f s",
+            100 * rate, self._before(), " and the texts repeat themselves" if loops else "",
+            self._wait,
+        )  # fmt: skip
 
     def _is_cured(self, rate: float, loops: bool) -> bool:
         if rate == 0 or loops:

@@ -348,10 +348,13 @@ def test_a_broken_drafter_is_stopped_and_found_healthy_again(
         feed(watchdog, after, 400, text)
     assert (chooser.choose([0]).num_drafts, chooser.choose([0]).reason) == (0, "unhealthy")
     assert watchdog.num_troubles[trouble] == 1 and sum(watchdog.num_troubles.values()) == 1
-    assert "speculation is off" in caplog.text and "eagle3" in caplog.text
+    assert f"drafter eagle3, {100 * after:.0f} % accepted, 60 % before)" in caplog.text
+    assert "in 10 s a few are tried, and it is on again by itself" in caplog.text
     clock.now += 11  # a probe, in vain
     assert chooser.choose([0]).reason == "health_probe" and chooser.choose([0]).num_drafts > 0
-    feed(watchdog, after, 40, text)
+    with caplog.at_level(logging.INFO):
+        feed(watchdog, after, 40, text)
+    assert "stays off" in caplog.text and "the next probe is in 20 s" in caplog.text
     assert chooser.choose([0]).reason == "unhealthy"
     clock.now += 11  # the wait has become longer
     assert chooser.choose([0]).reason == "unhealthy"
@@ -363,13 +366,18 @@ def test_a_broken_drafter_is_stopped_and_found_healthy_again(
     assert "speculation is on again" in caplog.text
 
 
-def test_zero_is_noticed_at_two_hundred_drafts_whenever_they_begin(clock: Clock) -> None:
+def test_zero_is_noticed_at_two_hundred_drafts_whenever_they_begin(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
     watchdog = Watchdog("mtp", clock)
     feed(watchdog, 0.5, 130)
     feed(watchdog, 0.0, 190)
     assert watchdog.is_healthy
     feed(watchdog, 0.0, 10)
-    assert not watchdog.is_healthy
+    assert not watchdog.is_healthy and "% before" in caplog.text
+    caplog.clear()
+    feed(Watchdog("mtp", clock), 0.0, 200)
+    assert "(drafter mtp, 0 % accepted)." in caplog.text  # there was nothing before
 
 
 def test_a_right_drafter_of_a_text_that_goes_on_is_left_alone(clock: Clock) -> None:
