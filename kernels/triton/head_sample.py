@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import pdl_options, wait_for_inputs
+from .launch import hash_functions, pdl_options, wait_for_inputs
 from .sample import BLOCK as LOGITS_BLOCK
 from .sample import gumbel, row_key
 
@@ -281,3 +281,6 @@ class HeadRows:
             **pdl_options(tokens),
         )
         return tokens, largest
+
+
+hash_functions(globals())

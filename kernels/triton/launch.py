@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
 from ..device import card_of
 
@@ -26,6 +27,15 @@ except ImportError:  # an older Triton
     gdc_launch_dependents = gdc_wait = None
 
 _HOPPER = (9, 0)
+
+
+def hash_functions(namespace: dict[str, Any]) -> None:
+    """Have Triton hash the functions of a module, to be called at its end if kernels elsewhere call
+    them: the hash of a kernel covers the constants only of such functions as were hashed before it,
+    so it would depend on which kernel came first, and one on disk would not be found again."""
+    for value in list(namespace.values()):
+        if isinstance(value, JITFunction):
+            assert value.cache_key  # computed, and kept, when it is asked for
 
 
 @triton.jit

@@ -7,6 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .launch import hash_functions
+
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -35,3 +37,6 @@ def absorb(
     total = total * rescale + tl.sum(weights, 1)
     acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
     return new_top, total, acc
+
+
+hash_functions(globals())

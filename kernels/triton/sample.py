@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import random_streams as constants
+from .launch import hash_functions
 
 BLOCK = 4096  # tokens of one program
 
@@ -177,3 +178,6 @@ def gumbel_sample(
         best, best_token, tokens, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks)
     )
     return tokens
+
+
+hash_functions(globals())
