@@ -1,9 +1,12 @@
-"""Loads draft heads: finds the checkpoint, reads its config, fills the model."""
+"""Loads draft heads: finds the checkpoint, reads its config, fills the model.
+
+`check_drafter` does all but the last, for every drafter, so that a wrong one is known early.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -22,6 +25,9 @@ from .weights import (
     resolve_model,
 )
 
+if TYPE_CHECKING:
+    from .models.draft_config import DraftHeadConfig
+
 
 class HeadHost(Protocol):
     """What a head needs of the runner."""
@@ -30,6 +36,26 @@ class HeadHost(Protocol):
     max_model_len: int
     target_model: Any
     target_resolved: ResolvedModel | None  # where the target came from
+
+
+def check_drafter(speculative: SpeculativeConfig, target: ResolvedModel) -> None:
+    """ModelLoadError if there is no drafter as configured, or its config does not suit the
+    target's; reads no weights."""
+    kind = speculative.method
+    if kind in ("eagle", "eagle3"):
+        source, _ = _find_eagle(kind, speculative, target.text_config, tell=False)
+    elif kind == "draft_model":
+        source = _own_or_target(speculative, None, check_architecture=True)
+        _same_vocabulary("draft model's", source.text_config, target.text_config)
+    elif kind == "mtp":
+        _needs_deepseek(target.text_config)
+        source = _own_or_target(speculative, target)
+    elif kind == "gemma4_mtp":
+        source = _find_assistant(speculative, target)
+    else:  # without a model, or one's own, which reads the name itself
+        return
+    if source.kind != "dummy":
+        open_checkpoint(source)
 
 
 def load_head(
@@ -44,35 +70,46 @@ def load_head(
     raise ModelLoadError(f"there is no draft head of kind {kind!r}.")
 
 
-def _load_eagle(
-    kind: str, speculative: SpeculativeConfig, host: HeadHost, layer_id: int
-) -> nn.Module:
+def _find_eagle(
+    kind: str, speculative: SpeculativeConfig, target_config: Any, tell: bool = True
+) -> tuple[ResolvedModel, DraftHeadConfig]:
     from .models.draft_config import read_draft_config
 
     if speculative.model is None:
         raise ModelLoadError(
             f"speculative method {kind} needs a model: the drafter's folder or id."
         )
-    source = ModelConfig(model=speculative.model, load_format=speculative.load_format)
-    path = find_model(source)
-    target = host.target_model
-    raw = _read_json(path / "config.json")
+    path = find_model(ModelConfig(model=speculative.model, load_format=speculative.load_format))
     head = read_draft_config(
-        raw,
+        _read_json(path / "config.json"),
         kind == "eagle3",
-        target.config.hidden_size,
-        target.config.num_hidden_layers,
+        target_config.hidden_size,
+        target_config.num_hidden_layers,
         speculative.aux_hidden_state_boundaries,
+        tell,
     )
     config = make_hf_config(head.layer, str(path), check_architecture=False)
-    if config.vocab_size != target.config.vocab_size:
+    _same_vocabulary("drafter's", config, target_config)
+    kind_of_weights = "dummy" if speculative.load_format == "dummy" else "safetensors"
+    return ResolvedModel(path, kind_of_weights, config), head
+
+
+def _same_vocabulary(whose: str, config: Any, target_config: Any) -> None:
+    if config.vocab_size != target_config.vocab_size:
         raise ModelLoadError(
-            f"the drafter's vocabulary has {config.vocab_size} tokens, "
-            f"the target's {target.config.vocab_size}."
+            f"the {whose} vocabulary has {config.vocab_size} tokens, "
+            f"the target's {target_config.vocab_size}: they do not share a tokenizer."
         )
+
+
+def _load_eagle(
+    kind: str, speculative: SpeculativeConfig, host: HeadHost, layer_id: int
+) -> nn.Module:
+    target = host.target_model
+    source, head = _find_eagle(kind, speculative, target.config)
     fmt: WeightFormat = target.format
     # A drafter's rotary table covers the target's positions, also beyond its own trained length.
-    args = (head, config, fmt, target, host.max_model_len, layer_id)
+    args = (head, source.hf_config, fmt, target, host.max_model_len, layer_id)
     model: Any
     if kind == "eagle3":
         from .models.eagle3 import Eagle3Head
@@ -82,7 +119,7 @@ def _load_eagle(
         from .models.eagle import EagleHead
 
         model = EagleHead(*args)
-    _fill(model, ResolvedModel(path, _kind(speculative), config), host.device)
+    _fill(model, source, host.device)
     return model  # type: ignore[no-any-return]
 
 
@@ -91,12 +128,8 @@ def _load_mtp(speculative: SpeculativeConfig, host: HeadHost, layer_id: int) -> 
     from .models.deepseek_mtp import DeepseekMtpHead, module_index
 
     target = host.target_model
-    if target.config.model_type != "deepseek_v3":
-        raise ModelLoadError(
-            "speculative method mtp needs a DeepSeek V3 target, but this one is "
-            f"{target.config.model_type}."
-        )
-    source = _own_or_target(speculative, host)
+    _needs_deepseek(target.config)
+    source = _own_or_target(speculative, host.target_resolved)
     names: list[str] = []
     if source.kind != "dummy":
         names = open_checkpoint(source).names
@@ -115,16 +148,29 @@ def _load_mtp(speculative: SpeculativeConfig, host: HeadHost, layer_id: int) -> 
     return model
 
 
-def _load_assistant(speculative: SpeculativeConfig, host: HeadHost, layer_id: int) -> nn.Module:
-    """Gemma 4's assistant, from a folder of its own."""
-    from .models.gemma4_assistant import Gemma4Assistant
+def _needs_deepseek(target_config: Any) -> None:
+    if target_config.model_type != "deepseek_v3":
+        raise ModelLoadError(
+            "speculative method mtp needs a DeepSeek V3 target, but this one is "
+            f"{target_config.model_type}."
+        )
 
-    source = _own_or_target(speculative, host)
+
+def _find_assistant(speculative: SpeculativeConfig, target: ResolvedModel | None) -> ResolvedModel:
+    source = _own_or_target(speculative, target)
     if source.hf_config.model_type != "gemma4_assistant":
         raise ModelLoadError(
             f"speculative method gemma4_mtp needs a gemma4_assistant checkpoint, but {source.path} "
             f"is of type {source.hf_config.model_type}."
         )
+    return source
+
+
+def _load_assistant(speculative: SpeculativeConfig, host: HeadHost, layer_id: int) -> nn.Module:
+    """Gemma 4's assistant, from a folder of its own."""
+    from .models.gemma4_assistant import Gemma4Assistant
+
+    source = _find_assistant(speculative, host.target_resolved)
     generation = source.path / "generation_config.json"
     settings = _read_json(generation) if generation.exists() else {}
     model = Gemma4Assistant(
@@ -139,20 +185,18 @@ def _load_assistant(speculative: SpeculativeConfig, host: HeadHost, layer_id: in
     return model
 
 
-def _kind(speculative: SpeculativeConfig) -> str:
-    return "dummy" if speculative.load_format == "dummy" else "safetensors"
-
-
-def _own_or_target(speculative: SpeculativeConfig, host: HeadHost) -> ResolvedModel:
+def _own_or_target(
+    speculative: SpeculativeConfig, target: ResolvedModel | None, check_architecture: bool = False
+) -> ResolvedModel:
     """The drafter's folder if one is named, else the target's."""
     if speculative.model is not None:
         source = ModelConfig(model=speculative.model, load_format=speculative.load_format)
-        return resolve_model(source, check_architecture=False)
-    if host.target_resolved is None:
+        return resolve_model(source, check_architecture)
+    if target is None:
         raise ModelLoadError(f"speculative method {speculative.method} needs a model.")
     if speculative.load_format == "dummy":
-        return replace(host.target_resolved, kind="dummy")
-    return host.target_resolved
+        return replace(target, kind="dummy")
+    return target
 
 
 def _fill(model: Any, source: ResolvedModel, device: torch.device, only: str = "") -> None:

@@ -36,7 +36,10 @@ def find_model(config: ModelConfig) -> Path:
 def find_drafter(config: SpeculativeConfig) -> None:
     """Find the drafter's files, or download them, before anything is loaded; ModelLoadError."""
     if config.model is not None and config.method in METHODS:  # not those of one's own
-        find_model(ModelConfig(model=config.model, load_format=config.load_format))
+        try:
+            find_model(ModelConfig(model=config.model, load_format=config.load_format))
+        except ModelLoadError as error:
+            raise ModelLoadError(f"the drafter {error}") from error
 
 
 def _gguf_in(folder: Path) -> Path:

@@ -27,6 +27,7 @@ from .choice_graphs import ChoiceGraphs, create_choices
 from .cuda_graphs import CudaGraphManager, MemoryByPurpose, RebuiltStates
 from .data_parallel import create_sync
 from .device_queue import DeviceQueue, choose_device
+from .draft_heads import check_drafter
 from .draft_host import DraftModelHost, GraphSettings
 from .errors import RunnerError
 from .first_use import load_libraries
@@ -196,6 +197,7 @@ class Assembly:
             raise RunnerError(
                 f"--max-model-len {config.max_model_len} is beyond the model's {longest} tokens"
             )
+        check_drafter(self.config.speculative, self.resolved)
         self.max_model_len = config.max_model_len or longest
         self.format = resolve_format(
             config.dtype,

@@ -89,7 +89,9 @@ def test_a_drafter_is_looked_for_before_the_target_is_loaded(
         raise Loaded
 
     monkeypatch.setattr(startup, "resolve_model", load)
-    with pytest.raises(ModelLoadError, match="^heads/nope is neither a local folder nor in the"):
+    with pytest.raises(
+        ModelLoadError, match="^the drafter heads/nope is neither a local folder nor"
+    ):
         startup.assemble(config, lambda progress: None)
     own = SpeculativeConfig(method="my.drafters:Mine", model="anything")  # reads the name itself
     for speculative in (SpeculativeConfig(), SpeculativeConfig(method="ngram"), own):
