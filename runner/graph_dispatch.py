@@ -13,7 +13,8 @@ from ..configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAG
 from ..configs.schema import GraphConfig
 from .errors import RunnerError
 
-DEFAULT_MAX_CAPTURE_SIZE = 512
+DEFAULT_MAX_CAPTURE_SIZE = 1024
+_MOST_CLOSE = 512  # tokens; beyond, capture sizes lie further apart, and none is of mixed batches
 
 
 class GraphConfigError(RunnerError):
@@ -50,13 +51,16 @@ class ModeDecision:
 
 
 def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """1, 2, 4, every 8 to 32, every 16 to 512, or to `max_num_tokens` and that itself; ascending.
+    """1, 2, 4, every 8 to 32, every 16 to 512, every 128 to 1,024, or to `max_num_tokens` and that
+    itself; ascending.
 
     Kernels take rows by 16, 32 or 64, or by 16s beyond: closer sizes would save little time, and
-    with drafts each is captured up to five times.
+    with drafts each is captured up to five times. The widest are those of many requests that verify
+    drafts: without a graph they wait for hundreds of launches.
     """
     largest = min(max_num_tokens, DEFAULT_MAX_CAPTURE_SIZE)
-    sizes = [1, 2, 4, *range(8, 33, 8), *range(48, largest, 16)]
+    close = range(48, _MOST_CLOSE + 1, 16)
+    sizes = [1, 2, 4, *range(8, 33, 8), *close, *range(_MOST_CLOSE + 128, largest, 128)]
     return (*(size for size in sizes if size < largest), largest)
 
 
@@ -68,7 +72,7 @@ def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tu
     """
     if wanted is not None:
         return capture_sizes(wanted, max_num_tokens)
-    sizes = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *range(256, DEFAULT_MAX_CAPTURE_SIZE + 1, 64))
+    sizes = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *range(256, _MOST_CLOSE + 1, 64))
     return tuple(size for size in sizes if size <= max_num_tokens)
 
 
