@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a checkpoint
 _METHODS = ("eagle", "eagle3")
+_REFUSALS = (RunnerError, ValueError, OSError, RuntimeError)
 
 
 class DraftSwap:
@@ -29,7 +30,8 @@ class DraftSwap:
         self._drafts = drafts  # what chooses K must learn anew
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-drafter")
         self._loading: Future[nn.Module] | None = None
-        self._other: nn.Module | None = None  # holds the old weights while the new ones are tried
+        self._other: nn.Module | None = None  # the loaded one; the old weights while it is tried
+        self._is_tried = False
         self._answers: list[StepOutputs] = []
 
     @property
@@ -39,16 +41,17 @@ class DraftSwap:
 
     def start(self, message: ChangeSpeculator) -> None:
         """Begin what the message asks for; `poll` gives the answer."""
-        if message.action == "try":
-            self._try(message.model)
-            return
-        if self._other is None:
+        if message.action == "load":
+            self._load(message.model)
+        elif message.action == "try":
+            self._try()
+        elif self._other is None:
             self._answer("no drafter is being tried")
-            return
-        if message.action == "revert":
-            self._exchange()
-        self._other = None
-        self._answer(None)
+        else:
+            if message.action == "revert" and self._is_tried:
+                self._exchange()
+            self._other, self._is_tried = None, False
+            self._answer(None)
 
     def poll(self, is_idle: bool) -> list[StepOutputs]:
         """The answers so far; waits a little for one if nothing else is to be done."""
@@ -65,7 +68,7 @@ class DraftSwap:
         """End the thread."""
         self._loader.shutdown(wait=False, cancel_futures=True)
 
-    def _try(self, model: str) -> None:
+    def _load(self, model: str) -> None:
         speculator = getattr(self._runner, "_speculator", None)
         config = getattr(speculator, "config", None)  # only drafters with a model keep theirs
         if config is None or config.method not in _METHODS:
@@ -78,11 +81,20 @@ class DraftSwap:
     def _take(self, loading: Future[nn.Module]) -> None:
         try:
             self._other = loading.result()
-            self._exchange()
             self._answer(None)
-        except (RunnerError, ValueError, OSError, RuntimeError) as error:
-            self._other = None
-            self._answer(str(error).splitlines()[0].rstrip(".") if str(error) else repr(error))
+        except _REFUSALS as error:
+            self._answer(_sentence(error))
+
+    def _try(self) -> None:
+        if self._other is None or self._is_tried:
+            self._answer("no drafter is loaded that could be tried")
+            return
+        try:
+            self._exchange()
+            self._is_tried = True
+            self._answer(None)
+        except _REFUSALS as error:
+            self._answer(_sentence(error))
 
     def _exchange(self) -> None:
         from .draft_exchange import exchange
@@ -102,3 +114,7 @@ def _load(speculator: Any, model: str) -> nn.Module:
     from .draft_exchange import load_other
 
     return load_other(speculator, model)
+
+
+def _sentence(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".") if str(error) else repr(error)

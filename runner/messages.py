@@ -74,7 +74,8 @@ class SetVocabulary(msgspec.Struct, tag="vocabulary"):
 class ChangeSpeculator(msgspec.Struct, tag="change_speculator"):
     """Exchange the drafter's weights between two steps; `StepOutputs.speculator` answers each.
 
-    "try" brings in the checkpoint `model`; "keep" or "revert" must follow it.
+    "load" reads the checkpoint `model` and sees whether it fits, "try" brings in what was loaded,
+    and "keep" or "revert" must end it.
     """
 
     action: str

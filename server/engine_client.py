@@ -98,7 +98,7 @@ class EngineClient:
         self._vocabulary: SetVocabulary | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._change: asyncio.Future[SpeculatorChanged] | None = None
-        self._tried = ""  # the drafter of the last "try"
+        self._tried = ""  # the drafter of the last "load"
         self._watchdog = Watchdog(config.server.worker_timeout, lambda: bool(self._streams))
 
     @property
@@ -162,7 +162,7 @@ class EngineClient:
         self._post(ResetPrefixCache())
 
     async def change_speculator(self, action: str, model: str = "") -> None:
-        """Try another drafter's weights, then keep or revert them; one caller at a time.
+        """Load another drafter, try its weights, keep or revert them; one caller at a time.
 
         Raises SpeculatorRefused if nothing changed, EngineDead if the worker ends.
         """
@@ -173,7 +173,7 @@ class EngineClient:
         answer = await self._change
         if answer.error is not None:
             raise SpeculatorRefused(answer.error)
-        if action == "try":
+        if action == "load":
             self._tried = model
         elif action == "keep":  # a worker that has to be started again starts with it
             speculative = replace(self._config.speculative, model=self._tried)

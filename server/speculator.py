@@ -102,7 +102,7 @@ def _check_key(request: Request, keys: Sequence[str]) -> None:
 
 
 class Trial:
-    """Measures the running head, then another in its place, and settles which one stays."""
+    """Loads a head, measures the running one and then it in its place, settles which one stays."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
@@ -112,10 +112,11 @@ class Trial:
         """InvalidRequest if the head cannot be loaded; EngineStopped if the worker dies."""
         engine = cast(ChangesSpeculator, self._services.engine)
         try:
-            before = await self._probe(engine)
-            await engine.change_speculator("try", model)
+            await engine.change_speculator("load", model)  # refused before anything is measured
             keep = False
             try:
+                before = await self._probe(engine)
+                await engine.change_speculator("try")
                 after = await self._probe(engine)
                 keep, reason = judge(before, after, force)
             finally:  # also when the client hangs up: no half-decided trial stays behind

@@ -69,10 +69,11 @@ def test_heads_train_in_bfloat16_and_are_exchanged_under_graphs(tmp_path: Path) 
         )
         engine = build_engine(config(target, speculative=speculative), lambda _: None)
         if swap_to is not None:
-            engine.handle([ChangeSpeculator("try", str(tmp_path / f"head{swap_to}"))])
-            while engine.has_work():
-                for outputs in engine.step():
-                    assert outputs.speculator is None or outputs.speculator.error is None
+            for action, model in (("load", str(tmp_path / f"head{swap_to}")), ("try", "")):
+                engine.handle([ChangeSpeculator(action, model)])
+                while engine.has_work():
+                    for outputs in engine.step():
+                        assert outputs.speculator is None or outputs.speculator.error is None
         engine.handle(
             [
                 AddRequest(str(i), ids, SamplingParams(seed=i, max_tokens=24, temperature=0.0))

@@ -68,7 +68,11 @@ def content(made: TinyEngine) -> dict[str, torch.Tensor]:
 
 
 def ask(made: TinyEngine, action: str, path: Path | None = None) -> str | None:
-    """Send a message and run the engine until it is answered."""
+    """Send a message and run the engine until it is answered; what is tried is loaded first."""
+    if path is not None and action == "try":
+        if (error := ask(made, "load", path)) is not None:
+            return error
+        path = None
     made.engine.handle([ChangeSpeculator(action, "" if path is None else str(path))])
     while made.engine.has_work():
         for outputs in made.engine.step():
@@ -89,7 +93,8 @@ def test_swap_under_load_loses_nothing_and_changes_no_text(folder: Path) -> None
     made.engine.handle(requests)
     tokens: dict[str, list[int]] = {}
     answers: list[str | None] = []
-    plan = iter([("try", "head2"), ("revert", ""), ("try", "head2"), ("keep", "")])
+    tries = [("load", "head2"), ("try", "")]
+    plan = iter([*tries, ("revert", ""), *tries, ("keep", "")])
 
     def take(outputs: StepOutputs) -> bool:
         for output in outputs.outputs:
@@ -108,7 +113,7 @@ def test_swap_under_load_loses_nothing_and_changes_no_text(folder: Path) -> None
         for outputs in made.engine.step():
             waiting &= not take(outputs)
     made.close()
-    assert answers == [None] * 4
+    assert answers == [None] * 6
     assert tokens == expected
 
 
@@ -152,10 +157,21 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 
 
 def test_one_at_a_time(folder: Path, running: TinyEngine) -> None:
+    assert ask(running, "try") == "no drafter is loaded that could be tried"
     assert ask(running, "try", folder / "head2") is None
     assert ask(running, "try", folder / "head2") == "another drafter is being tried"
+    assert ask(running, "try") == "no drafter is loaded that could be tried"
     assert ask(running, "keep") is None
     assert ask(running, "try", folder / "head1") is None
+
+
+def test_a_head_that_was_only_loaded_has_changed_nothing(folder: Path, running: TinyEngine) -> None:
+    before = content(running)
+    for action in ("revert", "keep"):
+        assert ask(running, "load", folder / "head2") is None
+        assert ask(running, action) is None
+        for name, tensor in content(running).items():
+            assert torch.equal(tensor, before[name]), name
 
 
 def test_a_drafter_that_was_stopped_starts_anew_with_other_weights(

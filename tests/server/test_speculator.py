@@ -25,6 +25,7 @@ class SwappingEngine(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__(self._reply)
         self.accepted, self.other = OLD, OLD
+        self.loaded: int | None = None
         self.asked: list[str] = []
         self.num_resets = 0
         self.wait = asyncio.Event()
@@ -43,8 +44,12 @@ class SwappingEngine(ScriptedEngine):
             raise SpeculatorRefused("its shape is another")
         if model == "dead":
             raise EngineDead("the worker was killed")
-        if action == "try":
-            self.accepted, self.other = int(model), self.accepted
+        if action == "load":
+            self.loaded = int(model) if model.isdigit() else None
+        elif action == "try":
+            if self.loaded is None:
+                raise SpeculatorRefused("the memory is too small")
+            self.accepted, self.other = self.loaded, self.accepted
         elif action == "revert":
             self.accepted = self.other
 
@@ -63,10 +68,10 @@ async def post(
 @pytest.mark.parametrize(
     ("body", "swapped", "why", "asked", "after"),
     [
-        ({"model": str(GOOD)}, True, "not worse", ["try 3", "keep"], GOOD),
-        ({"model": str(OLD)}, True, "not worse", ["try 2", "keep"], OLD),
-        ({"model": str(BAD)}, False, "worse", ["try 1", "revert"], OLD),
-        ({"model": str(BAD), "force": True}, True, "forced", ["try 1", "keep"], BAD),
+        ({"model": str(GOOD)}, True, "not worse", ["load 3", "try", "keep"], GOOD),
+        ({"model": str(OLD)}, True, "not worse", ["load 2", "try", "keep"], OLD),
+        ({"model": str(BAD)}, False, "worse", ["load 1", "try", "revert"], OLD),
+        ({"model": str(BAD), "force": True}, True, "forced", ["load 1", "try", "keep"], BAD),
     ],
 )
 async def test_the_probe_decides(
@@ -91,7 +96,7 @@ async def test_it_needs_the_admins_key() -> None:
         reply = await post(engine, body, headers, api_key=("client",))
         assert reply.status_code == 401, reply.text
     assert (await post(engine, body, api_key=("client",))).status_code == 200
-    assert engine.asked == ["try 3", "keep"]
+    assert engine.asked == ["load 3", "try", "keep"]
 
 
 async def test_the_admins_key_opens_nothing_else() -> None:
@@ -106,24 +111,34 @@ async def test_a_head_that_cannot_be_loaded_is_the_callers_400() -> None:
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["message"] == "its shape is another." and error["param"] == "model"
+    assert engine.requests == [] and engine.asked == ["load broken"]  # nothing was measured
     for body in ({}, {"model": ""}, {"model": 3}, {"model": "3", "force": "yes"}):
         assert (await post(engine, body)).status_code == 400
     assert (await post(engine, {"model": "dead"})).status_code == 503
     assert engine.accepted == OLD
 
 
-async def test_a_probe_that_fails_reverts() -> None:
+async def test_a_head_for_which_there_is_no_room_is_dropped() -> None:
+    engine = SwappingEngine()
+    reply = await post(engine, {"model": "large"})
+    assert reply.status_code == 400 and "memory is too small" in reply.text
+    assert engine.asked == ["load large", "try", "revert"] and engine.accepted == OLD
+
+
+@pytest.mark.parametrize("failing", [1, 2])
+async def test_a_probe_that_fails_reverts(failing: int) -> None:
     engine = SwappingEngine()
     replies = engine.script
 
-    def fail_after_the_first(request: AddRequest) -> list[RequestOutput | Exception | float]:
-        if engine.asked:
+    def fail(request: AddRequest) -> list[RequestOutput | Exception | float]:
+        if failing == 1 or "try" in engine.asked:
             return [RequestOutput(request.request_id, [], finish_reason="error", error="Broken.")]
         return replies(request)
 
-    engine.script = fail_after_the_first
+    engine.script = fail
     assert (await post(engine, {"model": "3"})).status_code == 503
-    assert engine.asked == ["try 3", "revert"] and engine.accepted == OLD
+    assert engine.asked == ["load 3", *["try"][: failing - 1], "revert"]
+    assert engine.accepted == OLD
 
 
 async def test_one_trial_at_a_time() -> None:
@@ -140,7 +155,7 @@ async def test_one_trial_at_a_time() -> None:
         assert second.status_code == 409 and second.json()["error"]["code"] == "speculator_busy"
         engine.wait.set()
         assert (await first).json()["swapped"] is True
-    assert engine.asked == ["try 3", "keep"]
+    assert engine.asked == ["load 3", "try", "keep"]
 
 
 def test_heads_with_different_numbers_of_drafts_are_compared_where_both_drafted() -> None:
