@@ -26,7 +26,7 @@ from ..layers import (
 )
 from ..rotary import RotaryEmbedding, rope_parameters
 from .draft_config import DraftHeadConfig
-from .llama import DecoderLayer
+from .llama import DecoderLayer, selected
 
 # Names of the `speculators` format -> SafeAILab's.
 _RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
@@ -35,7 +35,7 @@ _RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
 class EagleHead(nn.Module):
     """The whole head; attention layer i has id `layer_id_offset + i`."""
 
-    returns_tuple = False
+    returns_tuple, selects_rows = False, True
     aux_boundaries: tuple[int, ...] = ()
 
     def __init__(
@@ -73,9 +73,15 @@ class EagleHead(nn.Module):
         return target_hidden
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        attention: AttentionState,
+        only: Tensor | None = None,
     ) -> Tensor:
-        """input_ids, positions [M], hidden [M, H] -> [M, H], for the logits and to feed back."""
+        """input_ids, positions [M], hidden [M, H] -> [M, H], for the logits and to feed back; of
+        the rows `only`, if given: [N] int64."""
         embedding = (
             self.embed_tokens.forward(input_ids)
             if self._own_embeddings
@@ -86,13 +92,14 @@ class EagleHead(nn.Module):
             hidden = self.hidden_states_layernorm.forward(hidden)
         stream = self.fc.forward(torch.cat([embedding, hidden], dim=-1))
         rotary = self.rotary.at(positions)
+        wanted = [*[None] * (len(self.blocks) - 1), only]  # by block
         first = self.blocks[0]
-        out = first.self_attn.forward(stream, rotary, attention)
+        out = first.self_attn.forward(stream, rotary, attention, only=wanted[0])
         residual: Tensor | None
-        out, residual = first.post_attention_layernorm.add(out, stream)
+        out, residual = first.post_attention_layernorm.add(out, selected(stream, wanted[0]))
         out = first.mlp.parts(out)
-        for block in self.blocks[1:]:
-            out, residual = block.forward(out, residual, rotary, attention)
+        for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
+            out, residual = block.forward(out, residual, rotary, attention, rows)
         return stream_of(out, residual)
 
     @property

@@ -18,7 +18,7 @@ from ..errors import ModelLoadError
 from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .draft_config import DraftHeadConfig
-from .llama import Attention, DecoderLayer
+from .llama import Attention, DecoderLayer, selected
 
 
 class FirstLayer(DecoderLayer):
@@ -45,26 +45,33 @@ class FirstLayer(DecoderLayer):
         hidden: Tensor,  # [M, H]
         rotary: RotaryStep,
         attention: AttentionState,
+        only: Tensor | None = None,  # [N] int64
     ) -> tuple[Tensor, Tensor]:
         """As `DecoderLayer.forward`: (hidden or parts, residual), the stream is their sum."""
-        out, normed = self.attend(embedding, hidden, rotary, attention)
-        residual = normed if self.norm_before_residual else hidden
+        out, normed = self.attend(embedding, hidden, rotary, attention, only)
+        residual = selected(normed if self.norm_before_residual else hidden, only)
         out, residual = self.post_attention_layernorm.add(out, residual)
         return self.mlp.parts(out), residual
 
     def attend(
-        self, embedding: Tensor, hidden: Tensor, rotary: RotaryStep, attention: AttentionState
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        rotary: RotaryStep,
+        attention: AttentionState,
+        only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer up to its MLP: (attention's output or parts, normed hidden)."""
+        """The layer up to its MLP: (attention's output or parts, of `only` some rows, if given; the
+        normed hidden state of all)."""
         normed = self.hidden_norm.forward(hidden)
         both = torch.cat([self.input_layernorm.forward(embedding), normed], dim=-1)
-        return self.self_attn.forward(both, rotary, attention), normed
+        return self.self_attn.forward(both, rotary, attention, only=only), normed
 
 
 class Eagle3Head(nn.Module):
     """The whole head; attention layer i has id `layer_id_offset + i`."""
 
-    returns_tuple = True
+    returns_tuple = selects_rows = True
     draft_to_target: Tensor | None  # [draft vocabulary] int64 target ids; None = the same ids
 
     def __init__(
@@ -108,16 +115,24 @@ class Eagle3Head(nn.Module):
         return self.fc.forward(target_hidden)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        attention: AttentionState,
+        only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, positions [M], hidden [M, H] -> (normed for the logits, stream fed back)."""
+        """input_ids, positions [M], hidden [M, H] -> (normed for the logits, stream fed back), of
+        the rows `only`, if given: [N] int64."""
         rotary = self.rotary.at(positions)
         first = self.blocks[0]
         assert isinstance(first, FirstLayer)
         residual: Tensor | None
-        out, residual = first.first(self._embed(input_ids), hidden, rotary, attention)
-        for block in self.blocks[1:]:
-            out, residual = block.forward(out, residual, rotary, attention)
+        wanted = [*[None] * (len(self.blocks) - 1), only]  # by block
+        embedding = self._embed(input_ids)
+        out, residual = first.first(embedding, hidden, rotary, attention, wanted[0])
+        for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
+            out, residual = block.forward(out, residual, rotary, attention, rows)
         return self.norm.add(out, residual)
 
     def take_in(

@@ -83,10 +83,12 @@ class Attention(nn.Module):
         attention: AttentionState,
         norm: Norm | None = None,
         residual: Tensor | None = None,
+        only: Tensor | None = None,
     ) -> Tensor:
-        """hidden: [M, H], normed first by `norm` -> [M, H] plus `residual`, or in parts."""
+        """hidden: [M, H], normed first by `norm` -> [M, H] plus `residual`, or in parts; of some
+        rows, if `only` names them, [N] int64."""
         if rotary.cos is None:
-            return self._fused(hidden, rotary, attention, norm, residual)
+            return self._fused(hidden, rotary, attention, norm, residual, only)
         tokens = hidden.shape[0]
         qkv = self.qkv_proj.forward(hidden)
         # rows of heads: query heads, then key heads, then value heads
@@ -100,7 +102,7 @@ class Attention(nn.Module):
             rotated = rotary.rotate(heads[:, : num_heads + num_kv_heads])
             query, key = rotated[:, :num_heads], rotated[:, num_heads:]
         out = attention.attend(self.layer.layer_id, query, key, value)
-        return self.o_proj.forward(out.reshape(tokens, self.q_size))
+        return self.o_proj.forward(selected(out.reshape(tokens, self.q_size), only))
 
     def _fused(
         self,
@@ -109,6 +111,7 @@ class Attention(nn.Module):
         attention: AttentionState,
         norm: Norm | None,
         residual: Tensor | None,
+        only: Tensor | None,
     ) -> Tensor:
         """`forward` where one kernel follows the projection: it sums parts, norms heads, rotates
         and, if the back end can, stores keys and values."""
@@ -121,7 +124,7 @@ class Attention(nn.Module):
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
         turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms)
         out = attention.rotate_and_attend(self.layer.layer_id, query, key, value, turn)
-        out = out.reshape(hidden.shape[0], self.q_size)
+        out = selected(out.reshape(hidden.shape[0], self.q_size), only)
         return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
 
 
@@ -168,17 +171,28 @@ class DecoderLayer(nn.Module):
         residual: Tensor | None,
         rotary: RotaryStep,
         attention: AttentionState,
+        only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden, residual: [M, H]; the stream is their sum (see `layers.stream_of`)."""
+        """hidden, residual: [M, H]; the stream is their sum (see `layers.stream_of`). Of the last
+        layer `only` some rows, [N] int64, may be wanted: behind its attention no other is computed.
+        """
         rows, attend, mlp = hidden.shape[-2], self.self_attn, self.mlp
         fuses = not self.is_plain and rotary.cos is None
-        norms, adds = fuses and attend.qkv_proj.norms(rows), fuses and attend.o_proj.adds(rows)
+        norms = fuses and attend.qkv_proj.norms(rows)
         x, norm, stream = _enter(self.input_layernorm, hidden, residual, norms)
-        hidden = attend.forward(x, rotary, attention, norm, stream if adds else None)
+        stream = selected(stream, only)
+        rows = stream.shape[0]
+        adds = fuses and attend.o_proj.adds(rows)
+        hidden = attend.forward(x, rotary, attention, norm, stream if adds else None, only)
         residual = None if adds else stream
         norms, adds = fuses and mlp.gate_up_proj.norms(rows), fuses and mlp.down_proj.adds(rows)
         x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms)
         return mlp.parts(x, norm, stream if adds else None), None if adds else stream
+
+
+def selected(x: Tensor, only: Tensor | None) -> Tensor:
+    """Rows `only` of x [M, H], or all."""
+    return x if only is None else x[only]
 
 
 def _enter(

@@ -13,6 +13,7 @@ from transformers import LlamaConfig
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.models.draft_config import choose_boundaries, read_draft_config
+from slipstream.runner.models.eagle import EagleHead
 from slipstream.runner.models.eagle3 import Eagle3Head
 
 from ..runner.model_harness import Sequences, load
@@ -188,3 +189,41 @@ def test_what_is_taken_in_leaves_the_kv_of_a_whole_pass(target: Path, num_layers
     assert caches[0].keys() == caches[1].keys() and len(caches[0]) == num_layers
     for layer, kv in caches[0].items():
         assert kv.any() and torch.equal(kv, caches[1][layer])
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize("eagle3", [False, True])
+def test_behind_the_last_attention_only_wanted_rows_are_computed(
+    target: Path, num_layers: int, eagle3: bool
+) -> None:
+    model = load(target)
+    config = LlamaConfig(**(model.config.to_dict() | {"num_hidden_layers": num_layers}))
+    raw = config.to_dict() | {"target_hidden_size": 32}
+    settings = read_draft_config(raw, eagle3, 32, model.config.num_hidden_layers)
+    kind = Eagle3Head if eagle3 else EagleHead
+    head: Any = kind(settings, config, model.format, model, 64, 0)
+    for slot in head.checkpoint_slots().values():
+        slot.load(torch.randn(slot.shape))
+    rows: list[list[int]] = []
+
+    def count(parts: Any) -> Any:
+        def counted(x: torch.Tensor, *rest: Any) -> Any:
+            rows[-1].append(x.shape[0])
+            return parts(x, *rest)
+
+        return counted
+
+    for block in head.blocks:
+        block.mlp.parts = count(block.mlp.parts)
+    outs = []
+    for only in (None, torch.tensor([4, 7])):
+        sequences = Sequences(head, 2, 16)
+        attention, positions = sequences.attention([0, 1], [5, 3])
+        torch.manual_seed(1)
+        ids = torch.randint(0, VOCAB, (8,))
+        rows.append([])
+        with torch.inference_mode():
+            out = head.forward(ids, positions, torch.randn(8, 32), attention, only)
+        outs.append(torch.stack(out) if eagle3 else out)
+    assert rows == [[8] * num_layers, [8] * (num_layers - 1) + [2]]
+    torch.testing.assert_close(outs[1], outs[0][..., [4, 7], :], rtol=1e-4, atol=1e-3)
