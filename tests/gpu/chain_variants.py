@@ -172,12 +172,19 @@ _WIDE = [
 _LONG = [
     *_SWITCHES,
     *_plans((64, 2, 4, 1, 1), (64, 2, 4, 1, 4), (64, 2, 4, 1, 8), (64, 3, 4, 1, 4)),
-    *_plans((128, 3, 8, 1, 1), (128, 2, 4, 1, 4)),
+    *_plans((128, 3, 8, 1, 1), (128, 2, 4, 1, 4), (128, 2, 8, 1, 1), (128, 3, 8, 1, 2)),
+    *_plans((64, 3, 4, 1, 1), (64, 4, 4, 1, 1), (64, 3, 8, 1, 1), (128, 3, 4, 1, 1)),
 ]
 _ONE = [
     *_SWITCHES,
     *_plans((64, 2, 4, 1, 8), (64, 2, 4, 1, 4), (128, 2, 4, 1, 4), (128, 2, 4, 1, 8)),
     *_plans((128, 2, 8, 1, 4), (64, 2, 8, 1, 8), (32, 2, 4, 1, 16)),
+]
+_FEW: list[Mapping[str, Any]] = [
+    {"fused": False},
+    *_plans(*((64, 2, 4, 1, splits) for splits in (1, 2, 4, 8))),
+    *({"last_sums": 0, **plan} for plan in _plans(*((64, 2, 4, 1, s) for s in (2, 4, 8)))),
+    *_plans((64, 3, 4, 1, 1), (64, 3, 4, 1, 2), (128, 2, 8, 1, 1), (128, 2, 8, 1, 2)),
 ]
 # (model, layers of the chain) -> rows -> role -> variants
 ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Variant]]]] = {
@@ -210,12 +217,14 @@ ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Variant]]]] =
 ATTENTION: Sequence[PlanCase] = (
     PlanCase(256, 256, 1, _WIDE),
     PlanCase(32, 8192, 1, _LONG),
+    *(PlanCase(reqs, 4096, 1, _LONG) for reqs in (1, 8, 16, 64)),
     PlanCase(1, 300, 1, _ONE),
     PlanCase(
         32, 256, 1, _plans((64, 3, 4, 1, 1), (64, 2, 4, 1, 1), (64, 2, 4, 1, 2), (32, 3, 4, 1, 1))
     ),
-    PlanCase(32, 256, 4, _WIDE),
-    PlanCase(128, 256, 4, _WIDE),
+    *(PlanCase(reqs, 256, 1, _FEW) for reqs in (2, 4, 8, 16, 64)),
+    *(PlanCase(reqs, 256, 4, _FEW) for reqs in (1, 4, 8, 16, 64)),
+    *(PlanCase(reqs, 256, 4, _WIDE) for reqs in (32, 128, 256)),
     PlanCase(256, 256, 1, _WIDE, 3, 3, 64),
     PlanCase(1, 300, 1, _ONE, 3, 3, 64),
 )

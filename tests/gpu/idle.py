@@ -1,8 +1,8 @@
 """Prints how long the GPU waits in a decode step, between which kernels, and what it does else.
 
-`PYTHONPATH=.src python tests/gpu/idle.py MODEL BATCH [BATCH ...] [-sc JSON] [--top N]`: MODEL as `shapes.py`
-writes it, random weights. A step is timed before the profiler starts and under it; idle time is
-what no kernel or copy covers, from the middle three fifths of the profile.
+`PYTHONPATH=.src python tests/gpu/idle.py MODEL BATCH [BATCH ...] [-sc JSON] [--top N]`: MODEL as
+`shapes.py` writes it, random weights. A step is timed before the profiler starts and under it; idle
+time is what no kernel or copy covers, from the middle three fifths of the profile.
 """
 
 from __future__ import annotations
