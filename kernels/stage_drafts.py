@@ -60,7 +60,7 @@ class DraftBuffers(Protocol):
     seed: Tensor  # [R] int64
     allowed: Tensor  # [R] int32, drafts that the request may keep
     draft_tokens: Tensor  # [R, K] int64
-    step: Tensor  # [1] int64
+    step: Tensor  # [R] int64, drafts that are made
 
 
 def stage_draft_rows(
@@ -163,22 +163,6 @@ def store_draft_rows_reference(
     kept = torch.where(steps < most_drafts[:num_reqs, None], made, -1)
     present, rows = _row_of_slot(of.idx_mapping, num_reqs, out.shape[0])
     out.copy_(torch.where(present[:, None], kept[rows], out))
-
-
-def store_draft_logits(
-    logits: Tensor,  # [>= N*, K, V] float32 by batch row
-    idx_mapping: Tensor,  # [>= N*] int32, batch row -> slot
-    out: Tensor,  # [R, K, V] float32 by slot
-    num_reqs: int,  # N*
-) -> None:
-    """Copy each request's distributions to its slot."""
-    if use_triton(out):
-        from .triton.stage_drafts import store_draft_logits as store_draft_logits_triton
-
-        store_draft_logits_triton(logits, idx_mapping, out, num_reqs)
-        return
-    present, rows = _row_of_slot(idx_mapping, num_reqs, out.shape[0])
-    out.copy_(torch.where(present[:, None, None], logits[rows], out))
 
 
 def _row_of_slot(idx_mapping: Tensor, num_reqs: int, num_slots: int) -> tuple[Tensor, Tensor]:

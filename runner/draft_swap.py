@@ -101,7 +101,12 @@ class DraftSwap:
 
         ours, other = self._runner._speculator.model, self._other
         assert other is not None
-        self._runner._queue.call(lambda: exchange(ours, other))
+
+        def swap() -> None:
+            exchange(ours, other)
+            self._runner.table.forget_drafts()
+
+        self._runner._queue.call(swap)
         if self._drafts is not None:
             self._drafts.new_drafter()
 

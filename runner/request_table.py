@@ -62,7 +62,8 @@ class RequestTable:
         self.draft_logits: Tensor | None = None
         if draft_vocab_size is not None:
             shape = (reqs, num_speculative_tokens, draft_vocab_size)
-            self.draft_logits = zeros(*shape, dtype=torch.float32)
+            # A drafter writes the ids that it can draw, and no others.
+            self.draft_logits = torch.full(shape, float("-inf"), device=device)
         self.sampling = SamplingState(reqs, vocab_size, device)
         self.temperature: Tensor = self.sampling.temperature  # [R] float32
         self.seed: Tensor = self.sampling.seed  # [R] int64
@@ -96,13 +97,23 @@ class RequestTable:
             prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
             self.sampling.set_request(new.slot, new.sampling, prompt, output)
 
-    def per_slot_tensors(self) -> list[tuple[Tensor, int, int]]:
+    def forget_drafts(self) -> None:
+        """Of every request, as the next ones may be drawn from other ids (another drafter)."""
+        self.draft_tokens.fill_(-1)
+        if self.draft_logits is not None:
+            self.draft_logits.fill_(float("-inf"))
+
+    def per_slot_tensors(self) -> list[tuple[Tensor, int, float]]:
         """(tensor, its slot dimension, value in a fresh row) of every array of this table."""
-        tensors = [(self._scalars, 1, 0), (self.all_token_ids, 0, 0), (self.draft_tokens, 0, -1)]
+        tensors: list[tuple[Tensor, int, float]] = [
+            (self._scalars, 1, 0),
+            (self.all_token_ids, 0, 0),
+            (self.draft_tokens, 0, -1),
+        ]
         tensors += [(self.last_sampled_tokens, 0, 0), (self.next_prefill_tokens, 0, 0)]
         tensors += [(table, 0, 0) for table in self.block_tables]
         if self.draft_logits is not None:
-            tensors.append((self.draft_logits, 0, 0))
+            tensors.append((self.draft_logits, 0, float("-inf")))
         return tensors
 
     def _reset(self, slots: list[int]) -> None:

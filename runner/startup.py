@@ -108,6 +108,8 @@ class Assembly:
             buffers = self._buffers(needs, max_blocks)
             self._note("workspaces")
             table = self._request_table(needs, max_blocks)
+            if speculator is not None:
+                speculator.use_requests(table)
             self._note("request table")
             drafts = [[la for la in group.layers if la in host.draft_layers] for group in groups]
             draft_builders = [self._builder(backend, la) if la else None for la in drafts]
@@ -362,13 +364,9 @@ class Assembly:
         )
         available = self._kv_cache_bytes(profile)
         num_blocks = num_kv_blocks(
-            self.config.cache,
-            available,
-            groups,
-            dtype,
-            self.max_model_len,
+            self.config.cache, available, groups, dtype, self.max_model_len,
             self.max_num_reqs * self.max_model_len,
-        )
+        )  # fmt: skip
         return KVCache(groups, num_blocks, size, dtype, self.device)
 
     def _kv_cache_bytes(self, profile: MemoryProfile) -> int:

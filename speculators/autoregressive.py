@@ -368,10 +368,5 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _emit(self, for_logits: Tensor, feedback: Tensor) -> None:
         """Draw a draft per row, keep it, and make it the next decode's input; [N*, ...] each."""
-        rows = for_logits.shape[0]
-        ids = self.draw_drafts(for_logits)
-        self.draft_tokens[:rows].scatter_(1, self.step.expand(rows, 1), ids[:, None])
-        self.decode_ids[:rows] = ids
-        self.hidden[:rows] = feedback
-        self.noise_positions += 1
-        self.step += 1
+        self.draw_drafts(for_logits)
+        self.hidden[: for_logits.shape[0]] = feedback

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import SpeculativeConfig
-from ..kernels.sample import DRAFT, gumbel_sample
-from ..kernels.stage_drafts import store_draft_logits, store_draft_rows
+from ..kernels.draw_drafts import draw_drafts, take_drafts
+from ..kernels.stage_drafts import store_draft_rows
 
 MAX_DRAFT_LOGITS_BYTES = 1 << 30  # above this, `draft_sampling: auto` drafts greedily
 
@@ -49,7 +49,7 @@ class RequestRows(Protocol):
     last_sampled_tokens: Tensor  # [R] int64
     next_prefill_tokens: Tensor  # [R] int64, token after the current prefill chunk
     draft_tokens: Tensor  # [R, K] int64, -1 = none
-    draft_logits: Tensor | None  # [R, K, V] float32
+    draft_logits: Tensor | None  # [R, K, V] float32, -inf where a drafter never writes
     temperature: Tensor  # [R] float32
     seed: Tensor  # [R] int64
     max_drafts: Tensor  # [R] int32, per-request cap on drafts (0 = speculation off for it)
@@ -185,6 +185,10 @@ class BaseSpeculator(ABC):
         """Bytes that `capture` will take, measured on throw-away graphs before KV is sized."""
         return 0
 
+    def use_requests(self, requests: RequestRows) -> None:
+        """Called once, before anything runs: these are the requests of all steps."""
+        return
+
     def read_steps(self, steps: StepBuffers) -> None:
         """Graphs captured from now on may read the target's steps, and keep the drafts."""
         return
@@ -260,14 +264,16 @@ class DraftModelSpeculator(BaseSpeculator):
         self.draft_tokens = zeros(reqs, self.num_drafts)  # [R, K]
         self.allowed = zeros(reqs, dtype=torch.int32)  # [R] drafts that the request may keep
         self._steps: StepBuffers | None = None  # not None: it keeps its drafts itself
-        self.step = zeros(1)  # [1] which draft is made next; on the device because graphs replay
-        self.draft_logits: Tensor | None = None  # [R, K, V] by batch row
-        if self.probabilistic:
-            self.draft_logits = zeros(reqs, self.num_drafts, host.vocab_size, dtype=torch.float32)
+        self.step = zeros(reqs)  # [R] which draft is made next; on the device as graphs replay
+        self._requests: RequestRows | None = None
 
     @abstractmethod
     def load_draft_model(self) -> nn.Module:
         """Load the drafter's model through the host and wire what it shares with the target."""
+
+    def use_requests(self, requests: RequestRows) -> None:
+        """What drafts are drawn from goes straight to their slots."""
+        self._requests = requests
 
     def read_steps(self, steps: StepBuffers) -> None:
         """Graphs read uniform steps, and bring drafts to the requests' slots."""
@@ -284,68 +290,39 @@ class DraftModelSpeculator(BaseSpeculator):
         if self.config.draft_sampling != "auto":
             return self.config.draft_sampling == "probabilistic"
         size = self.host.max_num_reqs * self.num_drafts * self.host.vocab_size * 4
-        return 2 * size <= MAX_DRAFT_LOGITS_BYTES  # one copy by batch row, one by slot
+        return size <= MAX_DRAFT_LOGITS_BYTES
 
-    def draw_drafts(self, for_logits: Tensor) -> Tensor:
-        """This step's drafts from what the head reads, [N*, H] -> [N*]; without writing logits
-        where the model can (`pick_tokens`) and verification does not ask for them."""
-        pick = getattr(self.model, "pick_tokens", None)
-        if pick is None or self.draft_logits is not None:
-            return self.sample_draft(self.model.compute_logits(for_logits))
-        ids: Tensor = pick(for_logits)[0]
-        to_target: Tensor | None = getattr(self.model, "draft_to_target", None)
-        return ids if to_target is None else to_target[ids]
+    @property
+    def draft_logits(self) -> Tensor | None:
+        """What drafts are drawn from, [R, K, V] float32 by slot; None = they are the likeliest."""
+        return None if self._requests is None else self._requests.draft_logits
 
-    def sample_draft(self, logits: Tensor) -> Tensor:
-        """Draw this step's drafts and keep their distribution; [N*, draft vocabulary] -> [N*].
+    def draw_drafts(self, for_logits: Tensor) -> None:
+        """Draw the next draft of each row from what the head reads, [N*, H]; without writing
+        logits where the model can (`pick_tokens`) and verification does not ask for them.
 
-        Ids are the target's. Noise is salted: it must not be the noise that verification uses.
+        Noise is salted: it must not be the noise that verification uses.
         """
-        rows = logits.shape[0]
+        pick = getattr(self.model, "pick_tokens", None)
         to_target: Tensor | None = getattr(self.model, "draft_to_target", None)
-        if self.draft_logits is None:
-            ids = logits.argmax(dim=-1)
+        if pick is None or self.draft_logits is not None:
+            logits = self.model.compute_logits(for_logits)
+            draw_drafts(logits, self, to_target, self.draft_logits)
         else:
-            temperature = self.temperature[:rows]
-            greedy = temperature <= 0
-            scaled = logits.float() / torch.where(greedy, 1.0, temperature)[:, None]
-            ids = gumbel_sample(
-                scaled, self.seed[:rows], self.noise_positions[:rows], DRAFT, greedy
-            )
-            self._keep_distribution(self.draft_logits[:rows], scaled, to_target)
-        return ids if to_target is None else to_target[ids]
-
-    def _keep_distribution(self, kept: Tensor, logits: Tensor, to_target: Tensor | None) -> None:
-        rows, _, vocab = kept.shape
-        if to_target is not None:
-            full = torch.full((rows, vocab), float("-inf"), device=logits.device)
-            logits = full.index_copy_(1, to_target, logits)
-        elif logits.shape[1] != vocab:  # padded vocabularies differ: the smaller one counts
-            width = min(vocab, logits.shape[1])
-            full = torch.full((rows, vocab), float("-inf"), device=logits.device)
-            full[:, :width] = logits[:, :width]
-            logits = full
-        kept.scatter_(1, self.step.view(1, 1, 1).expand(rows, 1, vocab), logits[:, None])
+            take_drafts(pick(for_logits)[0], self, to_target)
 
     def _keep(self, rows: int, num_made: int) -> None:
-        """Bring drafts, and what they were drawn from, to the requests' slots."""
+        """Bring drafts to the requests' slots."""
         if self._steps is None or num_made == 0:
             return
         requests = self._steps.requests
         store_draft_rows(self, self._steps.most_drafts, requests.draft_tokens, rows, num_made)
-        if self.draft_logits is not None:
-            assert requests.draft_logits is not None
-            store_draft_logits(self.draft_logits, self.idx_mapping, requests.draft_logits, rows)
 
     def _result(self, inputs: DraftInputs, count: int) -> Tensor:
         """Real rows; -1 where a draft was made beyond the drafter's last position."""
         rows = inputs.num_reqs
         if self.keeps_drafts:
             return self.draft_tokens[:rows, :count]
-        if self.draft_logits is not None:
-            assert inputs.requests.draft_logits is not None
-            slots = inputs.idx_mapping[:rows]
-            inputs.requests.draft_logits[slots] = self.draft_logits[:rows]
         last = inputs.positions[self.last_token_indices[:rows]]
         ahead = torch.arange(count, device=last.device)
         known = last[:, None] + ahead < self.max_position

@@ -92,4 +92,4 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
         self.decode_ids[:num_rows] = self.newest_ids[:num_rows]
 
     def _emit(self, for_logits: Tensor, feedback: Tensor) -> None:
-        super()._emit(for_logits, self.hidden[: for_logits.shape[0]])
+        self.draw_drafts(for_logits)  # nothing is fed back but the draft

@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 _BLOCK = 256
-_LOGITS_BLOCK = 4096
 
 
 @triton.jit(
@@ -64,7 +63,6 @@ def _stage_kernel(
         num_live += tl.sum((slots >= 0).to(tl.int32), 0)
     tl.store(out_starts + row, tl.minimum(row, num_live))
     if row == max_reqs:  # the tail program
-        tl.store(step, tl.full([], 0, tl.int64))
         for at in range(tl.load(query_start_loc + num_reqs), num_tokens, BLOCK):
             tl.store(out_ids + at + lane, 0, mask=at + lane < num_tokens)
             tl.store(out_positions + at + lane, 0, mask=at + lane < num_tokens)
@@ -83,6 +81,7 @@ def _stage_kernel(
     tl.store(decode_positions + row, position)
     tl.store(seq_lens + row, length)
     tl.store(noise_positions + row, position + 1)
+    tl.store(step + row, tl.full([], 0, tl.int64))
     tl.store(temperature + row, tl.load(temperatures + slot, mask=live, other=0.0))
     tl.store(seed + row, tl.load(seeds + slot, mask=live, other=0))
     cap = tl.load(max_drafts + slot, mask=live & (sampled > 0), other=0)
@@ -178,21 +177,3 @@ def store_draft_rows(
         BLOCK=triton.next_power_of_2(num_drafts),
         num_warps=1,
     )
-
-
-@triton.jit
-def _store_logits_kernel(logits, idx_mapping, out, size, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(idx_mapping + row).to(tl.int64)
-    if slot >= 0:
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        values = tl.load(logits + row * size + at, mask=at < size)
-        tl.store(out + slot * size + at, values, mask=at < size)
-
-
-def store_draft_logits(logits: Tensor, idx_mapping: Tensor, out: Tensor, num_reqs: int) -> None:
-    """See `kernels.stage_drafts.store_draft_logits`."""
-    assert logits.is_contiguous() and out.is_contiguous()
-    size = out.shape[1] * out.shape[2]
-    grid = (num_reqs, triton.cdiv(size, _LOGITS_BLOCK))
-    _store_logits_kernel[grid](logits, idx_mapping, out, size, BLOCK=_LOGITS_BLOCK, num_warps=8)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
 from sampler_harness import CPU, Table, rows_of, rows_on  # noqa: E402
 
 from slipstream.configs.schema import SpeculativeConfig  # noqa: E402
+from slipstream.kernels.draw_drafts import draw_drafts, draw_drafts_reference  # noqa: E402
 from slipstream.kernels.ngram_scan import (  # noqa: E402
     Haystack,
     ngram_scan,
@@ -121,6 +123,34 @@ def test_compiled_gumbel_sample_equals_the_reference() -> None:
     greedy = positions % 5 == 0
     expected = gumbel_sample_reference(logits, seeds, positions, DRAFT, greedy)
     assert torch.equal(gumbel_sample(logits, seeds, positions, DRAFT, greedy), expected)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_compiled_drafts_and_their_distributions_equal_the_references(mapped: bool) -> None:
+    count, num_drafts, vocab_size = 40, 3, 128256
+    size = 32000 if mapped else vocab_size
+    found = []
+    for draw in (draw_drafts, draw_drafts_reference):
+        torch.manual_seed(5)
+        to_target = torch.randperm(vocab_size, device=CUDA)[:size] if mapped else None
+        rows = torch.arange(count, device=CUDA)
+        slots = torch.where(rows < 37, torch.randperm(count, device=CUDA), -1)
+        of = SimpleNamespace(
+            idx_mapping=slots.int(),
+            temperature=(rows % 4) * 0.4,
+            seed=torch.randint(-(2**62), 2**62, (count,), device=CUDA),
+            noise_positions=rows * 7,
+            step=torch.zeros_like(rows),
+            draft_tokens=torch.full((count, num_drafts), -1, device=CUDA),
+            decode_ids=torch.zeros_like(rows).int(),
+        )
+        kept = torch.full((count, num_drafts, vocab_size), -torch.inf, device=CUDA)
+        for _ in range(num_drafts):
+            draw(torch.randn(count, size, device=CUDA).bfloat16() * 3, of, to_target, kept)
+        found.append([*vars(of).values(), kept])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    drawing = ((slots >= 0) & (rows % 4 > 0)).sum()
+    assert int(kept.isfinite().sum()) == int(drawing) * num_drafts * size
 
 
 @pytest.mark.parametrize("kind", ["one_hot", "probabilistic"])

@@ -134,17 +134,20 @@ def staging(requests: SimpleNamespace, step: SimpleNamespace, counts: torch.Tens
     requests.temperature, requests.seed = t(8, dtype=torch.float32), t(8, dtype=I64)
     requests.max_drafts = t(8, dtype=I32)
     longs = ("last_token_indices", "decode_positions", "noise_positions", "seed")
-    ints = ("idx_mapping", "seq_lens", "allowed")
+    ints = ("idx_mapping", "seq_lens", "allowed", "decode_ids")
     drafter = SimpleNamespace(
-        input_ids=t(64, dtype=I32), positions=t(64, dtype=I64), step=t(1, dtype=I64),
+        input_ids=t(64, dtype=I32), positions=t(64, dtype=I64), step=t(8, dtype=I64),
         query_start_loc=t(9, dtype=I32), draft_tokens=t(8, 4, dtype=I64),
         temperature=t(8, dtype=torch.float32),
         **{name: t(8, dtype=I64) for name in longs}, **{name: t(8, dtype=I32) for name in ints},
     )  # fmt: skip
     kernels.stage_draft_rows(of, requests, drafter, 3, 16, 4096)
     kernels.store_draft_rows(drafter, t(8, dtype=I32), requests.draft_tokens, 4, 2)
-    logits = t(8, 4, 32000, dtype=torch.float32)
-    kernels.store_draft_logits(logits, drafter.idx_mapping, logits, 4)
+    draw, kept = module("draw_drafts"), t(2, 4, 128256, dtype=torch.float32)
+    for to_target in (None, t(32000, dtype=I64)):
+        draw.take_drafts(t(4, dtype=I64), drafter, to_target)
+        for stored in (None, kept):
+            draw.draw_drafts(t(4, 32000), drafter, to_target, stored)
 
 
 def latent() -> None:

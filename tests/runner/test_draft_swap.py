@@ -188,6 +188,28 @@ def test_a_drafter_that_was_stopped_starts_anew_with_other_weights(
     assert watchdog.is_healthy
 
 
+def test_no_distribution_of_one_head_is_left_to_another(folder: Path) -> None:
+    """Their draft vocabularies differ: what the new one cannot draw has probability 0 again."""
+    speculative = SpeculativeConfig(
+        "eagle3", str(folder / "head1"), 3, draft_sampling="probabilistic", watchdog=False
+    )
+    made = TinyEngine(folder / "target", speculative)
+    table = made.engine._runner.table  # type: ignore[attr-defined]
+    own = []
+    for name in ("head1", "head2"):
+        if name == "head2":
+            assert ask(made, "try", folder / name) is None
+            assert (table.draft_tokens == -1).all() and table.draft_logits.isneginf().all()
+        own.append(model(made).draft_to_target.clone())
+        assert made.run(REQUESTS, max_tokens=9, temperature=0.8).drafted > 0
+        finite = table.draft_logits.isfinite()
+        assert finite[..., own[-1]].any()
+        finite[..., own[-1]] = False
+        assert not finite.any()
+    made.close()
+    assert set(own[0].tolist()) != set(own[1].tolist())
+
+
 def test_other_drafters_cannot_be_exchanged(folder: Path) -> None:
     made = TinyEngine(folder / "target", SpeculativeConfig("ngram", num_speculative_tokens=3))
     error = ask(made, "try", folder / "head2")

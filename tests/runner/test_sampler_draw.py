@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,6 +57,7 @@ def test_drawing_equals_sampling(
 
 def test_drafts_are_picked_by_the_head_unless_their_distribution_is_kept() -> None:
     """Also where the draft vocabulary is not the target's."""
+    torch.manual_seed(0)
 
     class Head:
         weight = torch.randn(V, H)
@@ -72,19 +74,30 @@ def test_drafts_are_picked_by_the_head_unless_their_distribution_is_kept() -> No
 
     class Drafter(DraftModelSpeculator):
         def __init__(self, draft_logits: Tensor | None) -> None:
-            self.model, self.draft_logits = Head(), draft_logits
-            self.temperature, self.seed = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
-            self.noise_positions, self.step = torch.arange(4), torch.zeros(1, dtype=torch.int64)
+            self.model = Head()
+            self.use_requests(SimpleNamespace(draft_logits=draft_logits))  # type: ignore[arg-type]
+            longs = {"dtype": torch.int64}
+            self.temperature = torch.tensor([0.0, 99.0, 0.0, 1.0])
+            self.seed = torch.zeros(4, **longs)
+            self.noise_positions, self.step = torch.arange(4), torch.zeros(4, **longs)
+            self.idx_mapping = torch.tensor([2, 0, 3, -1], dtype=torch.int32)
+            self.draft_tokens, self.decode_ids = torch.zeros(4, 2, **longs), torch.zeros(4).int()
 
         def propose(self, inputs: object) -> Tensor:
             raise NotImplementedError
 
     hidden = torch.randn(4, H)
     Drafter.__abstractmethods__ = frozenset()
-    plain, keeping = Drafter(None), Drafter(torch.zeros(4, 2, 200))
-    assert torch.equal(plain.draw_drafts(hidden), keeping.draw_drafts(hidden))
+    plain, keeping = Drafter(None), Drafter(torch.full((4, 2, 200), -torch.inf))
+    for of in (plain, keeping):
+        of.draw_drafts(hidden)
+    greedy = [0, 2]
+    assert torch.equal(plain.draft_tokens[greedy], keeping.draft_tokens[greedy])
+    assert not torch.equal(plain.draft_tokens, keeping.draft_tokens)  # one row draws
     assert Head.asked == ["pick", "logits"]
-    assert keeping.draft_logits is not None and keeping.draft_logits[:, 0].isfinite().sum() == 4 * V
+    kept = keeping.draft_logits
+    assert kept is not None and kept[0, 0, Head.draft_to_target].isfinite().all()
+    assert kept.isfinite().sum() == V  # of the row that draws; greedy and padded rows keep none
 
 
 def test_nan_is_told() -> None:

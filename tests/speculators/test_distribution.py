@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.speculators.base import DraftModelSpeculator
+from slipstream.speculators import base
 
 from .eagle_oracle import head_weights, save_head
 from .tiny_engine import TinyEngine, save_llama
@@ -125,11 +125,13 @@ def test_trap_07_three_tokens_follow_the_joint_law(
 
 def test_a_wrong_q_would_be_seen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: drafts come from q, but a sharper distribution is kept for verification."""
-    keep = DraftModelSpeculator._keep_distribution
+    draw = base.draw_drafts
 
-    def sharper(self: Any, kept: Tensor, logits: Tensor, to_target: Any) -> None:
-        keep(self, kept, logits * 3, to_target)
+    def sharper(logits: Tensor, of: Any, to_target: Any, kept: Any) -> None:
+        place = (of.idx_mapping[: logits.shape[0]], of.step[: logits.shape[0]].clone())
+        draw(logits, of, to_target, kept)
+        kept[place] *= 3
 
-    monkeypatch.setattr(DraftModelSpeculator, "_keep_distribution", sharper)
+    monkeypatch.setattr(base, "draw_drafts", sharper)
     counts, _ = emitted(folder, "draft_model", "probabilistic", OPTIONS["plain"])
     assert p_value(counts, exact_law(folder / "target", OPTIONS["plain"])) < 1e-4

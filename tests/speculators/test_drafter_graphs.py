@@ -168,7 +168,7 @@ def test_trap_05_stale_tails_of_every_buffer_change_nothing(
     def poisoning(self: Any, inputs: DraftInputs) -> None:
         high = {"last_token_indices": 90, "idx_mapping": 4, "seq_lens": 90, "query_start_loc": 4}
         for name, buffer in vars(self).items():
-            if isinstance(buffer, Tensor) and name != "step":
+            if isinstance(buffer, Tensor):
                 poisoned.add(name)
                 bound = high.get(name, 50)
                 shape = buffer.shape
@@ -249,7 +249,7 @@ def once(build: Any) -> Any:
     def built_once(
         self: Any, num_reqs: int, rows: int, desc: Any, for_capture: bool = False
     ) -> Any:
-        if for_capture or int(self.step) <= 1:
+        if for_capture or int(self.step[0]) <= 1:
             self.kept = build(self, num_reqs, rows, desc, for_capture)
         return self.kept
 
