@@ -99,13 +99,11 @@ async def _measure(
     from .tokenizer import TokenizerLoadError
     from .training_prompts import PromptError
 
-    client, progress = EngineClient(config), StartupProgress()
+    client = EngineClient(config)
     try:
         prompts, stop_token_ids = _prompts(config, args.data)
-        try:
+        with StartupProgress() as progress:
             ready = await client.start(progress)
-        finally:
-            progress.close()
         stop = sorted({*stop_token_ids, *ready.eos_token_ids})
         figures = [
             await _at(client, temperature, prompts, stop, args) for temperature in temperatures

@@ -7,6 +7,7 @@ import asyncio
 import json
 import os
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -118,9 +119,9 @@ async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[
     from .bench_offline import OfflineBench, heading, line, peak_bandwidth
     from .progress import StartupProgress
 
-    progress = StartupProgress()
-    async with OfflineBench(config, progress) as bench:
-        progress.close()
+    async with AsyncExitStack() as stack:
+        with StartupProgress() as progress:
+            bench = await stack.enter_async_context(OfflineBench(config, progress))
         ready = bench.ready
         peak = args.peak_bandwidth or peak_bandwidth(ready.device_name)
         phases = ", ".join(f"{name} {s:.1f}" for name, s in ready.startup_seconds.items())

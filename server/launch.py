@@ -119,8 +119,7 @@ class Launch:
 
     async def _start(self, client: EngineClient) -> uvicorn.Server:
         """The worker and, while it loads, the app; then the HTTP server that is to run it."""
-        progress = StartupProgress()
-        worker = asyncio.create_task(client.start(progress))
+        worker = asyncio.create_task(_start_worker(client))
         await asyncio.sleep(0)  # let the worker's process begin
         try:
             making = _in_daemon_thread(_create_app, self._config, client)
@@ -128,7 +127,6 @@ class Launch:
             _, (app, vocabulary) = await asyncio.gather(worker, making)
             client.set_vocabulary(vocabulary)
         finally:
-            progress.close()
             worker.cancel()
             await asyncio.gather(worker, return_exceptions=True)
         return uvicorn.Server(_uvicorn_config(self._config, app))
@@ -207,6 +205,11 @@ class Launch:
             for number in asking:
                 loop.remove_signal_handler(number)
             loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _start_worker(client: EngineClient) -> None:
+    with StartupProgress() as progress:
+        await client.start(progress)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ _LINE_SECONDS = 10.0
 
 
 class StartupProgress:
-    """Call it with each Progress message; `close` ends the last phase."""
+    """Call it with each Progress message. A context around what sends them, which ends the last
+    phase, as done or not."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -33,7 +34,7 @@ class StartupProgress:
 
     def __call__(self, progress: Progress) -> None:
         if progress.phase != self._phase:
-            self.close()
+            self._end("done in")
             self._phase, self._began = progress.phase, time.monotonic()
             self._open(progress)
         if self._bar is not None:
@@ -52,15 +53,25 @@ class StartupProgress:
             detail = f" ({progress.detail})" if progress.detail else ""
             self._print(f"{name}{detail} ...")
 
-    def close(self) -> None:
-        """End the phase that is shown."""
+    def __enter__(self) -> StartupProgress:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end("done in" if kind is None else "stopped after")
+
+    def _end(self, how: str) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
         elif self._phase is not None:
             name = _NAMES.get(self._phase, self._phase)
             seconds = time.monotonic() - self._began
-            self._print(f"{name}: done in {seconds:.1f} s")
+            self._print(f"{name}: {how} {seconds:.1f} s")
         self._phase = None
 
     def _print(self, line: str) -> None:

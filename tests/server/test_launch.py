@@ -297,6 +297,8 @@ def test_failing_worker_is_one_sentence_and_status_1(capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().err.splitlines()
     assert shown[-1] == "slipstream serve: error: the model is too large"
     assert not any("Traceback" in line for line in shown)
+    assert [line.split(" in ")[0] for line in shown if "done" in line] == ["loading weights: done"]
+    assert shown[-2].startswith("allocating KV blocks: stopped after")
 
 
 def test_failing_app_is_one_sentence_and_ends_the_worker(

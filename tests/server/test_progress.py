@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import re
+
+import pytest
 
 from slipstream.runner.messages import Progress
+from slipstream.server.engine_client import WorkerFailed
 from slipstream.server.progress import CountProgress, StartupProgress
 
 
@@ -23,10 +28,9 @@ MESSAGES = [
 
 def test_elsewhere_than_on_a_terminal_each_phase_has_two_lines() -> None:
     stream = io.StringIO()
-    progress = StartupProgress(stream)
-    for message in MESSAGES:
-        progress(message)
-    progress.close()
+    with StartupProgress(stream) as progress:
+        for message in MESSAGES:
+            progress(message)
     lines = stream.getvalue().splitlines()
     assert lines[0] == "loading weights ..."
     assert lines[1].startswith("loading weights: done in ")
@@ -36,10 +40,9 @@ def test_elsewhere_than_on_a_terminal_each_phase_has_two_lines() -> None:
 
 def test_a_terminal_shows_a_bar_that_fills() -> None:
     stream = Terminal()
-    progress = StartupProgress(stream)
-    for message in MESSAGES:
-        progress(message)
-    progress.close()
+    with StartupProgress(stream) as progress:
+        for message in MESSAGES:
+            progress(message)
     shown = stream.getvalue()
     assert "loading weights:   0%" in shown and "loading weights: 100%" in shown
     assert "100 blocks" in shown and "capturing CUDA graphs: 100%" in shown
@@ -47,8 +50,27 @@ def test_a_terminal_shows_a_bar_that_fills() -> None:
 
 def test_closing_before_anything_happened_prints_nothing() -> None:
     stream = io.StringIO()
-    StartupProgress(stream).close()
+    with StartupProgress(stream):
+        pass
     assert stream.getvalue() == ""
+
+
+@pytest.mark.parametrize("error", [WorkerFailed("no such model"), asyncio.CancelledError()])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_phase_that_fails_is_not_done(error: BaseException, count: int) -> None:
+    """Nor is one whose every part was there: it may fail afterwards."""
+    stream, terminal = io.StringIO(), Terminal()
+    for shown in (stream, terminal):
+        with pytest.raises(type(error)), StartupProgress(shown) as progress:
+            for message in MESSAGES[:count]:
+                progress(message)
+            raise error
+    lines = stream.getvalue().splitlines()
+    name = "allocating KV blocks" if count == 3 else "loading weights"
+    assert re.fullmatch(f"{name}: stopped after [0-9.]+ s", lines[-1])
+    done = [line for line in lines if "done" in line]
+    assert len(done) == (count == 3) and all("loading" in line for line in done)
+    assert terminal.getvalue().endswith("\n") and "done" not in terminal.getvalue()
 
 
 def test_what_is_done_is_a_line_now_and_then_and_the_last_one() -> None:
