@@ -31,7 +31,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     """Draft prefill and K - 1 draft decodes; K is up to `num_drafts`, by step.
 
     The model offers `input_width`, `feedback_width`, `combine(target_hidden [M, input_width]) ->
-    [M, feedback_width]`, `forward(ids, positions, hidden, attention)` and `compute_logits`.
+    [M, feedback_width]`, `forward(ids, positions, hidden, attention)` and `compute_logits`; with
+    `selects_rows` forward also takes the rows that are wanted, the only ones that it returns.
     """
 
     advance_draft_positions = True  # each draft's KV goes one position on (False: Gemma 4)
@@ -306,12 +307,15 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     def _prefill_forward(self, num_tokens: int, num_rows: int, attention: Any) -> None:
         """The pass over the target's token rows; makes draft 0 and the first fed-back hidden."""
         hidden = self.model.combine(self.target_hidden[:num_tokens])
-        out = self.model(
-            self.input_ids[:num_tokens], self.positions[:num_tokens], hidden, attention
-        )
         last = self.last_token_indices[:num_rows]
+        given = (self.input_ids[:num_tokens], self.positions[:num_tokens], hidden, attention)
+        # All rows' KV is wanted, but the last row's draft only.
+        selects = getattr(self.model, "selects_rows", False)
+        out = self.model(*given, last) if selects else self.model(*given)
         for_logits, feedback = out if self.model_returns_tuple else (out, out)
-        self._emit(for_logits[last], feedback[last])
+        if not selects:
+            for_logits, feedback = for_logits[last], feedback[last]
+        self._emit(for_logits, feedback)
 
     def _decode(self, num_reqs: int, padded: int, attention: Any) -> Any:
         """One more draft per request; returns the attention state, for constant positions.
