@@ -217,7 +217,8 @@ ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Variant]]]] =
 ATTENTION: Sequence[PlanCase] = (
     PlanCase(256, 256, 1, _WIDE),
     PlanCase(32, 8192, 1, _LONG),
-    *(PlanCase(reqs, 4096, 1, _LONG) for reqs in (1, 8, 16, 64)),
+    PlanCase(1, 4096, 1, [*_ONE, *_LONG]),
+    *(PlanCase(reqs, 4096, 1, _LONG) for reqs in (8, 16, 64)),
     PlanCase(1, 300, 1, _ONE),
     PlanCase(
         32, 256, 1, _plans((64, 3, 4, 1, 1), (64, 2, 4, 1, 1), (64, 2, 4, 1, 2), (32, 3, 4, 1, 1))
