@@ -1,6 +1,7 @@
 """Another checkpoint in the shape of a running draft head, and the exchange of their contents.
 
 Contents are copied from tensor to tensor, because graphs bake the addresses of the running ones.
+All that can fail is done before the first of them changes, so that a head is never a mixture.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .draft_heads import load_head
 from .errors import RunnerError
@@ -22,8 +23,58 @@ _HEAD = (
 )
 
 
-def load_other(speculator: Any, model: str) -> nn.Module:
-    """Another head in the running one's shape; RunnerError says what differs."""
+class Exchange:
+    """The contents of a running head and of another one, ready to change places as often as wanted.
+
+    Making it may fail (RunnerError, torch.OutOfMemoryError); `swap` takes no memory.
+    """
+
+    def __init__(self, ours: nn.Module, other: nn.Module) -> None:
+        parts, their_parts = _linears(ours), _linears(other)
+        for name in sorted(parts.keys() | their_parts.keys()):
+            _same(f"projection {name}", _size(parts.get(name)), _size(their_parts.get(name)))
+        # On a CPU, where no graph knows an address. What is packed holds its bias, too.
+        packed = {
+            name
+            for name, part in parts.items()
+            if part._packed is not None or their_parts[name]._packed is not None
+        }
+        self._packed = [(parts[name], their_parts[name]) for name in sorted(packed)]
+        tensors, theirs = _tensors(ours, packed), _tensors(other, packed)
+        for name in sorted(tensors.keys() | theirs.keys()):
+            _same(f"tensor {name}", _kind(tensors.get(name)), _kind(theirs.get(name)))
+        pairs = [(tensor, theirs[name]) for name, tensor in tensors.items()]
+        self._trios = [(a, b, kept) for (a, b), kept in zip(pairs, _spare(pairs), strict=True)]
+
+    def swap(self) -> None:
+        """Each gets the contents of the other; no tensor of the running one moves."""
+        for a, b, kept in self._trios:
+            kept.copy_(a)
+            a.copy_(b)
+            b.copy_(kept)
+        for part, other in self._packed:
+            for name in ("_packed", "weight", "bias"):
+                ours, theirs = getattr(part, name), getattr(other, name)
+                setattr(part, name, theirs)
+                setattr(other, name, ours)
+
+
+def load_other(speculator: Any, model: str) -> Exchange:
+    """Another head, in the running one's shape, to be exchanged for it; RunnerError says what
+    differs, or that there is no memory. Touches nothing of the running one."""
+    try:
+        exchange = _load(speculator, model)
+        if (device := speculator.host.device).type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # what is still to fail does it here
+    except torch.OutOfMemoryError as error:
+        raise RunnerError(
+            "there is no memory for a second drafter beside the running one, which stays as it is: "
+            + next(iter(str(error).splitlines()), "").rstrip(".")
+        ) from None
+    return exchange
+
+
+def _load(speculator: Any, model: str) -> Exchange:
     ours = speculator.model
     config = replace(speculator.config, model=model)
     layer_id = ours.attention_layers()[0].layer_id
@@ -32,54 +83,44 @@ def load_other(speculator: Any, model: str) -> nn.Module:
         _same(name, getattr(ours.head, name), getattr(other.head, name))
     for name in _CONSTANTS:
         _same(name, getattr(ours.config, name), getattr(other.config, name))
-    shapes = [
-        {name: tuple(buffer.shape) for name, buffer in _buffers(head).items()}
-        for head in (ours, other)
-    ]
-    for name in sorted(shapes[0].keys() | shapes[1].keys()):
-        _same(f"shape of {name}", shapes[0].get(name), shapes[1].get(name))
-    for ours_part, other_part in zip(_linears(ours), _linears(other), strict=True):
-        _same(
-            "shape of a projection",
-            (ours_part.in_features, ours_part.out_features),
-            (other_part.in_features, other_part.out_features),
-        )
-    return other  # type: ignore[no-any-return]
+    return Exchange(ours, other)
 
 
 def _same(what: str, ours: object, other: object) -> None:
     if ours != other:
+        its, the_running = ("missing" if x is None else x for x in (other, ours))
         raise RunnerError(
-            f"the drafter does not fit into the running one's memory: its {what} is {other}, the "
-            f"running one's is {ours}"
+            f"the drafter does not fit into the running one's memory: its {what} is {its}, the "
+            f"running one's is {the_running}"
         )
 
 
-def _linears(head: nn.Module) -> list[Linear]:
-    return [module for module in head.modules() if isinstance(module, Linear)]
+def _linears(head: nn.Module) -> dict[str, Linear]:
+    return {name: part for name, part in head.named_modules() if isinstance(part, Linear)}
 
 
-def _buffers(head: nn.Module) -> dict[str, torch.Tensor]:
-    """Every tensor but the weights of projections, which may be packed."""
-    packed = {id(module.weight) for module in _linears(head) if module.weight is not None}
-    return {name: b for name, b in head.named_buffers() if id(b) not in packed}
+def _size(part: Linear | None) -> tuple[int, int] | None:
+    return None if part is None else (part.out_features, part.in_features)
 
 
-def exchange(ours: nn.Module, other: nn.Module) -> None:
-    """Swap the contents of two heads of one shape; no tensor of `ours` moves."""
-    theirs = _buffers(other)
-    for name, buffer in _buffers(ours).items():
-        _swap(buffer, theirs[name])
-    for mine, its in zip(_linears(ours), _linears(other), strict=True):
-        if mine._packed is None and its._packed is None:
-            assert mine.weight is not None and its.weight is not None
-            _swap(mine.weight, its.weight)
-        else:  # on a CPU, where no graph knows an address
-            mine._packed, its._packed = its._packed, mine._packed
-            mine.weight, its.weight = its.weight, mine.weight
+def _tensors(head: nn.Module, packed: set[str]) -> dict[str, Tensor]:
+    """Every tensor but those of packed projections."""
+    found = head.named_buffers()
+    return {name: tensor for name, tensor in found if name.rpartition(".")[0] not in packed}
 
 
-def _swap(a: torch.Tensor, b: torch.Tensor) -> None:
-    kept = a.clone()
-    a.copy_(b)
-    b.copy_(kept)
+def _kind(tensor: Tensor | None) -> str | None:
+    """What must be the same for a copy to be no more than that."""
+    if tensor is None:
+        return None
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{list(tensor.shape)} of {dtype} on {tensor.device}"
+
+
+def _spare(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """For each pair a place of its shape; all of them are the same memory."""
+    if not pairs:
+        return []
+    largest = max((a for a, _ in pairs), key=lambda tensor: tensor.nbytes)
+    memory = torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device)
+    return [memory[: a.nbytes].view(a.dtype).view(a.shape) for a, _ in pairs]

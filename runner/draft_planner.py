@@ -127,6 +127,10 @@ class DraftPlanner:
         """Add to a step's statistics what was chosen in it, and how the drafter is."""
         if any(not row.is_prefill for row in plan.rows):
             stats.current_k, stats.k_reason = plan.num_drafts, plan.draft_reason
+        self.tell_health(stats)
+
+    def tell_health(self, stats: StepStats) -> None:
+        """Add how the drafter is."""
         watchdog = self.controller.watchdog
         if watchdog is not None:
             stats.drafter_healthy = watchdog.is_healthy

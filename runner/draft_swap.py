@@ -6,16 +6,19 @@ which are kept until it is settled which stay. Imports no torch; see `draft_exch
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Any
 
 from .errors import RunnerError
-from .messages import ChangeSpeculator, SpeculatorChanged, StepOutputs, StepStats
+from .messages import ChangeSpeculator, SpeculatorChanged, StepOutputs
 
 if TYPE_CHECKING:
-    from torch import nn
-
+    from .draft_exchange import Exchange
     from .draft_planner import DraftPlanner
+
+logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a checkpoint
 _METHODS = ("eagle", "eagle3")
@@ -25,44 +28,48 @@ _REFUSALS = (RunnerError, ValueError, OSError, RuntimeError)
 class DraftSwap:
     """Serves `ChangeSpeculator` messages; the engine polls it once a step."""
 
-    def __init__(self, runner: Any, drafts: DraftPlanner | None = None) -> None:
+    def __init__(
+        self, runner: Any, drafts: DraftPlanner | None, news: Callable[[], StepOutputs]
+    ) -> None:
         self._runner = runner  # a `ModelRunner`; the exchange runs in the order of its steps
         self._drafts = drafts  # what chooses K must learn anew
+        self._news = news  # an answer comes with the scheduler's gauges
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-drafter")
-        self._loading: Future[nn.Module] | None = None
-        self._other: nn.Module | None = None  # the loaded one; the old weights while it is tried
+        self._loading: Future[Exchange] | None = None
+        self._exchange: Exchange | None = None  # holds the loaded head; while it is tried, the old
         self._is_tried = False
-        self._answers: list[StepOutputs] = []
+        self._asked: list[str] = []  # actions that wait for a moment between two steps
+        self._answers: list[SpeculatorChanged] = []
 
     @property
     def is_busy(self) -> bool:
         """`poll` has something to do or to wait for."""
-        return self._loading is not None or bool(self._answers)
+        return self._loading is not None or bool(self._asked or self._answers)
 
     def start(self, message: ChangeSpeculator) -> None:
-        """Begin what the message asks for; `poll` gives the answer."""
+        """Begin what the message asks for; `poll` does the rest and gives the answer."""
         if message.action == "load":
             self._load(message.model)
-        elif message.action == "try":
-            self._try()
-        elif self._other is None:
-            self._answer("no drafter is being tried")
         else:
-            if message.action == "revert" and self._is_tried:
-                self._exchange()
-            self._other, self._is_tried = None, False
-            self._answer(None)
+            self._asked.append(message.action)
 
-    def poll(self, is_idle: bool) -> list[StepOutputs]:
-        """The answers so far; waits a little for one if nothing else is to be done."""
+    def poll(self, is_idle: bool, is_between: bool) -> list[StepOutputs]:
+        """The answers so far; waits a little for one if nothing else is to be done.
+
+        `is_between`: no step is half launched, whose drafts would change under it.
+        """
         if self._loading is not None:
             if is_idle:
                 wait([self._loading], _POLL_SECONDS)
             if self._loading.done():
                 self._take(self._loading)
                 self._loading = None
+        if is_between and self._loading is None:
+            for action in self._asked:
+                self._answer(self._do(action))
+            self._asked.clear()
         answers, self._answers = self._answers, []
-        return answers
+        return [self._told(answer) for answer in answers]
 
     def shutdown(self) -> None:
         """End the thread."""
@@ -73,49 +80,66 @@ class DraftSwap:
         config = getattr(speculator, "config", None)  # only drafters with a model keep theirs
         if config is None or config.method not in _METHODS:
             self._answer(f"only drafters of the methods {', '.join(_METHODS)} can be exchanged")
-        elif self._loading is not None or self._other is not None:
+        elif self._loading is not None or self._exchange is not None:
             self._answer("another drafter is being tried")
         else:
             self._loading = self._loader.submit(_load, speculator, model)
 
-    def _take(self, loading: Future[nn.Module]) -> None:
+    def _take(self, loading: Future[Exchange]) -> None:
         try:
-            self._other = loading.result()
-            self._answer(None)
+            self._exchange = loading.result()
         except _REFUSALS as error:
             self._answer(_sentence(error))
+        except Exception as error:  # whatever a checkpoint may hold: it ends no worker
+            logger.warning("a drafter cannot be loaded", exc_info=True)
+            self._answer(
+                f"the drafter cannot be loaded ({type(error).__name__}: {_sentence(error)})"
+            )
+        else:
+            self._start_anew()  # both are measured from the same start, and though one was stopped
+            self._answer(None)
 
-    def _try(self) -> None:
-        if self._other is None or self._is_tried:
-            self._answer("no drafter is loaded that could be tried")
-            return
-        try:
-            self._exchange()
+    def _do(self, action: str) -> str | None:
+        """Try, keep or revert; a sentence if there is nothing to do it with."""
+        if action == "try":
+            if self._exchange is None or self._is_tried:
+                return "no drafter is loaded that could be tried"
+            self._swap(self._exchange)
             self._is_tried = True
-            self._answer(None)
-        except _REFUSALS as error:
-            self._answer(_sentence(error))
+            return None
+        if self._exchange is None:
+            return "no drafter is being tried"
+        if action == "revert" and self._is_tried:
+            self._swap(self._exchange)
+        self._exchange, self._is_tried = None, False
+        return None
 
-    def _exchange(self) -> None:
-        from .draft_exchange import exchange
-
-        ours, other = self._runner._speculator.model, self._other
-        assert other is not None
+    def _swap(self, exchange: Exchange) -> None:
+        """All that belongs to the head, in one job: steps see the one or the other."""
 
         def swap() -> None:
-            exchange(ours, other)
+            exchange.swap()
             self._runner.table.forget_drafts()
 
         self._runner._queue.call(swap)
+        self._start_anew()
+
+    def _start_anew(self) -> None:
         if self._drafts is not None:
             self._drafts.new_drafter()
 
     def _answer(self, error: str | None) -> None:
-        answer = SpeculatorChanged(error)
-        self._answers.append(StepOutputs([], StepStats(), speculator=answer))
+        self._answers.append(SpeculatorChanged(error))
+
+    def _told(self, answer: SpeculatorChanged) -> StepOutputs:
+        outputs = self._news()
+        outputs.speculator = answer
+        if self._drafts is not None:
+            self._drafts.tell_health(outputs.stats)
+        return outputs
 
 
-def _load(speculator: Any, model: str) -> nn.Module:
+def _load(speculator: Any, model: str) -> Exchange:
     from .draft_exchange import load_other
 
     return load_other(speculator, model)

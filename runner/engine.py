@@ -147,7 +147,7 @@ class Engine:
         self.ready = ready
         self.drafts = drafts
         self._runner = runner
-        self._swap = DraftSwap(runner, drafts)
+        self._swap = DraftSwap(runner, drafts, scheduler.take_news)
         self._scheduler = scheduler
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
@@ -203,7 +203,7 @@ class Engine:
         elif self._compiling and not self._in_flight:
             futures = [future for future, _ in self._compiling.values()]
             wait(futures, COMPILE_POLL_SECONDS, "FIRST_COMPLETED")
-        outputs += self._swap.poll(is_idle=not (launched or self._in_flight))
+        outputs += self._swap.poll(not (launched or self._in_flight), self._forwarded is None)
         if self._scheduler.has_news:
             outputs.append(self._scheduler.take_news())
         return outputs

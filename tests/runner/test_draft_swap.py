@@ -11,7 +11,13 @@ import pytest
 import torch
 
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.runner.messages import AddRequest, ChangeSpeculator, SamplingParams, StepOutputs
+from slipstream.runner.messages import (
+    AddRequest,
+    ChangeSpeculator,
+    SamplingParams,
+    SpeculatorChanged,
+    StepOutputs,
+)
 from slipstream.speculators.training.export import Verifier, save_head
 from slipstream.speculators.training.head import TrainingHead
 from slipstream.speculators.training.vocabulary import choose_draft_vocabulary
@@ -67,18 +73,25 @@ def content(made: TinyEngine) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in model(made).named_buffers()}
 
 
+def told(made: TinyEngine, action: str, path: Path | str = "") -> StepOutputs:
+    """What comes with the answer to a message."""
+    made.engine.handle([ChangeSpeculator(action, str(path))])
+    while made.engine.has_work():
+        for outputs in made.engine.step():
+            if outputs.speculator is not None:
+                return outputs
+    raise AssertionError("no answer")
+
+
 def ask(made: TinyEngine, action: str, path: Path | None = None) -> str | None:
     """Send a message and run the engine until it is answered; what is tried is loaded first."""
     if path is not None and action == "try":
         if (error := ask(made, "load", path)) is not None:
             return error
         path = None
-    made.engine.handle([ChangeSpeculator(action, "" if path is None else str(path))])
-    while made.engine.has_work():
-        for outputs in made.engine.step():
-            if outputs.speculator is not None:
-                return outputs.speculator.error
-    raise AssertionError("no answer")
+    answer = told(made, action, "" if path is None else path).speculator
+    assert answer is not None
+    return answer.error
 
 
 def test_swap_under_load_loses_nothing_and_changes_no_text(folder: Path) -> None:
@@ -215,3 +228,78 @@ def test_other_drafters_cannot_be_exchanged(folder: Path) -> None:
     error = ask(made, "try", folder / "head2")
     made.close()
     assert error is not None and "eagle, eagle3" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", b""),
+        ("config.json", b"[]"),
+        ("config.json", b'{"hidden_size": "wide", "vocab_size": 61}'),
+        ("config.json", b'{"hidden_size": 32, "vocab_size": 61, "transformer_layer_config": 5}'),
+        ("model.safetensors", b""),
+        ("model.safetensors", b"\xff" * 64),
+        ("model.safetensors", (12).to_bytes(8, "little") + b'{"fc": null}'),
+    ],
+)
+def test_no_checkpoint_however_broken_ends_the_worker(
+    running: TinyEngine, folder: Path, tmp_path: Path, name: str, content: bytes
+) -> None:
+    head(tmp_path, 3)
+    (tmp_path / name).write_bytes(content)
+    assert ask(running, "load", tmp_path)
+    assert ask(running, "load", folder / "head2") is None
+
+
+def test_a_head_that_is_given_up_while_it_is_read_leaves_nothing(
+    running: TinyEngine, folder: Path
+) -> None:
+    running.engine.handle([ChangeSpeculator("load", str(folder / "head2"))])
+    assert ask(running, "revert") is None  # the answer to the first
+    while running.engine.has_work():
+        for outputs in running.engine.step():
+            assert outputs.speculator == SpeculatorChanged(None)
+    assert ask(running, "revert") == "no drafter is being tried"
+    assert ask(running, "try", folder / "head2") is None
+
+
+def test_weights_are_exchanged_when_no_step_is_half_launched(
+    running: TinyEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its drafts were staged, and are judged by the distribution that they were drawn from."""
+    assert ask(running, "load", folder / "head2") is None
+    before, engine = content(running), running.engine
+    with monkeypatch.context() as patch:  # a step that waits for a mask, and was interrupted
+        patch.setattr(engine, "_forwarded", object())
+        patch.setattr(engine, "_bring_in", lambda *_: False)
+        engine.handle([ChangeSpeculator("try")])
+        assert engine.step() == [] and engine.has_work()
+        for name, tensor in content(running).items():
+            assert torch.equal(tensor, before[name]), name
+    assert [outputs.speculator for outputs in engine.step()] == [SpeculatorChanged(None)]
+
+
+def test_an_answer_tells_how_many_requests_run_and_that_the_drafter_starts_anew(
+    running: TinyEngine, folder: Path
+) -> None:
+    controller = running.engine.drafts.controller  # type: ignore[union-attr]
+    controller.watchdog = Watchdog("eagle3")
+    sampling = SamplingParams(seed=0, max_tokens=90, temperature=0.0)
+    running.engine.handle([AddRequest(str(i), REQUESTS[i], sampling) for i in range(3)])
+    for action in ("load", "try", "revert"):
+        controller.watchdog.observe(WINDOW, 0)
+        assert not controller.watchdog.is_healthy
+        stats = told(running, action, folder / "head2").stats
+        assert stats.num_running == 3 and stats.kv_cache_usage > 0
+        assert stats.drafter_healthy is True
+
+
+def test_the_running_head_is_measured_though_it_was_stopped(
+    running: TinyEngine, folder: Path
+) -> None:
+    controller = running.engine.drafts.controller  # type: ignore[union-attr]
+    controller.watchdog = Watchdog("eagle3")
+    controller.watchdog.observe(WINDOW, 0)
+    assert running.run(REQUESTS, max_tokens=20).drafted == 0
+    assert ask(running, "load", folder / "head2") is None
+    assert running.run(REQUESTS, max_tokens=20).drafted > 0
