@@ -14,7 +14,8 @@ from ..device import card_of
 MAX_SPLITS = 16
 FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
 _MOST_FUSED = 1024  # programs; more of them are quicker in two kernels
-_LAST_SUMS_VALUES = 512  # of one split, that a program can hold those of all splits of
+_LAST_SUMS_VALUES = 2048  # of one split, that a program can sum those of all splits of
+_LEAST_KEYS = 256  # that a split pays for, where programs without it nearly fill the card
 _FEW_REQUESTS = 8  # whose keys are brought into L2 while the projection still runs
 
 
@@ -33,6 +34,7 @@ class Launch:
     heads_first: bool = False  # neighbouring programs take the heads of one request
     fused: bool = False  # rotary embedding and KV write inside
     last_sums: int = 0  # fused: rows whose splits are summed by the last program; 0 = by a kernel
+    least_keys: int = 1  # fused: of a split that has work; how many have is seen in the kernel
     early: bool = False  # fused: the first keys are brought into L2 before the inputs are ready
 
 
@@ -75,11 +77,15 @@ def plan_launch(
     last_sums = own if can_sum and num_reqs > 1 else 0  # one request's are quicker by a kernel
     # Two programs a processor hide latency; a split of less than 128 keys does not pay.
     most = 2 * num_processors
+    fills = fused and most // 8 < programs <= most  # nearly, without splits
     splits = 1
     while splits < MAX_SPLITS and programs * splits * 2 <= most and max_keys >= 128 * splits * 2:
         splits *= 2
     if one_block and dim <= 128 and element_size <= 2 and (splits > 1 or programs > 2 * most):
         stages = 2  # few iterations, many programs
+    num_warps = 8 if block_m * dim >= 128 * 128 else 4
+    if fills and block_m == 16 and dim == 128 and element_size == 2:
+        block_n, stages, num_warps = 128, 2, 8  # the keys of a short context at once
     return Launch(
         block_m,
         block_q,
@@ -87,11 +93,12 @@ def plan_launch(
         block_n,
         splits,
         one_block,
-        num_warps=8 if block_m * dim >= 128 * 128 else 4,
+        num_warps=num_warps,
         num_stages=stages,
         heads_first=one_block,
         fused=fused,
         last_sums=last_sums,
+        least_keys=_LEAST_KEYS if fills and last_sums else 1,
         early=fused and num_reqs <= _FEW_REQUESTS,
     )
 

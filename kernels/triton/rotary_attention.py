@@ -59,7 +59,7 @@ def _angles(cos_sin, position, inside, dim, pair, is_first, ROT: tl.constexpr, H
 
 # The number of splits is no constant: with the number of parts it would make too many kinds.
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "splits"],
+    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys"],
     do_not_specialize_on_alignment=["positions", "slot_mapping", "query_start_loc"],
 )
 def _rotary_attention_kernel(
@@ -85,7 +85,8 @@ def _rotary_attention_kernel(
     eps,
     num_reqs,
     num_tokens,
-    splits,
+    splits,  # at most; as many as leave each `least_keys` cached keys have work
+    least_keys,
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -135,7 +136,9 @@ def _rotary_attention_kernel(
     low = 0
     if WINDOW > 0:
         low = tl.maximum(0, cached - WINDOW + 1)
-    chunk = tl.cdiv(tl.cdiv(tl.maximum(cached - low, 0), splits), BLOCK_N) * BLOCK_N
+    length = tl.maximum(cached - low, 0)
+    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N, least_keys)
+    active = tl.maximum(tl.cdiv(length, chunk), 1)
     low += split * chunk
     high = tl.minimum(cached, low + chunk)
     table = block_table + request.to(tl.int64) * table_stride
@@ -156,6 +159,11 @@ def _rotary_attention_kernel(
             tl.store(out + empty, zeros, mask=(row < GROUP)[:, None] & dim_inside)
     if query_len <= 0:
         return
+    alone = splits == 1
+    if LAST_SUMS > 0:  # nobody waits for splits without work
+        alone = active == 1
+        if split >= active:
+            return
 
     half: tl.constexpr = ROT // 2
     if INTERLEAVED:
@@ -176,7 +184,7 @@ def _rotary_attention_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, log2 domain
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if split == splits - 1:  # the split with the fewest cached keys takes the new ones
+    if split == active - 1:  # the split with the fewest cached keys takes the new ones
         new = tl.arange(0, NEW)
         is_new = new < query_len
         new_token = (start + new).to(tl.int64)
@@ -236,7 +244,7 @@ def _rotary_attention_kernel(
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     mask = valid[:, None] & dim_inside
     flat = token * Q_HEADS + head
-    if splits == 1:
+    if alone:
         tl.store(out + flat[:, None] * DIM + dim[None, :], result.to(dtype), mask=mask)
     else:
         flat += split.to(tl.int64) * num_tokens * Q_HEADS
@@ -246,7 +254,7 @@ def _rotary_attention_kernel(
             tl.debug_barrier()
             counter = arrivals + request * KV_HEADS + kv_head
             arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-            if arrived == splits - 1:
+            if arrived == active - 1:
                 tl.debug_barrier()
                 sum_own_splits(
                     partial,
@@ -255,7 +263,7 @@ def _rotary_attention_kernel(
                     start,
                     query_len,
                     kv_head,
-                    splits,
+                    active,
                     num_tokens * Q_HEADS,
                     KV_HEADS,
                     GROUP,
@@ -332,6 +340,7 @@ def rotary_attention(
         num_reqs,
         num_tokens,
         splits,
+        plan.least_keys,
         *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         part_stride,
         block_table.stride(0),

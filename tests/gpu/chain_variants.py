@@ -174,6 +174,8 @@ _LONG = [
     *_plans((64, 2, 4, 1, 1), (64, 2, 4, 1, 4), (64, 2, 4, 1, 8), (64, 3, 4, 1, 4)),
     *_plans((128, 3, 8, 1, 1), (128, 2, 4, 1, 4), (128, 2, 8, 1, 1), (128, 3, 8, 1, 2)),
     *_plans((64, 3, 4, 1, 1), (64, 4, 4, 1, 1), (64, 3, 8, 1, 1), (128, 3, 4, 1, 1)),
+    *_plans((128, 2, 8, 1, 2), (128, 2, 8, 1, 4), (128, 2, 8, 1, 8), (64, 3, 4, 1, 2)),
+    *({"least_keys": least} for least in (1, 128, 512)),
 ]
 _ONE = [
     *_SWITCHES,
@@ -184,7 +186,9 @@ _FEW: list[Mapping[str, Any]] = [
     {"fused": False},
     *_plans(*((64, 2, 4, 1, splits) for splits in (1, 2, 4, 8))),
     *({"last_sums": 0, **plan} for plan in _plans(*((64, 2, 4, 1, s) for s in (2, 4, 8)))),
-    *_plans((64, 3, 4, 1, 1), (64, 3, 4, 1, 2), (128, 2, 8, 1, 1), (128, 2, 8, 1, 2)),
+    *_plans((64, 3, 4, 1, 1), (64, 3, 4, 1, 2), (128, 2, 8, 1, 1), (128, 2, 4, 1, 1)),
+    *({"least_keys": least} for least in (1, 128, 512)),
+    *({"last_sums": 0, **plan} for plan in _plans((64, 3, 4, 1, 1), (128, 2, 8, 1, 1))),
 ]
 # (model, layers of the chain) -> rows -> role -> variants
 ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Variant]]]] = {
@@ -219,6 +223,8 @@ ATTENTION: Sequence[PlanCase] = (
     PlanCase(32, 8192, 1, _LONG),
     PlanCase(1, 4096, 1, [*_ONE, *_LONG]),
     *(PlanCase(reqs, 4096, 1, _LONG) for reqs in (8, 16, 64)),
+    *(PlanCase(reqs, 1024, 1, _LONG) for reqs in (4, 8, 16, 32)),
+    *(PlanCase(reqs, 1024, 4, _LONG) for reqs in (4, 16)),
     PlanCase(1, 300, 1, _ONE),
     PlanCase(
         32, 256, 1, _plans((64, 3, 4, 1, 1), (64, 2, 4, 1, 1), (64, 2, 4, 1, 2), (32, 3, 4, 1, 1))

@@ -35,7 +35,7 @@ def on_card(args: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("num_parts", [0, 4])
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("heads", [(32, 8), (9, 3)])
-@pytest.mark.parametrize("num_reqs", [1, 5, 40])
+@pytest.mark.parametrize("num_reqs", [1, 2, 5, 16, 40])
 def test_one_kernel_equals_its_parts(
     num_reqs: int, heads: tuple[int, int], query_len: int, num_parts: int
 ) -> None:
@@ -48,13 +48,14 @@ def test_one_kernel_equals_its_parts(
     names = ("query", "key", "value", "kv_cache")
     wide = {k: v.float() if k in names else v for k, v in args.items()}
     expected, cache = expected_of(wide, {})
+    rounded = relative_error(expected_of(args, {})[0], expected)  # of few keys a hundredth
     moved = on_card(args)
     plan = attention_plan.plan_for(
         moved["query"], moved["kv_cache"], moved["block_table"], len(lens), query_len
     )
     assert plan.fused
     out = rotary_attention(**moved)
-    assert relative_error(out, expected.cuda()) < 8e-3
+    assert relative_error(out, expected.cuda()) < max(8e-3, 1.5 * rounded)
     assert relative_error(moved["kv_cache"].nan_to_num(), cache.nan_to_num().cuda()) < 4e-3
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -133,6 +133,18 @@ def test_steps_with_padding(
     check(monkeypatch, args, changes)
 
 
+@pytest.mark.parametrize("last_sums", [0, 16])
+@pytest.mark.parametrize("least_keys", [5, 16, 40])
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_splits_without_work(
+    query_len: int, least_keys: int, last_sums: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 splits those have work that come to `least_keys`: one, some or all, by request."""
+    args = case(query_len, [query_len, 12, 23, 50, 58, 0])
+    changes = {"splits": 8, "block_n": 16, "least_keys": least_keys, "last_sums": last_sums}
+    check(monkeypatch, args, changes)
+
+
 @pytest.mark.parametrize("splits", [1, 2])
 @pytest.mark.parametrize("window", [1, 3, 20])
 def test_sliding_window(window: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +200,6 @@ def test_only_short_queries_of_one_program_are_fused() -> None:
     assert plan_launch(256, 256, 3, 3, 64, 1, 4096, 132).fused
     one, eight = (plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (1, 8))
     assert (one.splits, one.last_sums, eight.splits, eight.last_sums) == (16, 0, 4, 4)
+    assert (one.least_keys, eight.least_keys) == (1, 256)  # splits of a short context cost more
     assert plan_launch(32, 32, 8, 4, 128, 1, 16384, 132).splits == 1
     assert not plan_launch(1, 1, 1, 128, 128, 1, 4096, 132, 4).fused  # heads of two programs
