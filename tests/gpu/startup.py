@@ -1,7 +1,7 @@
 """Starts a worker's model runner and prints what start-up says: graphs, memory, seconds by phase.
 
-`python tests/gpu/startup.py MODEL [DRAFTER]`: MODEL and an EAGLE-3 head as `shapes.py` writes them,
-random weights. Ends with one line of JSON: seconds by phase, and from the import's end to ready;
+`python tests/gpu/startup.py MODEL [DRAFTER [K]]`: MODEL and an EAGLE-3 head as `shapes.py` writes
+them, random weights; K is 3, or auto. Ends with one line of JSON: seconds by phase, and from the import's end to ready;
 kernels that the worker compiled itself, that it found in Triton's cache (empty for a cold start:
 `TRITON_CACHE_DIR=$(mktemp -d)`), and that were compiled after ready, which must be none.
 """
@@ -19,13 +19,18 @@ from slipstream.runner.engine import build_engine
 from slipstream.runner.messages import AddRequest, SamplingParams
 
 
-def main(model: str, drafter: str | None, device: str = "auto", **scheduler: int) -> None:
+def main(
+    model: str, drafter: str | None = None, k: str = "3", device: str = "auto", **scheduler: int
+) -> None:
     """Build an engine and wait for its first token."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     speculative = SpeculativeConfig()
     if drafter is not None:
         speculative = SpeculativeConfig(
-            method="eagle3", model=drafter, num_speculative_tokens=3, load_format="dummy"
+            method="eagle3",
+            model=drafter,
+            num_speculative_tokens="auto" if k == "auto" else int(k),
+            load_format="dummy",
         )
     start = time.monotonic()
     engine = build_engine(
@@ -51,4 +56,4 @@ def main(model: str, drafter: str | None, device: str = "auto", **scheduler: int
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)
+    main(*sys.argv[1:4])
