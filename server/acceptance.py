@@ -16,6 +16,8 @@ class Submits(Protocol):
 
     def submit(self, request: AddRequest) -> OutputStream: ...
 
+    def abort(self, request_id: str) -> None: ...
+
 
 @dataclass(frozen=True)
 class MeasuredPrompt:
@@ -94,7 +96,8 @@ async def measure_acceptance(
 ) -> dict[str, Tally]:
     """Let the engine reply to `prompts`, prompt i with seed i; a tally by domain.
 
-    Raises MeasurementFailed, and what the engine raises when it dies.
+    Raises MeasurementFailed, and what the engine raises when it dies; no reply goes on then, nor
+    after a cancellation.
     """
     tallies: dict[str, Tally] = {}
     gate = asyncio.Semaphore(concurrency)
@@ -112,10 +115,14 @@ async def measure_acceptance(
             ),
         )
         async with gate:
-            async for output in engine.submit(request):
-                if output.error is not None:
-                    raise MeasurementFailed(f"prompt {index + 1} failed: {output.error}")
-                tally.add(output)
+            stream = engine.submit(request)
+            try:
+                async for output in stream:
+                    if output.error is not None:
+                        raise MeasurementFailed(f"prompt {index + 1} failed: {output.error}")
+                    tally.add(output)
+            finally:
+                engine.abort(request.request_id)  # nothing if it has ended
         on_reply()
 
     tasks = [asyncio.create_task(reply(i, prompt)) for i, prompt in enumerate(prompts)]
@@ -124,6 +131,7 @@ async def measure_acceptance(
     finally:
         for task in tasks:
             task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
     return tallies
 
 

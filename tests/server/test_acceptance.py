@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,6 +77,24 @@ async def test_a_failed_reply_ends_the_measurement() -> None:
 
     with pytest.raises(MeasurementFailed, match="prompt 2 failed: It broke"):
         await measure_acceptance(ScriptedEngine(fail), PROMPTS, 0.0, 8, [])
+
+
+@pytest.mark.parametrize("failing", [False, True])
+async def test_no_reply_goes_on_after_the_measurement(failing: bool) -> None:
+    def stall(request: AddRequest) -> list[RequestOutput | Exception | float]:
+        output = RequestOutput(request.request_id, [], finish_reason="error", error="It broke.")
+        fails = failing and request.prompt_token_ids[0] == 3
+        return [0.05, output] if fails else [float("inf")]
+
+    engine = ScriptedEngine(stall)
+    task = asyncio.create_task(measure_acceptance(engine, PROMPTS, 0.0, 8, []))
+    while len(engine.open) < len(PROMPTS):
+        await asyncio.sleep(0.005)
+    if not failing:
+        task.cancel()
+    with pytest.raises(MeasurementFailed if failing else asyncio.CancelledError):
+        await task
+    assert not engine.open and len(engine.aborted) == len(PROMPTS) - failing
 
 
 @pytest.mark.parametrize(
