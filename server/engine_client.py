@@ -27,14 +27,14 @@ from ..runner.messages import (
     ResetPrefixCache,
     SetVocabulary,
     Shutdown,
-    SpeculatorChanged,
     StepOutputs,
     StepStats,
     ToWorker,
 )
 from ..runner.process import WorkerOrders, WorkerProcess, describe_exit
+from .drafter_changes import DrafterChanges
 from .health import Health, State
-from .request_stream import EngineDead, RequestStream, ShutDown, SpeculatorRefused, Turn
+from .request_stream import EngineDead, RequestStream, ShutDown, Turn
 from .watchdog import Watchdog
 
 __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
@@ -97,8 +97,7 @@ class EngineClient:
         self._outbox: list[ToWorker] = []
         self._vocabulary: SetVocabulary | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._change: asyncio.Future[SpeculatorChanged] | None = None
-        self._tried = ""  # the drafter of the last "load"
+        self._changes = DrafterChanges(self._post_change, self._keep_drafter)
         self._watchdog = Watchdog(config.server.worker_timeout, lambda: bool(self._streams))
 
     @property
@@ -162,22 +161,12 @@ class EngineClient:
         self._post(ResetPrefixCache())
 
     async def change_speculator(self, action: str, model: str = "") -> None:
-        """Load another drafter, try its weights, keep or revert them; one caller at a time.
+        """Load another drafter, try its weights, keep or revert them; callers wait for each other.
 
-        Raises SpeculatorRefused if nothing changed, EngineDead if the worker ends.
+        Raises SpeculatorRefused if nothing changed, EngineDead if the worker ends, or if it is not
+        the one that was to load the drafter.
         """
-        if self.state != "ready":
-            raise self._dead()
-        self._change = asyncio.get_running_loop().create_future()
-        self._post(ChangeSpeculator(action, model))
-        answer = await self._change
-        if answer.error is not None:
-            raise SpeculatorRefused(answer.error)
-        if action == "load":
-            self._tried = model
-        elif action == "keep":  # a worker that has to be started again starts with it
-            speculative = replace(self._config.speculative, model=self._tried)
-            self._config = replace(self._config, speculative=speculative)
+        await self._changes.ask(action, model)
 
     async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
         """Refuse new requests, let the open ones finish for so long, then end the worker.
@@ -214,6 +203,16 @@ class EngineClient:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(message)
 
+    def _post_change(self, message: ChangeSpeculator) -> None:
+        if self.state != "ready":
+            raise self._dead()
+        self._post(message)
+
+    def _keep_drafter(self, model: str) -> None:
+        """A worker that has to be started again starts with it."""
+        speculative = replace(self._config.speculative, model=model)
+        self._config = replace(self._config, speculative=speculative)
+
     def _flush(self) -> None:
         messages, self._outbox = self._outbox, []
         if messages and self._worker is not None:
@@ -228,9 +227,8 @@ class EngineClient:
             stream.put(output)
             if output.finish_reason is not None:
                 self._forget(output.request_id)
-        change = self._change
-        if outputs.speculator is not None and change is not None and not change.done():
-            change.set_result(outputs.speculator)
+        if outputs.speculator is not None:
+            self._changes.answer(outputs.speculator)
         if self.stats is not None:
             try:
                 self.stats(outputs.stats)
@@ -248,8 +246,7 @@ class EngineClient:
             stream = self._forget(request_id)
             assert stream is not None
             stream.fail(kind(message, self.health.report.retry_after))
-        if self._change is not None and not self._change.done():
-            self._change.set_exception(kind(message, self.health.report.retry_after))
+        self._changes.fail(kind(message, self.health.report.retry_after))
 
     def _dead(self) -> EngineDead:
         report = self.health.report

@@ -7,10 +7,11 @@ are exchanged between two steps, so a request notices nothing but other drafts.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -29,6 +30,7 @@ from .errors import (
 from .openai_types.common import Body
 from .request_stream import EngineDead, SpeculatorRefused
 from .services import Engine, Services
+from .sse import unless_disconnected
 from .training_prompts import heldout_prompts, tokenize_prompts
 
 log = logging.getLogger("slipstream.speculator")
@@ -86,7 +88,7 @@ def speculator_routes(services: Services) -> APIRouter:
         if gate.locked():
             raise SpeculatorBusy
         async with gate:
-            reply = await trial.run(body.model, body.force)
+            reply = await unless_disconnected(request, trial.run(body.model, body.force))
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     return router
@@ -109,18 +111,16 @@ class Trial:
         self._prompts: list[MeasuredPrompt] = []
 
     async def run(self, model: str, force: bool) -> SpeculatorReply:
-        """InvalidRequest if the head cannot be loaded; EngineStopped if the worker dies."""
+        """InvalidRequest if the head cannot be loaded; EngineStopped if the worker dies.
+
+        Cancelled, the trial is given up: the old head is back before this ends.
+        """
         engine = cast(ChangesSpeculator, self._services.engine)
         try:
-            await engine.change_speculator("load", model)  # refused before anything is measured
-            keep = False
-            try:
-                before = await self._probe(engine)
-                await engine.change_speculator("try")
-                after = await self._probe(engine)
-                keep, reason = judge(before, after, force)
-            finally:  # also when the client hangs up: no half-decided trial stays behind
-                await asyncio.shield(self._settle(engine, "keep" if keep else "revert"))
+            await self._load(engine, model)  # refused before anything is measured
+            before, after = await self._measure(engine)
+            keep, reason = judge(before, after, force)
+            await _to_the_end(self._settle(engine, "keep" if keep else "revert"))
         except SpeculatorRefused as error:
             raise InvalidRequest(f"{error}.", "model", "invalid_value") from None
         except EngineDead as error:
@@ -131,9 +131,34 @@ class Trial:
         figures = {"before": before.as_dict(), "after": after.as_dict()}
         return SpeculatorReply(keep, reason, model, figures)
 
+    async def _load(self, engine: ChangesSpeculator, model: str) -> None:
+        try:
+            await engine.change_speculator("load", model)
+        except asyncio.CancelledError:  # it is loaded nonetheless
+            await _to_the_end(self._give_up(engine))
+            raise
+
+    async def _measure(self, engine: ChangesSpeculator) -> tuple[Tally, Tally]:
+        """Of the running head, and of the loaded one, which is then in its place."""
+        try:
+            before = await self._probe(engine)
+            await engine.change_speculator("try")
+            return before, await self._probe(engine)
+        except BaseException:
+            await _to_the_end(self._give_up(engine))
+            raise
+
+    async def _give_up(self, engine: ChangesSpeculator) -> None:
+        with contextlib.suppress(EngineDead, EngineStopped):  # then it has ended with its worker
+            await self._settle(engine, "revert")
+
     @staticmethod
     async def _settle(engine: ChangesSpeculator, action: str) -> None:
-        await engine.change_speculator(action)
+        """A refusal is no fault of the caller's: the worker is not the one that began."""
+        try:
+            await engine.change_speculator(action)
+        except SpeculatorRefused as error:
+            raise EngineStopped(str(error)) from None
         engine.reset_prefix_cache()  # its KV of drafts is the other head's
 
     async def _probe(self, engine: ChangesSpeculator) -> Tally:
@@ -166,10 +191,21 @@ class Trial:
         return [MeasuredPrompt(tuple(found)) for found in ids]
 
 
+async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+    """Do it whole, and only then be cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
+
+
 def judge(before: Tally, after: Tally, force: bool) -> tuple[bool, str]:
     """(keep the new head?, why). The number of drafts may differ, so positions are compared."""
-    if not before.num_verify_steps and not after.num_verify_steps:
-        return force, "neither drafter made a draft on the probe"
+    if not before.num_verify_steps:  # nothing tells what the running one is worth
+        who = "the running drafter made no" if after.num_verify_steps else "neither drafter made a"
+        return force, f"{who} draft on the probe"
     count = min(len(before.acceptance), len(after.acceptance)) or 1
     old, new = (1 + sum(tally.acceptance[:count]) for tally in (before, after))
     told = f"{new:.3f} tokens a step on the probe, the running one {old:.3f}"

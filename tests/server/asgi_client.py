@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI
+
+Header = tuple[bytes, bytes]
 
 
 class OpenRequest:
     """One POST whose answer is read message by message."""
 
-    def __init__(self, app: FastAPI, path: str, body: dict[str, Any]) -> None:
+    def __init__(
+        self, app: FastAPI, path: str, body: dict[str, Any], headers: Sequence[Header] = ()
+    ) -> None:
         self.sent: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.hung_up = asyncio.Event()
         self._body: bytes | None = json.dumps(body).encode()
@@ -26,7 +31,7 @@ class OpenRequest:
             "raw_path": path.encode(),
             "query_string": b"",
             "root_path": "",
-            "headers": [(b"content-type", b"application/json")],
+            "headers": [(b"content-type", b"application/json"), *headers],
             "client": ("test", 1),
             "server": ("test", 80),
         }

@@ -17,10 +17,12 @@ from slipstream.runner.errors import RunnerError
 from slipstream.runner.messages import (
     AbortRequests,
     AddRequest,
+    ChangeSpeculator,
     Progress,
     Ready,
     RequestOutput,
     SetVocabulary,
+    SpeculatorChanged,
     StepOutputs,
     StepStats,
     ToWorker,
@@ -45,15 +47,21 @@ class FakeEngine:
             speculative_method=config.speculative.method,
             num_speculative_tokens=0,
             startup_seconds={"load": 0.0},
+            device_name=config.speculative.model or "",  # the drafter, for tests to see
         )
         self._seconds = seconds_per_step
         self._num_known = 0
         self._running: dict[str, tuple[AddRequest, int]] = {}
+        self._drafter = ""  # loaded and not settled
+        self._steps_left = 0  # until it is loaded
+        self._answers: list[str | None] = []
 
     def handle(self, messages: list[ToWorker]) -> None:
         for message in messages:
             if isinstance(message, AddRequest):
                 self._add(message)
+            elif isinstance(message, ChangeSpeculator):
+                self._change(message)
             elif isinstance(message, SetVocabulary):
                 self._num_known = len(message.tokens)
             elif isinstance(message, AbortRequests):
@@ -72,8 +80,23 @@ class FakeEngine:
             time.sleep(600)
         self._running[request.request_id] = (request, 0)
 
+    def _change(self, message: ChangeSpeculator) -> None:
+        """A drafter called "kill:try" kills the worker when it is tried, "slow" loads slowly."""
+        if (message.model or self._drafter) == f"kill:{message.action}":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if message.action == "load":
+            self._drafter = message.model
+            self._steps_left = 200 if message.model == "slow" else 0
+        elif not self._drafter or self._steps_left:
+            self._answers.append("there is nothing to " + message.action)
+            return
+        elif message.action != "try":
+            self._drafter = ""
+        if not self._steps_left:
+            self._answers.append(None)
+
     def has_work(self) -> bool:
-        return bool(self._running)
+        return bool(self._running or self._steps_left or self._answers)
 
     def step(self, interrupted: Callable[[], bool]) -> list[StepOutputs]:
         time.sleep(self._seconds)
@@ -92,7 +115,11 @@ class FakeEngine:
             if finished:
                 del self._running[request_id]
         stats = StepStats(num_running=len(self._running), num_generated_tokens=len(outputs))
-        return [StepOutputs(outputs, stats)]
+        if self._steps_left:
+            self._steps_left -= 1
+            self._answers += [] if self._steps_left else [None]
+        told = [SpeculatorChanged(self._answers.pop(0))] if self._answers else [None]
+        return [StepOutputs(outputs, stats, told[0])]
 
     def shutdown(self) -> None:
         if path := os.environ.get("FAKE_ENGINE_GOODBYE"):

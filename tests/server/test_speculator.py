@@ -14,6 +14,7 @@ from slipstream.server.request_stream import EngineDead, SpeculatorRefused
 from slipstream.server.speculator import judge
 
 from .api_fakes import ScriptedEngine, config_with, http_client, make_app
+from .asgi_client import OpenRequest
 
 ADMIN = {"authorization": "Bearer root"}
 OLD, GOOD, BAD = 2, 3, 1  # drafts of 3 that each head gets accepted
@@ -30,6 +31,8 @@ class SwappingEngine(ScriptedEngine):
         self.num_resets = 0
         self.wait = asyncio.Event()
         self.wait.set()
+        self.stall = ""  # the action that takes a while
+        self.lost = False  # the worker is another one, in which nothing was loaded
 
     def _reply(self, request: AddRequest) -> list[RequestOutput | Exception | float]:
         output = RequestOutput(request.request_id, [9] * (self.accepted + 1))
@@ -40,6 +43,10 @@ class SwappingEngine(ScriptedEngine):
     async def change_speculator(self, action: str, model: str = "") -> None:
         self.asked.append(f"{action} {model}".strip())
         await self.wait.wait()
+        if action == self.stall:
+            await asyncio.sleep(0.1)
+        if self.lost and action != "load":
+            raise SpeculatorRefused("no drafter is being tried")
         if model == "broken":
             raise SpeculatorRefused("its shape is another")
         if model == "dead":
@@ -158,6 +165,72 @@ async def test_one_trial_at_a_time() -> None:
     assert engine.asked == ["load 3", "try", "keep"]
 
 
+async def test_two_at_the_same_moment_are_one_trial() -> None:
+    engine = SwappingEngine()
+    app = make_app(engine, config_with(admin_api_key=("root",)))
+    async with http_client(app) as client:
+        asks = [
+            client.post("/v1/speculator", json={"model": name}, headers=ADMIN) for name in "331"
+        ]
+        replies = await asyncio.gather(*asks)
+    assert sorted(reply.status_code for reply in replies) == [200, 409, 409]
+    assert len(engine.asked) == 3
+
+
+@pytest.mark.parametrize("model", [GOOD, BAD])
+async def test_a_worker_that_knows_nothing_of_the_trial_is_no_fault_of_the_callers(
+    model: int,
+) -> None:
+    """It was started again after the last probe, and refuses to settle what it did not begin."""
+    engine = SwappingEngine()
+    script = engine.script
+
+    def play(request: AddRequest) -> list[RequestOutput | Exception | float]:
+        engine.lost = "try" in engine.asked
+        return script(request)
+
+    engine.script = play
+    reply = await post(engine, {"model": str(model)})
+    assert reply.status_code == 503
+    error = reply.json()["error"]
+    assert error["code"] == "engine_dead" and error["type"] == "service_unavailable"
+    assert engine.asked[2:] == ["keep" if model == GOOD else "revert"]
+
+
+@pytest.mark.parametrize("stage", ["load", "before", "try", "after", "keep"])
+async def test_a_client_that_hangs_up_ends_the_trial(stage: str) -> None:
+    engine = SwappingEngine()
+    engine.stall = stage
+    script = engine.script
+
+    def play(request: AddRequest) -> list[RequestOutput | Exception | float]:
+        here = "after" if "try" in engine.asked else "before"
+        return [float("inf")] if here == stage else script(request)
+
+    engine.script = play
+    app = make_app(engine, config_with(admin_api_key=("root",)))
+    request = OpenRequest(
+        app, "/v1/speculator", {"model": "3"}, [(b"authorization", b"Bearer root")]
+    )
+
+    def is_there() -> bool:
+        if stage in ("before", "after"):
+            return len(engine.open) == 4 and ("try" in engine.asked) == (stage == "after")
+        return engine.asked[-1:] == ["load 3" if stage == "load" else stage]
+
+    while not is_there():
+        await asyncio.sleep(0.001)
+    await request.hang_up()
+    settled = ["keep" if stage == "keep" else "revert"]
+    tried = ["load 3", *(["try"] if stage in ("try", "after", "keep") else [])]
+    assert engine.asked == tried + settled and not engine.open
+    assert engine.accepted == (GOOD if stage == "keep" else OLD)
+    engine.stall, engine.script = "", script
+    async with http_client(app) as client:
+        again = await client.post("/v1/speculator", json={"model": "3"}, headers=ADMIN)
+    assert again.status_code == 200, again.text
+
+
 def test_heads_with_different_numbers_of_drafts_are_compared_where_both_drafted() -> None:
     def tally(*accepted: int) -> Tally:
         return Tally(10, 30, [10] * len(accepted), list(accepted))
@@ -166,3 +239,6 @@ def test_heads_with_different_numbers_of_drafts_are_compared_where_both_drafted(
     assert not judge(tally(8, 4, 4), tally(8, 3), False)[0]
     assert judge(Tally(), Tally(), False) == (False, "neither drafter made a draft on the probe")
     assert not judge(tally(8), Tally(), False)[0]
+    nothing = (False, "the running drafter made no draft on the probe")  # it may be any good
+    assert judge(Tally(), tally(8), False) == nothing
+    assert judge(Tally(), tally(8), True)[0]
