@@ -47,7 +47,7 @@ _DOCUMENTED = {
     "/v1/completions": Documented(CompletionRequest, Completion, streams=True),
     "/v1/responses": Documented(ResponsesRequest, dict, streams=True),
     "/v1/responses/input_tokens": Documented(ResponsesRequest, InputTokens),
-    "/v1/speculator": Documented(SpeculatorRequest, SpeculatorReply),
+    "/v1/speculator": Documented(SpeculatorRequest, SpeculatorReply, serves=False),
     "/tokenize": Documented(TokenizeRequest, Tokens),
     "/detokenize": Documented(DetokenizeRequest, Detokenized),
     "/v1/models": Documented(None, ModelList),

@@ -25,6 +25,7 @@ class Documented(msgspec.Struct, frozen=True):
     streams: bool = False
     media: str = "application/json"
     statuses: tuple[str, ...] = ("200",)  # that come with the reply
+    serves: bool = True  # a `model` in the body is a served one's name
 
 
 def install_openapi(
@@ -63,7 +64,9 @@ def _complete(
     for (path, route), shape in zip(documented.items(), shapes[1:], strict=True):
         operation = document["paths"][path]["get" if route.body is None else "post"]
         if route.body is not None:
-            operation["requestBody"] = _body(route.body, components, names)
+            operation["requestBody"] = _body(
+                route.body, components, names if route.serves else None
+            )
             operation["responses"] |= {"400": error, "404": error}
         content: dict[str, Any] = {route.media: {"schema": shape}}
         if route.streams:
@@ -73,12 +76,12 @@ def _complete(
 
 
 def _body(
-    body: type[BaseModel], components: dict[str, Any], names: dict[str, Any]
+    body: type[BaseModel], components: dict[str, Any], names: dict[str, Any] | None
 ) -> dict[str, Any]:
     """A reference to the body's schema, which is put to the others."""
     schema = body.model_json_schema(ref_template=_REF)
     components.update(schema.pop("$defs", {}))
-    if "model" in schema["properties"]:
+    if names is not None and "model" in schema["properties"]:
         schema["properties"]["model"] = names
     components[body.__name__] = schema
     reference = {"$ref": _REF.format(model=body.__name__)}
