@@ -121,6 +121,11 @@ class EngineClient:
         """The worker's process id, if there is one."""
         return None if self._worker is None else self._worker.process.pid
 
+    @property
+    def drafter(self) -> str | None:
+        """The drafter's folder or id, as configured or kept since."""
+        return self._config.speculative.model
+
     async def start(self, progress: ProgressCallback | None = None) -> Ready:
         """Start the worker and wait until it serves. WorkerFailed if it cannot."""
         try:

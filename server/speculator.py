@@ -1,4 +1,5 @@
 """POST /v1/speculator: try another draft head in the running server; it stays if it is not worse.
+GET tells which one it has.
 
 Acceptance on a built-in probe decides. The probe runs as requests beside all others; the weights
 are exchanged between two steps, so a request notices nothing but other drafts.
@@ -44,6 +45,9 @@ class ChangesSpeculator(Engine, Protocol):
     async def change_speculator(self, action: str, model: str = "") -> None:
         """Raises SpeculatorRefused, EngineDead."""
 
+    @property
+    def drafter(self) -> str | None: ...
+
     def reset_prefix_cache(self) -> None: ...
 
 
@@ -61,6 +65,14 @@ class SpeculatorReply(msgspec.Struct):
     reason: str
     model: str  # that was tried
     acceptance: dict[str, Any]  # "before" and "after"
+
+
+class SpeculatorState(msgspec.Struct):
+    """What drafts."""
+
+    method: str  # "off" without a drafter
+    model: str | None  # as configured or kept since; a worker that is started again begins with it
+    on_trial: str | None  # the head that is being loaded or measured
 
 
 class SpeculatorBusy(APIError):
@@ -91,6 +103,14 @@ def speculator_routes(services: Services) -> APIRouter:
             reply = await unless_disconnected(request, trial.run(body.model, body.force))
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
+    @router.get("/v1/speculator")
+    async def tell_speculator(request: Request) -> Response:
+        _check_key(request, services.config.server.admin_api_key)
+        engine = cast(ChangesSpeculator, services.engine)
+        method = engine.ready.speculative_method
+        state = SpeculatorState(method, engine.drafter, trial.model)
+        return Response(msgspec.json.encode(state), media_type="application/json")
+
     return router
 
 
@@ -109,6 +129,7 @@ class Trial:
     def __init__(self, services: Services) -> None:
         self._services = services
         self._prompts: list[MeasuredPrompt] = []
+        self.model: str | None = None  # that is on trial
 
     async def run(self, model: str, force: bool) -> SpeculatorReply:
         """InvalidRequest if the head cannot be loaded; EngineStopped if the worker dies.
@@ -116,6 +137,7 @@ class Trial:
         Cancelled, the trial is given up: the old head is back before this ends.
         """
         engine = cast(ChangesSpeculator, self._services.engine)
+        self.model = model
         try:
             await self._load(engine, model)  # refused before anything is measured
             before, after = await self._measure(engine)
@@ -127,6 +149,8 @@ class Trial:
             raise as_api_error(error) from None
         except MeasurementFailed as error:
             raise EngineStopped(str(error)) from None
+        finally:
+            self.model = None
         log.info("drafter %s %s: %s", model, "taken" if keep else "not taken", reason)
         figures = {"before": before.as_dict(), "after": after.as_dict()}
         return SpeculatorReply(keep, reason, model, figures)

@@ -32,6 +32,7 @@ class SwappingEngine(ScriptedEngine):
         self.wait = asyncio.Event()
         self.wait.set()
         self.stall = ""  # the action that takes a while
+        self.drafter: str | None = "old"
         self.lost = False  # the worker is another one, in which nothing was loaded
 
     def _reply(self, request: AddRequest) -> list[RequestOutput | Exception | float]:
@@ -160,8 +161,13 @@ async def test_one_trial_at_a_time() -> None:
             await asyncio.sleep(0.01)
         second = await client.post("/v1/speculator", json={"model": "1"}, headers=ADMIN)
         assert second.status_code == 409 and second.json()["error"]["code"] == "speculator_busy"
+        told = (await client.get("/v1/speculator", headers=ADMIN)).json()
+        assert told == {"method": "ngram", "model": "old", "on_trial": "3"}
         engine.wait.set()
         assert (await first).json()["swapped"] is True
+        told = (await client.get("/v1/speculator", headers=ADMIN)).json()
+        assert told["on_trial"] is None
+        assert (await client.get("/v1/speculator")).status_code == 401
     assert engine.asked == ["load 3", "try", "keep"]
 
 

@@ -53,6 +53,12 @@ async def post(app: FastAPI, model: str, force: bool = False) -> httpx.Response:
         return await http.post("/v1/speculator", json=body, headers=ADMIN)
 
 
+async def told(app: FastAPI) -> dict[str, Any]:
+    async with http_client(app) as http:
+        found: dict[str, Any] = (await http.get("/v1/speculator", headers=ADMIN)).json()
+        return found
+
+
 async def kill(client: EngineClient) -> None:
     """The worker, and wait for the next one."""
     pid, number = client.worker_pid, client.health.report.restarts
@@ -74,6 +80,7 @@ async def test_a_worker_killed_at_any_stage_is_a_503_and_the_old_drafter_comes_b
     app = app_of(client)
     for stage, force in (("load", False), ("try", False), ("revert", False), ("keep", True)):
         check_503(await post(app, f"kill:{stage}", force))
+        assert await told(app) == {"method": "eagle3", "model": "old", "on_trial": None}
         refused = await post(app, "new")
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "not_ready"
         await until(lambda: client.state == "ready")
@@ -81,6 +88,7 @@ async def test_a_worker_killed_at_any_stage_is_a_503_and_the_old_drafter_comes_b
         tried = await post(app, "new")
         assert tried.status_code == 200 and not tried.json()["swapped"], stage
     assert (await post(app, "new", force=True)).json()["swapped"]
+    assert (await told(app))["model"] == "new"
     await kill(client)
     assert client.ready.device_name == "new"
 
