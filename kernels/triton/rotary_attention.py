@@ -78,7 +78,7 @@ def _rotary_attention_kernel(
     seq_lens,  # [N] int32
     out,  # [T, Hq, D], contiguous
     partial,  # [splits, T, Hq, D] fp32
-    lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator
+    lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator; first inf: `out` is written
     arrivals,  # [N, Hkv] int32, zeros before and after
     scale,
     softcap,
@@ -159,10 +159,20 @@ def _rotary_attention_kernel(
             tl.store(out + empty, zeros, mask=(row < GROUP)[:, None] & dim_inside)
     if query_len <= 0:
         return
-    alone = splits == 1
-    if LAST_SUMS > 0:  # nobody waits for splits without work
-        alone = active == 1
+    # The split with the fewest cached keys takes the new ones; where a kernel sums the splits, one
+    # without any, if there is one: both are then read at once.
+    alone, takes_new = active == 1, active - 1
+    if LAST_SUMS > 0:
         if split >= active:
+            return
+    else:
+        if not alone:
+            takes_new = splits - 1
+        if (split >= active) & (split != takes_new):
+            if not alone:
+                flat = (split.to(tl.int64) * num_tokens + start + within) * Q_HEADS + head
+                nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                tl.store(lse + flat, nothing, mask=within < query_len)
             return
 
     half: tl.constexpr = ROT // 2
@@ -184,7 +194,7 @@ def _rotary_attention_kernel(
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, log2 domain
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if split == active - 1:  # the split with the fewest cached keys takes the new ones
+    if split == takes_new:
         new = tl.arange(0, NEW)
         is_new = new < query_len
         new_token = (start + new).to(tl.int64)
@@ -246,6 +256,10 @@ def _rotary_attention_kernel(
     flat = token * Q_HEADS + head
     if alone:
         tl.store(out + flat[:, None] * DIM + dim[None, :], result.to(dtype), mask=mask)
+        if LAST_SUMS == 0:
+            if splits > 1:  # there is nothing to sum
+                done = tl.full([BLOCK_M], float("inf"), tl.float32)
+                tl.store(lse + flat, done, mask=valid)
     else:
         flat += split.to(tl.int64) * num_tokens * Q_HEADS
         tl.store(partial + flat[:, None] * DIM + dim[None, :], result, mask=mask)

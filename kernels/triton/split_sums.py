@@ -46,11 +46,9 @@ def sum_own_splits(
     weight = tl.exp2(weight - top[None, :])
     total = tl.sum(weight, 0)
     total = tl.where(total == 0.0, 1.0, total)
-    # at a time, for fewer registers
-    most: tl.constexpr = 4096 // (MAX_SPLITS * ROWS)
-    piece: tl.constexpr = most if most < BLOCK_D // 2 else BLOCK_D // 2
-    for first in tl.static_range(0, BLOCK_D, piece):
-        dim = first + tl.arange(0, piece)
+    half: tl.constexpr = BLOCK_D // 2  # at a time, for fewer registers
+    for first in tl.static_range(0, BLOCK_D, half):
+        dim = first + tl.arange(0, half)
         part = tl.load(
             partial + at[:, :, None] * DIM + dim[None, None, :],
             mask=inside[:, :, None] & (dim < DIM)[None, None, :],
@@ -69,7 +67,7 @@ def sum_own_splits(
 )
 def _reduce_kernel(
     partial,  # [SPLITS, T, Hq, DIM_V] fp32
-    lse,  # [SPLITS, T, Hq] fp32
+    lse,  # [SPLITS, T, Hq] fp32, -inf: no partial; inf first: `out` is written
     query_start_loc,  # [N + 1] int32
     out,  # [T, Hq, DIM_V]
     num_reqs,
@@ -93,18 +91,22 @@ def _reduce_kernel(
     flat = (split * num_tokens + token) * Q_HEADS + head[None, :]  # [SPLITS_BLOCK, HEADS]
     exists = (split < SPLITS) & live & (head < Q_HEADS)[None, :]
     weights = tl.load(lse + flat, mask=exists, other=float("-inf"))
-    part = tl.load(
+    done = tl.max(tl.where((split == 0) & (weights == float("inf")), 1, 0), 0) > 0  # [HEADS]
+    is_part = (weights != float("-inf")) & ~done[None, :]
+    part = tl.load(  # of all, since it would wait for the weights: memory of no part may hold NaN
         partial + flat[:, :, None] * DIM_V + dim[None, None, :],
         mask=exists[:, :, None] & (dim < DIM_V)[None, None, :],
         other=0.0,
     )
+    part = tl.where(is_part[:, :, None], part, 0.0)
+    weights = tl.where(is_part, weights, float("-inf"))
     top = tl.max(weights, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
     weights = tl.exp2(weights - top[None, :])
     total = tl.sum(weights, 0)
     acc = tl.sum(part * weights[:, :, None], 0)
     acc /= tl.where(total == 0.0, 1.0, total)[:, None]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(target, acc.to(out.dtype.element_ty), mask=inside & ~done[:, None])
 
 
 def sum_splits(

@@ -1,9 +1,10 @@
 """Starts a worker's model runner and prints what start-up says: graphs, memory, seconds by phase.
 
 `python tests/gpu/startup.py MODEL [DRAFTER [K]]`: MODEL and an EAGLE-3 head as `shapes.py` writes
-them, random weights; K is 3, or auto. Ends with one line of JSON: seconds by phase, and from the import's end to ready;
-kernels that the worker compiled itself, that it found in Triton's cache (empty for a cold start:
-`TRITON_CACHE_DIR=$(mktemp -d)`), and that were compiled after ready, which must be none.
+them, random weights; K is 3, or auto. Ends with one line of JSON: seconds by phase, and from the
+import's end to ready; kernels that the worker compiled itself, that it found in Triton's cache
+(empty for a cold start: `TRITON_CACHE_DIR=$(mktemp -d)`), and that were compiled after ready, which
+must be none.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import logging
 import sys
 import time
+from typing import Any
 
 from slipstream.configs.schema import Config, ModelConfig, SchedulerConfig, SpeculativeConfig
 from slipstream.kernels.compile_log import watch_compilations
@@ -20,7 +22,7 @@ from slipstream.runner.messages import AddRequest, SamplingParams
 
 
 def main(
-    model: str, drafter: str | None = None, k: str = "3", device: str = "auto", **scheduler: int
+    model: str, drafter: str | None = None, k: str = "3", device: str = "auto", **scheduler: Any
 ) -> None:
     """Build an engine and wait for its first token."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -29,7 +31,7 @@ def main(
         speculative = SpeculativeConfig(
             method="eagle3",
             model=drafter,
-            num_speculative_tokens="auto" if k == "auto" else int(k),
+            num_speculative_tokens=None if k == "auto" else int(k),
             load_format="dummy",
         )
     start = time.monotonic()

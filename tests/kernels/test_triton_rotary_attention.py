@@ -142,6 +142,13 @@ def test_splits_without_work(
     """Of 8 splits those have work that come to `least_keys`: one, some or all, by request."""
     args = case(query_len, [query_len, 12, 23, 50, 58, 0])
     changes = {"splits": 8, "block_n": 16, "least_keys": least_keys, "last_sums": last_sums}
+
+    def poisoned(*shape: Any, **options: Any) -> Tensor:
+        return torch.full(
+            torch.Size(shape if isinstance(shape[0], int) else shape[0]), float("nan")
+        ).to(**options)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
     check(monkeypatch, args, changes)
 
 
@@ -201,5 +208,11 @@ def test_only_short_queries_of_one_program_are_fused() -> None:
     one, eight = (plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (1, 8))
     assert (one.splits, one.last_sums, eight.splits, eight.last_sums) == (16, 0, 4, 4)
     assert (one.least_keys, eight.least_keys) == (1, 256)  # splits of a short context cost more
+    verify = plan_launch(8, 32, 8, 4, 128, 4, 4096, 132)
+    assert (verify.splits, verify.last_sums, verify.least_keys) == (4, 0, 256)
+    tiles = [plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (2, 8, 16, 32, 64)]
+    assert [(plan.block_n, plan.num_stages, plan.num_warps, plan.splits) for plan in tiles] == [
+        *((64, 2, 4, 16), (128, 2, 4, 4), (64, 3, 4, 4), (128, 2, 8, 1), (64, 3, 4, 1))
+    ]
     assert plan_launch(32, 32, 8, 4, 128, 1, 16384, 132).splits == 1
     assert not plan_launch(1, 1, 1, 128, 128, 1, 4096, 132, 4).fused  # heads of two programs
