@@ -16,7 +16,6 @@ FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
 _MOST_FUSED = 1024  # programs; more of them are quicker in two kernels
 _LAST_SUMS_VALUES = 512  # of one split, that a program can hold those of all splits of
 _LEAST_KEYS = 256  # that a split pays for, where programs fill much of a card without it
-_FEW_REQUESTS = 8  # whose keys are brought into L2 while the projection still runs
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,11 @@ def plan_launch(
     num_processors: int,
     element_size: int = 2,
 ) -> Launch:
-    """Tile sizes and the number of KV splits for a call of these shapes."""
+    """Tile sizes and the number of KV splits for a call of these shapes.
+
+    Kinds change with the number of programs, and hold for twice as many: powers of two of requests
+    meet them all (see `dry_start`).
+    """
     rows = group * max_query_len
     largest = 128 if dim <= 128 else 64 if dim <= 256 else 32
     if dim > 512:  # MLA: many heads share one KV row
@@ -103,7 +106,7 @@ def plan_launch(
         fused=fused,
         last_sums=own if can_sum and splits > 1 else 0,
         least_keys=_LEAST_KEYS if fills else 1,
-        early=fused and num_reqs <= _FEW_REQUESTS,
+        early=fused and 2 * programs <= num_processors,
     )
 
 
