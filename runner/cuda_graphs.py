@@ -208,6 +208,7 @@ class CudaGraphManager:
     def _capture_one(
         self, desc: BatchExecutionDescriptor, create_forward_fn: CreateForwardFn
     ) -> None:
+        assert desc not in self._states, "its graph would be lost, and the pool's count be wrong"
         backend = self._pool.backend
         with backend.capturing():
             # The warm-up compiles, autotunes and allocates; it also plans, so its state is used up.

@@ -154,13 +154,13 @@ def descriptors(
 def thinned(descs: list[BatchExecutionDescriptor]) -> list[BatchExecutionDescriptor]:
     """About two sizes for each doubling, and the largest: lengths that only a controller chooses
     need not fit as closely as they would cost in memory and start-up."""
-    kept, last = descs[-1:], 0
-    for desc in descs:
+    kept, last = [], 0
+    for desc in descs[:-1]:
         requests = desc.num_reqs or 0
         if requests >= last * 4 / 3:
             kept.append(desc)
             last = requests
-    return kept
+    return [*kept, *descs[-1:]]
 
 
 def _capture_order(desc: BatchExecutionDescriptor) -> tuple[int, int, int]:

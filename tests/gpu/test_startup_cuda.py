@@ -34,7 +34,7 @@ KINDS = [
 START: dict[str, Any] = {}  # kernels that the worker compiled and found while `engine` was built
 
 
-@pytest.fixture(scope="module", params=["off", "eagle3"])
+@pytest.fixture(scope="module", params=["off", "eagle3"])  # K as by default: auto
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Engine]:
@@ -47,7 +47,6 @@ def engine(
         speculative = SpeculativeConfig(
             method="eagle3",
             model=str(folder / "drafter"),
-            num_speculative_tokens=3,
             load_format="dummy",
         )
     config = Config(

@@ -21,6 +21,7 @@ from slipstream.runner.graph_dispatch import (
     dispatch,
     mixed_capture_sizes,
     resolve_mode,
+    thinned,
     wanted_modes,
 )
 
@@ -76,6 +77,16 @@ def test_256_requests_that_verify_3_drafts_have_graphs() -> None:
     for requests in range(129, 257):
         padded = dispatch(found, 4 * requests, requests, 4)
         assert padded.mode is FULL and padded.num_tokens - 4 * requests < 128
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 48, 64, 100, 256])
+def test_thinned_sizes_keep_the_ends_and_none_twice(most: int) -> None:
+    """A size captured twice is counted twice, and the pool was then taken to be in use for ever."""
+    found = descriptors(DECODE_ONLY, [1], default_capture_sizes(8192), most, 8192)[::-1]
+    few = [desc.num_tokens for desc in thinned(found)]
+    assert few == sorted(set(few)) and few[0] == 1 and few[-1] == most
+    assert all(b <= 2 * a for a, b in zip(few, few[1:], strict=False))
+    assert thinned([]) == []
 
 
 def test_listed_sizes_are_sorted_and_checked() -> None:
