@@ -14,7 +14,7 @@ from ..device import card_of
 MAX_SPLITS = 16
 FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
 _MOST_FUSED = 1024  # programs; more of them are quicker in two kernels
-_LAST_SUMS_VALUES = 512  # of one split, that a program can hold those of all splits of
+_LAST_SUMS_VALUES = 2048  # of one split, that a program can sum those of all splits of
 _LEAST_KEYS = 256  # that a split pays for, where programs fill much of a card without it
 
 
@@ -78,21 +78,22 @@ def plan_launch(
     # Two programs a processor hide latency; a split of less than 128 keys does not pay.
     most = 2 * num_processors
     num_warps = 8 if block_m * dim >= 128 * 128 else 4
-    if one_block and dim <= 128 and element_size <= 2 and not most // 2 < programs <= 2 * most:
-        stages = 2  # few iterations, many programs
+    if one_block and dim <= 128 and (fused or not most // 2 < programs <= 2 * most):
+        stages = 2
     fills = fused and most // 9 <= programs <= most  # much of the card, without splits
+    own = triton.next_power_of_2(rows)
+    can_sum = fills and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES
     if fills and block_m == 16 and dim == 128 and element_size == 2:
-        if programs > num_processors:
-            block_n, stages, num_warps = 128, 2, 8
-        elif 2 * programs <= num_processors:
-            block_n, stages = 128, 2
+        if 2 * programs <= num_processors:
+            block_n = 128
+        elif programs > num_processors or max_query_len > 1:
+            block_n, num_warps = 128, 8
         else:
             stages, most = 3, 2 * most
     splits = 1
     while splits < MAX_SPLITS and programs * splits * 2 <= most and max_keys >= 128 * splits * 2:
         splits *= 2
-    own = triton.next_power_of_2(rows)
-    can_sum = fills and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES
+    last_sums = own if can_sum and splits > 1 else 0
     return Launch(
         block_m,
         block_q,
@@ -104,8 +105,8 @@ def plan_launch(
         num_stages=stages,
         heads_first=one_block,
         fused=fused,
-        last_sums=own if can_sum and splits > 1 else 0,
-        least_keys=_LEAST_KEYS if fills else 1,
+        last_sums=last_sums,
+        least_keys=_LEAST_KEYS if last_sums else 1,
         early=fused and 2 * programs <= num_processors,
     )
 

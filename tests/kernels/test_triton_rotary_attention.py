@@ -209,10 +209,10 @@ def test_only_short_queries_of_one_program_are_fused() -> None:
     assert (one.splits, one.last_sums, eight.splits, eight.last_sums) == (16, 0, 4, 4)
     assert (one.least_keys, eight.least_keys) == (1, 256)  # splits of a short context cost more
     verify = plan_launch(8, 32, 8, 4, 128, 4, 4096, 132)
-    assert (verify.splits, verify.last_sums, verify.least_keys) == (4, 0, 256)
+    assert (verify.splits, verify.last_sums, verify.least_keys) == (4, 16, 256)
     tiles = [plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (2, 8, 16, 32, 64)]
     assert [(plan.block_n, plan.num_stages, plan.num_warps, plan.splits) for plan in tiles] == [
-        *((64, 2, 4, 16), (128, 2, 4, 4), (64, 3, 4, 4), (128, 2, 8, 1), (64, 3, 4, 1))
+        *((64, 2, 4, 16), (128, 2, 4, 4), (64, 3, 4, 4), (128, 2, 8, 1), (64, 2, 4, 1))
     ]
     assert plan_launch(32, 32, 8, 4, 128, 1, 16384, 132).splits == 1
     assert not plan_launch(1, 1, 1, 128, 128, 1, 4096, 132, 4).fused  # heads of two programs
