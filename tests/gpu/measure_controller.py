@@ -10,15 +10,15 @@ Tokens/s are those that the steps bring on the average: rates are known, so that
 requests which verified k drafts counts n (1 + r1 + ... + rk), however lucky it was. (At batch 1
 luck alone is worth several per cent.) What came in truth stands beside it. No time holds prompts.
 
-* Fixed K: one set of requests, K = 0, 1, ... with good drafts, then ..., 1, 0 with poor ones, so
-  that the mean context of each K is the same; the steps after a change of K do not count. A step
-  takes as long whatever stands of its drafts, so both of a K's times count for both acceptances.
+* Fixed K: one set of requests, K = 0, 1, ... with good drafts, then ..., 1, 0 with poor ones, for
+  the same mean context; the steps after a change of K do not count. A step takes as long whatever
+  stands of its drafts, so both of a K's times count for both acceptances.
 * Auto: new requests, a controller that has seen nothing, the step times measured at start-up, as
   after a start of the server. Everything counts from the first step behind the prompts, what is
   lost until it knows included. Mean context as with fixed K.
-* Shifting: good, poor, good, each until as many tokens have come; for fixed K this follows from
-  its speeds, as it has nothing to learn.
-* Off again: as auto, but K is held at 0. Where it differs from off, the figures are no better.
+* Shifting: good, poor, good, each until as many tokens have come; for fixed K from its speeds.
+* Off again: as auto, behind it, but K is held at 0. Off is the mean of both, since a card becomes
+  slower as it warms; where they differ, the figures are no better.
 """
 
 from __future__ import annotations
@@ -237,33 +237,21 @@ def measure(
     third, num = lengths(batch, scale)
     fixed = held(bench, batch, good, poor, third, num)
     means = [sum(p.seconds for p in pair) / sum(len(p.steps) for p in pair) for pair in fixed]
+    laws = {"good": [good] * 3, "poor": [poor] * 3, "shifting": [good, poor, good]}
+    phases = {name: chosen(bench, batch, law, third) for name, law in laws.items()}
+    known = bench.controller.costs.row(batch)
+    bench.controller.hold(0)
+    names = bench.begin(batch, PROMPT + third, poor)
+    again = bench.run(poor, tokens=batch * third).speed * means[0] / batch
+    bench.end(names)
+    means[0] *= 2 / (1 + again)
     speeds = {
         name: [batch * brought(rates, k) / s for k, s in zip(bench.counts, means, strict=True)]
         for name, rates in (("good", good), ("poor", poor))
     }
     both = zip(speeds["good"], speeds["poor"], strict=True)
     speeds["shifting"] = [joined([well, ill, well]) for well, ill in both]
-    laws = {"good": [good] * 3, "poor": [poor] * 3, "shifting": [good, poor, good]}
-    cells = []
-    for name, law in laws.items():
-        phases = chosen(bench, batch, law, third)
-        seconds = sum(phase.seconds for phase in phases)
-        drafts: Counter[int] = sum((phase.drafts for phase in phases), Counter())
-        auto = joined([phase.speed for phase in phases])
-        cells.append(
-            {
-                "batch": batch, "acceptance": name, "fixed": speeds[name], "auto": auto,
-                "came": sum(phase.tokens for phase in phases) / seconds,
-                "to_best": auto / max(speeds[name]),
-                "to_off": auto * (alone / batch if alone else 1 / speeds[name][0]),
-                "rows_by_k": dict(sorted(drafts.items())), "seconds": seconds,
-            }
-        )  # fmt: skip
-    known = bench.controller.costs.row(batch)
-    bench.controller.hold(0)
-    names = bench.begin(batch, PROMPT + third, poor)
-    again = bench.run(poor, tokens=batch * third).speed / speeds["poor"][0]
-    bench.end(names)
+    cells = [cell_of(batch, name, phases[name], speeds[name], alone) for name in laws]
     times = [
         {
             "k": k, "start_up": bench.measured.get((batch, k)), "held": mean,
@@ -274,6 +262,21 @@ def measure(
         for k, mean, pair in zip(bench.counts, means, fixed, strict=True)
     ]  # fmt: skip
     return {"cells": cells, "times": times, "batch": batch, "off_again": again, "alone": alone}
+
+
+def cell_of(
+    batch: int, name: str, phases: Sequence[Phase], fixed: Sequence[float], alone: float | None
+) -> dict[str, Any]:
+    """What auto brought, beside each fixed K."""
+    seconds = sum(phase.seconds for phase in phases)
+    drafts: Counter[int] = sum((phase.drafts for phase in phases), Counter())
+    auto = joined([phase.speed for phase in phases])
+    return {
+        "batch": batch, "acceptance": name, "fixed": fixed, "auto": auto,
+        "came": sum(phase.tokens for phase in phases) / seconds,
+        "to_best": auto / max(fixed), "to_off": auto * (alone / batch if alone else 1 / fixed[0]),
+        "rows_by_k": dict(sorted(drafts.items())), "seconds": seconds,
+    }  # fmt: skip
 
 
 def show_cells(counts: Sequence[int], cells: Sequence[Any]) -> None:
