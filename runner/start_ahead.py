@@ -79,10 +79,10 @@ class CompileAhead:
             "name": card.name,
             "capability": card.capability,
             "num_processors": card.num_processors,
-            "num_processes": self.num_processes,
         }
-        line = json.dumps(facts).encode()
-        self._stamp = triton_cache() / f"{self._key}-{hashlib.sha256(line).hexdigest()[:12]}"
+        of_card = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+        self._stamp = triton_cache() / f"{self._key}-{of_card}"
+        line = json.dumps(facts | {"num_processes": self.num_processes}).encode()
         if self._stamp.exists():
             self.stop()
             return

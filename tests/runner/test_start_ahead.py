@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -170,6 +171,19 @@ print(json.dumps({{"num_compiled": 3}}))
     assert ahead.seconds >= first + second + third
     assert not ahead.is_compiling and waits(ahead) == [0, 0, 0] and ahead.wait() is None
     assert len(list((tmp_path / "cache").iterdir())) == 1  # the stamp
+
+
+def test_a_start_on_other_cores_finds_what_was_compiled(start: Start) -> None:
+    """How many processes compile changes nothing about what they leave."""
+    ahead = start("print(json.dumps({}))")
+    assert ahead.wait() is not None
+    again = start("time.sleep(60)")
+    assert not again.is_compiling and again.wait() is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(ahead.num_processes + 3)))
+        others = start("time.sleep(60)")
+        assert others.num_processes == ahead.num_processes + 3
+        assert not others.is_compiling
 
 
 def test_a_process_that_dies_is_waited_for_no_more(
