@@ -7,9 +7,10 @@ which are kept until it is settled which stay. Imports no torch; see `draft_exch
 from __future__ import annotations
 
 import logging
+import traceback
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import RunnerError
 from .messages import ChangeSpeculator, SpeculatorChanged, StepOutputs
@@ -25,17 +26,28 @@ _METHODS = ("eagle", "eagle3")
 _REFUSALS = (RunnerError, ValueError, OSError, RuntimeError)
 
 
+class ExchangesDrafter(Protocol):
+    """What a model runner does for it."""
+
+    @property
+    def speculator(self) -> Any:
+        """The drafter; None without one."""
+
+    def exchange_drafter(self, swap: Callable[[], None]) -> None:
+        """Run `swap`, which gives the drafter other weights, between two steps."""
+
+
 class DraftSwap:
     """Serves `ChangeSpeculator` messages; the engine polls it once a step."""
 
     def __init__(
-        self, runner: Any, drafts: DraftPlanner | None, news: Callable[[], StepOutputs]
+        self, runner: ExchangesDrafter, drafts: DraftPlanner | None, news: Callable[[], StepOutputs]
     ) -> None:
-        self._runner = runner  # a `ModelRunner`; the exchange runs in the order of its steps
+        self._runner = runner  # the exchange runs in the order of its steps
         self._drafts = drafts  # what chooses K must learn anew
         self._news = news  # an answer comes with the scheduler's gauges
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-drafter")
-        self._loading: Future[Exchange] | None = None
+        self._loading: Future[Exchange | str] | None = None
         self._exchange: Exchange | None = None  # holds the loaded head; while it is tried, the old
         self._is_tried = False
         self._asked: list[str] = []  # actions that wait for a moment between two steps
@@ -62,7 +74,7 @@ class DraftSwap:
             if is_idle:
                 wait([self._loading], _POLL_SECONDS)
             if self._loading.done():
-                self._take(self._loading)
+                self._take(self._loading.result())
                 self._loading = None
         if is_between and self._loading is None:
             for action in self._asked:
@@ -76,7 +88,7 @@ class DraftSwap:
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     def _load(self, model: str) -> None:
-        speculator = getattr(self._runner, "_speculator", None)
+        speculator = self._runner.speculator
         config = getattr(speculator, "config", None)  # only drafters with a model keep theirs
         if config is None or config.method not in _METHODS:
             self._answer(f"only drafters of the methods {', '.join(_METHODS)} can be exchanged")
@@ -85,17 +97,11 @@ class DraftSwap:
         else:
             self._loading = self._loader.submit(_load, speculator, model)
 
-    def _take(self, loading: Future[Exchange]) -> None:
-        try:
-            self._exchange = loading.result()
-        except _REFUSALS as error:
-            self._answer(_sentence(error))
-        except Exception as error:  # whatever a checkpoint may hold: it ends no worker
-            logger.warning("a drafter cannot be loaded", exc_info=True)
-            self._answer(
-                f"the drafter cannot be loaded ({type(error).__name__}: {_sentence(error)})"
-            )
+    def _take(self, loaded: Exchange | str) -> None:
+        if isinstance(loaded, str):
+            self._answer(loaded)
         else:
+            self._exchange = loaded
             self._start_anew()  # both are measured from the same start, and though one was stopped
             self._answer(None)
 
@@ -115,13 +121,7 @@ class DraftSwap:
         return None
 
     def _swap(self, exchange: Exchange) -> None:
-        """All that belongs to the head, in one job: steps see the one or the other."""
-
-        def swap() -> None:
-            exchange.swap()
-            self._runner.table.forget_drafts()
-
-        self._runner._queue.call(swap)
+        self._runner.exchange_drafter(exchange.swap)
         self._start_anew()
 
     def _start_anew(self) -> None:
@@ -139,10 +139,30 @@ class DraftSwap:
         return outputs
 
 
-def _load(speculator: Any, model: str) -> Exchange:
-    from .draft_exchange import load_other
+def _load(speculator: Any, model: str) -> Exchange | str:
+    """The loaded head, or a sentence that says why there is none.
 
-    return load_other(speculator, model)
+    No exception leaves the loader's thread: its frames hold the refused head, whose memory the next
+    one needs.
+    """
+    try:
+        from .draft_exchange import load_other
+
+        return load_other(speculator, model)
+    except Exception as error:  # whatever a checkpoint may hold: it ends no worker
+        sentence = _sentence(error)
+        if not isinstance(error, _REFUSALS):
+            logger.warning("a drafter cannot be loaded", exc_info=True)
+            sentence = f"the drafter cannot be loaded ({type(error).__name__}: {sentence})"
+        _free_frames(error)
+        return sentence
+
+
+def _free_frames(error: BaseException | None) -> None:
+    """Let go of what they hold at once; one that holds the error itself waits for the collector."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__context__
 
 
 def _sentence(error: Exception) -> str:

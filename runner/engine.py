@@ -18,7 +18,7 @@ import numpy as np
 
 from ..configs.schema import Config
 from .draft_planner import DraftPlanner, plan_drafts
-from .draft_swap import DraftSwap
+from .draft_swap import DraftSwap, ExchangesDrafter
 from .grammar import (
     ALL_ALLOWED,
     GrammarBackend,
@@ -102,7 +102,7 @@ class RunnerFacts(Protocol):
     def lowered_claims(self) -> Sequence[str]: ...
 
 
-class ModelRunner(Protocol):
+class ModelRunner(ExchangesDrafter, Protocol):
     """What the engine needs of the model runner. Steps run in the order of their launch."""
 
     @property

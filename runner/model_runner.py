@@ -7,6 +7,7 @@ never decides what runs. Nothing in a step waits for the device, unless a plan a
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -61,7 +62,7 @@ class ModelRunner:
         self._target = target = parts.target
         self.sampling = parts.sampling
         self._choices = parts.choices
-        self._speculator = parts.speculator
+        self.speculator = parts.speculator
         self._drafting: Drafting | None = None
         if parts.speculator is not None:
             counts = None if parts.choices is None else parts.choices.counts
@@ -149,13 +150,13 @@ class ModelRunner:
         reports = [self._target.capture_report]
         if self._choices is not None:
             reports += self._choices.capture_reports
-        if self._speculator is not None:
-            reports += [graphs.report for graphs in self._speculator.graph_managers()]
+        if self.speculator is not None:
+            reports += [graphs.report for graphs in self.speculator.graph_managers()]
         return [report for report in reports if report is not None]
 
     def note_traffic(self, engine: EngineT) -> EngineT:
         """Let the engine tell what a decode step reads at least."""
-        note_traffic(engine.ready, self._target.model, self._target.cache, self._speculator)
+        note_traffic(engine.ready, self._target.model, self._target.cache, self.speculator)
         return engine
 
     def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
@@ -163,6 +164,16 @@ class ModelRunner:
 
         def job() -> None:
             self.table.draft_tokens[:num_slots, :num_drafts] = 0
+
+        self._queue.call(job)
+
+    def exchange_drafter(self, swap: Callable[[], None]) -> None:
+        """Give the drafter other weights by `swap`; steps see the old ones or the new ones whole,
+        and none verifies a draft of the old ones afterwards."""
+
+        def job() -> None:
+            swap()
+            self.table.forget_drafts()
 
         self._queue.call(job)
 
@@ -205,8 +216,8 @@ class ModelRunner:
 
     def _draft_for_others(self, step: _Step) -> None:
         agreement = step.agreement
-        if self._speculator is not None and agreement is not None and agreement.has_work:
-            self._speculator.run_dummy(
+        if self.speculator is not None and agreement is not None and agreement.has_work:
+            self.speculator.run_dummy(
                 agreement.descriptor, step.state, agreement.num_draft_reqs, agreement.num_drafts
             )
 

@@ -61,7 +61,7 @@ def proposals(drafters: Drafters, method: str, how: str) -> tuple[Proposals, int
     """What was proposed, and in how many steps."""
     config = drafters.speculative(method, 3, draft_sampling="probabilistic", watchdog=False)
     engine = engine_for(drafters.pair(method)[0], config, how)
-    speculator = engine.engine._runner._speculator  # type: ignore[attr-defined]
+    speculator = engine.engine._runner.speculator
     steps = 0
     stage = speculator._stage
 

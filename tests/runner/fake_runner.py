@@ -103,6 +103,7 @@ class FakeRunner:
         )
         self.max_num_seqs = max_num_seqs
         self.budget = max_num_batched_tokens
+        self.speculator = None
         self.nan_slots: set[int] = set()
         self.plans: list[StepPlan] = []
         self.was_shut_down = False
@@ -134,6 +135,9 @@ class FakeRunner:
         handle = FakeHandle(self._run_next, is_slow=lambda: self.is_slow)
         self._launch(lambda: self._sample(plan, grammar_bitmask, handle))
         return handle
+
+    def exchange_drafter(self, swap: Callable[[], None]) -> None:
+        raise AssertionError("there is no drafter")
 
     def shutdown(self) -> None:
         self.was_shut_down = True

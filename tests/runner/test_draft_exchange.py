@@ -52,7 +52,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 def test_without_memory_nothing_has_changed(
     running: TinyEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    speculator = running.engine._runner._speculator  # type: ignore[attr-defined]
+    speculator = running.engine._runner.speculator
     other = engine(folder, 2)
     room, old, new = 0, content(running), content(other)
     other.close()
@@ -93,7 +93,7 @@ def test_a_head_that_shares_what_the_running_one_has_is_refused(
     save_file(tensors, shared / "model.safetensors")
     (tmp_path / "target").symlink_to(folder / "target")
     made = engine(tmp_path)
-    speculator = made.engine._runner._speculator  # type: ignore[attr-defined]
+    speculator = made.engine._runner.speculator
     assert load_other(speculator, str(own)) is not None
     with pytest.raises(RunnerError, match=r"its projection lm_head is missing, .* is \(61, 32\)"):
         load_other(speculator, str(shared))

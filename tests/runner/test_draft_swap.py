@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner import draft_exchange, draft_heads, weights
 from slipstream.runner.messages import (
     AddRequest,
     ChangeSpeculator,
@@ -66,7 +69,7 @@ def running(folder: Path) -> Iterator[TinyEngine]:
 
 
 def model(made: TinyEngine) -> Any:
-    return made.engine._runner._speculator.model  # type: ignore[attr-defined]
+    return made.engine._runner.speculator.model
 
 
 def content(made: TinyEngine) -> dict[str, torch.Tensor]:
@@ -167,6 +170,72 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
     assert ask(running, "keep") == ask(running, "revert") == "no drafter is being tried"
     for name, tensor in content(running).items():
         assert torch.equal(tensor, before[name]), name
+
+
+@pytest.fixture
+def made_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[torch.Tensor]]]:
+    """The tensors of every head that is built; nothing is collected meanwhile."""
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def fill(model: Any, *args: Any, **kwargs: Any) -> None:
+        made.extend(weakref.ref(tensor) for tensor in model.buffers())
+        real(model, *args, **kwargs)
+        made.extend(weakref.ref(tensor) for tensor in model.buffers())
+
+    real = draft_heads._fill
+    monkeypatch.setattr(draft_heads, "_fill", fill)
+    gc.disable()
+    yield made
+    gc.enable()
+
+
+def no_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def broken(*_: object) -> None:
+    raise KeyError("layers")
+
+
+@pytest.mark.parametrize(
+    ("words", "where", "fails"),
+    [
+        ("its projection", None, None),
+        ("no memory for a second drafter", (weights, "_load"), no_memory),
+        ("no memory for a second drafter", (draft_exchange, "_spare"), no_memory),
+        ("cannot be loaded (KeyError: 'layers')", (draft_exchange, "_spare"), broken),
+    ],
+)
+def test_nothing_of_a_refused_head_lives_on(
+    tmp_path: Path,
+    running: TinyEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    made_tensors: list[weakref.ref[torch.Tensor]],
+    words: str,
+    where: tuple[Any, str] | None,
+    fails: Any,
+) -> None:
+    """The right one may come next, and needs the memory."""
+    if where is not None:
+        monkeypatch.setattr(*where, fails)
+    path = head(tmp_path, 3, intermediate_size=GEOMETRY.intermediate_size + 16 * (where is None))
+    error = ask(running, "load", path)
+    assert error is not None and words in error
+    assert len(made_tensors) > 10
+    assert [tensor() for tensor in made_tensors if tensor() is not None] == []
+
+
+@pytest.mark.parametrize("action", ["keep", "revert"])
+def test_nothing_of_the_head_that_does_not_stay_lives_on(
+    folder: Path,
+    running: TinyEngine,
+    made_tensors: list[weakref.ref[torch.Tensor]],
+    action: str,
+) -> None:
+    assert ask(running, "try", folder / "head2") is None
+    assert any(tensor() is not None for tensor in made_tensors)
+    assert ask(running, action) is None
+    assert [tensor() for tensor in made_tensors if tensor() is not None] == []
 
 
 def test_one_at_a_time(folder: Path, running: TinyEngine) -> None:

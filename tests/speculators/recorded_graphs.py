@@ -139,7 +139,7 @@ class GraphEngine(TinyEngine):
     @property
     def speculator(self) -> Any:
         """The drafter."""
-        return self.engine._runner._speculator  # type: ignore[attr-defined]
+        return self.engine._runner.speculator
 
     @property
     def table(self) -> Any:

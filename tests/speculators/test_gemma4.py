@@ -180,7 +180,7 @@ def test_trap_08_all_groups_have_the_rows_of_the_batch(
 
     monkeypatch.setattr(ReferenceBuilder, "build", checking)
     engine = make_engine(oracle)
-    speculator = engine.engine._runner._speculator
+    speculator = engine.engine._runner.speculator
     engine.run(prompts(3), max_tokens=4)
     engine.engine._runner.synchronize()
     seen.clear()
@@ -194,7 +194,7 @@ def test_trap_08_all_groups_have_the_rows_of_the_batch(
 def test_trap_09_embeddings_are_the_targets_although_sizes_differ(oracle: AssistantOracle) -> None:
     engine = make_engine(oracle)
     runner = engine.engine._runner
-    model, target = runner._speculator.model, runner._target.model
+    model, target = runner.speculator.model, runner._target.model
     assert model.target[0].embed_tokens.weight.data_ptr() == target.embed_tokens.weight.data_ptr()
     assert model.config.hidden_size != target.config.hidden_size
     assert not hasattr(model, "embed_tokens")  # its own table serves as output head only
