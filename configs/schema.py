@@ -35,7 +35,7 @@ class ServerConfig:
     port: int = option(8000, "port to listen on; 0 picks a free one and prints it")
     api_key: tuple[str, ...] = option((), "accepted bearer tokens; repeat for several, none = open")
     admin_api_key: tuple[str, ...] = option(
-        (), "bearer tokens for POST /v1/speculator, which is off without one"
+        (), "bearer tokens for /v1/speculator, which is off without one"
     )
     served_model_name: tuple[str, ...] = option((), "names clients may use for the model")
     allowed_origins: tuple[str, ...] = option((), "CORS origins that browsers may call from")

@@ -87,7 +87,7 @@ class SpeculatorBusy(APIError):
 
 
 def speculator_routes(services: Services) -> APIRouter:
-    """The route; it needs the admin's key, which is not a client's."""
+    """The routes; they need the admin's key, which is not a client's."""
     router = APIRouter()
     gate = asyncio.Lock()
     trial = Trial(services)
