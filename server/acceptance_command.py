@@ -101,7 +101,7 @@ async def _measure(
 
     client = EngineClient(config)
     try:
-        prompts, stop_token_ids = _prompts(config, args.data)
+        prompts, stop_token_ids = prompts_to_measure(config, args.data)
         with StartupProgress() as progress:
             ready = await client.start(progress)
         stop = sorted({*stop_token_ids, *ready.eos_token_ids})
@@ -119,8 +119,11 @@ async def _measure(
     return 0
 
 
-def _prompts(config: Config, data: str) -> tuple[list[MeasuredPrompt], set[int]]:
-    """The prompts to measure on, and the tokens that end a reply."""
+def prompts_to_measure(config: Config, data: str) -> tuple[list[MeasuredPrompt], set[int]]:
+    """The prompts of the file `data`, or the built-in ones, and the tokens that end a reply.
+
+    Raises PromptError, TokenizerLoadError, OSError.
+    """
     from .acceptance import MeasuredPrompt
     from .chat_template import ChatTemplate
     from .tokenizer import Tokenizer

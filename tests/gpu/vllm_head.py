@@ -23,9 +23,9 @@ K, TOKENS, ENDS = 4, 128, [2, 0]
 def write_prompts(file: Path) -> None:
     """As `slipstream bench acceptance` has them."""
     from slipstream.configs.load import load_config
-    from slipstream.server.acceptance_command import _prompts
+    from slipstream.server.acceptance_command import prompts_to_measure
 
-    prompts, _ = _prompts(load_config({"model": "smollm2-135m"}, {}), "builtin")
+    prompts, _ = prompts_to_measure(load_config({"model": "smollm2-135m"}, {}), "builtin")
     file.write_text(json.dumps([list(prompt.token_ids) for prompt in prompts]))
 
 
