@@ -31,7 +31,7 @@ from .openapi import Documented, install_openapi
 from .operations import absent_routes, operation_routes
 from .responses import InputTokens, response_routes
 from .services import Engine, Services
-from .speculator import SpeculatorReply, SpeculatorRequest, speculator_routes
+from .speculator import SpeculatorReply, SpeculatorRequest, SpeculatorState, speculator_routes
 from .tokenize import (
     Detokenized,
     DetokenizeRequest,
@@ -43,20 +43,23 @@ from .tokenizer import Tokenizer
 from .version import version
 
 _DOCUMENTED = {
-    "/v1/chat/completions": Documented(ChatCompletionRequest, ChatCompletion, streams=True),
-    "/v1/completions": Documented(CompletionRequest, Completion, streams=True),
-    "/v1/responses": Documented(ResponsesRequest, dict, streams=True),
-    "/v1/responses/input_tokens": Documented(ResponsesRequest, InputTokens),
-    "/v1/speculator": Documented(SpeculatorRequest, SpeculatorReply, serves=False),
-    "/tokenize": Documented(TokenizeRequest, Tokens),
-    "/detokenize": Documented(DetokenizeRequest, Detokenized),
-    "/v1/models": Documented(None, ModelList),
-    "/v1/models/{model}": Documented(None, ModelCard),
-    "/health": Documented(None, dict, statuses=("200", "503")),
-    "/ready": Documented(None, dict, statuses=("200", "503")),
-    "/ping": Documented(None, dict, statuses=("200", "503")),
-    "/version": Documented(None, dict[str, str]),
-    "/metrics": Documented(None, str, media="text/plain"),
+    ("POST", "/v1/chat/completions"): Documented(
+        ChatCompletionRequest, ChatCompletion, streams=True
+    ),
+    ("POST", "/v1/completions"): Documented(CompletionRequest, Completion, streams=True),
+    ("POST", "/v1/responses"): Documented(ResponsesRequest, dict, streams=True),
+    ("POST", "/v1/responses/input_tokens"): Documented(ResponsesRequest, InputTokens),
+    ("POST", "/v1/speculator"): Documented(SpeculatorRequest, SpeculatorReply, serves=False),
+    ("GET", "/v1/speculator"): Documented(None, SpeculatorState),
+    ("POST", "/tokenize"): Documented(TokenizeRequest, Tokens),
+    ("POST", "/detokenize"): Documented(DetokenizeRequest, Detokenized),
+    ("GET", "/v1/models"): Documented(None, ModelList),
+    ("GET", "/v1/models/{model}"): Documented(None, ModelCard),
+    ("GET", "/health"): Documented(None, dict, statuses=("200", "503")),
+    ("GET", "/ready"): Documented(None, dict, statuses=("200", "503")),
+    ("GET", "/ping"): Documented(None, dict, statuses=("200", "503")),
+    ("GET", "/version"): Documented(None, dict[str, str]),
+    ("GET", "/metrics"): Documented(None, str, media="text/plain"),
 }
 
 

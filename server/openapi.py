@@ -5,7 +5,7 @@ Routes read their bodies themselves (see `body`), so FastAPI does not know these
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,11 +14,12 @@ from pydantic import BaseModel
 
 from .errors import ErrorBody
 
+Operation = tuple[str, str]  # method and path
 _REF = "#/components/schemas/{model}"
 
 
 class Documented(msgspec.Struct, frozen=True):
-    """What one route takes and gives."""
+    """What one operation takes and gives."""
 
     body: type[BaseModel] | None
     reply: Any
@@ -29,9 +30,9 @@ class Documented(msgspec.Struct, frozen=True):
 
 
 def install_openapi(
-    app: FastAPI, documented: dict[str, Documented], models: Sequence[str] = ()
+    app: FastAPI, documented: Mapping[Operation, Documented], models: Sequence[str] = ()
 ) -> None:
-    """Complete FastAPI's document with these routes' shapes, by path, and the names of `models`."""
+    """Complete FastAPI's document with these operations' shapes and the names of `models`."""
     plain = app.openapi
     complete: dict[str, Any] = {}
 
@@ -45,7 +46,7 @@ def install_openapi(
 
 
 def _complete(
-    document: dict[str, Any], documented: dict[str, Documented], names: dict[str, Any]
+    document: dict[str, Any], documented: Mapping[Operation, Documented], names: dict[str, Any]
 ) -> None:
     components = document.setdefault("components", {}).setdefault("schemas", {})
     replies = [ErrorBody, *(route.reply for route in documented.values())]
@@ -61,8 +62,8 @@ def _complete(
             for parameter in operation.get("parameters", ()):
                 if parameter["name"] == "model":
                     parameter["schema"] = names
-    for (path, route), shape in zip(documented.items(), shapes[1:], strict=True):
-        operation = document["paths"][path]["get" if route.body is None else "post"]
+    for ((method, path), route), shape in zip(documented.items(), shapes[1:], strict=True):
+        operation = document["paths"][path][method.lower()]
         if route.body is not None:
             operation["requestBody"] = _body(
                 route.body, components, names if route.serves else None

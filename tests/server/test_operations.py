@@ -246,6 +246,22 @@ async def test_openapi_document_describes_the_bodies() -> None:
     assert replies["/v1/models"]["application/json"]["schema"]["$ref"].endswith("/ModelList")
 
 
+async def test_every_reply_has_a_schema() -> None:
+    async with http_client(make_app(ScriptedEngine())) as client:
+        document: dict[str, Any] = (await client.get("/openapi.json")).json()
+    replies = {
+        (method.upper(), path): operation["responses"]["200"]["content"]
+        for path, operations in document["paths"].items()
+        for method, operation in operations.items()
+        if "200" in operation["responses"]  # all but those that only refuse
+    }
+    for operation, content in replies.items():
+        assert content and all(each["schema"] for each in content.values()), operation
+    for method, name in (("GET", "State"), ("POST", "Reply")):
+        schema = replies[method, "/v1/speculator"]["application/json"]["schema"]
+        assert schema["$ref"].endswith(f"/Speculator{name}")
+
+
 def gets(document: dict[str, Any]) -> list[tuple[str, Any]]:
     return [(path, each) for path, each in document["paths"].items() if "get" in each]
 
