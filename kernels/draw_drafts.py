@@ -38,8 +38,9 @@ def draw_drafts(
 ) -> None:
     """Draw from `logits` what `take_drafts` then takes; keep the distributions in `kept`.
 
-    Without `to_target`, ids beyond V are not drawn.
+    Without `to_target`, ids beyond V are not drawn. A step beyond K draws, and keeps nothing.
     """
+    assert kept is None or (kept.is_contiguous() and kept.shape[1] == of.draft_tokens.shape[1])
     if kept is not None and to_target is None:  # padded vocabularies differ: the smaller counts
         logits = logits[:, : kept.shape[2]]
     if use_triton(logits):
@@ -64,8 +65,10 @@ def draw_drafts_reference(
         keys = (of.seed[:rows], of.noise_positions[:rows], DRAFT, greedy)
         ids = gumbel_sample_reference(scaled, *keys)
         live, slots = slots_of(of.idx_mapping, rows)
-        lines = slots * kept.shape[1] + of.step[:rows]  # [N*] of [R * K, V]
-        _keep(kept.flatten(0, 1), lines, live & ~greedy, scaled, to_target)
+        step = of.step[:rows]
+        lines = slots * kept.shape[1] + step.clamp(max=kept.shape[1] - 1)  # [N*] of [R * K, V]
+        wanted = live & ~greedy & (step < kept.shape[1])
+        _keep(kept.flatten(0, 1), lines, wanted, scaled, to_target)
     take_drafts_reference(ids, of, to_target)
 
 
@@ -102,7 +105,9 @@ def take_drafts_reference(ids: Tensor, of: DraftRows, to_target: Tensor | None) 
     rows = ids.shape[0]
     if to_target is not None:
         ids = to_target[ids]
-    of.draft_tokens[:rows].scatter_(1, of.step[:rows, None], ids[:, None])
+    columns = torch.arange(of.draft_tokens.shape[1], device=ids.device)
+    taken = columns == of.step[:rows, None]  # none where the step is beyond K
+    of.draft_tokens[:rows] = torch.where(taken, ids[:, None], of.draft_tokens[:rows])
     of.decode_ids[:rows] = ids
     of.noise_positions[:rows] += 1
     of.step[:rows] += 1

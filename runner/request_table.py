@@ -63,7 +63,7 @@ class RequestTable:
         if draft_vocab_size is not None:
             shape = (reqs, num_speculative_tokens, draft_vocab_size)
             # A drafter writes the ids that it can draw, and no others.
-            self.draft_logits = torch.full(shape, float("-inf"), device=device)
+            self.draft_logits = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
         self.sampling = SamplingState(reqs, vocab_size, device)
         self.temperature: Tensor = self.sampling.temperature  # [R] float32
         self.seed: Tensor = self.sampling.seed  # [R] int64

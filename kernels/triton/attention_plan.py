@@ -15,7 +15,13 @@ MAX_SPLITS = 16
 FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
 _MOST_FUSED = 1024  # programs; more of them are quicker in two kernels
 _LAST_SUMS_VALUES = 2048  # of one split, that a program can sum those of all splits of
-_LEAST_KEYS = 256  # that a split pays for, where programs fill much of a card without it
+# What follows won in `tests/gpu/measure_chain.py attention` on an H200.
+_PER_PROCESSOR = 2  # programs that hide each other's latency
+_LEAST_FILL = (
+    9  # a ninth of those fills much of the card: 4 requests of 8 key heads on 132 processors
+)
+_LEAST_KEYS = 256  # that a split pays for, where programs fill much of the card without it
+_KEYS_OF_A_SPLIT = 128  # at least, of the longest context, elsewhere
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,41 @@ def num_processors(device: torch.device) -> int:
     return 4 if card is None else card.num_processors
 
 
+def _tile_sizes(rows: int, dim: int, element_size: int) -> tuple[int, int, int]:
+    """(rows of a tile of queries, keys of a tile, stages), before programs are counted."""
+    largest = 128 if dim <= 128 else 64 if dim <= 256 else 32
+    if dim > 512:  # MLA: many heads share one KV row
+        largest = 64
+    block_n, stages = (64, 3) if dim <= 128 else (32, 2)
+    if element_size > 2:  # tiles of the same number of bytes
+        largest, block_n, stages = largest // 2, block_n // 2, 2
+    return max(16, min(largest, triton.next_power_of_2(rows))), block_n, stages
+
+
+def _decode_tiles(programs: int, num_processors: int, max_query_len: int) -> tuple[int, ...]:
+    """(keys of a tile, stages, warps, most programs with all splits) for 16 rows and heads of 128,
+    where programs fill much of the card: few have their keys at once in a wide tile, more share
+    processors, so that single tokens want small tiles and more splits."""
+    most = _PER_PROCESSOR * num_processors
+    if 2 * programs <= num_processors:
+        return 128, 2, 4, most
+    if programs > num_processors or max_query_len > 1:
+        return 128, 2, 8, most
+    return 64, 3, 4, 2 * most
+
+
+def _num_splits(programs: int, max_keys: int, most: int) -> int:
+    """A power of two: as many as give no more than `most` programs, and keep splits long enough."""
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and programs * splits * 2 <= most
+        and max_keys >= _KEYS_OF_A_SPLIT * splits * 2
+    ):
+        splits *= 2
+    return splits
+
+
 def plan_launch(
     num_reqs: int,
     num_tokens: int,
@@ -57,17 +98,11 @@ def plan_launch(
 ) -> Launch:
     """Tile sizes and the number of KV splits for a call of these shapes.
 
-    Kinds change with the number of programs, and hold for twice as many: powers of two of requests
-    meet them all (see `dry_start`).
+    The main kernel's kinds change with the number of programs, and hold for twice as many: the
+    powers of two of `dry_start` meet them all.
     """
     rows = group * max_query_len
-    largest = 128 if dim <= 128 else 64 if dim <= 256 else 32
-    if dim > 512:  # MLA: many heads share one KV row
-        largest = 64
-    block_n, stages = (64, 3) if dim <= 128 else (32, 2)
-    if element_size > 2:  # tiles of the same number of bytes
-        largest, block_n, stages = largest // 2, block_n // 2, 2
-    block_m = max(16, min(largest, triton.next_power_of_2(rows)))
+    block_m, block_n, stages = _tile_sizes(rows, dim, element_size)
     heads = min(group, block_m)
     block_q = block_m // heads
     one_block = max_query_len <= block_q
@@ -75,24 +110,17 @@ def plan_launch(
     programs = query_blocks * num_kv_heads * triton.cdiv(group, heads)
     fused = one_block and heads == group and max_query_len <= FUSED_QUERY_LEN and dim <= 128
     fused = fused and programs <= _MOST_FUSED
-    # Two programs a processor hide latency; a split of less than 128 keys does not pay.
-    most = 2 * num_processors
+    most = _PER_PROCESSOR * num_processors
+    fills = fused and most // _LEAST_FILL <= programs <= most
     num_warps = 8 if block_m * dim >= 128 * 128 else 4
     if one_block and dim <= 128 and (fused or not most // 2 < programs <= 2 * most):
         stages = 2
-    fills = fused and most // 9 <= programs <= most  # much of the card, without splits
+    if fills and block_m == 16 and dim == 128 and element_size == 2:
+        tiles = _decode_tiles(programs, num_processors, max_query_len)
+        block_n, stages, num_warps, most = tiles
+    splits = _num_splits(programs, max_keys, most)
     own = triton.next_power_of_2(rows)
     can_sum = fills and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES
-    if fills and block_m == 16 and dim == 128 and element_size == 2:
-        if 2 * programs <= num_processors:
-            block_n = 128
-        elif programs > num_processors or max_query_len > 1:
-            block_n, num_warps = 128, 8
-        else:
-            stages, most = 3, 2 * most
-    splits = 1
-    while splits < MAX_SPLITS and programs * splits * 2 <= most and max_keys >= 128 * splits * 2:
-        splits *= 2
     last_sums = own if can_sum and splits > 1 else 0
     return Launch(
         block_m,

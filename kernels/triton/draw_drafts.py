@@ -83,6 +83,7 @@ def _take_kernel(
     MAPPED: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
+    """The best token of a row, or the one given, becomes its next draft."""
     row = tl.program_id(0).to(tl.int64)
     if GIVEN:
         token = tl.load(ids + row)

@@ -85,8 +85,8 @@ def _rotary_attention_kernel(
     eps,
     num_reqs,
     num_tokens,
-    splits,  # at most; as many as leave each `least_keys` cached keys have work
-    least_keys,
+    splits,  # those have work that begin within the cached keys, the first always
+    least_keys,  # cached keys of a split, but of the last with work
     q_stride_t,
     q_stride_h,
     k_stride_t,

@@ -46,9 +46,8 @@ def sum_own_splits(
     weight = tl.exp2(weight - top[None, :])
     total = tl.sum(weight, 0)
     total = tl.where(total == 0.0, 1.0, total)
-    # at a time, for fewer registers
-    most: tl.constexpr = 4096 // (MAX_SPLITS * ROWS)
-    piece: tl.constexpr = most if most < BLOCK_D // 2 else BLOCK_D // 2
+    most: tl.constexpr = 4096 // (MAX_SPLITS * ROWS)  # of all splits' values: registers for no more
+    piece: tl.constexpr = most if most < BLOCK_D // 2 else BLOCK_D // 2  # of the head, at a time
     for first in tl.static_range(0, BLOCK_D, piece):
         dim = first + tl.arange(0, piece)
         part = tl.load(

@@ -26,7 +26,7 @@ from ..layers import (
 )
 from ..rotary import RotaryEmbedding, rope_parameters
 from .draft_config import DraftHeadConfig
-from .llama import DecoderLayer, selected
+from .llama import DecoderLayer, rows_by_block, selected
 
 # Names of the `speculators` format -> SafeAILab's.
 _RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
@@ -92,7 +92,7 @@ class EagleHead(nn.Module):
             hidden = self.hidden_states_layernorm.forward(hidden)
         stream = self.fc.forward(torch.cat([embedding, hidden], dim=-1))
         rotary = self.rotary.at(positions)
-        wanted = [*[None] * (len(self.blocks) - 1), only]  # by block
+        wanted = rows_by_block(len(self.blocks), only)
         first = self.blocks[0]
         out = first.self_attn.forward(stream, rotary, attention, only=wanted[0])
         residual: Tensor | None

@@ -18,7 +18,7 @@ from ..errors import ModelLoadError
 from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .draft_config import DraftHeadConfig
-from .llama import Attention, DecoderLayer, selected
+from .llama import Attention, DecoderLayer, rows_by_block, selected
 
 
 class FirstLayer(DecoderLayer):
@@ -128,7 +128,7 @@ class Eagle3Head(nn.Module):
         first = self.blocks[0]
         assert isinstance(first, FirstLayer)
         residual: Tensor | None
-        wanted = [*[None] * (len(self.blocks) - 1), only]  # by block
+        wanted = rows_by_block(len(self.blocks), only)
         embedding = self._embed(input_ids)
         out, residual = first.first(embedding, hidden, rotary, attention, wanted[0])
         for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):

@@ -195,6 +195,11 @@ def selected(x: Tensor, only: Tensor | None) -> Tensor:
     return x if only is None else x[only]
 
 
+def rows_by_block(num_blocks: int, only: Tensor | None) -> list[Tensor | None]:
+    """What `only` each block of a head gets: all but the last feed the next one's keys."""
+    return [*[None] * (num_blocks - 1), only]
+
+
 def _enter(
     norm: RMSNorm, hidden: Tensor, residual: Tensor | None, inside: bool
 ) -> tuple[Tensor, Norm | None, Tensor]:

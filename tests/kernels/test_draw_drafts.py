@@ -105,6 +105,18 @@ def test_ids_beyond_the_targets_vocabulary_are_never_drawn() -> None:
     assert kept[LIVE[2], 0].equal(scaled[2])
 
 
+def test_a_draft_too_many_is_not_kept() -> None:
+    """A captured step may be replayed further than the buffers reach: nobody else's rows change."""
+    torch.manual_seed(4)
+    of, kept = drafter(), torch.full((SLOTS, K, 700), float("-inf"))
+    of.step[:] = K
+    logits = torch.randn(MAX_REQS, 700)
+    _, ids = drawn(of, logits)
+    kernels.draw_drafts(logits, of, None, kept)
+    assert (kept == float("-inf")).all() and (of.draft_tokens == POISON).all()
+    assert of.decode_ids.equal(ids.int())
+
+
 @pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("rows", [1, MAX_REQS])
 def test_the_likeliest_tokens_and_given_ones(rows: int, mapped: bool) -> None:

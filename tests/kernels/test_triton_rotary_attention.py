@@ -135,9 +135,13 @@ def test_steps_with_padding(
 
 @pytest.mark.parametrize("last_sums", [0, 16])
 @pytest.mark.parametrize("least_keys", [5, 16, 40])
-@pytest.mark.parametrize("query_len", [1, 4])
+@pytest.mark.parametrize(("query_len", "window"), [(1, None), (4, None), (4, 20)])
 def test_splits_without_work(
-    query_len: int, least_keys: int, last_sums: int, monkeypatch: pytest.MonkeyPatch
+    query_len: int,
+    window: int | None,
+    least_keys: int,
+    last_sums: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of 8 splits those have work that come to `least_keys`: one, some or all, by request."""
     args = case(query_len, [query_len, 12, 23, 50, 58, 0])
@@ -149,7 +153,7 @@ def test_splits_without_work(
         ).to(**options)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    check(monkeypatch, args, changes)
+    check(monkeypatch, args, changes, sliding_window=window)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
