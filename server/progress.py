@@ -51,7 +51,7 @@ class StartupProgress:
             self._bar = tqdm(total=progress.total, desc=name, file=self._stream, leave=True)
         else:
             detail = f" ({progress.detail})" if progress.detail else ""
-            self._print(f"{name}{detail} ...")
+            _print(f"{name}{detail} ...", self._stream)
 
     def __enter__(self) -> StartupProgress:
         return self
@@ -71,16 +71,13 @@ class StartupProgress:
         elif self._phase is not None:
             name = _NAMES.get(self._phase, self._phase)
             seconds = time.monotonic() - self._began
-            self._print(f"{name}: {how} {seconds:.1f} s")
+            _print(f"{name}: {how} {seconds:.1f} s", self._stream)
         self._phase = None
-
-    def _print(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk must not keep a server from starting
-            print(line, file=self._stream, flush=True)
 
 
 class CountProgress:
-    """How many of `total` are done: `update` counts one. A context."""
+    """How many of `total` are done: `update` counts one. A context, whose end says it if not all
+    were."""
 
     def __init__(
         self,
@@ -101,7 +98,7 @@ class CountProgress:
 
             self._bar = tqdm(total=self._total, desc=self._name, file=self._stream)
         else:
-            self._print()
+            self._tell()
         return self
 
     def update(self) -> None:
@@ -110,13 +107,12 @@ class CountProgress:
         if self._bar is not None:
             self._bar.update()
         elif self._done == self._total or self._clock() >= self._due:
-            self._print()
+            self._tell()
 
-    def _print(self) -> None:
+    def _tell(self, how: str = "") -> None:
         self._due = self._clock() + _LINE_SECONDS
-        line = f"{self._name}: {self._done} of {self._total} {self._noun}"
-        with contextlib.suppress(OSError):
-            print(line, file=self._stream, flush=True)
+        line = f"{self._name}: {how}{self._done} of {self._total} {self._noun}"
+        _print(line, self._stream)
 
     def __exit__(
         self,
@@ -126,3 +122,10 @@ class CountProgress:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+        elif self._done < self._total:
+            self._tell("stopped after ")
+
+
+def _print(line: str, stream: TextIO) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not keep a server from starting
+        print(line, file=stream, flush=True)

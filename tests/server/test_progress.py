@@ -84,6 +84,31 @@ def test_what_is_done_is_a_line_now_and_then_and_the_last_one() -> None:
     assert done == [0, 7, 14, 21, 28, 30]
 
 
+def test_what_stops_early_says_after_how_many() -> None:
+    stream, terminal = io.StringIO(), Terminal()
+    for shown in (stream, terminal):
+        with (
+            pytest.raises(asyncio.CancelledError),
+            CountProgress("run", 3, "replies", shown, lambda: 0.0) as progress,
+        ):
+            progress.update()
+            progress.update()
+            raise asyncio.CancelledError
+    assert stream.getvalue().splitlines()[-1] == "run: stopped after 2 of 3 replies"
+    assert "stopped" not in terminal.getvalue() and "2/3" in terminal.getvalue()
+
+
+class FullDisk(io.StringIO):
+    def write(self, text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_stops_neither_start_nor_count() -> None:
+    with StartupProgress(FullDisk()) as startup, CountProgress("run", 2, "n", FullDisk()) as count:
+        startup(MESSAGES[0])
+        count.update()
+
+
 def test_what_is_done_is_a_bar_on_a_terminal() -> None:
     stream = Terminal()
     with CountProgress("run", 3, "replies", stream) as progress:
