@@ -139,7 +139,7 @@ def test_progress_goes_to_the_standard_error_and_only_tables_to_the_output(
         return PROMPTS, {2}
 
     monkeypatch.setattr("slipstream.server.engine_client.EngineClient", StartedEngine)
-    monkeypatch.setattr(acceptance_command, "_prompts", prompts)
+    monkeypatch.setattr(acceptance_command, "prompts_to_measure", prompts)
     (tmp_path / "config.json").write_text("{}")
     assert main(["bench", "acceptance", str(tmp_path), "--temperatures", "0,1"]) == 0
     shown = capsys.readouterr()
