@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -38,22 +40,20 @@ class HeadHost(Protocol):
     target_resolved: ResolvedModel | None  # where the target came from
 
 
+class _Drafter(NamedTuple):
+    """How the checkpoint of one kind is found, and its head built and filled."""
+
+    find: Callable[[SpeculativeConfig, ResolvedModel], ResolvedModel]  # of the target
+    load: Callable[[SpeculativeConfig, HeadHost, int], nn.Module] | None  # None: no head
+
+
 def check_drafter(speculative: SpeculativeConfig, target: ResolvedModel) -> None:
     """ModelLoadError if there is no drafter as configured, or its config does not suit the
     target's; reads no weights."""
-    kind = speculative.method
-    if kind in ("eagle", "eagle3"):
-        source, _ = _find_eagle(kind, speculative, target.text_config, tell=False)
-    elif kind == "draft_model":
-        source = _own_or_target(speculative, None, check_architecture=True)
-        _same_vocabulary("draft model's", source.text_config, target.text_config)
-    elif kind == "mtp":
-        _needs_deepseek(target.text_config)
-        source = _own_or_target(speculative, target)
-    elif kind == "gemma4_mtp":
-        source = _find_assistant(speculative, target)
-    else:  # without a model, or one's own, which reads the name itself
+    drafter = _DRAFTERS.get(speculative.method)
+    if drafter is None:  # without a model, or one's own, which reads the name itself
         return
+    source = drafter.find(speculative, target)
     if source.kind != "dummy":
         open_checkpoint(source)
 
@@ -62,15 +62,23 @@ def load_head(
     kind: str, speculative: SpeculativeConfig, host: HeadHost, layer_id: int
 ) -> nn.Module:
     """Build and fill the head of `kind`; its first layer has id `layer_id`."""
-    loaders = {"mtp": _load_mtp, "gemma4_mtp": _load_assistant}
-    if kind in loaders:
-        return loaders[kind](speculative, host, layer_id)
-    if kind in ("eagle", "eagle3"):
-        return _load_eagle(kind, speculative, host, layer_id)
-    raise ModelLoadError(f"there is no draft head of kind {kind!r}.")
+    drafter = _DRAFTERS.get(kind)
+    if drafter is None or drafter.load is None:
+        raise ModelLoadError(f"there is no draft head of kind {kind!r}.")
+    return drafter.load(speculative, host, layer_id)
 
 
-def _find_eagle(
+def _find_whole_model(speculative: SpeculativeConfig, target: ResolvedModel) -> ResolvedModel:
+    source = _own_or_target(speculative, None, check_architecture=True)
+    _same_vocabulary("draft model's", source.text_config, target.text_config)
+    return source
+
+
+def _find_eagle(kind: str, speculative: SpeculativeConfig, target: ResolvedModel) -> ResolvedModel:
+    return _read_eagle(kind, speculative, target.text_config, tell=False)[0]
+
+
+def _read_eagle(
     kind: str, speculative: SpeculativeConfig, target_config: Any, tell: bool = True
 ) -> tuple[ResolvedModel, DraftHeadConfig]:
     from .models.draft_config import read_draft_config
@@ -106,7 +114,7 @@ def _load_eagle(
     kind: str, speculative: SpeculativeConfig, host: HeadHost, layer_id: int
 ) -> nn.Module:
     target = host.target_model
-    source, head = _find_eagle(kind, speculative, target.config)
+    source, head = _read_eagle(kind, speculative, target.config)
     fmt: WeightFormat = target.format
     # A drafter's rotary table covers the target's positions, also beyond its own trained length.
     args = (head, source.hf_config, fmt, target, host.max_model_len, layer_id)
@@ -121,6 +129,11 @@ def _load_eagle(
         model = EagleHead(*args)
     _fill(model, source, host.device)
     return model  # type: ignore[no-any-return]
+
+
+def _find_mtp(speculative: SpeculativeConfig, target: ResolvedModel) -> ResolvedModel:
+    _needs_deepseek(target.text_config)
+    return _own_or_target(speculative, target)
 
 
 def _load_mtp(speculative: SpeculativeConfig, host: HeadHost, layer_id: int) -> nn.Module:
@@ -211,3 +224,12 @@ def _fill(model: Any, source: ResolvedModel, device: torch.device, only: str = "
             model.checkpoint_slots(), checkpoint, model.checkpoint_name, str(source.path)
         )
     model.finish_loading(dummy)
+
+
+_DRAFTERS = {
+    "eagle": _Drafter(partial(_find_eagle, "eagle"), partial(_load_eagle, "eagle")),
+    "eagle3": _Drafter(partial(_find_eagle, "eagle3"), partial(_load_eagle, "eagle3")),
+    "mtp": _Drafter(_find_mtp, _load_mtp),
+    "gemma4_mtp": _Drafter(_find_assistant, _load_assistant),
+    "draft_model": _Drafter(_find_whole_model, None),  # a whole model, which `draft_host` loads
+}

@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import save_file
 
 from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
-from slipstream.runner import startup
+from slipstream.runner import draft_heads, startup
 from slipstream.runner.errors import ModelLoadError
+from slipstream.speculators.registry import _SPECULATORS
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -90,6 +91,13 @@ def test_a_drafter_without_weights_is_refused_unless_they_are_random(
     drafter = folder(tmp_path / "drafter", TARGET, weights=False)
     with pytest.raises(ModelLoadError, match=r"drafter has no .safetensors files"):
         start(tmp_path, method, drafter)
+
+
+def test_every_method_with_a_model_is_checked() -> None:
+    assert set(draft_heads._DRAFTERS) == set(_SPECULATORS) - {"ngram"}
+    for kind in ("ngram", "draft_model", "no such"):
+        with pytest.raises(ModelLoadError, match=f"there is no draft head of kind '{kind}'"):
+            draft_heads.load_head(kind, SpeculativeConfig(kind), None, 0)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
