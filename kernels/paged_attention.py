@@ -118,6 +118,7 @@ class AttentionRun:
     num_keys: int  # keys per request after `offset`, padded to the longest
     is_causal: bool  # plain causal square: needs no mask
     mask: Tensor | None  # [num_reqs, 1, query_len, num_keys], added to the scores
+    padding: Tensor | None = None  # int64, gathered keys beyond a request's: they may hold NaN
     group_masks: dict[int, Tensor] = field(default_factory=dict)  # `mask` for groups of heads
 
     @property
@@ -245,7 +246,10 @@ def _make_run(
     columns.clamp_(max=block_table.shape[1] - 1)  # past the end: masked keys of any page will do
     pages = block_table[table_rows, columns].flatten().long()
     mask = _causal_mask(lengths, query_len, num_keys, sliding_window, dtype, device)
-    return AttentionRun(start, len(rows), query_len, 0, pages, num_blocks, 0, num_keys, False, mask)
+    beyond = torch.arange(num_blocks * block_size) >= torch.tensor(lengths)[:, None]
+    padding = beyond.flatten().nonzero()[:, 0].to(device)
+    sizes = (len(rows), query_len, 0, pages, num_blocks, 0, num_keys)
+    return AttentionRun(start, *sizes, False, mask, padding)
 
 
 def _causal_mask(
@@ -352,6 +356,8 @@ def _keys_and_values(
     def gather(cache: Tensor) -> Tensor:
         assert run.blocks is not None
         pages = cache.index_select(0, run.blocks)
+        if run.padding is not None:  # a mask does not hide NaN, and pages of others may hold it
+            pages.flatten(0, 1).index_fill_(0, run.padding, 0.0)
         keys = pages.view(run.num_reqs, -1, *cache.shape[2:])
         return keys[:, run.offset : run.offset + run.num_keys].transpose(1, 2)
 

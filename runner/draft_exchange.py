@@ -83,7 +83,19 @@ def _load(speculator: Any, model: str) -> Exchange:
         _same(name, getattr(ours.head, name), getattr(other.head, name))
     for name in _CONSTANTS:
         _same(name, getattr(ours.config, name), getattr(other.config, name))
+    _finite(other)
     return Exchange(ours, other)
+
+
+def _finite(head: nn.Module) -> None:
+    """What NaN writes to the KV cache stays there, behind the trial, in texts that go on."""
+    found = dict(head.named_buffers())
+    for name, part in _linears(head).items():
+        if part.weight is None:  # packed: a number that is not finite shows in any product
+            found[f"{name}.weight"] = part.forward(torch.zeros(1, part.in_features))
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise RunnerError(f"the drafter's {name} holds numbers that are not finite")
 
 
 def _same(what: str, ours: object, other: object) -> None:

@@ -38,7 +38,8 @@ def make_step(
     for row, (_, length) in enumerate(batch):
         order[row, -(-length // BLOCK) :] = 0  # unused entries point at the null block
     shape = (num_blocks, BLOCK, heads, dim)
-    cache = torch.randn(shape if is_mla else (2, *shape)) * 30  # poison where nothing is stored
+    # poison where nothing is stored
+    cache = torch.full(shape if is_mla else (2, *shape), float("nan"))
     requests, queries = [], []
     for row, (count, length) in enumerate(batch):
         key, value = torch.randn(length, heads, dim), torch.randn(length, heads, dim)

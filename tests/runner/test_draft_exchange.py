@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,23 @@ def test_a_bias_comes_with_its_weights(pack: bool, scale: float) -> None:
     assert torch.equal(ours.proj(x), outputs[1]) and torch.equal(other.proj(x), outputs[0])
     exchange.swap()
     assert torch.equal(ours.proj(x), outputs[0]) and torch.equal(other.proj(x), outputs[1])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused(
+    running: TinyEngine, folder: Path, tmp_path: Path, value: float
+) -> None:
+    """Its KV would stay in the cache behind the trial, and texts that go on get no draft any more."""
+    shutil.copytree(folder / "head2", tmp_path / "head")
+    file = tmp_path / "head" / "model.safetensors"
+    weights, old = load_file(file), content(running)
+    name = next(name for name in weights if name.endswith("down_proj.weight"))
+    weights[name][3, 5] = value
+    save_file(weights, file)
+    speculator = running.engine._runner.speculator
+    with pytest.raises(RunnerError, match="down_proj.weight holds numbers that are not finite"):
+        load_other(speculator, str(tmp_path / "head"))
+    assert same(content(running), old)
 
 
 @pytest.mark.parametrize("change", [{"dtype": torch.float64}, {"size": 9}])
