@@ -133,7 +133,7 @@ def test_a_bias_comes_with_its_weights(pack: bool, scale: float) -> None:
 def test_weights_that_are_not_finite_are_refused(
     running: TinyEngine, folder: Path, tmp_path: Path, value: float
 ) -> None:
-    """Its KV would stay in the cache behind the trial, and texts that go on get no draft any more."""
+    """Its KV would stay in the cache behind the trial; texts that go on would get no draft more."""
     shutil.copytree(folder / "head2", tmp_path / "head")
     file = tmp_path / "head" / "model.safetensors"
     weights, old = load_file(file), content(running)
