@@ -133,9 +133,13 @@ def test_steps_with_padding(
     check(monkeypatch, args, changes)
 
 
-@pytest.mark.parametrize("last_sums", [0, 16])
-@pytest.mark.parametrize("least_keys", [5, 16, 40])
-@pytest.mark.parametrize(("query_len", "window"), [(1, None), (4, None), (4, 20)])
+@pytest.mark.parametrize(
+    ("query_len", "window", "least_keys", "last_sums"),
+    [
+        *[(1, None, 5, 0), (1, None, 16, 16), (1, None, 40, 16)],
+        *[(4, None, 16, 0), (4, None, 5, 16), (4, 20, 16, 16), (4, 20, 40, 0)],
+    ],
+)
 def test_splits_without_work(
     query_len: int,
     window: int | None,
