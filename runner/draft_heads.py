@@ -70,7 +70,7 @@ def load_head(
 
 def _find_whole_model(speculative: SpeculativeConfig, target: ResolvedModel) -> ResolvedModel:
     source = _own_or_target(speculative, None, check_architecture=True)
-    _same_vocabulary("draft model's", source.text_config, target.text_config)
+    check_vocabulary("draft model's", source.text_config.vocab_size, target.text_config.vocab_size)
     return source
 
 
@@ -97,16 +97,17 @@ def _read_eagle(
         tell,
     )
     config = make_hf_config(head.layer, str(path), check_architecture=False)
-    _same_vocabulary("drafter's", config, target_config)
+    check_vocabulary("drafter's", config.vocab_size, target_config.vocab_size)
     kind_of_weights = "dummy" if speculative.load_format == "dummy" else "safetensors"
     return ResolvedModel(path, kind_of_weights, config), head
 
 
-def _same_vocabulary(whose: str, config: Any, target_config: Any) -> None:
-    if config.vocab_size != target_config.vocab_size:
+def check_vocabulary(whose: str, size: int, target_size: int) -> None:
+    """ModelLoadError if the two models cannot have the same tokens."""
+    if size != target_size:
         raise ModelLoadError(
-            f"the {whose} vocabulary has {config.vocab_size} tokens, "
-            f"the target's {target_config.vocab_size}: they do not share a tokenizer."
+            f"the {whose} vocabulary has {size} tokens, "
+            f"the target's {target_size}: they do not share a tokenizer."
         )
 
 

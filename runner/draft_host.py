@@ -113,6 +113,7 @@ class DraftModelHost:
         return loaded
 
     def _load_whole_model(self, speculative: SpeculativeConfig) -> nn.Module:
+        from .draft_heads import check_vocabulary
         from .errors import ModelLoadError
         from .layers import resolve_format
         from .models.registry import build_model
@@ -128,12 +129,7 @@ class DraftModelHost:
                 device=self.device.type,
             )
         )
-        vocab_size = int(resolved.text_config.vocab_size)
-        if vocab_size != self.vocab_size:
-            raise ModelLoadError(
-                f"the draft model's vocabulary has {vocab_size} tokens, the target's "
-                f"{self.vocab_size}: they do not share a tokenizer."
-            )
+        check_vocabulary("draft model's", resolved.text_config.vocab_size, self.vocab_size)
         fmt = resolve_format(self._dtype_name, self.device, resolved.checkpoint_dtype)
         model = build_model(
             resolved.hf_config,

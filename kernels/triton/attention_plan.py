@@ -17,9 +17,8 @@ _MOST_FUSED = 1024  # programs; more of them are quicker in two kernels
 _LAST_SUMS_VALUES = 2048  # of one split, that a program can sum those of all splits of
 # What follows won in `tests/gpu/measure_chain.py attention` on an H200.
 _PER_PROCESSOR = 2  # programs that hide each other's latency
-_LEAST_FILL = (
-    9  # a ninth of those fills much of the card: 4 requests of 8 key heads on 132 processors
-)
+# A ninth of those fills much of the card: 4 requests of 8 key heads on 132 processors.
+_LEAST_FILL = 9
 _LEAST_KEYS = 256  # that a split pays for, where programs fill much of the card without it
 _KEYS_OF_A_SPLIT = 128  # at least, of the longest context, elsewhere
 

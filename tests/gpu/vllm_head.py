@@ -72,8 +72,9 @@ def serve(prompts: list[list[int]], head: str) -> None:
         )
         engine.generate([{"prompt_token_ids": ids} for ids in prompts], sampling, use_tqdm=False)
     counted: dict[str, Any] = {
-        metric.name.removeprefix("vllm:spec_decode_"): getattr(metric, "value", None)
-        or getattr(metric, "values", None)
+        metric.name.removeprefix("vllm:spec_decode_"): (
+            metric.value if hasattr(metric, "value") else metric.values
+        )
         for metric in engine.get_metrics()
         if "spec_decode" in metric.name
     }

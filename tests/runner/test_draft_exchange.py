@@ -17,8 +17,8 @@ from slipstream.runner.draft_exchange import Exchange, load_other
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.layers import Linear, WeightFormat, packing_available
 
-from ..speculators.tiny_engine import VOCAB, TinyEngine, save_llama
-from .test_draft_swap import content, engine, head, model
+from ..speculators.tiny_engine import VOCAB, TinyEngine
+from .test_draft_swap import content, engine, head, model, target_and_heads
 
 
 class NoMemory(TorchDispatchMode):
@@ -32,11 +32,7 @@ class NoMemory(TorchDispatchMode):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("exchange")
-    save_llama(base / "target")
-    for seed in (1, 2):
-        head(base / f"head{seed}", seed)
-    return base
+    return target_and_heads(tmp_path_factory.mktemp("exchange"))
 
 
 @pytest.fixture

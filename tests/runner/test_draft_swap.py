@@ -45,13 +45,17 @@ def head(folder: Path, seed: int, **changes: Any) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("swap")
+def target_and_heads(base: Path) -> Path:
+    """A tiny target and two heads for it."""
     save_llama(base / "target")
     for seed in (1, 2):
         head(base / f"head{seed}", seed)
     return base
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return target_and_heads(tmp_path_factory.mktemp("swap"))
 
 
 def engine(folder: Path, which: int = 1) -> TinyEngine:
