@@ -6,32 +6,19 @@ the model runner's. It knows nothing about processes, channels or text.
 
 from __future__ import annotations
 
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
-
-import numpy as np
 
 from ..configs.schema import Config
 from .draft_planner import DraftPlanner, plan_drafts
-from .draft_swap import DraftSwap, ExchangesDrafter
-from .grammar import (
-    ALL_ALLOWED,
-    GrammarBackend,
-    GrammarMatcher,
-    build_grammar_backend,
-    fill_rows,
-)
-from .kv_blocks import BlockGroup, KVBlocks
+from .draft_swap import DraftSwap
+from .grammar import GrammarBackend, build_grammar_backend
+from .kv_blocks import KVBlocks
 from .messages import (
     AbortRequests,
     AddRequest,
     ChangeSpeculator,
-    GrammarSpec,
     Progress,
     Ready,
     ResetPrefixCache,
@@ -39,97 +26,14 @@ from .messages import (
     StepOutputs,
     ToWorker,
 )
-from .plan import RowResult, StepPlan
-from .request import Request
+from .plan import StepPlan
+from .request_grammars import RequestGrammars
+from .runner_interface import Handle, ModelRunner
 from .schedule_policy import step_tokens
 from .scheduler import Scheduler
 from .start_ahead import start_ahead
 
-if TYPE_CHECKING:
-    from ..speculators.base import SpeculatorNeeds
-
-logger = logging.getLogger(__name__)
-
-COMPILE_POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a grammar
 NEWS_POLL_SECONDS = 0.02  # how often a step that waits for results asks whether messages wait
-MAX_COMPILE_SECONDS = 30.0  # a grammar that takes longer is refused
-
-
-class Handle(Protocol):
-    """Results of a launched step."""
-
-    def wait(self, timeout: float) -> bool:
-        """True once `get` waits no longer than a copy takes; False if `timeout` seconds pass."""
-
-    def get(self) -> list[RowResult]:
-        """Wait for them: one per row of the plan, in its order. Raises what the step raised."""
-
-
-class RunnerFacts(Protocol):
-    """What a model runner tells about itself once it is ready."""
-
-    @property
-    def max_model_len(self) -> int: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def kv_groups(self) -> Sequence[BlockGroup]: ...
-
-    @property
-    def eos_token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def attention_backend(self) -> str: ...
-
-    @property
-    def needs(self) -> SpeculatorNeeds: ...
-
-    @property
-    def startup_seconds(self) -> dict[str, float]: ...
-
-    @property
-    def step_seconds(self) -> dict[tuple[int, int], float]: ...
-
-    @property
-    def lowered_claims(self) -> Sequence[str]: ...
-
-
-class ModelRunner(ExchangesDrafter, Protocol):
-    """What the engine needs of the model runner. Steps run in the order of their launch."""
-
-    @property
-    def facts(self) -> RunnerFacts: ...
-
-    def execute(self, plan: StepPlan) -> Handle:
-        """Launch a whole step."""
-
-    def forward(self, plan: StepPlan) -> None:
-        """Launch a step up to its logits; `sample` must follow before any other launch."""
-
-    def take_draft_token_ids(self, plan: StepPlan) -> list[list[int]]:
-        """Real ids of the drafts that each row of the plan will verify; -1 where there is none.
-
-        Waits for the step that made them. Called between `forward` and `sample`, and only if
-        `plan.needs_draft_ids`.
-        """
-
-    def sample(self, plan: StepPlan, grammar_bitmask: np.ndarray | None) -> Handle:
-        """Launch the rest of the step.
-
-        `grammar_bitmask` is [L, ceil(V / 32)] int32: for each row of the plan one line per draft
-        that `take_draft_token_ids` listed (-1 included), and one more.
-        """
-
-    def shutdown(self) -> None:
-        """Free everything."""
 
 
 class Engine:
@@ -152,21 +56,20 @@ class Engine:
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
         self._forwarded: StepPlan | None = None  # launched up to its logits, which wait for a mask
-        self._grammar_backend = grammar_backend
-        # request id -> its grammar, and when it must be there (time.monotonic())
-        self._compiling: dict[str, tuple[Future[GrammarMatcher], float]] = {}
+        self._grammars = RequestGrammars(scheduler, grammar_backend)
 
     def set_grammar_backend(self, backend: GrammarBackend) -> None:
         """Make structured output possible; the backend prepares itself off this thread."""
-        self._grammar_backend = backend
-        backend.prepare()
+        self._grammars.set_backend(backend)
 
     def handle(self, messages: list[ToWorker]) -> None:
         """Take in messages of the server. `Shutdown` is the worker's business."""
         for message in messages:
             match message:
                 case AddRequest():
-                    self._add(message)
+                    request = self._scheduler.add(message)
+                    if request is not None and message.sampling.grammar is not None:
+                        self._grammars.compile(request, message.sampling.grammar)
                 case AbortRequests(request_ids):
                     self._scheduler.abort(request_ids)
                 case ResetPrefixCache():
@@ -190,7 +93,7 @@ class Engine:
         Returns before that if `interrupted` while it waits for results, so that an abort need not
         wait for a long step; the next call goes on with it.
         """
-        self._admit_compiled()
+        self._grammars.admit_compiled()
         outputs: list[StepOutputs] = []
         launched = self._launch_next()
         if self._forwarded is not None and self._bring_in(0, outputs, interrupted):
@@ -200,9 +103,8 @@ class Engine:
             self._bring_in(self._max_in_flight - 1, outputs, interrupted)
         elif self._in_flight and self._forwarded is None:
             self._bring_in(len(self._in_flight) - 1, outputs, interrupted)
-        elif self._compiling and not self._in_flight:
-            futures = [future for future, _ in self._compiling.values()]
-            wait(futures, COMPILE_POLL_SECONDS, "FIRST_COMPLETED")
+        elif self._grammars.is_compiling and not self._in_flight:
+            self._grammars.wait()
         outputs += self._swap.poll(not (launched or self._in_flight), self._forwarded is None)
         if self._scheduler.has_news:
             outputs.append(self._scheduler.take_news())
@@ -213,8 +115,7 @@ class Engine:
         while self._in_flight:
             _, handle, _ = self._in_flight.popleft()
             handle.get()
-        if self._grammar_backend is not None:
-            self._grammar_backend.shutdown()
+        self._grammars.shutdown()
         self._swap.shutdown()
         self._runner.shutdown()
 
@@ -241,7 +142,10 @@ class Engine:
 
     def _sample_forwarded(self, plan: StepPlan) -> None:
         """Start the rest of a step whose masks can be made now."""
-        bitmask, num_cut = self._grammar_bitmask(plan)
+        drafts: list[list[int]] = [[] for _ in plan.rows]
+        if plan.needs_draft_ids:
+            drafts = self._runner.take_draft_token_ids(plan)
+        bitmask, num_cut = self._grammars.bitmask(plan, drafts, self.ready.vocab_size)
         self._in_flight.append((plan, self._runner.sample(plan, bitmask), num_cut))
         self._forwarded = None
 
@@ -276,80 +180,6 @@ class Engine:
         """The tokens of the requests in a step that has not been applied."""
         requests = [self._scheduler.request_of(plan.step_id, i) for i in range(len(plan.rows))]
         return [request.token_ids for request in requests if request is not None]
-
-    def _grammar_request(self, plan: StepPlan, index: int) -> Request | None:
-        """Whose row this is if a grammar masks it: not a prefill chunk, and not stale."""
-        request = self._scheduler.request_of(plan.step_id, index)
-        if request is None or request.matcher is None or plan.rows[index].is_prefill:
-            return None
-        return request
-
-    def _grammar_bitmask(self, plan: StepPlan) -> tuple[np.ndarray, list[int]]:
-        """One mask line per logits row, and for each row of the plan how many drafts it cuts."""
-        drafts: list[list[int]] = [[] for _ in plan.rows]
-        if plan.needs_draft_ids:
-            drafts = self._runner.take_draft_token_ids(plan)
-        shape = (sum(len(ids) + 1 for ids in drafts), -(-self.ready.vocab_size // 32))
-        bitmask = np.full(shape, ALL_ALLOWED, dtype=np.int32)
-        num_cut, start = [], 0
-        for index, ids in enumerate(drafts):
-            lines = bitmask[start : start + len(ids) + 1]
-            num_cut.append(self._fill_row(plan, index, ids, lines))
-            start += len(ids) + 1
-        return bitmask, num_cut
-
-    def _fill_row(self, plan: StepPlan, index: int, ids: list[int], lines: np.ndarray) -> int:
-        """Mask one row of the plan; a fault in its grammar ends its request alone."""
-        request = self._grammar_request(plan, index)
-        if request is None or request.matcher is None:
-            return 0
-        try:
-            return fill_rows(request.matcher, ids, lines)
-        except Exception as error:
-            logger.exception("the grammar of %s failed", request.request_id)
-            self._scheduler.fail(request, f"The grammar failed: {error}")
-            return 0
-
-    # --- grammars -------------------------------------------------------------------------------
-
-    def _add(self, message: AddRequest) -> None:
-        request = self._scheduler.add(message)
-        if request is None or message.sampling.grammar is None:
-            return
-        self._compile(request, message.sampling.grammar)
-
-    def _compile(self, request: Request, spec: GrammarSpec) -> None:
-        """Compile off the loop; the request stays unscheduled until `_admit_compiled`."""
-        if self._grammar_backend is None:
-            self._scheduler.fail(request, "Structured output is not available for this model.")
-            return
-        deadline = time.monotonic() + MAX_COMPILE_SECONDS
-        self._compiling[request.request_id] = (self._grammar_backend.compile(spec), deadline)
-
-    def _admit_compiled(self) -> None:
-        for request_id, (future, deadline) in list(self._compiling.items()):
-            request = self._scheduler.get(request_id)
-            if request is None:  # aborted meanwhile
-                future.cancel()
-            elif future.done():
-                self._unblock(request, future)
-            elif time.monotonic() > deadline:
-                future.cancel()
-                self._scheduler.fail(request, "The grammar takes too long to compile.", True)
-            else:
-                continue
-            del self._compiling[request_id]
-
-    def _unblock(self, request: Request, future: Future[GrammarMatcher]) -> None:
-        """A grammar that does not compile ends its request alone."""
-        try:
-            matcher = future.result()
-        except Exception as error:
-            logger.info("grammar of %s: %s", request.request_id, error)
-            is_theirs = isinstance(error, ValueError)
-            self._scheduler.fail(request, f"The grammar cannot be compiled: {error}", is_theirs)
-            return
-        self._scheduler.unblock(request, matcher)
 
 
 def build_engine(config: Config, progress: Callable[[Progress], None]) -> Engine:

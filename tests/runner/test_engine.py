@@ -114,7 +114,7 @@ def test_a_fault_of_the_grammar_library_is_not_the_requests() -> None:
 def test_a_grammar_that_takes_too_long_ends_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("slipstream.runner.engine.MAX_COMPILE_SECONDS", 0.05)
+    monkeypatch.setattr("slipstream.runner.request_grammars.MAX_COMPILE_SECONDS", 0.05)
     bench = Bench(compile_at_once=False)
     good = add("good", [3, 4])
     bench.engine.handle([add("slow", [1, 2], grammar=PARITY), good])
