@@ -9,20 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ..configs.schema import Config
-from ..runner.channel import ServerChannel
 from ..runner.messages import (
     AbortRequests,
     AddRequest,
     ChangeSpeculator,
     Fatal,
     FromWorker,
-    Progress,
     Ready,
     ResetPrefixCache,
     SetVocabulary,
@@ -31,19 +28,17 @@ from ..runner.messages import (
     StepStats,
     ToWorker,
 )
-from ..runner.process import WorkerOrders, WorkerProcess, describe_exit
 from .drafter_changes import DrafterChanges
 from .health import Health, State
 from .request_stream import EngineDead, RequestStream, ShutDown, Turn
 from .watchdog import Watchdog
+from .worker_watch import ProgressCallback, Worker
 
 __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
 
 log = logging.getLogger("slipstream.engine")
 
-ProgressCallback = Callable[[Progress], None]
 StatsCallback = Callable[[StepStats], None]
-_LAST_WORDS_SECONDS = 0.3  # for a Fatal that is still on its way when the process has ended
 _SHUTTING_DOWN = "the server is shutting down"
 STOP_SECONDS = 5.0  # for the step in flight when the worker is told to stop
 
@@ -65,18 +60,6 @@ class Backoff:
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
 
 
-@dataclass(frozen=True)
-class _Worker:
-    process: WorkerProcess
-    channel: ServerChannel
-
-    async def end(self, grace: float = 0.0) -> int:
-        """Let the process end within `grace` seconds, or end it; returns its status."""
-        status = await (self.process.stop(grace) if grace else self.process.kill())
-        self.channel.close()
-        return status
-
-
 class EngineClient:
     """One worker process and the requests it runs. All methods are for the event loop's thread."""
 
@@ -89,7 +72,7 @@ class EngineClient:
         self._engine = engine
         self._backoff = backoff or Backoff()
         self._ready: Ready | None = None
-        self._worker: _Worker | None = None
+        self._worker: Worker | None = None
         self._streams: dict[str, RequestStream] = {}
         self._turn = Turn()
         self._idle = asyncio.Event()
@@ -262,26 +245,14 @@ class EngineClient:
 
     async def _launch(self, progress: ProgressCallback | None) -> Ready:
         """Start a worker and wait for its Ready; it is ended if that does not come."""
-        channel = ServerChannel()
-        orders = WorkerOrders(
-            endpoint=channel.endpoint,
-            parent_pid=os.getpid(),
-            config=self._config,
-            engine=self._engine,
-        )
-        worker = _Worker(WorkerProcess(orders), channel)
-        try:
-            outcome = await _watch(worker, lambda message: _on_start(message, progress))
-        except BaseException:
-            await worker.end()
-            raise
-        if isinstance(outcome, Ready):
-            self._worker = worker
-            if self._vocabulary is not None:
-                channel.send([self._vocabulary])
-            return outcome
-        await worker.end()
-        raise WorkerFailed(outcome)
+        worker = Worker.begin(self._config, self._engine)
+        outcome = await worker.started(progress)
+        if isinstance(outcome, Fatal):
+            raise WorkerFailed(outcome.message)
+        self._worker = worker
+        if self._vocabulary is not None:
+            worker.channel.send([self._vocabulary])
+        return outcome
 
     async def _supervise(self) -> None:
         """Serve; when the worker dies, end its requests at once and start another."""
@@ -290,13 +261,14 @@ class EngineClient:
             assert self._worker is not None
             worker, began = self._worker, time.monotonic()
             self._watchdog.feed()
-            outcome = await _watch(worker, self._on_message, self._hung())
+            outcome = await worker.watch(self._on_message, self._hung())
             self._worker = None
             if time.monotonic() - began >= self._backoff.healthy_after:
                 failures = 0
             failures += 1
-            self._announce(str(outcome), failures)
-            self._fail_streams(f"the engine stopped: {outcome}")
+            assert isinstance(outcome, Fatal)
+            self._announce(outcome.message, failures)
+            self._fail_streams(f"the engine stopped: {outcome.message}")
             await worker.end()
             if self.state == "draining":
                 return
@@ -328,63 +300,11 @@ class EngineClient:
         if self.state != "draining":
             self.health.change("restarting", f"the engine is restarting: {reason}", delay)
 
-    def _on_message(self, message: FromWorker) -> str | None:
+    def _on_message(self, message: FromWorker) -> Fatal | None:
         self._watchdog.feed()
         match message:
             case StepOutputs():
                 self._dispatch(message)
             case Fatal():
-                return message.message
+                return message
         return None
-
-
-def _on_start(message: FromWorker, progress: ProgressCallback | None) -> Ready | str | None:
-    match message:
-        case Progress() if progress is not None:
-            progress(message)
-        case Ready():
-            return message
-        case Fatal():
-            return message.message
-    return None
-
-
-async def _frozen(worker: _Worker) -> str:
-    await worker.channel.disconnected()
-    return "the worker stopped answering"
-
-
-async def _watch(
-    worker: _Worker,
-    handle: Callable[[FromWorker], Ready | str | None],
-    hung: Coroutine[None, None, str] | None = None,
-) -> Ready | str:
-    """Handle messages until one of them says that it is the last, or the worker is gone or hangs.
-
-    Returns what the handler returned, or a sentence about the end of the process.
-    """
-
-    async def read() -> Ready | str:
-        while True:
-            for message in await worker.channel.receive():
-                outcome = handle(message)
-                if outcome is not None:
-                    return outcome
-
-    reader = asyncio.create_task(read())
-    ended = asyncio.create_task(worker.process.wait())
-    silent = [asyncio.create_task(each) for each in (_frozen(worker), hung) if each is not None]
-    tasks = {reader, ended, *silent}
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not reader.done():
-            await asyncio.wait({reader}, timeout=_LAST_WORDS_SECONDS)
-        if reader.done():
-            return reader.result()
-        if ended.done():
-            return f"the worker {describe_exit(ended.result())}"
-        return next(task.result() for task in silent if task.done())
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
