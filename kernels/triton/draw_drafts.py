@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import random_streams as streams
+from .launch import pdl_options, wait_for_inputs
 from .sample import best_of, gumbel, pick, row_key
 
 BLOCK = 1024  # tokens of one program: few rows, too, must keep a card busy
@@ -39,8 +40,10 @@ def _draw_kernel(
     KEEPS: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The best token of one block of a row."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -82,8 +85,10 @@ def _take_kernel(
     GIVEN: tl.constexpr,
     MAPPED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The best token of a row, or the one given, becomes its next draft."""
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     if GIVEN:
         token = tl.load(ids + row)
@@ -126,6 +131,7 @@ def draw_drafts(logits: Tensor, of: Any, to_target: Tensor | None, kept: Tensor 
         MAPPED=to_target is not None,
         BLOCK=BLOCK,
         num_warps=4,
+        **pdl_options(logits),
     )
     _take(rows, None, best, best_token, of, to_target, num_blocks)
 
@@ -162,4 +168,5 @@ def _take(
         MAPPED=to_target is not None,
         BLOCKS=triton.next_power_of_2(max(1, num_blocks)),
         num_warps=1,
+        **pdl_options(best),
     )

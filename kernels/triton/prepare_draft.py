@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, wait_for_inputs
+
 _BLOCK = 1024
 
 
@@ -22,7 +24,9 @@ def _advance_kernel(
     max_model_len,
     WRITES: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     length = tl.load(seq_lens + row, mask=inside, other=0)
@@ -52,6 +56,7 @@ def advance_draft_decode(
         max_model_len,
         WRITES=out_write_positions is not None,
         BLOCK=_BLOCK,
+        **pdl_options(positions),
     )
 
 
@@ -69,7 +74,9 @@ def _draft_slots_kernel(
     block_size,
     num_rows,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     position = tl.load(write_positions + row, mask=inside, other=-1)
@@ -101,4 +108,5 @@ def map_draft_slots(
             size,
             rows,
             BLOCK=_BLOCK,
+            **pdl_options(table),
         )

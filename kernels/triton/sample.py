@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import random_streams as constants
-from .launch import hash_functions
+from .launch import hash_functions, pdl_options, wait_for_inputs
 
 BLOCK = 4096  # tokens of one program
 
@@ -97,7 +97,9 @@ def _gumbel_kernel(
     SALT_PER_ROW: tl.constexpr,
     HAS_GREEDY: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -124,7 +126,9 @@ def _pick_kernel(
     tokens,  # [L] int64
     num_blocks,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     tl.store(
         tokens + row,
@@ -173,9 +177,15 @@ def gumbel_sample(
         HAS_GREEDY=greedy is not None,
         BLOCK=BLOCK,
         num_warps=8,
+        **pdl_options(logits),
     )
     _pick_kernel[(num_rows,)](
-        best, best_token, tokens, num_blocks, BLOCKS=triton.next_power_of_2(num_blocks)
+        best,
+        best_token,
+        tokens,
+        num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        **pdl_options(tokens),
     )
     return tokens
 

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .launch import pdl_options, wait_for_inputs
+
 _BLOCK = 256
 
 
@@ -54,7 +56,9 @@ def _stage_kernel(
     max_position,
     num_drafts,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
     num_live = tl.full([], 0, tl.int32)
@@ -135,6 +139,7 @@ def stage_draft_rows(
         out.draft_tokens.shape[1],
         BLOCK=_BLOCK,
         num_warps=4,
+        **pdl_options(out.input_ids),
     )
 
 
@@ -148,7 +153,9 @@ def _store_kernel(
     num_made,
     K: tl.constexpr,
     BLOCK: tl.constexpr,  # >= K
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     made = column < num_made
@@ -176,4 +183,5 @@ def store_draft_rows(
         K=num_drafts,
         BLOCK=triton.next_power_of_2(num_drafts),
         num_warps=1,
+        **pdl_options(out),
     )
