@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from .graph_capture import Graph
 
@@ -62,34 +61,44 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _written_arguments(func, args, kwargs)
         # Without side effects: run once for shapes and types, hand out poison, compute at replay.
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+        outputs = list(_tensors(result))
         # Views compute nothing. Some operations (`to`, `reshape`) are views only if they can be.
-        if _storages(outputs) <= _storages(tree_flatten((args, kwargs))[0]):
+        if _storages(outputs) <= _storages(_tensors((args, kwargs))):
             return result
 
         def compute() -> None:
-            fresh = tree_flatten(func(*args, **kwargs))[0]
-            for output, value in zip(outputs, filter(_is_tensor, fresh), strict=True):
+            fresh = func(*args, **kwargs)
+            if isinstance(fresh, Tensor):
+                outputs[0].copy_(fresh)
+                return
+            for output, value in zip(outputs, _tensors(fresh), strict=True):
                 output.copy_(value)
 
         self.nodes.append((str(func), compute))
         return _poison(result)
 
 
-def _storages(leaves: Iterable[object]) -> set[int]:
-    return {leaf.untyped_storage().data_ptr() for leaf in leaves if isinstance(leaf, Tensor)}
+def _tensors(values: object) -> Iterator[Tensor]:
+    """All in what an operation takes or returns. (torch's own walk takes as long as the rest.)"""
+    if isinstance(values, Tensor):
+        yield values
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            yield from _tensors(value)
+    elif isinstance(values, dict):
+        yield from _tensors(list(values.values()))
 
 
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, Tensor)
+def _storages(tensors: Iterable[Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 def _poison(result: Any) -> Any:
-    for leaf in tree_flatten(result)[0]:
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            leaf.fill_(float("nan"))
-        elif isinstance(leaf, Tensor):
-            leaf.zero_()  # an integer may index something: stay in range
+    for tensor in _tensors(result):
+        if tensor.is_floating_point():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.zero_()  # an integer may index something: stay in range
     return result
 
 
