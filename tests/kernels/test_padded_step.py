@@ -214,13 +214,16 @@ def test_rows_draw_as_their_requests_say(monkeypatch: pytest.MonkeyPatch) -> Non
         assert draws.positions is positions and draws.salt == 3
 
 
-def test_pick_rows_draws_by_seed_and_position() -> None:
-    logits = torch.zeros(64, VOCAB)
-    temperature, positions = torch.ones(64), torch.arange(64)
+def test_pick_rows_draws_by_seed_and_position(triton: bool) -> None:
+    rows = 16 if triton else 64  # a row is a program, which the interpreter is slow at
+    logits = torch.zeros(rows, VOCAB)
+    temperature, positions = torch.ones(rows), torch.arange(rows)
 
     def pick(seed: int) -> Tensor:
-        draws = head_sample.Draws(torch.full((64,), seed), positions, temperature == 0, temperature)
+        seeds = torch.full((rows,), seed)
+        draws = head_sample.Draws(seeds, positions, temperature == 0, temperature)
         return head_sample.pick_rows(logits, draws)[0]
 
-    assert pick(1).equal(pick(1)) and not pick(1).equal(pick(2))
-    assert pick(1).unique().numel() > 20
+    first = pick(1)
+    assert first.equal(pick(1)) and not first.equal(pick(2))
+    assert first.unique().numel() > rows // 3
