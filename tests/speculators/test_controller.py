@@ -5,6 +5,8 @@ The table: an 8B model with an EAGLE-3 head, milliseconds of a step by requests 
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -36,6 +38,7 @@ LAWS: dict[str, Law] = {
 }
 
 
+@functools.cache
 def true_seconds(num_reqs: int, num_drafts: int) -> float:
     sizes = sorted(H100)
     return float(np.interp(num_reqs, sizes, [H100[size][num_drafts] for size in sizes])) / 1000
@@ -73,8 +76,11 @@ class Run:
 
 def fixed_speed(law: Law, num_reqs: int, k: int, num_steps: int) -> float:
     """Tokens per second that a fixed K comes to on the average."""
-    laws = [law(step / num_steps) for step in range(num_steps)]
-    tokens = sum(1 + sum(np.prod(chances[: j + 1]) for j in range(k)) for chances in laws)
+    laws = Counter(law(step / num_steps) for step in range(num_steps))
+    tokens = sum(
+        times * (1 + sum(np.prod(chances[: j + 1]) for j in range(k)))
+        for chances, times in laws.items()
+    )
     return float(num_reqs * tokens / (num_steps * true_seconds(num_reqs, k)))
 
 
