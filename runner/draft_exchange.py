@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .draft_heads import load_head
+from .draft_heads import find_checkpoint, load_head, outline
 from .errors import RunnerError
 from .layers import Linear
 
@@ -30,9 +30,8 @@ class Exchange:
     """
 
     def __init__(self, ours: nn.Module, other: nn.Module) -> None:
+        _same_projections(ours, other)
         parts, their_parts = _linears(ours), _linears(other)
-        for name in sorted(parts.keys() | their_parts.keys()):
-            _same(f"projection {name}", _size(parts.get(name)), _size(their_parts.get(name)))
         # On a CPU, where no graph knows an address. What is packed holds its bias, too.
         packed = {
             name
@@ -77,14 +76,32 @@ def load_other(speculator: Any, model: str) -> Exchange:
 def _load(speculator: Any, model: str) -> Exchange:
     ours = speculator.model
     config = replace(speculator.config, model=model)
+    method, host = config.method, speculator.host
+    found = find_checkpoint(method, config, host.target_model.config, host.target_resolved)
+    _same_shape(ours, outline(method, config, host, found))  # before it takes any memory
     layer_id = ours.attention_layers()[0].layer_id
-    other: Any = load_head(config.method, config, speculator.host, layer_id)
+    other = load_head(method, config, host, layer_id, found)
+    _finite(other)
+    return Exchange(ours, other)
+
+
+def _same_shape(ours: Any, other: Any) -> None:
     for name in _HEAD:
         _same(name, getattr(ours.head, name), getattr(other.head, name))
     for name in _CONSTANTS:
         _same(name, getattr(ours.config, name), getattr(other.config, name))
-    _finite(other)
-    return Exchange(ours, other)
+    _same_projections(ours, other)
+    parts = set(_linears(ours))  # what is packed has no tensors
+    tensors, theirs = _tensors(ours, parts), _tensors(other, parts)
+    for name in sorted(tensors.keys() | theirs.keys()):
+        shapes = [_shape(found.get(name)) for found in (tensors, theirs)]
+        _same(f"tensor {name}", *shapes)
+
+
+def _same_projections(ours: nn.Module, other: nn.Module) -> None:
+    parts, theirs = _linears(ours), _linears(other)
+    for name in sorted(parts.keys() | theirs.keys()):
+        _same(f"projection {name}", _size(parts.get(name)), _size(theirs.get(name)))
 
 
 def _finite(head: nn.Module) -> None:
@@ -119,6 +136,10 @@ def _tensors(head: nn.Module, packed: set[str]) -> dict[str, Tensor]:
     """Every tensor but those of packed projections."""
     found = head.named_buffers()
     return {name: tensor for name, tensor in found if name.rpartition(".")[0] not in packed}
+
+
+def _shape(tensor: Tensor | None) -> list[int] | None:
+    return None if tensor is None else list(tensor.shape)
 
 
 def _kind(tensor: Tensor | None) -> str | None:

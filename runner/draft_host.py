@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
-from ..configs.schema import GraphConfig, ModelConfig, SpeculativeConfig
+from ..configs.schema import GraphConfig, SpeculativeConfig
 from .attention.base import AttentionBuilder, AttentionLayer, AttentionState
 from .cuda_graphs import CudaGraphManager, ProgressFn
 from .draft_attention import DraftAttention
+from .draft_heads import FoundDrafter, load_head
 from .graph_capture import GraphPool
 from .graph_dispatch import (
     GraphRole,
@@ -75,9 +76,9 @@ class DraftModelHost:
         vocab_size: int,
         target_model: nn.Module,
         num_target_layers: int,
-        dtype_name: str,
         graphs: GraphSettings | None,
         target_resolved: ResolvedModel | None = None,
+        drafter: FoundDrafter | None = None,  # whose files have been looked for
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -87,9 +88,9 @@ class DraftModelHost:
         self.vocab_size = vocab_size
         self.target_model = target_model
         self.target_resolved = target_resolved  # some targets bring their drafter along
+        self._drafter = drafter
         self.draft_layers: list[AttentionLayer] = []
         self._next_layer_id = num_target_layers
-        self._dtype_name = dtype_name
         self._graphs = graphs
         self._attention: DraftAttention | None = None
         self._staging = StagingPool(device)
@@ -100,48 +101,13 @@ class DraftModelHost:
 
     def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> nn.Module:
         """Build the draft architecture `kind`, load its weights, register its attention layers."""
-        if kind == "draft_model":
-            model: Any = self._load_whole_model(speculative)
-        else:
-            from .draft_heads import load_head
-
-            model = load_head(kind, speculative, self, self._next_layer_id)
+        layer_id = self._next_layer_id
+        model: Any = load_head(kind, speculative, self, layer_id, self._drafter)
         layers = model.attention_layers()
         self.draft_layers += layers
         self._next_layer_id += len(layers)
         loaded: nn.Module = model
         return loaded
-
-    def _load_whole_model(self, speculative: SpeculativeConfig) -> nn.Module:
-        from .draft_heads import check_vocabulary
-        from .errors import ModelLoadError
-        from .layers import resolve_format
-        from .models.registry import build_model
-        from .weights import load_weights, resolve_model
-
-        if speculative.model is None:
-            raise ModelLoadError("speculative method draft_model needs a model.")
-        resolved = resolve_model(
-            ModelConfig(
-                model=speculative.model,
-                dtype=self._dtype_name,
-                load_format=speculative.load_format,
-                device=self.device.type,
-            )
-        )
-        check_vocabulary("draft model's", resolved.text_config.vocab_size, self.vocab_size)
-        fmt = resolve_format(self._dtype_name, self.device, resolved.checkpoint_dtype)
-        model = build_model(
-            resolved.hf_config,
-            self.device,
-            fmt.dtype,
-            layer_id_offset=self._next_layer_id,
-            pack_fp16=fmt.pack_fp16,
-            max_position=self.max_model_len,
-            linear=getattr(self.target_model.format, "linear", None),
-        )
-        load_weights(model, resolved)
-        return model
 
     def attach(
         self,

@@ -157,11 +157,20 @@ class GGUFFile:
                 tensor = _split_rotary_pairs(tensor, heads[kind])
             yield _checkpoint_name(name), tensor
 
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, but meta tensors: reads headers only."""
+        for name, stored in self._tensors.items():
+            if name != _ROPE_DIVISORS:
+                yield _checkpoint_name(name), torch.empty(_shape(stored), device="meta")
+
+
+def _shape(stored: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(stored.shape))
+
 
 def _dequantised(stored: Any, name: str) -> Tensor:
     """The tensor in fp32."""
-    shape = tuple(int(size) for size in reversed(stored.shape))
-    data = stored.data
+    shape, data = _shape(stored), stored.data
     if stored.tensor_type in _FAST:
         blocks, per_block = _FAST[stored.tensor_type]
         out = torch.empty(shape)

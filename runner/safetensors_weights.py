@@ -45,6 +45,13 @@ class SafetensorsCheckpoint:
             return self._read(self._device)
         return self._mapped()
 
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, but meta tensors: reads headers only."""
+        stretches = self._stretches_in_order()
+        for name in self.names:
+            stretch = stretches[name]
+            yield name, torch.empty(stretch.shape, dtype=stretch.dtype, device="meta")
+
     def _mapped(self) -> Iterator[tuple[str, Tensor]]:
         opened: dict[str, Any] = {}
 

@@ -5,11 +5,9 @@ Start-up only; a step never comes here.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
@@ -27,30 +25,24 @@ from .choice_graphs import ChoiceGraphs, create_choices
 from .cuda_graphs import CudaGraphManager, MemoryByPurpose, RebuiltStates
 from .data_parallel import create_sync
 from .device_queue import DeviceQueue, choose_device
-from .draft_heads import check_drafter
 from .draft_host import DraftModelHost, GraphSettings
-from .errors import RunnerError
 from .first_use import load_libraries
 from .graph_capture import CudaGraphs, GraphBackend, GraphPool
-from .graph_dispatch import GraphRole, resolve_mode, wanted_modes
-from .hub import find_drafter
+from .graph_dispatch import wanted_modes
 from .input_batch import InputBuffers
-from .kv_blocks import BlockGroup
 from .kv_cache import KVCache, KVCacheGroup, make_groups
-from .layers import resolve_format
-from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks, refuse_early
+from .load_target import load_target
+from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks
 from .memory_profile import MemoryProfile
 from .messages import Progress
-from .models.registry import build_model
 from .request_table import RequestTable
 from .row_sampling import RowSampling
-from .runner_parts import NO_SPECULATION, RunnerFacts, RunnerParts
+from .runner_parts import NO_SPECULATION, RunnerParts, facts_of
 from .sampler import Sampler
 from .start_ahead import ATTENTION, GRAPHS, CompileAhead
 from .target import Target
-from .weights import load_weights, resolve_model
+from .target_graphs import create_target_graphs
 
-logger = logging.getLogger(__name__)
 ProgressFn = Callable[[Progress], None]
 
 
@@ -91,8 +83,8 @@ class Assembly:
         if self.ahead is not None and (card := card_of(self.device)) is not None:
             self.ahead.tell(card)
         with self._phase("load"):
-            find_drafter(config.speculative)
             self._load_target()
+            loaded = self.loaded
             self.graphs = self._graph_settings()
             host = self._draft_host()
             speculator = create_speculator(config.speculative, host)
@@ -128,7 +120,14 @@ class Assembly:
         if self.ahead is not None:
             self.ahead.wait_for(GRAPHS)
         with self._phase("kv_cache"), torch.inference_mode():
-            manager, mode = self._graph_manager(builders, needs)
+            manager, mode = create_target_graphs(
+                self.graphs,
+                wanted_modes(config.graph, self.device_type).target,
+                builders,
+                self._query_lengths(needs),
+                self.max_num_reqs,
+                self.max_num_tokens,
+            )
 
             def draft_graph_bytes(target: Target) -> int:
                 if speculator is None or manager is None:
@@ -160,7 +159,7 @@ class Assembly:
         target = target_on(cache)
         idle_query_len = needs.num_speculative_tokens + 1
         return RunnerParts(
-            self._facts(cache, backend, needs),
+            facts_of(loaded, cache, backend.name, needs, self.seconds, self.lowered),
             target,
             table,
             buffers,
@@ -190,37 +189,13 @@ class Assembly:
         self._allocated = now
 
     def _load_target(self) -> None:
-        config = self.config.model
-        self.resolved = resolve_model(config)
-        text: Any = self.resolved.text_config
-        self.vocab_size = int(text.vocab_size)
-        longest = int(text.max_position_embeddings)
-        if config.max_model_len is not None and config.max_model_len > longest:
-            raise RunnerError(
-                f"--max-model-len {config.max_model_len} is beyond the model's {longest} tokens"
-            )
-        check_drafter(self.config.speculative, self.resolved)
-        self.max_model_len = config.max_model_len or longest
-        self.format = resolve_format(
-            config.dtype,
+        self.loaded = loaded = load_target(
+            self.config,
             self.device,
-            self.resolved.checkpoint_dtype,
-            self.config.graph.linear_backend,
+            lambda done, total: self.progress(Progress("load", done, total, "weights")),
         )
-        self.model = build_model(
-            self.resolved.hf_config,
-            self.device,
-            self.format.dtype,
-            pack_fp16=self.format.pack_fp16,
-            max_position=self.max_model_len,
-            linear=self.format.linear,
-        )
-        groups = make_groups(self.model.attention_layers())
-        refuse_early(self.config.cache, self.device, groups, self.format.dtype, self.max_model_len)
-        load_weights(self.model, self.resolved, self._load_progress)
-
-    def _load_progress(self, done: int, total: int) -> None:
-        self.progress(Progress("load", done, total, "weights"))
+        self.model, self.format = loaded.model, loaded.format
+        self.max_model_len, self.vocab_size = loaded.max_model_len, loaded.vocab_size
 
     def _draft_host(self) -> DraftModelHost:
         return DraftModelHost(
@@ -232,10 +207,9 @@ class Assembly:
             self.vocab_size,
             self.model,
             len(self.model.attention_layers()),
-            # KV groups are shared, so a drafter on a GPU takes the target's number format.
-            self.config.model.dtype if self.device.type == "cpu" else dtype_name(self.format.dtype),
             self.graphs,
-            self.resolved,
+            self.loaded.resolved,
+            self.loaded.drafter,
         )
 
     def _builder(
@@ -308,35 +282,6 @@ class Assembly:
         setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
         return ClaimsAtStart(backend, settings.pool, setup, self.format.dtype, self.device, cases)
 
-    def _graph_manager(
-        self, builders: Sequence[AttentionBuilder], needs: SpeculatorNeeds
-    ) -> tuple[CudaGraphManager | None, CUDAGraphMode]:
-        settings = self.graphs
-        if settings is None:
-            return None, CUDAGraphMode.NONE
-        lengths = self._query_lengths(needs)
-        decision = resolve_mode(
-            wanted_modes(self.config.graph, self.device_type).target,
-            min(builder.supports for builder in builders),
-            GraphRole.TARGET,
-            lengths,
-        )
-        if decision.reason:
-            logger.warning("target graphs run as %s: %s", decision.mode.name, decision.reason)
-        manager = CudaGraphManager.create(
-            "target",
-            decision.mode,
-            decision.uniform_token_counts,
-            settings.sizes,
-            self.max_num_reqs,
-            self.max_num_tokens,
-            settings.pool,
-            settings.progress,
-            settings.debug_compare_eager,
-            settings.mixed_sizes,
-        )
-        return manager, decision.mode
-
     # --- memory ---------------------------------------------------------------------------------
 
     def _kv_cache(
@@ -371,27 +316,3 @@ class Assembly:
 
     def _kv_cache_bytes(self, profile: MemoryProfile) -> int:
         return kv_cache_bytes(self.config.cache, self.device, profile, self.memory)
-
-    def _facts(
-        self, cache: KVCache, backend: AttentionBackend, needs: SpeculatorNeeds
-    ) -> RunnerFacts:
-        return RunnerFacts(
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            kv_groups=tuple(
-                BlockGroup(cache.num_blocks, cache.block_size, group.sliding_window)
-                for group in cache.groups
-            ),
-            eos_token_ids=tuple(self.resolved.eos_token_ids),
-            device=self.device.type,
-            dtype=dtype_name(self.format.dtype),
-            attention_backend=backend.name,
-            needs=needs,
-            startup_seconds=self.seconds,
-            lowered_claims=tuple(claim.backend for claim in self.lowered),
-        )
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name without its module: `float32`."""
-    return str(dtype).removeprefix("torch.")

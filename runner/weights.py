@@ -37,6 +37,20 @@ class Checkpoint(Protocol):
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
 
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, in any order, but meta tensors: reads headers only."""
+
+
+class _Outlines:
+    """Another checkpoint, of which only names, shapes and types are read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.names, self.outlines = list(checkpoint.names), checkpoint.outlines
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        wanted = set(self.names)
+        return ((name, tensor) for name, tensor in self.outlines() if name in wanted)
+
 
 @dataclass(frozen=True)
 class ResolvedModel:
@@ -173,11 +187,12 @@ def load_weights(
 
 def open_checkpoint(resolved: ResolvedModel, device: torch.device | None = None) -> Checkpoint:
     """The stored weights of a model that has some; `device`: where they are wanted."""
-    if resolved.opened is not None:
-        return resolved.opened
-    from .safetensors_weights import SafetensorsCheckpoint
+    checkpoint = resolved.opened
+    if checkpoint is None:
+        from .safetensors_weights import SafetensorsCheckpoint
 
-    return SafetensorsCheckpoint(resolved.path, resolved.hf_config, device)
+        checkpoint = SafetensorsCheckpoint(resolved.path, resolved.hf_config, device)
+    return _Outlines(checkpoint) if device is not None and device.type == "meta" else checkpoint
 
 
 def load_checkpoint(

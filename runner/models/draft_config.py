@@ -36,10 +36,8 @@ def read_draft_config(
     target_hidden_size: int,
     num_target_layers: int,
     boundaries: tuple[int, ...] | None = None,
-    tell: bool = True,
 ) -> DraftHeadConfig:
-    """Normalise a head's config.json; `boundaries` is the user's own choice of taps, `tell` logs
-    which they are."""
+    """Normalise a head's config.json; `boundaries` is the user's own choice of taps."""
     nested = "transformer_layer_config" in raw
     layer = dict(raw["transformer_layer_config"] if nested else raw)
     layer.setdefault("model_type", "llama")
@@ -60,7 +58,7 @@ def read_draft_config(
         target_hidden_size=target_hidden,
         draft_vocab_size=int(raw.get("draft_vocab_size") or layer["vocab_size"]),
         aux_boundaries=(
-            choose_boundaries(raw, nested, num_target_layers, boundaries, tell) if eagle3 else ()
+            choose_boundaries(raw, nested, num_target_layers, boundaries) if eagle3 else ()
         ),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
@@ -74,9 +72,8 @@ def choose_boundaries(
     speculators_format: bool,
     num_layers: int,
     chosen: tuple[int, ...] | None = None,
-    tell: bool = True,
 ) -> tuple[int, ...]:
-    """The taps as boundaries 0..n, low to high; `tell`: one log line says where they come from.
+    """The taps as boundaries 0..n, low to high; one log line says where they come from.
 
     An id in a config means either the *input* of that layer (boundary = id) or its *output*
     (boundary = id + 1). Configs of `speculators` mean inputs. SpecForge's defaults mean outputs and
@@ -100,8 +97,7 @@ def choose_boundaries(
             f"EAGLE-3 taps {list(taps)} ({reason}) must rise within 0 .. {num_layers}; "
             "name them with aux_hidden_state_boundaries."
         )
-    if tell:
-        level = logging.WARNING if chosen is None and ids is None else logging.INFO
-        place = "EAGLE-3 taps the residual stream after %s layers (%s)"
-        logger.log(level, place, list(taps), reason)
+    level = logging.WARNING if chosen is None and ids is None else logging.INFO
+    place = "EAGLE-3 taps the residual stream after %s layers (%s)"
+    logger.log(level, place, list(taps), reason)
     return taps

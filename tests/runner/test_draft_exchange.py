@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from slipstream.runner import draft_heads
 from slipstream.runner.draft_exchange import Exchange, load_other
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.layers import Linear, WeightFormat, packing_available
@@ -96,6 +97,41 @@ def test_a_head_that_shares_what_the_running_one_has_is_refused(
         load_other(speculator, str(shared))
     assert model(made).lm_head is not None
     made.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"intermediate_size": 64}, "its projection layers.0.mlp.down_proj is "),
+        ({"draft_vocab_size": 30}, "its draft_vocab_size is 30"),
+        (["lm_head.weight"], "lacks tensors: lm_head.weight"),
+        (["midlayer.mlp.up_proj.weight"], "tensor midlayer.mlp.up_proj.weight of .* has shape"),
+        (["odd"], "has unexpected tensors: odd"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused_before_it_takes_memory(
+    running: TinyEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, Any] | list[str],
+    words: str,
+) -> None:
+    path = head(tmp_path, 3, **(change if isinstance(change, dict) else {}))
+    if isinstance(change, list):
+        tensors, name = load_file(path / "model.safetensors"), change[0]
+        if tensors.pop(name, None) is None or name.startswith("midlayer"):
+            tensors[name] = torch.zeros(3)
+        save_file(tensors, path / "model.safetensors")
+    filled, real = set(), draft_heads._fill
+
+    def fill(made: Any, *args: Any, **kwargs: Any) -> None:
+        filled.update(tensor.device.type for tensor in made.buffers())
+        real(made, *args, **kwargs)
+
+    monkeypatch.setattr(draft_heads, "_fill", fill)
+    with pytest.raises(RunnerError, match=words):
+        load_other(running.engine._runner.speculator, str(path))
+    assert filled == {"meta"}
 
 
 class Layer(nn.Module):

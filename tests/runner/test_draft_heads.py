@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
-from slipstream.runner import draft_heads, startup
+from slipstream.runner import draft_heads, load_target, startup
 from slipstream.runner.errors import ModelLoadError
 from slipstream.speculators.registry import _SPECULATORS
+
+from ..speculators.all_drafters import METHODS, Drafters
 
 TARGET: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -37,7 +41,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     def load(*_: object) -> None:
         raise Reached
 
-    monkeypatch.setattr(startup, "load_weights", load)
+    monkeypatch.setattr(load_target, "load_weights", load)
 
 
 def folder(path: Path, config: dict[str, Any] | str, weights: bool = True) -> str:
@@ -95,14 +99,60 @@ def test_a_drafter_without_weights_is_refused_unless_they_are_random(
 
 def test_every_method_with_a_model_is_checked() -> None:
     assert set(draft_heads._DRAFTERS) == set(_SPECULATORS) - {"ngram"}
-    for kind in ("ngram", "draft_model", "no such"):
-        with pytest.raises(ModelLoadError, match=f"there is no draft head of kind '{kind}'"):
-            draft_heads.load_head(kind, SpeculativeConfig(kind), None, 0)  # type: ignore[arg-type]
+    for kind in ("ngram", "no such"):
+        with pytest.raises(ModelLoadError, match=f"there is no drafter of kind '{kind}'"):
+            draft_heads.find_checkpoint(kind, SpeculativeConfig(kind), None, None)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "draft_model"])
-def test_what_suits_is_loaded_after_the_target(tmp_path: Path, method: str) -> None:
-    dummy = method == "eagle"
-    drafter = folder(tmp_path / "drafter", TARGET, weights=not dummy)
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
+    return Drafters(tmp_path_factory.mktemp("drafters"))
+
+
+def start_pair(target: Path, speculative: SpeculativeConfig) -> None:
+    model = ModelConfig(model=str(target), device="cpu")
+    startup.assemble(Config(model=model, speculative=speculative), lambda progress: None)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_what_suits_is_loaded_after_the_target(
+    drafters: Drafters, method: str, load_format: str
+) -> None:
     with pytest.raises(Reached):
-        start(tmp_path, method, drafter, load_format="dummy" if dummy else "auto")
+        start_pair(drafters.pair(method)[0], drafters.speculative(method, load_format=load_format))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("shape", r"tensor {name} of .* shape \[1, {rows}, .*, but the config asks for \[{rows}, "),
+        ("missing", "lacks tensors: .*{end}"),
+        ("extra", "has unexpected tensors: .*odd"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_told_from_the_headers(
+    drafters: Drafters, tmp_path: Path, method: str, damage: str, words: str
+) -> None:
+    target, drafter = drafters.pair(method)
+    speculative = drafters.speculative(method)
+    broken = Path(shutil.copytree(drafter or target, tmp_path / "broken"))
+    tensors = load_file(broken / "model.safetensors")
+    ends = "eh_proj.weight" if method == "mtp" else "mlp.down_proj.weight"
+    name = next(name for name in tensors if name.endswith(ends))
+    rows = len(tensors[name])
+    if damage == "shape":
+        tensors[name] = tensors[name][None]
+    elif damage == "missing":
+        del tensors[name]
+    else:
+        tensors[name.rpartition("proj.")[0] + "odd"] = torch.zeros(1)
+    save_file(tensors, broken / "model.safetensors")
+    if drafter is None:
+        target = broken
+    else:
+        speculative = replace(speculative, model=str(broken))
+    end = name.rpartition(".")[0].rpartition(".")[2]
+    with pytest.raises(ModelLoadError, match=words.format(name=name, rows=rows, end=end)):
+        start_pair(target, speculative)

@@ -163,6 +163,9 @@ def test_a_gguf_model_equals_transformers(
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert resolve_model(ModelConfig(model=str(path))).eos_token_ids == [3, 5]
     assert resolve_model(ModelConfig(model=str(path))).hf_config.eos_token_id == [3, 5]
+    file = GGUFFile(path)
+    outlines = {name: tensor.shape for name, tensor in file.outlines()}
+    assert outlines == {name: tensor.shape for name, tensor in file.tensors()}
 
 
 def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from huggingface_hub import errors
 
 from slipstream.configs.hub import download
 from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
-from slipstream.runner import startup
+from slipstream.runner import load_target, startup
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.hub import find_model
 from slipstream.server.tokenizer_source import TokenizerLoadError, find_tokenizer_folder
@@ -88,7 +88,7 @@ def test_a_drafter_is_looked_for_before_the_target_is_loaded(
     def load(target: ModelConfig) -> None:
         raise Loaded
 
-    monkeypatch.setattr(startup, "resolve_model", load)
+    monkeypatch.setattr(load_target, "resolve_model", load)
     with pytest.raises(
         ModelLoadError, match="^the drafter heads/nope is neither a local folder nor"
     ):

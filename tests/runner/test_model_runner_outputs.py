@@ -265,7 +265,7 @@ def test_a_cache_too_small_for_one_request_is_refused_before_weights_load(
     config = {"model_type": "llama", "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 256}
     (tmp_path / "config.json").write_text(json.dumps(config | heads))
-    monkeypatch.setattr("slipstream.runner.startup.load_weights", None)  # would raise TypeError
+    monkeypatch.setattr("slipstream.runner.load_target.load_weights", None)  # would raise TypeError
     with pytest.raises(NoKVMemory, match="or lower --max-model-len"):
         build_model_runner(
             Config(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +189,10 @@ def test_other_quantisations_are_refused(folder: Path) -> None:
     assert "'awq', which is not supported" in error_of(folder)
 
 
+def shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors}
+
+
 def test_fp8_blocks_are_dequantised(folder: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight"  # [32, 48]: partial blocks of 20 x 20
     tensors = load_file(folder / "model.safetensors")
@@ -204,6 +209,7 @@ def test_fp8_blocks_are_dequantised(folder: Path) -> None:
     opened = SafetensorsCheckpoint(folder, resolve_model(ModelConfig(model=str(folder))).hf_config)
     assert {tensor.device.type for _, tensor in opened._read(torch.device("meta"))} == {"meta"}
     assert torch.equal(dict(opened._read(CPU))[name], tensors[name])
+    assert shapes(opened.outlines()) == shapes(opened.tensors())
     edit_tensors(folder, **{f"{name}_scale_inv": scales.to(torch.float8_e8m0fnu)})
     mapped = dict(opened.tensors())[name]
     assert torch.equal(dict(opened._read(CPU))[name], mapped) and not mapped.equal(tensors[name])

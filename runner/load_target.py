@@ -1,0 +1,67 @@
+"""Loads the target; a drafter that cannot be used is known before its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..configs.schema import Config
+from .draft_heads import FoundDrafter, OutlineHost, find_configured, outline
+from .errors import RunnerError
+from .hub import find_drafter
+from .kv_cache import make_groups
+from .layers import WeightFormat, resolve_format
+from .memory import refuse_early
+from .models.base import TextModel
+from .models.registry import build_model
+from .weights import ResolvedModel, load_weights, resolve_model
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """The model that is served, and what its drafter will be loaded from."""
+
+    model: TextModel
+    resolved: ResolvedModel
+    format: WeightFormat
+    max_model_len: int
+    vocab_size: int
+    drafter: FoundDrafter | None
+
+
+def load_target(
+    config: Config, device: torch.device, progress: Callable[[int, int], None]
+) -> LoadedTarget:
+    """Find both models, check what is known without their weights, and read the target's."""
+    model_config = config.model
+    find_drafter(config.speculative)
+    resolved = resolve_model(model_config)
+    text: Any = resolved.text_config
+    longest = int(text.max_position_embeddings)
+    if model_config.max_model_len is not None and model_config.max_model_len > longest:
+        raise RunnerError(
+            f"--max-model-len {model_config.max_model_len} is beyond the model's {longest} tokens"
+        )
+    drafter = find_configured(config.speculative, resolved)
+    max_model_len = model_config.max_model_len or longest
+    fmt = resolve_format(
+        model_config.dtype, device, resolved.checkpoint_dtype, config.graph.linear_backend
+    )
+    model = build_model(
+        resolved.hf_config,
+        device,
+        fmt.dtype,
+        pack_fp16=fmt.pack_fp16,
+        max_position=max_model_len,
+        linear=fmt.linear,
+    )
+    if drafter is not None:
+        host = OutlineHost(max_model_len, model, resolved)
+        outline(config.speculative.method, config.speculative, host, drafter)
+    groups = make_groups(model.attention_layers())
+    refuse_early(config.cache, device, groups, fmt.dtype, max_model_len)
+    load_weights(model, resolved, progress)
+    return LoadedTarget(model, resolved, fmt, max_model_len, int(text.vocab_size), drafter)
