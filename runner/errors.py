@@ -9,3 +9,7 @@ class RunnerError(Exception):
 
 class ModelLoadError(RunnerError):
     """The model cannot be found, is not supported, or its checkpoint does not fit."""
+
+
+class DrafterError(ModelLoadError):
+    """The drafter is at fault, not the model it drafts for: without it the model can be served."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..configs.options import ConfigError
 from ..configs.schema import Config
 from .draft_heads import FoundDrafter, OutlineHost, find_configured, outline
-from .errors import RunnerError
+from .errors import DrafterError, RunnerError
 from .hub import find_drafter
 from .kv_cache import make_groups
 from .layers import WeightFormat, resolve_format
@@ -32,12 +34,22 @@ class LoadedTarget:
     drafter: FoundDrafter | None
 
 
+@contextmanager
+def faults_of_drafter() -> Iterator[None]:
+    """Around what reads the drafter: its errors say whose they are."""
+    try:
+        yield
+    except (RunnerError, ConfigError, OSError) as error:
+        raise DrafterError(str(error)) from error
+
+
 def load_target(
     config: Config, device: torch.device, progress: Callable[[int, int], None]
 ) -> LoadedTarget:
     """Find both models, check what is known without their weights, and read the target's."""
     model_config = config.model
-    find_drafter(config.speculative)
+    with faults_of_drafter():
+        find_drafter(config.speculative)
     resolved = resolve_model(model_config)
     text: Any = resolved.text_config
     longest = int(text.max_position_embeddings)
@@ -45,7 +57,8 @@ def load_target(
         raise RunnerError(
             f"--max-model-len {model_config.max_model_len} is beyond the model's {longest} tokens"
         )
-    drafter = find_configured(config.speculative, resolved)
+    with faults_of_drafter():
+        drafter = find_configured(config.speculative, resolved)
     max_model_len = model_config.max_model_len or longest
     fmt = resolve_format(
         model_config.dtype, device, resolved.checkpoint_dtype, config.graph.linear_backend
@@ -60,7 +73,8 @@ def load_target(
     )
     if drafter is not None:
         host = OutlineHost(max_model_len, model, resolved)
-        outline(config.speculative.method, config.speculative, host, drafter)
+        with faults_of_drafter():
+            outline(config.speculative.method, config.speculative, host, drafter)
     groups = make_groups(model.attention_layers())
     refuse_early(config.cache, device, groups, fmt.dtype, max_model_len)
     load_weights(model, resolved, progress)

@@ -129,6 +129,7 @@ class Fatal(msgspec.Struct, tag="fatal"):
     """The worker ends; `message` is one sentence for the user."""
 
     message: str
+    of_drafter: bool = False  # it could not start because of its drafter alone
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):

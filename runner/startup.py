@@ -31,7 +31,7 @@ from .graph_capture import CudaGraphs, GraphBackend, GraphPool
 from .graph_dispatch import wanted_modes
 from .input_batch import InputBuffers
 from .kv_cache import KVCache, KVCacheGroup, make_groups
-from .load_target import load_target
+from .load_target import faults_of_drafter, load_target
 from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks
 from .memory_profile import MemoryProfile
 from .messages import Progress
@@ -87,7 +87,8 @@ class Assembly:
             loaded = self.loaded
             self.graphs = self._graph_settings()
             host = self._draft_host()
-            speculator = create_speculator(config.speculative, host)
+            with faults_of_drafter():
+                speculator = create_speculator(config.speculative, host)
         needs = speculator.needs if speculator is not None else NO_SPECULATION
         self._note("weights")
         with self._phase("attention", shown=False), torch.inference_mode():

@@ -17,7 +17,7 @@ from ..configs.logs import configure_logging
 from ..configs.options import ConfigError
 from ..configs.schema import Config
 from .channel import WorkerChannel
-from .errors import RunnerError
+from .errors import DrafterError, RunnerError
 from .messages import Fatal, Progress, Ready, Shutdown, StepOutputs, ToWorker
 from .process import WorkerOrders, receive_orders
 
@@ -100,7 +100,7 @@ def serve(orders: WorkerOrders) -> int:
         # A bad flag or file needs no traceback; everything else does, and is asked for by users.
         expected = engine is None and isinstance(error, _OF_USERS)
         log.log(logging.DEBUG if expected else logging.ERROR, "the worker ends", exc_info=True)
-        channel.send([Fatal(sentence(error))])
+        channel.send([Fatal(sentence(error), isinstance(error, DrafterError))])
         return 1
     finally:
         if engine is not None:

@@ -29,6 +29,7 @@ from ..runner.messages import (
     ToWorker,
 )
 from .drafter_changes import DrafterChanges
+from .drafter_choice import DrafterChoice
 from .health import Health, State
 from .request_stream import EngineDead, RequestStream, ShutDown, Turn
 from .watchdog import Watchdog
@@ -45,6 +46,10 @@ STOP_SECONDS = 5.0  # for the step in flight when the worker is told to stop
 
 class WorkerFailed(Exception):
     """The worker did not start; the text is one sentence for the user."""
+
+    def __init__(self, message: str, of_drafter: bool = False) -> None:
+        super().__init__(message)
+        self.of_drafter = of_drafter  # the drafter alone is at fault
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,8 @@ class EngineClient:
         self._outbox: list[ToWorker] = []
         self._vocabulary: SetVocabulary | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._changes = DrafterChanges(self._post_change, self._keep_drafter)
+        self._drafter = DrafterChoice(config.speculative)
+        self._changes = DrafterChanges(self._post_change, self._drafter.keep)
         self._watchdog = Watchdog(config.server.worker_timeout, lambda: bool(self._streams))
 
     @property
@@ -107,7 +113,12 @@ class EngineClient:
     @property
     def drafter(self) -> str | None:
         """The drafter's folder or id, as configured or kept since."""
-        return self._config.speculative.model
+        return self._drafter.current.model
+
+    @property
+    def drafter_fallback(self) -> str | None:
+        """Why it is not the one that was configured or kept, if that could not be loaded."""
+        return self._drafter.fallback
 
     async def start(self, progress: ProgressCallback | None = None) -> Ready:
         """Start the worker and wait until it serves. WorkerFailed if it cannot."""
@@ -196,11 +207,6 @@ class EngineClient:
             raise self._dead()
         self._post(message)
 
-    def _keep_drafter(self, model: str) -> None:
-        """A worker that has to be started again starts with it."""
-        speculative = replace(self._config.speculative, model=model)
-        self._config = replace(self._config, speculative=speculative)
-
     def _flush(self) -> None:
         messages, self._outbox = self._outbox, []
         if messages and self._worker is not None:
@@ -245,10 +251,11 @@ class EngineClient:
 
     async def _launch(self, progress: ProgressCallback | None) -> Ready:
         """Start a worker and wait for its Ready; it is ended if that does not come."""
-        worker = Worker.begin(self._config, self._engine)
+        config = replace(self._config, speculative=self._drafter.current)
+        worker = Worker.begin(config, self._engine)
         outcome = await worker.started(progress)
         if isinstance(outcome, Fatal):
-            raise WorkerFailed(outcome.message)
+            raise WorkerFailed(outcome.message, outcome.of_drafter)
         self._worker = worker
         if self._vocabulary is not None:
             worker.channel.send([self._vocabulary])
@@ -285,6 +292,9 @@ class EngineClient:
             try:
                 self._ready = await self._launch(None)
             except WorkerFailed as error:
+                if error.of_drafter and self._drafter.fall_back(str(error)):
+                    self.health.lose_drafter()
+                    continue
                 failures += 1
                 self._announce(str(error), failures)
                 continue

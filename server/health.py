@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 State = Literal["starting", "ready", "restarting", "failed", "draining"]
@@ -18,6 +18,7 @@ class HealthReport:
     since: float  # time.monotonic() of the last change
     retry_at: float | None  # time.monotonic() of the next start of the worker
     restarts: int  # of the worker, since the server's start
+    lost_drafters: int = 0  # that a worker could not be started again with
 
     @property
     def is_ready(self) -> bool:
@@ -63,4 +64,9 @@ class Health:
             old.since if old.state == state else now,
             None if retry_in is None else now + retry_in,
             old.restarts + (state == "restarting" and old.state != state),
+            old.lost_drafters,
         )
+
+    def lose_drafter(self) -> None:
+        """The worker is started with another drafter, or none, as its own cannot be loaded."""
+        self.report = replace(self.report, lost_drafters=self.report.lost_drafters + 1)

@@ -130,6 +130,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.on_end: Callable[[Ended], None] | None = None  # told of every choice that ends
         self._prefix = prefix
+        self._ready: Ready | None = None  # of the newest worker
         self._labels = {"model_name": model_name, "engine": engine}
         self._make_gauges()
         self._make_counters()
@@ -165,7 +166,11 @@ class Metrics:
         self._hits = self._counter("prefix_cache_hits", "Tokens found in the cache.")
         self._preemptions = self._counter("num_preemptions", "Requests preempted.")
         self._restarts = self._counter("engine_restarts", "Times the worker was started again.")
-        self._num_restarts = 0
+        self._lost_drafters = self._counter(
+            "spec_decode_lost_drafters",
+            "Drafters that could not be loaded at a worker's restart, which got another or none.",
+        )
+        self._num_restarts = self._num_lost_drafters = 0
         self._plain_steps = self._counter(
             "plain_decode_steps", "Steps of a request that verified no draft."
         )
@@ -285,12 +290,13 @@ class Metrics:
             self._k_steps.labels(*labels).inc()
 
     def engine_ready(self, ready: Ready) -> None:
-        """The worker serves; show how long its start took."""
+        """The worker serves; show how long its start took. Of one worker it may be said often."""
         self._up.set(1)
         for phase, seconds in ready.startup_seconds.items():
             self._startup.labels(*self._labels.values(), phase).set(seconds)
-        for backend in ready.lowered_claims:
+        for backend in ready.lowered_claims if ready is not self._ready else ():
             self._lowered_claims.labels(*self._labels.values(), backend).inc()
+        self._ready = ready
         for position in range(ready.num_speculative_tokens):
             self._per_position.labels(*self._labels.values(), str(position))
 
@@ -304,6 +310,11 @@ class Metrics:
         """Take how often the worker was started again since the server's start."""
         self._restarts.inc(total - self._num_restarts)
         self._num_restarts = total
+
+    def lost_drafters(self, total: int) -> None:
+        """Take how often a worker was started with another drafter because its own was lost."""
+        self._lost_drafters.inc(total - self._num_lost_drafters)
+        self._num_lost_drafters = total
 
     def http(self, method: str, handler: str, status: int) -> None:
         """Count an HTTP response; `handler` is the route, never the raw path."""

@@ -44,6 +44,7 @@ def operation_routes(services: Services) -> APIRouter:
     @router.get("/metrics")
     async def metrics() -> Response:
         services.metrics.engine_restarts(engine.health.report.restarts)
+        services.metrics.lost_drafters(engine.health.report.lost_drafters)
         if engine.state == "ready":
             services.metrics.engine_ready(engine.ready)
         elif engine.state != "draining":

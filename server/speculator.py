@@ -48,6 +48,9 @@ class ChangesSpeculator(Engine, Protocol):
     @property
     def drafter(self) -> str | None: ...
 
+    @property
+    def drafter_fallback(self) -> str | None: ...
+
     def reset_prefix_cache(self) -> None: ...
 
 
@@ -73,6 +76,7 @@ class SpeculatorState(msgspec.Struct):
     method: str  # "off" without a drafter
     model: str | None  # as configured or kept since; a worker that is started again begins with it
     on_trial: str | None  # the head that is being loaded or measured
+    fallback: str | None  # why it is another than was configured or kept, if that was lost
 
 
 class SpeculatorBusy(APIError):
@@ -108,7 +112,7 @@ def speculator_routes(services: Services) -> APIRouter:
         _check_key(request, services.config.server.admin_api_key)
         engine = cast(ChangesSpeculator, services.engine)
         method = engine.ready.speculative_method
-        state = SpeculatorState(method, engine.drafter, trial.model)
+        state = SpeculatorState(method, engine.drafter, trial.model, engine.drafter_fallback)
         return Response(msgspec.json.encode(state), media_type="application/json")
 
     return router

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
 from slipstream.runner import draft_heads, load_target, startup
-from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.errors import DrafterError, ModelLoadError
 from slipstream.speculators.registry import _SPECULATORS
 
 from ..speculators.all_drafters import METHODS, Drafters
@@ -83,7 +83,7 @@ def start(tmp_path: Path, method: str, drafter: str, **options: Any) -> None:
 def test_a_config_that_does_not_suit_the_target_is_refused(
     tmp_path: Path, method: str, config: dict[str, Any] | str, words: str
 ) -> None:
-    with pytest.raises(ModelLoadError, match=words) as caught:
+    with pytest.raises(DrafterError, match=words) as caught:
         start(tmp_path, method, folder(tmp_path / "drafter", config))
     assert "\n" not in str(caught.value)
 
@@ -154,5 +154,16 @@ def test_tensors_that_do_not_fit_are_told_from_the_headers(
     else:
         speculative = replace(speculative, model=str(broken))
     end = name.rpartition(".")[0].rpartition(".")[2]
-    with pytest.raises(ModelLoadError, match=words.format(name=name, rows=rows, end=end)):
+    with pytest.raises(DrafterError, match=words.format(name=name, rows=rows, end=end)):
         start_pair(target, speculative)
+
+
+def test_a_drafter_that_goes_while_the_target_is_read_is_the_drafters_fault(
+    drafters: Drafters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = drafters.pair("eagle")
+    assert drafter is not None
+    gone = Path(shutil.copytree(drafter, tmp_path / "gone"))
+    monkeypatch.setattr(load_target, "load_weights", lambda *_: shutil.rmtree(gone))
+    with pytest.raises(DrafterError, match="gone"):
+        start_pair(target, replace(drafters.speculative("eagle"), model=str(gone)))

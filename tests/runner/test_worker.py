@@ -12,7 +12,7 @@ import pytest
 from slipstream.configs.options import ConfigError
 from slipstream.configs.schema import Config
 from slipstream.runner import worker
-from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.errors import DrafterError, ModelLoadError
 from slipstream.runner.messages import (
     AbortRequests,
     Fatal,
@@ -117,13 +117,23 @@ def test_says_progress_then_ready_and_ends_with_status_0(monkeypatch: pytest.Mon
     assert engine.is_shut_down and channel.closed
 
 
-@pytest.mark.parametrize("fault", [ModelLoadError("no such model"), ConfigError("no such model\n")])
+@pytest.mark.parametrize(
+    ("fault", "of_drafter"),
+    [
+        (ModelLoadError("no such model"), False),
+        (ConfigError("no such model\n"), False),
+        (DrafterError("no such model"), True),
+    ],
+)
 def test_failing_build_is_one_sentence(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fault: Exception
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: Exception,
+    of_drafter: bool,
 ) -> None:
     status, channel = serve(monkeypatch, fault)
     assert status == 1
-    assert channel.sent[-1] == [Fatal("no such model")]
+    assert channel.sent[-1] == [Fatal("no such model", of_drafter)]
     assert channel.closed
     assert not [record for record in caplog.records if record.levelno > logging.DEBUG]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from slipstream.configs.schema import Config
-from slipstream.runner.errors import RunnerError
+from slipstream.runner.errors import DrafterError, RunnerError
 from slipstream.runner.messages import (
     AbortRequests,
     AddRequest,
@@ -131,6 +131,7 @@ def build(config: Config, progress: Callable[[Progress], None]) -> FakeEngine:
     """`hf_overrides` may hold fail (a message), exit (a status), start_seconds, step_seconds.
 
     `fail_after_first` is a path: the first build creates it, and later ones fail while it exists.
+    A drafter whose name is a path must exist.
     """
     tricks: dict[str, Any] = json.loads(config.model.hf_overrides or "{}")
     for done in range(3):
@@ -139,6 +140,9 @@ def build(config: Config, progress: Callable[[Progress], None]) -> FakeEngine:
     progress(Progress("kv_cache", 1, 1, "100 blocks"))
     if "fail" in tricks:
         raise RunnerError(tricks["fail"])
+    drafter = config.speculative.model or ""
+    if drafter.startswith("/") and not os.path.exists(drafter):
+        raise DrafterError(f"the drafter {drafter} does not exist.")
     if "exit" in tricks:
         os._exit(tricks["exit"])
     if path := tricks.get("fail_after_first"):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 
+import msgspec
+
 from slipstream.runner.messages import StepStats
 from slipstream.server.metrics import Metrics
 
@@ -53,3 +55,13 @@ async def test_a_dead_worker_shows_and_each_restart_counts_once() -> None:
     assert await values(engine) == (1.0, 1.0)
     engine.health.change("restarting", "the worker was killed", 2.0)
     assert await values(engine) == (0.0, 2.0)
+
+
+def test_claims_are_counted_once_a_worker_however_often_one_looks() -> None:
+    metrics, engine = Metrics("slipstream", "m"), ScriptedEngine()
+    first, second = (msgspec.structs.replace(engine.ready, lowered_claims=["a"]) for _ in range(2))
+    for ready in (first, first, second, second):
+        metrics.engine_ready(ready)
+    labels = {"model_name": "m", "engine": "0", "backend": "a"}
+    name = "slipstream:attention_claims_lowered_total"
+    assert metrics.registry.get_sample_value(name, labels) == 2

@@ -33,6 +33,7 @@ class SwappingEngine(ScriptedEngine):
         self.wait.set()
         self.stall = ""  # the action that takes a while
         self.drafter: str | None = "old"
+        self.drafter_fallback: str | None = None
         self.lost = False  # the worker is another one, in which nothing was loaded
 
     def _reply(self, request: AddRequest) -> list[RequestOutput | Exception | float]:
@@ -162,7 +163,7 @@ async def test_one_trial_at_a_time() -> None:
         second = await client.post("/v1/speculator", json={"model": "1"}, headers=ADMIN)
         assert second.status_code == 409 and second.json()["error"]["code"] == "speculator_busy"
         told = (await client.get("/v1/speculator", headers=ADMIN)).json()
-        assert told == {"method": "ngram", "model": "old", "on_trial": "3"}
+        assert told == {"method": "ngram", "model": "old", "on_trial": "3", "fallback": None}
         engine.wait.set()
         assert (await first).json()["swapped"] is True
         told = (await client.get("/v1/speculator", headers=ADMIN)).json()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from .api_fakes import TEMPLATE, TOKENIZER, config_with, http_client
 from .test_engine_client import until
 
 ADMIN = {"authorization": "Bearer root"}
+OLD = {"method": "eagle3", "model": "old", "on_trial": None, "fallback": None}
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ async def test_a_worker_killed_at_any_stage_is_a_503_and_the_old_drafter_comes_b
     app = app_of(client)
     for stage, force in (("load", False), ("try", False), ("revert", False), ("keep", True)):
         check_503(await post(app, f"kill:{stage}", force))
-        assert await told(app) == {"method": "eagle3", "model": "old", "on_trial": None}
+        assert await told(app) == OLD
         refused = await post(app, "new")
         assert refused.status_code == 503 and refused.json()["error"]["code"] == "not_ready"
         await until(lambda: client.state == "ready")
@@ -146,6 +148,64 @@ async def test_a_drafter_that_was_kept_for_a_caller_who_left_is_the_next_workers
         await client.change_speculator("revert")
     await kill(client)
     assert client.ready.device_name == "new"
+
+
+async def lost_drafters(app: FastAPI) -> float:
+    async with http_client(app) as http:
+        text = (await http.get("/metrics")).text
+    found = re.search(r"^slipstream:spec_decode_lost_drafters_total\{.*\} (\S+)$", text, re.M)
+    assert found is not None
+    return float(found[1])
+
+
+async def test_a_worker_whose_kept_drafter_was_deleted_serves_with_the_next_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    configured, kept = tmp_path / "configured", tmp_path / "kept"
+    for folder in (configured, kept):
+        folder.mkdir()
+    config = Config(speculative=SpeculativeConfig("eagle3", str(configured), 3))
+    client = EngineClient(config, engine="fake_engine:build", backoff=Backoff(0.05, 0.2))
+    await client.start()
+    app = app_of(client)
+    try:
+        assert (await post(app, str(kept), force=True)).json()["swapped"]
+        kept.rmdir()
+        await kill(client)
+        state = await told(app)
+        why = f"the drafter {kept} is lost (the drafter {kept} does not exist): "
+        assert state["fallback"] == why + f"the configured drafter {configured} is back"
+        assert (state["method"], state["model"]) == ("eagle3", str(configured))
+        assert client.ready.device_name == str(configured) and await lost_drafters(app) == 1
+        configured.rmdir()
+        await kill(client)
+        state = await told(app)
+        assert (state["method"], state["model"]) == ("off", None)
+        assert state["fallback"].endswith("the server goes on without a drafter")
+        assert client.ready.device_name == "" and await lost_drafters(app) == 2
+        assert caplog.text.count(" is lost (") == 2 and why in caplog.text
+    finally:
+        await client.shutdown()
+
+
+async def test_a_model_that_is_gone_is_not_the_drafters_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    tricks = json.dumps({"fail_after_first": str(tmp_path / "first")})
+    config = Config(
+        model=ModelConfig(hf_overrides=tricks), speculative=SpeculativeConfig("eagle3", "old")
+    )
+    client = EngineClient(config, engine="fake_engine:build", backoff=Backoff(0.05, 0.05))
+    await client.start()
+    try:
+        assert client.worker_pid is not None
+        os.kill(client.worker_pid, signal.SIGKILL)
+        await until(lambda: "still broken" in client.health.report.detail)
+        assert client.drafter == "old" and client.drafter_fallback is None
+    finally:
+        await client.shutdown()
 
 
 async def test_the_servers_end_ends_a_trial(client: EngineClient) -> None:
