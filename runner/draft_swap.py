@@ -7,9 +7,11 @@ which are kept until it is settled which stay. Imports no torch; see `draft_exch
 from __future__ import annotations
 
 import logging
+import threading
+import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import RunnerError
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a checkpoint
+_LOAD_SECONDS = 300.0  # a checkpoint that is not loaded by then, its download included, is given up
+_END_SECONDS = 2.0  # at the worker's end, for a load that goes on
 _METHODS = ("eagle", "eagle3")
 _REFUSALS = (RunnerError, ValueError, OSError, RuntimeError)
 
@@ -46,8 +50,8 @@ class DraftSwap:
         self._runner = runner  # the exchange runs in the order of its steps
         self._drafts = drafts  # what chooses K must learn anew
         self._news = news  # an answer comes with the scheduler's gauges
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load-drafter")
         self._loading: Future[Exchange | str] | None = None
+        self._gives_up_at = 0.0  # time.monotonic()
         self._exchange: Exchange | None = None  # holds the loaded head; while it is tried, the old
         self._is_tried = False
         self._asked: list[str] = []  # actions that wait for a moment between two steps
@@ -76,6 +80,11 @@ class DraftSwap:
             if self._loading.done():
                 self._take(self._loading.result())
                 self._loading = None
+            elif (
+                time.monotonic() > self._gives_up_at
+            ):  # what it may still load goes with its thread
+                self._loading = None
+                self._answer(f"the drafter was not loaded in {_LOAD_SECONDS:g} s and is given up")
         if is_between and self._loading is None:
             for action in self._asked:
                 self._answer(self._do(action))
@@ -84,8 +93,9 @@ class DraftSwap:
         return [self._told(answer) for answer in answers]
 
     def shutdown(self) -> None:
-        """End the thread."""
-        self._loader.shutdown(wait=False, cancel_futures=True)
+        """Let a load end, if it does so soon: the interpreter ends under it otherwise."""
+        if self._loading is not None:
+            wait([self._loading], _END_SECONDS)
 
     def _load(self, model: str) -> None:
         speculator = self._runner.speculator
@@ -95,7 +105,8 @@ class DraftSwap:
         elif self._loading is not None or self._exchange is not None:
             self._answer("another drafter is being tried")
         else:
-            self._loading = self._loader.submit(_load, speculator, model)
+            self._loading = _in_thread(_load, speculator, model)
+            self._gives_up_at = time.monotonic() + _LOAD_SECONDS
 
     def _take(self, loaded: Exchange | str) -> None:
         if isinstance(loaded, str):
@@ -137,6 +148,17 @@ class DraftSwap:
         if self._drafts is not None:
             self._drafts.tell_health(outputs.stats)
         return outputs
+
+
+def _in_thread(load: Callable[[Any, str], Exchange | str], *args: Any) -> Future[Exchange | str]:
+    """Its result, to come. Unlike an executor's, the thread may hang: it delays no end, and the
+    next load has another."""
+    future: Future[Exchange | str] = Future()
+    run = threading.Thread(
+        target=lambda: future.set_result(load(*args)), name="load-drafter", daemon=True
+    )
+    run.start()
+    return future
 
 
 def _load(speculator: Any, model: str) -> Exchange | str:
