@@ -1,7 +1,8 @@
-"""One rank of `test_data_parallel.py`, run as a process: random batches, collectives counted.
+"""The ranks of `test_data_parallel.py`, a process each: random batches, collectives counted.
 
 Passes hold collectives that carry the padded size, as MoE layers do: a rank that ran one pass more,
-or another size, would hang or fail. Prints one JSON line.
+or another size, would hang or fail. Each prints one JSON line. Ranks are forks of a process that
+has imported torch for all of them; it prints their exit codes, outputs and errors.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import datetime
 import functools
 import hashlib
 import json
+import os
 import random
 import sys
+import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -87,5 +91,34 @@ def main(rank: int, size: int, rendezvous: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
+def run_fork(rank: int, size: int, folder: Path, steps: int) -> None:
+    """Become this rank; what it prints goes to files."""
+    for target, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(folder / f"{kind}{rank}", os.O_CREAT | os.O_WRONLY), target)
+    code = 1
+    try:
+        main(rank, size, str(folder / "meet"), steps)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def run_all(size: int, folder: Path, steps: int) -> None:
+    ranks = []
+    for rank in range(size):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            run_fork(rank, size, folder, steps)
+    ends = []
+    for rank, process in enumerate(ranks):
+        code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        ends.append([code, *((folder / f"{kind}{rank}").read_text() for kind in ("out", "err"))])
+    print(json.dumps(ends))
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    run_all(int(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]))

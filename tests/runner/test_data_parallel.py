@@ -98,35 +98,30 @@ def run_ranks(size: int, steps: int, folder: Path) -> list[tuple[int, str, str]]
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         "OMP_NUM_THREADS": "1",
     }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(size), str(folder / "meet"), str(steps)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    try:
-        ends = [rank.communicate(timeout=120) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    return [(rank.returncode, *end) for rank, end in zip(ranks, ends, strict=True)]
+    done = subprocess.run(
+        [sys.executable, script, str(size), str(folder), str(steps)],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    return [(code, out, errors) for code, out, errors in json.loads(done.stdout)]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_trap_16_ranks_run_the_same_passes_for_1000_steps(size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "steps"), [(2, 1000), (3, 300)])
+def test_trap_16_ranks_run_the_same_passes_for_1000_steps(
+    size: int, steps: int, tmp_path: Path
+) -> None:
     start = time.monotonic()
-    ends = run_ranks(size, 1000, tmp_path)
+    ends = run_ranks(size, steps, tmp_path)
     assert [code for code, *_ in ends] == [0] * size, ends[0][2] + ends[-1][2]
     results = [json.loads(out.splitlines()[-1]) for _, out, _ in ends]
     assert all(result == results[0] for result in results)
-    assert results[0]["exchanges"] == 1000
-    assert results[0]["passes"] > 1500
+    assert results[0]["exchanges"] == steps
+    assert results[0]["passes"] > 1.5 * steps
     modes = results[0]["modes"]
-    assert min(modes[mode.name] for mode in (NONE, PIECEWISE, FULL)) > 50, modes
+    assert min(modes[mode.name] for mode in (NONE, PIECEWISE, FULL)) > steps / 20, modes
     print(f"{size} ranks: {time.monotonic() - start:.1f} s {modes}")
 
 
