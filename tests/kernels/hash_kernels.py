@@ -1,12 +1,14 @@
-"""Prints Triton's hash of every function of `kernels/triton`; which come first changes nothing.
+"""Prints Triton's hash of every function of `kernels/triton`, twice; the order changes nothing.
 
-Run by `test_compile_ahead.py` in processes of their own: `hash_kernels.py kernels|functions`.
+Run by `test_compile_ahead.py` in a process of its own, of which each order has a fork. A line with
+kernels first, and one with functions first.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
+import os
 import pkgutil
 import sys
 
@@ -22,6 +24,12 @@ for module in pkgutil.iter_modules([f"{path}/triton" for path in kernels.__path_
         for name, value in namespace.items()
         if isinstance(value, JITFunction)
     }
-kernels_last = sys.argv[1] == "functions"
-order = sorted(found, key=lambda name: (name.endswith("_kernel") is kernels_last, name))
-print(json.dumps({name: found[name].cache_key for name in order}))
+for kernels_last in (False, True):
+    fork = os.fork()
+    if fork == 0:
+        order = sorted(found, key=lambda name: (name.endswith("_kernel") is kernels_last, name))
+        print(json.dumps({name: found[name].cache_key for name in order}), flush=True)
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1])
+    if status:
+        sys.exit(status)
