@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +48,29 @@ def proposals_of(
     return seen, engine
 
 
+@pytest.fixture(scope="module")
+def eager_proposals(drafters: Drafters) -> Callable[[str, float], Proposals]:
+    """Those of K = 3 by method and temperature, without a graph."""
+
+    @functools.cache
+    def make(method: str, temperature: float) -> Proposals:
+        seen, engine = proposals_of(drafters, method, False, temperature=temperature)
+        assert not engine.replays and len(seen) >= 16
+        return seen
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("method", "temperature"), [("eagle3", 0.0), *((method, 0.8) for method in METHODS)]
 )
 def test_drafts_in_graphs_equal_eager_drafts(
-    drafters: Drafters, method: str, temperature: float
+    drafters: Drafters,
+    method: str,
+    temperature: float,
+    eager_proposals: Callable[[str, float], Proposals],
 ) -> None:
-    eager, none = proposals_of(drafters, method, False, temperature=temperature)
-    assert not none.replays and len(eager) >= 16
+    eager = eager_proposals(method, temperature)
     decodes = {"draft_model": 3, "gemma4_mtp": 3}.get(method, 2)
     for loop in (False, True):
         graphs, engine = proposals_of(drafters, method, True, temperature=temperature, loop=loop)
@@ -149,18 +166,22 @@ def test_a_drafter_with_kv_groups_of_its_own_runs_in_graphs(
     assert found[0] == found[1] and len(found[0]) >= 8
 
 
-def test_with_full_graphs_for_mixed_batches_the_draft_prefill_follows(drafters: Drafters) -> None:
-    eager, _ = proposals_of(drafters, "eagle3", False)
+def test_with_full_graphs_for_mixed_batches_the_draft_prefill_follows(
+    drafters: Drafters, eager_proposals: Callable[[str, float], Proposals]
+) -> None:
     graphs, engine = proposals_of(drafters, "eagle3", True, mode=CUDAGraphMode.FULL)
-    assert graphs == eager
+    assert graphs == eager_proposals("eagle3", 0.0)
     assert engine.replays["draft prefill"] == engine.replays["target"] > 6
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_trap_05_stale_tails_of_every_buffer_change_nothing(
-    drafters: Drafters, method: str, monkeypatch: pytest.MonkeyPatch
+    drafters: Drafters,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
+    eager_proposals: Callable[[str, float], Proposals],
 ) -> None:
-    plain, _ = proposals_of(drafters, method, False, temperature=0.8)
+    plain = eager_proposals(method, 0.8)
     garbage = torch.Generator().manual_seed(7)
     stage = AutoRegressiveSpeculator._stage
     poisoned = set()
@@ -292,10 +313,10 @@ def test_trap_02_draft_prefill_is_captured_with_fresh_states(
     monkeypatch.setattr(AttentionStatePair, "__init__", noted)
     forward = AutoRegressiveSpeculator._prefill_forward
 
-    def watched(self: Any, num_tokens: int, num_rows: int, attention: Any) -> None:
+    def watched(self: Any, num_tokens: int, num_rows: int, attention: Any, *rest: Any) -> None:
         used.append(id(attention))
         kept.append(attention)
-        forward(self, num_tokens, num_rows, attention)
+        forward(self, num_tokens, num_rows, attention, *rest)
 
     monkeypatch.setattr(AutoRegressiveSpeculator, "_prefill_forward", watched)
     target = drafters.pair("eagle")[0]
