@@ -71,6 +71,19 @@ class RunningServer:
             self.process.kill()
             raise
 
+    def drain(self, sig: int) -> int:
+        """Signal the server while a stream is open, which must reach its end; the exit status."""
+        body = {
+            "model": "smollm2-135m", "prompt": "Count to ten:", "max_tokens": 40, "stream": True,
+            "ignore_eos": True, "temperature": 0,
+        }  # fmt: skip
+        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            self.process.send_signal(sig)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        return self.process.wait(20)
+
     @property
     def worker(self) -> psutil.Process:
         """The worker's process."""

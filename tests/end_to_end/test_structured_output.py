@@ -169,19 +169,22 @@ def test_other_streams_go_on_while_a_slow_schema_compiles(
     server: RunningServer, client: OpenAI
 ) -> None:
     times: list[float] = []
-    begun = threading.Event()
+    begun, over = threading.Event(), threading.Event()
 
     def neighbour() -> None:
-        for _ in client.completions.create(
+        with client.completions.create(
             model=MODEL,
             prompt="Once upon a time",
             max_tokens=250,
             stream=True,
             extra_body={"ignore_eos": True},
-        ):
-            times.append(time.monotonic())
-            if len(times) == 10:
-                begun.set()
+        ) as stream:
+            for _ in stream:
+                times.append(time.monotonic())
+                if len(times) == 10:
+                    begun.set()
+                if over.is_set():
+                    break
 
     thread = threading.Thread(target=neighbour)
     thread.start()
@@ -192,6 +195,7 @@ def test_other_streams_go_on_while_a_slow_schema_compiles(
     start = time.monotonic()
     assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
     end = time.monotonic()
+    over.set()
     thread.join()
     during = [t for t in times if start < t < end]
     longest = max(b - a for a, b in zip([start, *during], [*during, end], strict=True))

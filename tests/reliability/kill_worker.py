@@ -45,6 +45,7 @@ async def one_round(
         killed.append(time.monotonic())
         worker.send_signal(sig)
         await asyncio.wait_for(asyncio.gather(*clients), timeout + 30)
+        ready = (await http.get("/ready")).status_code
     open_then = [each for each in outcomes if each.ended > killed[0]]
     late = SECONDS + (timeout if sig == signal.SIGSTOP else 0)
     faults = [f"after {each.ended - killed[0]:.2f} s: {each}" for each in open_then
@@ -54,6 +55,8 @@ async def one_round(
     print(f"{sig.name}: {len(outcomes)} requests, {len(open_then)} open, {failed} of them failed")
     if not failed:
         faults.append("nobody noticed")
+    if ready != 503:
+        faults.append(f"/ready is {ready} while the worker starts again")
     return faults + came_back(server, worker)
 
 
@@ -61,7 +64,10 @@ def ended_well(outcome: Outcome) -> bool:
     """Done, or an error object in the right place."""
     if outcome.end == "done":
         return outcome.status == 200
-    told = bool(outcome.error and outcome.error.get("message"))
+    error = outcome.error or {}
+    told = bool(error.get("message"))
+    if outcome.path != "/v1/responses":  # whose errors have a code alone
+        told = told and error.get("type") == "service_unavailable"
     streams = outcome.body["stream"] and outcome.status == 200
     return outcome.end == "error" and told and (outcome.status == 503 or streams)
 
