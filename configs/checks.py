@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 from .options import ConfigError, all_options, did_you_mean
+from .paths import PathError, local_path, shown
 from .preset import preset_names
 from .schema import Config
 from .speculative import METHODS
@@ -80,16 +81,16 @@ def _check_server(config: Config) -> None:
         _fail("root_path", server.root_path, "must start with /")
     for name in ("chat_template", "ssl_keyfile", "ssl_certfile"):
         path = getattr(server, name)
-        if path is not None and not Path(path).is_file():
-            _fail(name, path, "there is no such file")
+        if path is not None and not os.path.isfile(path):
+            _fail(name, shown(path)[1:-1], "there is no such file")
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
         raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
 
 
 def _check_model(config: Config) -> None:
     model = config.model.model
-    _check_location("model", model)
-    if not Path(model).expanduser().exists() and model.count("/") != 1:
+    path = _check_location("model", model)
+    if path is None and model.count("/") != 1:
         presets = preset_names()
         raise ConfigError(
             f"the model {model!r} is no folder, no .gguf file, no hub id (owner/name) and no "
@@ -108,31 +109,38 @@ def _check_drafter(config: Config) -> None:
     method, drafter = config.speculative.method, config.speculative.model
     if drafter is None or method not in METHODS:  # a class of one's own reads the name itself
         return
-    _check_location("drafter", drafter)
-    path = Path(drafter).expanduser()
-    if not path.exists() and drafter.count("/") != 1:
+    path = _check_location("drafter", drafter)
+    if path is None and drafter.count("/") != 1:
         raise ConfigError(
             f"the drafter {drafter!r} is no folder, no .gguf file and no hub id (owner/name)"
         )
-    lacks_config = path.exists() and not (path / "config.json").is_file()
+    lacks_config = path is not None and not (path / "config.json").is_file()
     if method in ("eagle", "eagle3") and lacks_config:
         raise ConfigError(
             f"the drafter {drafter!r} is no folder with a config.json, which method {method} needs"
         )
 
 
-def _check_location(what: str, name: str) -> None:
-    """Refuse a path where there is nothing, or a folder that holds no model."""
-    path = Path(name).expanduser()
+def _check_location(what: str, name: str) -> Path | None:
+    """The local file or folder. Refuses a path where there is nothing, or no model can be."""
+    try:
+        path = local_path(name)
+    except PathError as error:
+        raise ConfigError(f"the {what} {error}") from None
     looks_like_path = name.startswith(("/", "./", "../", "~")) or name.endswith(".gguf")
-    if (looks_like_path or not name) and not path.exists():
+    if (looks_like_path or not name) and path is None:
         raise ConfigError(f"the {what} {name!r} does not exist: there is no such file or folder")
+    if path is None:
+        return None
+    if path.is_file() and path.suffix != ".gguf":
+        raise ConfigError(f"the {what} {name!r} is a file, but no .gguf file")
     if (
         path.is_dir()
         and not os.access(path / "config.json", os.R_OK)
         and not any(path.glob("*.gguf"))
     ):
         raise ConfigError(f"the {what} folder {name!r} has no config.json and no .gguf file")
+    return path
 
 
 def _check_budget(config: Config) -> None:

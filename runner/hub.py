@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..configs.hub import HubError, download
+from ..configs.paths import PathError, local_path
 from ..configs.schema import ModelConfig, SpeculativeConfig
 from ..configs.speculative import METHODS
 from .errors import ModelLoadError
@@ -15,19 +16,22 @@ _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
 def find_model(config: ModelConfig) -> Path:
     """The folder or .gguf file that `config.model` names, downloaded if it is a hub id."""
     name = config.model
-    path = Path(name).expanduser()
-    if path.exists():
+    try:
+        path = local_path(name)
+    except PathError as error:
+        raise ModelLoadError(f"{error}.") from None
+    if path is not None:
         if path.is_file() and path.suffix != ".gguf":
             raise ModelLoadError(f"{path} is a file, but neither a model folder nor a .gguf file.")
         if path.is_dir() and config.load_format == "gguf":
             return _gguf_in(path)
-        if path.is_dir() and not (path / "config.json").exists():
+        if path.is_dir() and not (path / "config.json").is_file():
             if config.load_format == "auto" and any(path.glob("*.gguf")):
                 return _gguf_in(path)
             raise ModelLoadError(f"{path} has no config.json, so it is not a model folder.")
         return path
-    if path.suffix == ".gguf" or path.is_absolute() or name.startswith((".", "~")):
-        raise ModelLoadError(f"{path} does not exist.")
+    if name.endswith(".gguf") or name.startswith(("/", ".", "~")):
+        raise ModelLoadError(f"{name} does not exist.")
     if name.count("/") != 1:
         raise ModelLoadError(f"{name!r} is no folder, no .gguf file and no hub id (owner/name).")
     return _download(name, config.revision)

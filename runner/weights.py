@@ -115,8 +115,12 @@ def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise ModelLoadError(f"{path.parent} has no {path.name}.") from error
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise ModelLoadError(f"{path} is nested too deeply.") from error
     except ValueError as error:
         raise ModelLoadError(f"{path} is not valid JSON: {error}.") from error
     if not isinstance(value, dict):

@@ -7,6 +7,7 @@ machine can hold. Depth is bounded, since what comes after recurses over it.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from typing import Any, TypeVar
 
@@ -28,6 +29,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 MAX_DEPTH = 64
 _MAX_NAMES = 1000
+_LONE_SURROGATE = "a string of it holds half of a surrogate pair, which is no character"
 
 
 class BodyReader:
@@ -81,10 +83,22 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise MalformedBody("it is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise MalformedBody(str(error).rstrip(".")) from None
+        why = _LONE_SURROGATE if _has_lone_surrogate(data) else str(error).rstrip(".")
+        raise MalformedBody(why) from None
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _too_deep(value):
         raise MalformedBody(f"it is nested more than {MAX_DEPTH} levels deep")
     return value
+
+
+def _has_lone_surrogate(data: bytes) -> bool:
+    """Whether that alone is wrong with it: msgspec calls it something else."""
+    try:
+        json.dumps(json.loads(data), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    except (ValueError, RecursionError):
+        pass
+    return False
 
 
 def _too_deep(value: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..configs.paths import PathError, local_path
 from ..configs.schema import Config
 from .gguf_metadata import GGUFError, check_gguf_tensors, read_gguf_metadata
 
@@ -38,8 +39,10 @@ def check_model_files(config: Config) -> None:
 
 
 def _local(name: str) -> Path | None:
-    path = Path(name).expanduser()
-    return path if path.exists() else None
+    try:
+        return local_path(name)
+    except PathError as error:
+        raise ModelFilesError(str(error)) from None
 
 
 def _checked(path: Path, load_format: str) -> dict[str, Any]:

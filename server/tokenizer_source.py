@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 from ..configs.hub import HubError, download
+from ..configs.paths import PathError, local_path
 from .gguf_metadata import GGUFError, read_gguf_metadata
 
 HUB_FILES = [
@@ -39,12 +40,15 @@ class TokenizerLoadError(Exception):
 
 def find_tokenizer_folder(source: str, revision: str | None = None) -> Path:
     """A folder that holds tokenizer.json for `source`. Raises TokenizerLoadError."""
-    path = Path(source).expanduser()
-    if path.is_file() and path.suffix == ".gguf":
-        return converted(path)
-    if path.is_file():
+    try:
+        path = local_path(source)
+    except PathError as error:
+        raise TokenizerLoadError(f"{error}.") from None
+    if path is not None and path.is_file():
+        if path.suffix == ".gguf":
+            return converted(path)
         raise TokenizerLoadError(f"{source} is a file, but not a .gguf file.")
-    if not path.is_dir():
+    if path is None:
         if source.endswith(".gguf") or source.startswith(("/", ".", "~")):
             raise TokenizerLoadError(f"{source} does not exist.")
         path = _snapshot(source, revision)

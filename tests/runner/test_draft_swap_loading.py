@@ -15,6 +15,7 @@ import torch
 from slipstream.runner import draft_exchange, draft_heads, draft_swap, weights
 from slipstream.runner.messages import ChangeSpeculator, SpeculatorChanged
 
+from ..configs.odd_paths import odd_paths
 from ..speculators.random_hidden_states import GEOMETRY
 from ..speculators.tiny_engine import TinyEngine
 from .test_draft_swap import REQUESTS, ask, content, engine, head, target_and_heads, told
@@ -148,6 +149,19 @@ def test_a_head_that_is_given_up_while_it_is_read_leaves_nothing(
             assert outputs.speculator == SpeculatorChanged(None)
     assert ask(running, "revert") == "no drafter is being tried"
     assert ask(running, "try", folder / "head2") is None
+
+
+def test_odd_places_are_refused_in_a_sentence_and_none_holds_the_worker(
+    running: TinyEngine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_swap, "_LOAD_SECONDS", 5.0)
+    for name, words in odd_paths(tmp_path).items():
+        answer = told(running, "load", name).speculator
+        assert answer is not None and answer.error is not None and words in answer.error
+    (tmp_path / "a.gguf").touch()
+    answer = told(running, "load", tmp_path / "a.gguf").speculator
+    assert answer is not None and "a.gguf has no config.json" in (answer.error or "")
+    assert ask(running, "load", folder / "head2") is None
 
 
 def test_a_load_that_hangs_is_given_up_and_the_next_one_is_not(

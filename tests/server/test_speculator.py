@@ -49,7 +49,7 @@ class SwappingEngine(ScriptedEngine):
             await asyncio.sleep(0.1)
         if self.lost and action != "load":
             raise SpeculatorRefused("no drafter is being tried")
-        if model == "broken":
+        if model.startswith("broken"):
             raise SpeculatorRefused("its shape is another")
         if model == "dead":
             raise EngineDead("the worker was killed")
@@ -125,6 +125,26 @@ async def test_a_head_that_cannot_be_loaded_is_the_callers_400() -> None:
         assert (await post(engine, body)).status_code == 400
     assert (await post(engine, {"model": "dead"})).status_code == 503
     assert engine.accepted == OLD
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"model": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"model": "a\xed\xa0\x80"}', "half of a surrogate pair"),
+        (b'{"model": "broken' + b"a" * 10_000 + b'"}', "its shape is another"),
+    ],
+)
+async def test_a_name_that_is_no_text_is_a_400_of_openais_form(body: bytes, words: str) -> None:
+    engine = SwappingEngine()
+    config = config_with(admin_api_key=("root",))
+    async with http_client(make_app(engine, config)) as client:
+        headers = ADMIN | {"content-type": "application/json"}
+        reply = await client.post("/v1/speculator", content=body, headers=headers)
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["type"] == "invalid_request_error" and words in error["message"]
+        assert (await client.post("/v1/speculator", json={"model": "3"}, headers=ADMIN)).is_success
 
 
 async def test_a_head_for_which_there_is_no_room_is_dropped() -> None:
