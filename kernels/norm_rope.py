@@ -10,17 +10,21 @@ from torch import Tensor
 from .device import use_triton
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dim, computed in fp32, in `x`'s dtype.
 
-    x: [..., H]; weight: [H], None = 1.
+    x: [..., H]; weight: [H], None = 1. The result is written to `out`, contiguous, if given.
     """
     if weight is not None and use_triton(x):
         from .triton import norm_rope as triton_norm_rope
 
-        out: Tensor = triton_norm_rope.rms_norm(x, weight, eps)
-        return out
-    return rms_norm_reference(x, weight, eps)
+        normed: Tensor = triton_norm_rope.rms_norm(x, weight, eps, out)
+        return normed
+    return _kept(rms_norm_reference(x, weight, eps), out)
+
+
+def _kept(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -50,18 +54,31 @@ def _scalar(value: float) -> Tensor:
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+    stream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rms_norm(x + residual), x + residual); both inputs possibly overwritten.
 
-    x: [T, H], or float32 parts [S, T, H] whose sum is meant; residual: [T, H].
+    x: [T, H], or float32 parts [S, T, H] whose sum is meant; residual: [T, H], or more rows, of
+    which `rows` [T] int64 names those that are meant. Results go to `out`, contiguous, and to
+    `stream`, both [T, H], where these are given.
     """
     if use_triton(x):
         from .triton import norm_rope as triton_norm_rope
 
-        out: tuple[Tensor, Tensor] = triton_norm_rope.fused_add_rms_norm(x, residual, weight, eps)
-        return out
-    return fused_add_rms_norm_reference(x, residual, weight, eps)
+        result: tuple[Tensor, Tensor] = triton_norm_rope.fused_add_rms_norm(
+            x, residual, weight, eps, rows, out, stream
+        )
+        return result
+    if rows is not None:
+        residual = residual[rows]
+    normed, total = fused_add_rms_norm_reference(x, residual, weight, eps)
+    return _kept(normed, out), _kept(total, stream)
 
 
 def fused_add_rms_norm_reference(

@@ -55,7 +55,7 @@ class Drafting:
         """See `StepBuffers`."""
         assert self._counts is not None and desc.num_reqs is not None
         reqs, tokens, buffers = desc.num_reqs, desc.num_tokens, self._buffers
-        hidden, aux = self._target.outputs(desc)
+        hidden, taps = self._target.outputs(desc)
         return DraftInputs(
             num_reqs=reqs,
             num_tokens=tokens,
@@ -69,7 +69,7 @@ class Drafting:
             num_rejected=self._counts[1, :reqs],
             requests=self._table,
             hidden_states=hidden,
-            aux_hidden_states=aux,
+            aux_hidden_states=taps,
             in_buffers=True,
         )
 

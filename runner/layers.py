@@ -23,6 +23,7 @@ from ..kernels.linear import GATED, Norm, gated_linear, linear, linear_parts
 from ..kernels.linear_choice import Choice, Gemv, Shape
 from ..kernels.linear_tuned import LinearChooser, create_chooser
 from ..kernels.norm_rope import fused_add_rms_norm, rms_norm
+from ..kernels.streams import write_stream
 
 
 @dataclass(frozen=True)
@@ -252,12 +253,21 @@ class RMSNorm(nn.Module):
         """For a linear layer that norms its input itself."""
         return self.weight, self.eps
 
-    def add(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(normed x + residual, x + residual), both [M, size]; a missing residual is 0; x may be
-        parts [S, M, size]."""
+    def add(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        rows: Tensor | None = None,
+        out: Tensor | None = None,
+        stream: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(normed x + residual, x + residual), both [M, size], in `out` and `stream` where they are
+        given; a missing residual is 0, of a longer one `rows` [M] int64 are meant; x may be parts
+        [S, M, size]."""
         if residual is None:
-            return rms_norm(x, self.weight, self.eps), x
-        return fused_add_rms_norm(x, residual, self.weight, self.eps)
+            total = x if stream is None else write_stream(x, None, stream)
+            return rms_norm(x, self.weight, self.eps, out), total
+        return fused_add_rms_norm(x, residual, self.weight, self.eps, rows, out, stream)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         init = "zeros" if self.offset else "ones"
@@ -266,15 +276,6 @@ class RMSNorm(nn.Module):
 
     def _load(self, tensor: Tensor) -> None:
         self.weight.copy_(tensor.float() + self.offset)
-
-
-def stream_of(hidden: Tensor, residual: Tensor | None) -> Tensor:
-    """hidden + residual, [M, H]; a missing residual is 0; hidden may be parts [S, M, H]."""
-    if residual is None:
-        return hidden
-    if hidden.dim() > residual.dim():
-        return (hidden.sum(0) + residual).to(residual.dtype)
-    return hidden + residual
 
 
 class Embedding(nn.Module):

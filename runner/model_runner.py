@@ -46,7 +46,7 @@ class _Step:
     batch: InputBatch | None = None  # None: no rows
     state: AttentionState | None = None
     hidden_states: Tensor | None = None  # [M*, H]
-    aux_hidden_states: list[Tensor] = field(default_factory=list)  # each [M*, H]
+    aux_hidden_states: Tensor | None = None  # [M*, taps * H]
     drafts: Future[tuple[HostCopy, list[int]]] = field(default_factory=Future)
     error: BaseException | None = None
     agreement: StepAgreement | None = None  # with the other ranks, if there are any

@@ -27,7 +27,8 @@ from .kv_cache import KVCache
 from .request_table import RequestTable
 from .row_sampling import PickTokens
 
-ForwardOutput = tuple[Tensor, list[Tensor]]  # hidden states [M*, H] and taps, each [M*, H]
+# hidden states [M*, H] and taps side by side [M*, taps * H], None if there are none
+ForwardOutput = tuple[Tensor, Tensor | None]
 
 
 class TargetModel(Protocol):
@@ -39,6 +40,7 @@ class TargetModel(Protocol):
         positions: Tensor,  # [M*] int64
         attention: AttentionState,
         aux_boundaries: tuple[int, ...] = (),
+        into: ForwardOutput | None = None,  # where the results go
     ) -> ForwardOutput: ...
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor: ...
@@ -65,7 +67,7 @@ class Target:
         self._aux_boundaries = aux_boundaries
         on_device = graphs is not None and all(builder.builds_on_device for builder in builders)
         self._table = table if on_device else None
-        self._outputs: list[Tensor] = []  # hidden states, then taps; [max M*, H], with graphs only
+        self._outputs: list[Tensor] = []  # hidden states, then taps; [max M*, .], with graphs only
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[L, H] -> [L, V]"""
@@ -98,8 +100,11 @@ class Target:
 
     def outputs(self, desc: BatchExecutionDescriptor) -> ForwardOutput:
         """What a graph of this descriptor leaves behind."""
-        hidden, *aux = (output[: desc.num_tokens] for output in self._outputs)
-        return hidden, aux
+        return self._outputs_of(desc.num_tokens)
+
+    def _outputs_of(self, num_tokens: int) -> ForwardOutput:
+        hidden, *taps = (output[:num_tokens] for output in self._outputs)
+        return hidden, taps[0] if taps else None
 
     def build_attention(self, batch: InputBatch) -> AttentionState:
         """This step's attention; with a FULL graph, what its buffers hold is updated in place."""
@@ -202,24 +207,26 @@ class Target:
         ]
         return self.cache.attention_state(metadata)
 
-    def _forward(self, num_tokens: int, state: AttentionState) -> ForwardOutput:
+    def _forward(
+        self, num_tokens: int, state: AttentionState, into: ForwardOutput | None = None
+    ) -> ForwardOutput:
         ids, positions = self._buffers.input_ids, self._buffers.positions
-        return self.model(ids[:num_tokens], positions[:num_tokens], state, self._aux_boundaries)
+        args = (ids[:num_tokens], positions[:num_tokens], state, self._aux_boundaries)
+        return self.model(*args) if into is None else self.model(*args, into)
 
     def _forward_into_outputs(self, num_tokens: int, state: AttentionState) -> list[Tensor]:
-        hidden, aux = self._forward(num_tokens, state)
-        views = [output[:num_tokens] for output in self._outputs]
-        for view, result in zip(views, (hidden, *aux), strict=True):
-            view.copy_(result)
-        return views
+        self._forward(num_tokens, state, self._outputs_of(num_tokens))
+        return [output[:num_tokens] for output in self._outputs]
 
     def _allocate_outputs(self) -> None:
         """Outputs outlive replays: allocated before the first capture, at the largest size."""
         desc = eager_descriptor(1, 1, 1)
         common = self._buffers.fill_dummy(desc)
         metadata = [b.build(c, desc) for b, c in zip(self.builders, common, strict=True)]
-        hidden, aux = self._forward(1, self.cache.attention_state(metadata))
+        results = self._forward(1, self.cache.attention_state(metadata))
         rows = self._buffers.max_num_tokens
         self._outputs = [
-            torch.empty((rows, t.shape[1]), dtype=t.dtype, device=t.device) for t in (hidden, *aux)
+            torch.empty((rows, t.shape[1]), dtype=t.dtype, device=t.device)
+            for t in results
+            if t is not None
         ]

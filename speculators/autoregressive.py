@@ -32,7 +32,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     The model offers `input_width`, `feedback_width`, `combine(target_hidden [M, input_width]) ->
     [M, feedback_width]`, `forward(ids, positions, hidden, attention)` and `compute_logits`; with
-    `selects_rows` forward also takes the rows that are wanted, the only ones that it returns.
+    `selects_rows` forward also takes the rows that are wanted, the only ones that it returns, and
+    with `writes_feedback` besides where to write what is fed back.
     """
 
     advance_draft_positions = True  # each draft's KV goes one position on (False: Gemma 4)
@@ -131,9 +132,13 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             rows = desc.num_reqs or 1
 
             def prefill(attention: Any) -> None:
+                hidden: Tensor | None = None
                 if self._steps is not None and desc.uniform_token_count is not None:
-                    self._stage(self._steps.inputs(desc))
-                self._prefill_forward(desc.num_tokens, rows, attention)
+                    inputs = self._steps.inputs(desc)
+                    self._stage(inputs)
+                    if self.reads_hidden:
+                        hidden = self.select_target_hidden(inputs)  # it stays where it is
+                self._prefill_forward(desc.num_tokens, rows, attention, hidden)
                 if self._ends_with_prefill:
                     self._keep(rows, 1)
 
@@ -200,6 +205,8 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self.deferred.catch_up(inputs, self.model, self.max_position)
         if not (inputs.in_buffers and self.takes_in(inputs.descriptor)):
             self._stage(inputs)
+            hidden = self.select_target_hidden(inputs)
+            self.target_hidden[: hidden.shape[0]] = hidden
         kept = self._passes(
             inputs.descriptor, inputs.attention, inputs.num_tokens, inputs.num_reqs,
             inputs.num_decode_reqs, count,
@@ -266,11 +273,10 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             self.deferred.keep(inputs, self.select_target_hidden(inputs))
 
     def _stage(self, inputs: DraftInputs) -> None:
-        """Copy and shift the target's step into the drafter's buffers, padded rows included."""
+        """Copy and shift the target's step into the drafter's buffers, padded rows included; all
+        but its hidden states."""
         tokens = inputs.descriptor.num_tokens
         stage_draft_rows(inputs, inputs.requests, self, inputs.num_reqs, tokens, self.max_position)
-        hidden = self.select_target_hidden(inputs)
-        self.target_hidden[: hidden.shape[0]] = hidden
 
     def _fill_rows(self, rows: int) -> None:
         """Valid dummy rows for warm-up and capture."""
@@ -304,18 +310,33 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         self._prefill_forward(desc.num_tokens if full else num_tokens, rows, attention)
         return False
 
-    def _prefill_forward(self, num_tokens: int, num_rows: int, attention: Any) -> None:
-        """The pass over the target's token rows; makes draft 0 and the first fed-back hidden."""
-        hidden = self.model.combine(self.target_hidden[:num_tokens])
+    def _prefill_forward(
+        self, num_tokens: int, num_rows: int, attention: Any, target_hidden: Tensor | None = None
+    ) -> None:
+        """The pass over the target's token rows; makes draft 0 and the first fed-back hidden.
+
+        `target_hidden` [num_tokens, input_width]: in place of what the buffer holds.
+        """
+        if target_hidden is None:
+            target_hidden = self.target_hidden[:num_tokens]
+        hidden = self.model.combine(target_hidden)
         last = self.last_token_indices[:num_rows]
         given = (self.input_ids[:num_tokens], self.positions[:num_tokens], hidden, attention)
         # All rows' KV is wanted, but the last row's draft only.
-        selects = getattr(self.model, "selects_rows", False)
-        out = self.model(*given, last) if selects else self.model(*given)
-        for_logits, feedback = out if self.model_returns_tuple else (out, out)
-        if not selects:
-            for_logits, feedback = for_logits[last], feedback[last]
-        self._emit(for_logits, feedback)
+        if getattr(self.model, "selects_rows", False):
+            self._emit(*self._run_model(num_rows, *given, last))
+        else:
+            out = self.model(*given)
+            for_logits, feedback = out if self.model_returns_tuple else (out, out)
+            self._emit(for_logits[last], feedback[last])
+
+    def _run_model(self, rows: int, *given: Any) -> tuple[Tensor, Tensor | None]:
+        """(hidden for logits, hidden to feed back; None: the model has written it), [rows, .]"""
+        if getattr(self.model, "writes_feedback", False):
+            out = self.model(*given, feedback=self.hidden[:rows])
+            return (out[0] if self.model_returns_tuple else out), None
+        out = self.model(*given)
+        return out if self.model_returns_tuple else (out, out)
 
     def _decode(self, num_reqs: int, padded: int, attention: Any) -> Any:
         """One more draft per request; returns the attention state, for constant positions.
@@ -364,13 +385,12 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     def _decode_forward(self, rows: int, attention: Any) -> None:
         """One token per request; reads and writes the buffers, so that it can be recorded."""
-        out = self.model(
-            self.decode_ids[:rows], self.decode_positions[:rows], self.hidden[:rows], attention
-        )
-        for_logits, feedback = out if self.model_returns_tuple else (out, out)
-        self._emit(for_logits, feedback)
+        given = (self.decode_ids[:rows], self.decode_positions[:rows], self.hidden[:rows])
+        self._emit(*self._run_model(rows, *given, attention))
 
-    def _emit(self, for_logits: Tensor, feedback: Tensor) -> None:
-        """Draw a draft per row, keep it, and make it the next decode's input; [N*, ...] each."""
+    def _emit(self, for_logits: Tensor, feedback: Tensor | None) -> None:
+        """Draw a draft per row, keep it, and make it the next decode's input; [N*, ...] each, with
+        what is fed back, unless it is in its place."""
         self.draw_drafts(for_logits)
-        self.hidden[: for_logits.shape[0]] = feedback
+        if feedback is not None:
+            self.hidden[: for_logits.shape[0]] = feedback

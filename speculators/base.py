@@ -73,7 +73,7 @@ class DraftInputs:
     attention: Any = None  # the target's AttentionState of this step
     common: Sequence[Any] = ()  # the target's CommonAttentionMetadata by group
     hidden_states: Tensor | None = None  # [M, H] after the final norm
-    aux_hidden_states: Sequence[Tensor] = ()  # one [M, H] per boundary asked for
+    aux_hidden_states: Tensor | None = None  # [M, taps * H], boundaries asked for, side by side
     num_drafts: int | None = None  # how many to make; None = K; 0 = only take the step in
     num_decode_reqs: int = 0  # rows of each draft decode at least: as many as other ranks have
     num_deferred: Sequence[int] = ()  # [N] on the host: tokens before the row given to `defer`

@@ -85,11 +85,13 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
         self.newest_ids[rows:] = 0
         self.input_ids[:tokens] = inputs.input_ids[:tokens]
 
-    def _prefill_forward(self, num_tokens: int, num_rows: int, attention: Any) -> None:
+    def _prefill_forward(
+        self, num_tokens: int, num_rows: int, attention: Any, target_hidden: Tensor | None = None
+    ) -> None:
         """Fill KV for the target's rows."""
         ids, positions = self.input_ids[:num_tokens], self.positions[:num_tokens]
         self.model(ids, positions, self.target_hidden[:num_tokens], attention)
         self.decode_ids[:num_rows] = self.newest_ids[:num_rows]
 
-    def _emit(self, for_logits: Tensor, feedback: Tensor) -> None:
+    def _emit(self, for_logits: Tensor, feedback: Tensor | None) -> None:
         self.draw_drafts(for_logits)  # nothing is fed back but the draft

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import torch
 from torch import Tensor, nn
 
 from .autoregressive import AutoRegressiveSpeculator
@@ -34,4 +33,5 @@ class EagleSpeculator(AutoRegressiveSpeculator):
         """Taps side by side, low to high, or the final hidden states."""
         if not self.needs.aux_hidden_state_boundaries:
             return super().select_target_hidden(inputs)
-        return torch.cat(list(inputs.aux_hidden_states), dim=-1)
+        assert inputs.aux_hidden_states is not None
+        return inputs.aux_hidden_states

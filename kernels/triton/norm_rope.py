@@ -21,15 +21,18 @@ def load_parts(pointers, inside, stride, PARTS: tl.constexpr):
     return value
 
 
-@triton.jit(do_not_specialize=["num_rows", "inner"])
+@triton.jit(do_not_specialize=["num_rows", "inner"], do_not_specialize_on_alignment=["rows"])
 def _rms_norm_kernel(
     x,  # [A, B, H]; PARTS: [PARTS, A * B, H], contiguous, float32
-    residual,  # [A * B, H], contiguous
+    residual,  # [A * B, H]; SELECT: of more rows
+    rows,  # [A * B] int64, which of them
     weight,  # [H]
     out,  # [A * B, H], contiguous
-    new_residual,  # [A * B, H], contiguous
+    new_residual,  # [A * B, H]
     stride_a,
     stride_b,
+    residual_stride,
+    new_stride,
     num_rows,  # A * B
     inner,  # B
     eps,
@@ -37,6 +40,7 @@ def _rms_norm_kernel(
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     ADD: tl.constexpr,
+    SELECT: tl.constexpr,
     PARTS: tl.constexpr,  # 0 = x is whole
     PDL: tl.constexpr,
 ):
@@ -50,9 +54,13 @@ def _rms_norm_kernel(
     wait_for_inputs(PDL)
     value = load_parts(x + source, inside, num_rows * SIZE, PARTS)
     if ADD:
-        other = tl.load(residual + flat, mask=inside, other=0.0)
+        of = row
+        if SELECT:
+            of = tl.load(rows + row, mask=row < num_rows, other=0)
+        at = of[:, None] * residual_stride + column[None, :]
+        other = tl.load(residual + at, mask=inside, other=0.0)
         value = (value.to(tl.float32) + other.to(tl.float32)).to(dtype)
-        tl.store(new_residual + flat, value, mask=inside)
+        tl.store(new_residual + row[:, None] * new_stride + column[None, :], value, mask=inside)
     v = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 1) / SIZE + eps)
     normed = v * scale[:, None]
@@ -61,8 +69,21 @@ def _rms_norm_kernel(
     tl.store(out + flat, (normed * w.to(tl.float32)[None, :]).to(dtype), mask=inside)
 
 
+def norm_tiles(num_rows: int, size: int) -> tuple[int, int, int]:
+    """(block of columns, rows of a program, warps) of a norm: they decide how it sums."""
+    block = triton.next_power_of_2(size)
+    per_program = max(1, min(16, 2048 // block, triton.next_power_of_2(num_rows)))
+    return block, per_program, 8 if block >= 4096 else 4
+
+
 def _launch_norm(
-    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    rows_of_residual: Tensor | None = None,
+    out: Tensor | None = None,
+    stream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     size = x.shape[-1]
     assert x.stride(-1) == 1, "rows must be contiguous"
@@ -74,19 +95,28 @@ def _launch_norm(
     if rows.dim() != 3:
         rows = x.reshape(1, -1, size)
     num_rows = rows.shape[0] * rows.shape[1]
-    out = torch.empty(like.shape, dtype=like.dtype, device=x.device)
-    new_residual = out if residual is None else torch.empty_like(out)
+    if out is None:
+        shape = (num_rows, size) if residual is not None else like.shape
+        out = torch.empty(shape, dtype=like.dtype, device=x.device)
+    new_residual = out
+    if residual is not None:
+        new_residual = torch.empty_like(out) if stream is None else stream
+    assert out.is_contiguous() and new_residual.stride(-1) == 1
+    others = out if residual is None else residual
+    others = others if others.stride(-1) == 1 else others.contiguous()
     if num_rows:
-        block = triton.next_power_of_2(size)
-        per_program = max(1, min(16, 2048 // block, triton.next_power_of_2(num_rows)))
+        block, per_program, num_warps = norm_tiles(num_rows, size)
         _rms_norm_kernel[(triton.cdiv(num_rows, per_program),)](
             rows,
-            out if residual is None else residual.contiguous(),
+            others,
+            others if rows_of_residual is None else rows_of_residual,
             weight,
             out,
             new_residual,
             rows.stride(0),
             rows.stride(1),
+            size if residual is None else others.stride(0),
+            size if residual is None else new_residual.stride(0),
             num_rows,
             rows.shape[1],
             eps,
@@ -94,23 +124,30 @@ def _launch_norm(
             BLOCK=block,
             ROWS=per_program,
             ADD=residual is not None,
+            SELECT=rows_of_residual is not None,
             PARTS=parts,
-            num_warps=8 if block >= 4096 else 4,
+            num_warps=num_warps,
             **pdl_options(out),
         )
     return out, new_residual
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """See `kernels.norm_rope.rms_norm`."""
-    return _launch_norm(x, None, weight, eps)[0]
+    return _launch_norm(x, None, weight, eps, out=out)[0]
 
 
 def fused_add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+    stream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `kernels.norm_rope.fused_add_rms_norm`; leaves its inputs alone."""
-    return _launch_norm(x, residual, weight, eps)
+    return _launch_norm(x, residual, weight, eps, rows, out, stream)
 
 
 @triton.jit(

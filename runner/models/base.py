@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ...kernels.streams import write_stream
 from ..attention.base import AttentionLayer, AttentionState
 from ..layers import (
     CheckpointSlot,
@@ -19,12 +20,45 @@ from ..layers import (
     RMSNorm,
     WeightFormat,
     module_slots,
-    stream_of,
 )
 from ..rotary import RotaryEmbedding, RotaryStep
 
 # Tables that old checkpoints carry and every implementation recomputes.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.masked_bias$")
+
+
+# A pass's hidden states [M, H] and taps side by side [M, taps * H]; no taps, None.
+ForwardOutput = tuple[Tensor, Tensor | None]
+
+
+class Taps:
+    """Keeps the residual stream of a pass at some boundaries, side by side."""
+
+    def __init__(self, boundaries: Sequence[int], like: Tensor, into: ForwardOutput | None) -> None:
+        """`like`: a stream [M, H]; kept in `into`, if there is such a thing."""
+        self._size, self._column = like.shape[1], {b: i for i, b in enumerate(boundaries)}
+        self.all: Tensor | None = None if into is None else into[1]
+        if self.all is None and boundaries:
+            self.all = like.new_empty(like.shape[0], len(boundaries) * self._size)
+
+    def keep(self, boundary: int, hidden: Tensor, residual: Tensor | None = None) -> None:
+        """Keep hidden + residual if it is asked for; shapes as in `kernels.streams`."""
+        column = self._column.get(boundary)
+        if column is not None:
+            assert self.all is not None
+            own = self.all.narrow(1, column * self._size, self._size)
+            write_stream(hidden, residual, own)
+
+
+# Rows [M, H], and None; or the table [V, H] and the ids [M] by which they are found in it.
+EmbeddedIds = tuple[Tensor, Tensor | None]
+
+
+def embedded(model: Any, input_ids: Tensor) -> EmbeddedIds:
+    """What `model` embeds `input_ids` as: for `streams.norm_pair`, which reads tables itself."""
+    if getattr(type(model), "embed", None) is TextModel.embed:
+        return model.embed_tokens.weight, input_ids
+    return model.embed(input_ids), None
 
 
 class TextModel(nn.Module):
@@ -47,11 +81,13 @@ class TextModel(nn.Module):
         positions: Tensor,
         attention: AttentionState,
         aux_boundaries: tuple[int, ...] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+        into: ForwardOutput | None = None,
+    ) -> ForwardOutput:
         """Hidden states after the final norm, and the residual stream at each boundary asked for.
 
         input_ids: [M] int32; positions: [M] int64; boundary b is the stream after b layers (0 = the
-        embeddings), in ascending order. Returns [M, H] and one [M, H] per boundary.
+        embeddings), in ascending order. Returns [M, H] and the streams side by side, in the tensors
+        of `into` if it is given.
         """
 
     @abstractmethod
@@ -100,7 +136,7 @@ class TextModel(nn.Module):
 
 class Block(Protocol):
     """A pre-norm decoder layer; its stream is the sum of the two tensors [M, H] it passes on. The
-    first may be in parts [S, M, H], the second missing (see `layers.stream_of`)."""
+    first may be in parts [S, M, H], the second missing (see `streams.write_stream`)."""
 
     def forward(
         self,
@@ -129,18 +165,18 @@ class PreNormModel(TextModel):
         positions: Tensor,
         attention: AttentionState,
         aux_boundaries: tuple[int, ...] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+        into: ForwardOutput | None = None,
+    ) -> ForwardOutput:
         hidden: Tensor = self.embed(input_ids)
         residual: Tensor | None = None
         rotary = self.rotary.at(positions)
-        aux: list[Tensor] = []
+        taps = Taps(aux_boundaries, hidden, into)
         for index, block in enumerate(self._blocks):
-            if index in aux_boundaries:
-                aux.append(stream_of(hidden, residual))
+            taps.keep(index, hidden, residual)
             hidden, residual = block.forward(hidden, residual, rotary, attention)
-        if len(self._blocks) in aux_boundaries:
-            aux.append(stream_of(hidden, residual))
-        return self.norm.add(hidden, residual)[0], aux
+        taps.keep(len(self._blocks), hidden, residual)
+        out = None if into is None else into[0]
+        return self.norm.add(hidden, residual, out=out)[0], taps.all
 
 
 def _load_both(

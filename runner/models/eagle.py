@@ -10,23 +10,16 @@ import functools
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
+from ...kernels.streams import norm_pair, write_stream
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from ..layers import (
-    CheckpointSlot,
-    Embedding,
-    Linear,
-    RMSNorm,
-    WeightFormat,
-    module_slots,
-    stream_of,
-)
+from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
 from ..rotary import RotaryEmbedding, rope_parameters
+from .base import embedded
 from .draft_config import DraftHeadConfig
-from .llama import DecoderLayer, rows_by_block, selected
+from .llama import DecoderLayer, rows_by_block
 
 # Names of the `speculators` format -> SafeAILab's.
 _RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
@@ -35,7 +28,7 @@ _RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
 class EagleHead(nn.Module):
     """The whole head; attention layer i has id `layer_id_offset + i`."""
 
-    returns_tuple, selects_rows = False, True
+    returns_tuple, selects_rows, writes_feedback = False, True, True
     aux_boundaries: tuple[int, ...] = ()
 
     def __init__(
@@ -79,28 +72,31 @@ class EagleHead(nn.Module):
         hidden: Tensor,
         attention: AttentionState,
         only: Tensor | None = None,
+        feedback: Tensor | None = None,
     ) -> Tensor:
         """input_ids, positions [M], hidden [M, H] -> [M, H], for the logits and to feed back; of
-        the rows `only`, if given: [N] int64."""
-        embedding = (
-            self.embed_tokens.forward(input_ids)
-            if self._own_embeddings
-            else self.target[0].embed(input_ids)
-        )
+        the rows `only`, if given: [N] int64. `feedback`: where it goes, which may be where `hidden`
+        is."""
+        weights, eps = None, 0.0
         if self.head.para_norm:
-            embedding = self.embedding_layernorm.forward(embedding)
-            hidden = self.hidden_states_layernorm.forward(hidden)
-        stream = self.fc.forward(torch.cat([embedding, hidden], dim=-1))
+            weights = self.embedding_layernorm.weight, self.hidden_states_layernorm.weight
+            eps = self.embedding_layernorm.eps
+        table, ids = (
+            (self.embed_tokens.weight, input_ids)
+            if self._own_embeddings
+            else embedded(self.target[0], input_ids)
+        )
+        stream = self.fc.forward(norm_pair(table, hidden, weights, eps, ids))
         rotary = self.rotary.at(positions)
         wanted = rows_by_block(len(self.blocks), only)
         first = self.blocks[0]
         out = first.self_attn.forward(stream, rotary, attention, only=wanted[0])
         residual: Tensor | None
-        out, residual = first.post_attention_layernorm.add(out, selected(stream, wanted[0]))
+        out, residual = first.post_attention_layernorm.add(out, stream, wanted[0])
         out = first.mlp.parts(out)
         for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
             out, residual = block.forward(out, residual, rotary, attention, rows)
-        return stream_of(out, residual)
+        return write_stream(out, residual, feedback)
 
     @property
     def pick_tokens(self) -> Any:

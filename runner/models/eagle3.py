@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...kernels.streams import norm_pair
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
+from .base import EmbeddedIds, embedded
 from .draft_config import DraftHeadConfig
-from .llama import Attention, DecoderLayer, rows_by_block, selected
+from .llama import Attention, DecoderLayer, rows_by_block
 
 
 class FirstLayer(DecoderLayer):
@@ -41,7 +43,7 @@ class FirstLayer(DecoderLayer):
 
     def first(
         self,
-        embedding: Tensor,  # [M, H]
+        embedding: EmbeddedIds,
         hidden: Tensor,  # [M, H]
         rotary: RotaryStep,
         attention: AttentionState,
@@ -49,13 +51,13 @@ class FirstLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """As `DecoderLayer.forward`: (hidden or parts, residual), the stream is their sum."""
         out, normed = self.attend(embedding, hidden, rotary, attention, only)
-        residual = selected(normed if self.norm_before_residual else hidden, only)
-        out, residual = self.post_attention_layernorm.add(out, residual)
+        residual = normed if self.norm_before_residual else hidden
+        out, residual = self.post_attention_layernorm.add(out, residual, only)
         return self.mlp.parts(out), residual
 
     def attend(
         self,
-        embedding: Tensor,
+        embedding: EmbeddedIds,
         hidden: Tensor,
         rotary: RotaryStep,
         attention: AttentionState,
@@ -63,15 +65,16 @@ class FirstLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """The layer up to its MLP: (attention's output or parts, of `only` some rows, if given; the
         normed hidden state of all)."""
-        normed = self.hidden_norm.forward(hidden)
-        both = torch.cat([self.input_layernorm.forward(embedding), normed], dim=-1)
+        weights = self.input_layernorm.weight, self.hidden_norm.weight
+        both = norm_pair(embedding[0], hidden, weights, self.hidden_norm.eps, embedding[1])
+        normed = both[:, hidden.shape[1] :]
         return self.self_attn.forward(both, rotary, attention, only=only), normed
 
 
 class Eagle3Head(nn.Module):
     """The whole head; attention layer i has id `layer_id_offset + i`."""
 
-    returns_tuple = selects_rows = True
+    returns_tuple = selects_rows = writes_feedback = True
     draft_to_target: Tensor | None  # [draft vocabulary] int64 target ids; None = the same ids
 
     def __init__(
@@ -121,9 +124,11 @@ class Eagle3Head(nn.Module):
         hidden: Tensor,
         attention: AttentionState,
         only: Tensor | None = None,
+        feedback: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """input_ids, positions [M], hidden [M, H] -> (normed for the logits, stream fed back), of
-        the rows `only`, if given: [N] int64."""
+        the rows `only`, if given: [N] int64. `feedback`: where the stream goes, which may be where
+        `hidden` is."""
         rotary = self.rotary.at(positions)
         first = self.blocks[0]
         assert isinstance(first, FirstLayer)
@@ -133,7 +138,7 @@ class Eagle3Head(nn.Module):
         out, residual = first.first(embedding, hidden, rotary, attention, wanted[0])
         for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
             out, residual = block.forward(out, residual, rotary, attention, rows)
-        return self.norm.add(out, residual)
+        return self.norm.add(out, residual, stream=feedback)
 
     def take_in(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
@@ -159,11 +164,10 @@ class Eagle3Head(nn.Module):
         logits: Tensor = self.target[0].compute_logits(hidden)
         return logits
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
+    def _embed(self, input_ids: Tensor) -> EmbeddedIds:
         if "embed_tokens" in self._loaded:
-            return self.embed_tokens.forward(input_ids)
-        out: Tensor = self.target[0].embed(input_ids)
-        return out
+            return self.embed_tokens.weight, input_ids
+        return embedded(self.target[0], input_ids)
 
     def attention_layers(self) -> list[AttentionLayer]:
         """Constants of every attention layer, in order."""

@@ -13,7 +13,7 @@ from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..layers import Linear, RMSNorm, WeightFormat
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
-from .base import TextModel
+from .base import ForwardOutput, Taps, TextModel
 
 _LANGUAGE = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 _OTHER_PARTS = re.compile(
@@ -160,17 +160,17 @@ class Gemma3Model(TextModel):
         positions: Tensor,
         attention: AttentionState,
         aux_boundaries: tuple[int, ...] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+        into: ForwardOutput | None = None,
+    ) -> ForwardOutput:
         stream = self.embed(input_ids)
         rotary = {kind: table.at(positions) for kind, table in self.rotary.items()}
-        aux: list[Tensor] = []
+        taps = Taps(aux_boundaries, stream, into)
         for index, block in enumerate(self.blocks):
-            if index in aux_boundaries:
-                aux.append(stream)
+            taps.keep(index, stream)
             stream = block.forward(stream, rotary, attention)
-        if len(self.blocks) in aux_boundaries:
-            aux.append(stream)
-        return self.norm.forward(stream), aux
+        taps.keep(len(self.blocks), stream)
+        out = None if into is None else into[0]
+        return self.norm.add(stream, None, out=out)[0], taps.all
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return soft_cap(super().compute_logits(hidden), self.config.final_logit_softcapping)

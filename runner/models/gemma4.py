@@ -16,7 +16,7 @@ from ...kernels.norm_rope import rms_norm
 from ..attention.base import AttentionLayer, AttentionState
 from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, tensor_slot
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
-from .base import TextModel
+from .base import ForwardOutput, Taps, TextModel
 from .gemma3 import MLP, check_gelu, embedding_scale, soft_cap, text_name
 from .moe import Experts
 
@@ -251,18 +251,18 @@ class Gemma4Model(TextModel):
         positions: Tensor,
         attention: AttentionState,
         aux_boundaries: tuple[int, ...] = (),
-    ) -> tuple[Tensor, list[Tensor]]:
+        into: ForwardOutput | None = None,
+    ) -> ForwardOutput:
         stream = self.embed(input_ids)
         per_layer = self.per_layer_embeddings(input_ids, stream)
         rotary = {kind: table.at(positions) for kind, table in self.rotary.items()}
-        aux: list[Tensor] = []
+        taps = Taps(aux_boundaries, stream, into)
         for index, (block, ple) in enumerate(zip(self.blocks, per_layer, strict=True)):
-            if index in aux_boundaries:
-                aux.append(stream)
+            taps.keep(index, stream)
             stream = block.forward(stream, ple, rotary, attention)
-        if len(self.blocks) in aux_boundaries:
-            aux.append(stream)
-        return self.norm.forward(stream), aux
+        taps.keep(len(self.blocks), stream)
+        out = None if into is None else into[0]
+        return self.norm.add(stream, None, out=out)[0], taps.all
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return soft_cap(super().compute_logits(hidden), self.config.final_logit_softcapping)

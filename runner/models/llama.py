@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...kernels.activation import silu_and_mul
 from ...kernels.linear import Norm
+from ...kernels.streams import take_rows
 from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..layers import Linear, RMSNorm, WeightFormat
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
@@ -173,8 +174,8 @@ class DecoderLayer(nn.Module):
         attention: AttentionState,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden, residual: [M, H]; the stream is their sum (see `layers.stream_of`). Of the last
-        layer `only` some rows, [N] int64, may be wanted: behind its attention no other is computed.
+        """hidden, residual: [M, H]; the stream is their sum (see `write_stream`). Of the last layer
+        `only` some rows, [N] int64, may be wanted: behind its attention no other is computed.
         """
         rows, attend, mlp = hidden.shape[-2], self.self_attn, self.mlp
         fuses = not self.is_plain and rotary.cos is None
@@ -192,7 +193,7 @@ class DecoderLayer(nn.Module):
 
 def selected(x: Tensor, only: Tensor | None) -> Tensor:
     """Rows `only` of x [M, H], or all."""
-    return x if only is None else x[only]
+    return x if only is None else take_rows(x, only)
 
 
 def rows_by_block(num_blocks: int, only: Tensor | None) -> list[Tensor | None]:

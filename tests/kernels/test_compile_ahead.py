@@ -44,18 +44,36 @@ def run_script(script: str, *arguments: str, **environment: str) -> str:
     return result.stdout
 
 
+def save_configs(folder: Path) -> list[str]:
+    """Folders of the target and the drafter."""
+    folders = [folder / name for name in ("target", "drafter")]
+    for path, config in zip(folders, (TARGET, DRAFTER), strict=True):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(config))
+    return list(map(str, folders))
+
+
 @needs_triton
 def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(tmp_path: Path) -> None:
     """Nor does a server with limits of its own: the dry start assumes others."""
-    folders = []
-    for name, config in (("target", TARGET), ("drafter", DRAFTER)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        folders.append(str(tmp_path / name))
-    alone, drafting = map(json.loads, run_script("dry_launches.py", *folders).splitlines()[-2:])
+    output = run_script("dry_launches.py", *save_configs(tmp_path))
+    alone, drafting = map(json.loads, output.splitlines()[-2:])
     assert (alone["later"], drafting["later"]) == ([], [])
     assert (alone["early"], drafting["early"]) == ([], [])
     assert 40 < alone["started"] < drafting["started"]
+
+
+@needs_triton
+def test_no_graph_of_a_cycle_launches_torchs_operations_but_products(tmp_path: Path) -> None:
+    """Between kernels that start ahead of the end of the one before, each is a wait of its own."""
+    output = run_script("cycle_launches.py", *save_configs(tmp_path))
+    launches: dict[str, list[str]] = json.loads(output.splitlines()[-1])
+    roles = ("target FULL", "token choice", "draft prefill", "draft decodes x 2")
+    for role in roles:
+        found = [names for label, names in launches.items() if label.startswith(role)]
+        assert found and all(len(names) > 5 for names in found), role
+        of_torch = {name for names in found for name in names if name.startswith("aten")}
+        assert of_torch <= {"aten::linear"}, role
 
 
 @needs_triton

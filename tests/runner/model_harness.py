@@ -105,10 +105,11 @@ class Sequences:
         attention, positions = self.attention(reqs, counts)
         ids = torch.tensor([token for _, row in rows for token in row], dtype=torch.int32)
         with torch.inference_mode():
-            hidden, aux = self.model(ids, positions, attention, aux_boundaries)
+            hidden, taps = self.model(ids, positions, attention, aux_boundaries)
             logits = self.model.compute_logits(hidden)
         for req, count in zip(reqs, counts, strict=True):
             self.lengths[req] += count
+        aux = [] if taps is None else list(taps.split(hidden.shape[1], dim=1))
         return list(logits.split(counts)), aux
 
 

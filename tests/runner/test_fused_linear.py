@@ -129,7 +129,12 @@ def test_one_row_runs_five_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
     norms: list[int] = []
     launch = norm_rope._launch_norm
-    monkeypatch.setattr(norm_rope, "_launch_norm", lambda *a: norms.append(1) or launch(*a))
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        norms.append(1)
+        return launch(*args, **kwargs)
+
+    monkeypatch.setattr(norm_rope, "_launch_norm", noted)
     Sequences(model, 1, 16, 16, TritonBackend()).step([(0, [7])])
     assert len(norms) == 1  # the final one
     Sequences(model, 1, 16, 16, TritonBackend()).step([(0, [7, 8])])
