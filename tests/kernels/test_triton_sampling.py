@@ -37,11 +37,11 @@ def test_gumbel_sample(vocab_size: int) -> None:
     from slipstream.kernels.triton.sample import gumbel_sample
 
     torch.manual_seed(vocab_size)
-    logits = torch.randn(8, vocab_size)
+    logits = torch.randn(4, vocab_size)
     logits[:, ::3] = -torch.inf
-    seeds, positions = torch.randint(-(2**62), 2**62, (8,)), torch.randint(0, 9999, (8,))
-    greedy = torch.arange(8) % 4 == 0
-    salts = torch.arange(8) % 4
+    seeds, positions = torch.randint(-(2**62), 2**62, (4,)), torch.randint(0, 9999, (4,))
+    greedy = torch.arange(4) == 0
+    salts = torch.arange(4)
     for salt, mask in ((TARGET, None), (DRAFT, greedy), (salts, greedy)):
         expected = gumbel_sample_reference(logits, seeds, positions, salt, mask)
         assert torch.equal(gumbel_sample(logits, seeds, positions, salt, mask), expected)
@@ -106,6 +106,27 @@ def test_rejection_sample(kind: str) -> None:
     assert accepted.float().std() > 0.5
 
 
+@pytest.mark.parametrize("kind", ["one_hot", "probabilistic"])
+def test_rejection_sample_of_logits_as_the_head_wrote_them(kind: str) -> None:
+    """Divided by the temperature where they are read; requests with a seed keep what they drew."""
+    from slipstream.kernels.triton.verify import rejection_sample
+
+    torch.manual_seed(9)
+    rows = ragged_rows(kind, 200, 150)
+    heat = torch.where(rows.greedy, 0.0, torch.rand(rows.greedy.shape) + 0.3)
+    seeded = torch.arange(10) % 3 // 2 * 5  # by slot
+    drawn = torch.where(torch.rand(heat.shape) < 0.5, rows.draft_ids, 7).clamp(min=0)
+    rows = replace(rows, logits=rows.logits.half(), temperature=heat, seeded=seeded, drawn=drawn)
+    scaled = rows.logits.float() / torch.where(heat > 0, heat, 1.0)[:, None]
+    for of in (rows, replace(rows, logits=scaled, temperature=None)):
+        got, expected = rejection_sample(of), rejection_sample_reference(rows)
+        assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
+    own = seeded[rows.slots[rows.cu_num_logits[:-1].long()].long()] != 0
+    matching, by_chance = emit_matching_reference(rows, drawn), replace(rows, seeded=None)
+    assert torch.equal(got[0][own], matching[0][own]) and own.any() and not own.all()
+    assert torch.equal(got[0][~own], rejection_sample_reference(by_chance)[0][~own])
+
+
 def test_an_empty_residual_falls_back_to_the_target() -> None:
     from slipstream.kernels.triton.verify import rejection_sample
 
@@ -125,7 +146,7 @@ def test_an_empty_residual_falls_back_to_the_target() -> None:
 
 @pytest.mark.parametrize("with_drafts", [False, True])
 def test_emit_matching(with_drafts: bool) -> None:
-    from slipstream.kernels.triton.verify import emit_matching
+    from slipstream.kernels.triton.emit_drawn import emit_matching
 
     torch.manual_seed(5)
     rows = ragged_rows("one_hot", 12, 12)
@@ -148,7 +169,7 @@ def test_emit_matching(with_drafts: bool) -> None:
 
 
 def test_emit_by_chance() -> None:
-    from slipstream.kernels.triton.verify import emit_by_chance
+    from slipstream.kernels.triton.emit_drawn import emit_by_chance
 
     torch.manual_seed(8)
     rows = ragged_rows("one_hot", 12, 12)
@@ -190,12 +211,12 @@ def test_top_k_top_p() -> None:
     from slipstream.kernels.triton import top_k_top_p
 
     torch.manual_seed(7)
-    logits = torch.randn(12, 150) * 2
+    logits = torch.randn(10, 150) * 2
     logits[3] = logits[3].round()  # ties
     logits[4, 5:] = -torch.inf
     logits[5] = -torch.inf
-    top_k = torch.tensor([0, 5, 0, 7, 9, 3, 1, 150, 400, 20, 0, 2])
-    top_p = torch.tensor([1.0, 1.0, 0.5, 0.7, 0.9, 0.5, 0.3, 0.8, 0.95, 0.6, 1e-9, 1.0])
+    top_k = torch.tensor([0, 5, 0, 7, 9, 3, 1, 150, 400, 0])
+    top_p = torch.tensor([1.0, 1.0, 0.5, 0.7, 0.9, 0.5, 0.3, 0.8, 0.95, 1e-9])
     expected, got = logits.clone(), logits.clone()
     apply_top_k_top_p_reference(expected, top_k, top_p, None, True)
     top_k_top_p.apply_top_k_top_p(got, top_k, top_p, True)
@@ -222,16 +243,16 @@ def test_ngram_scan(min_n: int, max_n: int, k: int, with_prediction: bool) -> No
 
     torch.manual_seed(min_n)
     table, lengths = padded(
-        [torch.randint(0, 4, (int(n),)) for n in torch.randint(1, 60, (24,))], 64
+        [torch.randint(0, 4, (int(n),)) for n in torch.randint(1, 60, (12,))], 64
     )
     predicted, sizes = padded(
-        [torch.randint(0, 4, (int(n),)) for n in torch.randint(0, 40, (24,))], 48
+        [torch.randint(0, 4, (int(n),)) for n in torch.randint(0, 40, (12,))], 48
     )
-    prompts = torch.minimum(torch.randint(1, 9, (24,)), lengths).int()
+    prompts = torch.minimum(torch.randint(1, 9, (12,)), lengths).int()
     haystack = Haystack(table, prompts)
     if with_prediction:
         haystack = Haystack(table, prompts, predicted, sizes)
-    slots = torch.randperm(24)
+    slots = torch.randperm(12)
     known = lengths[slots].int()
     known[::9] = 0
     drafts = ngram_scan(haystack, slots, known, min_n, max_n, k)
