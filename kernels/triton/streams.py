@@ -143,13 +143,13 @@ def _norm_pair_kernel(
         w += tl.load(right_weight + column, mask=known & (half == 1), other=0.0)
     wait_for_inputs(PDL)
     if half == 0:
-        at = row
+        of = row
         if IDS:
-            at = tl.load(ids + row, mask=row < num_rows, other=0).to(tl.int64)
-        value = tl.load(left + at[:, None] * left_stride + column[None, :], mask=inside, other=0.0)
+            of = tl.load(ids + row, mask=row < num_rows, other=0).to(tl.int64)
+        value = tl.load(left + of[:, None] * left_stride + column[None, :], mask=inside, other=0.0)
     else:
-        at = row[:, None] * right_stride + column[None, :]
-        value = tl.load(right + at, mask=inside, other=0.0)
+        offset = row[:, None] * right_stride + column[None, :]
+        value = tl.load(right + offset, mask=inside, other=0.0)
     if NORM:
         v = value.to(tl.float32)
         scale = tl.rsqrt(tl.sum(v * v, 1) / SIZE + eps)
