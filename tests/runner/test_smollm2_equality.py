@@ -10,11 +10,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers.initialization import no_init_weights
 
 from slipstream.configs.preset import preset_model
 from slipstream.configs.schema import ModelConfig
 from slipstream.runner.models.base import TextModel
 from slipstream.runner.weights import make_hf_config, open_checkpoint, resolve_model
+from slipstream.server.gguf_metadata import read_gguf_metadata
 
 from .model_harness import Sequences, load
 
@@ -54,10 +56,7 @@ def gguf_path() -> Path:
 @pytest.fixture(scope="module")
 def prompts(gguf_path: Path) -> list[list[int]]:
     """Token ids by the vocabulary in the file: longest piece first, which any model accepts."""
-    from gguf import GGUFReader
-
-    reader = GGUFReader(gguf_path)
-    pieces = reader.get_field("tokenizer.ggml.tokens").contents()
+    pieces = read_gguf_metadata(gguf_path)["tokenizer.ggml.tokens"]
     ids = {piece: index for index, piece in enumerate(pieces)}
     encoded = []
     for prompt in PROMPTS:
@@ -77,7 +76,8 @@ def oracle(gguf_path: Path) -> Any:
     resolved = resolve_model(ModelConfig(model=str(gguf_path)))
     config = make_hf_config(vars(resolved.hf_config), str(gguf_path))
     config._attn_implementation = "eager"
-    model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32).eval()
+    with no_init_weights():  # they come from the file
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32).eval()
     weights = dict(open_checkpoint(resolved).tensors())
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
