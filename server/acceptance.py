@@ -92,6 +92,7 @@ async def measure_acceptance(
     stop_token_ids: Sequence[int],
     concurrency: int = 8,
     on_reply: Callable[[], object] = lambda: None,
+    on_output: Callable[[int, RequestOutput], object] = lambda prompt, output: None,
     name: str = "acceptance",
 ) -> dict[str, Tally]:
     """Let the engine reply to `prompts`, prompt i with seed i; a tally by domain.
@@ -121,6 +122,7 @@ async def measure_acceptance(
                     if output.error is not None:
                         raise MeasurementFailed(f"prompt {index + 1} failed: {output.error}")
                     tally.add(output)
+                    on_output(index, output)
             finally:
                 engine.abort(request.request_id)  # nothing if it has ended
         on_reply()

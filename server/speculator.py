@@ -1,8 +1,8 @@
 """POST /v1/speculator: try another draft head in the running server; it stays if it is not worse.
 GET tells which one it has.
 
-Acceptance on a built-in probe decides. The probe runs as requests beside all others; the weights
-are exchanged between two steps, so a request notices nothing but other drafts.
+Acceptance on a built-in probe decides (see `head_verdict`). The probe runs as requests beside all
+others; the weights are exchanged between two steps, so a request notices nothing but other drafts.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
-from .acceptance import MeasuredPrompt, MeasurementFailed, Tally, measure_acceptance, total
+from .acceptance import MeasuredPrompt, MeasurementFailed, measure_acceptance
 from .errors import (
     APIError,
     AuthenticationFailed,
@@ -28,6 +28,7 @@ from .errors import (
     NotSupported,
     as_api_error,
 )
+from .head_verdict import Measurement, judge
 from .openai_types.common import Body
 from .request_stream import EngineDead, SpeculatorRefused
 from .services import Engine, Services
@@ -36,7 +37,7 @@ from .training_prompts import heldout_prompts, tokenize_prompts
 
 log = logging.getLogger("slipstream.speculator")
 
-_PER_DOMAIN, _PROBE_TOKENS = 2, 48
+_PER_DOMAIN, _PROBE_TOKENS = 4, 48
 
 
 class ChangesSpeculator(Engine, Protocol):
@@ -156,7 +157,7 @@ class Trial:
         finally:
             self.model = None
         log.info("drafter %s %s: %s", model, "taken" if keep else "not taken", reason)
-        figures = {"before": before.as_dict(), "after": after.as_dict()}
+        figures = {"before": before.tally.as_dict(), "after": after.tally.as_dict()}
         return SpeculatorReply(keep, reason, model, figures)
 
     async def _load(self, engine: ChangesSpeculator, model: str) -> None:
@@ -166,7 +167,7 @@ class Trial:
             await _to_the_end(self._give_up(engine))
             raise
 
-    async def _measure(self, engine: ChangesSpeculator) -> tuple[Tally, Tally]:
+    async def _measure(self, engine: ChangesSpeculator) -> tuple[Measurement, Measurement]:
         """Of the running head, and of the loaded one, which is then in its place."""
         try:
             before = await self._probe(engine)
@@ -189,7 +190,7 @@ class Trial:
             raise EngineStopped(str(error)) from None
         engine.reset_prefix_cache()  # its KV of drafts is the other head's
 
-    async def _probe(self, engine: ChangesSpeculator) -> Tally:
+    async def _probe(self, engine: ChangesSpeculator) -> Measurement:
         engine.reset_prefix_cache()
         stop = sorted(self._services.tokenizer.eos_ids | set(engine.ready.eos_token_ids))
         room = engine.ready.max_model_len
@@ -200,8 +201,9 @@ class Trial:
             prompts = [MeasuredPrompt(tuple(p.token_ids[: room // 2])) for p in self._prompts]
         name = f"probe-{uuid.uuid4().hex[:8]}"
         most = min(_PROBE_TOKENS, room // 2 - 1)
-        tallies = await measure_acceptance(engine, prompts, 0.0, most, stop, 4, name=name)
-        return total(tallies)
+        found = Measurement()
+        await measure_acceptance(engine, prompts, 0.0, most, stop, on_output=found.add, name=name)
+        return found
 
     def _read(self) -> list[MeasuredPrompt]:
         services = self._services
@@ -227,16 +229,3 @@ async def _to_the_end(work: Coroutine[None, None, None]) -> None:
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise
-
-
-def judge(before: Tally, after: Tally, force: bool) -> tuple[bool, str]:
-    """(keep the new head?, why). The number of drafts may differ, so positions are compared."""
-    if not before.num_verify_steps:  # nothing tells what the running one is worth
-        who = "the running drafter made no" if after.num_verify_steps else "neither drafter made a"
-        return force, f"{who} draft on the probe"
-    count = min(len(before.acceptance), len(after.acceptance)) or 1
-    old, new = (1 + sum(tally.acceptance[:count]) for tally in (before, after))
-    told = f"{new:.3f} tokens a step on the probe, the running one {old:.3f}"
-    if new >= old:
-        return True, f"not worse: {told}"
-    return force, f"{'worse, but forced' if force else 'worse'}: {told}"
