@@ -8,6 +8,8 @@ stored logits a draft was an argmax and q is one-hot. Nothing here waits for the
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -27,7 +29,8 @@ def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     """Accept with probability min(1, p / q), at the first rejection draw from max(p - q, 0).
 
     Returns (emitted tokens [N, K + 1] int64, -1 beyond; accepted drafts [N] int64). A greedy
-    request accepts the argmax and emits it. Leviathan et al. 2023, Chen et al. 2023.
+    request accepts the argmax and emits it. One that is `seeded` is judged by `drawn`, as in
+    `emit_matching`. Leviathan et al. 2023, Chen et al. 2023.
     """
     if use_triton(rows.logits):
         from .triton.verify import rejection_sample as rejection_sample_triton
@@ -39,6 +42,7 @@ def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
 
 def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     """The plain version of `rejection_sample`."""
+    rows = _scaled(rows)
     log_z = rows.logits.logsumexp(-1, keepdim=True)  # [L, 1], log p = logits - log_z
     log_q = draft_log_probs(rows)  # [L, V], None = one-hot
     drafts = rows.draft_ids.clamp(min=0)[:, None]  # [L, 1]
@@ -63,7 +67,22 @@ def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     tokens = gumbel_sample_reference(
         left, rows.seeds[last], rows.positions[last], salt, rows.greedy[last]
     )
-    return emit_tokens(rows, tokens, num_accepted), num_accepted
+    emitted = emit_tokens(rows, tokens, num_accepted)
+    if rows.seeded is None:
+        return emitted, num_accepted
+    assert rows.drawn is not None
+    own, num_own = emit_matching_reference(rows, rows.drawn)
+    seeded = rows.seeded[rows.slots[rows.cu_num_logits[:-1].long()].long()] != 0  # [N]
+    emitted = torch.where(seeded[:, None], own, emitted)
+    return emitted, torch.where(seeded, num_own, num_accepted)
+
+
+def _scaled(rows: VerifyRows) -> VerifyRows:
+    """The same rows with logits that are divided by the temperature."""
+    if rows.temperature is None:
+        return rows
+    heat = torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    return replace(rows, logits=rows.logits.float() / heat, temperature=None)
 
 
 def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
@@ -72,10 +91,15 @@ def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
     drawn: [L] int64; returns (emitted tokens [N, K + 1] int64, accepted drafts [N] int64).
     """
     if use_triton(drawn):
-        from .triton.verify import emit_matching as emit_matching_triton
+        from .triton.emit_drawn import emit_matching as emit_matching_triton
 
         result: tuple[Tensor, Tensor] = emit_matching_triton(rows, drawn)
         return result
+    return emit_matching_reference(rows, drawn)
+
+
+def emit_matching_reference(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain version of `emit_matching`."""
     if rows.has_drafts:
         accepted = drawn == rows.draft_ids
         num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
@@ -91,7 +115,7 @@ def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tens
     drawn: [L] int64; rates: [K] float32; returns as `emit_matching`.
     """
     if use_triton(drawn):
-        from .triton.verify import emit_by_chance as emit_by_chance_triton
+        from .triton.emit_drawn import emit_by_chance as emit_by_chance_triton
 
         result: tuple[Tensor, Tensor] = emit_by_chance_triton(rows, drawn, rates)
         return result

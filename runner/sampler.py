@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..configs.schema import SpeculativeConfig
 from ..kernels.finish_samples import finish_samples
-from ..kernels.head_sample import Draws, gather_draws
+from ..kernels.head_sample import Draws, gather_draws, pick_rows
 from ..kernels.sample import TARGET
 from ..kernels.verify import VerifyRows
 from ..speculators.verification import create_verifier
@@ -97,9 +98,10 @@ class Sampler:
         requests: SamplingRequests,
         features: Feature,  # that they may use, and no others
     ) -> SamplerOutput:
-        """As `sample`, at once, whatever of `features` the requests use; for a graph."""
+        """As `sample`, at once, for requests that of options use a temperature and a seed; for a
+        graph, as `features` may be more than they use."""
         logits = logits[:, : requests.sampling.vocab_size]
-        return SamplerOutput(*self._sample_chunk(logits, rows, requests, None, features), None)
+        return self.draw(partial(pick_rows, logits), rows, requests, features, logits)
 
     def can_draw(
         self, rows: SamplingRows, state: SamplingState, grammar_bitmask: Tensor | None
@@ -120,15 +122,18 @@ class Sampler:
         rows: SamplingRows,
         requests: SamplingRequests,
         features: Feature | None = None,  # that they may use, if not what they use now
+        logits: Tensor | None = None,  # [L, V], if they were written
     ) -> SamplerOutput:
-        """As `sample`, where an output head picks tokens without writing logits."""
+        """As `sample`, where an output head picks tokens, mostly without writing logits."""
         state = requests.sampling
         features = state.features(rows.slots) if features is None else features
         slots = rows.expanded_idx_mapping
         draws = gather_draws(slots, state.temperature, state.seed, rows.positions, TARGET)
         drawn, largest = pick(draws if features & Feature.RANDOM else None)
-        nothing = largest[:, None][:, :0]
-        of = self._verify_rows(nothing, rows, requests, features, draws.seeds, draws.greedy, drawn)
+        heat = None if logits is None else draws.temperature
+        logits = largest[:, None][:, :0] if logits is None else logits
+        keys = (draws.seeds, draws.greedy, drawn, heat)
+        of = self._verify_rows(logits, rows, requests, features, *keys)
         sampled, num_accepted = self.verify(of)
         counts = finish_samples(
             sampled,
@@ -151,6 +156,7 @@ class Sampler:
         seeds: Tensor,
         greedy: Tensor,
         drawn: Tensor | None = None,
+        temperature: Tensor | None = None,
     ) -> VerifyRows:
         mixed = features & Feature.SEEDED and features & Feature.UNSEEDED
         return VerifyRows(
@@ -166,9 +172,10 @@ class Sampler:
             all_greedy=not features & Feature.RANDOM,
             any_greedy=bool(features & Feature.GREEDY),
             width=rows.max_num_drafts + 1,
-            seeded=requests.sampling.has_own_seed[rows.idx_mapping] != 0 if mixed else None,
+            seeded=requests.sampling.has_own_seed if mixed else None,
             all_seeded=not features & Feature.UNSEEDED,
             drawn=drawn,
+            temperature=temperature,
         )
 
     def _chunks(self, cu_num_logits: Sequence[int], vocab_size: int) -> list[int]:
@@ -188,10 +195,9 @@ class Sampler:
         rows: SamplingRows,
         requests: SamplingRequests,
         grammar_bitmask: Tensor | None,
-        features: Feature | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         state = requests.sampling
-        features = state.features(rows.slots) if features is None else features
+        features = state.features(rows.slots)
         logits = process_logits(raw, rows, requests, grammar_bitmask, features)
         slots = rows.expanded_idx_mapping
         seeds, greedy = state.seed[slots], state.temperature[slots] == 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -36,12 +37,9 @@ def verify_standard(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     """
     if rows.all_greedy or rows.all_seeded or not rows.has_drafts:
         return verify_coupled(rows)
-    if rows.seeded is None:
-        return rejection_sample(rows)
-    own, num_own = verify_coupled(rows)
-    emitted, num_accepted = rejection_sample(rows)
-    emitted = torch.where(rows.seeded[:, None], own, emitted)
-    return emitted, torch.where(rows.seeded, num_own, num_accepted)
+    if rows.seeded is not None and rows.drawn is None:
+        rows = replace(rows, drawn=_draw(rows))
+    return rejection_sample(rows)
 
 
 def verify_coupled(rows: VerifyRows) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,7 @@
-"""Triton version of `kernels.verify`: four kernels, no [N, V] tensor but the logits themselves."""
+"""Triton version of `kernels.verify`: four kernels, no [N, V] tensor but the logits themselves.
+
+Where a temperature is given, logits are divided by it wherever they are read.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -12,6 +15,7 @@ from torch import Tensor
 from .. import random_streams as streams
 from ..verify_rows import VerifyRows
 from . import sample as noise
+from .emit_drawn import count_matching
 from .launch import pdl_options, wait_for_inputs
 from .sample import best_of, gumbel, log_1_minus, pick, row_key, uniform
 
@@ -22,6 +26,16 @@ _TARGET = tl.constexpr(streams.TARGET)
 
 # Small arrays whose place in a packed buffer depends on N: their alignment must not make kernels.
 _PER_ROW = ["draft_ids", "slots", "local_pos", "cu_num_logits", "positions"]
+
+
+@triton.jit
+def _load_logits(pointers, inside, temperature, HEAT: tl.constexpr):
+    """Logits of one row, whose temperature is at the pointer, -inf where they are not `inside`."""
+    p = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
+    if HEAT:
+        heat = tl.load(temperature)
+        p = tl.div_rn(p, tl.where(heat > 0.0, heat, 1.0) + tl.zeros_like(p))
+    return p
 
 
 @triton.jit
@@ -53,6 +67,7 @@ def _stats_kernel(
     draft_logits,  # [R, K, Vd]
     slots,  # [L] int32
     local_pos,  # [L] int32
+    temperature,  # [L] float32
     stats,  # [5, L, B] float32: max and sum of p, max and sum of q, argmax of p
     stride,
     slot_stride,
@@ -63,12 +78,16 @@ def _stats_kernel(
     draft_vocab_size,
     num_blocks,
     HAS_Q: tl.constexpr,
+    HEAT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    p = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf"))
+    at = logits + row * stride + token
+    p = _load_logits(at, token < vocab_size, temperature + row, HEAT)
     size = num_rows.to(tl.int64) * num_blocks
     at = stats + row * num_blocks + block
     top, total = _exp_sum(p)
@@ -100,6 +119,7 @@ def _accept_kernel(
     seeds,  # [L] int64
     positions,  # [L] int64
     greedy,  # [L] bool
+    temperature,  # [L] float32
     stats,  # [5, L, B] float32
     log_z,  # [2, L] float32: normalisers of p and q
     num_accepted,  # [N] int64
@@ -112,9 +132,12 @@ def _accept_kernel(
     draft_vocab_size,
     num_blocks,
     HAS_Q: tl.constexpr,
+    HEAT: tl.constexpr,
     BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One request: its rows from the left, until the first rejection."""
+    wait_for_inputs(PDL)
     request = tl.program_id(0)
     start = tl.load(cu_num_logits + request)
     end = tl.load(cu_num_logits + request + 1)
@@ -128,7 +151,8 @@ def _accept_kernel(
         tl.store(log_z + row, log_zp)
         draft = tl.load(draft_ids + row)
         is_draft = (draft >= 0) & (draft < vocab_size)
-        log_p = tl.load(logits + row * stride + draft, mask=is_draft, other=float("-inf")) - log_zp
+        log_p = _load_logits(logits + row * stride + draft, is_draft, temperature + row, HEAT)
+        log_p -= log_zp
         key_0, key_1 = row_key(
             tl.load(seeds + row), tl.load(positions + row), tl.full([], _ACCEPT, tl.int32)
         )
@@ -167,6 +191,7 @@ def _draw_kernel(
     seeds,  # [L] int64
     positions,  # [L] int64
     greedy,  # [L] bool
+    temperature,  # [L] float32
     log_z,  # [2, L] float32
     num_accepted,  # [N] int64
     best,  # [2, N, B] float32: of the residual, of p
@@ -180,14 +205,18 @@ def _draw_kernel(
     draft_vocab_size,
     num_blocks,
     HAS_Q: tl.constexpr,
+    HEAT: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The best token of one block at a request's last emitting row."""
+    wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     row = tl.load(cu_num_logits + request) + tl.load(num_accepted + request)
     token = block * BLOCK + tl.arange(0, BLOCK)
-    p = tl.load(logits + row * stride + token, mask=token < vocab_size, other=float("-inf"))
+    at = logits + row * stride + token
+    p = _load_logits(at, token < vocab_size, temperature + row, HEAT)
     log_p = p - tl.load(log_z + row)
     draft = tl.load(draft_ids + row)
     rejected = draft >= 0
@@ -218,21 +247,27 @@ def _draw_kernel(
 
 
 @triton.jit(
-    do_not_specialize_on_alignment=["draft_ids", "cu_num_logits"],
+    do_not_specialize_on_alignment=["draft_ids", "cu_num_logits", "slots", "seeded"],
 )
 def _emit_kernel(
     draft_ids,  # [L] int64
     cu_num_logits,  # [N + 1] int32
-    num_accepted,  # [N] int64
+    slots,  # [L] int32
+    drawn,  # [L] int64
+    seeded,  # [R] int64
+    num_accepted,  # [N] int64, in place for requests that are seeded
     best,  # [2, N, B] float32
     best_token,  # [2, N, B] int32
     emitted,  # [N, K + 1] int64
     width,
     num_blocks,
+    SEEDED: tl.constexpr,
     BLOCKS: tl.constexpr,
     WIDTH: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Accepted drafts, the new token, -1; p takes over where the residual is empty."""
+    wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     at = request * num_blocks
     plain = tl.num_programs(0).to(tl.int64) * num_blocks + at
@@ -241,80 +276,21 @@ def _emit_kernel(
     token = tl.where(value > float("-inf"), token, plain_token)
     count = tl.load(num_accepted + request)
     column = tl.arange(0, WIDTH)
-    row = tl.load(cu_num_logits + request) + column
-    draft = tl.load(draft_ids + row, mask=column < count, other=-1)
-    tl.store(
-        emitted + request * width + column,
-        tl.where(column == count, token, draft),
-        mask=column < width,
-    )
-
-
-@triton.jit(
-    do_not_specialize_on_alignment=["draft_ids", "cu_num_logits", "positions"],
-)
-def _emit_drawn_kernel(
-    drawn,  # [L] int64
-    draft_ids,  # [L] int64
-    cu_num_logits,  # [N + 1] int32
-    seeds,  # [L] int64
-    positions,  # [L] int64
-    rates,  # [K] float32
-    num_accepted,  # [N] int64
-    emitted,  # [N, K + 1] int64
-    width,
-    BY_CHANCE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """One request: drafts up to the first that is not accepted, then the token drawn there."""
-    wait_for_inputs(PDL)
-    request = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_num_logits + request)
     num_logits = tl.load(cu_num_logits + request + 1) - start
-    column = tl.arange(0, WIDTH)
-    inside = column < num_logits
-    token = tl.load(drawn + start + column, mask=inside, other=-1)
-    draft = tl.load(draft_ids + start + column, mask=inside, other=-1)
-    if BY_CHANCE:
-        seed = tl.load(seeds + start + column, mask=inside, other=0)
-        position = tl.load(positions + start + column, mask=inside, other=0)
-        key_0, key_1 = row_key(seed, position, tl.full([], _ACCEPT, tl.int32))
-        rate = tl.load(rates + column, mask=column < width - 1, other=0.0)
-        accepted = uniform(key_0, key_1, tl.zeros([WIDTH], tl.uint32)) < rate
-        accepted = accepted & (draft >= 0)
-    else:
-        accepted = token == draft
-    stops = (accepted == 0) | (column >= num_logits - 1)
-    count = tl.min(tl.where(stops, column, WIDTH), axis=0)
-    tl.store(num_accepted + request, count.to(tl.int64))
-    out = tl.where(column < count, draft, tl.where(column == count, token, -1))
-    tl.store(emitted + request * width + column, out, mask=column < width)
-
-
-def _emit_drawn(rows: VerifyRows, drawn: Tensor, rates: Tensor | None) -> tuple[Tensor, Tensor]:
-    num_reqs, device = rows.cu_num_logits.shape[0] - 1, drawn.device
-    num_accepted = torch.empty(num_reqs, dtype=torch.int64, device=device)
-    emitted = torch.empty(num_reqs, rows.width, dtype=torch.int64, device=device)
-    if num_reqs:
-        _emit_drawn_kernel[(num_reqs,)](
-            drawn, rows.draft_ids, rows.cu_num_logits, rows.seeds, rows.positions,
-            rows.seeds if rates is None else rates, num_accepted, emitted, rows.width,
-            BY_CHANCE=rates is not None, WIDTH=triton.next_power_of_2(rows.width), num_warps=1,
-            **pdl_options(emitted),
-        )  # fmt: skip
-    return emitted, num_accepted
-
-
-def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.verify.emit_matching`."""
-    return _emit_drawn(rows, drawn, None)
-
-
-def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels.verify.emit_by_chance`; `rates` must have K entries."""
-    assert rates.shape[0] == rows.width - 1
-    return _emit_drawn(rows, drawn, rates)
+    draft = tl.load(draft_ids + start + column, mask=column < num_logits, other=-1)
+    if SEEDED:
+        slot = tl.load(slots + start, mask=num_logits > 0, other=0)
+        if tl.load(seeded + slot) != 0:
+            own = tl.load(drawn + start + column, mask=column < num_logits, other=-1)
+            count = count_matching(own == draft, column, num_logits, WIDTH)
+            token = tl.sum(tl.where(column == count, own, 0), axis=0)
+            tl.store(num_accepted + request, count)
+    tl.store(
+        emitted + request * width + column,
+        tl.where(column < count, draft, tl.where(column == count, token, -1)),
+        mask=column < width,
+    )
 
 
 def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
@@ -344,21 +320,26 @@ def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
         vocab_size, draft_vocab_size, num_blocks,
     )  # fmt: skip
     by_row = (rows.draft_ids.contiguous(), rows.slots.contiguous(), rows.local_pos.contiguous())
-    keys = (rows.seeds.contiguous(), rows.positions.contiguous(), rows.greedy.contiguous())
+    heat = log_z if rows.temperature is None else rows.temperature.contiguous()
+    keys = (rows.seeds.contiguous(), rows.positions.contiguous(), rows.greedy.contiguous(), heat)
     bounds = rows.cu_num_logits.contiguous()
+    kind = dict(HAS_Q=has_q, HEAT=rows.temperature is not None, **pdl_options(logits))
     _stats_kernel[(num_rows, num_blocks)](
-        logits, q, *by_row[1:], stats, *sizes, HAS_Q=has_q, BLOCK=block, num_warps=8
+        logits, q, *by_row[1:], heat, stats, *sizes, BLOCK=block, num_warps=8, **kind
     )
     _accept_kernel[(num_reqs,)](
         logits, q, *by_row, bounds, *keys, stats, log_z, num_accepted, *sizes,
-        HAS_Q=has_q, BLOCKS=blocks, num_warps=1,
+        BLOCKS=blocks, num_warps=1, **kind,
     )  # fmt: skip
     _draw_kernel[(num_reqs, num_blocks)](
         logits, q, *by_row, bounds, *keys, log_z, num_accepted, best, best_token, *sizes,
-        HAS_Q=has_q, BLOCK=block, num_warps=8,
+        BLOCK=block, num_warps=8, **kind,
     )  # fmt: skip
+    has_seeds = rows.seeded is not None
     _emit_kernel[(num_reqs,)](
-        by_row[0], bounds, num_accepted, best, best_token, emitted, rows.width, num_blocks,
-        BLOCKS=blocks, WIDTH=triton.next_power_of_2(rows.width), num_warps=1,
+        by_row[0], bounds, by_row[1], rows.drawn if has_seeds else by_row[0],
+        rows.seeded if has_seeds else num_accepted, num_accepted, best, best_token, emitted,
+        rows.width, num_blocks, SEEDED=has_seeds, BLOCKS=blocks,
+        WIDTH=triton.next_power_of_2(rows.width), num_warps=1, **pdl_options(logits),
     )  # fmt: skip
     return emitted, num_accepted

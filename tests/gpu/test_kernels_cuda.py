@@ -26,6 +26,7 @@ from slipstream.kernels import (  # noqa: E402
     norm_rope,
     stage_drafts,
     store_kv,
+    streams,
 )
 from slipstream.kernels.paged_attention import (  # noqa: E402
     paged_attention,
@@ -85,6 +86,34 @@ def test_norms_and_activations(rows: int, dtype: torch.dtype) -> None:
     x = randn(rows, 2 * 3000, dtype=dtype) * 4
     for name in ("silu_and_mul", "gelu_tanh_and_mul"):
         close(getattr(activation, name)(x), getattr(activation, f"{name}_reference")(x.float()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 4, 300])
+def test_streams_have_the_bits_of_the_operations_in_whose_place_they_stand(
+    rows: int, dtype: torch.dtype
+) -> None:
+    for size in (576, 4096, 7168):
+        hidden, residual = randn(rows, size, dtype=dtype), randn(rows, size, dtype=dtype)
+        for x in (hidden, randn(2, rows, size)):
+            out = torch.full((rows, 3 * size), 7.0, dtype=dtype, device="cuda")
+            streams.write_stream(x, residual, out[:, size : 2 * size])
+            assert torch.equal(out[:, size : 2 * size], streams.stream_reference(x, residual))
+            assert bool((out[:, :size] == 7).all()) and bool((out[:, 2 * size :] == 7).all())
+        table, weights = randn(50, size, dtype=dtype), randn(2, size, dtype=dtype).unbind()
+        ids = torch.randint(0, 50, (rows,), device="cuda", dtype=torch.int32)
+        pair = streams.norm_pair(table, hidden, weights, 1e-5, ids)
+        halves = ((table[ids.long()], weights[0]), (hidden, weights[1]))
+        normed = [norm_rope.rms_norm(x, weight, 1e-5) for x, weight in halves]
+        assert torch.equal(pair, torch.cat(normed, dim=-1))
+        chosen = torch.randint(0, rows, (3,), device="cuda")
+        assert torch.equal(streams.take_rows(hidden, chosen), hidden[chosen])
+        parts, fed_back = randn(2, 3, size), torch.empty(3, size, dtype=dtype, device="cuda")
+        plain = norm_rope.fused_add_rms_norm(parts, pair[:, size:][chosen], weights[0], 1e-5)
+        got = norm_rope.fused_add_rms_norm(
+            parts, pair[:, size:], weights[0], 1e-5, chosen, None, fed_back
+        )
+        assert torch.equal(got[0], plain[0]) and torch.equal(fed_back, plain[1])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

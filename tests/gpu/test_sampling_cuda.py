@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -185,6 +186,14 @@ def test_compiled_rejection_sample_equals_the_reference(kind: str) -> None:
     assert torch.equal(accepted, expected_accepted)
     assert torch.equal(emitted, expected)
     assert accepted.unique().numel() == width
+    # as the head wrote them, with a temperature, and some requests that have a seed
+    heat = torch.where(rows.greedy, 0.0, torch.rand(num_rows, device=CUDA) + 0.5)
+    raw = replace(
+        rows, logits=logits.bfloat16(), temperature=heat, drawn=drafts.clamp(min=0),
+        seeded=torch.arange(count, device=CUDA) % 3 // 2,
+    )  # fmt: skip
+    got, wanted = rejection_sample(raw), rejection_sample_reference(raw)
+    assert all(torch.equal(*pair) for pair in zip(got, wanted, strict=True))
 
 
 def test_compiled_ngram_scan_equals_the_reference() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,6 +79,15 @@ def layers() -> None:
     norm.rms_norm(t(4, 4096), t(4096), 1e-5)
     norm.rms_norm(t(4, 32, 128), t(128), 1e-5)
     norm.fused_add_rms_norm(t(4, 4096), t(4, 4096), t(4096), 1e-5)
+    rows, parts = t(4, dtype=I64), t(2, 4, 4096, dtype=torch.float32)
+    norm.fused_add_rms_norm(parts, t(9, 4096), t(4096), 1e-5, rows)
+    streams = module("streams")
+    for hidden, residual in ((parts, t(4, 4096)), (t(4, 4096), t(4, 4096)), (t(4, 4096), None)):
+        streams.write_stream(hidden, residual, t(4, 12288)[:, 4096:8192])
+    streams.take_rows(t(9, 4096), rows)
+    for weights in (None, (t(4096), t(4096))):
+        streams.norm_pair(t(100, 4096), t(4, 4096), weights, 1e-5, rows.int())
+        streams.norm_pair(t(4, 4096), t(4, 4096), weights, 1e-5)
     positions, cos_sin = t(4, dtype=I64), t(64, 128, dtype=torch.float32)
     query, key = t(4, 32, 128), t(4, 8, 128)
     norm.rotary_embedding(positions, query, key, cos_sin)
@@ -174,8 +184,11 @@ def sampling() -> None:
         keys = (longs, longs, flags, False, True, 4)
         rows = VerifyRows(logits, longs, q, ints, ints, t(5, dtype=I32), *keys)
         module("verify").rejection_sample(rows)
-        module("verify").emit_matching(rows, longs)
-        module("verify").emit_by_chance(rows, longs, t(3, dtype=torch.float32))
+        heat, raw = t(8, dtype=torch.float32), logits.bfloat16()
+        raw_rows = replace(rows, logits=raw, temperature=heat, seeded=longs, drawn=longs)
+        module("verify").rejection_sample(raw_rows)
+        module("emit_drawn").emit_matching(rows, longs)
+        module("emit_drawn").emit_by_chance(rows, longs, t(3, dtype=torch.float32))
     for any_top_p in (False, True):
         top_p = t(8, dtype=torch.float32)
         module("top_k_top_p").apply_top_k_top_p(logits, longs, top_p, any_top_p)

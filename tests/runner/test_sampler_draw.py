@@ -17,6 +17,7 @@ from slipstream.runner.layers import WeightFormat
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.models.base import TextModel
 from slipstream.runner.models.registry import build_model
+from slipstream.runner.sampling_state import Feature
 from slipstream.speculators.base import DraftModelSpeculator
 
 from .sampler_harness import CPU, Table, rows_of, sampler
@@ -53,6 +54,29 @@ def test_drawing_equals_sampling(
         for name in ("sampled_token_ids", "num_sampled", "num_rejected", "has_nan"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         assert got.logprobs is None
+
+
+def test_a_graph_that_rejects_emits_what_sampling_does() -> None:
+    """Greedy requests, some with a seed of their own and some without, drafts or none."""
+    own = SamplingParams(seed=3, max_tokens=9, temperature=1.3, has_own_seed=True)
+    params, drafts = [WARM, own, GREEDY, WARM, own], [[3, 4], [5, 6], [7, 8], [], [9]]
+    every = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED | Feature.UNSEEDED
+    found = set()
+    for _ in range(20):
+        table = Table.of([(of, [1, 2], [7]) for of in params], V)
+        table.sampling.seed.random_(0, 2**40)
+        rows = rows_of(table, list(range(len(params))), drafts, 2)
+        logits = torch.randn(int(rows.cu_num_logits[-1]), V + 3)  # padded
+        likely = torch.where(rows.draft_ids >= 0, rows.draft_ids, 0)
+        at = torch.arange(len(logits))[torch.rand(len(logits)) < 0.5]
+        logits[at, likely[at]] += 9.0
+        of = sampler()
+        expected = of.sample(logits, rows, table)
+        got = of.sample_all(logits, rows, table, every)
+        for name in ("sampled_token_ids", "num_sampled", "num_rejected", "has_nan"):
+            assert torch.equal(getattr(got, name), getattr(expected, name)), name
+        found |= set(enumerate(got.num_sampled.tolist()))
+    assert len(found) > 10  # each request is cut short in several places
 
 
 def test_drafts_are_picked_by_the_head_unless_their_distribution_is_kept() -> None:

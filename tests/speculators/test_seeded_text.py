@@ -98,7 +98,7 @@ def rows(seeded: list[bool], all_seeded: bool = False) -> VerifyRows:
         all_greedy=False,
         any_greedy=False,
         width=width,
-        seeded=torch.tensor(seeded) if any(seeded) and not all_seeded else None,
+        seeded=torch.tensor(seeded).long() if any(seeded) and not all_seeded else None,
         all_seeded=all_seeded,
     )
 
