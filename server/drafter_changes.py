@@ -25,6 +25,13 @@ class DrafterChanges:
         self._answer: asyncio.Future[SpeculatorChanged] | None = None
         self._loaded = ""  # the drafter of the last "load", until it is settled
         self._is_lost = False  # the worker that had it has ended
+        self._asked = ""  # the action whose answer is waited for
+
+    @property
+    def is_owed(self) -> bool:
+        """The worker owes an answer that takes no longer than a step; a load takes its time, which
+        the worker bounds."""
+        return self._asked not in ("", "load")
 
     async def ask(self, action: str, model: str = "") -> None:
         """See `EngineClient.change_speculator`. The answer is waited for though the caller leaves:
@@ -50,7 +57,11 @@ class DrafterChanges:
                 raise EngineDead("the engine was started again while a drafter was tried")
             self._post(ChangeSpeculator(action, model))
             self._answer = asyncio.get_running_loop().create_future()
-            answer = await self._answer
+            self._asked = action
+            try:
+                answer = await self._answer
+            finally:
+                self._asked = ""
             if answer.error is not None:
                 raise SpeculatorRefused(answer.error)
             if action == "load":

@@ -87,7 +87,9 @@ class EngineClient:
         self._supervisor: asyncio.Task[None] | None = None
         self._drafter = DrafterChoice(config.speculative)
         self._changes = DrafterChanges(self._post_change, self._drafter.keep)
-        self._watchdog = Watchdog(config.server.worker_timeout, lambda: bool(self._streams))
+        self._watchdog = Watchdog(
+            config.server.worker_timeout, lambda: bool(self._streams) or self._changes.is_owed
+        )
 
     @property
     def ready(self) -> Ready:

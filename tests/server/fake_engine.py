@@ -81,9 +81,13 @@ class FakeEngine:
         self._running[request.request_id] = (request, 0)
 
     def _change(self, message: ChangeSpeculator) -> None:
-        """A drafter called "kill:try" kills the worker when it is tried, "slow" loads slowly."""
-        if (message.model or self._drafter) == f"kill:{message.action}":
+        """A drafter called "kill:try" kills the worker when it is tried, "hang:try" stops it,
+        "slow" loads slowly."""
+        drafter = message.model or self._drafter
+        if drafter == f"kill:{message.action}":
             os.kill(os.getpid(), signal.SIGKILL)
+        if drafter == f"hang:{message.action}":
+            time.sleep(600)
         if message.action == "load":
             self._drafter = message.model
             self._steps_left = 200 if message.model == "slow" else 0

@@ -150,6 +150,18 @@ async def test_a_drafter_that_was_kept_for_a_caller_who_left_is_the_next_workers
     assert client.ready.device_name == "new"
 
 
+async def test_a_worker_that_hangs_while_it_exchanges_is_a_503(
+    client: EngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request runs then that could be found to wait."""
+    monkeypatch.setattr(client._watchdog, "_timeout", 0.5)
+    await kill(client)  # the next one is watched so
+    app = app_of(client)
+    check_503(await asyncio.wait_for(post(app, "hang:try"), 10))
+    await until(lambda: client.state == "ready")
+    assert client.ready.device_name == "old"
+
+
 async def lost_drafters(app: FastAPI) -> float:
     async with http_client(app) as http:
         text = (await http.get("/metrics")).text
