@@ -164,7 +164,7 @@ class TargetReader:
         positions, rows = self._staging.upload(at), self._staging.upload(row_of)
         state = self._attention(pieces, first_blocks, at, row_of)
         hidden, taps = self._model(input_ids, positions, state, self._taps)
-        batch.taps[rows, positions] = torch.cat(taps, dim=-1)
+        batch.taps[rows, positions] = taps
         batch.embeddings[rows, positions] = self._model.embed(input_ids)
         for start in range(0, len(row_of), _LOGIT_ROWS):
             part = slice(start, start + _LOGIT_ROWS)
