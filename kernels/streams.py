@@ -25,8 +25,11 @@ def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None = N
 
         result: Tensor = write_stream_triton(hidden, residual, out)
         return result
-    total = stream_reference(hidden, residual)
-    return total if out is None else out.copy_(total)
+    if out is None:
+        return stream_reference(hidden, residual)
+    if residual is not None and hidden.dim() == out.dim():
+        return torch.add(hidden, residual, out=out)  # one operation, as without `out`
+    return out.copy_(stream_reference(hidden, residual))
 
 
 def stream_reference(hidden: Tensor, residual: Tensor | None) -> Tensor:

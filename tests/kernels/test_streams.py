@@ -35,6 +35,9 @@ def test_a_stream_is_summed_into_its_columns(parts: int) -> None:
     assert torch.equal(bits(out[:, 40:80]), bits(streams.stream_reference(hidden, residual)))
     assert (out[:, :40] == 7).all() and (out[:, 80:] == 7).all()
     assert torch.equal(bits(write_stream(hidden, residual, None)), bits(out[:, 40:80]))
+    plain = torch.zeros(5, 120, dtype=HALF)
+    assert streams.write_stream(hidden, residual, plain[:, 40:80]).dtype == HALF
+    assert torch.equal(bits(plain[:, 40:80]), bits(out[:, 40:80])) and not plain[:, :40].any()
     if not parts:
         write_stream(hidden, None, out[:, :40])
         assert torch.equal(out[:, :40], hidden)
