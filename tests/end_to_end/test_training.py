@@ -20,6 +20,7 @@ from .conftest import RunningServer, environment, slipstream
 VOCAB, HIDDEN, DRAFTS = 64, 64, 2
 # After the first token two verify steps that accept everything make up a reply.
 REPLY = 1 + 2 * (DRAFTS + 1)
+MAX_LEN = 32
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +57,9 @@ def test_a_head_that_has_learnt_its_texts_drafts_them(target: Path, tmp_path: Pa
         for prompt in prompts:
             text = " ".join(f"w{i}" for i in prompt)
             lines.append(json.dumps({"prompt": text, "split": split, "domain": "words"}))
+        if split == "train":  # what the server's own chats are in these words, cut to half its room
+            probe = " ".join(["w0"] * (MAX_LEN // 2))
+            lines.append(json.dumps({"prompt": probe, "split": split, "domain": "words"}))
     data = tmp_path / "prompts.jsonl"
     data.write_text("\n".join(lines))
     head = tmp_path / "head"
@@ -76,7 +80,7 @@ def test_a_head_that_has_learnt_its_texts_drafts_them(target: Path, tmp_path: Pa
     speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
     server = RunningServer(
         str(target), "--dtype", "float32", "-sc", json.dumps(speculative), "--max-num-seqs", "8",
-        "--kv-cache-memory-bytes", "4M", "--max-model-len", "32", "--admin-api-key", "root",
+        "--kv-cache-memory-bytes", "4M", "--max-model-len", str(MAX_LEN), "--admin-api-key", "root",
     )  # fmt: skip
     try:
         server.wait_ready()
