@@ -131,8 +131,8 @@ _LARGE: Mapping[int, Mapping[str, Choice]] = {
         down=(64, 128, 5, 4, 2, 64),
         head=(128, 64, 4, 4, 1, 64),
     ),
-    128: _skinny(gate_up=(64, 64, 5, 8, 1, 128)),
-    256: _skinny(gate_up=(64, 64, 4, 8, 1, 256), down=(128, 128, 3, 8, 2, 128)),
+    128: _skinny(gate_up=(64, 64, 3, 4, 1, 128)),
+    256: _skinny(gate_up=(64, 64, 4, 8, 1, 256), down=(64, 64, 5, 8, 2, 256)),
 }
 _SMALL_TILE = (64, 64, 4, 4)
 _SMALL: Mapping[int, Mapping[str, Choice]] = {

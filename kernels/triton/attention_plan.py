@@ -13,13 +13,12 @@ from ..device import card_of
 
 MAX_SPLITS = 16
 FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
-_MOST_FUSED = 1024  # programs; more of them are quicker in two kernels
 _LAST_SUMS_VALUES = 2048  # of one split, that a program can sum those of all splits of
 # What follows won in `tests/gpu/measure_chain.py attention` on an H200.
 _PER_PROCESSOR = 2  # programs that hide each other's latency
-# A ninth of those fills much of the card: 4 requests of 8 key heads on 132 processors.
-_LEAST_FILL = 9
-_LEAST_KEYS = 256  # that a split pays for, where programs fill much of the card without it
+_FEW = 16  # fewer programs of large heads want as many splits as there are, summed by a kernel
+_LEAST_KEYS = 128  # that a split pays for, where programs are more
+_ALONE = 16384  # values of keys that a program reads without sharing them
 _KEYS_OF_A_SPLIT = 128  # at least, of the longest context, elsewhere
 
 
@@ -39,6 +38,9 @@ class Launch:
     fused: bool = False  # rotary embedding and KV write inside
     last_sums: int = 0  # fused: rows whose splits are summed by the last program; 0 = by a kernel
     least_keys: int = 1  # fused: of a split that has work; how many have is seen in the kernel
+    alone: int = 0  # fused: keys up to which only one split has work
+    registers: int | None = None  # fused: of a thread, at most
+    rows: int = 0  # fused: of block_m, those that hold something; a power of two
     early: bool = False  # fused: the first keys are brought into L2 before the inputs are ready
 
 
@@ -60,16 +62,17 @@ def _tile_sizes(rows: int, dim: int, element_size: int) -> tuple[int, int, int]:
     return max(16, min(largest, triton.next_power_of_2(rows))), block_n, stages
 
 
-def _decode_tiles(programs: int, num_processors: int, max_query_len: int) -> tuple[int, ...]:
-    """(keys of a tile, stages, warps, most programs with all splits) for 16 rows and heads of 128,
-    where programs fill much of the card: few have their keys at once in a wide tile, more share
-    processors, so that single tokens want small tiles and more splits."""
-    most = _PER_PROCESSOR * num_processors
-    if 2 * programs <= num_processors:
-        return 128, 2, 4, most
-    if programs > num_processors or max_query_len > 1:
-        return 128, 2, 8, most
-    return 64, 3, 4, 2 * most
+def _decode_tiles(programs: int, num_processors: int, dim: int) -> tuple[int, int, int, int | None]:
+    """(keys of a tile, stages, warps, registers of a thread) for 16 rows: few programs have many
+    keys at once in wide tiles; many are small, so that a processor has room for more of them, down
+    to one warp, which waits for no other."""
+    if programs > 5 * num_processors:
+        return (16, 4, 1, None) if dim > 64 else (32, 3, 1, None)
+    if dim > 64 and 2 * programs > 5 * num_processors:
+        return 64, 2, 4, 128 if dim == 128 else None
+    if dim > 64 and programs < _FEW:
+        return 64, 2, 4, None
+    return 128, 2, 4, None
 
 
 def _num_splits(programs: int, max_keys: int, most: int) -> int:
@@ -108,19 +111,18 @@ def plan_launch(
     query_blocks = num_reqs if one_block else num_tokens // block_q + num_reqs
     programs = query_blocks * num_kv_heads * triton.cdiv(group, heads)
     fused = one_block and heads == group and max_query_len <= FUSED_QUERY_LEN and dim <= 128
-    fused = fused and programs <= _MOST_FUSED
     most = _PER_PROCESSOR * num_processors
-    fills = fused and most // _LEAST_FILL <= programs <= most
     num_warps = 8 if block_m * dim >= 128 * 128 else 4
     if one_block and dim <= 128 and (fused or not most // 2 < programs <= 2 * most):
         stages = 2
-    if fills and block_m == 16 and dim == 128 and element_size == 2:
-        tiles = _decode_tiles(programs, num_processors, max_query_len)
-        block_n, stages, num_warps, most = tiles
+    registers = None
+    if fused and block_m == 16 and element_size == 2:
+        tiles = _decode_tiles(programs, num_processors, dim)
+        block_n, stages, num_warps, registers = tiles
     splits = _num_splits(programs, max_keys, most)
     own = triton.next_power_of_2(rows)
-    can_sum = fills and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES
-    last_sums = own if can_sum and splits > 1 else 0
+    can_sum = fused and splits > 1 and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES
+    last_sums = own if can_sum and (programs >= _FEW or dim <= 64) else 0
     return Launch(
         block_m,
         block_q,
@@ -133,7 +135,10 @@ def plan_launch(
         heads_first=one_block,
         fused=fused,
         last_sums=last_sums,
+        rows=min(own, block_m),
+        registers=registers,
         least_keys=_LEAST_KEYS if last_sums else 1,
+        alone=_ALONE // dim if last_sums else 0,
         early=fused and 2 * programs <= num_processors,
     )
 

@@ -21,6 +21,17 @@ def load_parts(pointers, inside, stride, PARTS: tl.constexpr):
     return value
 
 
+@triton.jit
+def pairs(dim, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of dims [D], of which the first ROT rotate: (partner, number of the pair, whether first)."""
+    half: tl.constexpr = ROT // 2
+    if INTERLEAVED:
+        partner, pair, is_first = dim ^ 1, dim // 2, dim % 2 == 0
+    else:
+        partner, pair, is_first = (dim + half) % ROT, dim % half, dim < half
+    return tl.where(dim < ROT, partner, dim), pair, is_first
+
+
 @triton.jit(do_not_specialize=["num_rows", "inner"], do_not_specialize_on_alignment=["rows"])
 def _rms_norm_kernel(
     x,  # [A, B, H]; PARTS: [PARTS, A * B, H], contiguous, float32
@@ -192,11 +203,7 @@ def _rotary_kernel(
     dim = tl.arange(0, BLOCK)
     half: tl.constexpr = ROT // 2
     rotates = dim < ROT
-    if INTERLEAVED:
-        partner, pair, is_first = dim ^ 1, dim // 2, dim % 2 == 0
-    else:
-        partner, pair, is_first = (dim + half) % ROT, dim % half, dim < half
-    partner = tl.where(rotates, partner, dim)
+    partner, pair, is_first = pairs(dim, ROT, INTERLEAVED)
     wait_for_inputs(PDL)
     row = cos_sin + tl.load(positions + token) * ROT
     cos = tl.load(row + pair, mask=rotates, other=1.0).to(tl.float32)

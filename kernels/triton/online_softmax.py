@@ -10,6 +10,7 @@ import triton.language as tl
 from .launch import hash_functions
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LEAST = tl.constexpr(-1e30)  # where a running maximum begins: unlike -inf, it can be subtracted
 
 
 @triton.jit
@@ -36,6 +37,26 @@ def absorb(
     weights = tl.exp2(scores - base[:, None])
     total = total * rescale + tl.sum(weights, 1)
     acc = tl.dot(weights.to(value.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
+    return new_top, total, acc
+
+
+@triton.jit
+def absorb_scaled(
+    scores,  # [M, N] float32, log2 domain
+    visible,  # [M, N]
+    value,  # [N, D]
+    top,  # [M] float32, running maximum, `LEAST` at first
+    total,  # [M, N] float32, sums of weights: to be summed over N when all keys are in
+    acc,  # [M, D] float32, weighted sum of values
+    PRECISION: tl.constexpr,
+):
+    """`absorb` in fewer instructions."""
+    scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    rescale = tl.exp2(top - new_top)[:, None]
+    weights = tl.exp2(scores - new_top[:, None])
+    total = total * rescale + weights
+    acc = tl.dot(weights.to(value.dtype), value, acc * rescale, input_precision=PRECISION)
     return new_top, total, acc
 
 

@@ -13,58 +13,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .attention_plan import FUSED_QUERY_LEN, MAX_SPLITS, Launch
+from .attention_plan import MAX_SPLITS, Launch
 from .launch import fetch_early, pdl_options, wait_for_inputs
-from .norm_rope import load_parts
-from .online_softmax import absorb, soft_capped
+from .norm_rope import load_parts, pairs
+from .online_softmax import LEAST, LOG2E, absorb_scaled, soft_capped
+from .rotation import angles, rotated
 from .split_sums import sum_own_splits, sum_splits
-
-
-@triton.jit
-def _rotated(
-    rows,  # [R] pointers to heads
-    inside,  # [R, D]
-    gain,  # [D], weight of the norm of each head
-    cos,  # [R, D]
-    sin,  # [R, D], with the sign of its term
-    dim,  # [D]
-    partner,  # [D]
-    part_stride,
-    eps,
-    DIM: tl.constexpr,
-    NORM: tl.constexpr,
-    PARTS: tl.constexpr,
-):
-    """[R, D] float32."""
-    x = load_parts(rows[:, None] + dim[None, :], inside, part_stride, PARTS).to(tl.float32)
-    swapped = load_parts(rows[:, None] + partner[None, :], inside, part_stride, PARTS)
-    swapped = swapped.to(tl.float32)
-    if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
-        own = tl.load(gain + dim, mask=dim < DIM, other=0.0).to(tl.float32)
-        other = tl.load(gain + partner, mask=dim < DIM, other=0.0).to(tl.float32)
-        x, swapped = x * scale * own[None, :], swapped * scale * other[None, :]
-    return x * cos + swapped * sin
-
-
-@triton.jit
-def _angles(cos_sin, position, inside, dim, pair, is_first, ROT: tl.constexpr, HALF: tl.constexpr):
-    """([R, D] cosines, [R, D] signed sines) of rows at these positions; float32."""
-    row = cos_sin + position[:, None] * ROT + pair[None, :]
-    rotates = inside & (dim < ROT)[None, :]
-    cos = tl.load(row, mask=rotates, other=1.0).to(tl.float32)
-    sin = tl.load(row + HALF, mask=rotates, other=0.0).to(tl.float32)
-    return cos, tl.where(is_first[None, :], -sin, sin)
 
 
 # The number of splits is no constant: with the number of parts it would make too many kinds.
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys"],
+    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys", "alone"],
     do_not_specialize_on_alignment=["positions", "slot_mapping", "query_start_loc"],
 )
 def _rotary_attention_kernel(
     query,  # [T, Hq, D]; PARTS: [PARTS, T, Hq, D] float32, as key and value
-    key,  # [T, Hkv, D]
+    new_key,  # [T, Hkv, D]
     value,  # [T, Hkv, D]
     positions,  # [T] int64
     cos_sin,  # [max_position, ROT]
@@ -85,8 +49,9 @@ def _rotary_attention_kernel(
     eps,
     num_reqs,
     num_tokens,
-    splits,  # those have work that begin within the cached keys, the first always
-    least_keys,  # cached keys of a split, but of the last with work
+    splits,  # those have work that begin within the keys, the first always
+    least_keys,  # of a split, but of the last with work
+    alone,  # keys up to which one split has all the work
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -102,6 +67,7 @@ def _rotary_attention_kernel(
     ROT: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,  # query rows: tokens times GROUP
+    ROWS: tl.constexpr,  # of BLOCK_M, those that hold something
     BLOCK_N: tl.constexpr,
     NEW: tl.constexpr,  # rows for the step's own keys
     WINDOW: tl.constexpr,  # 0 = none
@@ -125,86 +91,95 @@ def _rotary_attention_kernel(
     within = row // GROUP  # [BLOCK_M] query token within the request
     head = kv_head * GROUP + row % GROUP
     dim = tl.arange(0, BLOCK_D)
-    dim_inside = (dim < DIM)[None, :]
+    dim_inside = dim < DIM
     Q_HEADS: tl.constexpr = KV_HEADS * GROUP
 
     # What the kernel just before does not write can be read before it has ended.
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     covered = tl.load(query_start_loc + num_reqs)
-    cached = tl.maximum(tl.load(seq_lens + request) - query_len, 0)
+    seq_len = tl.load(seq_lens + request)
+    cached = seq_len - query_len  # keys before the step's own
     low = 0
     if WINDOW > 0:
-        low = tl.maximum(0, cached - WINDOW + 1)
-    length = tl.maximum(cached - low, 0)
-    chunk = tl.maximum(tl.cdiv(tl.cdiv(length, splits), BLOCK_N) * BLOCK_N, least_keys)
-    active = tl.maximum(tl.cdiv(length, chunk), 1)
+        low = tl.maximum(0, cached - WINDOW + 1) // PAGE * PAGE
+    length = tl.maximum(seq_len - low, 0)
+    chunk, active = length, 1
+    if (splits > 1) & (length > alone):
+        chunk = tl.maximum(tl.cdiv(length, splits), least_keys)
+        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+        active = tl.maximum(tl.cdiv(length, chunk), 1)
     low += split * chunk
-    high = tl.minimum(cached, low + chunk)
+    high = tl.minimum(seq_len, low + chunk)
+    key = tl.arange(0, BLOCK_N)  # within a tile
     table = block_table + request.to(tl.int64) * table_stride
-    cache_column = kv_head * DIM + dim
+    pages = table + key // PAGE
+    row_size: tl.constexpr = KV_HEADS * DIM
+    column = kv_head * DIM + dim
+    in_page = (key % PAGE)[:, None] * row_size + column[None, :]
     if EARLY:
-        at = tl.maximum(tl.minimum(low + tl.arange(0, BLOCK_N), high - 1), 0)
-        page = tl.load(table + at // PAGE).to(tl.int64)
+        early_at = tl.maximum(tl.minimum(low + key, high - 1), 0)
+        early_page = tl.load(table + early_at // PAGE).to(tl.int64)
         line = tl.arange(0, (BLOCK_D + 63) // 64) * 64
-        first = ((page * PAGE + at % PAGE) * KV_HEADS + kv_head) * DIM
-        fetch_early(key_cache + first[:, None] + line[None, :])
-        fetch_early(value_cache + first[:, None] + line[None, :])
+        line_of = (early_page * PAGE + early_at % PAGE) * row_size + kv_head * DIM
+        fetch_early(key_cache + line_of[:, None] + line[None, :])
+        fetch_early(value_cache + line_of[:, None] + line[None, :])
+    partner, pair, is_first = pairs(dim, ROT, INTERLEAVED)
+    valid = within < query_len
+    token = (start + within).to(tl.int64)
+    q_row = tl.arange(0, ROWS)
+    # rows of no token repeat one that exists, so that nothing need be masked
+    q_token = start + tl.minimum(q_row // GROUP, tl.maximum(query_len - 1, 0))
+    q_token = tl.minimum(q_token, num_tokens - 1)
+    cos, sin = angles(cos_sin, tl.load(positions + q_token), dim, pair, is_first, ROT, BLOCK_D)
     wait_for_inputs(PDL)
 
     if split == 0:  # token rows of no request are zeros, shared out among the programs
-        for token in range(covered + request, num_tokens, stride):
-            empty = (head.to(tl.int64) + token * Q_HEADS)[:, None] * DIM + dim[None, :]
+        for empty in range(covered + request, num_tokens, stride):
+            target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
             zeros = tl.zeros([BLOCK_M, BLOCK_D], dtype)
-            tl.store(out + empty, zeros, mask=(row < GROUP)[:, None] & dim_inside)
+            tl.store(out + target, zeros, mask=(row < GROUP)[:, None] & dim_inside[None, :])
     if query_len <= 0:
         return
-    # The split with the fewest cached keys takes the new ones; where a kernel sums the splits, one
-    # without any, if there is one: both are then read at once.
-    alone, takes_new = active == 1, active - 1
-    if LAST_SUMS > 0:
-        if split >= active:
-            return
-    else:
-        if not alone:
-            takes_new = splits - 1
-        if (split >= active) & (split != takes_new):
-            if not alone:
-                flat = (split.to(tl.int64) * num_tokens + start + within) * Q_HEADS + head
+    if split >= active:
+        if LAST_SUMS == 0:
+            if active > 1:
+                flat = (split.to(tl.int64) * num_tokens + token) * Q_HEADS + head
                 nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-                tl.store(lse + flat, nothing, mask=within < query_len)
-            return
+                tl.store(lse + flat, nothing, mask=valid)
+        return
 
-    half: tl.constexpr = ROT // 2
-    if INTERLEAVED:
-        partner, pair, is_first = dim ^ 1, dim // 2, dim % 2 == 0
-    else:
-        partner, pair, is_first = (dim + half) % ROT, dim % half, dim < half
-    partner = tl.where(dim < ROT, partner, dim)
-    valid = within < query_len
-    token = (start + within).to(tl.int64)
-    at_query = tl.load(positions + token, mask=valid, other=0)
-    inside = valid[:, None] & dim_inside
-    cos, sin = _angles(cos_sin, at_query, inside, dim, pair, is_first, ROT, half)
-    base = query + token * q_stride_t + head * q_stride_h
-    q = _rotated(
-        base, inside, query_gain, cos, sin, dim, partner, part_stride, eps, DIM, NORM, PARTS
+    base = (
+        query + q_token.to(tl.int64) * q_stride_t + (kv_head * GROUP + q_row % GROUP) * q_stride_h
+    )
+    q = rotated(
+        base,
+        dim_inside[None, :],
+        query_gain,
+        cos,
+        sin,
+        dim,
+        partner,
+        part_stride,
+        eps,
+        DIM,
+        NORM,
+        PARTS,
     ).to(dtype)
-
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, log2 domain
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if split == takes_new:
+    if ROWS < BLOCK_M:
+        q = tl.broadcast_to(q[None, :, :], [BLOCK_M // ROWS, ROWS, BLOCK_D])
+        q = tl.reshape(q, [BLOCK_M, BLOCK_D])
+    if high > cached:  # the step's own keys of this split, before it reads them as all others
         new = tl.arange(0, NEW)
-        is_new = new < query_len
-        new_token = (start + new).to(tl.int64)
-        at_key = tl.load(positions + new_token, mask=is_new, other=0)
-        new_inside = is_new[:, None] & dim_inside
-        new_cos, new_sin = _angles(cos_sin, at_key, new_inside, dim, pair, is_first, ROT, half)
-        new_base = key + new_token * k_stride_t + kv_head * k_stride_h
-        new_k = _rotated(
+        new_token = start + tl.minimum(new, query_len - 1)
+        new_cos, new_sin = angles(
+            cos_sin, tl.load(positions + new_token), dim, pair, is_first, ROT, BLOCK_D
+        )
+        new_token = new_token.to(tl.int64)
+        new_base = new_key + new_token * k_stride_t + kv_head * k_stride_h
+        new_k = rotated(
             new_base,
-            new_inside,
+            dim_inside[None, :],
             key_gain,
             new_cos,
             new_sin,
@@ -215,55 +190,65 @@ def _rotary_attention_kernel(
             DIM,
             NORM,
             PARTS,
-        ).to(dtype)
-        new_base = value + new_token * v_stride_t + kv_head * v_stride_h
-        new_v = load_parts(new_base[:, None] + dim[None, :], new_inside, part_stride, PARTS).to(
-            dtype
         )
-        slot = tl.load(slot_mapping + new_token, mask=is_new, other=-1)
-        target = slot[:, None] * (KV_HEADS * DIM) + cache_column[None, :]
-        writes = new_inside & (slot >= 0)[:, None]
-        tl.store(key_cache + target, new_k, mask=writes)
-        tl.store(value_cache + target, new_v, mask=writes)
-        new_scores = tl.dot(q, tl.trans(new_k), input_precision=PRECISION) * scale
-        if SOFTCAP:
-            new_scores = soft_capped(new_scores, softcap)
-        new_visible = is_new[None, :] & (new[None, :] <= within[:, None])
-        if WINDOW > 0:
-            new_visible = new_visible & (new[None, :] > within[:, None] - WINDOW)
-        top, total, acc = absorb(new_scores, new_visible, new_v, top, total, acc, PRECISION)
+        new_base = value + new_token * v_stride_t + kv_head * v_stride_h
+        new_v = load_parts(
+            new_base[:, None] + dim[None, :], dim_inside[None, :], part_stride, PARTS
+        )
+        slot = tl.load(slot_mapping + new_token)
+        target = slot[:, None] * row_size + column[None, :]
+        new_at = cached + new
+        writes = (new < query_len) & (new_at >= low) & (new_at < high) & (slot >= 0)
+        writes = writes[:, None] & dim_inside[None, :]
+        tl.store(key_cache + target, new_k.to(dtype), mask=writes)
+        tl.store(value_cache + target, new_v.to(dtype), mask=writes)
+        tl.debug_barrier()
 
+    key_rows, value_rows = key_cache + in_page, value_cache + in_page
+    last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] key that a row sees
+    top = tl.full([BLOCK_M], LEAST, tl.float32)  # running maximum, log2 domain
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for key_start in range(low, high, BLOCK_N):
-        at = key_start + tl.arange(0, BLOCK_N)  # [BLOCK_N] key position
+        at = key_start + key  # [BLOCK_N] key position
         present = at < high
-        page = tl.load(table + at // PAGE, mask=present, other=0).to(tl.int64)
-        offset = (page * PAGE + at % PAGE)[:, None] * (KV_HEADS * DIM) + cache_column[None, :]
+        if BLOCK_N % PAGE == 0:
+            page = tl.load(pages + key_start // PAGE, mask=present, other=0).to(tl.int64)
+            offset = page[:, None] * (PAGE * row_size)
+        else:
+            page = tl.load(table + at // PAGE, mask=present, other=0).to(tl.int64)
+            offset = (page * PAGE + at % PAGE - key % PAGE)[:, None] * row_size
         in_cache = present[:, None]
         if BLOCK_D != DIM:
-            in_cache = in_cache & dim_inside
-        k = tl.load(key_cache + offset, mask=in_cache, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+            in_cache = in_cache & dim_inside[None, :]
+        k = tl.load(key_rows + offset, mask=in_cache, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
-            scores = soft_capped(scores, softcap)
-        visible = present[None, :] & valid[:, None]
+            scores = soft_capped(scores * scale, softcap) * LOG2E
+        else:
+            scores *= scale * LOG2E
+        visible = at[None, :] <= last[:, None]
         if WINDOW > 0:
             visible = visible & (at[None, :] > (cached + within)[:, None] - WINDOW)
-        v = tl.load(value_cache + offset, mask=in_cache, other=0.0)
-        top, total, acc = absorb(scores, visible, v, top, total, acc, PRECISION)
+        v = tl.load(value_rows + offset, mask=in_cache, other=0.0)
+        top, total, acc = absorb_scaled(scores, visible, v, top, total, acc, PRECISION)
 
-    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    mask = valid[:, None] & dim_inside
+    sums = tl.sum(total, 1)
+    result = acc * (1.0 / tl.where(sums == 0.0, 1.0, sums))[:, None]
+    mask = valid[:, None] & dim_inside[None, :]
     flat = token * Q_HEADS + head
-    if alone:
-        tl.store(out + flat[:, None] * DIM + dim[None, :], result.to(dtype), mask=mask)
+    place = flat[:, None] * DIM + dim[None, :]
+    if active == 1:
+        tl.store(out + place, result.to(dtype), mask=mask)
         if LAST_SUMS == 0:
             if splits > 1:  # there is nothing to sum
                 done = tl.full([BLOCK_M], float("inf"), tl.float32)
                 tl.store(lse + flat, done, mask=valid)
     else:
-        flat += split.to(tl.int64) * num_tokens * Q_HEADS
-        tl.store(partial + flat[:, None] * DIM + dim[None, :], result, mask=mask)
-        tl.store(lse + flat, top + tl.log2(total), mask=valid)
+        own = split.to(tl.int64) * num_tokens * Q_HEADS
+        tl.store(partial + own * DIM + place, result, mask=mask)
+        flat += own
+        tl.store(lse + flat, top + tl.log2(sums), mask=valid)
         if LAST_SUMS > 0:
             tl.debug_barrier()
             counter = arrivals + request * KV_HEADS + kv_head
@@ -355,6 +340,7 @@ def rotary_attention(
         num_tokens,
         splits,
         plan.least_keys,
+        plan.alone,
         *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         part_stride,
         block_table.stride(0),
@@ -366,7 +352,8 @@ def rotary_attention(
         PAGE=page,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
-        NEW=FUSED_QUERY_LEN,
+        ROWS=min(plan.block_m, plan.rows),
+        NEW=triton.next_power_of_2(max(1, plan.block_m // (num_heads // kv_heads))),
         WINDOW=sliding_window or 0,
         INTERLEAVED=interleaved,
         NORM=norms is not None,
@@ -379,6 +366,7 @@ def rotary_attention(
         PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        maxnreg=plan.registers,
         **options,
     )
     if splits > 1 and not plan.last_sums:

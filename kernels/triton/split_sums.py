@@ -1,6 +1,6 @@
 """Attention over all keys, from that over each split's: by a kernel, or by a split's last program.
 
-All splits are loaded at once: one after the other, each would wait for its loads.
+Many splits are loaded at once: one after the other, each would wait for its loads.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -34,32 +34,42 @@ def sum_own_splits(
     """The attention of one program's rows over all keys, from that over each split's."""
     split = tl.arange(0, MAX_SPLITS)
     row = tl.arange(0, ROWS)
+    dim = tl.arange(0, BLOCK_D)
     token = (start + row // GROUP).to(tl.int64)
     flat = token * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     valid = row // GROUP < query_len
-    at = split[:, None].to(tl.int64) * split_stride + flat[None, :]  # [MAX_SPLITS, ROWS]
-    inside = (split < splits)[:, None] & valid[None, :]
+    mask = valid[:, None] & (dim < DIM)[None, :]
     # past the first cache: others of this processor may have filled it before these were written
-    weight = tl.load(lse + at, mask=inside, other=float("-inf"), cache_modifier=".cg")
-    top = tl.max(weight, 0)
+    top = tl.load(
+        lse + split[:, None].to(tl.int64) * split_stride + flat[None, :],
+        mask=(split < splits)[:, None] & valid[None, :],
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
+    top = tl.max(top, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    weight = tl.exp2(weight - top[None, :])
-    total = tl.sum(weight, 0)
-    total = tl.where(total == 0.0, 1.0, total)
-    most: tl.constexpr = 4096 // (MAX_SPLITS * ROWS)  # of all splits' values: registers for no more
-    piece: tl.constexpr = most if most < BLOCK_D // 2 else BLOCK_D // 2  # of the head, at a time
-    for first in tl.static_range(0, BLOCK_D, piece):
-        dim = first + tl.arange(0, piece)
-        part = tl.load(
-            partial + at[:, :, None] * DIM + dim[None, None, :],
-            mask=inside[:, :, None] & (dim < DIM)[None, None, :],
-            other=0.0,
-            cache_modifier=".cg",
-        )
-        result = tl.sum(part * weight[:, :, None], 0) / total[:, None]
-        target = out + flat[:, None] * DIM + dim[None, :]
-        mask = valid[:, None] & (dim < DIM)[None, :]
-        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+    most: tl.constexpr = 8192 // (ROWS * BLOCK_D)  # splits at a time: registers for no more
+    at_once: tl.constexpr = min(max(most, 1), 8, MAX_SPLITS)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for first in range(0, splits, at_once):
+        for more in tl.static_range(at_once):
+            own = first + more
+            at = own.to(tl.int64) * split_stride + flat
+            weight = tl.load(
+                lse + at, mask=valid & (own < splits), other=float("-inf"), cache_modifier=".cg"
+            )
+            weight = tl.exp2(weight - top)
+            part = tl.load(
+                partial + at[:, None] * DIM + dim[None, :],
+                mask=mask & (own < splits),
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            total += weight
+            acc += part * weight[:, None]
+    acc *= (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    tl.store(out + flat[:, None] * DIM + dim[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit(

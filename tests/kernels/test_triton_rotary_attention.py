@@ -28,25 +28,26 @@ def case(
     rot: int = 16,
     num_parts: int = 0,
     dtype: torch.dtype = torch.float32,
+    page: int = PAGE,
 ) -> dict[str, Any]:
     """Requests that verify `query_len` tokens each, those of length 0 padded; memory that no key
     has filled yet is NaN, and pages are shuffled."""
     live = [length for length in seq_lens if length]
     tokens, padded = query_len * len(live), query_len * (len(seq_lens) - len(live)) + 1
-    num_blocks = sum(-(-length // PAGE) for length in live) + 2
+    num_blocks = sum(-(-length // page) for length in live) + 2
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
-    table = torch.zeros(len(seq_lens), max(-(-length // PAGE) for length in live) + 1).int()
-    cache = torch.full((2, num_blocks, PAGE, heads[1], dim), float("nan"))
+    table = torch.zeros(len(seq_lens), max(-(-length // page) for length in live) + 1).int()
+    cache = torch.full((2, num_blocks, page, heads[1], dim), float("nan"))
     slots, positions = [], []
     for row, length in enumerate(live):
-        for block in range(-(-length // PAGE)):
+        for block in range(-(-length // page)):
             table[row, block] = number = free.pop()
-            used = min(PAGE, length - query_len - block * PAGE)
+            used = min(page, length - query_len - block * page)
             if used > 0:
                 cache[:, number, :used] = torch.randn(2, used, heads[1], dim)
         at = torch.arange(length - query_len, length)
         positions.append(at)
-        slots.append(table[row, at // PAGE].long() * PAGE + at % PAGE)
+        slots.append(table[row, at // page].long() * page + at % page)
     none = torch.full((padded,), -1)
     counts = torch.tensor([query_len if length else 0 for length in seq_lens])
     shape = (num_parts, tokens + padded) if num_parts else (tokens + padded,)
@@ -59,7 +60,7 @@ def case(
         "query": query,
         "key": key,
         "value": value,
-        "cos_sin_cache": torch.randn(64, rot),
+        "cos_sin_cache": torch.randn(80, rot),
         "kv_cache": cache.to(dtype),
         "slot_mapping": torch.cat([*slots, none]),
         "block_table": table,
@@ -134,10 +135,10 @@ def test_steps_with_padding(
 
 
 @pytest.mark.parametrize(
-    ("query_len", "window", "least_keys", "last_sums"),
+    ("query_len", "window", "least_keys", "last_sums", "alone"),
     [
-        *[(1, None, 5, 0), (1, None, 16, 16), (1, None, 40, 16)],
-        *[(4, None, 16, 0), (4, None, 5, 16), (4, 20, 16, 16), (4, 20, 40, 0)],
+        *[(1, None, 5, 0, 0), (1, None, 16, 16, 23), (1, None, 40, 16, 0)],
+        *[(4, None, 16, 0, 50), (4, None, 5, 16, 0), (4, 20, 16, 16, 0), (4, 20, 40, 0, 0)],
     ],
 )
 def test_splits_without_work(
@@ -145,11 +146,14 @@ def test_splits_without_work(
     window: int | None,
     least_keys: int,
     last_sums: int,
+    alone: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 8 splits those have work that come to `least_keys`: one, some or all, by request."""
+    """Of 8 splits those have work that come to `least_keys`: one, some or all, by request; up to
+    `alone` keys, one."""
     args = case(query_len, [query_len, 12, 23, 50, 58, 0])
     changes = {"splits": 8, "block_n": 16, "least_keys": least_keys, "last_sums": last_sums}
+    changes["alone"] = alone
 
     def poisoned(*shape: Any, **options: Any) -> Tensor:
         return torch.full(
@@ -158,6 +162,12 @@ def test_splits_without_work(
 
     monkeypatch.setattr(torch, "empty", poisoned)
     check(monkeypatch, args, changes, sliding_window=window)
+
+
+@pytest.mark.parametrize("page", [16, 48])
+def test_pages_of_several_tiles(page: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = case(3, [70, 20, 0], page=page)
+    check(monkeypatch, args, {"splits": 2, "block_n": 16, "early": True}, sliding_window=40)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
@@ -211,16 +221,39 @@ def test_only_short_queries_of_one_program_are_fused() -> None:
     assert plan_launch(8, 64, 8, 4, 128, 8, 4096, 132).fused
     assert not plan_launch(4, 400, 8, 4, 128, 100, 4096, 132).fused  # prefill
     assert plan_launch(128, 512, 8, 4, 128, 4, 4096, 132).fused
-    assert not plan_launch(256, 256, 8, 4, 128, 1, 4096, 132).fused  # two kernels are quicker
+    assert plan_launch(1024, 1024, 8, 4, 128, 1, 4096, 132).fused
     assert plan_launch(256, 256, 3, 3, 64, 1, 4096, 132).fused
     one, eight = (plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (1, 8))
     assert (one.splits, one.last_sums, eight.splits, eight.last_sums) == (16, 0, 4, 4)
-    assert (one.least_keys, eight.least_keys) == (1, 256)  # splits of a short context cost more
+    assert (one.least_keys, eight.least_keys) == (1, 128)  # splits of a short context cost more
     verify = plan_launch(8, 32, 8, 4, 128, 4, 4096, 132)
-    assert (verify.splits, verify.last_sums, verify.least_keys) == (4, 16, 256)
-    tiles = [plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (2, 8, 16, 32, 64)]
+    assert (verify.splits, verify.last_sums, verify.least_keys) == (4, 16, 128)
+    small = plan_launch(1, 1, 3, 3, 64, 1, 4096, 132)
+    assert (small.splits, small.last_sums, small.least_keys, small.alone) == (16, 4, 128, 256)
+    tiles = [plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (1, 2, 16, 32, 64, 128, 256)]
     assert [(plan.block_n, plan.num_stages, plan.num_warps, plan.splits) for plan in tiles] == [
-        *((64, 2, 4, 16), (128, 2, 4, 4), (64, 3, 4, 4), (128, 2, 8, 1), (64, 2, 4, 1))
+        *((64, 2, 4, 16), (128, 2, 4, 16), (128, 2, 4, 2), (128, 2, 4, 1)),
+        *((64, 2, 4, 1), (16, 4, 1, 1), (16, 4, 1, 1)),
     ]
+    assert [plan.registers for plan in tiles] == [None, None, None, None, 128, None, None]
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 6, 7, 8, 12])
+def test_powers_of_two_meet_every_kind(kv_heads: int, dim: int) -> None:
+    """As `runner.dry_start` compiles them: a plan's kind is what a kernel is compiled for."""
+    from slipstream.kernels.triton.attention_plan import Launch, plan_launch
+
+    def kind(reqs: int) -> Launch:
+        plan = plan_launch(reqs, reqs, kv_heads, 4, dim, 1, 4096, 132)
+        return replace(plan, splits=0, least_keys=0, alone=0)
+
+    met = {kind(2**n) for n in range(11)}
+    assert {kind(reqs) for reqs in range(1, 1025)} == met
+
+
+def test_long_contexts_are_not_split_where_programs_fill_the_card() -> None:
+    from slipstream.kernels.triton.attention_plan import plan_launch
+
     assert plan_launch(32, 32, 8, 4, 128, 1, 16384, 132).splits == 1
     assert not plan_launch(1, 1, 1, 128, 128, 1, 4096, 132, 4).fused  # heads of two programs
