@@ -196,7 +196,7 @@ def test_triton_metadata_equals_the_reference(
     turned = turn.rotate(query, key) if rotary else (query, key)
     expected, after = expected_of(GQA, common, (*turned, value, cache))
     builder = TritonBackend().create_builder([GQA], 4, 3, 6, 64, torch.float32, CPU)
-    metadata = builder.build(common, full(3, 2))
+    metadata = builder.build(common, full(3, 3))
     if rotary:
         if interpreted:  # one kernel, and not these two
             for name in ("rotary_store_kv", "paged_attention"):
