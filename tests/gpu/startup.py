@@ -1,7 +1,7 @@
 """Starts a worker's model runner and prints what start-up says: graphs, memory, seconds by phase.
 
-`python tests/gpu/startup.py MODEL [DRAFTER [K]]`: MODEL and an EAGLE-3 head as `shapes.py` writes
-them, random weights; K is 3, or auto. Ends with one line of JSON: seconds by phase, and from the
+`python tests/gpu/startup.py MODEL [DRAFTER [K [REQUESTS]]]`: MODEL and an EAGLE-3 head as
+`shapes.py` writes them, random weights; K is 3, or auto; REQUESTS at once, 64. Ends with one line of JSON: seconds by phase, and from the
 import's end to ready; kernels that the worker compiled itself, that it found in Triton's cache
 (empty for a cold start: `TRITON_CACHE_DIR=$(mktemp -d)`), and that were compiled after ready, which
 must be none.
@@ -58,4 +58,5 @@ def main(
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    sizes = {"max_num_seqs": int(sys.argv[4])} if len(sys.argv) > 4 else {}
+    main(*sys.argv[1:4], **sizes)
