@@ -142,8 +142,8 @@ def descriptors(
     if mode.decode_mode() is CUDAGraphMode.FULL and mode.separate_routine():
         for length in uniform_token_counts:
             of_length = uniform_descriptors(sizes, length, max_num_reqs, max_num_tokens)
-            between = min(uniform_token_counts) < length < max(uniform_token_counts)
-            found.update(thinned(of_length) if between else of_length)
+            is_chosen = len(uniform_token_counts) > 2 and length > min(uniform_token_counts)
+            found.update(thinned(of_length) if is_chosen else of_length)
     if (mixed := mode.mixed_mode()) is not CUDAGraphMode.NONE:
         alignment = max(uniform_token_counts, default=1)
         own = sizes if mixed_sizes is None else mixed_sizes

@@ -1,12 +1,13 @@
 """Leaves out of a model's forward pass the blocks that repeat one before them.
 
-For a dry start, which wants each kernel to be launched once: 30 blocks that are alike launch what
-two do. The model's layers stay as they are; only running it is short.
+For a dry start and for the runs before a capture, which want each kernel to be launched once: 30
+blocks that are alike launch what two do. The model's layers stay; only running it is short.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,22 +32,50 @@ class _Repeated:
 
 
 def shorten(model: Any) -> int:
-    """Replace repeated blocks of a model that has some; returns how many are left to run.
+    """Replace repeated blocks of a model that has some; returns how many are left to run."""
+    if not isinstance(model, PreNormModel):
+        return 0
+    model._blocks = short_blocks(model)
+    return sum(not isinstance(block, _Repeated) for block in model._blocks)
+
+
+def short_blocks(model: PreNormModel) -> list[Any]:
+    """The model's blocks, with something that does nothing in place of each that repeats another.
 
     A block repeats another if both are made alike and come after such as are made alike: what the
     one before hands over is part of the launch.
     """
-    if not isinstance(model, PreNormModel):
-        return 0
     seen: set[tuple[Hashable, Hashable]] = set()
     before: Hashable = None
-    for index, block in enumerate(model._blocks):
+    blocks: list[Any] = []
+    for block in model._blocks:
         kind = _kind_of(block)
-        if (before, kind) in seen:
-            model._blocks[index] = _Repeated()
+        blocks.append(_Repeated() if (before, kind) in seen else block)
         seen.add((before, kind))
         before = kind
-    return sum(not isinstance(block, _Repeated) for block in model._blocks)
+    return blocks
+
+
+class ShortPass:
+    """Runs a model without its repeated blocks for a while; any other model as it is."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model if isinstance(model, PreNormModel) else None
+        self._blocks: list[Any] | None = None  # found when first needed
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the model is short."""
+        if self._model is None:
+            yield
+            return
+        if self._blocks is None:
+            self._blocks = short_blocks(self._model)
+        whole, self._model._blocks = self._model._blocks, self._blocks
+        try:
+            yield
+        finally:
+            self._model._blocks = whole
 
 
 def _kind_of(block: Any) -> Hashable:

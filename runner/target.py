@@ -26,6 +26,7 @@ from .input_batch import InputBatch, InputBuffers
 from .kv_cache import KVCache
 from .request_table import RequestTable
 from .row_sampling import PickTokens
+from .short_model import ShortPass
 
 # hidden states [M*, H] and taps side by side [M*, taps * H], None if there are none
 ForwardOutput = tuple[Tensor, Tensor | None]
@@ -67,6 +68,7 @@ class Target:
         self._aux_boundaries = aux_boundaries
         on_device = graphs is not None and all(builder.builds_on_device for builder in builders)
         self._table = table if on_device else None
+        self._short_pass = ShortPass(model)
         self._outputs: list[Tensor] = []  # hidden states, then taps; [max M*, .], with graphs only
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
@@ -196,7 +198,11 @@ class Target:
                 state = self._state_for_capture(common, desc)
             return self._forward_into_outputs(desc.num_tokens, state)
 
-        return forward, self._state_for_capture(common, desc)
+        def warm_up(state: AttentionState) -> list[Tensor]:  # each kind of layer, not each layer
+            with self._short_pass.running():
+                return forward(state)
+
+        return warm_up if warmup else forward, self._state_for_capture(common, desc)
 
     def _state_for_capture(
         self, common: Sequence[CommonAttentionMetadata], desc: BatchExecutionDescriptor

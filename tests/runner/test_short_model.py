@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config
 
+from slipstream.runner.graph_dispatch import eager_descriptor
 from slipstream.runner.models.registry import build_model
-from slipstream.runner.short_model import shorten
+from slipstream.runner.short_model import ShortPass, shorten
+from slipstream.runner.target import Target
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32, "hidden_size": 64, "intermediate_size": 48, "num_attention_heads": 4,
@@ -67,7 +70,46 @@ def test_a_pass_over_what_is_left_hands_on_what_the_whole_would() -> None:
     for _ in range(2):
         seen: list[int] = []
         hidden, aux = model(ids, positions, Attention(), (2, 4, 6))
-        results.append((hidden.shape, [tap.shape for tap in aux]))
+        results.append((hidden.shape, aux.shape))
         shorten(model)
-    assert results[0] == results[1] and len(results[0][1]) == 3
+    assert results[0] == results[1] and results[0][1] == (5, 3 * 64)
     assert seen == [0, 1]
+
+
+def test_the_run_before_a_capture_is_short_and_the_capture_is_whole() -> None:
+    model: Any = build_model(
+        LlamaConfig(**SIZES, num_hidden_layers=5), torch.device("meta"), torch.bfloat16
+    )
+    whole = list(model._blocks)
+    runs: list[int] = []
+
+    class Counting(Target):
+        def _forward(self, *_: Any, **__: Any) -> Any:
+            runs.append(sum(a is b for a, b in zip(model._blocks, whole, strict=True)))
+            return torch.zeros(2, 3), None
+
+    buffers: Any = SimpleNamespace(fill_dummy=lambda desc: [], max_num_tokens=2)
+    cache: Any = SimpleNamespace(attention_state=lambda metadata: None)
+    target = Counting(model, cache, [], buffers)
+    desc = eager_descriptor(2, 2, 1)
+    target.create_forward_fn(desc, warmup=True)  # makes the outputs
+    runs.clear()
+    for warmup in (True, False, True):
+        forward, state = target.create_forward_fn(desc, warmup)
+        forward(state)
+    assert runs == [2, 5, 2] and model._blocks == whole
+
+
+def test_a_short_run_of_a_model_of_another_build_is_whole() -> None:
+    with ShortPass(torch.nn.Linear(1, 1)).running():
+        pass
+
+
+def test_a_short_run_that_fails_leaves_the_model_whole() -> None:
+    model: Any = build_model(
+        LlamaConfig(**SIZES, num_hidden_layers=3), torch.device("meta"), torch.bfloat16
+    )
+    whole = list(model._blocks)
+    with pytest.raises(ValueError, match="why"), ShortPass(model).running():
+        raise ValueError("why")
+    assert model._blocks == whole
