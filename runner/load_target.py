@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,11 @@ from .models.base import TextModel
 from .models.registry import build_model
 from .weights import ResolvedModel, load_weights, resolve_model
 
+logger = logging.getLogger(__name__)
+
+# What reading values of another kind than is meant ends in. RuntimeError is also a device's fault.
+_ODD_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 
 @dataclass(frozen=True)
 class LoadedTarget:
@@ -36,11 +42,15 @@ class LoadedTarget:
 
 @contextmanager
 def faults_of_drafter() -> Iterator[None]:
-    """Around what reads the drafter: its errors say whose they are."""
+    """Around what reads the drafter: its errors say whose they are, odd contents' too."""
     try:
         yield
     except (RunnerError, ConfigError, OSError) as error:
         raise DrafterError(str(error)) from error
+    except _ODD_CONTENT as error:
+        logger.warning("a drafter cannot be loaded", exc_info=True)
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise DrafterError(f"the drafter cannot be loaded ({what})") from error
 
 
 def load_target(

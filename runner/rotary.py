@@ -153,7 +153,10 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         frequencies, factor = inverse_frequencies(parameters, head_dim)
-        angles = torch.outer(torch.arange(max_position, dtype=torch.float32), frequencies)
+        if device.type == "meta":  # a table that nobody reads takes no memory
+            frequencies = frequencies.to(device)
+        every = torch.arange(max_position, dtype=torch.float32, device=frequencies.device)
+        angles = torch.outer(every, frequencies)
         table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
         self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
         self.interleaved = interleaved

@@ -14,6 +14,13 @@ from ..errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
+# Built before a file is read that would contradict them: what is larger would take all memory.
+_MOST_LAYERS, _MOST_HEAD_DIM = 64, 1024
+_SIZES = (
+    *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size"),
+)
+
 
 @dataclass(frozen=True)
 class DraftHeadConfig:
@@ -39,13 +46,14 @@ def read_draft_config(
 ) -> DraftHeadConfig:
     """Normalise a head's config.json; `boundaries` is the user's own choice of taps."""
     nested = "transformer_layer_config" in raw
-    layer = dict(raw["transformer_layer_config"] if nested else raw)
+    layer = dict(_object(raw, "transformer_layer_config") if nested else raw)
     layer.setdefault("model_type", "llama")
     if layer["model_type"] != "llama":
         layer["model_type"] = "llama"  # heads of other families are Llama layers under another name
     if "vocab_size" not in layer or "hidden_size" not in layer:
         raise ModelLoadError("the drafter's config has no vocab_size or hidden_size.")
     layer.setdefault("num_hidden_layers", 1)
+    _check_sizes(layer | {"draft_vocab_size": raw.get("draft_vocab_size") or layer["vocab_size"]})
     target_hidden = raw.get("target_hidden_size") or target_hidden_size
     if target_hidden != target_hidden_size:
         raise ModelLoadError(
@@ -81,8 +89,11 @@ def choose_boundaries(
     config has both lists (ours does: vLLM reads one, SGLang the other), which says it all.
     """
     key = "eagle_aux_hidden_state_layer_ids"
-    at_top, below = raw.get(key), (raw.get("eagle_config") or {}).get(key)
+    at_top, below = raw.get(key), _object(raw, "eagle_config").get(key)
     ids = at_top or below
+    for listed in (at_top, below):
+        if listed and not (isinstance(listed, list) and all(type(i) is int for i in listed)):
+            raise ModelLoadError(f"the drafter's {key} {_short(listed)} are no layers.")
     has_both = bool(at_top and below) and [i - 1 for i in at_top or ()] == list(below or ())
     if chosen is not None:
         taps, reason = tuple(chosen), "chosen by the user"
@@ -101,3 +112,31 @@ def choose_boundaries(
     place = "EAGLE-3 taps the residual stream after %s layers (%s)"
     logger.log(level, place, list(taps), reason)
     return taps
+
+
+def _check_sizes(layer: dict[str, Any]) -> None:
+    for name in _SIZES:
+        size = layer.get(name)
+        if size is not None and (type(size) is not int or size < 1):
+            raise ModelLoadError(
+                f"the drafter's {name} {_short(size)} is no whole number above zero."
+            )
+    heads = layer.get("num_attention_heads") or 1
+    head_dim = layer.get("head_dim") or layer["hidden_size"] // heads
+    if layer["num_hidden_layers"] > _MOST_LAYERS or head_dim > _MOST_HEAD_DIM:
+        raise ModelLoadError(
+            f"the drafter has {layer['num_hidden_layers']} layers and heads of size {head_dim}; "
+            f"{_MOST_LAYERS} and {_MOST_HEAD_DIM} are the most."
+        )
+
+
+def _object(raw: dict[str, Any], key: str) -> dict[str, Any]:
+    """The JSON object of this name, empty if there is none."""
+    value = raw.get(key) or {}
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"the drafter's {key} {_short(value)} is no JSON object.")
+    return value
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.60}"
