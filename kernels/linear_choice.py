@@ -125,14 +125,23 @@ _LARGE: Mapping[int, Mapping[str, Choice]] = {
         head=(128, 128, 3, 4, 1, 32),
     ),
     64: _skinny(
-        qkv=None,
+        qkv=(64, 128, 5, 4, 1, 64),
         o=(64, 128, 4, 4, 2, 64),
         gate_up=(64, 64, 3, 4, 1, 64),
         down=(64, 128, 5, 4, 2, 64),
         head=(128, 64, 4, 4, 1, 64),
     ),
-    128: _skinny(gate_up=(64, 64, 3, 4, 1, 128)),
-    256: _skinny(gate_up=(64, 64, 4, 8, 1, 256), down=(64, 64, 5, 8, 2, 256)),
+    128: _skinny(  # two programs of gate_up share a processor
+        qkv=(64, 128, 4, 4, 1, 128),
+        o=(64, 128, 4, 4, 2, 128),
+        gate_up=(64, 64, 3, 4, 1, 128),
+        down=(64, 128, 4, 4, 2, 128),
+    ),
+    256: _skinny(
+        o=(64, 64, 5, 4, 2, 256),
+        gate_up=(64, 64, 4, 8, 1, 256),
+        down=(64, 64, 5, 4, 2, 256),
+    ),
 }
 _SMALL_TILE = (64, 64, 4, 4)
 _SMALL: Mapping[int, Mapping[str, Choice]] = {

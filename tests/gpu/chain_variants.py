@@ -101,14 +101,21 @@ def _few(rows: int, *sizes: tuple[int, int, int, int, int]) -> dict[str, Sequenc
 
 
 def _many(rows: int) -> dict[str, Sequence[Variant]]:
-    """At 128 and 256 rows, where torch is the built-in choice of qkv and o."""
-    parts = _skinny(128, (64, 128, 3, 4, 2), (128, 128, 3, 8, 2), (128, 64, 4, 8, 2))
-    gated = [
-        *_skinny(128, (64, 64, 5, 8, 1), (64, 128, 3, 8, 1), (64, 64, 6, 8, 1)),
-        *(_skinny(256, (64, 64, 4, 8, 1), (64, 64, 3, 8, 1)) if rows == 256 else []),
-    ]
-    down = _skinny(128, (128, 128, 3, 8, 3), (128, 64, 5, 8, 2))
-    return {"qkv": parts, "o": parts, "gate_up": [None, *gated], "down": [None, *parts, *down]}
+    """At 128 and 256 rows; one program a processor, or two with stages for half its memory."""
+    parts = _skinny(
+        128, (64, 128, 4, 4, 2), (64, 64, 6, 4, 2), (128, 128, 3, 8, 2), (64, 64, 4, 4, 4)
+    )
+    gated = _skinny(128, (64, 64, 5, 8, 1), (64, 64, 3, 4, 1), (64, 64, 3, 8, 1))
+    if rows == 256:
+        parts += _skinny(256, (64, 64, 5, 4, 2), (64, 64, 5, 8, 2), (64, 64, 5, 4, 1))
+        gated += _skinny(256, (64, 64, 4, 8, 1), (64, 64, 3, 8, 1))
+    whole = _skinny(128, (64, 128, 4, 4, 1), (64, 64, 3, 4, 4))
+    return {
+        "qkv": [None, *parts, *whole],
+        "o": [None, *parts],
+        "gate_up": [None, *gated],
+        "down": [None, *parts],
+    }
 
 
 def _many_small(rows: int) -> dict[str, Sequence[Variant]]:
@@ -166,8 +173,8 @@ def _plans(*sizes: tuple[int, ...]) -> list[dict[str, Any]]:
 
 _WIDE = [
     *_SWITCHES,
-    *_plans((64, 2, 2, 1), (64, 4, 4, 1), (32, 5, 4, 1), (32, 3, 2, 1), (128, 2, 8, 1)),
-    *_plans((64, 2, 4, 1, 2)),
+    *_plans((64, 2, 4, 1), (32, 3, 1, 1), (16, 3, 1, 1), (32, 2, 2, 1), (128, 2, 4, 1)),
+    *({"registers": 128, **plan} for plan in _plans((64, 2, 4, 1), (32, 2, 2, 1))),
 ]
 _LONG = [
     *_SWITCHES,
@@ -219,7 +226,7 @@ ROLES: Mapping[tuple[str, int], Mapping[int, Mapping[str, Sequence[Variant]]]] =
 
 
 ATTENTION: Sequence[PlanCase] = (
-    PlanCase(256, 256, 1, _WIDE),
+    *(PlanCase(reqs, 256, 1, _WIDE) for reqs in (128, 256)),
     PlanCase(32, 8192, 1, _LONG),
     PlanCase(1, 4096, 1, [*_ONE, *_LONG]),
     *(PlanCase(reqs, 4096, 1, _LONG) for reqs in (8, 16, 64)),

@@ -1,10 +1,10 @@
 """Starts a worker's model runner and prints what start-up says: graphs, memory, seconds by phase.
 
 `python tests/gpu/startup.py MODEL [DRAFTER [K [REQUESTS]]]`: MODEL and an EAGLE-3 head as
-`shapes.py` writes them, random weights; K is 3, or auto; REQUESTS at once, 64. Ends with one line of JSON: seconds by phase, and from the
-import's end to ready; kernels that the worker compiled itself, that it found in Triton's cache
-(empty for a cold start: `TRITON_CACHE_DIR=$(mktemp -d)`), and that were compiled after ready, which
-must be none.
+`shapes.py` writes them, random weights; K is 3, or auto; REQUESTS at once, 64. Ends with one line
+of JSON: seconds by phase, and from the import's end to ready; kernels that the worker compiled
+itself, that it found in Triton's cache (empty for a cold start: `TRITON_CACHE_DIR=$(mktemp -d)`),
+and that were compiled after ready, which must be none.
 """
 
 from __future__ import annotations
