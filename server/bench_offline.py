@@ -10,8 +10,8 @@ import asyncio
 import os
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -34,6 +34,7 @@ from .engine_client import WorkerFailed
 # Bytes a second that a kernel which only reads reaches (docs/measurements.md), by the card's name.
 PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12, "NVIDIA H200": 4.235e12}
 _GRACE_SECONDS = 5.0
+_EVEN = 8  # requests of an iteration, at least, with drafts
 
 
 class MeasurementFailed(Exception):
@@ -52,10 +53,17 @@ class Workload:
     seed: int = 0
     same_prompts: bool = False  # in every run of a batch size
 
-    @property
-    def num_runs(self) -> int:
+    def num_whole_runs(self, batch_size: int, speculates: bool) -> int:
+        """Of `output_len` tokens. How many drafts are accepted is luck, which few requests do not
+        even out."""
+        return self.num_iters * (max(1, _EVEN // batch_size) if speculates else 1)
+
+    def num_runs(self, speculates: bool) -> int:
         """Batches that are run in all."""
-        return len(self.batch_sizes) * (self.num_warmup + 2 * self.num_iters)
+        return sum(
+            self.num_warmup + self.num_iters + self.num_whole_runs(batch_size, speculates)
+            for batch_size in self.batch_sizes
+        )
 
 
 @dataclass
@@ -69,6 +77,13 @@ class Timing:
     num_accepted: int = 0
     num_drafts: int = 0  # rows that verified drafts
     num_draft_tokens: int = 0
+
+    @classmethod
+    def mean(cls, timings: Sequence[Timing]) -> Timing:
+        """Of several batches alike; counts are rounded."""
+        sums = [sum(values) for values in zip(*map(astuple, timings), strict=True)]
+        seconds, *counts = [value / len(timings) for value in sums]
+        return cls(seconds, *map(round, counts))
 
 
 def peak_bandwidth(device_name: str) -> float | None:
@@ -144,10 +159,15 @@ class OfflineBench:
     def name(self) -> str:
         """What is measured: `off`, or the drafter with K."""
         ready = self.ready
-        if ready.speculative_method == "off":
+        if not self.speculates:
             return "off"
         auto = len(self._config.speculative.draft_counts) > 1
         return f"{ready.speculative_method} K={'auto' if auto else ready.num_speculative_tokens}"
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there is a drafter."""
+        return self.ready.speculative_method != "off"
 
     async def measure(
         self,
@@ -158,9 +178,9 @@ class OfflineBench:
     ) -> dict[str, Any]:
         """The figures of one batch size."""
 
-        async def iterations(num_tokens: int) -> list[Timing]:
+        async def iterations(num_tokens: int, count: int) -> list[Timing]:
             timings = []
-            for _ in range(load.num_iters):
+            for _ in range(count):
                 timings.append(await self._run(batch_size, load, num_tokens))
                 tick()
             return sorted(timings, key=lambda timing: timing.seconds)
@@ -168,19 +188,22 @@ class OfflineBench:
         for _ in range(load.num_warmup):
             await self._run(batch_size, load, min(9, load.output_len + 1))
             tick()
-        prefill, *_ = await iterations(1)
-        whole, *others = await iterations(load.output_len + 1)
-        slowest = others[-1].seconds if others else None
+        prefill, *_ = await iterations(1, load.num_iters)
+        count = load.num_whole_runs(batch_size, self.speculates)
+        timings = await iterations(load.output_len + 1, count)
+        slowest = timings[-1].seconds if count > 1 else None
+        whole = Timing.mean(timings) if self.speculates else timings[0]
         return figures(self.ready, batch_size, load, prefill, whole, peak, slowest)
 
     async def _run(self, batch_size: int, load: Workload, num_tokens: int) -> Timing:
         self._num_runs += 1
+        seed = load.seed + self._num_runs * batch_size  # synthetic acceptance draws anew, too
         vocab_size = self.ready.vocab_size
         requests: list[ToWorker] = [
             AddRequest(
                 f"{self._num_runs}-{number}",
                 prompt,
-                SamplingParams(seed=number, max_tokens=num_tokens, temperature=0.0),
+                SamplingParams(seed=seed + number, max_tokens=num_tokens, temperature=0.0),
             )
             for number, prompt in enumerate(prompts(load, self._num_runs, batch_size, vocab_size))
         ]

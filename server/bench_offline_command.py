@@ -128,7 +128,9 @@ async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[
         print(f"{bench.name}: start-up {bench.startup_seconds:.1f} s ({phases})")
         print(heading(peak), flush=True)
         rows = []
-        with tqdm(total=load.num_runs, desc=bench.name, leave=False, disable=None) as bar:
+        with tqdm(
+            total=load.num_runs(bench.speculates), desc=bench.name, leave=False, disable=None
+        ) as bar:
             for batch_size in load.batch_sizes:
                 row = await bench.measure(batch_size, load, peak, lambda: bar.update())
                 rows.append(row)

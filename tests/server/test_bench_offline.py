@@ -60,15 +60,15 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     pace = {"tokens_per_step": 3, "seconds_per_step": 0.02}
     config = load_config({"hf_overrides": json.dumps(pace), "speculative_config": "off"})
-    load = Workload((1, 3), input_len=4, output_len=29, num_iters=1, num_warmup=1)
+    load = Workload((4, 6), input_len=4, output_len=29, num_iters=1, num_warmup=1)
     ticks: list[int] = []
     async with OfflineBench(config, engine="front_end_engine:build") as bench:
         rows = [
             await bench.measure(n, load, tick=lambda: ticks.append(1)) for n in load.batch_sizes
         ]
         assert bench.startup_seconds > 0 and bench.name == "ngram K=2"
-    assert len(ticks) == load.num_runs
-    for batch, row in zip((1, 3), rows, strict=True):
+    assert len(ticks) == load.num_runs(True) == 3 + 4  # 8 requests to even luck out
+    for batch, row in zip((4, 6), rows, strict=True):
         assert row["batch"] == batch and row["roofline"] is None
         # 30 tokens are ten steps of 20 ms, one of which is the prompt's: none can be quicker.
         # But the prompt's own run is taken off, and that may have been slow.
@@ -76,11 +76,20 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
         assert row["step_ms"] >= 14
         assert row["tokens_per_step"] == pytest.approx(29 / 9, abs=0.01)
     runs = [{"name": "off", "results": rows}, {"name": "on", "results": rows}]
-    assert gains(runs)[0] == (
-        "batch 1: on is 1.00 × off; how much of it is noise, one iteration does not say: "
+    assert gains(runs)[1] == (
+        "batch 6: on is 1.00 × off; how much of it is noise, one iteration does not say: "
         "raise --num-iters"
     )
     assert gains(runs[:1]) == []
+
+
+def test_luck_with_drafts_is_evened_out() -> None:
+    load = Workload((1, 3, 16), num_iters=3, num_warmup=1)
+    assert [load.num_whole_runs(n, True) for n in load.batch_sizes] == [24, 6, 3]
+    assert [load.num_whole_runs(n, False) for n in load.batch_sizes] == [3, 3, 3]
+    assert (load.num_runs(True), load.num_runs(False)) == (12 + 33, 12 + 9)
+    lucky, unlucky = Timing(1.0, 10, 28, 10, 18, 10, 30), Timing(2.0, 20, 28, 20, 8, 20, 60)
+    assert Timing.mean([lucky, unlucky]) == Timing(1.5, 15, 28, 15, 13, 15, 45)
 
 
 def test_only_same_prompts_are_the_same_in_every_run() -> None:
