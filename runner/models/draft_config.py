@@ -18,7 +18,8 @@ logger = logging.getLogger(__name__)
 _MOST_LAYERS, _MOST_HEAD_DIM = 64, 1024
 _SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "draft_vocab_size"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim"),
+    *("draft_vocab_size", "target_hidden_size"),
 )
 
 
@@ -50,10 +51,11 @@ def read_draft_config(
     layer.setdefault("model_type", "llama")
     if layer["model_type"] != "llama":
         layer["model_type"] = "llama"  # heads of other families are Llama layers under another name
-    if "vocab_size" not in layer or "hidden_size" not in layer:
+    if layer.get("vocab_size") is None or layer.get("hidden_size") is None:
         raise ModelLoadError("the drafter's config has no vocab_size or hidden_size.")
-    layer.setdefault("num_hidden_layers", 1)
-    _check_sizes(layer | {"draft_vocab_size": raw.get("draft_vocab_size") or layer["vocab_size"]})
+    if layer.get("num_hidden_layers") is None:
+        layer["num_hidden_layers"] = 1
+    _check_sizes(layer | {name: raw.get(name) or None for name in _SIZES[-2:]})
     target_hidden = raw.get("target_hidden_size") or target_hidden_size
     if target_hidden != target_hidden_size:
         raise ModelLoadError(
@@ -64,7 +66,7 @@ def read_draft_config(
         format="speculators" if nested else "specforge",
         layer=layer,
         target_hidden_size=target_hidden,
-        draft_vocab_size=int(raw.get("draft_vocab_size") or layer["vocab_size"]),
+        draft_vocab_size=raw.get("draft_vocab_size") or layer["vocab_size"],
         aux_boundaries=(
             choose_boundaries(raw, nested, num_target_layers, boundaries) if eagle3 else ()
         ),

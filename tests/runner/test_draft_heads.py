@@ -82,6 +82,7 @@ def start(tmp_path: Path, method: str, drafter: str, **options: Any) -> None:
         ("eagle3", TARGET | {"num_hidden_layers": 0}, "num_hidden_layers 0 is no whole number"),
         ("eagle3", TARGET | {"head_dim": 10**9}, "heads of size 1000000000"),
         ("eagle3", TARGET | {"draft_vocab_size": "61"}, "draft_vocab_size '61' is no whole number"),
+        ("eagle3", TARGET | {"target_hidden_size": "32"}, "target_hidden_size '32' is no whole"),
         ("eagle", {"transformer_layer_config": 5}, "transformer_layer_config 5 is no JSON object"),
         (
             "eagle3",
