@@ -17,7 +17,7 @@ from ..attention.base import AttentionLayer, AttentionState
 from ..layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .base import PreNormModel
-from .llama import MLP
+from .llama import MLP, check_silu
 from .moe import Experts
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
@@ -193,6 +193,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
+        check_silu(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.self_attn = LatentAttention(config, layer_id, fmt)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)

@@ -13,6 +13,7 @@ from ...kernels.activation import silu_and_mul
 from ...kernels.linear import Norm
 from ...kernels.streams import take_rows
 from ..attention.base import AttentionLayer, AttentionState, Rotary
+from ..errors import ModelLoadError
 from ..layers import Linear, RMSNorm, WeightFormat
 from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .base import PreNormModel
@@ -129,8 +130,17 @@ class Attention(nn.Module):
         return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
 
 
+def check_silu(config: Any) -> None:
+    """ModelLoadError for a feed-forward that is gated by something else: it would be computed
+    wrongly, and nothing would tell."""
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
+        raise ModelLoadError(
+            f"activation {config.hidden_act!r} is not supported for {config.model_type}."
+        )
+
+
 class MLP(nn.Module):
-    """SiLU-gated feed-forward with fused gate and up."""
+    """SiLU-gated feed-forward with fused gate and up; see `check_silu`."""
 
     def __init__(self, hidden: int, intermediate: int, fmt: WeightFormat, bias: bool) -> None:
         super().__init__()
@@ -160,6 +170,7 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
+        check_silu(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.self_attn = Attention(config, index, layer_id, fmt)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)

@@ -9,6 +9,9 @@ import pytest
 import torch
 import transformers
 
+from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.models.registry import build_model
+
 from .model_harness import CPU, Sequences, assert_equals_transformers, load
 
 SHAPE = dict(
@@ -104,8 +107,18 @@ def test_reduced_precision_stays_close(dtype: str, tmp_path: Path) -> None:
 
 def test_a_layer_id_offset_moves_every_attention_layer(tmp_path: Path) -> None:
     make_oracle("Llama", {}, tmp_path)
-    from slipstream.runner.models.registry import build_model
-
     config = load(tmp_path).config
     model = build_model(config, CPU, torch.float32, layer_id_offset=10)
     assert [layer.layer_id for layer in model.attention_layers()] == [10, 11, 12]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "DeepseekV3"])
+def test_what_is_not_gated_by_silu_is_refused(family: str) -> None:
+    for name, is_served in (("gelu", False), ("swish", True)):
+        shape = {**SHAPE, "hidden_act": name, "architectures": [f"{family}ForCausalLM"]}
+        config = getattr(transformers, f"{family}Config")(**shape)
+        if is_served:
+            build_model(config, torch.device("meta"), torch.float32)
+            continue
+        with pytest.raises(ModelLoadError, match="activation 'gelu' is not supported"):
+            build_model(config, torch.device("meta"), torch.float32)
