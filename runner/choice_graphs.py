@@ -19,6 +19,7 @@ from ..kernels.head_sample import Draws, pick_rows
 from ..kernels.padded_step import commit_step
 from .cuda_graphs import CaptureReport, CreateForwardFn, CudaGraphManager
 from .draft_host import GraphSettings
+from .host_copy import CopyStream
 from .input_batch import InputBatch, InputBuffers
 from .logits_processing import SamplingRows
 from .request_table import RequestTable
@@ -162,14 +163,14 @@ class ChoiceGraphs:
         return answer
 
     def run(
-        self, batch: InputBatch, handle: StepHandle, stream: torch.cuda.Stream | None
+        self, batch: InputBatch, handle: StepHandle, stream: CopyStream | None
     ) -> tuple[Tensor, Tensor]:
         """Replay, and start the results' copy on `stream`.
 
         Returns views of `counts`: num_sampled and num_rejected [N] int32.
         """
-        if self._copied is not None:  # as a rule it is done long since
-            torch.cuda.current_stream().wait_event(self._copied)
+        if self._copied is not None and stream is not None:  # as a rule it is done long since
+            stream.main.wait_event(self._copied)
         graphs = self._graphs_for(batch)
         assert graphs is not None
         graphs.run_fullgraph(batch.descriptor)

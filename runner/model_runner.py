@@ -23,6 +23,7 @@ from .cuda_graphs import CaptureReport, RebuiltStates
 from .data_parallel import StepAgreement
 from .drafting import Drafting
 from .graph_capture import paused_garbage_collector, spare_modules
+from .host_copy import CopyStream, HostCopy
 from .input_batch import InputBatch
 from .plan import StepPlan
 from .prompt_logprobs import PromptLogprobs
@@ -32,7 +33,7 @@ from .staging import StagingPool
 from .start_ahead import STEPS, CompileAhead
 from .startup import ProgressFn, assemble
 from .startup_report import log_startup
-from .step_output import HostCopy, RowLayout, StepHandle, StepTensors
+from .step_output import RowLayout, StepHandle, StepTensors
 from .step_timing import measure_steps
 from .traffic import EngineT, note_traffic
 from .warm_up import warm_up_steps
@@ -75,7 +76,7 @@ class ModelRunner:
         self._error: BaseException | None = None  # raised after a step's results were out
         self._on_cpu = self.facts.device == "cpu"
         on_cuda = self.facts.device == "cuda"
-        self._copy_stream = torch.cuda.Stream() if on_cuda else None  # type: ignore[no-untyped-call]
+        self._copy_stream = CopyStream() if on_cuda else None
 
     # --- the engine's interface -----------------------------------------------------------------
 
@@ -102,6 +103,7 @@ class ModelRunner:
         assert plan.needs_draft_ids, "the plan did not ask for draft ids"
         copy, counts = self._steps[plan.step_id].drafts.result()
         ids = copy.wait()[0].tolist() if counts else []
+        copy.release()
         drafts, at = [], 0
         for count in counts:
             drafts.append(ids[at : at + count])

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from .host_copy import CopyStream, HostCopy
 from .plan import RowResult
 
 # token, its logprob and rank, most likely ids and their logprobs
@@ -85,37 +85,6 @@ class PackedTensors:
         return [packed[:, :-3], packed[:, -3], packed[:, -2], packed[:, -1].bool()]
 
 
-class HostCopy:
-    """Device tensors on their way to the host. Keeps the sources alive until they have arrived."""
-
-    def __init__(self, tensors: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """Start the copies on `stream`, behind the current stream; CPU tensors need no copy."""
-        self._sources: Sequence[Tensor] = tensors
-        self._event: torch.cuda.Event | None = None
-        if stream is None:
-            self._host = list(tensors)
-            return
-        self._host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for host, source in zip(self._host, tensors, strict=True):
-                host.copy_(source, non_blocking=True)
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-            self._event.record(stream)
-
-    @property
-    def event(self) -> torch.cuda.Event | None:
-        """Until then the sources must stay as they are; None: they may change at once."""
-        return self._event
-
-    def wait(self) -> list[Tensor]:
-        """The host tensors, once they have arrived."""
-        if self._event is not None:
-            self._event.synchronize()
-        self._sources = ()
-        return self._host
-
-
 @dataclass(frozen=True)
 class RowLayout:
     """What the host needs to read a step's tensors: one entry per batch row."""
@@ -131,10 +100,10 @@ class StepHandle:
 
     def __init__(self) -> None:
         self._output: Future[tuple[Results, HostCopy, RowLayout] | None] = Future()
+        self._rows: list[RowResult] | None = None  # once they were read
 
-    def publish(self, tensors: Results, layout: RowLayout, stream: object | None) -> HostCopy:
+    def publish(self, tensors: Results, layout: RowLayout, stream: CopyStream | None) -> HostCopy:
         """Start the copy and make the handle readable. Called before anything is overwritten."""
-        assert stream is None or isinstance(stream, torch.cuda.Stream)
         copy = HostCopy(tensors.all(), stream)
         self._output.set_result((tensors, copy, layout))
         return copy
@@ -171,8 +140,11 @@ class StepHandle:
         output = self._output.result()
         if output is None:
             return []
-        tensors, copy, layout = output
-        return _assemble(tensors, tensors.unpack(copy.wait()), layout)
+        if self._rows is None:
+            tensors, copy, layout = output
+            self._rows = _assemble(tensors, tensors.unpack(copy.wait()), layout)
+            copy.release()
+        return self._rows
 
 
 def _assemble(tensors: Results, host: list[Tensor], layout: RowLayout) -> list[RowResult]:

@@ -152,7 +152,7 @@ def test_results_are_kept_until_a_slow_copy_has_read_them(
         plans.append(StepPlan(step, rows=rows))
     handles = []
     for each in plans:
-        with torch.cuda.stream(runner._copy_stream):
+        with torch.cuda.stream(runner._copy_stream.stream):
             torch.cuda._sleep(20_000_000)
         handles.append(runner.execute(each))
     steps = [handle.get() for handle in handles]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from slipstream.runner.device_queue import DeviceQueue
+from slipstream.runner.host_copy import HostCopy, PinnedPool
 from slipstream.runner.step_output import (
-    HostCopy,
     PromptChunk,
     RowLayout,
     StepHandle,
@@ -64,6 +64,23 @@ def test_a_host_copy_of_cpu_tensors_is_the_tensors() -> None:
     source = torch.arange(3)
     copy = HostCopy([source], None)
     assert copy.wait()[0] is source
+
+
+def test_host_memory_is_used_again_once_it_was_given_back() -> None:
+    pool = PinnedPool(pin=False)
+    first = pool.take(torch.empty(3, 5, dtype=torch.int64))
+    other = pool.take(torch.empty(3, 5, dtype=torch.int64))
+    assert first.shape == (4, 5) and first.dtype == torch.int64
+    assert first is not other  # both are in use
+    pool.give(first)
+    assert pool.take(torch.empty(3, 5, dtype=torch.int32)) is not first
+    assert pool.take(torch.empty(4, 5, dtype=torch.int64)) is first  # it had a row to spare
+    pool.give(first)
+    large = pool.take(torch.empty(5, 5, dtype=torch.int64))
+    assert large.shape == (8, 5) and large is not first
+    assert pool.take(torch.empty(4, 5, dtype=torch.int64)) is not first  # too small once, dropped
+    assert pool.take(torch.empty(())).shape == ()
+    assert len(pool.take(torch.empty(0, 5, dtype=torch.int64))) == 1
 
 
 def test_jobs_run_in_order_on_one_thread_without_gradients() -> None:
