@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
 from slipstream.runner import draft_heads, load_target, startup
 from slipstream.runner.errors import DrafterError, ModelLoadError
+from slipstream.runner.rotary import RotaryEmbedding
 from slipstream.speculators.registry import _SPECULATORS
 
 from ..speculators.all_drafters import METHODS, Drafters
@@ -115,6 +116,12 @@ def test_a_drafter_without_weights_is_refused_unless_they_are_random(
     drafter = folder(tmp_path / "drafter", TARGET, weights=False)
     with pytest.raises(ModelLoadError, match=r"drafter has no .safetensors files"):
         start(tmp_path, method, drafter)
+
+
+def test_the_rotary_table_of_an_outline_takes_no_memory() -> None:
+    meta = torch.device("meta")
+    rotary = RotaryEmbedding({"rope_type": "default", "rope_theta": 1e4}, 64, 10**12, meta)
+    assert rotary.cos_sin_cache.is_meta and rotary.cos_sin_cache.shape == (10**12, 64)
 
 
 def test_every_method_with_a_model_is_checked() -> None:
