@@ -14,7 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import RunnerError
+from .errors import RunnerError, first_line
 from .messages import ChangeSpeculator, SpeculatorChanged, StepOutputs
 
 if TYPE_CHECKING:
@@ -188,4 +188,4 @@ def _free_frames(error: BaseException | None) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    return str(error).splitlines()[0].rstrip(".") if str(error) else repr(error)
+    return first_line(error).rstrip(".") or repr(error)

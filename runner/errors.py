@@ -13,3 +13,8 @@ class ModelLoadError(RunnerError):
 
 class DrafterError(ModelLoadError):
     """The drafter is at fault, not the model it drafts for: without it the model can be served."""
+
+
+def first_line(error: BaseException) -> str:
+    """Of its text, the first line that says something; "" if none does."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")

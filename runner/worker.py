@@ -17,7 +17,7 @@ from ..configs.logs import configure_logging
 from ..configs.options import ConfigError
 from ..configs.schema import Config
 from .channel import WorkerChannel
-from .errors import DrafterError, RunnerError
+from .errors import DrafterError, RunnerError, first_line
 from .messages import Fatal, Progress, Ready, Shutdown, StepOutputs, ToWorker
 from .process import WorkerOrders, receive_orders
 
@@ -80,7 +80,7 @@ def run(engine: WorkerEngine, channel: WorkerChannel) -> None:
 
 def sentence(error: BaseException) -> str:
     """What went wrong, in one line for a user."""
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = first_line(error)
     spoken = isinstance(error, (*_OF_USERS, RuntimeError))  # torch tells a device's faults so
     return text if text and spoken else f"{type(error).__name__}: {text}".rstrip(": ")
 

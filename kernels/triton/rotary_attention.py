@@ -1,7 +1,7 @@
 """Triton version of `kernels.rotary_attention`: for decode and verify steps, in one kernel.
 
-A program takes a request and a key head with its query heads. It reads the cached keys, while those
-of the step itself come straight from the projection: nobody waits for them to be stored.
+A program takes a request and a key head with its query heads, or a split of its keys. It stores
+those of the step itself that fall into its split, and then reads all of the split alike.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

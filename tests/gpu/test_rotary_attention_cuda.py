@@ -35,7 +35,7 @@ def on_card(args: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("num_parts", [0, 4])
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("heads", [(32, 8), (9, 3)])
-@pytest.mark.parametrize("num_reqs", [1, 2, 5, 16, 40])
+@pytest.mark.parametrize("num_reqs", [1, 2, 5, 16, 40, 70, 100])  # each kind of tiles
 def test_one_kernel_equals_its_parts(
     num_reqs: int, heads: tuple[int, int], query_len: int, num_parts: int
 ) -> None:
@@ -43,7 +43,8 @@ def test_one_kernel_equals_its_parts(
     row must always see what all others wrote."""
     dim = 128 if heads[0] == 32 else 64
     lens = [int(n) for n in torch.randint(query_len, 700, (num_reqs,))] + [0]
-    args = case(query_len, lens, heads, dim, dim, num_parts, torch.bfloat16)
+    page = 16 if num_reqs >= 40 else 4
+    args = case(query_len, lens, heads, dim, dim, num_parts, torch.bfloat16, page)
     args["cos_sin_cache"] = torch.randn(1024, dim)
     names = ("query", "key", "value", "kv_cache")
     wide = {k: v.float() if k in names else v for k, v in args.items()}

@@ -79,17 +79,6 @@ def test_256_requests_that_verify_3_drafts_have_graphs() -> None:
         assert padded.mode is FULL and padded.num_tokens - 4 * requests < 128
 
 
-def test_lengths_of_which_a_controller_chooses_have_fewer_sizes() -> None:
-    """Of one fixed length, all; of five, about two for each doubling: a start stays short."""
-
-    def sizes(lengths: list[int]) -> list[int]:
-        found = descriptors(DECODE_ONLY, lengths, default_capture_sizes(8192), 256, 8192)
-        return [sum(desc.uniform_token_count == length for desc in found) for length in lengths]
-
-    assert sizes([1, 6]) == [21, 39]
-    assert sizes([1, 2, 3, 4, 5, 6]) == [21, 15, 16, 16, 14, 16]
-
-
 @pytest.mark.parametrize("most", [1, 2, 3, 48, 64, 100, 256])
 def test_thinned_sizes_keep_the_ends_and_none_twice(most: int) -> None:
     """A size captured twice is counted twice, and the pool was then taken to be in use for ever."""

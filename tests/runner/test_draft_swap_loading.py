@@ -118,6 +118,11 @@ def test_nothing_of_the_head_that_does_not_stay_lives_on(
     assert [tensor() for tensor in made_tensors if tensor() is not None] == []
 
 
+def test_an_error_whose_text_begins_with_an_empty_line_is_told() -> None:
+    assert draft_swap._sentence(ValueError("\n  Why.\nmore")) == "Why"
+    assert draft_swap._sentence(ValueError("\n")) == repr(ValueError("\n"))
+
+
 @pytest.mark.parametrize(
     ("name", "content"),
     [
