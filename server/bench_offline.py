@@ -7,8 +7,10 @@ A batch is timed twice, with one token a request and with `output_len + 1`; the 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import random
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
@@ -34,7 +36,7 @@ from .engine_client import WorkerFailed
 # Bytes a second that a kernel which only reads reaches (docs/measurements.md), by the card's name.
 PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12, "NVIDIA H200": 4.235e12}
 _GRACE_SECONDS = 5.0
-_EVEN = 8  # requests of an iteration, at least, with drafts
+_EVEN = 8  # requests that an iteration runs, at least, with drafts
 
 
 class MeasurementFailed(Exception):
@@ -56,7 +58,7 @@ class Workload:
     def num_whole_runs(self, batch_size: int, speculates: bool) -> int:
         """Of `output_len` tokens. How many drafts are accepted is luck, which few requests do not
         even out."""
-        return self.num_iters * (max(1, _EVEN // batch_size) if speculates else 1)
+        return self.num_iters * (max(1, -(-_EVEN // batch_size)) if speculates else 1)
 
     def num_runs(self, speculates: bool) -> int:
         """Batches that are run in all."""
@@ -191,9 +193,10 @@ class OfflineBench:
         prefill, *_ = await iterations(1, load.num_iters)
         count = load.num_whole_runs(batch_size, self.speculates)
         timings = await iterations(load.output_len + 1, count)
-        slowest = timings[-1].seconds if count > 1 else None
         whole = Timing.mean(timings) if self.speculates else timings[0]
-        return figures(self.ready, batch_size, load, prefill, whole, peak, slowest)
+        noise = noise_of([timing.seconds for timing in timings], self.speculates)
+        found = figures(self.ready, batch_size, load, prefill, whole, peak, noise)
+        return found | {"num_runs": count}
 
     async def _run(self, batch_size: int, load: Workload, num_tokens: int) -> Timing:
         self._num_runs += 1
@@ -249,6 +252,16 @@ def _count(timing: Timing, step: StepOutputs) -> int:
     return ended
 
 
+def noise_of(seconds: Sequence[float], speculates: bool) -> float | None:
+    """Seconds by which a result may be off: of the fastest run, how much longer the slowest took;
+    of a mean, two standard errors. None: one run does not say."""
+    if len(seconds) < 2:
+        return None
+    if not speculates:
+        return max(seconds) - min(seconds)
+    return 2 * statistics.stdev(seconds) / math.sqrt(len(seconds))
+
+
 def figures(
     ready: Ready,
     batch_size: int,
@@ -256,9 +269,9 @@ def figures(
     prefill: Timing,
     whole: Timing,
     peak: float | None,
-    slowest: float | None = None,
+    noise: float | None = None,
 ) -> dict[str, Any]:
-    """What one batch size's two timings say; `slowest`: seconds of the slowest whole batch."""
+    """What one batch size's two timings say; `noise`: of `whole`, in seconds."""
     seconds = whole.seconds - prefill.seconds
     steps = whole.num_steps - prefill.num_steps
     tokens = whole.num_tokens - prefill.num_tokens
@@ -273,7 +286,7 @@ def figures(
         "whole_tok_s": round(whole.num_tokens / whole.seconds, 1),
         "step_ms": round(1e3 * seconds / steps, 3),
         "tokens_per_step": round(tokens / rows, 3),
-        "spread": None if slowest is None else round((slowest - whole.seconds) / seconds, 4),
+        "spread": None if noise is None else round(noise / seconds, 4),
         "num_iters": load.num_iters,
         "acceptance": None,
         "roofline": None,
@@ -338,7 +351,7 @@ def _gain(off: dict[str, Any], on: dict[str, Any], off_name: str, on_name: str) 
     found = f"batch {off['batch']}: {on_name} is {ratio:.2f} × {off_name}"
     if off["spread"] is None or on["spread"] is None:
         return f"{found}; how much of it is noise, one iteration does not say: raise --num-iters"
-    noise = f"iterations differ by {100 * off['spread']:.1f} % and {100 * on['spread']:.1f} %"
+    noise = f"spreads of {100 * off['spread']:.1f} % and {100 * on['spread']:.1f} %"
     if abs(ratio - 1) > off["spread"] + on["spread"]:
         return f"{found} ({noise})"
     return f"batch {off['batch']}: no difference beyond noise ({ratio:.2f} ×; {noise})"

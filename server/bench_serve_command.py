@@ -63,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 if any request failed."""
-    from .bench_plot import check_plot
+    from .bench_plot import check_folder, check_plot
 
     for name, least in (("num_prompts", 1), ("num_warmups", 0), ("max_concurrency", 1)):
         value = vars(args)[name]
@@ -74,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError("--random-range-ratio must be from 0 to below 1")
     check_plot(args.plot)
+    check_folder("--output", args.output)
     return asyncio.run(_measure(args, _limits(args.goodput), _asks(args)))
 
 

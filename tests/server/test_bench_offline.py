@@ -21,6 +21,7 @@ from slipstream.server.bench_offline import (
     gains,
     heading,
     line,
+    noise_of,
     peak_bandwidth,
     prompts,
 )
@@ -67,8 +68,9 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
             await bench.measure(n, load, tick=lambda: ticks.append(1)) for n in load.batch_sizes
         ]
         assert bench.startup_seconds > 0 and bench.name == "ngram K=2"
-    assert len(ticks) == load.num_runs(True) == 3 + 4  # 8 requests to even luck out
+    assert len(ticks) == load.num_runs(True) == 4 + 4  # 8 requests to even luck out
     for batch, row in zip((4, 6), rows, strict=True):
+        assert row["num_runs"] == 2
         assert row["batch"] == batch and row["roofline"] is None
         # 30 tokens are ten steps of 20 ms, one of which is the prompt's: none can be quicker.
         # But the prompt's own run is taken off, and that may have been slow.
@@ -76,18 +78,15 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
         assert row["step_ms"] >= 14
         assert row["tokens_per_step"] == pytest.approx(29 / 9, abs=0.01)
     runs = [{"name": "off", "results": rows}, {"name": "on", "results": rows}]
-    assert gains(runs)[1] == (
-        "batch 6: on is 1.00 × off; how much of it is noise, one iteration does not say: "
-        "raise --num-iters"
-    )
+    assert gains(runs)[1].startswith("batch 6: no difference beyond noise (1.00 ×; spreads of")
     assert gains(runs[:1]) == []
 
 
 def test_luck_with_drafts_is_evened_out() -> None:
     load = Workload((1, 3, 16), num_iters=3, num_warmup=1)
-    assert [load.num_whole_runs(n, True) for n in load.batch_sizes] == [24, 6, 3]
+    assert [load.num_whole_runs(n, True) for n in load.batch_sizes] == [24, 9, 3]
     assert [load.num_whole_runs(n, False) for n in load.batch_sizes] == [3, 3, 3]
-    assert (load.num_runs(True), load.num_runs(False)) == (12 + 33, 12 + 9)
+    assert (load.num_runs(True), load.num_runs(False)) == (12 + 36, 12 + 9)
     lucky, unlucky = Timing(1.0, 10, 28, 10, 18, 10, 30), Timing(2.0, 20, 28, 20, 8, 20, 60)
     assert Timing.mean([lucky, unlucky]) == Timing(1.5, 15, 28, 15, 13, 15, 45)
 
@@ -103,17 +102,17 @@ def test_only_same_prompts_are_the_same_in_every_run() -> None:
 @pytest.mark.parametrize(
     ("speed", "spreads", "said"),
     [
-        (130.0, (0.05, 0.04), "on is 1.30 × off (iterations differ by 5.0 % and 4.0 %)"),
-        (80.0, (0.05, 0.04), "on is 0.80 × off (iterations differ by 5.0 % and 4.0 %)"),
+        (130.0, (0.05, 0.04), "on is 1.30 × off (spreads of 5.0 % and 4.0 %)"),
+        (80.0, (0.05, 0.04), "on is 0.80 × off (spreads of 5.0 % and 4.0 %)"),
         (
             105.0,
             (0.05, 0.04),
-            "no difference beyond noise (1.05 ×; iterations differ by 5.0 % and 4.0 %)",
+            "no difference beyond noise (1.05 ×; spreads of 5.0 % and 4.0 %)",
         ),
         (
             130.0,
             (0.0, 0.5),
-            "no difference beyond noise (1.30 ×; iterations differ by 0.0 % and 50.0 %)",
+            "no difference beyond noise (1.30 ×; spreads of 0.0 % and 50.0 %)",
         ),
         (95.0, (0.0, 0.06), "no difference beyond noise (0.95 ×;"),
     ],
@@ -130,14 +129,33 @@ def test_a_gain_within_the_spread_is_called_none(
     assert found.startswith(f"batch 8: {said}")
 
 
-def test_the_spread_is_what_the_slowest_iteration_took_longer() -> None:
+def test_the_spread_is_what_the_result_may_be_off() -> None:
+    """Of the fastest run, what the slowest took longer; of a mean, two standard errors."""
+    assert noise_of([1.0], False) is noise_of([1.0], True) is None
+    assert noise_of([1.0, 1.25, 1.5], False) == 0.5
+    assert noise_of([1.0, 3.0] * 8, True) == pytest.approx(2 * (16 / 15) ** 0.5 / 4)
     load = Workload((4,), input_len=100, output_len=20)
     prefill, whole = Timing(1.0, 1, 4, 4), Timing(3.0, 11, 84, 44)
-    found = figures(ready(), 4, load, prefill, whole, None, slowest=3.5)
+    found = figures(ready(), 4, load, prefill, whole, None, noise=0.5)
     assert found["spread"] == 0.25 and found["num_iters"] == 3
     assert line(found).split()[5:7] == ["25.0", "%"] and "spread" in heading(None)
     alone = figures(ready(), 4, load, prefill, whole, None)
     assert alone["spread"] is None and line(alone).split()[5] == "-"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--output", "/nowhere/x.json"], "--output /nowhere/x.json: its folder does not exist"),
+        (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: its folder does not exist"),
+        (["--num-warmup", "-1"], "--num-warmup must be at least 0"),
+    ],
+)
+def test_what_cannot_be_written_is_told_before_it_is_measured(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "offline", *flags]) == 2
+    assert words in capsys.readouterr().err
 
 
 def test_plots_are_written_and_a_missing_package_is_a_sentence(
