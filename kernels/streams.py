@@ -1,4 +1,4 @@
-"""Rows of a residual stream brought to where they are read: sums, chosen rows, two norms abreast.
+"""Rows of a residual stream brought to where they are read: sums, two norms abreast.
 
 These are small kernels between layers; of plain torch operations each would be several.
 """
@@ -39,16 +39,6 @@ def stream_reference(hidden: Tensor, residual: Tensor | None) -> Tensor:
     if hidden.dim() > residual.dim():
         return (hidden.sum(0) + residual).to(residual.dtype)
     return hidden + residual
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """x[rows]; x: [M, W]; rows: [N] int64. Returns [N, W]."""
-    if use_triton(x):
-        from .triton.streams import take_rows as take_rows_triton
-
-        out: Tensor = take_rows_triton(x, rows)
-        return out
-    return x[rows]
 
 
 def norm_pair(

@@ -80,10 +80,8 @@ class DraftSwap:
             if self._loading.done():
                 self._take(self._loading.result())
                 self._loading = None
-            elif (
-                time.monotonic() > self._gives_up_at
-            ):  # what it may still load goes with its thread
-                self._loading = None
+            elif time.monotonic() > self._gives_up_at:
+                self._loading = None  # what it may still load goes with its thread
                 self._answer(f"the drafter was not loaded in {_LOAD_SECONDS:g} s and is given up")
         if is_between and self._loading is None:
             for action in self._asked:

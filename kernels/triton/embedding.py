@@ -17,8 +17,9 @@ _BLOCK = 1024
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def _embedding_kernel(
     ids,  # [M]
-    table,  # [V, H], contiguous
-    out,  # [M, H]
+    table,  # [V, H]
+    out,  # [M, H], contiguous
+    stride,
     SIZE: tl.constexpr,  # H
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -27,13 +28,13 @@ def _embedding_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < SIZE
     wait_for_inputs(PDL)
-    source = table + tl.load(ids + row).to(tl.int64) * SIZE + column
+    source = table + tl.load(ids + row).to(tl.int64) * stride + column
     tl.store(out + row * SIZE + column, tl.load(source, mask=inside, other=0.0), mask=inside)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """See `kernels.embedding.embedding`."""
-    assert table.is_contiguous() and ids.stride(0) == 1
+    assert table.stride(1) == ids.stride(0) == 1
     rows, size = ids.shape[0], table.shape[1]
     out = torch.empty(rows, size, dtype=table.dtype, device=table.device)
     if rows:
@@ -42,6 +43,7 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
             ids,
             table,
             out,
+            table.stride(0),
             SIZE=size,
             BLOCK=block,
             num_warps=4,

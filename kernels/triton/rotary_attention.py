@@ -352,7 +352,7 @@ def rotary_attention(
         PAGE=page,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
-        ROWS=min(plan.block_m, plan.rows),
+        ROWS=plan.rows,
         NEW=triton.next_power_of_2(max(1, plan.block_m // (num_heads // kv_heads))),
         WINDOW=sliding_window or 0,
         INTERLEAVED=interleaved,

@@ -74,44 +74,6 @@ def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None) ->
     return out
 
 
-@triton.jit(do_not_specialize_on_alignment=["rows"])
-def _take_rows_kernel(
-    x,  # [M, W]
-    rows,  # [N] int64
-    out,  # [N, W], contiguous
-    stride,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < WIDTH
-    wait_for_inputs(PDL)
-    value = tl.load(x + tl.load(rows + row) * stride + column, mask=inside, other=0.0)
-    tl.store(out + row * WIDTH + column, value, mask=inside)
-
-
-def take_rows(x: Tensor, rows: Tensor) -> Tensor:
-    """See `kernels.streams.take_rows`."""
-    assert x.stride(1) == rows.stride(0) == 1
-    num_rows, width = rows.shape[0], x.shape[1]
-    out = torch.empty(num_rows, width, dtype=x.dtype, device=x.device)
-    if num_rows:
-        block = min(_BLOCK, triton.next_power_of_2(width))
-        _take_rows_kernel[(num_rows, triton.cdiv(width, block))](
-            x,
-            rows,
-            out,
-            x.stride(0),
-            WIDTH=width,
-            BLOCK=block,
-            num_warps=4,
-            **pdl_options(out),
-        )
-    return out
-
-
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["ids"])
 def _norm_pair_kernel(
     left,  # [M, H]; IDS: [V, H]

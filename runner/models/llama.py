@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.activation import silu_and_mul
+from ...kernels.embedding import embedding
 from ...kernels.linear import Norm
-from ...kernels.streams import take_rows
 from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..errors import ModelLoadError
 from ..layers import Linear, RMSNorm, WeightFormat
@@ -204,7 +204,7 @@ class DecoderLayer(nn.Module):
 
 def selected(x: Tensor, only: Tensor | None) -> Tensor:
     """Rows `only` of x [M, H], or all."""
-    return x if only is None else take_rows(x, only)
+    return x if only is None else embedding(only, x)
 
 
 def rows_by_block(num_blocks: int, only: Tensor | None) -> list[Tensor | None]:

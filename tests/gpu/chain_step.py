@@ -104,27 +104,24 @@ def planned(changes: Mapping[str, Any]) -> Iterator[None]:
 
 
 class Step:
-    """A step of `reqs` requests with `context` tokens each, of which `tokens` are new."""
+    """A decode step of `reqs` requests with `context` tokens each."""
 
-    def __init__(
-        self, model: Any, reqs: int, context: int, device: torch.device, tokens: int = 1
-    ) -> None:
+    def __init__(self, model: Any, reqs: int, context: int, device: torch.device) -> None:
         self.model = model
         groups = make_groups(model.attention_layers())
         pages = -(-context // PAGE)
         cache = KVCache(groups, 1 + reqs * pages, PAGE, BF16, device)
         for tensor in cache.kv_caches.values():
             tensor.normal_()
-        metadata, self.positions = step_metadata(reqs, tokens, context, device)
-        rows = reqs * tokens
+        metadata, self.positions = step_metadata(reqs, 1, context, device)
         builder = TritonBackend().create_builder(
-            groups[0].layers, PAGE, reqs, rows, MAX_LEN, BF16, device
+            groups[0].layers, PAGE, reqs, reqs, MAX_LEN, BF16, device
         )
-        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, rows, reqs, tokens)
+        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, reqs, reqs, 1)
         self.state: AttentionState = cache.attention_state([builder.build(metadata, desc)])
         make = torch.Generator().manual_seed(reqs)
         vocab = model.config.vocab_size
-        self.ids = torch.randint(0, vocab, (rows,), generator=make, dtype=torch.int32).to(device)
+        self.ids = torch.randint(0, vocab, (reqs,), generator=make, dtype=torch.int32).to(device)
 
     def hidden(self) -> Tensor:
         out: Tensor = self.model(self.ids, self.positions, self.state)[0]

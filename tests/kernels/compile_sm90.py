@@ -84,7 +84,7 @@ def layers() -> None:
     streams = module("streams")
     for hidden, residual in ((parts, t(4, 4096)), (t(4, 4096), t(4, 4096)), (t(4, 4096), None)):
         streams.write_stream(hidden, residual, t(4, 12288)[:, 4096:8192])
-    streams.take_rows(t(9, 4096), rows)
+    module("embedding").embedding(rows, t(9, 8192)[:, :4096])
     for weights in (None, (t(4096), t(4096))):
         streams.norm_pair(t(100, 4096), t(4, 4096), weights, 1e-5, rows.int())
         streams.norm_pair(t(4, 4096), t(4, 4096), weights, 1e-5)

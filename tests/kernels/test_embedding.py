@@ -20,3 +20,11 @@ def test_rows_of_a_table(size: int, dtype: torch.dtype, monkeypatch: pytest.Monk
         assert embedding(ids[:0], table).shape == (0, size)
     grid = torch.randint(0, 11, (2, 3))
     assert torch.equal(embedding(grid, table), table[grid])
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+def test_rows_that_lie_apart() -> None:
+    from slipstream.kernels.triton.embedding import embedding
+
+    x, rows = torch.randn(7, 60)[:, :37], torch.tensor([6, 0, 6])
+    assert torch.equal(embedding(rows, x), x[rows])

@@ -43,13 +43,6 @@ def test_a_stream_is_summed_into_its_columns(parts: int) -> None:
         assert torch.equal(out[:, :40], hidden)
 
 
-def test_rows_are_taken() -> None:
-    from slipstream.kernels.triton.streams import take_rows
-
-    x, rows = torch.randn(7, 60)[:, :37], torch.tensor([6, 0, 6])
-    assert torch.equal(take_rows(x, rows), x[rows])
-
-
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("kind", [None, torch.int32, torch.int64])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
