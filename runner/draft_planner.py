@@ -183,7 +183,8 @@ class DraftPlanner:
         num_reqs = len(plan.rows)
         scheduled = sum([row.num_draft_tokens for row in plan.rows])
         if sum([row.num_tokens for row in plan.rows]) == scheduled + num_reqs:
-            self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds)
+            is_steady = max([row.num_draft_tokens for row in plan.rows]) == plan.num_drafts
+            self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, is_steady)
 
     def _log(self, plan: StepPlan, num_reqs: int) -> None:
         """One line when K has changed, unless there was one just now."""
@@ -222,14 +223,14 @@ def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
     if spec.num_speculative_tokens is None:
         counts = [count for count in spec.draft_counts if count < most] + counts
     watched = spec.watchdog and needs.watched and spec.synthetic_acceptance_rates is None
+    trims = facts.device.startswith("cpu")
     controller = DraftController(
         counts,
         seats,
-        StepCosts(facts.step_seconds, most),
+        StepCosts(facts.step_seconds, most, is_trusted=not trims),
         needs.per_request_drafts,
         Watchdog(spec.method) if watched else None,
     )
-    trims = facts.device.startswith("cpu")
     learns = len(counts) > 1
     alone = config.parallel.data_parallel_size == 1
     return DraftPlanner(

@@ -27,6 +27,8 @@ _MEMORY, _STRENGTH = 0.98, 16.0  # of a request's own acceptance
 # rows, but often: when drafts begin to pay, every step until it is noticed is lost.
 _PROBE_ROWS, _PROBE_SHARE = 6, 0.0075
 _MIN_GAP, _MAX_GAP = 16, 48
+# A K whose cost at this number of requests is a guess is tried, for so many steps every `_MIN_GAP`.
+_TRIAL_STEPS = 3
 # Drafts that a probe led to were in vain if they end before so many steps: what was believed of
 # later positions, which a probe does not judge, was wrong. They, too, may cost as large a share.
 _LASTING = 48
@@ -71,6 +73,7 @@ class DraftController:
         self._stayed = _STAY  # steps since K was changed
         self._num_drafting = _LASTING  # steps since drafts were begun
         self._probe = _Probe()
+        self._trials = _Trials()
 
     def new_drafter(self) -> None:
         """Begin anew with what is accepted: the drafter's weights are others."""
@@ -139,6 +142,8 @@ class DraftController:
         seconds, tokens = self.costs.row(len(slots)), self.tokens(slots)
         speed = tokens / seconds  # [K + 1]
         allowed = self._choices[self._choices <= most]
+        if (tried := self._trials.next(self.costs, len(slots), allowed)) is not None:
+            return Choice(tried, "probe")
         lost = float(seconds[1] / seconds[0] - tokens[1] / tokens[0])
         if self._current == 0 and self._probe.is_due(len(slots), lost):
             if self._probe.begins:
@@ -198,6 +203,29 @@ class _Probe:
             self._gap = 0
         else:
             self._vain = num_steps * lost / _PROBE_SHARE
+
+
+class _Trials:
+    """Steps that show what a K takes whose cost is a guess: one that was guessed too dear would
+    never be chosen, and so never be put right."""
+
+    def __init__(self) -> None:
+        self._waited, self._left, self._tried = 0, 0, 0
+
+    def next(self, costs: StepCosts, num_reqs: int, allowed: np.ndarray) -> int | None:
+        """The K that this step is to try, if any. Call once a step."""
+        if self._left and self._tried in allowed:
+            self._left -= 1
+            return self._tried
+        self._left = 0
+        self._waited += 1
+        if self._waited < _MIN_GAP:
+            return None
+        guessed = [k for k in allowed.tolist() if not costs.is_certain(num_reqs, k)]
+        if not guessed:
+            return None
+        self._waited, self._left, self._tried = 0, _TRIAL_STEPS - 1, guessed[0]
+        return self._tried
 
 
 class _Budget:

@@ -7,7 +7,9 @@ measured time of real steps. It knows nothing about acceptance.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Mapping
+from statistics import median_low
 
 import numpy as np
 
@@ -19,6 +21,7 @@ _RATE = 0.1  # how far one step's time moves its cell; a tenth of the difference
 _SHARED = 0.3  # of that, what every other cell moves too: a longer context slows them all
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of requests that have cells of their own
 _OUTLIER = 0.2  # a step that differs by more (in logarithms) counts as differing by this
+_ENOUGH = 4  # real steps that decide what a cell takes whose measurement is no more than a guess
 
 
 def assumed_seconds(num_reqs: float, num_drafts: float) -> float:
@@ -35,8 +38,17 @@ def _assumed_row(num_reqs: int, max_drafts: int) -> np.ndarray:
 class StepCosts:
     """Seconds of a step of N requests with K drafts each; K may be a mean."""
 
-    def __init__(self, measured: Mapping[tuple[int, int], float], max_drafts: int) -> None:
-        """`measured`: (N, K) -> seconds, any subset; empty means the assumption, scaled later."""
+    def __init__(
+        self,
+        measured: Mapping[tuple[int, int], float],
+        max_drafts: int,
+        is_trusted: bool = True,
+    ) -> None:
+        """`measured`: (N, K) -> seconds, any subset; empty means the assumption, scaled later.
+
+        Not `is_trusted`: it was measured beside other work, one step a cell perhaps, so that real
+        steps decide as soon as there are a few.
+        """
         sizes = sorted({size for size, _ in measured})
         self._known = bool(measured)
         rows = [_fill_row(size, measured, max_drafts) for size in sizes]
@@ -48,6 +60,8 @@ class StepCosts:
         self._sizes = sizes
         self._seconds = np.array(rows)  # [sizes, K + 1]
         self._factors = np.zeros_like(self._seconds)  # logarithms, learned from real steps
+        self._is_certain = np.full(self._seconds.shape, is_trusted)
+        self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)  # factors, till then
 
     def row(self, num_reqs: int) -> np.ndarray:
         """Seconds of a step of N requests by number of drafts, [K + 1]."""
@@ -68,8 +82,17 @@ class StepCosts:
         row = self.row(num_reqs)
         return float(np.interp(num_drafts, np.arange(len(row)), row))
 
-    def refine(self, num_reqs: int, num_drafts: float, seconds: float) -> None:
-        """Take in how long a real step took; rare outliers change little."""
+    def is_certain(self, num_reqs: int, num_drafts: int) -> bool:
+        """Whether real steps, or a measurement that can be trusted, say what such a step takes."""
+        return bool(self._is_certain[self._index(num_reqs), num_drafts])
+
+    def refine(
+        self, num_reqs: int, num_drafts: float, seconds: float, is_steady: bool = True
+    ) -> None:
+        """Take in how long a real step took; rare outliers change little.
+
+        Not `is_steady`: it made another number of drafts than it verified.
+        """
         if seconds <= 0:
             return
         difference = float(np.log(seconds / self.seconds(num_reqs, num_drafts)))
@@ -77,14 +100,37 @@ class StepCosts:
             self._factors += difference
             self._known = True
             return
-        step = _RATE * min(max(difference, -_OUTLIER), _OUTLIER)
-        index = min(bisect_left(self._sizes, num_reqs), len(self._sizes) - 1)
+        index = self._index(num_reqs)
         cells = [(index, round(num_drafts))]
         if index and num_reqs < self._sizes[index]:
             cells.append((index - 1, round(num_drafts)))
+        guessed = [cell for cell in cells if not self._is_certain[cell]]
+        if guessed and is_steady:
+            for cell in guessed:
+                self._learn(cell, float(self._factors[cell]) + difference)
+            return
+        step = _RATE * min(max(difference, -_OUTLIER), _OUTLIER)
         self._factors += _SHARED * step
         for cell in cells:
             self._factors[cell] += (1 - _SHARED) * step
+
+    def _learn(self, cell: tuple[int, int], factor: float) -> None:
+        """A real step of a cell that was guessed asks for this factor.
+
+        What is still guessed was measured in the same circumstances, so it moves along.
+        """
+        wanted = self._wanted[cell]
+        wanted.append(factor)
+        if len(wanted) < _ENOUGH:
+            return
+        self._is_certain[cell] = True
+        change = median_low(wanted) - self._factors[cell]
+        self._factors[cell] += change
+        self._factors[~self._is_certain] += change
+
+    def _index(self, num_reqs: int) -> int:
+        """The row of the smallest size that holds so many requests, or of the largest."""
+        return min(bisect_left(self._sizes, num_reqs), len(self._sizes) - 1)
 
     def _corrected(self, index: int) -> np.ndarray:
         corrected: np.ndarray = self._seconds[index] * np.exp(self._factors[index])

@@ -153,6 +153,26 @@ def test_drafts_come_back_when_they_become_right_again(
     assert again[-15:].count(K) >= 14
 
 
+def test_costs_measured_beside_other_work_are_asked_of_real_steps(drafters: Drafters) -> None:
+    """At the start a busy machine made drafts look fifty times too dear."""
+    target, _ = drafters.pair("eagle")
+    config = drafters.speculative("eagle", num_speculative_tokens=None, max_speculative_tokens=K)
+    engine = TinyEngine(target, config)
+    controller = planner(engine).controller
+    assert not any(controller.costs.is_certain(1, k) for k in range(K + 1))
+    measured: dict[tuple[int, int], float] = engine.engine._runner.facts.step_seconds  # type: ignore[attr-defined]
+    seconds = {(n, k): t * (50 if k else 1) for (n, k), t in measured.items()}
+    controller.costs = costs = StepCosts(seconds, K, is_trusted=False)
+    stats: list[StepStats] = []
+    for _ in range(3):
+        run_with_stats(engine, [1, 2, 3], 110, stats)
+    engine.close()
+    tried = {each.current_k for each in stats if each.k_reason == "probe"}
+    assert tried >= set(range(1, K + 1))
+    assert all(costs.is_certain(1, k) for k in range(K + 1))
+    assert all(costs.seconds(1, k) < 10 * costs.seconds(1, 0) for k in range(1, K + 1))
+
+
 def spoil(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Make every proposal wrong while the last item of the returned list is true."""
     propose: Callable[..., Tensor] = AutoRegressiveSpeculator.propose

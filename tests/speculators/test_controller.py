@@ -99,11 +99,11 @@ def simulate(law: Law, num_reqs: int, chooser: DraftController, num_steps: int) 
         run.chosen.append(choice.num_drafts)
         run.reasons.append(choice.reason)
         noisy = took * np.exp(random.normal(0, 0.02)) * (5 if random.random() < 0.01 else 1)
-        landing.append((k, accepted.tolist(), noisy))
+        landing.append((k, accepted.tolist(), noisy, k == choice.num_drafts))
         if len(landing) == 2:
-            verified, brought, noted = landing.pop(0)
+            verified, brought, noted, is_steady = landing.pop(0)
             chooser.observe(slots, [verified] * num_reqs, brought)
-            chooser.costs.refine(num_reqs, verified, noted)
+            chooser.costs.refine(num_reqs, verified, noted, is_steady)
         k = choice.num_drafts
     return run
 
@@ -189,6 +189,46 @@ def test_wrong_measurements_are_mended_by_real_steps() -> None:
         speeds = [fixed_speed(LAWS["poor"], num_reqs, k, 1) for k in range(K + 1)]
         lost = [speeds[0] / speeds[k] - 1 for k in run.chosen[-300:]]
         assert sum(lost) <= 0.02 * 300  # probes included
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3, 64])
+@pytest.mark.parametrize("factor", [0.3, 2.0, 5.0])
+@pytest.mark.parametrize("name", ["good", "poor"])
+def test_measurements_beside_other_work_are_put_right_soon(
+    name: str, factor: float, num_reqs: int
+) -> None:
+    """Drafts measured too dear would never be made, and so never be put right."""
+    random = np.random.default_rng(num_reqs)
+    disturbed = {
+        (n, k): seconds * (factor if k else 1.0) * np.exp(random.normal(0, 0.2))
+        for (n, k), seconds in measured().items()
+    }
+    costs = StepCosts(disturbed, K, is_trusted=False)
+    run = simulate(LAWS[name], num_reqs, controller(num_reqs, costs), 2000)
+    speeds = [fixed_speed(LAWS[name], num_reqs, k, 1) for k in range(K + 1)]
+    assert run.speed >= 0.97 * max(speeds)
+    assert all(costs.is_certain(num_reqs, k) for k in range(K + 1))
+    for k in range(K + 1):
+        assert costs.seconds(num_reqs, k) == pytest.approx(true_seconds(num_reqs, k), rel=0.1)
+
+
+def test_what_is_measured_well_is_not_tried_for_its_cost() -> None:
+    chooser = controller(1)
+    run = simulate(LAWS["good"], 1, chooser, 300)
+    assert set(run.chosen[-200:]) == {3} and "probe" not in run.reasons[-200:]
+
+
+def test_one_disturbed_step_of_four_decides_no_cost() -> None:
+    costs = StepCosts(measured(), K, is_trusted=False)
+    for seconds in (0.010, 0.011, 0.100, 0.010):
+        assert not costs.is_certain(8, 2)
+        costs.refine(8, 2, seconds)
+    assert costs.is_certain(8, 2) and not costs.is_certain(8, 1)
+    assert costs.seconds(8, 2) == pytest.approx(0.010)
+    # The others were measured beside the same work; their proportions stay.
+    assert costs.seconds(8, 1) == pytest.approx(0.010 * H100[8][1] / H100[8][2])
+    costs.refine(64, 3, 1.0, is_steady=False)  # it verified three and made another number
+    assert costs.seconds(64, 3) < 0.010 * H100[64][3] / H100[8][2] * 1.03
 
 
 @pytest.mark.parametrize("slow", [1.0, 1.6])
