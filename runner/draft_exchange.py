@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .draft_heads import find_checkpoint, load_head, outline
-from .errors import RunnerError
+from .errors import RunnerError, first_line
 from .layers import Linear
 
 _CONSTANTS = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
@@ -68,7 +68,7 @@ def load_other(speculator: Any, model: str) -> Exchange:
     except torch.OutOfMemoryError as error:
         raise RunnerError(
             "there is no memory for a second drafter beside the running one, which stays as it is: "
-            + next(iter(str(error).splitlines()), "").rstrip(".")
+            + first_line(error).rstrip(".")
         ) from None
     return exchange
 

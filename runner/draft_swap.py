@@ -6,7 +6,6 @@ which are kept until it is settled which stay. Imports no torch; see `draft_exch
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 import traceback
@@ -14,20 +13,17 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import RunnerError, first_line
+from .errors import why_unreadable
 from .messages import ChangeSpeculator, SpeculatorChanged, StepOutputs
 
 if TYPE_CHECKING:
     from .draft_exchange import Exchange
     from .draft_planner import DraftPlanner
 
-logger = logging.getLogger(__name__)
-
 _POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a checkpoint
 _LOAD_SECONDS = 300.0  # a checkpoint that is not loaded by then, its download included, is given up
 _END_SECONDS = 2.0  # at the worker's end, for a load that goes on
 _METHODS = ("eagle", "eagle3")
-_REFUSALS = (RunnerError, ValueError, OSError, RuntimeError)
 
 
 class ExchangesDrafter(Protocol):
@@ -170,10 +166,7 @@ def _load(speculator: Any, model: str) -> Exchange | str:
 
         return load_other(speculator, model)
     except Exception as error:  # whatever a checkpoint may hold: it ends no worker
-        sentence = _sentence(error)
-        if not isinstance(error, _REFUSALS):
-            logger.warning("a drafter cannot be loaded", exc_info=True)
-            sentence = f"the drafter cannot be loaded ({type(error).__name__}: {sentence})"
+        sentence = why_unreadable(error)
         _free_frames(error)
         return sentence
 
@@ -183,7 +176,3 @@ def _free_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__
-
-
-def _sentence(error: Exception) -> str:
-    return first_line(error).rstrip(".") or repr(error)

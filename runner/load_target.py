@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from ..configs.options import ConfigError
 from ..configs.schema import Config
 from .draft_heads import FoundDrafter, OutlineHost, find_configured, outline
-from .errors import DrafterError, RunnerError
+from .errors import DrafterError, RunnerError, why_unreadable
 from .hub import find_drafter
 from .kv_cache import make_groups
 from .layers import WeightFormat, resolve_format
@@ -21,8 +20,6 @@ from .memory import refuse_early
 from .models.base import TextModel
 from .models.registry import build_model
 from .weights import ResolvedModel, load_weights, resolve_model
-
-logger = logging.getLogger(__name__)
 
 # What reading values of another kind than is meant ends in. RuntimeError is also a device's fault.
 _ODD_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -45,12 +42,8 @@ def faults_of_drafter() -> Iterator[None]:
     """Around what reads the drafter: its errors say whose they are, odd contents' too."""
     try:
         yield
-    except (RunnerError, ConfigError, OSError) as error:
-        raise DrafterError(str(error)) from error
-    except _ODD_CONTENT as error:
-        logger.warning("a drafter cannot be loaded", exc_info=True)
-        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise DrafterError(f"the drafter cannot be loaded ({what})") from error
+    except (RunnerError, ConfigError, OSError, *_ODD_CONTENT) as error:
+        raise DrafterError(why_unreadable(error)) from error
 
 
 def load_target(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from slipstream.runner import draft_exchange, draft_heads, draft_swap, weights
+from slipstream.runner.errors import RunnerError, why_unreadable
 from slipstream.runner.messages import ChangeSpeculator, SpeculatorChanged
 
 from ..configs.odd_paths import odd_paths
@@ -118,9 +119,24 @@ def test_nothing_of_the_head_that_does_not_stay_lives_on(
     assert [tensor() for tensor in made_tensors if tensor() is not None] == []
 
 
-def test_an_error_whose_text_begins_with_an_empty_line_is_told() -> None:
-    assert draft_swap._sentence(ValueError("\n  Why.\nmore")) == "Why"
-    assert draft_swap._sentence(ValueError("\n")) == repr(ValueError("\n"))
+@pytest.mark.parametrize(
+    ("error", "sentence"),
+    [
+        (RunnerError("\n  Why.\nmore"), "Why"),
+        (OSError("\n"), "OSError('\\n')"),
+        (RuntimeError("CUDA error: it is off.\nA hint."), "CUDA error: it is off"),
+        (
+            ValueError("for 'x':\n    it is odd."),
+            "the drafter cannot be loaded (ValueError: for 'x': it is odd)",
+        ),
+        (RecursionError("too deep"), "the drafter cannot be loaded (RecursionError: too deep)"),
+        (KeyError(), "the drafter cannot be loaded (KeyError)"),
+    ],
+)
+def test_errors_of_several_lines_or_none_are_told_in_a_sentence(
+    error: Exception, sentence: str
+) -> None:
+    assert why_unreadable(error) == sentence
 
 
 @pytest.mark.parametrize(
