@@ -19,13 +19,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from .errors import first_line
 from .messages import GrammarSpec
 
 ALL_ALLOWED = -1  # an int32 with every bit set
 MAX_WHITESPACE = 12  # between JSON tokens: room for indentation, no endless blanks
 MAX_GRAMMAR_CHARS = 1 << 17  # longer ones can take minutes to compile, and that cannot be stopped
 CACHE_BYTES = 512 << 20  # of compiled grammars
-LOW_PRIORITY = 5  # nice: a busy core is shared 1 to 3 with the engine
+_LESS_PRIORITY = 5  # nice: a busy core is shared 1 to 3 with the engine
 NUM_COMPILING = 4  # grammars at once, so that a slow one does not hold up the others
 
 
@@ -163,7 +164,7 @@ class XGrammarBackend(GrammarBackend):
                 case "structural_tag":
                     return compiler.compile_structural_tag(spec.value)
         except Exception as error:  # the library raises RuntimeError and errors of its own
-            raise ValueError(first_line(error)) from error
+            raise ValueError(_reason(error)) from error
         raise ValueError(f"unknown kind of grammar {spec.kind!r}")
 
     @staticmethod
@@ -253,10 +254,11 @@ def choice_grammar(choices: Sequence[str]) -> str:
 def yield_to_others() -> None:
     """Lower this thread's priority below the engine's, which computes on the same cores."""
     if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+        thread = threading.get_native_id()
+        nice = os.getpriority(os.PRIO_PROCESS, thread) + _LESS_PRIORITY  # never less than it had
+        os.setpriority(os.PRIO_PROCESS, thread, nice)
 
 
-def first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     """The first line of an error's text, without the place in the library that wrote it."""
-    line = str(error).strip().partition("\n")[0]
-    return re.sub(r"\[[\d:]+\] /\S+:\d+: ", "", line)
+    return re.sub(r"\[[\d:]+\] /\S+:\d+: ", "", first_line(error))
