@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from slipstream.runner.errors import RunnerError
 from slipstream.runner.layers import Linear, WeightFormat, packing_available
 
 from ..speculators.tiny_engine import VOCAB, TinyEngine
-from .test_draft_swap import content, engine, head, model, target_and_heads
+from .exchanging import content, engine, head, model
 
 
 class NoMemory(TorchDispatchMode):
@@ -31,27 +30,15 @@ class NoMemory(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_and_heads(tmp_path_factory.mktemp("exchange"))
-
-
-@pytest.fixture
-def running(folder: Path) -> Iterator[TinyEngine]:
-    made = engine(folder)
-    yield made
-    made.close()
-
-
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_without_memory_nothing_has_changed(
-    running: TinyEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+    running: TinyEngine, heads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     speculator = running.engine._runner.speculator
-    other = engine(folder, 2)
+    other = engine(heads, 2)
     room, old, new = 0, content(running), content(other)
     other.close()
     exchange, told, real = None, [], torch.empty
@@ -67,7 +54,7 @@ def test_without_memory_nothing_has_changed(
     while exchange is None:
         room = len(told)
         try:
-            exchange = load_other(speculator, str(folder / "head2"))
+            exchange = load_other(speculator, str(heads / "head2"))
         except RunnerError as error:
             told.append(str(error))
         assert same(content(running), old)
@@ -82,14 +69,14 @@ def test_without_memory_nothing_has_changed(
 
 
 def test_a_head_that_shares_what_the_running_one_has_is_refused(
-    folder: Path, tmp_path: Path
+    heads: Path, tmp_path: Path
 ) -> None:
     own = head(tmp_path / "head1", 1, draft_vocab_size=VOCAB)
     shared = head(tmp_path / "shared", 2, draft_vocab_size=VOCAB)
     tensors = load_file(shared / "model.safetensors")
     del tensors["lm_head.weight"]
     save_file(tensors, shared / "model.safetensors")
-    (tmp_path / "target").symlink_to(folder / "target")
+    (tmp_path / "target").symlink_to(heads / "target")
     made = engine(tmp_path)
     speculator = made.engine._runner.speculator
     assert load_other(speculator, str(own)) is not None
@@ -163,10 +150,10 @@ def test_a_bias_comes_with_its_weights(pack: bool, scale: float) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_refused(
-    running: TinyEngine, folder: Path, tmp_path: Path, value: float
+    running: TinyEngine, heads: Path, tmp_path: Path, value: float
 ) -> None:
     """Its KV would stay in the cache behind the trial; texts that go on would get no draft more."""
-    shutil.copytree(folder / "head2", tmp_path / "head")
+    shutil.copytree(heads / "head2", tmp_path / "head")
     file = tmp_path / "head" / "model.safetensors"
     weights, old = load_file(file), content(running)
     name = next(name for name in weights if name.endswith("down_proj.weight"))

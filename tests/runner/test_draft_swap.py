@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -18,91 +15,17 @@ from slipstream.runner.messages import (
     SpeculatorChanged,
     StepOutputs,
 )
-from slipstream.speculators.training.export import Verifier, save_head
-from slipstream.speculators.training.head import TrainingHead
-from slipstream.speculators.training.vocabulary import choose_draft_vocabulary
 from slipstream.speculators.watchdog import WINDOW, Watchdog
 
-from ..speculators.random_hidden_states import GEOMETRY
-from ..speculators.tiny_engine import TinyEngine, prompts, save_llama
-
-REQUESTS = prompts(6, seed=2)
+from ..speculators.tiny_engine import TinyEngine
+from .exchanging import REQUESTS, ask, content, engine, model, told
 
 
-def head(folder: Path, seed: int, **changes: Any) -> Path:
-    """A random head with a draft vocabulary of its own."""
-    geometry = replace(GEOMETRY, **changes)
-    counts = torch.randperm(61, generator=torch.Generator().manual_seed(seed))
-    vocabulary = choose_draft_vocabulary(counts, geometry.draft_vocab_size)
-    weights = {
-        name: p + torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)) * 0.3
-        for name, p in TrainingHead(geometry, seed).named_parameters()
-    }
-    save_head(folder, weights, geometry, vocabulary, Verifier("t", ()), 3, dtype=torch.float32)
-    return folder
-
-
-def target_and_heads(base: Path) -> Path:
-    """A tiny target and two heads for it."""
-    save_llama(base / "target")
-    for seed in (1, 2):
-        head(base / f"head{seed}", seed)
-    return base
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_and_heads(tmp_path_factory.mktemp("swap"))
-
-
-def engine(folder: Path, which: int = 1) -> TinyEngine:
-    speculative = SpeculativeConfig(
-        "eagle3", str(folder / f"head{which}"), 3, draft_sampling="greedy", watchdog=False
-    )
-    return TinyEngine(folder / "target", speculative)
-
-
-@pytest.fixture
-def running(folder: Path) -> Iterator[TinyEngine]:
-    made = engine(folder)
-    yield made
-    made.close()
-
-
-def model(made: TinyEngine) -> Any:
-    return made.engine._runner.speculator.model
-
-
-def content(made: TinyEngine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in model(made).named_buffers()}
-
-
-def told(made: TinyEngine, action: str, path: Path | str = "") -> StepOutputs:
-    """What comes with the answer to a message."""
-    made.engine.handle([ChangeSpeculator(action, str(path))])
-    while made.engine.has_work():
-        for outputs in made.engine.step():
-            if outputs.speculator is not None:
-                return outputs
-    raise AssertionError("no answer")
-
-
-def ask(made: TinyEngine, action: str, path: Path | None = None) -> str | None:
-    """Send a message and run the engine until it is answered; what is tried is loaded first."""
-    if path is not None and action == "try":
-        if (error := ask(made, "load", path)) is not None:
-            return error
-        path = None
-    answer = told(made, action, "" if path is None else path).speculator
-    assert answer is not None
-    return answer.error
-
-
-def test_swap_under_load_loses_nothing_and_changes_no_text(folder: Path) -> None:
-    quiet = engine(folder)
+def test_swap_under_load_loses_nothing_and_changes_no_text(heads: Path) -> None:
+    quiet = engine(heads)
     expected = quiet.run(REQUESTS, max_tokens=40).tokens
     quiet.close()
-    made = engine(folder)
+    made = engine(heads)
     requests = [
         AddRequest(str(i), ids, SamplingParams(seed=i, max_tokens=40, temperature=0.0))
         for i, ids in enumerate(REQUESTS)
@@ -125,7 +48,7 @@ def test_swap_under_load_loses_nothing_and_changes_no_text(folder: Path) -> None
     while made.engine.has_work():
         if not waiting and (step := next(plan, None)) is not None:
             action, name = step
-            made.engine.handle([ChangeSpeculator(action, str(folder / name))])
+            made.engine.handle([ChangeSpeculator(action, str(heads / name))])
             waiting = True
         for outputs in made.engine.step():
             waiting &= not take(outputs)
@@ -134,13 +57,11 @@ def test_swap_under_load_loses_nothing_and_changes_no_text(folder: Path) -> None
     assert tokens == expected
 
 
-def test_a_swapped_head_drafts_as_one_loaded_at_the_start(
-    folder: Path, running: TinyEngine
-) -> None:
+def test_a_swapped_head_drafts_as_one_loaded_at_the_start(heads: Path, running: TinyEngine) -> None:
     before = content(running)
     addresses = {n: b.data_ptr() for n, b in model(running).named_buffers()}
-    assert ask(running, "try", folder / "head2") is None
-    fresh = engine(folder, 2)
+    assert ask(running, "try", heads / "head2") is None
+    fresh = engine(heads, 2)
     for name, tensor in content(fresh).items():
         assert torch.equal(tensor, content(running)[name]), name
     assert any(not torch.equal(tensor, before[name]) for name, tensor in content(running).items())
@@ -154,49 +75,49 @@ def test_a_swapped_head_drafts_as_one_loaded_at_the_start(
     assert {n: b.data_ptr() for n, b in model(running).named_buffers()} == addresses
 
 
-def test_one_at_a_time(folder: Path, running: TinyEngine) -> None:
+def test_one_at_a_time(heads: Path, running: TinyEngine) -> None:
     assert ask(running, "try") == "no drafter is loaded that could be tried"
-    assert ask(running, "try", folder / "head2") is None
-    assert ask(running, "try", folder / "head2") == "another drafter is being tried"
+    assert ask(running, "try", heads / "head2") is None
+    assert ask(running, "try", heads / "head2") == "another drafter is being tried"
     assert ask(running, "try") == "no drafter is loaded that could be tried"
     assert ask(running, "keep") is None
-    assert ask(running, "try", folder / "head1") is None
+    assert ask(running, "try", heads / "head1") is None
 
 
-def test_a_head_that_was_only_loaded_has_changed_nothing(folder: Path, running: TinyEngine) -> None:
+def test_a_head_that_was_only_loaded_has_changed_nothing(heads: Path, running: TinyEngine) -> None:
     before = content(running)
     for action in ("revert", "keep"):
-        assert ask(running, "load", folder / "head2") is None
+        assert ask(running, "load", heads / "head2") is None
         assert ask(running, action) is None
         for name, tensor in content(running).items():
             assert torch.equal(tensor, before[name]), name
 
 
 def test_a_drafter_that_was_stopped_starts_anew_with_other_weights(
-    running: TinyEngine, folder: Path
+    running: TinyEngine, heads: Path
 ) -> None:
     controller = running.engine.drafts.controller  # type: ignore[union-attr]
     controller.watchdog = watchdog = Watchdog("eagle3")
     watchdog.observe(WINDOW, 0)
     assert watchdog.state() == "off" and watchdog.num_troubles["zero"] == 1
-    assert ask(running, "try", folder / "head2") is None
+    assert ask(running, "try", heads / "head2") is None
     assert watchdog.state() == "healthy" and watchdog.num_troubles["zero"] == 1
     watchdog.observe(WINDOW, 0)
     assert ask(running, "revert") is None
     assert watchdog.is_healthy
 
 
-def test_no_distribution_of_one_head_is_left_to_another(folder: Path) -> None:
+def test_no_distribution_of_one_head_is_left_to_another(heads: Path) -> None:
     """Their draft vocabularies differ: what the new one cannot draw has probability 0 again."""
     speculative = SpeculativeConfig(
-        "eagle3", str(folder / "head1"), 3, draft_sampling="probabilistic", watchdog=False
+        "eagle3", str(heads / "head1"), 3, draft_sampling="probabilistic", watchdog=False
     )
-    made = TinyEngine(folder / "target", speculative)
+    made = TinyEngine(heads / "target", speculative)
     table = made.engine._runner.table  # type: ignore[attr-defined]
     own = []
     for name in ("head1", "head2"):
         if name == "head2":
-            assert ask(made, "try", folder / name) is None
+            assert ask(made, "try", heads / name) is None
             assert (table.draft_tokens == -1).all() and table.draft_logits.isneginf().all()
         own.append(model(made).draft_to_target.clone())
         assert made.run(REQUESTS, max_tokens=9, temperature=0.8).drafted > 0
@@ -208,18 +129,18 @@ def test_no_distribution_of_one_head_is_left_to_another(folder: Path) -> None:
     assert set(own[0].tolist()) != set(own[1].tolist())
 
 
-def test_other_drafters_cannot_be_exchanged(folder: Path) -> None:
-    made = TinyEngine(folder / "target", SpeculativeConfig("ngram", num_speculative_tokens=3))
-    error = ask(made, "try", folder / "head2")
+def test_other_drafters_cannot_be_exchanged(heads: Path) -> None:
+    made = TinyEngine(heads / "target", SpeculativeConfig("ngram", num_speculative_tokens=3))
+    error = ask(made, "try", heads / "head2")
     made.close()
     assert error is not None and "eagle, eagle3" in error
 
 
 def test_weights_are_exchanged_when_no_step_is_half_launched(
-    running: TinyEngine, folder: Path, monkeypatch: pytest.MonkeyPatch
+    running: TinyEngine, heads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its drafts were staged, and are judged by the distribution that they were drawn from."""
-    assert ask(running, "load", folder / "head2") is None
+    assert ask(running, "load", heads / "head2") is None
     before, engine = content(running), running.engine
     with monkeypatch.context() as patch:  # a step that waits for a mask, and was interrupted
         patch.setattr(engine, "_forwarded", object())
@@ -232,7 +153,7 @@ def test_weights_are_exchanged_when_no_step_is_half_launched(
 
 
 def test_an_answer_tells_how_many_requests_run_and_that_the_drafter_starts_anew(
-    running: TinyEngine, folder: Path
+    running: TinyEngine, heads: Path
 ) -> None:
     controller = running.engine.drafts.controller  # type: ignore[union-attr]
     controller.watchdog = Watchdog("eagle3")
@@ -241,17 +162,17 @@ def test_an_answer_tells_how_many_requests_run_and_that_the_drafter_starts_anew(
     for action in ("load", "try", "revert"):
         controller.watchdog.observe(WINDOW, 0)
         assert not controller.watchdog.is_healthy
-        stats = told(running, action, folder / "head2").stats
+        stats = told(running, action, heads / "head2").stats
         assert stats.num_running == 3 and stats.kv_cache_usage > 0
         assert stats.drafter_healthy is True
 
 
 def test_the_running_head_is_measured_though_it_was_stopped(
-    running: TinyEngine, folder: Path
+    running: TinyEngine, heads: Path
 ) -> None:
     controller = running.engine.drafts.controller  # type: ignore[union-attr]
     controller.watchdog = Watchdog("eagle3")
     controller.watchdog.observe(WINDOW, 0)
     assert running.run(REQUESTS, max_tokens=20).drafted == 0
-    assert ask(running, "load", folder / "head2") is None
+    assert ask(running, "load", heads / "head2") is None
     assert running.run(REQUESTS, max_tokens=20).drafted > 0

@@ -19,23 +19,11 @@ from slipstream.runner.messages import ChangeSpeculator, SpeculatorChanged
 from ..configs.odd_paths import odd_paths
 from ..speculators.random_hidden_states import GEOMETRY
 from ..speculators.tiny_engine import TinyEngine
-from .test_draft_swap import REQUESTS, ask, content, engine, head, target_and_heads, told
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return target_and_heads(tmp_path_factory.mktemp("loading"))
-
-
-@pytest.fixture
-def running(folder: Path) -> Iterator[TinyEngine]:
-    made = engine(folder)
-    yield made
-    made.close()
+from .exchanging import REQUESTS, ask, content, head, told
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(
-    folder: Path, tmp_path: Path, running: TinyEngine
+    heads: Path, tmp_path: Path, running: TinyEngine
 ) -> None:
     before = content(running)
     for name, changes, what in (
@@ -108,12 +96,12 @@ def test_nothing_of_a_refused_head_lives_on(
 
 @pytest.mark.parametrize("action", ["keep", "revert"])
 def test_nothing_of_the_head_that_does_not_stay_lives_on(
-    folder: Path,
+    heads: Path,
     running: TinyEngine,
     made_tensors: list[weakref.ref[torch.Tensor]],
     action: str,
 ) -> None:
-    assert ask(running, "try", folder / "head2") is None
+    assert ask(running, "try", heads / "head2") is None
     assert any(tensor() is not None for tensor in made_tensors)
     assert ask(running, action) is None
     assert [tensor() for tensor in made_tensors if tensor() is not None] == []
@@ -152,28 +140,28 @@ def test_errors_of_several_lines_or_none_are_told_in_a_sentence(
     ],
 )
 def test_no_checkpoint_however_broken_ends_the_worker(
-    running: TinyEngine, folder: Path, tmp_path: Path, name: str, content: bytes
+    running: TinyEngine, heads: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:
     head(tmp_path, 3)
     (tmp_path / name).write_bytes(content)
     assert ask(running, "load", tmp_path)
-    assert ask(running, "load", folder / "head2") is None
+    assert ask(running, "load", heads / "head2") is None
 
 
 def test_a_head_that_is_given_up_while_it_is_read_leaves_nothing(
-    running: TinyEngine, folder: Path
+    running: TinyEngine, heads: Path
 ) -> None:
-    running.engine.handle([ChangeSpeculator("load", str(folder / "head2"))])
+    running.engine.handle([ChangeSpeculator("load", str(heads / "head2"))])
     assert ask(running, "revert") is None  # the answer to the first
     while running.engine.has_work():
         for outputs in running.engine.step():
             assert outputs.speculator == SpeculatorChanged(None)
     assert ask(running, "revert") == "no drafter is being tried"
-    assert ask(running, "try", folder / "head2") is None
+    assert ask(running, "try", heads / "head2") is None
 
 
 def test_odd_places_are_refused_in_a_sentence_and_none_holds_the_worker(
-    running: TinyEngine, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    running: TinyEngine, heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_swap, "_LOAD_SECONDS", 5.0)
     for name, words in odd_paths(tmp_path).items():
@@ -182,12 +170,12 @@ def test_odd_places_are_refused_in_a_sentence_and_none_holds_the_worker(
     (tmp_path / "a.gguf").touch()
     answer = told(running, "load", tmp_path / "a.gguf").speculator
     assert answer is not None and "a.gguf has no config.json" in (answer.error or "")
-    assert ask(running, "load", folder / "head2") is None
+    assert ask(running, "load", heads / "head2") is None
 
 
 def test_a_load_that_hangs_is_given_up_and_the_next_one_is_not(
     running: TinyEngine,
-    folder: Path,
+    heads: Path,
     monkeypatch: pytest.MonkeyPatch,
     made_tensors: list[weakref.ref[torch.Tensor]],
 ) -> None:
@@ -200,12 +188,12 @@ def test_a_load_that_hangs_is_given_up_and_the_next_one_is_not(
     with monkeypatch.context() as patch:
         patch.setattr(draft_exchange, "load_other", hang)
         patch.setattr(draft_swap, "_LOAD_SECONDS", 0.1)
-        answer = told(running, "load", folder / "head2").speculator
+        answer = told(running, "load", heads / "head2").speculator
         assert answer == SpeculatorChanged("the drafter was not loaded in 0.1 s and is given up")
     [hung] = [thread for thread in threading.enumerate() if thread.name == "load-drafter"]
     assert running.run(REQUESTS, max_tokens=5).drafted > 0
     assert hung.is_alive() and not running.engine.has_work()
-    assert ask(running, "try", folder / "head2") is None
+    assert ask(running, "try", heads / "head2") is None
     assert ask(running, "revert") is None
     released.set()
     hung.join(20)
