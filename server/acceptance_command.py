@@ -63,7 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start an engine with the drafter, measure, print; returns the exit status."""
+    from .bench_plot import check_folder
+
     given = vars(args)
+    check_folder("--json", args.json)
     temperatures = _temperatures(args.temperatures)
     for flag in ("max_tokens", "concurrency"):
         if given[flag] < 1:

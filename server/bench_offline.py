@@ -58,7 +58,7 @@ class Workload:
     def num_whole_runs(self, batch_size: int, speculates: bool) -> int:
         """Of `output_len` tokens. How many drafts are accepted is luck, which few requests do not
         even out."""
-        return self.num_iters * (max(1, -(-_EVEN // batch_size)) if speculates else 1)
+        return self.num_iters * (-(-_EVEN // batch_size) if speculates else 1)
 
     def num_runs(self, speculates: bool) -> int:
         """Batches that are run in all."""
@@ -338,7 +338,7 @@ def line(row: dict[str, Any]) -> str:
 def gains(runs: list[dict[str, Any]]) -> list[str]:
     """For each batch size, how much faster the last run is than the first; nothing for one run.
 
-    A difference that is no larger than what the iterations of both differ by is none.
+    A difference that is no larger than the spreads of both is none.
     """
     if len(runs) < 2:
         return []

@@ -106,6 +106,7 @@ async def test_no_reply_goes_on_after_the_measurement(failing: bool) -> None:
         (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
         (["--method", "eagle9"], "method"),
         (["--data", "none.jsonl"], "none.jsonl"),
+        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: its folder does not exist"),
     ],
 )
 def test_wrong_flags_are_one_sentence(

@@ -244,3 +244,11 @@ def test_a_key_that_lacks_or_is_wrong_names_the_flag(
     capsys.readouterr()
     assert main([*command, "1"]) == 0
     assert capsys.readouterr().err == "bench serve: 0 of 1 requests\nbench serve: 1 of 1 requests\n"
+
+
+@pytest.mark.parametrize("flags", [("--output", "/nowhere/x.json"), ("--plot", "/nowhere/x.png")])
+def test_what_cannot_be_written_is_told_before_anyone_is_asked(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *flags]) == 2
+    assert f"{flags[0]} {flags[1]}: its folder does not exist" in capsys.readouterr().err
