@@ -183,8 +183,9 @@ class DraftPlanner:
         num_reqs = len(plan.rows)
         scheduled = sum([row.num_draft_tokens for row in plan.rows])
         if sum([row.num_tokens for row in plan.rows]) == scheduled + num_reqs:
-            is_steady = max([row.num_draft_tokens for row in plan.rows]) == plan.num_drafts
-            self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, is_steady)
+            verified = max([row.num_draft_tokens for row in plan.rows])
+            steady = verified if verified == plan.num_drafts else None
+            self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, steady)
 
     def _log(self, plan: StepPlan, num_reqs: int) -> None:
         """One line when K has changed, unless there was one just now."""
@@ -224,15 +225,16 @@ def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
         counts = [count for count in spec.draft_counts if count < most] + counts
     watched = spec.watchdog and needs.watched and spec.synthetic_acceptance_rates is None
     trims = facts.device.startswith("cpu")
+    alone = config.parallel.data_parallel_size == 1
     controller = DraftController(
         counts,
         seats,
-        StepCosts(facts.step_seconds, most, is_trusted=not trims),
+        # Among ranks a step's time is the others', too, and decides nothing alone.
+        StepCosts(facts.step_seconds, most, is_trusted=not (trims and alone)),
         needs.per_request_drafts,
         Watchdog(spec.method) if watched else None,
     )
     learns = len(counts) > 1
-    alone = config.parallel.data_parallel_size == 1
     return DraftPlanner(
         controller, seats, needs.max_deferred_tokens, trims, learns=learns, may_defer=alone
     )

@@ -27,8 +27,9 @@ _MEMORY, _STRENGTH = 0.98, 16.0  # of a request's own acceptance
 # rows, but often: when drafts begin to pay, every step until it is noticed is lost.
 _PROBE_ROWS, _PROBE_SHARE = 6, 0.0075
 _MIN_GAP, _MAX_GAP = 16, 48
-# A K whose cost at this number of requests is a guess is tried, for so many steps every `_MIN_GAP`.
-_TRIAL_STEPS = 3
+# A K whose cost is a guess and that may pay is tried for so many steps, every `_MIN_GAP`, or more
+# seldom where such steps tell nothing: they hold prompts, say.
+_TRIAL_STEPS, _MAX_TRIAL_GAP = 3, 1024
 # Drafts that a probe led to were in vain if they end before so many steps: what was believed of
 # later positions, which a probe does not judge, was wrong. They, too, may cost as large a share.
 _LASTING = 48
@@ -142,7 +143,7 @@ class DraftController:
         seconds, tokens = self.costs.row(len(slots)), self.tokens(slots)
         speed = tokens / seconds  # [K + 1]
         allowed = self._choices[self._choices <= most]
-        if (tried := self._trials.next(self.costs, len(slots), allowed)) is not None:
+        if (tried := self._trials.next(self.costs, len(slots), tokens, allowed)) is not None:
             return Choice(tried, "probe")
         lost = float(seconds[1] / seconds[0] - tokens[1] / tokens[0])
         if self._current == 0 and self._probe.is_due(len(slots), lost):
@@ -210,22 +211,46 @@ class _Trials:
     never be chosen, and so never be put right."""
 
     def __init__(self) -> None:
-        self._waited, self._left, self._tried = 0, 0, 0
+        self._gap, self._waited, self._left, self._tried = _MIN_GAP, 0, 0, 0
+        self._num_learned = -1  # steps that told something, at the last trial
 
-    def next(self, costs: StepCosts, num_reqs: int, allowed: np.ndarray) -> int | None:
-        """The K that this step is to try, if any. Call once a step."""
+    def next(
+        self, costs: StepCosts, num_reqs: int, tokens: np.ndarray, allowed: np.ndarray
+    ) -> int | None:
+        """The K that this step is to try, if any; call once a step. tokens: [K + 1]."""
         if self._left and self._tried in allowed:
             self._left -= 1
             return self._tried
         self._left = 0
         self._waited += 1
-        if self._waited < _MIN_GAP:
+        if self._waited < self._gap:
             return None
-        guessed = [k for k in allowed.tolist() if not costs.is_certain(num_reqs, k)]
-        if not guessed:
+        tried = _first_that_may_pay(costs, num_reqs, tokens, allowed)
+        if tried is None:
             return None
-        self._waited, self._left, self._tried = 0, _TRIAL_STEPS - 1, guessed[0]
-        return self._tried
+        in_vain = costs.num_learned == self._num_learned
+        self._gap = min(2 * self._gap, _MAX_TRIAL_GAP) if in_vain else _MIN_GAP
+        self._num_learned = costs.num_learned
+        self._waited, self._left, self._tried = 0, _TRIAL_STEPS - 1, tried
+        return tried
+
+
+def _first_that_may_pay(
+    costs: StepCosts, num_reqs: int, tokens: np.ndarray, allowed: np.ndarray
+) -> int | None:
+    """The smallest K that is guessed and could be the best: it takes no less than fewer drafts.
+
+    tokens: [K + 1] that a step is expected to bring.
+    """
+    seconds = costs.row(num_reqs)
+    known = [int(k) for k in allowed if costs.is_certain(num_reqs, int(k))]
+    best = max([float(tokens[k] / seconds[k]) for k in known], default=0.0)
+    for k in allowed.tolist():
+        if k not in known:
+            least = max([float(seconds[j]) for j in known if j < k], default=0.0)
+            if not least or tokens[k] / least > _LEAST_GAIN * best:
+                return int(k)
+    return None
 
 
 class _Budget:

@@ -22,6 +22,7 @@ _SHARED = 0.3  # of that, what every other cell moves too: a longer context slow
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of requests that have cells of their own
 _OUTLIER = 0.2  # a step that differs by more (in logarithms) counts as differing by this
 _ENOUGH = 4  # real steps that decide what a cell takes whose measurement is no more than a guess
+_LAPSE = 0.25  # a cell that moved by more since (in logarithms) makes guesses of the others again
 
 
 def assumed_seconds(num_reqs: float, num_drafts: float) -> float:
@@ -46,8 +47,8 @@ class StepCosts:
     ) -> None:
         """`measured`: (N, K) -> seconds, any subset; empty means the assumption, scaled later.
 
-        Not `is_trusted`: it was measured beside other work, one step a cell perhaps, so that real
-        steps decide as soon as there are a few.
+        Not `is_trusted`: other work disturbs this machine and may come and go, so that what was
+        measured is a guess, which a few real steps decide.
         """
         sizes = sorted({size for size, _ in measured})
         self._known = bool(measured)
@@ -61,7 +62,9 @@ class StepCosts:
         self._seconds = np.array(rows)  # [sizes, K + 1]
         self._factors = np.zeros_like(self._seconds)  # logarithms, learned from real steps
         self._is_certain = np.full(self._seconds.shape, is_trusted)
-        self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)  # factors, till then
+        self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)  # factors of guesses
+        self._decided = np.full(self._seconds.shape, np.nan)  # the factors they got
+        self.num_learned = 0  # real steps that told something of a guess
 
     def row(self, num_reqs: int) -> np.ndarray:
         """Seconds of a step of N requests by number of drafts, [K + 1]."""
@@ -83,15 +86,16 @@ class StepCosts:
         return float(np.interp(num_drafts, np.arange(len(row)), row))
 
     def is_certain(self, num_reqs: int, num_drafts: int) -> bool:
-        """Whether real steps, or a measurement that can be trusted, say what such a step takes."""
+        """Whether real steps, or a measurement that is trusted, say what such a step takes."""
         return bool(self._is_certain[self._index(num_reqs), num_drafts])
 
     def refine(
-        self, num_reqs: int, num_drafts: float, seconds: float, is_steady: bool = True
+        self, num_reqs: int, num_drafts: float, seconds: float, steady: int | None = None
     ) -> None:
         """Take in how long a real step took; rare outliers change little.
 
-        Not `is_steady`: it made another number of drafts than it verified.
+        steady: the step's K if it made as many drafts as it verified; only such steps decide what
+        was guessed, as others have a part of each.
         """
         if seconds <= 0:
             return
@@ -101,32 +105,49 @@ class StepCosts:
             self._known = True
             return
         index = self._index(num_reqs)
-        cells = [(index, round(num_drafts))]
-        if index and num_reqs < self._sizes[index]:
-            cells.append((index - 1, round(num_drafts)))
-        guessed = [cell for cell in cells if not self._is_certain[cell]]
-        if guessed and is_steady:
+        rows = [index, index - 1] if index and num_reqs < self._sizes[index] else [index]
+        if steady is not None:
+            guessed = [(row, steady) for row in rows if not self._is_certain[row, steady]]
             for cell in guessed:
                 self._learn(cell, float(self._factors[cell]) + difference)
-            return
+            if guessed:
+                return
         step = _RATE * min(max(difference, -_OUTLIER), _OUTLIER)
-        self._factors += _SHARED * step
-        for cell in cells:
-            self._factors[cell] += (1 - _SHARED) * step
+        shared = np.where(self._is_certain, _SHARED * step, step)
+        for row in rows:
+            shared[row, round(num_drafts)] = step
+        self._factors += shared
+        for row in rows:
+            if self._is_certain[row, round(num_drafts)]:
+                self._check((row, round(num_drafts)))
 
     def _learn(self, cell: tuple[int, int], factor: float) -> None:
-        """A real step of a cell that was guessed asks for this factor.
+        """A real step of a cell that is a guess asks for this factor.
 
-        What is still guessed was measured in the same circumstances, so it moves along.
+        What is still a guess was measured in the same circumstances, so it moves along.
         """
+        self.num_learned += 1
         wanted = self._wanted[cell]
         wanted.append(factor)
         if len(wanted) < _ENOUGH:
             return
-        self._is_certain[cell] = True
         change = median_low(wanted) - self._factors[cell]
-        self._factors[cell] += change
+        wanted.clear()
         self._factors[~self._is_certain] += change
+        self._is_certain[cell] = True
+        self._decided[cell] = self._factors[cell]
+
+    def _check(self, cell: tuple[int, int]) -> None:
+        """Where a cell has moved far since it was decided, so have, unseen, the others."""
+        change = self._factors[cell] - self._decided[cell]
+        if not abs(change) > _LAPSE:  # it is not a number where all is trusted
+            return
+        self._decided[cell] = self._factors[cell]
+        others = self._is_certain.copy()
+        others[cell] = False
+        self._factors[others] += (1 - _SHARED) * change
+        self._is_certain[others] = False
+        self._wanted.clear()
 
     def _index(self, num_reqs: int) -> int:
         """The row of the smallest size that holds so many requests, or of the largest."""

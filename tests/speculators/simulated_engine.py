@@ -1,0 +1,132 @@
+"""A simulated engine around the controller: what steps cost is a table measured on an H100.
+
+The table: an 8B model with an EAGLE-3 head, milliseconds of a step by requests and by K.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from slipstream.speculators.controller import DraftController
+from slipstream.speculators.step_costs import StepCosts
+
+H100 = {
+    1: (5.22, 5.74, 6.03, 6.33),
+    8: (5.60, 5.94, 6.30, 6.63),
+    32: (6.02, 6.87, 7.32, 7.77),
+    64: (6.53, 7.53, 9.65, 9.74),
+    128: (7.77, 10.1, 13.2, 15.9),
+    256: (10.65, 16.3, 24.0, 30.1),
+}
+K = 3
+GOOD, FAIR, POOR = (0.8, 0.75, 0.7), (0.5, 0.45, 0.4), (0.06, 0.05, 0.05)
+Law = Callable[[float], tuple[float, ...]]  # share of the run -> chance of each position
+LAWS: dict[str, Law] = {
+    "good": lambda at: GOOD,
+    "fair": lambda at: FAIR,
+    "poor": lambda at: POOR,
+    "becomes poor": lambda at: GOOD if at < 0.5 else POOR,
+    "becomes good": lambda at: POOR if at < 0.5 else GOOD,
+    "goes up and down": lambda at: POOR if int(4 * at) % 2 else GOOD,
+}
+
+
+@functools.cache
+def true_seconds(num_reqs: int, num_drafts: float) -> float:
+    sizes = sorted(H100)
+    row = [np.interp(num_drafts, range(K + 1), H100[size]) for size in sizes]
+    return float(np.interp(num_reqs, sizes, row)) / 1000
+
+
+def measured(sizes: Sequence[int] = tuple(H100)) -> dict[tuple[int, int], float]:
+    return {(size, k): H100[size][k] / 1000 for size in sizes for k in range(K + 1)}
+
+
+def controller(num_reqs: int, costs: StepCosts | None = None) -> DraftController:
+    made = DraftController((1, 2, 3), num_reqs, costs or StepCosts(measured(), K))
+    for slot in range(num_reqs):
+        made.restart(slot, None, greedy=True)
+    return made
+
+
+@dataclass
+class Run:
+    """What a simulated run came to."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    chosen: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    speeds: list[float] = field(default_factory=list)  # tokens per second of every step
+
+    @property
+    def speed(self) -> float:
+        return self.tokens / self.seconds
+
+    def num_changes(self) -> int:
+        """Changes of K that were no probes."""
+        kept = [k for k, why in zip(self.chosen, self.reasons, strict=True) if why != "probe"]
+        return sum(a != b for a, b in zip(kept, kept[1:], strict=False))
+
+
+def fixed_speed(law: Law, num_reqs: int, k: int, num_steps: int) -> float:
+    """Tokens per second that a fixed K comes to on the average."""
+    laws = Counter(law(step / num_steps) for step in range(num_steps))
+    tokens = sum(
+        times * (1 + sum(np.prod(chances[: j + 1]) for j in range(k)))
+        for chances, times in laws.items()
+    )
+    return float(num_reqs * tokens / (num_steps * true_seconds(num_reqs, k)))
+
+
+@dataclass
+class Traffic:
+    """What a simulated run meets beside uniform decode steps."""
+
+    caps: Sequence[int] | None = None  # by request, the drafts that it takes at most
+    most_real: int = K  # a grammar cuts those behind
+    has_prompts: bool = False  # in every step, so that none tells a cost
+    slowed: Callable[[int], float] = lambda step: 1.0  # by other work
+
+
+def simulate(
+    law: Law,
+    num_reqs: int,
+    chooser: DraftController,
+    num_steps: int,
+    traffic: Traffic | None = None,
+) -> Run:
+    """Two steps in flight: the K of a step is chosen before the step before has landed."""
+    random, traffic = np.random.default_rng(num_reqs), traffic or Traffic()
+    slots, caps = list(range(num_reqs)), np.array(traffic.caps or [K] * num_reqs)
+    for slot, cap in enumerate(traffic.caps or ()):
+        chooser.restart(slot, cap, greedy=True)
+    run, landing, k = Run(), [], 0
+    for step in range(num_steps):
+        choice = chooser.choose(slots)
+        scheduled = np.minimum(k, caps)
+        real = np.minimum(scheduled, traffic.most_real)
+        right = random.random((num_reqs, K)) < law(step / num_steps)
+        accepted = np.minimum(np.cumprod(right, axis=1).sum(1), real)
+        took = true_seconds(num_reqs, float(real.mean())) * traffic.slowed(step)
+        run.tokens += num_reqs + accepted.sum()
+        run.seconds += took
+        run.chosen.append(choice.num_drafts)
+        run.reasons.append(choice.reason)
+        run.speeds.append((num_reqs + accepted.sum()) / took)
+        noisy = took * np.exp(random.normal(0, 0.02)) * (5 if random.random() < 0.01 else 1)
+        most = int(scheduled.max())
+        steady = most if most == choice.num_drafts else None
+        landing.append((real, accepted.tolist(), noisy, steady))
+        if len(landing) == 2:
+            verified, brought, noted, steady = landing.pop(0)
+            chooser.observe(slots, verified.tolist(), brought)
+            if not traffic.has_prompts:
+                chooser.costs.refine(num_reqs, float(verified.mean()), noted, steady)
+        k = choice.num_drafts
+    return run
