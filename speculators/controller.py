@@ -218,6 +218,8 @@ class _Trials:
         self, costs: StepCosts, num_reqs: int, tokens: np.ndarray, allowed: np.ndarray
     ) -> int | None:
         """The K that this step is to try, if any; call once a step. tokens: [K + 1]."""
+        if costs.is_trusted:
+            return None
         if self._left and self._tried in allowed:
             self._left -= 1
             return self._tried

@@ -61,6 +61,7 @@ class StepCosts:
         self._sizes = sizes
         self._seconds = np.array(rows)  # [sizes, K + 1]
         self._factors = np.zeros_like(self._seconds)  # logarithms, learned from real steps
+        self.is_trusted = is_trusted
         self._is_certain = np.full(self._seconds.shape, is_trusted)
         self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)  # factors of guesses
         self._decided = np.full(self._seconds.shape, np.nan)  # the factors they got
