@@ -83,11 +83,18 @@ def parse_json(data: bytes) -> Any:
     except RecursionError:
         raise MalformedBody("it is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        why = _LONE_SURROGATE if _has_lone_surrogate(data) else str(error).rstrip(".")
-        raise MalformedBody(why) from None
+        raise MalformedBody(_why_malformed(data, error)) from None
     if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _too_deep(value):
         raise MalformedBody(f"it is nested more than {MAX_DEPTH} levels deep")
     return value
+
+
+def _why_malformed(data: bytes, error: Exception) -> str:
+    try:
+        data.decode()
+    except UnicodeDecodeError as bad:  # msgspec counts from the beginning of a string
+        return f"it is not UTF-8: byte 0x{data[bad.start]:02x} in position {bad.start}"
+    return _LONE_SURROGATE if _has_lone_surrogate(data) else str(error).rstrip(".")
 
 
 def _has_lone_surrogate(data: bytes) -> bool:

@@ -65,6 +65,7 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._head_since: float | None = None  # the client owes the rest of a head since then
         self._head_bytes = 0  # of packets that held nothing but a part of this head
+        self._is_head_too_large = False
         self._unread: tuple[int, float] | None = None  # bytes that wait for the client, since when
         self._late_since: float | None = None  # a body still comes though the reply has gone out
         self._running: RequestResponseCycle | None = None  # of pipelined ones: the one being served
@@ -96,7 +97,8 @@ class Connection(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserError:
-            self._refuse(MalformedRequest())
+            too_large = self._is_head_too_large
+            self._refuse(HeadTooLarge(MAX_HEAD_BYTES) if too_large else MalformedRequest())
             return
         if self._head_since is None or self._head_since != began:
             return
@@ -114,6 +116,10 @@ class Connection(HttpToolsProtocol):
         """A request's head is there."""
         self._head_since = None
         self._head_bytes = 0
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:  # in a packet or two, which nobody counted
+            self._is_head_too_large = True
+            raise ValueError("the head is too large")  # the parser ends with an error of its own
         if not self.parser.should_upgrade():  # else `_feed` brings it again, without the offer
             super().on_headers_complete()
 

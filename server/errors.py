@@ -314,7 +314,9 @@ def invalid_value(error: ValidationError, body: object, prefix: str = "") -> Inv
         )
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")
-    return InvalidRequest(f"Invalid value for '{param}': {reason}.", param or None, code)
+    if not param:  # several parameters are at fault together
+        return InvalidRequest(f"Invalid request: {reason}.", None, code)
+    return InvalidRequest(f"Invalid value for '{param}': {reason}.", param, code)
 
 
 def parameter_name(loc: Sequence[str | int], body: object, missing: bool = False) -> str:

@@ -133,10 +133,22 @@ def _places(schema: Schema) -> Iterator[tuple[Any, Any]]:
 
 def _rewritten(given: Schema, strict: bool) -> Schema:
     schema = dict(given)
+    _unwrap_all_of_one(schema, strict)
     for rewrite in (_drop_unenforced, _merge_choosers, _filter_enum, _infer_type, _open_objects):
         rewrite(schema, strict)
     _spell_dates(schema)
     return schema
+
+
+def _unwrap_all_of_one(schema: Schema, strict: bool) -> None:
+    """What stands in an allOf of one is said beside it, where everything else looks."""
+    while isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
+        branch = schema.pop("allOf")[0]
+        if branch is False:
+            raise SchemaError("no value satisfies the schema false")
+        if branch is not True:
+            shared = {name: value for name, value in schema.items() if name not in _NOTES}
+            schema.update(_merged(shared, branch, strict))
 
 
 def _refuse(schema: Schema, names: set[str], why: str, strict: bool) -> None:
@@ -150,6 +162,9 @@ def _drop_unenforced(schema: Schema, strict: bool) -> None:
     found = {name for name in _UNENFORCED & schema.keys() if schema[name] is not False}
     if found:
         _refuse(schema, found, "cannot be enforced", strict)
+    target = schema.get("$ref", "#")
+    if target != "#" and not target.startswith("#/"):  # check_shape has seen that it is text
+        _refuse(schema, {"$ref"}, f"leads out of this schema, to {target[:100]!r}", strict)
     lengths = {"minLength", "maxLength"} & schema.keys()
     shape = {"pattern", "format"} & schema.keys()
     if lengths and shape:
@@ -159,8 +174,6 @@ def _drop_unenforced(schema: Schema, strict: bool) -> None:
 
 def _merge_choosers(schema: Schema, strict: bool) -> None:
     """The compiler looks at one chooser alone: move what stands beside it into the branches."""
-    if isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
-        _merge_into(schema, schema.pop("allOf")[0], strict)
     choosers = [name for name in _CHOOSERS if name in schema]
     beside = schema.keys() - _NOTES - set(choosers)
     if len(choosers) > 1:
@@ -176,10 +189,6 @@ def _merge_choosers(schema: Schema, strict: bool) -> None:
             raise SchemaError(f"nothing satisfies any schema of {chooser!r}")
     elif chooser == "$ref" and beside:
         _refuse(schema, beside, "cannot be enforced beside '$ref'", strict)
-
-
-def _merge_into(schema: Schema, branch: Any, strict: bool) -> None:
-    schema.update(_merged({k: v for k, v in schema.items() if k not in _NOTES}, branch, strict))
 
 
 def _merged(shared: Schema, branch: Any, strict: bool) -> Any:

@@ -120,7 +120,9 @@ class ChatCompletionRequest(GenerationBody):
     functions: list[FunctionDefinition] | None = Field(None, min_length=1, max_length=1024)
     function_call: Literal["none", "auto"] | FunctionName | None = None
     include_reasoning: bool | None = None
-    reasoning_effort: str | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
+        None
+    )
     verbosity: str | None = None
     modalities: list[Literal["text"]] | None = None
 

@@ -134,6 +134,7 @@ CHATS: list[tuple[dict[str, Any], str]] = [
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
     ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"modalities": ["audio"]}, "modalities[0]"),
+    ({"reasoning_effort": "extreme"}, "reasoning_effort"),
 ]  # fmt: skip
 
 
@@ -173,6 +174,22 @@ async def test_wrong_value_is_a_400_that_names_it(
 async def test_malformed_body_is_a_400(data: bytes) -> None:
     async with http_client(make_app(ScriptedEngine())) as client:
         error_of(await client.post(TEXT, content=data), 400)
+
+
+async def test_a_byte_that_is_no_utf8_is_named_where_it_stands() -> None:
+    body = b'{"model": "tiny", "prompt": "long enough \xff"}'
+    async with http_client(make_app(ScriptedEngine())) as client:
+        message = error_of(await client.post(TEXT, content=body), 400)["message"]
+    assert f"byte 0xff in position {body.index(0xFF)}" in message
+
+
+async def test_parameters_that_are_wrong_together_are_told_without_a_name() -> None:
+    async with http_client(make_app(ScriptedEngine())) as client:
+        error = error_of(await client.post("/tokenize", json={}), 400)
+    assert error["param"] is None
+    assert error["message"] == (
+        "Invalid request: exactly one of 'prompt' and 'messages' is needed."
+    )
 
 
 async def test_other_media_types_are_refused() -> None:

@@ -234,6 +234,25 @@ async def test_endless_headers_are_a_431() -> None:
         assert (await refused(reader, 431))["code"] == "headers_too_large"
 
 
+@pytest.mark.parametrize("packets", [1, 2, 3])
+@pytest.mark.parametrize(("excess", "status"), [(-100, 200), (1, 431)])
+async def test_the_size_of_headers_counts_however_they_come(
+    packets: int, excess: int, status: int
+) -> None:
+    head = b"GET /health HTTP/1.1\r\nHost: x\r\nX: "
+    value = b"y" * (MAX_HEAD_BYTES - len("/healthHostxX") - 8 + excess)
+    text = head + value + b"\r\n\r\n"
+    async with serving() as connect:
+        reader, writer = await connect()
+        for part in range(packets):
+            writer.write(text[part * len(text) // packets : (part + 1) * len(text) // packets])
+            await writer.drain()
+            await asyncio.sleep(0.05)
+        line = await asyncio.wait_for(reader.readline(), 5)
+        assert int(line.split()[1]) == status
+        writer.close()
+
+
 @pytest.mark.parametrize(
     "sent",
     [

@@ -98,6 +98,13 @@ def test_a_schema_admits_what_it_says_and_no_more(
         ({"enum": ["a"], "maxLength": 3}, "'maxLength'"),
         ({"anyOf": [STR, INT], "enum": ["a"]}, "'anyOf'"),
         ({"type": "string", "minLength": 1, "anyOf": [{"minLength": 2}]}, "'minLength'"),
+        ({"$ref": "http://example.com/a.json"}, "leads out of this schema"),
+        (an_object(properties={"a": {"$ref": "b.json"}}), "leads out of this schema"),
+        ({"type": "array", "items": {"$ref": "#anchor"}}, "leads out of this schema"),
+        ({"allOf": [{"$ref": "b.json"}]}, "leads out of this schema"),
+        ({"allOf": [{"not": STR}]}, "'not'"),
+        ({"allOf": [{"allOf": [{"uniqueItems": True, "type": "array"}]}]}, "'uniqueItems'"),
+        ({"type": "string", "pattern": "^a+$", "allOf": [{"maxLength": 3}]}, "'maxLength'"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused_or_without_a_promise_left_out(
@@ -115,6 +122,7 @@ def test_what_cannot_be_enforced_is_refused_or_without_a_promise_left_out(
         False,
         {"enum": ["a"], "type": "integer"},
         {"const": None, "type": "string"},
+        {"allOf": [False]},
         {"type": "string", "anyOf": [{"const": 1}, False]},
         {"type": "nothing", "const": 1},
         an_object(required=["b"], additionalProperties=False),
