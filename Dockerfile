@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # Two images: `docker build --target cpu .` (the default) and `docker build --target cuda .`
-# Both run as user 10001, listen on port 8000 and keep downloaded models in the volume /data.
+# Both run as user 10001, listen on port 8000 (or on --port) and keep downloaded models in the volume /data.
 ARG CPU_BASE=docker.io/library/debian:bookworm-slim
 ARG CUDA_BASE=docker.io/nvidia/cuda:13.0.0-runtime-ubuntu24.04
 
@@ -82,8 +82,9 @@ WORKDIR /data
 VOLUME /data
 EXPOSE 8000
 STOPSIGNAL SIGTERM
+# Asks where a process of this container listens, be it by SLIPSTREAM_PORT or --port.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-  CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['SLIPSTREAM_PORT']), timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
+  CMD ["python", "-c", "import http.client, psutil, sys; at = next(s.laddr for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN'); c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["slipstream"]
 CMD ["serve"]
 
@@ -99,7 +100,8 @@ WORKDIR /data
 VOLUME /data
 EXPOSE 8000
 STOPSIGNAL SIGTERM
+# As above.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
-  CMD ["python", "-c", "import http.client, os, sys; c = http.client.HTTPConnection('127.0.0.1', int(os.environ['SLIPSTREAM_PORT']), timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
+  CMD ["python", "-c", "import http.client, psutil, sys; at = next(s.laddr for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN'); c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["slipstream"]
 CMD ["serve"]

@@ -6,6 +6,7 @@ import json
 import os
 import re
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from .options import ConfigError, all_options, did_you_mean
 from .paths import PathError, local_path, shown
@@ -83,8 +84,58 @@ def _check_server(config: Config) -> None:
         path = getattr(server, name)
         if path is not None and not os.path.isfile(path):
             _fail(name, shown(path)[1:-1], "there is no such file")
+        if path is not None and not os.access(path, os.R_OK):
+            _fail(name, shown(path)[1:-1], "cannot be read: permission denied")
     if (server.ssl_keyfile is None) != (server.ssl_certfile is None):
         raise ConfigError("--ssl-keyfile and --ssl-certfile must be given together")
+    if server.ssl_keyfile is not None and server.ssl_certfile is not None:
+        _check_tls(server.ssl_keyfile, server.ssl_certfile)
+    endpoint = server.otlp_traces_endpoint
+    if endpoint is not None and not _is_http_url(endpoint):
+        rule = "must be a URL, such as http://localhost:4318/v1/traces"
+        _fail("otlp_traces_endpoint", repr(endpoint), rule)
+
+
+def _check_tls(keyfile: str, certfile: str) -> None:
+    """Load the pair as the server will."""
+    import ssl
+
+    asked = False
+
+    def password() -> str:
+        nonlocal asked
+        asked = True  # else OpenSSL would ask at the terminal, and again when the server starts
+        return ""
+
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(certfile, keyfile, password)
+    except OSError as error:  # ssl.SSLError is one
+        key, cert = shown(keyfile)[1:-1], shown(certfile)[1:-1]
+        if asked:
+            _fail("ssl_keyfile", key, "is encrypted, and a server cannot ask for its password")
+        reason = getattr(error, "reason", None) or ""
+        if reason == "KEY_VALUES_MISMATCH":
+            raise ConfigError(
+                f"--ssl-keyfile {key} is not the key of the certificate --ssl-certfile {cert}"
+            ) from None
+        try:
+            context.load_verify_locations(certfile)
+        except OSError:
+            _fail("ssl_certfile", cert, "is no certificate in PEM form")
+        why = reason.lower().replace("_", " ") or "is it a key in PEM form?"
+        raise ConfigError(
+            f"--ssl-keyfile {key} cannot be used with --ssl-certfile {cert} ({why})"
+        ) from None
+
+
+def _is_http_url(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+        known = url.scheme in ("http", "https") and url.port != 0
+    except ValueError:  # half an IPv6 address, or a port that is no number
+        return False
+    return known and bool(url.hostname) and not re.search(r"\s", text)
 
 
 def _check_model(config: Config) -> None:

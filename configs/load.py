@@ -137,7 +137,7 @@ def load_config(
         merged = own
     if merged.get("tokenizer"):
         merged["tokenizer"] = preset_model(merged["tokenizer"])
-    merged.setdefault("served_model_name", (model,))
+    merged["served_model_name"] = merged.get("served_model_name") or (model,)
     return check(_build(merged))
 
 

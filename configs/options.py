@@ -21,6 +21,7 @@ from .schema import Config, SpeculativeConfig
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}
 _SUFFIXES = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_WITHOUT = {"api_key": " to serve without a key", "admin_api_key": " to keep /v1/speculator off"}
 _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -104,6 +105,8 @@ def read_text(option: Option, label: str, text: str) -> Any:
     """A flag's or variable's value. Tuples are comma separated, `8k` is 8000 and `8K` is 8192."""
     if option.many:
         parts = [part.strip() for part in text.split(",") if part.strip()]
+        if not parts:  # a shell's unset variable must not open a server: --api-key "$KEY"
+            raise _empty(option, label)
         return tuple(_checked(option, label, part, _parse(option.kind, part)) for part in parts)
     return _checked(option, label, text, _parse(option.kind, text))
 
@@ -114,10 +117,16 @@ def read_value(option: Option, label: str, value: Any) -> Any:
         return None
     if option.many:
         values = value if isinstance(value, list) else [value]
+        if any(isinstance(v, str) and not v.strip() for v in values):
+            raise _empty(option, label)
         return tuple(_checked(option, label, v, _exact(option.kind, v)) for v in values)
     if option.kind is str and isinstance(value, dict):  # an object where the flag takes JSON text
         return json.dumps(value)
     return _checked(option, label, value, _exact(option.kind, value))
+
+
+def _empty(option: Option, label: str) -> ConfigError:
+    return ConfigError(f"{label} is empty; leave it out{_WITHOUT.get(option.name, '')}")
 
 
 def _checked(option: Option, label: str, given: Any, value: Any) -> Any:

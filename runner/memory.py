@@ -21,11 +21,13 @@ CPU_CACHE_BYTES = 1 << 30
 class NoKVMemory(RunnerError):
     """The KV cache would hold less than one request."""
 
-    def __init__(self, available: int, needed: int) -> None:
+    def __init__(self, available: int, needed: int, share_counts: bool) -> None:
+        raising = "--gpu-memory-utilization or --kv-cache-memory-bytes, or"
+        if not share_counts:
+            raising = "--kv-cache-memory-bytes or"
         super().__init__(
             f"{max(0, available) / 2**20:.0f} MiB are left for the KV cache, but one request of "
-            f"max_model_len needs {needed / 2**20:.0f} MiB: raise --gpu-memory-utilization or "
-            "--kv-cache-memory-bytes, or lower --max-model-len"
+            f"max_model_len needs {needed / 2**20:.0f} MiB: raise {raising} lower --max-model-len"
         )
 
 
@@ -74,6 +76,7 @@ def kv_cache_bytes(
 
 def num_kv_blocks(
     config: CacheConfig,
+    device: torch.device,
     memory_bytes: int,
     groups: Sequence[KVCacheGroup],
     dtype: torch.dtype,
@@ -90,7 +93,8 @@ def num_kv_blocks(
     blocks = num_blocks_for(memory_bytes, groups, size, dtype)
     needed = -(-max_model_len // size) + 1
     if blocks < needed:
-        raise NoKVMemory(memory_bytes, needed * block_bytes(groups, size, dtype))
+        share_counts = device.type == "cuda" and config.kv_cache_memory_bytes is None
+        raise NoKVMemory(memory_bytes, needed * block_bytes(groups, size, dtype), share_counts)
     return min(blocks, max(needed, -(-max_tokens // size) + 1))
 
 
@@ -107,4 +111,4 @@ def refuse_early(
     """
     if config.kv_cache_memory_bytes is not None or device.type != "cuda":
         known = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
-        num_kv_blocks(config, known, groups, dtype, max_model_len, max_model_len)
+        num_kv_blocks(config, device, known, groups, dtype, max_model_len, max_model_len)

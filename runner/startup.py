@@ -310,7 +310,7 @@ class Assembly:
         )
         available = self._kv_cache_bytes(profile)
         num_blocks = num_kv_blocks(
-            self.config.cache, available, groups, dtype, self.max_model_len,
+            self.config.cache, self.device, available, groups, dtype, self.max_model_len,
             self.max_num_reqs * self.max_model_len,
         )  # fmt: skip
         return KVCache(groups, num_blocks, size, dtype, self.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import errno
 import gc
 import logging
 import os
@@ -74,9 +75,10 @@ def bind(server: ServerConfig) -> socket.socket:
         family, kind, proto, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except OSError as error:
-        raise LaunchError(f"--host {server.host} is not an address: {error.strerror}") from None
-    listener = socket.socket(family, kind, proto)
+        listener = socket.socket(family, kind, proto)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name could be so
+        why = getattr(error, "strerror", None) or "no name of a host is like that"
+        raise LaunchError(f"--host {server.host} is not an address: {why}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if unsent := getattr(socket, "TCP_NOTSENT_LOWAT", None):
@@ -92,6 +94,8 @@ def bind(server: ServerConfig) -> socket.socket:
 
 def _unusable(server: ServerConfig, error: OSError) -> LaunchError:
     why = (error.strerror or str(error)).lower()
+    if error.errno == errno.EADDRNOTAVAIL:
+        return LaunchError(f"--host {server.host} is no address of this machine ({why})")
     where = f"port {server.port} on {server.host}"
     return LaunchError(f"{where} cannot be used ({why}): choose another with --port")
 

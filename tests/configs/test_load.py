@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +185,22 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
         (["--metrics-prefix", "a-b"], "--metrics-prefix a-b"),
         (["--ssl-keyfile", "/no/such"], "--ssl-keyfile /no/such: there is no such file"),
         (["--ssl-keyfile", __file__], "given together"),
+        (
+            ["--ssl-keyfile", __file__, "--ssl-certfile", __file__],
+            "--ssl-certfile /.*test_load.py: is no certificate in PEM form",
+        ),
+        (["--api-key", ""], "^--api-key is empty; leave it out to serve without a key$"),
+        (["--api-key", "a", "--api-key", " "], "^--api-key is empty; leave it out to serve"),
+        (["--admin-api-key", ""], "^--admin-api-key is empty; leave it out to keep /v1/speculator"),
+        (["--served-model-name", ","], "^--served-model-name is empty; leave it out$"),
+        (["--otlp-traces-endpoint", "foo"], "--otlp-traces-endpoint 'foo': must be a URL, such as"),
+        (["--otlp-traces-endpoint", ""], "--otlp-traces-endpoint '': must be a URL"),
+        (["--otlp-traces-endpoint", "localhost:4318"], "'localhost:4318': must be a URL"),
+        (["--otlp-traces-endpoint", "grpc://a:4317"], "'grpc://a:4317': must be a URL"),
+        (["--otlp-traces-endpoint", "http://"], "'http://': must be a URL"),
+        (["--otlp-traces-endpoint", "http://a:port/"], "'http://a:port/': must be a URL"),
+        (["--otlp-traces-endpoint", "http://[::1"], "must be a URL"),
+        (["--otlp-traces-endpoint", "http://a b/"], "'http://a b/': must be a URL"),
         (["--chat-template", "/no/such"], "--chat-template /no/such"),
         (["--root-path", "api"], "--root-path api: must start with /"),
         (["--hf-overrides", "[1]"], r"--hf-overrides \[1\]: must be a JSON object"),
@@ -214,6 +232,9 @@ def test_errors_name_flag_and_value(arguments: list[str], words: str) -> None:
         ("access_log: 1", "must be true or false, not 1"),
         ("port:", "must be an integer, not None"),
         ("api_key: [[1]]", "must be a list, each text"),
+        ("api_key: ''", "api_key in .*my.yaml is empty; leave it out to serve without a key"),
+        ("api_key: [a, '']", "api_key in .*my.yaml is empty"),
+        ("otlp_traces_endpoint: foo", "--otlp-traces-endpoint 'foo': must be a URL"),
         ("- port", "must hold one name: value a line"),
         ("a: b: c", "this is not YAML in line 1"),
         ("speculative_config: {method: ngrm}", "did you mean ngram"),
@@ -227,6 +248,66 @@ def test_errors_name_file_and_key(tmp_path: Path, text: str, words: str) -> None
 def test_errors_name_the_variable() -> None:
     with pytest.raises(ConfigError, match="SLIPSTREAM_PORT must be an integer, not 'x'"):
         load(SLIPSTREAM_PORT="x")
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint 'foo': must be a URL"):
+        load(SLIPSTREAM_OTLP_TRACES_ENDPOINT="foo")
+    with pytest.raises(ConfigError, match="SLIPSTREAM_API_KEY is empty; leave it out"):
+        load(SLIPSTREAM_API_KEY=",")  # "$ONE,$OTHER" of two that are not set
+
+
+def test_an_empty_variable_and_an_empty_list_are_no_value(tmp_path: Path) -> None:
+    config = load(SLIPSTREAM_API_KEY="", SLIPSTREAM_OTLP_TRACES_ENDPOINT="", SLIPSTREAM_PORT="")
+    assert config.server.api_key == () and config.server.otlp_traces_endpoint is None
+    file = yaml_file(tmp_path, "api_key: []\nserved_model_name: []\n")
+    config = load("--config", file)
+    assert config.server.api_key == () and config.server.served_model_name == ("smollm2-135m",)
+
+
+@pytest.mark.parametrize("url", ["http://localhost:4318/v1/traces", "https://u:p@[::1]/v1/traces"])
+def test_an_http_url_takes_traces(url: str) -> None:
+    assert load("--otlp-traces-endpoint", url).server.otlp_traces_endpoint == url
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> Path:
+    """A folder with key.pem, its cert.pem, other.pem (a key) and locked.pem (key, encrypted)."""
+    make = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    lock = ["openssl", "ec", "-in", "key.pem", "-aes256", "-passout", "pass:secret", "-out"]
+    for command in (
+        [*make, "-nodes", "-subj", "/CN=a", "-keyout", "other.pem", "-out", "unused.pem"],
+        [*make, "-nodes", "-subj", "/CN=b", "-keyout", "key.pem", "-out", "cert.pem"],
+        [*lock, "locked.pem"],
+    ):
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+    return tmp_path
+
+
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl is not installed (Debian: openssl)"
+)
+
+
+@needs_openssl
+def test_a_key_and_its_certificate_are_taken(tls: Path) -> None:
+    pair = ("--ssl-keyfile", str(tls / "key.pem"), "--ssl-certfile", str(tls / "cert.pem"))
+    assert load(*pair).server.ssl_keyfile == pair[1]
+
+
+@needs_openssl
+@pytest.mark.parametrize(
+    ("key", "cert", "words"),
+    [
+        ("other.pem", "cert.pem", "--ssl-keyfile .*other.pem is not the key of the certificate"),
+        ("locked.pem", "cert.pem", "--ssl-keyfile .*locked.pem: is encrypted, and a server cannot"),
+        ("cert.pem", "cert.pem", "--ssl-keyfile .*cert.pem cannot be used with --ssl-certfile"),
+        ("key.pem", "key.pem", "--ssl-certfile .*key.pem: is no certificate in PEM form"),
+    ],
+)
+def test_tls_files_that_cannot_serve_are_refused(
+    tls: Path, key: str, cert: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        load("--ssl-keyfile", str(tls / key), "--ssl-certfile", str(tls / cert))
+    assert "\n" not in str(caught.value)
 
 
 def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:

@@ -82,9 +82,9 @@ import json, sys
 print("\n".join(json.load(open(sys.argv[1]))["Docker"]["config"]["Env"]))
 PYTHON
 mapfile -t environment < "$work/environment"
-inside=(env -i "${environment[@]}" "SLIPSTREAM_PORT=$port" HOME=/data
+inside=(env -i "${environment[@]}" HOME=/data
   chroot --userspec=10001:10001 "$mount" /usr/bin/env --chdir=/data)
-"${inside[@]}" slipstream serve > "$work/server.log" 2>&1 &
+"${inside[@]}" slipstream serve --port "$port" > "$work/server.log" 2>&1 &
 server=$!
 for _ in $(seq 180); do
   curl --silent --fail --output /dev/null "http://127.0.0.1:$port/ready" && break

@@ -7,10 +7,14 @@ import json
 import re
 import shlex
 import shutil
+import socket
 import subprocess
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -111,6 +115,50 @@ def test_an_image_runs_as_a_user_and_reports_its_health(name: str) -> None:
     assert found["STOPSIGNAL"] == "SIGTERM"
     order = [instruction for instruction, _ in steps]
     assert order.index("COPY") < order.index("USER")  # the code belongs to root
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+@pytest.mark.parametrize(("status", "unhealthy"), [(200, False), (503, True)])
+def test_the_health_check_finds_the_port_that_the_server_listens_on(
+    name: str, status: int, unhealthy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Ready(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(status)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    check = json.loads(dict(stages()[name][1])["HEALTHCHECK"].partition("CMD ")[2])
+    with HTTPServer(("0.0.0.0", 0), Ready) as server, socket.socket() as another:
+        another.bind(("127.0.0.1", 0))
+        another.listen()  # of another container on the host's network: its process is not seen
+        find, ports = psutil.net_connections, (server.server_port, another.getsockname()[1])
+
+        def in_a_container(kind: str) -> list[Any]:
+            ours = [found for found in find(kind) if found.laddr and found.laddr.port in ports]
+            ours.sort(key=lambda found: found.laddr.port == server.server_port)
+            return [
+                found if found.laddr.port == server.server_port else found._replace(pid=None)
+                for found in ours
+            ]
+
+        monkeypatch.setattr(psutil, "net_connections", in_a_container)
+        monkeypatch.setenv("SLIPSTREAM_PORT", "1")
+        serving = threading.Thread(target=server.handle_request)
+        serving.start()
+        try:
+            with pytest.raises(SystemExit) as end:
+                exec(check[-1], {})
+        finally:
+            if not asked:  # a check that went elsewhere
+                socket.create_connection(("127.0.0.1", server.server_port)).close()
+            serving.join(5)
+    assert asked == ["/ready"] and end.value.code == unhealthy
 
 
 def bind_mounts(service: dict[str, Any]) -> dict[str, str]:

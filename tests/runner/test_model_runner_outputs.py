@@ -266,7 +266,7 @@ def test_a_cache_too_small_for_one_request_is_refused_before_weights_load(
     heads = {"num_attention_heads": 4, "intermediate_size": 48, "max_position_embeddings": 256}
     (tmp_path / "config.json").write_text(json.dumps(config | heads))
     monkeypatch.setattr("slipstream.runner.load_target.load_weights", None)  # would raise TypeError
-    with pytest.raises(NoKVMemory, match="or lower --max-model-len"):
+    with pytest.raises(NoKVMemory, match="raise --kv-cache-memory-bytes or lower --max-model-len"):
         build_model_runner(
             Config(
                 model=ModelConfig(str(tmp_path), device="cpu"),

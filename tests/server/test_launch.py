@@ -287,9 +287,19 @@ def test_busy_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_unknown_host_is_one_sentence() -> None:
-    with pytest.raises(LaunchError, match="--host no.such.host.invalid is not an address"):
-        bind(ServerConfig(host="no.such.host.invalid"))
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("no.such.host.invalid", "--host no.such.host.invalid is not an address: "),
+        ("a..b", "--host a..b is not an address: "),
+        ("x" * 70, "--host x+ is not an address: "),
+        ("192.0.2.1", "--host 192.0.2.1 is no address of this machine "),  # of documents only
+    ],
+)
+def test_a_host_that_is_not_here_is_one_sentence(host: str, words: str) -> None:
+    with pytest.raises(LaunchError, match=words) as caught:
+        bind(ServerConfig(host=host))
+    assert "--port" not in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_failing_worker_is_one_sentence_and_status_1(capsys: pytest.CaptureFixture[str]) -> None:
