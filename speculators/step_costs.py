@@ -22,7 +22,7 @@ _SHARED = 0.3  # of that, what every other cell moves too: a longer context slow
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of requests that have cells of their own
 _OUTLIER = 0.2  # a step that differs by more (in logarithms) counts as differing by this
 _ENOUGH = 4  # real steps that decide what a cell takes whose measurement is no more than a guess
-_LAPSE = 0.25  # a cell that moved by more since (in logarithms) makes guesses of the others again
+_LAPSE = 0.4  # a cell that moved by more since (in logarithms) makes guesses of the others again
 
 
 def assumed_seconds(num_reqs: float, num_drafts: float) -> float:
