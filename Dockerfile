@@ -82,9 +82,9 @@ WORKDIR /data
 VOLUME /data
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# Asks where a process of this container listens, be it by SLIPSTREAM_PORT or --port.
+# Asks where the first process of this container that listens does so, be it by SLIPSTREAM_PORT or --port; workers come after it.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
-  CMD ["python", "-c", "import http.client, psutil, sys; at = next(s.laddr for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN'); c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
+  CMD ["python", "-c", "import http.client, psutil, sys; at = min((s.pid, s.laddr) for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN')[1]; c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["slipstream"]
 CMD ["serve"]
 
@@ -102,6 +102,6 @@ EXPOSE 8000
 STOPSIGNAL SIGTERM
 # As above.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
-  CMD ["python", "-c", "import http.client, psutil, sys; at = next(s.laddr for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN'); c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
+  CMD ["python", "-c", "import http.client, psutil, sys; at = min((s.pid, s.laddr) for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN')[1]; c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["slipstream"]
 CMD ["serve"]

@@ -136,16 +136,14 @@ def test_the_health_check_finds_the_port_that_the_server_listens_on(
     check = json.loads(dict(stages()[name][1])["HEALTHCHECK"].partition("CMD ")[2])
     with HTTPServer(("0.0.0.0", 0), Ready) as server, socket.socket() as another:
         another.bind(("127.0.0.1", 0))
-        another.listen()  # of another container on the host's network: its process is not seen
+        another.listen()  # of a worker; or of another container, whose process is not seen
         find, ports = psutil.net_connections, (server.server_port, another.getsockname()[1])
 
         def in_a_container(kind: str) -> list[Any]:
-            ours = [found for found in find(kind) if found.laddr and found.laddr.port in ports]
-            ours.sort(key=lambda found: found.laddr.port == server.server_port)
-            return [
-                found if found.laddr.port == server.server_port else found._replace(pid=None)
-                for found in ours
-            ]
+            open_ = [found for found in find(kind) if found.laddr and found.laddr.port in ports]
+            ours = next(found for found in open_ if found.laddr.port == server.server_port)
+            other = next(found for found in open_ if found is not ours)
+            return [other._replace(pid=None), other._replace(pid=ours.pid + 1), ours]
 
         monkeypatch.setattr(psutil, "net_connections", in_a_container)
         monkeypatch.setenv("SLIPSTREAM_PORT", "1")
