@@ -90,11 +90,13 @@ def parse_json(data: bytes) -> Any:
 
 
 def _why_malformed(data: bytes, error: Exception) -> str:
+    if _has_lone_surrogate(data):
+        return _LONE_SURROGATE
     try:
         data.decode()
     except UnicodeDecodeError as bad:  # msgspec counts from the beginning of a string
         return f"it is not UTF-8: byte 0x{data[bad.start]:02x} in position {bad.start}"
-    return _LONE_SURROGATE if _has_lone_surrogate(data) else str(error).rstrip(".")
+    return str(error).rstrip(".")
 
 
 def _has_lone_surrogate(data: bytes) -> bool:
