@@ -153,23 +153,30 @@ def test_drafts_come_back_when_they_become_right_again(
     assert again[-15:].count(K) >= 14
 
 
-def test_costs_measured_beside_other_work_are_asked_of_real_steps(drafters: Drafters) -> None:
+def test_costs_measured_beside_other_work_are_asked_of_real_steps(
+    drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At the start a busy machine made drafts look fifty times too dear."""
     target, _ = drafters.pair("eagle")
     config = drafters.speculative("eagle", num_speculative_tokens=None, max_speculative_tokens=K)
     engine = TinyEngine(target, config)
     controller = planner(engine).controller
     assert not any(controller.costs.is_certain(1, k) for k in range(K + 1))
-    measured: dict[tuple[int, int], float] = engine.engine._runner.facts.step_seconds  # type: ignore[attr-defined]
-    seconds = {(n, k): t * (50 if k else 1) for (n, k), t in measured.items()}
-    controller.costs = costs = StepCosts(seconds, K, is_trusted=False)
+    costs = StepCosts({(1, k): 0.5 if k else 0.01 for k in range(K + 1)}, K, is_trusted=False)
+    refine = costs.refine
+
+    def as_long_as_others(num_reqs: int, num_drafts: float, _: float, steady: int | None) -> None:
+        refine(num_reqs, num_drafts, 0.01, steady)  # what this machine takes would be luck
+
+    monkeypatch.setattr(costs, "refine", as_long_as_others)
+    controller.costs = costs
     stats: list[StepStats] = []
     for _ in range(3):
         run_with_stats(engine, [1, 2, 3], 110, stats)
     engine.close()
     assert 1 in {each.current_k for each in stats if each.k_reason == "probe"}
     assert costs.is_certain(1, 0) and costs.is_certain(1, 1)
-    assert costs.seconds(1, 1) < 10 * costs.seconds(1, 0)
+    assert [costs.seconds(1, k) for k in (0, 1)] == pytest.approx([0.01, 0.01], rel=0.01)
 
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
