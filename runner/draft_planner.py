@@ -181,10 +181,9 @@ class DraftPlanner:
     def _refine(self, plan: StepPlan, num_drafts: int, seconds: float) -> None:
         """A step of decode rows only; it lasted from the landing before to its own."""
         num_reqs = len(plan.rows)
-        scheduled = sum([row.num_draft_tokens for row in plan.rows])
-        if sum([row.num_tokens for row in plan.rows]) == scheduled + num_reqs:
-            verified = max([row.num_draft_tokens for row in plan.rows])
-            steady = verified if verified == plan.num_drafts else None
+        scheduled = [row.num_draft_tokens for row in plan.rows]
+        if sum([row.num_tokens for row in plan.rows]) == sum(scheduled) + num_reqs:
+            steady = plan.num_drafts if plan.num_drafts == max(scheduled) else None
             self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, steady)
 
     def _log(self, plan: StepPlan, num_reqs: int) -> None:

@@ -143,7 +143,8 @@ class DraftController:
         seconds, tokens = self.costs.row(len(slots)), self.tokens(slots)
         speed = tokens / seconds  # [K + 1]
         allowed = self._choices[self._choices <= most]
-        if (tried := self._trials.next(self.costs, len(slots), tokens, allowed)) is not None:
+        tried = self._trials.next(self.costs, len(slots), seconds, tokens, allowed.tolist())
+        if tried is not None:
             return Choice(tried, "probe")
         lost = float(seconds[1] / seconds[0] - tokens[1] / tokens[0])
         if self._current == 0 and self._probe.is_due(len(slots), lost):
@@ -215,9 +216,17 @@ class _Trials:
         self._num_learned = -1  # steps that told something, at the last trial
 
     def next(
-        self, costs: StepCosts, num_reqs: int, tokens: np.ndarray, allowed: np.ndarray
+        self,
+        costs: StepCosts,
+        num_reqs: int,
+        seconds: np.ndarray,
+        tokens: np.ndarray,
+        allowed: Sequence[int],
     ) -> int | None:
-        """The K that this step is to try, if any; call once a step. tokens: [K + 1]."""
+        """The K that this step is to try, if any; call once a step.
+
+        seconds, tokens: [K + 1] that such a step is believed to take and to bring.
+        """
         if costs.is_trusted:
             return None
         if self._left and self._tried in allowed:
@@ -227,7 +236,8 @@ class _Trials:
         self._waited += 1
         if self._waited < self._gap:
             return None
-        tried = _first_that_may_pay(costs, num_reqs, tokens, allowed)
+        known = [k for k in allowed if costs.is_certain(num_reqs, k)]
+        tried = _first_that_may_pay(known, seconds, tokens, allowed)
         if tried is None:
             return None
         in_vain = costs.num_learned == self._num_learned
@@ -238,20 +248,18 @@ class _Trials:
 
 
 def _first_that_may_pay(
-    costs: StepCosts, num_reqs: int, tokens: np.ndarray, allowed: np.ndarray
+    known: Sequence[int], seconds: np.ndarray, tokens: np.ndarray, allowed: Sequence[int]
 ) -> int | None:
     """The smallest K that is guessed and could be the best: it takes no less than fewer drafts.
 
-    tokens: [K + 1] that a step is expected to bring.
+    known: each K whose seconds are no guess; seconds, tokens: [K + 1].
     """
-    seconds = costs.row(num_reqs)
-    known = [int(k) for k in allowed if costs.is_certain(num_reqs, int(k))]
     best = max([float(tokens[k] / seconds[k]) for k in known], default=0.0)
-    for k in allowed.tolist():
+    for k in allowed:
         if k not in known:
             least = max([float(seconds[j]) for j in known if j < k], default=0.0)
             if not least or tokens[k] / least > _LEAST_GAIN * best:
-                return int(k)
+                return k
     return None
 
 

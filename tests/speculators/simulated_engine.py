@@ -62,7 +62,6 @@ class Run:
     seconds: float = 0.0
     chosen: list[int] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    speeds: list[float] = field(default_factory=list)  # tokens per second of every step
 
     @property
     def speed(self) -> float:
@@ -118,7 +117,6 @@ def simulate(
         run.seconds += took
         run.chosen.append(choice.num_drafts)
         run.reasons.append(choice.reason)
-        run.speeds.append((num_reqs + accepted.sum()) / took)
         noisy = took * np.exp(random.normal(0, 0.02)) * (5 if random.random() < 0.01 else 1)
         most = int(scheduled.max())
         steady = most if most == choice.num_drafts else None
