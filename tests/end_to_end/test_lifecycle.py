@@ -36,7 +36,7 @@ def run_until_exit(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--max-num-seqs", "0"], "max-num-seqs"),
         (["--no-such-flag"], "--no-such-flag"),
         (["-sc", '{"method":"nonsense"}'], "nonsense"),
-        (["--max-model-len", "100000000"], "max-model-len"),
+        (["--port", "0", "--max-model-len", "100000000"], "max-model-len"),
     ],
 )
 def test_wrong_start_is_one_clear_sentence(flags: list[str], words: str) -> None:
