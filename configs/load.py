@@ -15,6 +15,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from .checks import check
+from .keys import with_keys
 from .options import (
     ConfigError,
     Option,
@@ -138,7 +139,7 @@ def load_config(
     if merged.get("tokenizer"):
         merged["tokenizer"] = preset_model(merged["tokenizer"])
     merged["served_model_name"] = merged.get("served_model_name") or (model,)
-    return check(_build(merged))
+    return check(with_keys(_build(merged)))
 
 
 def _build(layer: Layer) -> Config:

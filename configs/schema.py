@@ -34,9 +34,13 @@ class ServerConfig:
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 picks a free one and prints it")
     api_key: tuple[str, ...] = option((), "accepted bearer tokens; repeat for several, none = open")
+    api_key_file: str | None = option(
+        None, "file with accepted bearer tokens, one a line, such as a container engine's secret"
+    )
     admin_api_key: tuple[str, ...] = option(
         (), "bearer tokens for /v1/speculator, which is off without one"
     )
+    admin_api_key_file: str | None = option(None, "file with bearer tokens for /v1/speculator, one a line")
     served_model_name: tuple[str, ...] = option((), "names clients may use for the model")
     allowed_origins: tuple[str, ...] = option((), "CORS origins that browsers may call from")
     max_queue_size: int = option(1024, "requests waiting before the server answers 429")

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from typing import Any, Protocol, cast
 
 import msgspec
@@ -22,13 +21,13 @@ from pydantic import Field
 from .acceptance import MeasuredPrompt, MeasurementFailed, measure_acceptance
 from .errors import (
     APIError,
-    AuthenticationFailed,
     EngineStopped,
     InvalidRequest,
     NotSupported,
     as_api_error,
 )
 from .head_verdict import Measurement, judge
+from .keys import KeyRing
 from .openai_types.common import Body
 from .request_stream import EngineDead, SpeculatorRefused
 from .services import Engine, Services
@@ -94,12 +93,13 @@ class SpeculatorBusy(APIError):
 def speculator_routes(services: Services) -> APIRouter:
     """The routes; they need the admin's key, which is not a client's."""
     router = APIRouter()
+    keys = KeyRing(services.config.server.admin_api_key)
     gate = asyncio.Lock()
     trial = Trial(services)
 
     @router.post("/v1/speculator")
     async def change_speculator(request: Request) -> Response:
-        _check_key(request, services.config.server.admin_api_key)
+        _check_key(request, keys)
         body = await services.bodies.read(request, SpeculatorRequest)
         services.check_ready()
         if gate.locked():
@@ -110,7 +110,7 @@ def speculator_routes(services: Services) -> APIRouter:
 
     @router.get("/v1/speculator")
     async def tell_speculator(request: Request) -> Response:
-        _check_key(request, services.config.server.admin_api_key)
+        _check_key(request, keys)
         engine = cast(ChangesSpeculator, services.engine)
         method = engine.ready.speculative_method
         state = SpeculatorState(method, engine.drafter, trial.model, engine.drafter_fallback)
@@ -119,13 +119,10 @@ def speculator_routes(services: Services) -> APIRouter:
     return router
 
 
-def _check_key(request: Request, keys: Sequence[str]) -> None:
+def _check_key(request: Request, keys: KeyRing) -> None:
     if not keys:
         raise NotSupported("This server changes no drafter; it would with --admin-api-key.")
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
-    given = token.strip() if scheme.lower() == "bearer" else ""
-    if not any([hmac.compare_digest(given.encode(), key.encode()) for key in keys]):
-        raise AuthenticationFailed(bool(given))
+    keys.check(request.headers)
 
 
 class Trial:
