@@ -20,6 +20,7 @@ from .sse import WRITER
 
 MAX_HEAD_BYTES = 64 << 10
 _LOOKS = 4  # within one time-out
+_WITHOUT_CHUNKS = ("0.9", "1.0")  # versions of HTTP
 
 
 class _ChunkWriter:
@@ -44,6 +45,31 @@ class _ChunkWriter:
         if not cycle.disconnected:
             self._write(b"%x\r\n%b\r\n" % (len(data), data))
         return not (self._flow.write_paused or cycle.disconnected)
+
+
+def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
+    """The application for a client older than HTTP/1.1, whose protocol has no chunks.
+
+    A reply without a length is sent as it is, and ends where its connection does.
+    """
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        ends_with_connection = False
+
+        async def send_whole(message: Any) -> None:
+            nonlocal ends_with_connection
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                ends_with_connection = b"content-length" not in names
+                if ends_with_connection:
+                    cycle.chunked_encoding = False
+            elif ends_with_connection:
+                cycle.expected_content_length = len(message.get("body", b""))  # all that it has
+            await send(message)
+
+        await app(scope, receive, send_whole)
+
+    return serve
 
 
 class Connection(HttpToolsProtocol):
@@ -131,7 +157,8 @@ class Connection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._running = cycle
         cast(dict[str, Any], cycle.scope).setdefault("extensions", {})[WRITER] = _ChunkWriter(cycle)
-        super()._start_asgi_task(cycle, app)
+        has_chunks = cycle.scope["http_version"] not in _WITHOUT_CHUNKS
+        super()._start_asgi_task(cycle, app if has_chunks else _without_chunks(app, cycle))
 
     def _feed(self, data: bytes) -> None:
         """Parse a packet. Some clients offer HTTP/2 with every request: served without it.

@@ -346,6 +346,59 @@ async def test_offer_of_http_2_is_declined_quietly(caplog: pytest.LogCaptureFixt
     assert not [r for r in caplog.records if "pgrade" in r.getMessage()]
 
 
+@pytest.mark.parametrize("keep_alive", ["", "Connection: keep-alive\r\n"])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_http_1_0_gets_its_stream_without_chunks(path: str, keep_alive: str) -> None:
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 50, "stream": True}
+    said = {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    text = json.dumps(body | said).encode()
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(post(body=text, path=path))
+        got, headers, expected = await answer(reader)
+        assert got == 200 and headers["transfer-encoding"] == "chunked"
+        reader, writer = await connect()
+        old = post(keep_alive.rstrip() or "X: y", body=text, path=path)
+        writer.write(old.replace(b"HTTP/1.1", b"HTTP/1.0"))
+        head, _, whole = (await closed(reader)).partition(b"\r\n\r\n")
+    lines = head.lower().split(b"\r\n")
+    assert b" 200 " in lines[0] and b"connection: close" in lines
+    assert not [line for line in lines if line.startswith((b"transfer-", b"content-length"))]
+    assert whole.endswith(b"data: [DONE]\n\n") and events_of(whole) == events_of(expected)
+
+
+def events_of(stream: bytes) -> str:
+    """The text that a stream brings; every part of it must be an event."""
+    parts = [part.removeprefix(b"data: ") for part in stream.split(b"\n\n")]
+    assert parts[-2:] == [b"[DONE]", b""]
+    choices = [json.loads(part)["choices"][0] for part in parts[:-2]]
+    text = "".join(c.get("text") or c.get("delta", {}).get("content") or "" for c in choices)
+    assert text
+    return text
+
+
+async def test_http_1_0_gets_a_whole_reply_with_its_length() -> None:
+    async with serving() as connect:
+        for request in (post(), b"HEAD /health HTTP/1.1\r\n\r\n", post(path="/nowhere")):
+            reader, writer = await connect()
+            writer.write(request.replace(b"HTTP/1.1", b"HTTP/1.0"))
+            head, _, body = (await closed(reader)).partition(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+            assert len(body) == (0 if request.startswith(b"HEAD") else length) and length > 0
+            assert b"connection: close" in head and b"chunked" not in head
+
+
+async def test_http_1_0_client_that_leaves_its_stream_is_noticed() -> None:
+    engine = ScriptedEngine(lambda r: [*reply_with()(r)[:2], float("inf")])
+    async with serving(engine) as connect:
+        reader, writer = await connect()
+        body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
+        writer.write(post(body=body).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        assert await reader.readuntil(b"\n\n")
+        writer.close()
+        await nothing_open(engine)
+
+
 async def test_half_closed_client_counts_as_gone() -> None:
     engine = ScriptedEngine(lambda r: [*reply_with()(r)[:2], float("inf")])
     async with serving(engine) as connect:
