@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from threading import Event
 
 import pytest
 
@@ -69,6 +70,50 @@ async def test_capture_stops_at_its_size_and_goes_on_counting_after_a_restart(
         capture.close()
         assert (tmp_path / "prompts.jsonl").stat().st_size == 3 * line
     assert caplog.text.count("no more prompts") == 2
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022])
+def test_a_file_that_was_moved_away_returns_private_and_empty(tmp_path: Path, mask: int) -> None:
+    line = len(json.dumps({"token_ids": [1] * 10})) + 1
+    old = os.umask(mask)
+    try:
+        capture = TrafficCapture(tmp_path / "new", max_bytes=2 * line)
+        for round_ in range(3):
+            for _ in range(5):
+                capture.record([[1] * 10])
+            capture._writer.submit(lambda: None).result(10)  # all of them are written
+            assert stat.S_IMODE(capture.path.stat().st_mode) == 0o600
+            assert capture.path.stat().st_size == 2 * line
+            capture.path.rename(tmp_path / f"moved-{round_}")
+        capture.close()
+    finally:
+        os.umask(old)
+
+
+def test_the_mode_that_an_operator_chose_is_kept(tmp_path: Path) -> None:
+    TrafficCapture(tmp_path, 1000).close()
+    (tmp_path / "prompts.jsonl").chmod(0o640)
+    capture = TrafficCapture(tmp_path, 1000)
+    capture.record([[1]])
+    capture.close()
+    assert stat.S_IMODE((tmp_path / "prompts.jsonl").stat().st_mode) == 0o640
+
+
+def test_what_waits_for_a_slow_disk_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.server.capture._MAX_WAITING", 25)
+    capture = TrafficCapture(tmp_path, 10_000)
+    disk = Event()
+    capture._writer.submit(disk.wait)
+    for _ in range(10):
+        capture.record([[1] * 10])
+    disk.set()
+    capture._writer.submit(lambda: None).result(10)
+    assert len(capture.path.read_text().splitlines()) == 2
+    capture.record([[1] * 10])  # there is room again
+    capture.close()
+    assert len(capture.path.read_text().splitlines()) == 3
 
 
 async def test_a_disk_that_fails_ends_no_request(tmp_path: Path) -> None:
