@@ -43,11 +43,28 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _TextFormatter(logging.Formatter):
-    """One line for people; a request's id stands at its end."""
+    """One line for people, a request's id at its end, and the lines of a trace set in below it.
+
+    What a client sent may be part of a message: it can neither begin a line nor steer a terminal.
+    """
 
     def format(self, record: logging.LogRecord) -> str:
+        record.asctime = self.formatTime(record, self.datefmt)
+        record.message = one_line(record.getMessage().rstrip())
         found = getattr(record, "request_id", "") or request_id.get()
-        return super().format(record) + (f" id={found}" if found else "")
+        lines = [self.formatMessage(record) + (f" id={found}" if found else "")]
+        if record.exc_info:
+            lines += self.formatException(record.exc_info).split("\n")
+        if record.stack_info:
+            lines += record.stack_info.split("\n")
+        return "\n    ".join([lines[0], *map(one_line, lines[1:])])
+
+
+def one_line(text: str) -> str:
+    """The text with an escape such as `\\n` or `\\x1b` in place of each unprintable character."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def configure_logging(level: str, form: str, process: str) -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..configs.logs import one_line
 from ..configs.options import ConfigError
 from ..configs.preset import preset_model
 
@@ -180,7 +181,7 @@ async def _target(client: Any, args: argparse.Namespace, base: str, headers: dic
 
 
 def _failed(why: str) -> int:
-    print(f"slipstream bench serve: error: {why}", file=sys.stderr)
+    print(f"slipstream bench serve: error: {one_line(why)}", file=sys.stderr)
     return 1
 
 
@@ -202,7 +203,7 @@ def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
         print(f"{'acceptance rate':24} {spoken['acceptance_rate']:>12.4f}")
         print(f"{'tokens per verify step':24} {spoken['mean_acceptance_length']:>12.4f}")
     for error, count in found["errors"].items():
-        print(f"{count} × {error}", file=sys.stderr)
+        print(f"{count} × {one_line(error)}", file=sys.stderr)  # a server's words
     if args.plot:
         plot_serve(found, args.plot)
     text = json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=2) + "\n"

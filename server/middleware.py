@@ -5,13 +5,12 @@ Plain ASGI, each a small wrapper, because they are also around every chunk of ev
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import re
 import time
 import uuid
 from collections.abc import Sequence
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,12 +18,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..configs.logs import ACCESS_LOGGER
 from ..configs.logs import request_id as current_request
 from .errors import AuthenticationFailed, BodyTooLarge, as_api_error, error_response
+from .keys import KeyRing
 from .metrics import Metrics
 
 access_log = logging.getLogger(ACCESS_LOGGER)
 
 ADMIN_PATHS = {"/v1/speculator"}  # they ask for a key of their own
 OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
+_MAX_LOGGED_PATH = 512  # characters
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -77,18 +78,26 @@ class RequestScope:
     @staticmethod
     def _write(scope: Scope, status: int, seconds: float, request_id: str) -> None:
         client = scope.get("client") or ("",)
+        path = _logged_path(scope)
         fields = {
             "method": scope["method"],
-            "path": scope["path"],
+            "path": path,
             "status": status,
             "seconds": round(seconds, 6),
             "client": client[0],
         }
         access_log.info(
             "%s %s %d %.3f s",
-            *(scope["method"], scope["path"], status, seconds),
+            *(scope["method"], path, status, seconds),
             extra={"request_id": request_id, "fields": fields},
         )
+
+
+def _logged_path(scope: Scope) -> str:
+    """The path as the client sent it, still percent-encoded: no space or line break, and short."""
+    raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+    path = raw.decode("latin-1")
+    return path if len(path) <= _MAX_LOGGED_PATH else f"{path[:_MAX_LOGGED_PATH]}…"
 
 
 class Faults:
@@ -120,39 +129,34 @@ class Keys:
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
-        # Digests have one length, so the comparison tells nothing about the keys.
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._keys = KeyRing(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        if (
-            not self._digests
-            or scope["type"] != "http"
-            or scope["method"] == "OPTIONS"
-            or route_path(scope) in OPEN_PATHS
-            or route_path(scope).startswith("/docs/")  # what the page is made of
-            or route_path(scope) in ADMIN_PATHS
-        ):
-            await self._app(scope, receive, send)
-            return
-        scheme, _, token = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = token.strip() if scheme.lower() == "bearer" else ""
-        digest = _digest(given.encode("latin-1"))
-        matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        if any(matches):
-            await self._app(scope, receive, send)
-        else:
-            await error_response(AuthenticationFailed(bool(given)))(scope, receive, send)
+        if self._keys and scope["type"] == "http" and not _is_open(scope):
+            try:
+                self._keys.check(Headers(scope=scope))
+            except AuthenticationFailed as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether a request needs no key, or one that its route checks."""
+    path = route_path(scope)
+    return (
+        scope["method"] == "OPTIONS"
+        or path in OPEN_PATHS
+        or path.startswith("/docs/")  # the files that the page loads
+        or path in ADMIN_PATHS
+    )
 
 
 def route_path(scope: Scope) -> str:
     """The path without the prefix of a proxy."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", "").rstrip("/"))
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
 
 
 class BodyLimit:

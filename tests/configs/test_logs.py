@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+
+import pytest
 
 from slipstream.configs.logs import request_id
 
@@ -49,6 +52,37 @@ def test_the_thread_writes_every_access_line_once_before_the_process_ends() -> N
     assert sum(line.endswith("GET /x id=req-8") for line in lines) == 100
     assert any(line.endswith("inside 5 id=req-7") for line in lines)
     assert any(line.endswith("before") for line in lines)
+
+
+FORGERY = r"""
+import logging, sys
+from slipstream.configs.logs import configure_logging
+
+configure_logging("info", sys.argv[1], "server")
+evil = "/x\n2026-01-01 00:00:00,000 INFO server a: forged\x1b[2J\x9b1m\u2028\u202eend"
+logging.getLogger("a").info("GET %s", evil)
+try:
+    raise ValueError(evil)
+except ValueError:
+    logging.getLogger("a").exception("failed on %s", evil)
+"""
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_text_of_a_client_neither_begins_a_line_nor_steers_the_terminal(form: str) -> None:
+    command = [sys.executable, "-c", FORGERY, form]
+    environ = os.environ | {"PYTHONIOENCODING": "utf-8"}
+    done = subprocess.run(command, capture_output=True, check=True, env=environ)
+    text = done.stderr.decode()
+    assert text.isprintable() is False and text.replace("\n", "").isprintable()
+    assert "\\u202e" in text or "\\u202E" in text  # it is shown, as an escape
+    if form == "json":
+        assert len(text.splitlines()) == 2
+        return
+    begun = [line for line in text.splitlines() if not line.startswith("    ")]
+    assert len(begun) == 2 and all(" a: " in line for line in begun)
+    assert r"GET /x\n2026-01-01 00:00:00,000 INFO server a: forged\x1b[2J\x9b1m" in begun[0]
+    assert "    ValueError: /x" in text  # and the trace is still there
 
 
 def test_no_request_is_the_default() -> None:

@@ -220,6 +220,28 @@ async def test_access_log_has_the_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vars(record)["request_id"] == "id-7" and vars(record)["fields"]["status"] == 200
 
 
+@pytest.mark.parametrize(
+    ("sent", "logged"),
+    [
+        ("/v1%0a2026 GET /health 200 0.1 s", "/v1%0a2026%20GET%20/health%20200%200.1%20s"),
+        ("/%1b[31m%20x", "/%1b[31m%20x"),
+        ("/" + "a" * 5000, "/" + "a" * 511 + "…"),
+    ],
+)
+async def test_the_access_log_has_the_path_as_it_was_sent(
+    sent: str, logged: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[logging.LogRecord] = []
+    own = logging.Logger("access")
+    own.addFilter(lambda record: written.append(record) or False)
+    monkeypatch.setattr("slipstream.server.middleware.access_log", own)
+    async with http_client(make_app(ScriptedEngine(), config_with(access_log=True))) as client:
+        await client.get(sent)
+    (record,) = written
+    assert vars(record)["fields"]["path"] == logged
+    assert record.getMessage().startswith(f"GET {logged} 404 ")
+
+
 async def test_openapi_document_describes_the_bodies() -> None:
     async with http_client(make_app(ScriptedEngine())) as client:
         document: dict[str, Any] = (await client.get("/openapi.json")).json()
