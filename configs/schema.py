@@ -40,7 +40,9 @@ class ServerConfig:
     admin_api_key: tuple[str, ...] = option(
         (), "bearer tokens for /v1/speculator, which is off without one"
     )
-    admin_api_key_file: str | None = option(None, "file with bearer tokens for /v1/speculator, one a line")
+    admin_api_key_file: str | None = option(
+        None, "file with bearer tokens for /v1/speculator, one a line"
+    )
     served_model_name: tuple[str, ...] = option((), "names clients may use for the model")
     allowed_origins: tuple[str, ...] = option((), "CORS origins that browsers may call from")
     max_queue_size: int = option(1024, "requests waiting before the server answers 429")
