@@ -41,7 +41,6 @@ class BatchTensors(Protocol):
     num_draft_tokens: Tensor  # [max N*] int32, drafts that are not -1
     input_ids: Tensor  # [max M*] int32
     positions: Tensor  # [max M*] int64
-    is_padding: Tensor  # [max M*] bool
     logits_indices: Tensor  # [max L] int64, logits row -> token row
     expanded_idx_mapping: Tensor  # [max L] int32, logits row -> slot
     expanded_local_pos: Tensor  # [max L] int32, 0 .. n_draft within the request
@@ -101,8 +100,6 @@ def prepare_inputs_reference(
     ids = requests.all_token_ids[slots[rows], positions.clamp(max=width - 1)]
     batch.positions[:num_tokens] = positions
     batch.positions[num_tokens:num_tokens_padded] = 0
-    batch.is_padding[:num_tokens] = False
-    batch.is_padding[num_tokens:num_tokens_padded] = True
 
     after_chunk = requests.all_token_ids[slots, seq_lens.clamp(max=width - 1)].long()
     stored = requests.next_prefill_tokens[slots]

@@ -67,9 +67,6 @@ def prepare_inputs_cpu(
     num_drafts[num_reqs:] = 0
     ids[num_tokens:num_tokens_padded] = 0
     positions[num_tokens:num_tokens_padded] = 0
-    is_padding = batch.is_padding.numpy()
-    is_padding[:num_tokens] = False
-    is_padding[num_tokens:num_tokens_padded] = True
 
 
 def post_update_cpu(

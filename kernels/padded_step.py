@@ -49,7 +49,6 @@ def prepare_padded_inputs_reference(
     ids = requests.all_token_ids[slots[rows], positions.clamp(max=last)]
     ids = torch.where(real & live[rows], ids, 0)
     batch.positions[:num_tokens] = positions
-    batch.is_padding[:num_tokens] = ~real
 
     cu_ends = batch.cu_num_logits[1 : num_reqs + 1]  # [N*]
     num_logits_of = cu_ends - batch.cu_num_logits[:num_reqs]

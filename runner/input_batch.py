@@ -28,20 +28,15 @@ class InputBatch:
     num_reqs: int  # N
     num_tokens: int  # M
     num_logits: int  # L
-    num_reqs_padded: int  # N*
-    num_tokens_padded: int  # M*
     uniform_token_count: int | None  # every request has this query length and none is in prefill
     descriptor: BatchExecutionDescriptor
     slots: list[int]  # [N] batch row -> slot
     idx_mapping: Tensor  # [N*] int32, batch row -> slot, -1 for padded rows
-    idx_mapping_cpu: Tensor  # [N*]
     query_start_loc: Tensor  # [N* + 1] int32, padded entries repeat M
     query_start_loc_cpu: Tensor  # [N* + 1]
     seq_lens: Tensor  # [N*] int32, padded 0
-    seq_lens_cpu_upper_bound: Tensor  # [N*] int32
     input_ids: Tensor  # [M*] int32
     positions: Tensor  # [M*] int64
-    is_padding: Tensor  # [M*] bool
     logits_indices: Tensor  # [L] int64, logits row -> token row
     cu_num_logits: Tensor  # [N + 1] int32
     cu_num_logits_cpu: list[int]  # [N + 1]
@@ -51,8 +46,6 @@ class InputBatch:
     logits_positions: Tensor  # [L] int64, sequence position of that row
     num_draft_tokens: Tensor  # [N] int32, drafts that are not -1
     num_draft_tokens_cpu: list[int]  # [N] drafts in the layout, -1 included
-    block_tables: list[Tensor]  # per group [N*, max_blocks_g] int32
-    slot_mappings: Tensor  # [G, M*] int64
     common: list[CommonAttentionMetadata]  # per group
 
 
@@ -87,7 +80,6 @@ class InputBuffers:
         self.num_draft_tokens = zeros(reqs)
         self.input_ids = zeros(tokens)
         self.positions = zeros(tokens, dtype=torch.int64)
-        self.is_padding = zeros(tokens, dtype=torch.bool)
         self.logits_indices = zeros(logits, dtype=torch.int64)
         self.expanded_idx_mapping = zeros(logits)
         self.expanded_local_pos = zeros(logits)
@@ -134,9 +126,7 @@ class InputBuffers:
         common = self.common(
             reqs_padded, tokens_padded, host_series[1], host_bounds, max(query_lens)
         )
-        return self._views(
-            slots, num_drafts, host_series, host_bounds, descriptor, uniform_token_count, common
-        )
+        return self._views(slots, num_drafts, host_series, descriptor, uniform_token_count, common)
 
     def place(
         self,
@@ -168,7 +158,7 @@ class InputBuffers:
         )
         self._placed = key
         self._placed_batch = self._views(
-            slots, num_drafts, host_series, bounds, descriptor, uniform_token_count, common
+            slots, num_drafts, host_series, descriptor, uniform_token_count, common
         )
         return self._placed_batch
 
@@ -214,7 +204,6 @@ class InputBuffers:
         slots: list[int],
         num_drafts: Sequence[int],
         series: Tensor,  # [3, max N* + 1] int32, on the host
-        bounds: Tensor,  # [max N*] int32, on the host
         descriptor: BatchExecutionDescriptor,
         uniform_token_count: int | None,
         common: list[CommonAttentionMetadata],
@@ -226,20 +215,15 @@ class InputBuffers:
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             num_logits=num_logits,
-            num_reqs_padded=reqs_padded,
-            num_tokens_padded=tokens_padded,
             uniform_token_count=uniform_token_count,
             descriptor=descriptor,
             slots=slots,
             idx_mapping=self.idx_mapping[:reqs_padded],
-            idx_mapping_cpu=series[0, :reqs_padded],
             query_start_loc=self.query_start_loc[: reqs_padded + 1],
             query_start_loc_cpu=series[1, : reqs_padded + 1],
             seq_lens=self.seq_lens[:reqs_padded],
-            seq_lens_cpu_upper_bound=bounds[:reqs_padded],
             input_ids=self.input_ids[:tokens_padded],
             positions=self.positions[:tokens_padded],
-            is_padding=self.is_padding[:tokens_padded],
             logits_indices=self.logits_indices[:num_logits],
             cu_num_logits=self.cu_num_logits[: num_reqs + 1],
             cu_num_logits_cpu=series[2, : num_reqs + 1].tolist(),
@@ -249,8 +233,6 @@ class InputBuffers:
             logits_positions=self.logits_positions[:num_logits],
             num_draft_tokens=self.num_draft_tokens[:num_reqs],
             num_draft_tokens_cpu=list(num_drafts),
-            block_tables=[blocks[:reqs_padded] for blocks in self.block_tables],
-            slot_mappings=self.slot_mappings[:, :tokens_padded],
             common=common,
         )
 
@@ -273,7 +255,6 @@ class InputBuffers:
         self._pool.upload(lens, out=self.seq_lens)
         self.input_ids.zero_()
         self.positions.zero_()
-        self.is_padding.fill_(False)
         self.slot_mappings.fill_(-1)
         for blocks in self.block_tables:
             blocks.zero_()

@@ -60,11 +60,6 @@ class StepPlan:
     draft_reason: str = ""  # why so many
     defers_drafter: bool = False  # the drafter takes this step's tokens in later
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in the step."""
-        return sum(row.num_tokens for row in self.rows)
-
 
 class RowResult(msgspec.Struct, gc=False):
     """What a step gave for one `ScheduledRow`, in the same order; empty for a prefill chunk."""

@@ -90,11 +90,6 @@ class Request:
         return len(self.token_ids) - self.prompt_len
 
     @property
-    def min_len(self) -> int:
-        """Lower bound of the known tokens once every step in flight has landed."""
-        return len(self.token_ids) + self.num_sampling_in_flight
-
-    @property
     def max_len(self) -> int:
         """Upper bound of the known tokens once every step in flight has landed."""
         return len(self.token_ids) + self.num_placeholders

@@ -39,7 +39,6 @@ def _prepare_inputs_kernel(
     num_draft_tokens,
     input_ids,
     positions,
-    is_padding,
     logits_indices,
     expanded_idx_mapping,
     expanded_local_pos,
@@ -66,7 +65,6 @@ def _prepare_inputs_kernel(
             inside = at + lane < num_tokens_padded
             tl.store(input_ids + at + lane, 0, mask=inside)
             tl.store(positions + at + lane, 0, mask=inside)
-            tl.store(is_padding + at + lane, 1, mask=inside)
         for at in range(tl.load(cu_num_logits + num_reqs), num_logits_padded, BLOCK):
             inside = at + lane < num_logits_padded
             tl.store(logits_indices + at + lane, 0, mask=inside)
@@ -104,7 +102,6 @@ def _prepare_inputs_kernel(
                 ids = tl.where(drafted, tl.maximum(draft, 0).to(tl.int32), ids)
         tl.store(input_ids + token, ids, mask=inside)
         tl.store(positions + token, position.to(tl.int64), mask=inside)
-        tl.store(is_padding + token, 0, mask=inside)
 
     local = tl.arange(0, BLOCK_L)
     inside = local < num_logits
@@ -149,7 +146,6 @@ def prepare_inputs(
         batch.num_draft_tokens,
         batch.input_ids,
         batch.positions,
-        batch.is_padding,
         batch.logits_indices,
         batch.expanded_idx_mapping,
         batch.expanded_local_pos,

@@ -108,7 +108,6 @@ def batch() -> None:
     step = SimpleNamespace(
         **ints,
         **{name: t(64, dtype=I64) for name in longs},
-        is_padding=t(64, dtype=torch.bool),
     )
     requests = SimpleNamespace(
         all_token_ids=t(8, 4096, dtype=I32),

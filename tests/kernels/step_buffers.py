@@ -15,7 +15,6 @@ def poisoned_buffers(max_reqs: int, max_tokens: int) -> dict[str, Tensor]:
         "num_draft_tokens": (max_reqs, torch.int32),
         "input_ids": (max_tokens, torch.int32),
         "positions": (max_tokens, torch.int64),
-        "is_padding": (max_tokens, torch.bool),
         "logits_indices": (max_tokens, torch.int64),
         "expanded_idx_mapping": (max_tokens, torch.int32),
         "expanded_local_pos": (max_tokens, torch.int32),

@@ -70,7 +70,6 @@ def make_batch(rows: list[Row]) -> SimpleNamespace:
         num_draft_tokens=garbage(MAX_REQS, torch.int32),
         input_ids=garbage(MAX_TOKENS, torch.int32),
         positions=garbage(MAX_TOKENS, torch.int64),
-        is_padding=garbage(MAX_TOKENS, torch.bool),
         logits_indices=garbage(MAX_TOKENS, torch.int64),
         expanded_idx_mapping=garbage(MAX_TOKENS, torch.int32),
         expanded_local_pos=garbage(MAX_TOKENS, torch.int32),
@@ -136,8 +135,6 @@ def test_prepare_inputs_equals_lists(seed: int, prepare: Callable[..., None]) ->
     for row, seq_len in zip(rows, seq_lens, strict=True):
         follows = row.tokens[seq_len] if seq_len < row.prefill_len else -7
         assert requests.next_prefill_tokens[row.slot] == follows
-    assert not batch.is_padding[:num_tokens].any()
-    assert batch.is_padding[num_tokens:tokens_padded].all()
     assert not batch.input_ids[num_tokens:tokens_padded].any()
     assert not batch.positions[num_tokens:tokens_padded].any()
 

@@ -181,7 +181,7 @@ class FakeRunner:
 
     def _check_batch(self, plan: StepPlan) -> None:
         rows = plan.rows
-        assert rows and plan.num_tokens <= self.budget
+        assert rows and sum(row.num_tokens for row in rows) <= self.budget
         assert len({row.slot for row in rows}) == len(rows), "a request is scheduled twice"
         full = self.facts.needs.num_speculative_tokens + 1
         kinds = []

@@ -103,7 +103,7 @@ def test_the_next_step_starts_at_the_upper_bound_and_a_result_takes_the_rest_bac
     assert shape(following) == [(7, 4, 3, False)]
     scheduler.apply(verify, [RowResult([6, 7], num_draft_tokens=3)])
     assert request.token_ids == [1, 2, 3, 5, 6, 7]
-    assert (request.min_len, request.max_len, request.num_computed_tokens) == (7, 10, 9)
+    assert (request.max_len, request.num_computed_tokens) == (10, 9)
     scheduler.apply(following, [RowResult([8], num_draft_tokens=0)])
     assert request.num_computed_tokens == 6
     assert shape(plan_of(scheduler)) == [(6, 4, 3, False)]
