@@ -72,8 +72,10 @@ def section_options(section: str, cls: type) -> list[Option]:
     hints = get_type_hints(cls)
     options = []
     for field in dataclasses.fields(cls):
-        kind, many, optional = _shape(hints[field.name])
         meta = field.metadata
+        if "doc" not in meta:  # `schema.internal`
+            continue
+        kind, many, optional = _shape(hints[field.name])
         options.append(
             Option(
                 field.name,

@@ -1,7 +1,7 @@
 """The frozen configuration sections; flags, YAML keys and the flag table are made from them.
 
 Nothing here reads files or arguments (see `load`), and nothing writes into a section after
-construction. Each field carries its one-line doc in `metadata["doc"]`; a field named
+construction. Each option carries its one-line doc in `metadata["doc"]`; an option named
 `max_model_len` is the flag `--max-model-len`, the YAML key `max_model_len` and the variable
 `SLIPSTREAM_MAX_MODEL_LEN`.
 """
@@ -25,6 +25,11 @@ def option(
 ) -> Any:
     """A dataclass field with its doc, allowed values and short flag."""
     return field(default=default, metadata={"doc": doc, "choices": choices, "short": short})
+
+
+def internal(default: Any) -> Any:
+    """A field for tests and measurements: it has no flag, YAML key or environment variable."""
+    return field(default=default)
 
 
 @dataclass(frozen=True)
@@ -213,13 +218,10 @@ class GraphConfig:
         choices=("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"),
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "token counts to capture")
-    cudagraph_draft_loop: bool = option(
-        True, "one graph for all draft decodes of a step, where attention allows"
-    )
-    cudagraph_whole_step: bool = option(
-        True,
-        "decode steps gather rows, choose and commit tokens in graphs, too, where attention allows",
-    )
+    # One graph holds all draft decodes of a step where attention metadata is built on the device.
+    cudagraph_draft_loop: bool = internal(True)
+    # There, too, graphs gather the rows of decode steps, sample and commit their tokens.
+    cudagraph_whole_step: bool = internal(True)
     enforce_eager: bool = option(False, "no graphs at all")
     attention_backend: str = option(
         "auto",

@@ -138,7 +138,7 @@ def test_a_loop_that_builds_its_metadata_once_is_wrong(
     assert any(a[2:] != b[2:] for (_, a), (_, b) in zip(bad, plain, strict=True))
 
 
-def test_without_the_flag_or_with_a_back_end_of_the_host_each_decode_is_a_graph(
+def test_without_a_loop_or_with_a_back_end_of_the_host_each_decode_is_a_graph(
     drafters: Drafters,
 ) -> None:
     config = drafters.speculative("eagle3", 3)
