@@ -3,6 +3,9 @@
 # Both run as user 10001, listen on port 8000 (or on --port) and keep downloaded models in the volume /data.
 ARG CPU_BASE=docker.io/library/debian:bookworm-slim
 ARG CUDA_BASE=docker.io/nvidia/cuda:13.0.0-runtime-ubuntu24.04
+# For the images' labels: the version in pyproject.toml; --build-arg REVISION="$(git rev-parse HEAD)" names the commit.
+ARG VERSION=0.1.0
+ARG REVISION=unknown
 
 # ---- the systems that the images stand on -------------------------------------------------------
 FROM ${CPU_BASE} AS cpu-system
@@ -85,6 +88,13 @@ STOPSIGNAL SIGTERM
 # Asks where the first process of this container that listens does so, be it by SLIPSTREAM_PORT or --port; workers come after it.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
   CMD ["python", "-c", "import http.client, psutil, sys; at = min((s.pid, s.laddr) for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN')[1]; c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
+ARG VERSION
+ARG REVISION
+LABEL org.opencontainers.image.title="Slipstream (CUDA)" \
+      org.opencontainers.image.description="An OpenAI-compatible LLM inference server built for speculative decoding" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
 ENTRYPOINT ["slipstream"]
 CMD ["serve"]
 
@@ -103,5 +113,12 @@ STOPSIGNAL SIGTERM
 # As above.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
   CMD ["python", "-c", "import http.client, psutil, sys; at = min((s.pid, s.laddr) for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN')[1]; c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
+ARG VERSION
+ARG REVISION
+LABEL org.opencontainers.image.title="Slipstream (CPU)" \
+      org.opencontainers.image.description="An OpenAI-compatible LLM inference server built for speculative decoding" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
 ENTRYPOINT ["slipstream"]
 CMD ["serve"]

@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import tomllib
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,29 @@ def test_the_health_check_finds_the_port_that_the_server_listens_on(
     assert asked == ["/ready"] and end.value.code == unhealthy
 
 
+@pytest.mark.parametrize("name", ["cpu", "cuda"])
+def test_an_image_says_what_it_is(name: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    steps = stages()[name][1]
+    labels = dict(
+        word.partition("=")[::2]
+        for instruction, rest in steps
+        if instruction == "LABEL"
+        for word in shlex.split(rest)
+    )
+    found = {key.removeprefix("org.opencontainers.image."): labels[key] for key in labels}
+    assert name.upper() in found["title"]
+    assert found["description"] == project["description"]
+    assert found["licenses"] == project["license"]
+    assert (found["version"], found["revision"]) == ("${VERSION}", "${REVISION}")
+    order = [instruction for instruction, _ in steps]
+    above = steps[: order.index("LABEL")]
+    assert ("ARG", "VERSION") in above and ("ARG", "REVISION") in above  # else both are empty
+    assert ("ARG", f"VERSION={project['version']}") in instructions()
+    # A new commit changes the labels alone, not what is above them.
+    assert order.index("LABEL") > max(i for i, step in enumerate(order) if step == "COPY")
+
+
 def bind_mounts(service: dict[str, Any]) -> dict[str, str]:
     """Path in the container -> path in the repository."""
     pairs = [volume.split(":") for volume in service["volumes"]]
@@ -178,6 +202,32 @@ def test_compose_has_the_services_and_their_files() -> None:
     assert grace > ServerConfig().drain_timeout
     cuda = yaml.safe_load((ROOT / "docker-compose.cuda.yml").read_text())["services"]["slipstream"]
     assert cuda["build"]["target"] == "cuda"
+
+
+def test_compose_bounds_each_service_and_its_log() -> None:
+    for name, service in COMPOSE["services"].items():
+        limits = service["deploy"]["resources"]["limits"]
+        assert re.fullmatch(r"(\$\{\w+:-)?\d+[mg]\}?", limits["memory"]), name
+        assert re.fullmatch(r"\d+|\$\{\w+:-\d+\}", limits["cpus"]) and limits["pids"] > 0
+        log = service["logging"]
+        assert log["driver"] == "json-file" and int(log["options"]["max-file"]) > 1, name
+        assert re.fullmatch(r"\d+m", log["options"]["max-size"])
+
+
+def test_compose_has_no_password_of_its_own() -> None:
+    environment = COMPOSE["services"]["grafana"]["environment"]
+    # `:?`: compose refuses to start without it, an empty one too, and shows the sentence.
+    assert re.fullmatch(
+        r"\$\{GRAFANA_PASSWORD:\?[^}]+\}", environment["GF_SECURITY_ADMIN_PASSWORD"]
+    )
+    assert "GF_AUTH_ANONYMOUS_ENABLED" not in environment
+
+
+def test_every_variable_of_compose_is_described() -> None:
+    text = "".join((ROOT / f"docker-compose{part}.yml").read_text() for part in ("", ".cuda"))
+    page = (ROOT / "docs/deployment.md").read_text()
+    variables = set(re.findall(r"\$\{(\w+)", text))
+    assert variables and not {name for name in variables if f"`{name}`" not in page}
 
 
 def test_prometheus_and_grafana_find_what_they_are_pointed_at() -> None:
@@ -213,6 +263,35 @@ def test_the_board_is_whole() -> None:
         assert not cells & taken and at["x"] + at["w"] <= 24, panel["title"]
         taken |= cells
         assert panel["type"] == "row" or (panel["targets"] and panel["description"])
+
+
+def board_expressions() -> dict[str, list[str]]:
+    """Panel -> its expressions, in the order in which the board shows them."""
+    board = json.loads((ROOT / "configs/grafana/dashboards/slipstream.json").read_text())
+    panels = sorted(board["panels"], key=lambda p: (p["gridPos"]["y"], p["gridPos"]["x"]))
+    return {p["title"]: [t["expr"] for t in p.get("targets", ())] for p in panels}
+
+
+def test_failed_answers_are_those_of_the_api() -> None:
+    """Probes and scrapes come all the time: they would hide failures, or be taken for some."""
+    rules = yaml.safe_load((ROOT / "configs/prometheus/alerts.yml").read_text())["groups"][0]
+    alerts = {rule["alert"]: rule["expr"] for rule in rules["rules"]}
+    panel = board_expressions()["Share of failed answers"]
+    for text in (alerts["SlipstreamHighErrorRate"], *panel):
+        selectors = re.findall(r"http_requests_total(\{[^}]*\})?", text)
+        assert len(selectors) == 2 and all('handler=~"/v1/.*"' in each for each in selectors)
+        assert 'status=~"5.."' in selectors[0] and "status" not in selectors[1]
+
+
+def test_the_board_begins_with_speculation() -> None:
+    titles = list(board_expressions())
+    rows = ["Speculation", "State", "Latency", "Throughput", "Memory and queue"]
+    assert [title for title in titles if title in rows] == rows and titles[0] == rows[0]
+    speculation = titles[1 : titles.index("State")]
+    assert {"Drafter", "Drafter health", "K by reason", "Current K"} <= set(speculation)
+    assert "spec_decode_drafter_healthy" in board_expressions()["Drafter"][0]
+    (by_reason,) = board_expressions()["K by reason"]
+    assert by_reason.startswith("sum by (reason, k) (rate(slipstream:spec_decode_k_steps_total{")
 
 
 @pytest.mark.skipif(

@@ -156,6 +156,8 @@ def test_the_panels_say_what_happened(prometheus: Prometheus) -> None:
     assert 0 < data(prometheus, board["Acceptance rate A"])[0] <= 1
     now, largest, drafted = (data(prometheus, board[f"Current K {letter}"])[0] for letter in "ABC")
     assert 0 <= now <= largest == DRAFTS and 0 < drafted <= largest
+    assert data(prometheus, board["Drafter A"]) == [1.0]
+    assert [label["reason"] for label, _ in prometheus.query(board["K by reason A"])]
     reasons = prometheus.query("slipstream:spec_decode_k_steps_total")
     assert ("gain", True) in {(labels["reason"], labels["k"] != "0") for labels, _ in reasons}
     assert 1 < data(prometheus, board["Mean acceptance length A"])[0] <= largest + 1
