@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ..runner.messages import RequestOutput, TokenLogprobs
 from .errors import GenerationFailed, InvalidRequest
-from .stop_strings import StopChecker
+from .stop_strings import StopChecker, StopStrings
 from .tokenizer import Tokenizer
 
 
@@ -31,7 +31,7 @@ class TokenEntry(NamedTuple):
     """One emitted token with its log probabilities."""
 
     offset: int  # where its text begins in the choice's text
-    hidden: bool  # its text is not part of the output: the stop token, skipped special tokens
+    hidden: bool  # its text is not in the output: stop token, stop string, skipped special tokens
     logprobs: TokenLogprobs
 
 
@@ -64,8 +64,12 @@ class Choice:
         tokenizer: Tokenizer,
         options: TextOptions,
         prompt_ids: Sequence[int] = (),
+        stops: StopStrings | None = None,
     ) -> None:
-        """The text goes on behind `prompt_ids`: a space that begins it is not lost."""
+        """The text goes on behind `prompt_ids`: a space that begins it is not lost.
+
+        `stops` are those of `options`, prepared once for all choices of a request.
+        """
         self.index = index
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -79,10 +83,12 @@ class Choice:
             options.skip_special_tokens, options.keep, prompt_ids
         )
         self._push = self._detokenizer.push
-        self._stops = StopChecker(options.stop, options.include_stop) if options.stop else None
+        stops = stops or StopStrings(options.stop)
+        self._stops = StopChecker(stops, options.include_stop) if options.stop else None
+        self._num_read = 0  # tokens that came; `num_tokens` are those that left
         self._raw_length = 0  # characters the tokens made
         self._shown_length = 0  # characters that left
-        self._held: list[tuple[int, TokenEntry]] = []  # where its text ends, entry
+        self._held: list[tuple[int, int, TokenEntry]] = []  # token id, where its text ends, entry
 
     def read(self, output: RequestOutput) -> str:
         """The text of an output without an end or log probabilities, if no stop strings are named.
@@ -92,11 +98,16 @@ class Choice:
         if output.num_draft_tokens or output.num_cached_tokens:
             self._count(output)
         ids = output.token_ids
+        self._num_read += len(ids)
         self.num_tokens += len(ids)
         return self._push(ids)
 
     def feed(self, output: RequestOutput) -> GenerationEvent:
-        """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error."""
+        """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error.
+
+        With log probabilities, the event's `token_ids` and `logprobs` are the same tokens: both wait
+        until no stop string can take the token's text away.
+        """
         if output.finish_reason == "error":
             message = output.error or "The engine could not finish this request."
             if output.invalid_request:
@@ -114,11 +125,12 @@ class Choice:
             event.text = self._push(visible)
         else:
             self._push_each(event, visible, output.logprobs)
-        self.num_tokens += len(event.token_ids)
+        self._num_read += len(event.token_ids)
         if event.finish_reason is None and output.finish_reason is not None:
             self._end(event, output)
         if output.logprobs is not None:
             self._release(event)
+        self.num_tokens += len(event.token_ids)
         self.finish_reason = event.finish_reason
         return event
 
@@ -141,9 +153,9 @@ class Choice:
             if logprobs is not None:
                 token_id = event.token_ids[number]
                 hidden = number >= len(pieces) or token_id in self._detokenizer.dropped
-                self._hold(logprobs[number], len(piece), hidden)
+                self._hold(token_id, logprobs[number], len(piece), hidden)
             self._raw_length += len(piece)
-            if self._stops is None or self.num_tokens + number < self._options.min_tokens:
+            if self._stops is None or self._num_read + number < self._options.min_tokens:
                 shown.append(piece)
                 continue
             text, matched = self._stops.push(piece, False)
@@ -171,18 +183,25 @@ class Choice:
         event.finish_reason = "stop"
         event.stop_reason = matched
 
-    def _hold(self, entry: TokenLogprobs, length: int, hidden: bool) -> None:
+    def _hold(self, token_id: int, entry: TokenLogprobs, length: int, hidden: bool) -> None:
         self.logprob_sum += entry.logprob
         end = self._raw_length + length
-        self._held.append((end, TokenEntry(self._raw_length, hidden, entry)))
+        self._held.append((token_id, end, TokenEntry(self._raw_length, hidden, entry)))
 
     def _release(self, event: GenerationEvent) -> None:
-        """Hand over the entries whose text has left; a stop string's tokens never leave."""
-        if isinstance(event.stop_reason, str):
-            event.logprobs = [e for _, e in self._held if e.offset < self._shown_length]
-            self._held = []
-        elif event.finish_reason is not None:
-            event.logprobs, self._held = [e for _, e in self._held], []
+        """Hand over the tokens whose text has left; at the end, all of them."""
+        shown = self._shown_length
+        if event.finish_reason is not None:
+            count = len(self._held)
         else:
-            event.logprobs = [e for end, e in self._held if end <= self._shown_length]
-            self._held = self._held[len(event.logprobs) :]
+            count = sum(end <= shown for _, end, _ in self._held)
+        left, self._held = self._held[:count], self._held[count:]
+        event.token_ids = [token_id for token_id, _, _ in left]
+        event.logprobs = [entry for _, _, entry in left]
+        if isinstance(event.stop_reason, str):
+            event.logprobs = [_without_stop(entry, shown) for entry in event.logprobs]
+
+
+def _without_stop(entry: TokenEntry, shown: int) -> TokenEntry:
+    """The entry of an output cut to `shown` characters: tokens of the stop string have no text."""
+    return entry if entry.offset < shown else entry._replace(offset=shown, hidden=True)

@@ -21,6 +21,7 @@ from .metrics import RequestTiming
 from .sampling import with_max_tokens
 from .services import OutputStream, Services
 from .sse import Live, Write
+from .stop_strings import StopStrings
 
 Frame = Callable[[GenerationEvent], bytes]
 _LONG_TEXT = 4096  # characters; shorter texts are tokenized on the event loop
@@ -142,8 +143,9 @@ class Generation:
         self._job = job
         grammar = job.sampling.grammar
         text = job.text._replace(grammar_param=grammar.param or None) if grammar else job.text
+        stops = StopStrings(text.stop)
         self.choices = [
-            Choice(index, services.tokenizer, text, job.prompts[index // job.n])
+            Choice(index, services.tokenizer, text, job.prompts[index // job.n], stops)
             for index in range(job.num_choices)
         ]
         self._ids = [f"{job.request_id}-{index}" for index in range(job.num_choices)]

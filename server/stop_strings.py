@@ -6,22 +6,41 @@ answer does not depend on how the text was cut into pieces.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
+
+
+class StopStrings:
+    """A request's stop strings, prepared once; the checkers of all its choices share them.
+
+    `borders[i]` of a stop string is the length of the longest proper prefix of `stop[: i + 1]` that
+    is also its suffix (the failure function of Knuth, Morris and Pratt).
+    """
+
+    def __init__(self, stop: Iterable[str]) -> None:
+        """ValueError if one is empty."""
+        self.borders = {text: _borders(text) for text in dict.fromkeys(stop)}
+
+
+def _borders(stop: str) -> list[int]:
+    if not stop:
+        raise ValueError("a stop string is empty")
+    borders = [0]
+    border = 0
+    for char in stop[1:]:
+        while border and char != stop[border]:
+            border = borders[border - 1]
+        border += char == stop[border]
+        borders.append(border)
+    return borders
 
 
 class _Matcher:
     """How much of one stop string the end of the text spells (Knuth, Morris, Pratt)."""
 
-    def __init__(self, stop: str) -> None:
+    def __init__(self, stop: str, borders: list[int]) -> None:
         self.stop = stop
         self.matched = 0
-        self._borders = [0]
-        border = 0
-        for char in stop[1:]:
-            while border and char != stop[border]:
-                border = self._borders[border - 1]
-            border += char == stop[border]
-            self._borders.append(border)
+        self._borders = borders
 
     def find(self, text: str) -> int | None:
         """Read `text`; the offset behind the first complete match, or None."""
@@ -45,10 +64,8 @@ class StopChecker:
     keeps the stop string itself in the text.
     """
 
-    def __init__(self, stop: Sequence[str], include: bool = False) -> None:
-        if not all(stop):
-            raise ValueError("a stop string is empty")
-        self._matchers = [_Matcher(text) for text in dict.fromkeys(stop)]
+    def __init__(self, stop: StopStrings, include: bool = False) -> None:
+        self._matchers = [_Matcher(text, borders) for text, borders in stop.borders.items()]
         self._include = include
         self._held = ""
         self.matched: str | None = None

@@ -165,6 +165,33 @@ async def test_stop_string_counts_tokens_to_its_end_and_can_be_shown() -> None:
     assert reply["usage"]["completion_tokens"] == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("run", [1, 3, 50])
+async def test_ids_counts_and_logprobs_at_a_stop_string_are_the_same_tokens(
+    run: int, stream: bool
+) -> None:
+    text = "say hello wor wor world, again"
+    engine = ScriptedEngine(reply_with(text, run=run))
+    body = {"stop": "world", "logprobs": 1, "return_token_ids": True}
+    if stream:
+        body["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
+        found = [c for c in await chunks(engine, **body) if c["choices"]]
+    else:
+        found = [await post(engine, **body)]
+    ids: list[int] = []
+    names: list[str] = []
+    for chunk in found:
+        (choice,) = chunk["choices"]
+        logprobs = choice["logprobs"] or {"tokens": [], "text_offset": []}
+        assert len(logprobs["tokens"]) == len(choice["token_ids"])  # in every chunk
+        ids += choice["token_ids"]
+        names += logprobs["tokens"]
+        assert chunk["usage"]["completion_tokens"] == len(ids)
+        assert all(offset <= len("say hello wor wor ") for offset in logprobs["text_offset"])
+    assert ids == TOKENIZER.encode("say hello wor wor world")
+    assert "".join(names) == "say hello wor wor " and names[-5:] == [""] * 5
+
+
 async def test_min_tokens_come_before_stop_strings() -> None:
     engine = ScriptedEngine(reply_with("xyxyxyxy", run=3, eos=False))
     reply = await post(engine, stop="y", min_tokens=4)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.server.stop_strings import StopChecker
+from slipstream.server.stop_strings import StopChecker, StopStrings
 
 
 def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
@@ -20,7 +20,7 @@ def oracle(text: str, stops: list[str], include: bool) -> tuple[str, str | None]
 
 
 def run(pieces: list[str], stops: list[str], include: bool) -> tuple[str, str | None]:
-    checker = StopChecker(stops, include)
+    checker = StopChecker(StopStrings(stops), include)
     emitted, matched = [], None
     for piece in pieces:
         delta, matched = checker.push(piece)
@@ -61,7 +61,7 @@ def test_equals_full_search_on_unicode(pieces: list[str], data: st.DataObject) -
 def test_holds_back_exactly_what_may_become_a_stop_string(
     pieces: list[str], stops: list[str]
 ) -> None:
-    checker, seen, emitted = StopChecker(stops), "", ""
+    checker, seen, emitted = StopChecker(StopStrings(stops)), "", ""
     for piece in pieces:
         seen += piece
         delta, matched = checker.push(piece)
@@ -73,21 +73,21 @@ def test_holds_back_exactly_what_may_become_a_stop_string(
 
 
 def test_final_releases_a_partial_match() -> None:
-    checker = StopChecker(["STOP"])
+    checker = StopChecker(StopStrings(["STOP"]))
     assert checker.push("go ST") == ("go ", None)
     assert checker.push("O", final=True) == ("STO", None)
 
 
 def test_drops_all_text_after_a_match() -> None:
-    checker = StopChecker(["\n\n"])
+    checker = StopChecker(StopStrings(["\n\n"]))
     assert checker.push("one\n\ntwo") == ("one", "\n\n")
     assert checker.push("three", final=True) == ("", "\n\n")
 
 
 def test_without_stop_strings_text_passes() -> None:
-    assert StopChecker([]).push("text") == ("text", None)
+    assert StopChecker(StopStrings([])).push("text") == ("text", None)
 
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="empty"):
-        StopChecker(["a", ""])
+        StopStrings(["a", ""])
