@@ -18,6 +18,7 @@ _MIN = {
     "port": 0,
     "max_queue_size": 1,
     "max_body_bytes": 1024,
+    "default_max_tokens": 1,
     "capture_traffic_max_bytes": 1,
     "drain_timeout": 0,
     "worker_timeout": 0,

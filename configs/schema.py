@@ -61,6 +61,11 @@ class ServerConfig:
     )
     metrics_prefix: str = option("slipstream", "prefix of the metric names")
     chat_template: str | None = option(None, "file with a chat template that replaces the model's")
+    default_max_tokens: int | None = option(
+        None,
+        "output tokens of a chat or response that names no limit; default: what the context has"
+        " left, on the default preset 1024",
+    )
     tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls (auto: by its chat template)",

@@ -93,11 +93,14 @@ async def prepare_chat(
     if wanted is None:
         wanted = body.max_tokens
     ids = truncated(ids, body.truncate_prompt_tokens, limits.max_model_len, wanted)
+    default = services.config.server.default_max_tokens
+    if default is not None:
+        default = max(default, body.min_tokens or 0)
     job = Job(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompts=[ids],
         sampling=sampling,
-        max_tokens=[room(ids, wanted, limits.max_model_len, "messages")],
+        max_tokens=[room(ids, wanted, limits.max_model_len, "messages", default)],
         text=TextOptions(
             stop=body.stops,
             include_stop=bool(body.include_stop_str_in_output),

@@ -105,8 +105,8 @@ class Choice:
     def feed(self, output: RequestOutput) -> GenerationEvent:
         """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error.
 
-        With log probabilities, the event's `token_ids` and `logprobs` are the same tokens: both wait
-        until no stop string can take the token's text away.
+        With log probabilities, the event's `token_ids` and `logprobs` are the same tokens: both
+        wait until no stop string can take the token's text away.
         """
         if output.finish_reason == "error":
             message = output.error or "The engine could not finish this request."

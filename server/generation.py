@@ -82,13 +82,21 @@ def truncated(ids: list[int], keep: int | None, limit: int, wanted: int | None) 
     return ids[-keep:] if keep > 0 else ids[-max(limit - (wanted or 1), 1) :]
 
 
-def room(prompt: Sequence[int], wanted: int | None, limit: int, param: str) -> int:
-    """How many tokens may be generated; ContextLengthExceeded if `wanted` do not fit."""
+def room(
+    prompt: Sequence[int], wanted: int | None, limit: int, param: str, default: int | None = None
+) -> int:
+    """How many tokens may be generated; ContextLengthExceeded if `wanted` do not fit.
+
+    A request that names no number gets what fits, but at most `default`.
+    """
     if not prompt:
         raise InvalidRequest("The prompt is empty.", param, "invalid_value")
     if len(prompt) + (1 if wanted is None else wanted) > limit:
         raise ContextLengthExceeded(limit, len(prompt), 1 if wanted is None else wanted, param)
-    return limit - len(prompt) if wanted is None else wanted
+    if wanted is not None:
+        return wanted
+    fits = limit - len(prompt)
+    return fits if default is None else min(fits, default)
 
 
 def _write_event(

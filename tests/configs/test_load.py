@@ -45,6 +45,12 @@ def yaml_file(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
+def test_default_preset_bounds_chats_and_a_model_of_ones_own_does_not(folder: str) -> None:
+    assert load_config().server.default_max_tokens == 1024
+    assert load_config({"default_max_tokens": 8}).server.default_max_tokens == 8
+    assert load_config({"model": folder}).server.default_max_tokens is None
+
+
 def test_nothing_given_serves_the_default_preset_with_speculation() -> None:
     config = load()
     assert config.model.model.endswith("SmolLM2-135M-Instruct.Q4_1.gguf")

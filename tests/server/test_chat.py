@@ -145,6 +145,37 @@ async def test_a_clients_template_needs_the_operators_consent() -> None:
     assert prompt_of(engine) == "T hi 3"
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ({}, 20),
+        ({"max_tokens": 50}, 50),
+        ({"max_completion_tokens": 50}, 50),
+        ({"min_tokens": 30}, 30),
+        ({"messages": [{"role": "user", "content": "x" * 450}]}, 40),  # no more fits
+    ],
+)
+async def test_default_bounds_a_chat_that_names_no_limit(
+    body: dict[str, Any], expected: int
+) -> None:
+    default = 100 if "messages" in body else 20
+    engine = ScriptedEngine()
+    config = config_with(default_max_tokens=default)
+    async with http_client(make_app(engine, config)) as client:
+        full = {"model": MODEL, "messages": HI, **body}
+        assert (await client.post("/v1/chat/completions", json=full)).status_code == 200
+    assert engine.requests[0].sampling.max_tokens == expected
+
+
+async def test_default_bounds_a_response_that_names_no_limit() -> None:
+    engine = ScriptedEngine()
+    async with http_client(make_app(engine, config_with(default_max_tokens=20))) as client:
+        for body in ({}, {"max_output_tokens": 50}):
+            full = {"model": MODEL, "input": "hi", **body}
+            assert (await client.post("/v1/responses", json=full)).status_code == 200
+    assert [request.sampling.max_tokens for request in engine.requests] == [20, 50]
+
+
 async def test_max_completion_tokens_beats_max_tokens() -> None:
     engine = ScriptedEngine()
     reply = await post(engine, max_tokens=9, max_completion_tokens=4)
