@@ -37,6 +37,15 @@ class AttentionCGSupport(IntEnum):
     ALWAYS = 3
 
 
+class StepMode(Enum):
+    """How one step runs; decided once, when its rows are gathered."""
+
+    EAGER = "eager"  # no graph
+    PIECEWISE = "piecewise"  # graphs between the attention layers
+    FORWARD = "forward"  # one graph of the forward pass; the host gathers rows, builds attention
+    WHOLE = "whole"  # that graph gathers and builds, too; those of sampling and drafting follow it
+
+
 @dataclass(frozen=True)
 class BatchExecutionDescriptor:
     """How a (padded) batch runs. `mode` is NONE, PIECEWISE or FULL."""

@@ -9,12 +9,13 @@ without a graph, from the same outputs of the target.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..configs.graphs import BatchExecutionDescriptor
+from ..configs.graphs import BatchExecutionDescriptor, StepMode
 from ..kernels.head_sample import Draws, pick_rows
 from ..kernels.padded_step import commit_step
 from .cuda_graphs import CaptureReport, CreateForwardFn, CudaGraphManager
@@ -24,13 +25,16 @@ from .input_batch import InputBatch, InputBuffers
 from .logits_processing import SamplingRows
 from .request_table import RequestTable
 from .row_sampling import RowSampling
-from .sampler import SamplerOutput
+from .sampler import SamplerOutput, SamplingPath
+from .sampling_state import Feature
 from .step_output import PackedTensors, RowLayout, StepHandle
 from .target import Target
 
 # Above, the device is busy for longer than a launch takes, and logits of all rows are large.
 MAX_REJECTION_ROWS = 256
-
+# What requests may use whose tokens a graph samples; which row is which is decided on the device.
+_DRAWN = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED
+_REJECTED = _DRAWN | Feature.UNSEEDED
 
 # (logits rows, their hidden states [L*, H]) -> what they emit
 Choose = Callable[[SamplingRows, Tensor], SamplerOutput]
@@ -64,8 +68,7 @@ class ChoiceGraphs:
         # By number of rows, what `run` hands out.
         self._views: dict[int, tuple[PackedTensors, Tensor, Tensor]] = {}
         self._copied: torch.cuda.Event | None = None  # of the last results to the host
-        # The last batch that was asked about, when, and the answer.
-        self._asked: tuple[InputBatch, int, CudaGraphManager | None] | None = None
+        self._by_path = {SamplingPath.DRAW: drawing, SamplingPath.REJECT: rejecting}
 
     # --- capture --------------------------------------------------------------------------------
 
@@ -94,11 +97,14 @@ class ChoiceGraphs:
         return create
 
     def _draw(self, rows: SamplingRows, hidden: Tensor) -> SamplerOutput:
-        return self._sampling.draw_padded(rows, self._table, self._picker(hidden))
+        sampler = self._sampling.sampler
+        return sampler.draw(self._picker(hidden), rows, self._table, _DRAWN)
 
     def _reject(self, rows: SamplingRows, hidden: Tensor) -> SamplerOutput:
-        logits = self._target.compute_logits(hidden)
-        return self._sampling.reject_padded(rows, self._table, logits)
+        vocab_size = self._table.sampling.vocab_size
+        logits = self._target.compute_logits(hidden)[:, :vocab_size]
+        pick = partial(pick_rows, logits)
+        return self._sampling.sampler.draw(pick, rows, self._table, _REJECTED, logits)
 
     def _choose(self, desc: BatchExecutionDescriptor, choose: Choose) -> None:
         """For the capture; of the host it knows N* and L* alone."""
@@ -140,30 +146,23 @@ class ChoiceGraphs:
 
     # --- a step -----------------------------------------------------------------------------------
 
-    def serves(self, batch: InputBatch) -> bool:
-        """Whether this batch, which a graph of the target gathered, has its tokens chosen here.
+    def find(self, batch: InputBatch) -> CudaGraphManager | None:
+        """The graphs that sample this batch of a whole step; None if it takes the general path.
 
-        Every row must judge or emit (none ends a prompt of several tokens, so none brings prompt
-        logprobs either), and none ask for more.
+        Every row must judge or emit: none ends a prompt of several tokens, so that none asks for
+        log probabilities of its prompt either.
         """
-        return self._graphs_for(batch) is not None
-
-    def _graphs_for(self, batch: InputBatch) -> CudaGraphManager | None:
-        version = self._table.sampling.version
-        asked = self._asked
-        if asked is not None and asked[0] is batch and asked[1] == version:
-            return asked[2]
-        answer, desc = None, batch.descriptor
-        if batch.num_logits == batch.num_tokens:
-            if self._drawing.holds(desc) and self._sampling.can_choose(batch, self._table):
-                answer = self._drawing
-            elif self._rejecting.holds(desc) and self._sampling.can_reject(batch, self._table):
-                answer = self._rejecting
-        self._asked = (batch, version, answer)
-        return answer
+        if batch.num_logits != batch.num_tokens:
+            return None
+        graphs = self._by_path.get(self._sampling.path(batch, self._table))
+        return graphs if graphs is not None and graphs.holds(batch.descriptor) else None
 
     def run(
-        self, batch: InputBatch, handle: StepHandle, stream: CopyStream | None
+        self,
+        graphs: CudaGraphManager,  # of `find`
+        batch: InputBatch,
+        handle: StepHandle,
+        stream: CopyStream | None,
     ) -> tuple[Tensor, Tensor]:
         """Replay, and start the results' copy on `stream`.
 
@@ -171,8 +170,6 @@ class ChoiceGraphs:
         """
         if self._copied is not None and stream is not None:  # as a rule it is done long since
             stream.main.wait_event(self._copied)
-        graphs = self._graphs_for(batch)
-        assert graphs is not None
         graphs.run_fullgraph(batch.descriptor)
         rows = batch.num_reqs
         if rows not in self._views:
@@ -197,7 +194,7 @@ def create_choices(
     wanted = [
         desc
         for desc in graphs.wanted
-        if target.gathers(desc) and desc.num_tokens <= sampling.max_rows
+        if target.step_mode(desc) is StepMode.WHOLE and desc.num_tokens <= sampling.max_rows
     ]
     if not wanted:
         return None

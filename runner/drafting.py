@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..configs.graphs import BatchExecutionDescriptor
+from ..configs.graphs import BatchExecutionDescriptor, StepMode
 from ..configs.speculative import MAX_DRAFTS
 from ..speculators.base import BaseSpeculator, DraftInputs, StepBuffers
 from .attention.base import AttentionState
@@ -84,7 +84,7 @@ class Drafting:
         agreement: StepAgreement | None,
     ) -> None:
         """Draft for the rows of a step that is committed, or let the drafter take it in later."""
-        in_buffers = self._counts is not None and self._target.gathers(batch.descriptor)
+        in_buffers = self._counts is not None and batch.mode is StepMode.WHOLE
         if in_buffers:
             self._fill_counts(num_sampled, num_rejected)
         if attention is None and not self._speculator.takes_in(batch.descriptor):

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..configs.graphs import BatchExecutionDescriptor
+from ..configs.graphs import BatchExecutionDescriptor, StepMode
 from ..kernels.gather_batch import compute_slot_mappings, gather_block_tables, prepare_inputs
 from ..kernels.padded_step import gather_padded_tables, map_padded_slots, prepare_padded_inputs
 from .attention.base import CommonAttentionMetadata
@@ -30,6 +30,7 @@ class InputBatch:
     num_logits: int  # L
     uniform_token_count: int | None  # every request has this query length and none is in prefill
     descriptor: BatchExecutionDescriptor
+    mode: StepMode
     slots: list[int]  # [N] batch row -> slot
     idx_mapping: Tensor  # [N*] int32, batch row -> slot, -1 for padded rows
     query_start_loc: Tensor  # [N* + 1] int32, padded entries repeat M
@@ -88,7 +89,7 @@ class InputBuffers:
         self.block_tables = [zeros(reqs, blocks) for blocks in max_blocks]
         self.slot_mappings = zeros(len(block_sizes), tokens, dtype=torch.int64)
         self._pool = StagingPool(device)
-        # What the series hold for a graph that gathers, and the batch made of it.
+        # What the series hold for a WHOLE step, and the batch made of it.
         self._placed: tuple[BatchExecutionDescriptor, list[int], list[int]] | None = None
         self._placed_batch: InputBatch | None = None
 
@@ -108,6 +109,7 @@ class InputBuffers:
         table: RequestTable,
         descriptor: BatchExecutionDescriptor,
         uniform_token_count: int | None,
+        mode: StepMode = StepMode.EAGER,
     ) -> InputBatch:
         """Fill the buffers for these rows, padded to `descriptor`; no wait for the device."""
         self._placed = None
@@ -126,7 +128,9 @@ class InputBuffers:
         common = self.common(
             reqs_padded, tokens_padded, host_series[1], host_bounds, max(query_lens)
         )
-        return self._views(slots, num_drafts, host_series, descriptor, uniform_token_count, common)
+        return self._views(
+            slots, num_drafts, host_series, descriptor, mode, uniform_token_count, common
+        )
 
     def place(
         self,
@@ -135,7 +139,7 @@ class InputBuffers:
         descriptor: BatchExecutionDescriptor,
         uniform_token_count: int,
     ) -> InputBatch:
-        """As `gather`, for a graph that gathers: brings over who is in the batch if that changed.
+        """As `gather`, for a WHOLE step: brings over who is in the batch if that changed.
 
         The rest of the buffers is filled at the replay. Bounds are the largest, as in a capture.
         """
@@ -158,7 +162,7 @@ class InputBuffers:
         )
         self._placed = key
         self._placed_batch = self._views(
-            slots, num_drafts, host_series, descriptor, uniform_token_count, common
+            slots, num_drafts, host_series, descriptor, StepMode.WHOLE, uniform_token_count, common
         )
         return self._placed_batch
 
@@ -205,6 +209,7 @@ class InputBuffers:
         num_drafts: Sequence[int],
         series: Tensor,  # [3, max N* + 1] int32, on the host
         descriptor: BatchExecutionDescriptor,
+        mode: StepMode,
         uniform_token_count: int | None,
         common: list[CommonAttentionMetadata],
     ) -> InputBatch:
@@ -217,6 +222,7 @@ class InputBuffers:
             num_logits=num_logits,
             uniform_token_count=uniform_token_count,
             descriptor=descriptor,
+            mode=mode,
             slots=slots,
             idx_mapping=self.idx_mapping[:reqs_padded],
             query_start_loc=self.query_start_loc[: reqs_padded + 1],

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..configs.graphs import StepMode
 from ..configs.schema import Config
 from ..kernels.compile_log import watch_compilations
 from ..kernels.gather_batch import post_update
@@ -204,7 +205,7 @@ class ModelRunner:
         if plan.needs_draft_ids:
             copy = HostCopy([batch.draft_ids.clone()], self._copy_stream)
             step.drafts.set_result((copy, batch.num_draft_tokens_cpu))
-        if not self._target.gathers(batch.descriptor):
+        if batch.mode is not StepMode.WHOLE:
             step.state = self._target.build_attention(batch)
         step.hidden_states, step.aux_hidden_states = self._target.run(batch, step.state)
 
@@ -239,10 +240,12 @@ class ModelRunner:
             wanted = most if plan.num_drafts is None else plan.num_drafts
             step.agreement = self._sync.agree(sum(query_lens), len(query_lens), uniform, wanted)
             desc = step.agreement.descriptor
+        mode = self._target.step_mode(desc)
         # Drafts that the host must see are gathered before the graph, which will do it again.
-        if uniform is not None and self._target.gathers(desc) and not plan.needs_draft_ids:
+        if uniform is not None and mode is StepMode.WHOLE and not plan.needs_draft_ids:
             return self.buffers.place([row.slot for row in plan.rows], num_drafts, desc, uniform)
-        return self.buffers.gather(plan.rows, query_lens, num_drafts, self.table, desc, uniform)
+        args = (plan.rows, query_lens, num_drafts, self.table, desc, uniform, mode)
+        return self.buffers.gather(*args)
 
     def _trim_drafts(self, plan: StepPlan, query_lens: list[int], num_drafts: list[int]) -> None:
         """Leave out trailing drafts of -1. Only on the CPU, where reading them costs nothing."""
@@ -261,20 +264,15 @@ class ModelRunner:
             self._draft_for_others(step)
             return
         assert hidden is not None
-        if self._is_chosen_by_graph(step, grammar_bitmask):
-            assert self._choices is not None
-            counts = self._choices.run(batch, handle, self._copy_stream)
+        graphs = None
+        if batch.mode is StepMode.WHOLE and self._choices is not None and grammar_bitmask is None:
+            graphs = self._choices.find(batch)
+        if graphs is not None and self._choices is not None:
+            counts = self._choices.run(graphs, batch, handle, self._copy_stream)
         else:
             counts = self._choose(step, batch, hidden, grammar_bitmask, handle)
         if self._drafting is not None:
             self._draft(self._drafting, step, *counts)
-
-    def _is_chosen_by_graph(self, step: _Step, grammar_bitmask: np.ndarray | None) -> bool:
-        batch, choices = step.batch, self._choices
-        assert batch is not None
-        if choices is None or grammar_bitmask is not None:
-            return False
-        return self._target.gathers(batch.descriptor) and choices.serves(batch)
 
     def _choose(
         self,

@@ -7,7 +7,6 @@ no token itself.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -17,24 +16,12 @@ from ..kernels.head_sample import Draws
 from .input_batch import InputBatch
 from .logits_processing import SamplingRows
 from .request_table import RequestTable
-from .sampler import Pick, Sampler, SamplerOutput
-from .sampling_state import PROCESSED, Feature
+from .sampler import Sampler, SamplerOutput, SamplingPath
 from .step_output import TokenLogprobTensors
 
 # (hidden [L, H], vocabulary, draws) -> as `sampler.Pick`
 PickTokens = Callable[[Tensor, int, Draws | None], tuple[Tensor, Tensor]]
 MAX_LOGITS_BYTES = 1 << 30  # float32 logits held at once
-
-
-@dataclass(frozen=True)
-class SampledRows:
-    """What a step emits, for all N rows of the batch."""
-
-    sampled_token_ids: Tensor  # [N, K + 1] int64, -1 beyond num_sampled
-    num_sampled: Tensor  # [N] int32
-    num_rejected: Tensor  # [N] int32
-    has_nan: Tensor  # [N] bool
-    logprobs: TokenLogprobTensors | None  # [N * (K + 1)], row-major
 
 
 class RowSampling:
@@ -53,7 +40,7 @@ class RowSampling:
         grammar_bitmask: Tensor | None,  # [L, ceil(V / 32)] int32
         compute_logits: Callable[[Tensor], Tensor],
         pick_tokens: PickTokens | None = None,
-    ) -> SampledRows:
+    ) -> SamplerOutput:
         """Logits of every logits row, then a verdict for every request. A model that can
         `pick_tokens` does so where nothing else needs the logits."""
         outputs = []
@@ -74,7 +61,7 @@ class RowSampling:
             span = slice(batch.cu_num_logits_cpu[first], batch.cu_num_logits_cpu[last])
             hidden = hidden_states[batch.logits_indices[span]]
             mask = None if grammar_bitmask is None else grammar_bitmask[span]
-            if pick_tokens is not None and self.sampler.can_draw(rows, table.sampling, mask):
+            if pick_tokens is not None and self._path(rows, table, mask) is SamplingPath.DRAW:
                 pick = partial(pick_tokens, hidden, table.sampling.vocab_size)
                 outputs.append(self.sampler.draw(pick, rows, table))
                 continue
@@ -86,27 +73,14 @@ class RowSampling:
         """The most logits rows that are held at once."""
         return self._max_rows
 
-    def can_choose(self, batch: InputBatch, table: RequestTable) -> bool:
-        """Whether `draw_padded` is right for this batch."""
+    def path(self, batch: InputBatch, table: RequestTable) -> SamplingPath:
+        """How a whole batch without a grammar is sampled."""
         has_drafts = batch.num_logits > batch.num_reqs
-        return self.sampler.draws(table.sampling.features(batch.slots), has_drafts)
+        return self.sampler.path(table.sampling.features(batch.slots), has_drafts)
 
-    def draw_padded(self, rows: SamplingRows, table: RequestTable, pick: Pick) -> SamplerOutput:
-        """For a graph: greedy requests and such as draw by a key, whichever they turn out to be."""
-        any_of_them = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED
-        return self.sampler.draw(pick, rows, table, any_of_them)
-
-    def can_reject(self, batch: InputBatch, table: RequestTable) -> bool:
-        """Whether `reject_padded` is right for this batch."""
-        return not table.sampling.features(batch.slots) & (PROCESSED | Feature.LOGPROBS)
-
-    def reject_padded(
-        self, rows: SamplingRows, table: RequestTable, logits: Tensor
-    ) -> SamplerOutput:
-        """For a graph: requests whose drafts are judged by the target's distribution, and others;
-        of the logits only the temperature changes anything."""
-        any_of_them = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED | Feature.UNSEEDED
-        return self.sampler.sample_all(logits, rows, table, any_of_them)
+    def _path(self, rows: SamplingRows, table: RequestTable, mask: Tensor | None) -> SamplingPath:
+        has_drafts = rows.cu_num_logits_cpu[-1] > len(rows.slots)
+        return self.sampler.path(table.sampling.features(rows.slots), has_drafts, mask is not None)
 
     def _pieces(self, cu_num_logits: list[int]) -> Iterator[tuple[int, int]]:
         """Ranges [first, last) of batch rows whose logits fit."""
@@ -118,12 +92,12 @@ class RowSampling:
         yield first, len(cu_num_logits) - 1
 
 
-def _join(outputs: list[SamplerOutput]) -> SampledRows:
+def _join(outputs: list[SamplerOutput]) -> SamplerOutput:
     def column(name: str) -> Tensor:
         parts = [getattr(output, name) for output in outputs]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    return SampledRows(
+    return SamplerOutput(
         sampled_token_ids=column("sampled_token_ids"),
         num_sampled=column("num_sampled"),
         num_rejected=column("num_rejected"),

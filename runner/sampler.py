@@ -8,20 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from enum import Enum
 
 import torch
 from torch import Tensor
 
 from ..configs.schema import SpeculativeConfig
 from ..kernels.finish_samples import finish_samples
-from ..kernels.head_sample import Draws, gather_draws, pick_rows
+from ..kernels.head_sample import Draws, gather_draws
 from ..kernels.sample import TARGET
 from ..kernels.verify import VerifyRows
 from ..speculators.verification import create_verifier
 from .logits_processing import SamplingRequests, SamplingRows, process_logits
 from .logprobs import emitted_logprobs
-from .sampling_state import PROCESSED, Feature, SamplingState
+from .sampling_state import PROCESSED, Feature
 from .staging import StagingPool
 from .step_output import TokenLogprobTensors
 
@@ -41,6 +41,14 @@ class SamplerOutput:
     num_rejected: Tensor  # [N] int32, logits rows that emitted nothing
     has_nan: Tensor  # [N] bool, a row that emits held NaN, or no token was allowed
     logprobs: TokenLogprobTensors | None  # rows [N * (K + 1)]; None if nobody asks
+
+
+class SamplingPath(Enum):
+    """How the tokens of a batch are sampled. Eager code and graphs share it."""
+
+    DRAW = "draw"  # the likeliest token, or one drawn by a key: needs no logits of the whole row
+    REJECT = "reject"  # drafts judged by the target's distribution, which only temperature changed
+    GENERAL = "general"  # every option
 
 
 class Sampler:
@@ -91,30 +99,13 @@ class Sampler:
             logprobs = emitted_logprobs(logits, sampled, rows.cu_num_logits_cpu, wanted, self._pool)
         return SamplerOutput(sampled, num_sampled, num_rejected, has_nan, logprobs)
 
-    def sample_all(
-        self,
-        logits: Tensor,  # [L, >= V]
-        rows: SamplingRows,
-        requests: SamplingRequests,
-        features: Feature,  # that they may use, and no others
-    ) -> SamplerOutput:
-        """As `sample`, at once, for requests that of options use a temperature and a seed; for a
-        graph, as `features` may be more than they use."""
-        logits = logits[:, : requests.sampling.vocab_size]
-        return self.draw(partial(pick_rows, logits), rows, requests, features, logits)
-
-    def can_draw(
-        self, rows: SamplingRows, state: SamplingState, grammar_bitmask: Tensor | None
-    ) -> bool:
-        """Whether nothing needs these rows' logits but the choice of their tokens: see `draw`."""
-        has_drafts = rows.cu_num_logits_cpu[-1] > len(rows.slots)
-        return grammar_bitmask is None and self.draws(state.features(rows.slots), has_drafts)
-
-    def draws(self, features: Feature, has_drafts: bool) -> bool:
-        """As `can_draw`, from what the requests use."""
-        if features & (PROCESSED | Feature.LOGPROBS):
-            return False
-        return self._judges_by_token or not features & Feature.UNSEEDED or not has_drafts
+    def path(self, features: Feature, has_drafts: bool, has_grammar: bool = False) -> SamplingPath:
+        """The cheapest path that is right for requests which use these features."""
+        if has_grammar or features & (PROCESSED | Feature.LOGPROBS):
+            return SamplingPath.GENERAL
+        if self._judges_by_token or not has_drafts or not features & Feature.UNSEEDED:
+            return SamplingPath.DRAW
+        return SamplingPath.REJECT
 
     def draw(
         self,
@@ -124,7 +115,8 @@ class Sampler:
         features: Feature | None = None,  # that they may use, if not what they use now
         logits: Tensor | None = None,  # [L, V], if they were written
     ) -> SamplerOutput:
-        """As `sample`, where an output head picks tokens, mostly without writing logits."""
+        """As `sample`, on the paths DRAW (an output head may pick tokens without writing logits)
+        and REJECT (`logits` are given). In a graph, `features` may be more than requests use."""
         state = requests.sampling
         features = state.features(rows.slots) if features is None else features
         slots = rows.expanded_idx_mapping

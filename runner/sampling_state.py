@@ -76,7 +76,6 @@ class SamplingState:
         self._features = [0] * max_num_reqs  # bits of Feature; plain ints, for speed
         self.num_logprobs: list[int | None] = [None] * max_num_reqs  # host, per slot
         self._top_k_cpu = [0] * max_num_reqs
-        self.version = 0  # grows whenever what a slot uses changes
 
     def set_request(
         self,
@@ -104,7 +103,6 @@ class SamplingState:
         self._write(self._ints[:, slot], np.array(ints, dtype=np.int64))
         features = _features_of(params, temperature)
         self._features[slot] = int(features)
-        self.version += 1
         self.num_logprobs[slot] = params.logprobs
         self._top_k_cpu[slot] = params.top_k
         if features & Feature.BIAS:
@@ -133,7 +131,6 @@ class SamplingState:
         """Make a slot's lists neutral; its scalars stay valid until `set_request` writes them."""
         features = self._features[slot]
         self._features[slot] = 0
-        self.version += 1
         self.num_logprobs[slot] = None
         self._top_k_cpu[slot] = 0
         for feature, table in (

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode, StepMode
 from .attention.base import (
     AttentionBuilder,
     AttentionState,
@@ -95,10 +95,13 @@ class Target:
             return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count)
         return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count, best)
 
-    def gathers(self, desc: BatchExecutionDescriptor) -> bool:
-        """Whether the graph of this descriptor gathers its rows and builds its attention."""
-        uniform = desc.mode is CUDAGraphMode.FULL and desc.uniform_token_count is not None
-        return uniform and self._table is not None
+    def step_mode(self, desc: BatchExecutionDescriptor) -> StepMode:
+        """How a step of this descriptor runs."""
+        if desc.mode is not CUDAGraphMode.FULL:
+            is_eager = desc.mode is CUDAGraphMode.NONE
+            return StepMode.EAGER if is_eager else StepMode.PIECEWISE
+        is_whole = self._table is not None and desc.uniform_token_count is not None
+        return StepMode.WHOLE if is_whole else StepMode.FORWARD
 
     def outputs(self, desc: BatchExecutionDescriptor) -> ForwardOutput:
         """What a graph of this descriptor leaves behind."""
@@ -111,7 +114,7 @@ class Target:
     def build_attention(self, batch: InputBatch) -> AttentionState:
         """This step's attention; with a FULL graph, what its buffers hold is updated in place."""
         common: Sequence[CommonAttentionMetadata] = batch.common
-        if batch.descriptor.mode is CUDAGraphMode.PIECEWISE:
+        if batch.mode is StepMode.PIECEWISE:
             # Attention runs between the pieces, on the real rows.
             common = [group.with_rows(batch.num_reqs, batch.num_tokens) for group in common]
         metadata = [
@@ -121,10 +124,10 @@ class Target:
         return self.cache.attention_state(metadata)
 
     def run(self, batch: InputBatch, state: AttentionState | None) -> ForwardOutput:
-        """The forward pass of the batch in the step buffers; no state where the graph `gathers`."""
+        """The forward pass of the batch in the step buffers; no state in a WHOLE step."""
 
         def eager() -> None:  # for --debug-compare-eager; into the same outputs
-            is_piecewise = batch.descriptor.mode is CUDAGraphMode.PIECEWISE
+            is_piecewise = batch.mode is StepMode.PIECEWISE
             rows = batch.num_tokens if is_piecewise else batch.descriptor.num_tokens
             self._forward_into_outputs(rows, self.build_attention(batch))
 
@@ -151,7 +154,8 @@ class Target:
         eager: Callable[[], None] | None,
     ) -> ForwardOutput:
         if desc.mode is CUDAGraphMode.FULL and (state is None or state.can_replay):
-            assert self._graphs is not None and (state is not None or self.gathers(desc))
+            assert self._graphs is not None
+            assert state is not None or self.step_mode(desc) is StepMode.WHOLE
             self._graphs.run_fullgraph(desc, eager)
             return self.outputs(desc)
         assert state is not None
@@ -192,8 +196,7 @@ class Target:
         common = self._buffers.fill_dummy(desc)
 
         def forward(state: AttentionState) -> list[Tensor]:
-            if self.gathers(desc):
-                assert self._table is not None
+            if self._table is not None and self.step_mode(desc) is StepMode.WHOLE:
                 self._buffers.gather_placed(self._table, desc)
                 state = self._state_for_capture(common, desc)
             return self._forward_into_outputs(desc.num_tokens, state)

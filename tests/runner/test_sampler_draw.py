@@ -5,18 +5,18 @@ from __future__ import annotations
 from functools import partial
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.head_sample import sample_head_reference
+from slipstream.kernels.head_sample import pick_rows, sample_head_reference
 from slipstream.kernels.linear_choice import H100_WINNERS
 from slipstream.kernels.linear_tuned import LinearChooser
 from slipstream.runner.layers import WeightFormat
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.models.base import TextModel
 from slipstream.runner.models.registry import build_model
+from slipstream.runner.sampler import SamplingPath
 from slipstream.runner.sampling_state import Feature
 from slipstream.speculators.base import DraftModelSpeculator
 
@@ -48,7 +48,7 @@ def test_drawing_equals_sampling(
             if drafts[index]:
                 rows.draft_ids[at] = (hidden[at] @ weight.T).argmax()
         of = sampler(**options)
-        assert of.can_draw(rows, table.sampling, None)
+        assert of.path(table.sampling.features(rows.slots), any(drafts)) is SamplingPath.DRAW
         expected = of.sample(hidden @ weight.T, rows, table)
         got = of.draw(partial(sample_head_reference, hidden, weight), rows, table)
         for name in ("sampled_token_ids", "num_sampled", "num_rejected", "has_nan"):
@@ -72,7 +72,7 @@ def test_a_graph_that_rejects_emits_what_sampling_does() -> None:
         logits[at, likely[at]] += 9.0
         of = sampler()
         expected = of.sample(logits, rows, table)
-        got = of.sample_all(logits, rows, table, every)
+        got = of.draw(partial(pick_rows, logits[:, :V]), rows, table, every, logits[:, :V])
         for name in ("sampled_token_ids", "num_sampled", "num_rejected", "has_nan"):
             assert torch.equal(getattr(got, name), getattr(expected, name)), name
         found |= set(enumerate(got.num_sampled.tolist()))
@@ -134,14 +134,13 @@ def test_nan_is_told() -> None:
 
 
 def test_who_needs_logits_gets_them() -> None:
-    def can_draw(params: SamplingParams, drafts: list[int], mask: bool = False) -> bool:
+    def path(params: SamplingParams, drafts: list[int], mask: bool = False) -> SamplingPath:
         table = Table.of([(params, [1, 2], [])], V)
-        bits = torch.from_numpy(np.full((1, 2), -1, np.int32)) if mask else None
-        return sampler().can_draw(rows_of(table, [0], [drafts], 2), table.sampling, bits)
+        return sampler().path(table.sampling.features([0]), bool(drafts), mask)
 
-    assert can_draw(GREEDY, [4]) and can_draw(WARM, [])
-    assert not can_draw(WARM, [4])  # a rejection draws from what the draft left over
-    assert not can_draw(GREEDY, [], mask=True)
+    assert path(GREEDY, [4]) is path(WARM, []) is SamplingPath.DRAW
+    assert path(WARM, [4]) is SamplingPath.REJECT  # recovery needs logits
+    assert path(GREEDY, [], mask=True) is path(WARM, [4], mask=True) is SamplingPath.GENERAL
     for options in (
         {"logprobs": 0},
         {"top_k": 5},
@@ -155,7 +154,7 @@ def test_who_needs_logits_gets_them() -> None:
         {"bad_words_token_ids": [[4]]},
     ):
         params = SamplingParams(seed=0, max_tokens=9, temperature=1.0, **options)
-        assert not can_draw(params, []), options
+        assert path(params, []) is path(params, [4]) is SamplingPath.GENERAL, options
 
 
 def test_models_whose_logits_are_more_than_a_product_do_not_pick() -> None:

@@ -183,8 +183,8 @@ def test_results_are_one_tensor_for_the_host(model: Any, monkeypatch: pytest.Mon
     sent: list[list[Any]] = []
     run = ChoiceGraphs.run
 
-    def seen(self: Any, batch: Any, handle: Any, stream: Any) -> Any:
-        result = run(self, batch, handle, stream)
+    def seen(self: Any, graphs: Any, batch: Any, handle: Any, stream: Any) -> Any:
+        result = run(self, graphs, batch, handle, stream)
         sent.append(handle._output.result()[0].all())
         return result
 
