@@ -16,6 +16,7 @@ from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import AttentionStatePair
 from slipstream.runner.draft_attention import DraftAttention
 from slipstream.runner.messages import AddRequest, SamplingParams
+from slipstream.runner.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import DraftInputs
 
@@ -172,6 +173,32 @@ def test_with_full_graphs_for_mixed_batches_the_draft_prefill_follows(
     graphs, engine = proposals_of(drafters, "eagle3", True, mode=CUDAGraphMode.FULL)
     assert graphs == eager_proposals("eagle3", 0.0)
     assert engine.replays["draft prefill"] == engine.replays["target"] > 6
+
+
+def test_attention_between_pieces_gets_the_real_rows_only(
+    drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padded rows would cost work in every layer, and read tables that nobody filled."""
+    run, padded = Target.run, []
+
+    def checked(self: Any, batch: Any, state: Any) -> Any:
+        if batch.descriptor.mode is CUDAGraphMode.PIECEWISE:
+            for metadata in state.metadata:
+                assert metadata.starts.shape == (batch.num_reqs + 1,)
+                assert metadata.lens.shape == metadata.table.shape[:1] == (batch.num_reqs,)
+                assert metadata.slots.shape == (batch.num_tokens,)
+            padded.append(batch.descriptor.num_tokens > batch.num_tokens)
+        return run(self, batch, state)
+
+    monkeypatch.setattr(Target, "run", checked)
+    asked, config = ASKED[:3], drafters.speculative("eagle3", 3)
+    texts = []
+    for graphs in (False, True):
+        target = drafters.pair("eagle3")[0]
+        with graph_engine(target, config, graphs, CUDAGraphMode.PIECEWISE) as engine:
+            texts.append(engine.run(asked, max_tokens=6).tokens)
+    assert texts[0] == texts[1]
+    assert padded.count(True) >= 3  # three requests on a graph of four
 
 
 @pytest.mark.parametrize("method", METHODS)

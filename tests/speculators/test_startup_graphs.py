@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
+from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.runner.attention.base import CommonAttentionMetadata
+from slipstream.runner.cuda_graphs import FreshPair
 from slipstream.runner.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
@@ -125,6 +126,50 @@ def test_capture_builds_and_runs_each_graph_twice_and_collects_nothing(
     # once for a warm-up, once for a capture, of the target's graph and of the drafter's
     assert count["target builds"] == 2 * (wanted + prefills)
     assert count["collections"] == 0
+
+
+def test_target_and_drafter_capture_into_one_pool(drafters: Drafters) -> None:
+    """A pool of its own would keep the drafter's scratch memory beside the target's."""
+    config, mode = drafters.speculative("eagle3", 3), CUDAGraphMode.FULL_AND_PIECEWISE
+    for loop in (True, False):
+        with graph_engine(drafters.pair("eagle3")[0], config, mode=mode, loop=loop) as engine:
+            managers = engine.speculator.graph_managers()
+            assert len(managers) == 2 and all(manager.captured for manager in managers)
+            pools = engine.backend.pools_of_graphs
+            assert len(pools) > sum(len(manager.captured) for manager in managers)
+            assert set(pools) == {pools[0]}
+
+
+def test_draft_prefill_warms_up_on_one_half_of_a_pair_and_is_captured_on_the_other(
+    drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The captured half's plan is recorded, not run: an eager pass over it would read garbage."""
+    given: list[tuple[str, Any]] = []  # (half, state) in the order in which capture asks for them
+    used: list[Any] = []
+
+    def watched(half: str) -> property:
+        build = getattr(FreshPair, half).fget
+
+        def read(self: FreshPair) -> Any:
+            given.append((half, build(self)))
+            return given[-1][1]
+
+        return property(read)
+
+    for half in ("warmup", "captured"):
+        monkeypatch.setattr(FreshPair, half, watched(half))
+    forward = AutoRegressiveSpeculator._prefill_forward
+
+    def noted(self: Any, num_tokens: int, num_rows: int, attention: Any, *rest: Any) -> None:
+        used.append(attention)
+        forward(self, num_tokens, num_rows, attention, *rest)
+
+    monkeypatch.setattr(AutoRegressiveSpeculator, "_prefill_forward", noted)
+    with graph_engine(drafters.pair("eagle3")[0], drafters.speculative("eagle3", 3)) as engine:
+        prefills = engine.speculator.graph_managers()[0].captured
+    assert [half for half, _ in given] == ["warmup", "captured"] * len(prefills)
+    assert len(prefills) > 2 and len(used) == len(given)
+    assert all(state is wanted for state, (_, wanted) in zip(used, given, strict=True))
 
 
 def test_startup_says_what_was_captured_and_where_memory_and_time_went(

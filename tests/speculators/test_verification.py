@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
+from slipstream.kernels.draw_drafts import draw_drafts
 from slipstream.kernels.sample import DRAFT, RECOVERY, TARGET, gumbel_sample
-from slipstream.kernels.verify import VerifyRows, residual
+from slipstream.kernels.verify import VerifyRows, rejection_sample, residual
 from slipstream.speculators.verification import (
     conditional_rates,
     verify_coupled,
@@ -96,6 +99,52 @@ def test_joint_law_of_two_tokens_is_the_autoregressive_one() -> None:
 
 def test_trap_07_negative_control_noise_shared_by_draft_and_recovery_is_seen() -> None:
     assert distance_to_autoregressive(two_tokens(100_000, "probabilistic", RECOVERY)) > 0.02
+
+
+def test_drafts_and_recovered_tokens_are_drawn_with_noise_of_their_own() -> None:
+    """With shared noise the recovered token is the second best of the draft's own draw, always.
+
+    Drafts are drawn from flat logits, so a draw shows its noise; the target excludes the draft, so
+    each is rejected and the recovered token shows the noise of the recovery. Few rows suffice.
+    """
+    count, size = 96, 64
+    slots = torch.arange(count, dtype=torch.int32)
+    seeds, positions = torch.randint(2**62, (count,)), torch.randint(5000, (count,))
+    drafter = SimpleNamespace(
+        idx_mapping=slots,
+        temperature=torch.ones(count),
+        seed=seeds,
+        noise_positions=positions.clone(),
+        step=torch.zeros(count, dtype=torch.int64),
+        draft_tokens=torch.full((count, 1), -1),
+        decode_ids=torch.full((count,), -1, dtype=torch.int32),
+    )
+    q = torch.full((count, 1, size), -torch.inf)
+    draw_drafts(torch.zeros(count, size), drafter, None, q)
+    drafts = drafter.draft_tokens
+    second = gumbel_sample(
+        torch.zeros(count, size).scatter_(1, drafts, -torch.inf), seeds, positions, DRAFT
+    )
+    logits = torch.zeros(count, 2, size)
+    logits[:, 0].scatter_(1, drafts, -torch.inf)
+    rows = VerifyRows(
+        logits=logits.flatten(0, 1),
+        draft_ids=torch.cat([drafts, torch.full((count, 1), -1)], 1).flatten(),
+        draft_logits=q,
+        slots=slots.repeat_interleave(2),
+        local_pos=torch.arange(2, dtype=torch.int32).repeat(count),
+        cu_num_logits=torch.arange(count + 1, dtype=torch.int32) * 2,
+        seeds=seeds.repeat_interleave(2),
+        positions=(positions[:, None] + torch.arange(2)).flatten(),
+        greedy=torch.zeros(2 * count, dtype=torch.bool),
+        all_greedy=False,
+        any_greedy=False,
+        width=2,
+    )
+    emitted, accepted = rejection_sample(rows)
+    assert (accepted == 0).all() and (emitted[:, 0] != drafts[:, 0]).all()
+    same = int((emitted[:, 0] == second).sum())
+    assert same <= 8, f"{same} of {count} recovered tokens follow the draft's noise, not 1.5"
 
 
 def test_coupled_mode_may_share_noise_and_then_accepts_more() -> None:
