@@ -79,6 +79,9 @@ class ServerConfig:
     trust_request_chat_template: bool = option(
         False, "run chat templates that requests bring; they can use up CPU time"
     )
+    allow_special_tokens_in_content: bool = option(
+        False, "let special tokens such as <|im_end|> in the content of chats be the control tokens"
+    )
     per_request_spec_decode_metrics: str = option(
         "none",
         "what replies tell of their drafts' acceptance (metrics.speculative_decoding)",

@@ -19,6 +19,7 @@ from .chat import chat_routes
 from .chat_template import ChatTemplate
 from .chat_tools import OutputFormat
 from .completions import completion_routes
+from .content_guard import ContentGuard
 from .errors import install_error_handlers
 from .metrics import Metrics
 from .middleware import BodyLimit, Faults, Keys, RequestScope
@@ -124,8 +125,15 @@ def _services(
         output_format=OutputFormat.of(config.server, template, tokenizer),
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         created=int(time.time()),
+        guard=_guard(config.server, tokenizer),
         capture=_capture(config.server),
     )
+
+
+def _guard(server: ServerConfig, tokenizer: Tokenizer) -> ContentGuard | None:
+    if server.allow_special_tokens_in_content:
+        return None
+    return ContentGuard(tokenizer.special_texts)
 
 
 def _capture(server: ServerConfig) -> TrafficCapture | None:

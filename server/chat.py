@@ -18,8 +18,9 @@ from .chat_output import MessageBuilder, MessageParser, PlainText
 from .chat_tools import ChatFormat, chat_format
 from .choice import GenerationEvent, TextOptions, TokenEntry
 from .chunk_template import PLACE, ChunkTemplate
+from .content_guard import RenderedChat
 from .errors import InvalidRequest
-from .generation import Generation, Job, room, tokenize, truncated
+from .generation import Generation, Job, room, tokenize_chat, truncated
 from .logprobs import chat_logprobs, prompt_logprobs
 from .openai_types.chat import ChatCompletionRequest
 from .openai_types.replies import (
@@ -87,8 +88,8 @@ async def prepare_chat(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=form.grammar,
     )
-    text = await _rendered(services, body, form)
-    (ids,) = await tokenize(services, [text], bool(body.add_special_tokens))
+    prompt = await _rendered(services, body, form)
+    ids = await tokenize_chat(services, prompt, bool(body.add_special_tokens))
     wanted = body.max_completion_tokens
     if wanted is None:
         wanted = body.max_tokens
@@ -113,10 +114,12 @@ async def prepare_chat(
         priority=body.priority or 0,
         predicted=body.prediction is not None,
     )
-    return job, text
+    return job, prompt.text
 
 
-async def _rendered(services: Services, body: ChatCompletionRequest, form: ChatFormat) -> str:
+async def _rendered(
+    services: Services, body: ChatCompletionRequest, form: ChatFormat
+) -> RenderedChat:
     long = sum(map(_length, body.messages)) > _LONG_CHAT
     if long:
         return await asyncio.to_thread(render_chat, services, body, form.tools)

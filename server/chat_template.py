@@ -19,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 from .chat_messages import TemplateTraits, UnsupportedContent, prepare_messages, with_tools_prompt
+from .content_guard import ContentGuard, RenderedChat
 
 _CONTINUE = "<<slipstream continues here>> "  # its last space shows whether a template trims
 
@@ -65,11 +66,34 @@ class ChatTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text. `chat_template` is a name or a template.
+        """As `render_chat`, the text alone, without a guard."""
+        return self.render_chat(
+            messages,
+            tools,
+            documents,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template,
+            {**(chat_template_kwargs or {}), **kwargs},
+        ).text
 
-        `chat_template_kwargs` (from a client; cannot collide) and `kwargs` reach the template.
-        Content parts become text and tool arguments objects where the template expects that; tools
-        that the template cannot show are described in the system message. Raises ChatTemplateError.
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        guard: ContentGuard | None = None,
+    ) -> RenderedChat:
+        """The prompt. `chat_template` is a name or a template.
+
+        `chat_template_kwargs` (from a client; cannot collide) reach the template. Content parts
+        become text and tool arguments objects where the template expects that; tools that the
+        template cannot show are described in the system message. What the client wrote spells no
+        special token where there is a `guard`. Raises ChatTemplateError.
         """
         if not messages:
             raise ChatTemplateError("messages must hold at least one message.")
@@ -82,19 +106,21 @@ class ChatTemplate:
             chat = prepare_messages(messages, traits)
         except UnsupportedContent as error:
             raise ChatTemplateError(str(error)) from error
+        guard = guard or ContentGuard(())
+        given = [chat, _plain(tools), _plain(documents), _plain(chat_template_kwargs or {})]
+        (chat, shown_tools, shown_documents, more), stand_ins = guard.hide(given)
         if tools and not traits.uses_tools:
-            chat = with_tools_prompt(chat, tools)
+            chat = with_tools_prompt(chat, shown_tools)
         values = {
             **self._special_tokens,
-            **_plain({**(chat_template_kwargs or {}), **kwargs}),
+            **more,
             "messages": chat,
-            "tools": _plain(tools),
-            "documents": _plain(documents),
+            "tools": shown_tools,
+            "documents": shown_documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        if continue_final_message:
-            return _render_continued(template, values)
-        return _render(template, values)
+        render = _render_continued if continue_final_message else _render
+        return guard.reveal(render(template, values), stand_ins)
 
     def _choose(self, wanted: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
         if wanted is not None:

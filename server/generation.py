@@ -16,6 +16,7 @@ from types import TracebackType
 
 from ..runner.messages import AddRequest, RequestOutput, SamplingParams
 from .choice import Choice, GenerationEvent, TextOptions
+from .content_guard import RenderedChat
 from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull, outcome_of
 from .metrics import RequestTiming
 from .sampling import with_max_tokens
@@ -67,6 +68,17 @@ async def tokenize(
     if len(texts) == 1:
         return [await asyncio.to_thread(tokenizer.encode, texts[0], add_special_tokens)]
     return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
+
+
+async def tokenize_chat(
+    services: Services, prompt: RenderedChat, add_special_tokens: bool
+) -> list[int]:
+    """The ids of a rendered chat."""
+    if prompt.parts is None:
+        (ids,) = await tokenize(services, [prompt.text], add_special_tokens)
+        return ids
+    encode = services.tokenizer.encode_parts
+    return await asyncio.to_thread(encode, prompt.parts, add_special_tokens)
 
 
 def truncated(ids: list[int], keep: int | None, limit: int, wanted: int | None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from .chat_template import ChatTemplateError
+from .content_guard import RenderedChat
 from .errors import InvalidRequest
 from .openai_types.chat import ChatCompletionRequest
 from .services import Services
@@ -15,8 +16,8 @@ _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "tokeniz
 
 def render_chat(
     services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
-) -> str:
-    """The prompt text; whatever the template objects to is the client's 400."""
+) -> RenderedChat:
+    """The prompt; whatever the template objects to is the client's 400."""
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:
         raise InvalidRequest(
@@ -41,7 +42,7 @@ def render_chat(
             "invalid_value",
         )
     try:
-        return services.template.render(
+        return services.template.render_chat(
             [message.model_dump(exclude_none=True) for message in body.messages],
             tools,
             body.documents,
@@ -49,6 +50,7 @@ def render_chat(
             continued,
             body.chat_template,
             kwargs,
+            services.guard,
         )
     except ChatTemplateError as error:
         raise InvalidRequest(str(error), "messages", "invalid_value") from None

@@ -17,6 +17,7 @@ from .body import BodyReader
 from .capture import TrafficCapture
 from .chat_template import ChatTemplate
 from .chat_tools import OutputFormat
+from .content_guard import ContentGuard
 from .errors import ModelNotFound, NotReady
 from .health import Health, State
 from .metrics import Metrics
@@ -68,6 +69,7 @@ class Services:
     fingerprint: str
     created: int  # Unix time at which this server started
 
+    guard: ContentGuard | None = None  # of what clients write in chats
     capture: TrafficCapture | None = None  # only where the operator asked for it
 
     @property

@@ -8,8 +8,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
 
+from .content_guard import RenderedChat
 from .errors import InvalidRequest
-from .generation import tokenize
+from .generation import tokenize, tokenize_chat
 from .openai_types.chat import ChatCompletionRequest, Message, Tool
 from .openai_types.common import Body, TokenId
 from .prompts import render_chat
@@ -70,10 +71,12 @@ def tokenize_routes(services: Services) -> APIRouter:
         if body.model is not None:
             services.check_model(body.model)
         services.check_ready()
-        text, special = body.prompt, body.add_special_tokens is not False
-        if text is None:
-            text, special = _chat_text(services, body), bool(body.add_special_tokens)
-        (ids,) = await tokenize(services, [text], special)
+        if body.prompt is not None:
+            (ids,) = await tokenize(services, [body.prompt], body.add_special_tokens is not False)
+        else:
+            ids = await tokenize_chat(
+                services, _chat(services, body), bool(body.add_special_tokens)
+            )
         limit = services.engine.ready.max_model_len
         reply = Tokens(len(ids), limit, ids)
         if body.return_token_strs:
@@ -93,7 +96,7 @@ def tokenize_routes(services: Services) -> APIRouter:
     return router
 
 
-def _chat_text(services: Services, body: TokenizeRequest) -> str:
+def _chat(services: Services, body: TokenizeRequest) -> RenderedChat:
     if body.messages is None:
         raise InvalidRequest("The request has no messages.", "messages")
     chat = ChatCompletionRequest.model_construct(

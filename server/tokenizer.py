@@ -7,6 +7,7 @@ import torch or transformers: sources that need them are converted in a child pr
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
 from .detokenizer import ByteTable, IncrementalDetokenizer, byte_table
+from .tokenizer_literal import LiteralEncoder
 from .tokenizer_source import TokenizerLoadError, find_tokenizer_folder
 
 __all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerLoadError"]
@@ -45,11 +47,14 @@ class Tokenizer:
         self.table: ByteTable | None = byte_table(backend)
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.special_texts = frozenset(t.content for t in added.values() if t.special)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.bos_id = backend.token_to_id(self.special_tokens.get("bos_token", ""))
         self.eos_ids = files.eos_ids(backend.token_to_id(self.special_tokens.get("eos_token", "")))
         self.max_length = files.max_length()
         self.chat_templates = files.chat_templates()
+        self._literal: LiteralEncoder | None = None
+        self._lock = threading.Lock()
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> Tokenizer:
@@ -81,6 +86,14 @@ class Tokenizer:
         """As encode, for many texts at once."""
         found = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
+
+    def encode_parts(self, parts: Sequence[str], add_special_tokens: bool = True) -> list[int]:
+        """The ids of the joined parts; only every second one, from the second on, is a special
+        token, and no other text is, whatever it spells."""
+        with self._lock:
+            if self._literal is None:
+                self._literal = LiteralEncoder(self.backend)
+        return self._literal.encode(parts, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of these ids; the same as the joined deltas of a detokenizer."""

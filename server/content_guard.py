@@ -1,0 +1,130 @@
+"""Keeps the text of clients in a chat from becoming special tokens such as <|im_end|>.
+
+A special token counts as one only where the chat template wrote it. Before the template renders,
+the first character of every special token in the client's text is replaced by a stand-in; what the
+rendered text still spells as a special token is therefore the template's. It must not know token
+ids: `Tokenizer.encode_parts` encodes what comes out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_PRIVATE_USE = range(0xE000, 0xF900)
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A prompt. `parts`, joined, are `text`; every second one, from the second on, is a special
+    token that the template wrote. None if the client's text spells no special token: then all that
+    `text` spells are the template's."""
+
+    text: str
+    parts: tuple[str, ...] | None = None
+
+
+class ContentGuard:
+    """Knows the special tokens of a model."""
+
+    def __init__(self, special_tokens: Iterable[str]) -> None:
+        tokens = set(filter(None, special_tokens))
+        self._token = re.compile(any_of(tokens))
+        self._parts = re.compile(f"({self._token.pattern})")
+        self._beginnings = {token[:n] for token in tokens for n in range(1, len(token))}
+        self._longest = max(map(len, tokens), default=0)
+        self._firsts = sorted({token[0] for token in tokens})
+
+    def hide(self, value: Any) -> tuple[Any, dict[str, str]]:
+        """The value with stand-ins in its texts, and what each of them stands for.
+
+        The value itself and {} if no text in it spells a special token or ends with the beginning
+        of one, which the next text of the chat may complete.
+        """
+        texts = list(_texts(value))
+        if not any(self._token.search(text) or self._beginning(text) for text in texts):
+            return value, {}
+        stand_ins = self._choose("\n".join(texts))
+        return self._replaced(value, stand_ins), {char: first for first, char in stand_ins.items()}
+
+    def reveal(self, rendered: str, stand_ins: Mapping[str, str]) -> RenderedChat:
+        """What was rendered from the hidden value, with the client's own characters again."""
+        if not stand_ins:
+            return RenderedChat(rendered)
+        for char in stand_ins:  # a template may have asked `tojson` for ASCII
+            rendered = rendered.replace(_escape(char), char)
+        table = str.maketrans(dict(stand_ins))
+        parts = tuple(part.translate(table) for part in self._parts.split(rendered))
+        return RenderedChat("".join(parts), parts)
+
+    def _choose(self, texts: str) -> dict[str, str]:
+        """First characters of special tokens -> characters that the texts do not have."""
+        lower = texts.lower()
+        free = (c for c in map(chr, _PRIVATE_USE) if c not in texts and _escape(c) not in lower)
+        return dict(zip(self._firsts, free, strict=False))
+
+    def _beginning(self, text: str) -> int:
+        """The length of the longest beginning of a special token that the text ends with."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            if text[-length:] in self._beginnings:
+                return length
+        return 0
+
+    def _replaced(self, value: Any, stand_ins: Mapping[str, str]) -> Any:
+        if isinstance(value, str):
+            return self._hidden(value, stand_ins)
+        if isinstance(value, Mapping):
+            return {
+                self._replaced(key, stand_ins): self._replaced(item, stand_ins)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self._replaced(item, stand_ins) for item in value]
+        return value
+
+    def _hidden(self, text: str, stand_ins: Mapping[str, str]) -> str:
+        while self._token.search(text):  # again: what is left of one may be a part of the next
+            text = self._token.sub(lambda found: stand_ins[found[0][0]] + found[0][1:], text)
+        while length := self._beginning(text):
+            start = len(text) - length
+            text = text[:start] + stand_ins[text[start]] + text[start + 1 :]
+        return text
+
+
+def any_of(texts: Iterable[str]) -> str:
+    """A regular expression for the longest of these texts at a place.
+
+    Common beginnings are tried once, because a vocabulary may have thousands of special tokens.
+    """
+    branches: dict[str, set[str]] = {}
+    for text in texts:
+        if text:
+            branches.setdefault(text[0], set()).add(text[1:])
+    if not branches:
+        return r"(?!)"  # never matches
+    found = [re.escape(first) + _rest(branches[first]) for first in sorted(branches)]
+    return found[0] if len(found) == 1 else f"(?:{'|'.join(found)})"
+
+
+def _rest(texts: set[str]) -> str:
+    if texts == {""}:
+        return ""
+    return f"(?:{any_of(texts)})?" if "" in texts else any_of(texts)
+
+
+def _escape(char: str) -> str:
+    return f"\\u{ord(char):04x}"
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _texts(key)
+            yield from _texts(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
