@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from .bars import share_bars_between_threads
+
 
 class HubError(Exception):
     """The hub does not give what was asked for; the text is one sentence."""
@@ -28,6 +30,7 @@ def download(repo: str, revision: str | None, patterns: Sequence[str]) -> Path:
         RevisionNotFoundError,
     )
 
+    share_bars_between_threads()
     where = repo if revision is None else f"{repo} at {revision}"
     try:
         return Path(snapshot_download(repo, revision=revision, allow_patterns=list(patterns)))

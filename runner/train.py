@@ -17,6 +17,7 @@ import msgspec
 import torch
 from tqdm import tqdm
 
+from ..configs.bars import share_bars_between_threads
 from ..configs.training import TrainJob
 from ..speculators.training.dataset import TrainingSequence
 from ..speculators.training.export import Verifier, save_head
@@ -268,6 +269,7 @@ def main(argv: list[str], run: Callable[[TrainingRun], int] = TrainingRun.run) -
     """The process's entry point; faults become one sentence and status 1."""
     job = msgspec.json.decode(Path(argv[1]).read_bytes(), type=TrainJob)
     training = TrainingRun(job)
+    share_bars_between_threads()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: training.stop())
     try:

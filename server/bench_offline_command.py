@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 from contextlib import AsyncExitStack
-from pathlib import Path
 from typing import Any
 
+from ..configs.bars import share_bars_between_threads
 from ..configs.load import add_flags, load_config
 from ..configs.options import ConfigError
 from ..configs.schema import Config
+from .bench_output import add_output, check_file, tables_aside, write_figures
 
 SUMMARY = "decode speed of the engine by batch size, with and without speculation"
 _SPARE = 64  # positions behind the longest request, which drafts may reach
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="BYTES/S",
         help="what the device reads at most (default: as measured for the card, if it is known)",
     )
-    group.add_argument("--output", metavar="FILE", help="write JSON there; - is the output")
+    add_output(group)
     group.add_argument("--plot", metavar="FILE", help="draw tokens/s by batch size as PNG")
     add_flags(parser)
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start an engine for each setting, measure all batch sizes, print; the exit status."""
     from .bench_offline import MeasurementFailed, Workload
-    from .bench_plot import check_folder, check_plot
+    from .bench_plot import check_plot
     from .engine_client import WorkerFailed
 
     try:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     if args.num_warmup < 0:
         raise ConfigError(f"--num-warmup must be at least 0, not {args.num_warmup}")
     check_plot(args.plot)
-    check_folder("--output", args.output)
+    check_file("--output", args.output)
     load = Workload(
         tuple(batch_sizes),
         args.input_len,
@@ -91,12 +91,33 @@ def run(args: argparse.Namespace) -> int:
         args.same_prompts,
     )
     try:
-        runs = [asyncio.run(_measure(config, load, args)) for config in _configs(args, load)]
+        with tables_aside(args.output):
+            figures = _figures(_configs(args, load), load, args)
     except (WorkerFailed, MeasurementFailed) as error:
         print(f"slipstream bench offline: error: {error}", file=sys.stderr)
         return 1
-    _write(args, load, runs)
+    write_figures(args.output, figures)
     return 0
+
+
+def _figures(configs: list[Config], load: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure each configuration, print what there is to compare, draw the plot."""
+    from .bench_offline import gains
+    from .bench_plot import plot_offline
+
+    runs = [asyncio.run(_measure(config, load, args)) for config in configs]
+    for text in gains(runs):
+        print(text)
+    figures = {
+        "kind": "offline",
+        "model": configs[0].server.served_model_name[0],
+        "input_len": load.input_len,
+        "output_len": load.output_len,
+        "runs": runs,
+    }
+    if args.plot:
+        plot_offline(figures, args.plot)
+    return figures
 
 
 def _configs(args: argparse.Namespace, load: Any) -> list[Config]:
@@ -122,6 +143,7 @@ async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[
     from .bench_offline import OfflineBench, heading, line, peak_bandwidth
     from .progress import StartupProgress
 
+    share_bars_between_threads()
     async with AsyncExitStack() as stack:
         with StartupProgress() as progress:
             bench = await stack.enter_async_context(OfflineBench(config, progress))
@@ -154,25 +176,3 @@ async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[
             "peak_bandwidth": peak,
             "results": rows,
         }
-
-
-def _write(args: argparse.Namespace, load: Any, runs: list[dict[str, Any]]) -> None:
-    from .bench_offline import gains
-    from .bench_plot import plot_offline
-
-    for text in gains(runs):
-        print(text)
-    figures = {
-        "kind": "offline",
-        "model": getattr(args, "model_argument", None) or vars(args).get("model"),
-        "input_len": load.input_len,
-        "output_len": load.output_len,
-        "runs": runs,
-    }
-    text = json.dumps(figures, indent=2) + "\n"
-    if args.output == "-":
-        print(text, end="")
-    elif args.output:
-        Path(args.output).write_text(text, encoding="utf-8")
-    if args.plot:
-        plot_offline(figures, args.plot)

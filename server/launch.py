@@ -112,13 +112,15 @@ class Launch:
     async def run(self) -> int:
         """Start everything, wait for a signal, drain; returns the exit status."""
         client = EngineClient(self._config, engine=os.environ.get(_ENGINE_VARIABLE))
-        try:
-            with self._signals():
+        with self._signals():
+            try:
                 server = await self._unless_stopped(self._start(client))
                 if server is not None:
                     await self._serve(server, client)
-        finally:
-            await client.shutdown(grace=0.0 if self._force.is_set() else STOP_SECONDS)
+            finally:
+                if not self._force.is_set():
+                    await self._first(client.shutdown(grace=STOP_SECONDS), self._force.wait())
+                await client.shutdown(grace=0.0)
         return _FORCED if self._force.is_set() else 0
 
     async def _start(self, client: EngineClient) -> uvicorn.Server:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from ..configs.bars import share_bars_between_threads
 from ..runner.messages import Progress
 
 if TYPE_CHECKING:
@@ -48,6 +49,7 @@ class StartupProgress:
         if self._stream.isatty():
             from tqdm import tqdm
 
+            share_bars_between_threads()
             self._bar = tqdm(total=progress.total, desc=name, file=self._stream, leave=True)
         else:
             detail = f" ({progress.detail})" if progress.detail else ""
@@ -96,6 +98,7 @@ class CountProgress:
         if self._stream.isatty():
             from tqdm import tqdm
 
+            share_bars_between_threads()
             self._bar = tqdm(total=self._total, desc=self._name, file=self._stream)
         else:
             self._tell()

@@ -8,15 +8,19 @@ command is adding its file.
 from __future__ import annotations
 
 import argparse
+import atexit
 import importlib
+import os
 import pkgutil
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol, cast
 
-from ...configs.options import ConfigError, did_you_mean
 from ..version import version
+
+_INTERRUPTED = 130  # exit status after Ctrl-C
 
 
 class Command(Protocol):
@@ -37,6 +41,8 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _unknown(self, argument: str) -> str:
+        from ...configs.options import did_you_mean
+
         known = [flag for action in _actions(self) for flag in action.option_strings]
         if argument.startswith("-"):
             flag = argument.partition("=")[0]
@@ -93,8 +99,28 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script: returns the exit status (2 for a wrong command line, 130 for Ctrl-C)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    """The console script: returns the exit status (2 for a wrong command line, 130 for Ctrl-C).
+
+    Without `argv` it is this process's program, and Ctrl-C prints nothing even as Python ends.
+    """
+    is_program = argv is None
+    try:
+        if is_program:
+            # Registered first, so it runs last: then Python frees its memory, deaf to Ctrl-C.
+            atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
+        return _run(sys.argv[1:] if argv is None else argv)
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    finally:
+        if is_program:  # what is left are threads that end their work
+            signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
+
+
+def _run(argv: Sequence[str]) -> int:
+    """The exit status of a command line."""
+    from ...configs.options import ConfigError  # late, so that Ctrl-C finds `main` soon
+
+    arguments = list(argv)
     if not arguments:
         build_parser().print_help()
         return 0
@@ -105,5 +131,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"slipstream {args.command}: error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130

@@ -96,6 +96,43 @@ def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch) -> Non
     assert main(["serve"]) == 130
 
 
+INTERRUPTED = {
+    "while the command line is read": (
+        "commands.build_parser = lambda only: interrupt() or time.sleep(20)",
+        130,
+    ),
+    "while threads end their work": (
+        "commands._run = lambda argv: Thread(target=late).start() or 0",
+        130,
+    ),
+    "while Python ends": ("atexit.register(interrupt)\ncommands._run = lambda argv: 0", 0),
+}
+
+
+@pytest.mark.parametrize("moment", INTERRUPTED)
+def test_ctrl_c_prints_nothing_at_any_moment(moment: str) -> None:
+    prepare, status = INTERRUPTED[moment]
+    code = f"""
+import atexit, os, signal, sys, time
+from threading import Thread
+from slipstream.server import commands
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGINT)
+
+def late():
+    time.sleep(0.3)
+    interrupt()
+    time.sleep(20)
+
+{prepare}
+sys.argv = ["slipstream", "serve"]
+sys.exit(commands.main())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=15)
+    assert (done.returncode, done.stdout, done.stderr) == (status, "", "")
+
+
 def test_environment_reaches_the_configuration(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import io
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -116,3 +118,27 @@ def test_what_is_done_is_a_bar_on_a_terminal() -> None:
             progress.update()
     assert "run:   0%" in stream.getvalue() and "run: 100%" in stream.getvalue()
     assert "3/3" in stream.getvalue() and "replies" not in stream.getvalue()
+
+
+def test_bars_start_no_process_that_would_tell_of_leaks() -> None:
+    """Where Python does not fork, a lock for processes has a tracker, which outlives a kill."""
+    code = """
+import io, multiprocessing, sys
+import psutil
+from tqdm import tqdm
+from slipstream.runner.messages import Progress
+from slipstream.server.progress import CountProgress, StartupProgress
+
+multiprocessing.set_start_method("spawn")
+class Terminal(io.StringIO):
+    isatty = lambda self: True
+for shown in (StartupProgress(Terminal()), CountProgress("x", 2, "y", Terminal())):
+    with shown:
+        if isinstance(shown, StartupProgress):
+            shown(Progress("load", 0, 2))
+assert not psutil.Process().children(), [c.cmdline() for c in psutil.Process().children()]
+tqdm.get_lock()
+assert not psutil.Process().children()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
