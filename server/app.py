@@ -60,6 +60,7 @@ _DOCUMENTED = {
     ("GET", "/ready"): Documented(None, dict, statuses=("200", "503")),
     ("GET", "/ping"): Documented(None, dict, statuses=("200", "503")),
     ("GET", "/version"): Documented(None, dict[str, str]),
+    ("GET", "/"): Documented(None, dict),
     ("GET", "/metrics"): Documented(None, str, media="text/plain"),
 }
 

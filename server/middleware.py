@@ -24,7 +24,7 @@ from .metrics import Metrics
 access_log = logging.getLogger(ACCESS_LOGGER)
 
 ADMIN_PATHS = {"/v1/speculator"}  # they ask for a key of their own
-OPEN_PATHS = {"/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
+OPEN_PATHS = {"/", "/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
 _MAX_LOGGED_PATH = 512  # characters
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -156,7 +156,8 @@ def _is_open(scope: Scope) -> bool:
 def route_path(scope: Scope) -> str:
     """The path without the prefix of a proxy."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", "").rstrip("/"))
+    prefix: str = scope.get("root_path", "").rstrip("/")
+    return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
 class BodyLimit:

@@ -1,7 +1,8 @@
-"""What operators ask: /health, /ready, /metrics, /version; and a clear no for what is not here."""
+"""What operators ask: /, /health, /metrics, /version; and a clear no for what is not here."""
 
 from __future__ import annotations
 
+from html import escape
 from typing import Any
 
 import msgspec
@@ -21,9 +22,19 @@ _ABSENT = {
 }
 
 
+_LINKS = {
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "models": "/v1/models",
+    "health": "/health",
+    "metrics": "/metrics",
+}
+
+
 def operation_routes(services: Services) -> APIRouter:
     """The routes that need no key."""
     router = APIRouter()
+    _add_index(router)
     engine = services.engine
 
     def report() -> Response:
@@ -57,6 +68,35 @@ def operation_routes(services: Services) -> APIRouter:
         return Response(body, media_type="application/json")
 
     return router
+
+
+def _add_index(router: APIRouter) -> None:
+    """`/`, the address that the start prints: what this is, and where to go on."""
+
+    async def index(request: Request) -> Response:
+        prefix = request.scope.get("root_path", "").rstrip("/")
+        links = {name: prefix + path for name, path in _LINKS.items()}
+        headers = {"Vary": "Accept"}
+        if "text/html" in request.headers.get("accept", ""):  # a browser
+            return Response(_page(links), 200, headers, "text/html")
+        body = {"name": "slipstream", "version": version(), "links": links}
+        return Response(msgspec.json.encode(body), 200, headers, "application/json")
+
+    # As below: one route for both methods, the second for the document.
+    router.add_api_route("/", index, methods=["GET", "HEAD"], include_in_schema=False)
+    router.add_api_route("/", index)
+
+
+def _page(links: dict[str, str]) -> str:
+    items = "".join(
+        f'<li><a href="{escape(url)}">{escape(url)}</a> {name}</li>' for name, url in links.items()
+    )
+    title = f"Slipstream {escape(version())}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f"<h1>{title}</h1><p>An OpenAI-compatible server: its base URL for clients is this "
+        f"address with <code>/v1</code>.</p><ul>{items}</ul></html>"
+    )
 
 
 def absent_routes() -> APIRouter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from typing import Any
 
 import pytest
@@ -59,6 +60,29 @@ async def test_health_follows_the_engine() -> None:
         assert "killed" in response.json()["detail"]
         assert (await client.get("/version")).json()["version"]
         assert (await client.get("/v1/models")).status_code == 200
+
+
+async def test_the_address_that_the_start_prints_leads_on() -> None:
+    app = make_app(ScriptedEngine(), config_with(root_path="/llm", api_key=("k",)))
+    async with http_client(app) as client:
+        for path in ("/", "/llm/"):
+            reply = await client.get(path)  # without a key
+            assert reply.status_code == 200
+            index = reply.json()
+            assert index["name"] == "slipstream"
+            assert index["version"] == (await client.get("/version")).json()["version"]
+            for name in ("docs", "models", "health"):
+                assert index["links"][name].startswith("/llm/")
+                found = await client.get(
+                    index["links"][name], headers={"Authorization": "Bearer k"}
+                )
+                assert found.status_code == 200
+        page = await client.get("/", headers={"Accept": "text/html,*/*;q=0.8"})
+        assert page.headers["content-type"].startswith("text/html")
+        assert set(re.findall(r'href="([^"]+)"', page.text)) == set(index["links"].values())
+        assert (await client.head("/")).status_code == 200
+        assert (await client.post("/")).status_code == 405
+        assert (await client.get("/nowhere")).status_code == 401
 
 
 async def test_tokenize_and_back() -> None:
