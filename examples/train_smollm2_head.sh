@@ -14,4 +14,4 @@ slipstream train "${target[@]}" --output "$dir" \
   --batch-tokens 16384 --learning-rate 1e-3 --epochs 40 --max-train-minutes 5 \
   --eval-every 500 --checkpoint-every 500 --patience 0
 
-slipstream bench acceptance "$dir" --model smollm2-135m --num-speculative-tokens 4 --concurrency 32 --json "$dir/acceptance.json"
+slipstream bench acceptance "$dir" --model smollm2-135m --num-speculative-tokens 4 --concurrency 32 --output "$dir/acceptance.json"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ..configs.load import load_config
 from ..configs.options import ConfigError, all_options, read_text
 from ..configs.schema import Config
+from .bench_output import add_output, check_file, tables_aside, write_figures
 
 if TYPE_CHECKING:
     from .acceptance import MeasuredPrompt
@@ -49,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperatures", metavar="LIST", default="0,1", help="temperatures (default: 0,1)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write the figures there; - is the output")
+    add_output(parser, "--json")
     group = parser.add_argument_group("target", "The model, as for `slipstream serve`.")
     for name in _TARGET:
         option = all_options()[name]
@@ -63,10 +64,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start an engine with the drafter, measure, print; returns the exit status."""
-    from .bench_plot import check_folder
-
     given = vars(args)
-    check_folder("--json", args.json)
+    check_file("--output", args.output)
     temperatures = _temperatures(args.temperatures)
     for flag in ("max_tokens", "concurrency"):
         if given[flag] < 1:
@@ -79,7 +78,12 @@ def run(args: argparse.Namespace) -> int:
     }
     flags = {name: given[name] for name in _TARGET if name in given}
     config = load_config(flags | {"speculative_config": json.dumps(speculative)}, os.environ)
-    return asyncio.run(_measure(config, args, temperatures))
+    with tables_aside(args.output):
+        figures = asyncio.run(_measure(config, args, temperatures))
+    if figures is None:
+        return 1
+    write_figures(args.output, figures)
+    return 0
 
 
 def _temperatures(text: str) -> tuple[float, ...]:
@@ -95,7 +99,8 @@ def _temperatures(text: str) -> tuple[float, ...]:
 
 async def _measure(
     config: Config, args: argparse.Namespace, temperatures: tuple[float, ...]
-) -> int:
+) -> dict[str, Any] | None:
+    """The figures, or None after a printed error."""
     from .acceptance import MeasurementFailed
     from .engine_client import EngineClient, EngineDead, WorkerFailed
     from .progress import StartupProgress
@@ -115,11 +120,15 @@ async def _measure(
         raise ConfigError(str(error).rstrip(".")) from None
     except (WorkerFailed, EngineDead, MeasurementFailed) as error:
         print(f"slipstream bench acceptance: error: {error}", file=sys.stderr)
-        return 1
+        return None
     finally:
         await client.shutdown()
-    _write(args.json, {"drafter": args.drafter, "model": config.model.model, "runs": figures})
-    return 0
+    return {
+        "kind": "acceptance",
+        "drafter": args.drafter,
+        "model": config.server.served_model_name[0],
+        "runs": figures,
+    }
 
 
 def prompts_to_measure(config: Config, data: str) -> tuple[list[MeasuredPrompt], set[int]]:
@@ -166,11 +175,3 @@ async def _at(
         "all": total(tallies).as_dict(),
         "domains": {name: tally.as_dict() for name, tally in sorted(tallies.items())},
     }
-
-
-def _write(where: str | None, figures: dict[str, Any]) -> None:
-    text = json.dumps(figures, indent=2) + "\n"
-    if where == "-":
-        print(text, end="")
-    elif where is not None:
-        Path(where).write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
 """`slipstream bench compare A B`: the figures of two runs side by side, and their ratio.
 
-Reads what `bench offline` and `bench serve` write, and JSON lines `{"name", "batch",
+Reads what `bench offline`, `serve` and `acceptance` write, and JSON lines `{"name", "batch",
 "decode_tok_s", ...}` as scripts around other engines print them; other lines are passed over.
 """
 
@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from ..configs.options import ConfigError
+from .bench_output import add_output, check_file, tables_aside, write_figures
 
-SUMMARY = "the figures of two runs side by side: offline, serve, or lines of another engine"
+SUMMARY = (
+    "the figures of two runs side by side: offline, serve, acceptance, or lines of another engine"
+)
 Runs = dict[str, dict[str, dict[str, float]]]  # run -> row -> figure -> value
 _OFFLINE = ("decode_tok_s", "prefill_s", "step_ms")
 _SERVE = ("request_throughput", "output_throughput", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
@@ -23,18 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The two files."""
     parser.add_argument("first", metavar="A", help="the figures to compare with: the peer's")
     parser.add_argument("second", metavar="B", help="ours; the ratio is B over A")
-    parser.add_argument("--output", metavar="FILE", help="write the table there as JSON")
+    add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table."""
+    check_file("--output", args.output)
     first, second = read(Path(args.first)), read(Path(args.second))
     rows = compare(first, second)
     if not rows:
         raise ConfigError(f"{args.first} and {args.second} have no figure in common")
-    print(table(rows))
-    if args.output:
-        Path(args.output).write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    with tables_aside(args.output):
+        print(table(rows))
+    write_figures(args.output, rows)
     return 0
 
 
@@ -55,6 +59,8 @@ def read(path: Path) -> Runs:
         }
     if isinstance(whole, dict) and whole.get("kind") == "serve":
         return {"serve": _serve(whole)}
+    if isinstance(whole, dict) and whole.get("kind") == "acceptance":
+        return {f"temperature {run['temperature']:g}": _domains(run) for run in whole["runs"]}
     runs = _lines(text)
     if not runs:
         raise ConfigError(f"{path} holds no figures of a benchmark")
@@ -67,6 +73,11 @@ def _serve(whole: dict[str, Any]) -> dict[str, dict[str, float]]:
         value = whole.get(name)
         rows[name] = dict(value) if isinstance(value, dict) else {"value": value}
     return {name: _numbers(row) for name, row in rows.items()}
+
+
+def _domains(run: dict[str, Any]) -> dict[str, dict[str, float]]:
+    rows = {f"domain {name}": figures for name, figures in run["domains"].items()}
+    return {name: _numbers(row) for name, row in ({"all": run["all"]} | rows).items()}
 
 
 def _lines(text: str) -> Runs:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from ..configs.options import ConfigError
-
-
-def check_folder(flag: str, path: str | None) -> None:
-    """ConfigError before anything is measured if a file could not be written there."""
-    if path and path != "-" and not Path(path).parent.is_dir():
-        raise ConfigError(f"{flag} {path}: its folder does not exist")
+from .bench_output import check_file
 
 
 def check_plot(path: str | None) -> None:
     """ConfigError before anything is measured if it could not be drawn."""
     if path is None:
         return
-    check_folder("--plot", path)
+    check_file("--plot", path)
     if not path.endswith(".png"):
         raise ConfigError(f"--plot {path}: must end in .png")
     try:

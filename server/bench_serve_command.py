@@ -13,6 +13,7 @@ from typing import Any
 from ..configs.logs import one_line
 from ..configs.options import ConfigError
 from ..configs.preset import preset_model
+from .bench_output import add_output, check_file, tables_aside, write_figures
 
 SUMMARY = "latency, throughput and acceptance of any OpenAI-compatible server under load"
 _LATENCIES = ("ttft", "tpot", "e2el")
@@ -58,13 +59,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-concurrency", type=int, metavar="INT", help="at most so many at once (closed loop)")
     add("--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits for ttft, tpot, e2el")
     add("--timeout", type=float, default=600.0, help="seconds without a byte (default: 600)")
-    add("--output", metavar="FILE", help="write JSON there; - is the output")
+    add_output(parser)
     add("--plot", metavar="FILE", help="draw the latencies as PNG")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 if any request failed."""
-    from .bench_plot import check_folder, check_plot
+    from .bench_plot import check_plot
 
     for name, least in (("num_prompts", 1), ("num_warmups", 0), ("max_concurrency", 1)):
         value = vars(args)[name]
@@ -75,8 +76,15 @@ def run(args: argparse.Namespace) -> int:
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError("--random-range-ratio must be from 0 to below 1")
     check_plot(args.plot)
-    check_folder("--output", args.output)
-    return asyncio.run(_measure(args, _limits(args.goodput), _asks(args)))
+    check_file("--output", args.output)
+    limits, asks = _limits(args.goodput), _asks(args)
+    with tables_aside(args.output):
+        found = asyncio.run(_measure(args, limits, asks))
+        if found is None:
+            return 1
+        _show(args, found)
+    write_figures(args.output, {k: v for k, v in found.items() if k != "samples"})
+    return 1 if found["failed"] else 0
 
 
 def _limits(goodput: list[str]) -> dict[str, float]:
@@ -120,7 +128,10 @@ def _asks(args: argparse.Namespace) -> list[Any]:
     )
 
 
-async def _measure(args: argparse.Namespace, limits: dict[str, float], asks: list[Any]) -> int:
+async def _measure(
+    args: argparse.Namespace, limits: dict[str, float], asks: list[Any]
+) -> dict[str, Any] | None:
+    """The figures, or None after a printed error."""
     import httpx
 
     from . import bench_serve as bench
@@ -137,7 +148,8 @@ async def _measure(args: argparse.Namespace, limits: dict[str, float], asks: lis
         for ask in asks[: args.num_warmups]:
             warm = await bench.ask_once(client, target, ask)
             if warm.error:
-                return _failed(f"the first request failed: {warm.error}")
+                _failed(f"the first request failed: {warm.error}")
+                return None
         before = await bench.drafting_counters(client, base)
         asks = asks[args.num_warmups :]
         due = arrivals(len(asks), args.request_rate, args.burstiness, args.seed)
@@ -151,8 +163,7 @@ async def _measure(args: argparse.Namespace, limits: dict[str, float], asks: lis
     found |= {"max_concurrency": args.max_concurrency, "seed": args.seed}
     found |= bench.figures(outcomes, seconds, limits)
     found["speculation"] = bench.acceptance(before, after)
-    _write(args, found)
-    return 1 if found["failed"] else 0
+    return found
 
 
 async def _target(client: Any, args: argparse.Namespace, base: str, headers: dict[str, str]) -> Any:
@@ -180,12 +191,12 @@ async def _target(client: Any, args: argparse.Namespace, base: str, headers: dic
     return Target(base + path, model, chat, headers, extra, args.temperature, args.ignore_eos)
 
 
-def _failed(why: str) -> int:
+def _failed(why: str) -> None:
     print(f"slipstream bench serve: error: {one_line(why)}", file=sys.stderr)
-    return 1
 
 
-def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
+def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Print the tables and draw the plot."""
     from .bench_plot import plot_serve
 
     for name in ("completed", "failed", "duration_s", "total_input_tokens", "total_output_tokens"):
@@ -206,8 +217,3 @@ def _write(args: argparse.Namespace, found: dict[str, Any]) -> None:
         print(f"{count} × {one_line(error)}", file=sys.stderr)  # a server's words
     if args.plot:
         plot_serve(found, args.plot)
-    text = json.dumps({k: v for k, v in found.items() if k != "samples"}, indent=2) + "\n"
-    if args.output == "-":
-        print(text, end="")
-    elif args.output:
-        Path(args.output).write_text(text, encoding="utf-8")

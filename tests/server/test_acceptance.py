@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,8 @@ async def test_no_reply_goes_on_after_the_measurement(failing: bool) -> None:
         (["--num-speculative-tokens", "0"], "num_speculative_tokens"),
         (["--method", "eagle9"], "method"),
         (["--data", "none.jsonl"], "none.jsonl"),
-        (["--json", "/nowhere/x.json"], "--json /nowhere/x.json: its folder does not exist"),
+        (["--output", "/nowhere/x.json"], "--output /nowhere/x.json: its folder does not exist"),
+        (["--json", "/"], "--output /: it is a folder"),
     ],
 )
 def test_wrong_flags_are_one_sentence(
@@ -133,15 +135,53 @@ class StartedEngine(ScriptedEngine):
         """Nothing runs."""
 
 
-def test_progress_goes_to_the_standard_error_and_only_tables_to_the_output(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def use(monkeypatch: pytest.MonkeyPatch, drafter: Path) -> None:
+    """Measure the started engine, with `drafter` as its folder."""
+
     def prompts(*_: Any) -> tuple[list[MeasuredPrompt], set[int]]:
         return PROMPTS, {2}
 
     monkeypatch.setattr("slipstream.server.engine_client.EngineClient", StartedEngine)
     monkeypatch.setattr(acceptance_command, "prompts_to_measure", prompts)
-    (tmp_path / "config.json").write_text("{}")
+    (drafter / "config.json").write_text("{}")
+
+
+@pytest.mark.parametrize("flag", ["--output", "--json"])
+def test_figures_go_where_the_other_benchmarks_write_theirs(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    use(monkeypatch, tmp_path)
+    file = tmp_path / "figures.json"
+    command = ["bench", "acceptance", str(tmp_path), "--temperatures", "0", flag]
+    assert main([*command, str(file)]) == 0
+    table = capsys.readouterr().out
+    assert main([*command, "-"]) == 0
+    shown = capsys.readouterr()
+    assert table and table in shown.err  # the tables stand aside
+    figures = json.loads(shown.out)
+    assert figures == json.loads(file.read_text()) and figures["kind"] == "acceptance"
+    assert figures["model"] == "smollm2-135m" and figures["drafter"] == str(tmp_path)
+    assert set(figures["runs"][0]["domains"]) == {"a", "b"}
+    assert main(["bench", "compare", str(file), str(file)]) == 0
+    compared = capsys.readouterr().out
+    assert "domain a" in compared and "mean_acceptance_length" in compared
+
+
+def test_figures_that_cannot_be_written_any_more_are_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    use(monkeypatch, tmp_path)
+    command = ["bench", "acceptance", str(tmp_path), "--temperatures", "0", "--output"]
+    assert main([*command, "/dev/full"]) == 2
+    shown = capsys.readouterr()
+    assert "--output /dev/full: no space left on device" in shown.err
+    assert json.loads(shown.out[shown.out.index("{") :])["kind"] == "acceptance"
+
+
+def test_progress_goes_to_the_standard_error_and_only_tables_to_the_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    use(monkeypatch, tmp_path)
     assert main(["bench", "acceptance", str(tmp_path), "--temperatures", "0,1"]) == 0
     shown = capsys.readouterr()
     started, loaded, *lines = shown.err.splitlines()

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from slipstream.configs.load import load_config
+from slipstream.configs.schema import Config
 from slipstream.runner.messages import Ready
-from slipstream.server import bench_plot
+from slipstream.server import bench_offline_command, bench_plot
 from slipstream.server.bench_offline import (
     MeasurementFailed,
     OfflineBench,
@@ -157,6 +158,30 @@ def test_plots_are_written_and_a_missing_package_is_a_sentence(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main(["bench", "offline", "--plot", "x.png"]) == 2
     assert "pip install 'slipstream[bench]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [([], "smollm2-135m"), (["smollm2-135m"], "smollm2-135m"), (["--served-model-name", "x"], "x")],
+)
+def test_figures_and_plot_name_the_model(
+    model: list[str],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def measured(config: Config, load: Workload, args: object) -> dict[str, Any]:
+        rows = [{"batch": n, "decode_tok_s": 10.0 * n} for n in load.batch_sizes]
+        return {"name": config.speculative.method, "results": rows}
+
+    drawn: list[str] = []
+    monkeypatch.setattr(bench_offline_command, "_measure", measured)
+    monkeypatch.setattr(bench_plot, "plot_offline", lambda f, path: drawn.append(f["model"]))
+    command = ["bench", "offline", *model, "-sc", "off", "--plot", str(tmp_path / "x.png")]
+    assert main([*command, "--output", "-"]) == 0
+    assert drawn == [named]
+    assert json.loads(capsys.readouterr().out)["model"] == named
 
 
 @pytest.mark.parametrize(
