@@ -156,7 +156,7 @@ def _load_whole_model(
 def _find_eagle(
     kind: str, speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
 ) -> FoundDrafter:
-    from .models.draft_config import read_draft_config
+    from .models.draft_config import has_bias, read_draft_config
 
     if speculative.model is None:
         raise ModelLoadError(
@@ -173,7 +173,14 @@ def _find_eagle(
     config = make_hf_config(head.layer, str(path), check_architecture=False)
     check_vocabulary("drafter's", config.vocab_size, target_config.vocab_size)
     kind_of_weights = "dummy" if speculative.load_format == "dummy" else "safetensors"
-    return FoundDrafter(ResolvedModel(path, kind_of_weights, config), head)
+    source = ResolvedModel(path, kind_of_weights, config)
+    if kind_of_weights != "dummy":
+        names = open_checkpoint(source).names
+        head = replace(head, fc_bias=has_bias(names, "fc"))
+        config.qkv_bias = has_bias(names, "q_proj", "k_proj", "v_proj")
+        config.output_bias = has_bias(names, "o_proj")
+        config.mlp_bias = has_bias(names, "gate_proj", "up_proj", "down_proj")
+    return FoundDrafter(source, head)
 
 
 def check_vocabulary(whose: str, size: int, target_size: int) -> None:

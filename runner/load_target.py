@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ..configs.context import context_length
 from ..configs.options import ConfigError
 from ..configs.schema import Config
 from .draft_heads import FoundDrafter, OutlineHost, find_configured, outline
@@ -55,7 +56,7 @@ def load_target(
         find_drafter(config.speculative)
     resolved = resolve_model(model_config)
     text: Any = resolved.text_config
-    longest = int(text.max_position_embeddings)
+    longest = context_length(vars(text)) or int(text.max_position_embeddings)
     if model_config.max_model_len is not None and model_config.max_model_len > longest:
         raise RunnerError(
             f"--max-model-len {model_config.max_model_len} is beyond the model's {longest} tokens"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..configs.context import context_length
 from ..configs.paths import PathError, local_path
 from ..configs.schema import Config
 from .gguf_metadata import GGUFError, check_gguf_tensors, read_gguf_metadata
@@ -68,17 +69,24 @@ def _checked_gguf(path: Path) -> dict[str, Any]:
     except GGUFError as error:
         raise ModelFilesError(str(error)) from error
     architecture = metadata.get("general.architecture")
-    return {"max_position_embeddings": metadata.get(f"{architecture}.context_length")}
+    scaling = f"{architecture}.rope.scaling"
+    rope = {
+        "rope_type": metadata.get(f"{scaling}.type"),
+        "factor": metadata.get(f"{scaling}.factor"),
+        "original_max_position_embeddings": metadata.get(f"{scaling}.original_context_length"),
+    }
+    longest = metadata.get(f"{architecture}.context_length")
+    return {"max_position_embeddings": longest, "rope_parameters": rope}
 
 
 def _check_length(wanted: int | None, overrides: str | None, model: dict[str, Any]) -> None:
-    longest = model.get("max_position_embeddings")
     changed = json.loads(overrides) if overrides else {}
-    if "max_position_embeddings" in changed:
-        longest = changed["max_position_embeddings"]
-    elif isinstance(changed.get("text_config"), dict):
-        longest = changed["text_config"].get("max_position_embeddings", longest)
-    if isinstance(longest, int) and wanted is not None and wanted > longest:
+    if isinstance(changed.get("text_config"), dict):
+        changed |= changed["text_config"]
+    if isinstance(rope := changed.get("rope_parameters"), dict):
+        changed["rope_parameters"] = (model.get("rope_parameters") or {}) | rope
+    longest = context_length(model | changed)
+    if longest is not None and wanted is not None and wanted > longest:
         raise ModelFilesError(f"--max-model-len {wanted} is beyond the model's {longest} tokens")
 
 

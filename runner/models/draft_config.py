@@ -7,6 +7,7 @@ config nested under transformer_layer_config).
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,9 +73,18 @@ def read_draft_config(
         ),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
-        fc_bias=bool(raw.get("bias", raw.get("fusion_bias", False))),
+        fc_bias=bool(raw.get("bias", raw.get("fusion_bias", False))),  # until the tensors are known
         para_norm=bool(raw.get("add_para_norm", False)),
     )
+
+
+def has_bias(names: Iterable[str], *layers: str) -> bool:
+    """Whether the checkpoint stores a bias for one of these linear layers, in any format's names.
+
+    Configs often leave biases out, because SafeAILab's code assumes some: the tensors decide.
+    """
+    endings = tuple(f"{layer}.bias" for layer in layers)
+    return any(name.endswith(endings) for name in names)
 
 
 def choose_boundaries(

@@ -33,8 +33,9 @@ def _traits(config: Any) -> _Traits:
     kind = config.model_type
     bias = bool(getattr(config, "attention_bias", False))
     return _Traits(
-        qkv_bias=bias or kind == "qwen2",
-        output_bias=bias and kind != "qwen2",
+        # draft heads state these two, which their checkpoints' tensors decide
+        qkv_bias=bool(getattr(config, "qkv_bias", bias or kind == "qwen2")),
+        output_bias=bool(getattr(config, "output_bias", bias and kind != "qwen2")),
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
         qk_norm=kind == "qwen3",
     )

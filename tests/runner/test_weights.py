@@ -13,9 +13,10 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from slipstream.configs.schema import ModelConfig
+from slipstream.configs.schema import Config, ModelConfig
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.layers import Linear, WeightFormat, packing_available
+from slipstream.runner.load_target import load_target
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.safetensors_weights import SafetensorsCheckpoint, dequantise_blocks
 from slipstream.runner.weights import load_random, load_weights, resolve_model
@@ -112,6 +113,18 @@ def test_the_older_rope_scaling_form_means_the_same(folder: Path) -> None:
     old = {**scaling, "type": "llama3"}
     edit_config(folder, rope_parameters=None, rope_scaling=old, rope_theta=5000.0)
     assert torch.equal(logits_of(folder), expected)
+
+
+@pytest.mark.parametrize("limit", [None, 256])
+def test_a_yarn_model_serves_its_factor_times_the_original_length(
+    folder: Path, limit: int | None
+) -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    edit_config(folder, rope_parameters=yarn)
+    settings = Config(model=ModelConfig(str(folder), max_model_len=limit))
+    loaded = load_target(settings, CPU, lambda done, total: None)
+    assert loaded.max_model_len == 256
+    assert loaded.model.rotary.cos_sin_cache.shape[0] == 256
 
 
 def test_hf_overrides_are_merged_over_the_config(folder: Path) -> None:

@@ -31,9 +31,15 @@ def folder(path: Path, **values: Any) -> Path:
     return path
 
 
-def gguf_file(path: Path, kind: gguf.GGMLQuantizationType | None = None) -> Path:
+def gguf_file(
+    path: Path, kind: gguf.GGMLQuantizationType | None = None, yarn_factor: float | None = None
+) -> Path:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(100)
+    if yarn_factor is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(yarn_factor)
+        writer.add_rope_scaling_orig_ctx_len(100)
     writer.add_token_list([f"t{number}" for number in range(2000)])
     if kind is None:
         writer.add_tensor("a", np.ones((4, 32), np.float32))
@@ -163,6 +169,13 @@ def test_a_drafters_files_are_looked_at_too(tmp_path: Path) -> None:
     [
         ({}, None, 100),
         ({"text_config": {"max_position_embeddings": 70}}, None, 70),
+        ({"rope_scaling": {"type": "yarn", "factor": 4.0}}, None, 400),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0}}, None, 100),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 3.5}},
+            '{"rope_parameters": {"original_max_position_embeddings": 80}}',
+            280,
+        ),
         ({}, '{"max_position_embeddings": 300}', 300),
         (
             {"text_config": {"max_position_embeddings": 70}},
@@ -189,3 +202,10 @@ def test_a_length_beyond_a_gguf_model_is_refused(tmp_path: Path) -> None:
         check_model_files(config(path, max_model_len=101))
     with pytest.raises(ModelFilesError, match="8193 is beyond the model's 8192 tokens"):
         check_model_files(load_config({"max_model_len": 8193}))
+
+
+def test_a_gguf_model_stretched_by_yarn_takes_its_factor_times_the_original(tmp_path: Path) -> None:
+    path = gguf_file(tmp_path / "m.gguf", yarn_factor=4.0)
+    check_model_files(config(path, max_model_len=400))
+    with pytest.raises(ModelFilesError, match="--max-model-len 401 is beyond the model's 400"):
+        check_model_files(config(path, max_model_len=401))

@@ -86,6 +86,11 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS) * weight
 
 
+def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
+    """With a bias where there is one."""
+    return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
+
+
 def rotate(x: Tensor) -> Tensor:
     """x: [rows, heads, D], row i at position i."""
     frequencies = THETA ** (-torch.arange(0, D, 2) / D)
@@ -100,7 +105,7 @@ def layer(w: Weights, prefix: str, attention_input: Tensor, residual: Tensor) ->
     rows = attention_input.shape[0]
 
     def project(name: str, heads: int) -> Tensor:
-        return (attention_input @ w[f"{prefix}self_attn.{name}_proj.weight"].T).view(rows, heads, D)
+        return linear(w, f"{prefix}self_attn.{name}_proj", attention_input).view(rows, heads, D)
 
     q, k, v = rotate(project("q", HEADS)), rotate(project("k", KV_HEADS)), project("v", KV_HEADS)
     k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=1) for x in (k, v))
@@ -109,8 +114,8 @@ def layer(w: Weights, prefix: str, attention_input: Tensor, residual: Tensor) ->
     out = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).reshape(rows, HEADS * D)
     stream = residual + out @ w[f"{prefix}self_attn.o_proj.weight"].T
     x = norm(stream, w[f"{prefix}post_attention_layernorm.weight"])
-    gate, up = (x @ w[f"{prefix}mlp.{name}_proj.weight"].T for name in ("gate", "up"))
-    return stream + (F.silu(gate) * up) @ w[f"{prefix}mlp.down_proj.weight"].T
+    gate, up = (linear(w, f"{prefix}mlp.{name}_proj", x) for name in ("gate", "up"))
+    return stream + linear(w, f"{prefix}mlp.down_proj", F.silu(gate) * up)
 
 
 class HeadOracle:
@@ -151,7 +156,7 @@ class HeadOracle:
     def _stream(self, embedding: Tensor, hidden: Tensor) -> Tensor:
         w = self.w
         if not self.eagle3:
-            x = torch.cat([embedding, hidden], dim=-1) @ w["fc.weight"].T
+            x = linear(w, "fc", torch.cat([embedding, hidden], dim=-1))
             return layer(w, "layers.0.", x, x)
         normed = norm(hidden, w["midlayer.hidden_norm.weight"])
         both = torch.cat([norm(embedding, w["midlayer.input_layernorm.weight"]), normed], dim=-1)

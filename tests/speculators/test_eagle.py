@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -102,8 +103,6 @@ def test_speculators_format_and_own_embeddings(
     weights["input_norm.weight"] = torch.rand(96) + 0.5
     renamed = {name.replace("midlayer.", "layers.0."): w for name, w in weights.items()}
     head = save_head(tmp_path, renamed, True)
-    import json
-
     raw = json.loads((head / "config.json").read_text())
     config = {
         "speculators_model_type": "eagle3", "transformer_layer_config": raw,
@@ -227,3 +226,29 @@ def test_behind_the_last_attention_only_wanted_rows_are_computed(
         outs.append(torch.stack(out) if eagle3 else out)
     assert rows == [[8] * num_layers, [8] * (num_layers - 1) + [2]]
     torch.testing.assert_close(outs[1], outs[0][..., [4, 7], :], rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("stated", "stored"), [({}, True), ({"bias": False}, True), ({"bias": True}, False)], ids=str
+)
+def test_the_tensors_decide_which_layers_of_a_head_have_a_bias(
+    target: Path, tmp_path: Path, proposals: Proposals, stated: dict[str, bool], stored: bool
+) -> None:
+    """Most EAGLE-1 heads store a bias that their configs do not state."""
+    weights = head_weights(eagle3=False)
+    if stored:
+        sizes = {"fc": 32, "mlp.down_proj": 32, "mlp.up_proj": 48, "mlp.gate_proj": 48}
+        sizes |= {
+            f"self_attn.{kind}_proj": size for kind, size in zip("qkv", (32, 16, 16), strict=True)
+        }
+        for name, size in sizes.items():
+            name = name if name == "fc" else f"layers.0.{name}"
+            weights[f"{name}.bias"] = torch.randn(size)
+    head = save_head(tmp_path, weights, False)
+    config = json.loads((head / "config.json").read_text())
+    del config["bias"]
+    (head / "config.json").write_text(json.dumps(config | stated))
+    engine = TinyEngine(target, speculative(head, "eagle"))
+    engine.run(prompts(2), max_tokens=10)
+    engine.close()
+    check(proposals, HeadOracle(target, weights, False), 6)
