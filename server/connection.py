@@ -19,6 +19,10 @@ from .errors import APIError, HeadTooLarge, HeadTooSlow, MalformedRequest, error
 from .sse import WRITER
 
 MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 256
+MAX_PIPELINED = 32  # requests that wait while another is answered
+_HEAD_LIMIT = f"{MAX_HEAD_BYTES >> 10} KiB"
+_TOO_MANY = f"More than {MAX_PIPELINED} requests came before the first of them was answered."
 _LOOKS = 4  # within one time-out
 _WITHOUT_CHUNKS = ("0.9", "1.0")  # versions of HTTP
 
@@ -91,7 +95,10 @@ class Connection(HttpToolsProtocol):
         self._timer: asyncio.TimerHandle | None = None
         self._head_since: float | None = None  # the client owes the rest of a head since then
         self._head_bytes = 0  # of packets that held nothing but a part of this head
-        self._is_head_too_large = False
+        self._refusal: APIError | None = None  # why a callback made the parser stop
+        self._in_body = False  # a head came, and the end of its body is due
+        self._got_body = False  # by the packet that is parsed
+        self._framing_bytes = 0  # of packets without any of the body that is due
         self._unread: tuple[int, float] | None = None  # bytes that wait for the client, since when
         self._late_since: float | None = None  # a body still comes though the reply has gone out
         self._running: RequestResponseCycle | None = None  # of pipelined ones: the one being served
@@ -119,18 +126,24 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """A packet came."""
         began = self._head_since
+        self._got_body = False
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
         except httptools.HttpParserError:
-            too_large = self._is_head_too_large
-            self._refuse(HeadTooLarge(MAX_HEAD_BYTES) if too_large else MalformedRequest())
+            self._refuse(self._refusal or MalformedRequest())
             return
-        if self._head_since is None or self._head_since != began:
-            return
-        self._head_bytes += len(data)
-        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self._refuse(HeadTooLarge(MAX_HEAD_BYTES))
+        if self._head_since is not None and self._head_since == began:
+            self._head_bytes += len(data)
+        self._framing_bytes = self._framing_bytes + len(data) if self._lacks_body else 0
+        most = max(self._head_bytes, self._framing_bytes)
+        if most > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HeadTooLarge(_HEAD_LIMIT))
+
+    @property
+    def _lacks_body(self) -> bool:
+        """Whether the newest packet had but extensions of a chunk, or headers behind the body."""
+        return self._in_body and not self._got_body
 
     def on_message_begin(self) -> None:
         """A request's first byte came."""
@@ -138,19 +151,40 @@ class Connection(HttpToolsProtocol):
         if self._head_since is None:  # else it counts from the connection's beginning
             self._head_since = self.loop.time()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header came. One behind the body is dropped: a proxy may not have checked it."""
+        if self._head_since is None:
+            return
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._stop(HeadTooLarge(f"{MAX_HEADERS} headers"))
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body came."""
+        self._got_body = True
+        super().on_body(body)
+
+    def _stop(self, error: APIError) -> None:
+        """In a callback: the parser ends with an error of its own, and this is the answer."""
+        self._refusal = error
+        raise ValueError(error.message)
+
     def on_headers_complete(self) -> None:
         """A request's head is there."""
         self._head_since = None
         self._head_bytes = 0
+        self._in_body = True
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES:  # in a packet or two, which nobody counted
-            self._is_head_too_large = True
-            raise ValueError("the head is too large")  # the parser ends with an error of its own
+            self._stop(HeadTooLarge(_HEAD_LIMIT))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(MalformedRequest(_TOO_MANY))
         if not self.parser.should_upgrade():  # else `_feed` brings it again, without the offer
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
         """A request's last byte came."""
+        self._in_body = False
         if not self.parser.should_upgrade():
             super().on_message_complete()
 

@@ -169,8 +169,9 @@ class HeadTooLarge(APIError):
     type = "invalid_request_error"
     code = "headers_too_large"
 
-    def __init__(self, limit: int) -> None:
-        super().__init__(f"The request's headers are larger than {limit} bytes.")
+    def __init__(self, limit: str) -> None:
+        """`limit` such as "64 KiB" or "256 headers"."""
+        super().__init__(f"The request's line and headers are more than {limit}.")
 
 
 class MalformedRequest(APIError):
@@ -180,8 +181,23 @@ class MalformedRequest(APIError):
     type = "invalid_request_error"
     code = "malformed_request"
 
-    def __init__(self) -> None:
-        super().__init__("This is not a valid HTTP/1.1 request.")
+    def __init__(self, why: str = "This is not a valid HTTP/1.1 request.") -> None:
+        super().__init__(why)
+
+
+class BodiesTooLarge(APIError):
+    """The bodies of the requests under way would take more memory than the server gives them."""
+
+    status = 429
+    type = "rate_limit_error"
+    code = "bodies_too_large"
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"The server is busy: the bodies of its requests together reach {limit} bytes. "
+            "Try again in 1 s.",
+            headers={"Retry-After": "1"},
+        )
 
 
 class QueueFull(APIError):

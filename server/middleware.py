@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..configs.logs import ACCESS_LOGGER
 from ..configs.logs import request_id as current_request
-from .errors import AuthenticationFailed, BodyTooLarge, as_api_error, error_response
+from .errors import AuthenticationFailed, BodiesTooLarge, BodyTooLarge, as_api_error, error_response
 from .keys import KeyRing
 from .metrics import Metrics
 
@@ -25,6 +25,7 @@ access_log = logging.getLogger(ACCESS_LOGGER)
 
 ADMIN_PATHS = {"/v1/speculator"}  # they ask for a key of their own
 OPEN_PATHS = {"/", "/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
+_MAX_BODIES = 16  # of the largest size, at once
 _MAX_LOGGED_PATH = 512  # characters
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -161,11 +162,16 @@ def route_path(scope: Scope) -> str:
 
 
 class BodyLimit:
-    """Refuses bodies over a size, by their header or while they come."""
+    """Refuses bodies over a size, by their header or while they come.
+
+    All bodies of requests that have not ended are bounded together, too: each is kept until then.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._max_total = _MAX_BODIES * max_bytes
+        self._total = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -182,9 +188,16 @@ class BodyLimit:
             nonlocal seen
             message = await receive()
             if message["type"] == "http.request":
-                seen += len(message.get("body", b""))
+                size = len(message.get("body", b""))
+                seen += size
+                self._total += size
                 if seen > self._max_bytes:
                     raise BodyTooLarge(self._max_bytes)
+                if self._total > self._max_total:
+                    raise BodiesTooLarge(self._max_total)
             return message
 
-        await self._app(scope, counted, send)
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._total -= seen

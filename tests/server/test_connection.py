@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from slipstream.server.connection import MAX_HEAD_BYTES
+from slipstream.server.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
 from slipstream.server.launch import _uvicorn_config, bind
 
 from .api_fakes import MODEL, ScriptedEngine, config_with, make_app, reply_with
@@ -251,6 +251,84 @@ async def test_the_size_of_headers_counts_however_they_come(
         line = await asyncio.wait_for(reader.readline(), 5)
         assert int(line.split()[1]) == status
         writer.close()
+
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(("number", "status"), [(MAX_HEADERS, 200), (MAX_HEADERS + 1, 431)])
+async def test_the_number_of_headers_is_limited(number: int, status: int) -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(b"GET /health HTTP/1.1\r\n" + b"a:\r\n" * number + b"\r\n")
+        assert (await answer(reader))[0] == status
+
+
+@pytest.mark.parametrize(
+    ("begun", "piece"),
+    [
+        (b"2\r\n{}\r\n0\r\n", b"X: " + b"y" * 1000 + b"\r\n"),
+        (b"2\r\n{}\r\n0\r\nX: ", b"y" * 1000),
+        (b"2;x=", b"y" * 1000),
+    ],
+    ids=["trailers", "a trailer", "an extension"],
+)
+async def test_what_comes_beside_a_body_is_limited(begun: bytes, piece: bytes) -> None:
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(CHUNKED + begun)
+        for _ in range(MAX_HEAD_BYTES // 1000 - 2):
+            writer.write(piece)
+            await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
+        assert not reader.at_eof()  # so much is let through
+        for _ in range(10):
+            writer.write(piece)
+        assert (await refused(reader, 431))["code"] == "headers_too_large"
+
+
+async def test_a_trailer_is_no_header() -> None:
+    """It may come with the head, before the request is looked at, and past a proxy's checks."""
+    async with serving(api_key=("k",)) as connect:
+        reader, writer = await connect()
+        writer.write(CHUNKED + b"0\r\nAuthorization: Bearer k\r\n\r\n")
+        assert (await answer(reader))[0] == 401
+        key = b"\r\nAuthorization: Bearer k\r\n\r\n"
+        body = b"%x\r\n%b\r\n0\r\nX: y\r\n\r\n" % (len(BODY), BODY)
+        writer.write(CHUNKED.replace(b"\r\n\r\n", key) + body)
+        assert (await answer(reader))[0] == 200
+
+
+async def test_the_number_of_pipelined_requests_is_limited() -> None:
+    ask = b"GET /health HTTP/1.1\r\n\r\n"
+    async with serving() as connect:
+        reader, writer = await connect()
+        writer.write(ask * (MAX_PIPELINED + 1))
+        assert [(await answer(reader))[0] for _ in range(MAX_PIPELINED + 1)] == [200] * 33
+        reader, writer = await connect()
+        writer.write(ask * (MAX_PIPELINED + 2))  # in one packet: one is answered, the others wait
+        assert "32 requests" in (await refused(reader, 400))["message"]
+
+
+async def test_bodies_of_all_requests_are_limited_together() -> None:
+    """Sixteen of the largest size fit; what has ended does not count."""
+    async with serving(max_body_bytes=1024) as connect:
+        halves = []
+        for _ in range(17):
+            reader, writer = await connect()
+            writer.write(post(body=b" " * 1024)[:-1])
+            halves.append((reader, writer))
+        statuses = []
+        for reader, writer in halves[16:]:
+            writer.write(b" ")
+            statuses.append((await answer(reader))[0])
+        assert statuses == [429]
+        for reader, writer in halves[:16]:
+            writer.write(b" ")
+            assert (await answer(reader))[0] == 400  # a body without JSON
+        reader, writer = await connect()
+        writer.write(post())
+        assert (await answer(reader))[0] == 200
 
 
 @pytest.mark.parametrize(
