@@ -26,6 +26,9 @@ HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 30_000
 _LINGER_MS = 2_000  # how long the worker's last words may take
 _MAX_PATH = 100  # a Unix socket's path must fit into 108 bytes
+# A context, its threads and sockets open about twenty. ZeroMQ aborts the whole process if it finds
+# none left at the wrong moment, so they are counted before.
+_DESCRIPTORS = 32
 
 
 def _configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
@@ -35,22 +38,49 @@ def _configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
     socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
 
 
+def _check_descriptors() -> None:
+    """OSError if this process cannot open as many more as a channel needs."""
+    taken: list[int] = []
+    try:
+        while len(taken) < _DESCRIPTORS:
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+
+
 class ServerChannel:
-    """The server's end, on the running event loop. Create it before the worker."""
+    """The server's end, on the running event loop. Create it before the worker.
+
+    OSError if the machine lacks what it needs; nothing is left behind then.
+    """
 
     def __init__(self) -> None:
+        _check_descriptors()
         self._folder = tempfile.mkdtemp(prefix="slipstream-")  # mode 0700
         if len(self._folder) > _MAX_PATH - len("/worker"):
             os.rmdir(self._folder)
             self._folder = tempfile.mkdtemp(prefix="slipstream-", dir="/tmp")
         self.endpoint = f"ipc://{self._folder}/worker"
         self._context = zmq.asyncio.Context(io_threads=1)
-        self._socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
-        _configure(cast("zmq.Socket[bytes]", self._socket), 0)
-        self._socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self._socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._socket.bind(self.endpoint)
+        try:
+            self._socket, self._monitor = self._bind()
+        except BaseException as error:
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if isinstance(error, zmq.ZMQError):
+                raise OSError(error.errno, str(error)) from error
+            raise
+
+    def _bind(self) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
+        """The socket, and the one that tells about its connection."""
+        socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
+        _configure(cast("zmq.Socket[bytes]", socket), 0)
+        socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        socket.set(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        socket.bind(self.endpoint)
+        return socket, monitor
 
     def send(self, messages: list[ToWorker]) -> None:
         """Queue one packet; never blocks. A packet to a worker that is gone is dropped."""
@@ -65,7 +95,6 @@ class ServerChannel:
 
     async def disconnected(self) -> None:
         """Return once the worker has closed the connection or stopped answering heartbeats."""
-        assert self._monitor is not None
         await self._monitor.recv_multipart()
 
     def close(self) -> None:

@@ -5,12 +5,15 @@ On the CPU the worker thread plays the stream, so that the host schedules while 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
 from .errors import RunnerError
+
+log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
@@ -40,7 +43,7 @@ class DeviceQueue:
             with torch.inference_mode():
                 job()
         else:
-            self._executor.submit(_run, job)
+            self._executor.submit(_run_alone, job)
 
     def call(self, job: Callable[[], None]) -> None:
         """Run `job` after all earlier ones and wait for it; raises what it raises."""
@@ -59,3 +62,12 @@ class DeviceQueue:
 def _run(job: Callable[[], None]) -> None:
     with torch.inference_mode():  # it is per thread
         job()
+
+
+def _run_alone(job: Callable[[], None]) -> None:
+    """Run a job whose result nobody takes."""
+    try:
+        _run(job)
+    except BaseException:
+        log.exception("a job of the device's queue did not handle its error")
+        raise

@@ -41,6 +41,7 @@ class WorkerProcess:
         package = __package__ or ""
         root = sys.modules[package.partition(".")[0]].__path__[0]
         paths = [str(Path(root).parent), os.environ.get("PYTHONPATH", "")]
+        line = msgspec.json.encode(orders) + b"\n"
         # -P: the current folder may hold a `kernels`, and transformers imports one if it finds it.
         # A process group of its own: Ctrl-C in a terminal is for the server, which drains first.
         self._process = subprocess.Popen(
@@ -52,7 +53,7 @@ class WorkerProcess:
         )
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(msgspec.json.encode(orders) + b"\n")
+            self._process.stdin.write(line)
             self._process.stdin.flush()
         except BrokenPipeError:
             pass  # it died at once: `wait` tells how
@@ -136,9 +137,11 @@ def receive_orders(stdin: IO[bytes]) -> WorkerOrders:
 
     def end_with_parent() -> None:
         # Not through `stdin`: a lock that this thread held would make a clean exit fatal.
-        while os.read(descriptor, 4096):
-            pass
-        os._exit(1)  # the parent closed the pipe or is gone
+        try:
+            while os.read(descriptor, 4096):
+                pass
+        finally:
+            os._exit(1)  # the parent closed the pipe or is gone, or nobody could tell
 
     threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     return orders

@@ -62,6 +62,9 @@ class TrafficCapture:
         except OSError as error:  # a full disk must not end requests
             self._has_failed = True
             self._warn(str(error.strerror or error))
+        except Exception:  # a bug, which nobody would see: the executor keeps it
+            self._has_failed = True
+            log.exception("no more prompts are written to %s", self.path)
         finally:
             self._count(-size)
 

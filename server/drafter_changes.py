@@ -6,10 +6,13 @@ A trial belongs to one worker: when that ends, what it tried is gone, and the ne
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from ..runner.messages import ChangeSpeculator, SpeculatorChanged
 from .request_stream import EngineDead, SpeculatorRefused
+
+log = logging.getLogger("slipstream.engine")
 
 
 class DrafterChanges:
@@ -36,7 +39,9 @@ class DrafterChanges:
     async def ask(self, action: str, model: str = "") -> None:
         """See `EngineClient.change_speculator`. The answer is waited for though the caller leaves:
         it must not be taken for that to the next question."""
-        await asyncio.shield(asyncio.ensure_future(self._ask(action, model)))
+        asked = asyncio.ensure_future(self._ask(action, model))
+        asked.add_done_callback(_note_failure)
+        await asyncio.shield(asked)
 
     def answer(self, changed: SpeculatorChanged) -> None:
         """The worker's answer to the question that was posted."""
@@ -70,3 +75,9 @@ class DrafterChanges:
                 if action == "keep":
                     self._keep(self._loaded)
                 self._loaded = ""
+
+
+def _note_failure(asked: asyncio.Task[None]) -> None:
+    """The caller gets it too, unless it has left."""
+    if not asked.cancelled() and (error := asked.exception()) is not None:
+        log.info("the drafter was not changed: %s", error)

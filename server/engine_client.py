@@ -131,6 +131,7 @@ class EngineClient:
             raise
         self.health.change("ready")
         self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        self._supervisor.add_done_callback(self._unsupervised)
         return self._ready
 
     def submit(self, request: AddRequest) -> RequestStream:
@@ -177,8 +178,7 @@ class EngineClient:
         await self.drain(drain_timeout)
         if self._supervisor is not None:
             self._supervisor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._supervisor
+            await asyncio.gather(self._supervisor, return_exceptions=True)
         self._fail_streams(_SHUTTING_DOWN, ShutDown)
         worker, self._worker = self._worker, None
         if worker is not None:
@@ -254,7 +254,10 @@ class EngineClient:
     async def _launch(self, progress: ProgressCallback | None) -> Ready:
         """Start a worker and wait for its Ready; it is ended if that does not come."""
         config = replace(self._config, speculative=self._drafter.current)
-        worker = Worker.begin(config, self._engine)
+        try:
+            worker = Worker.begin(config, self._engine)
+        except OSError as error:  # no file descriptors, processes, memory or space
+            raise WorkerFailed(f"the worker cannot be started ({error})") from error
         outcome = await worker.started(progress)
         if isinstance(outcome, Fatal):
             raise WorkerFailed(outcome.message, outcome.of_drafter)
@@ -269,19 +272,38 @@ class EngineClient:
         while True:
             assert self._worker is not None
             worker, began = self._worker, time.monotonic()
-            self._watchdog.feed()
-            outcome = await worker.watch(self._on_message, self._hung())
+            reason = await self._why_ended(worker)
             self._worker = None
             if time.monotonic() - began >= self._backoff.healthy_after:
                 failures = 0
             failures += 1
-            assert isinstance(outcome, Fatal)
-            self._announce(outcome.message, failures)
-            self._fail_streams(f"the engine stopped: {outcome.message}")
-            await worker.end()
+            try:
+                self._announce(reason, failures)
+                self._fail_streams(f"the engine stopped: {reason}")
+            finally:
+                await _end(worker)
             if self.state == "draining":
                 return
             failures = await self._restart(failures)
+
+    async def _why_ended(self, worker: Worker) -> str:
+        """Serve until the worker ends, or cannot be listened to; the reason, as a sentence."""
+        self._watchdog.feed()
+        try:
+            outcome = await worker.watch(self._on_message, self._hung())
+        except Exception as error:  # a bug, or a message that cannot be read
+            log.exception("the worker's messages cannot be handled")
+            return f"its messages cannot be handled ({type(error).__name__})"
+        assert isinstance(outcome, Fatal)
+        return outcome.message
+
+    def _unsupervised(self, task: asyncio.Task[None]) -> None:
+        """The supervisor's end was not asked for: only a bug ends it, and it must show."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.critical("the worker is not watched any more; restart the server", exc_info=error)
+        self.health.change("failed", "the worker is not watched any more; restart the server")
+        self._fail_streams("the engine stopped: the worker is not watched any more")
 
     async def _hung(self) -> str:
         await self._watchdog.bite()
@@ -299,6 +321,11 @@ class EngineClient:
                     continue
                 failures += 1
                 self._announce(str(error), failures)
+                continue
+            except Exception as error:  # a bug, perhaps of this moment: go on trying
+                log.exception("the worker cannot be started")
+                failures += 1
+                self._announce(f"the worker cannot be started ({error!r})", failures)
                 continue
             if self.state != "draining":
                 self.health.change("ready")
@@ -320,3 +347,10 @@ class EngineClient:
             case Fatal():
                 return message
         return None
+
+
+async def _end(worker: Worker) -> None:
+    try:
+        await worker.end()
+    except Exception:
+        log.exception("what the worker held was not given back")

@@ -25,12 +25,19 @@ class Worker:
 
     @classmethod
     def begin(cls, config: Config, engine: str | None) -> Worker:
-        """Start the process; `engine` is "module:function" in place of the real one, for tests."""
+        """Start the process; `engine` is "module:function" in place of the real one, for tests.
+
+        OSError if the machine lacks what it needs: file descriptors, processes, a folder.
+        """
         channel = ServerChannel()
-        orders = WorkerOrders(
-            endpoint=channel.endpoint, parent_pid=os.getpid(), config=config, engine=engine
-        )
-        return cls(WorkerProcess(orders), channel)
+        try:
+            orders = WorkerOrders(
+                endpoint=channel.endpoint, parent_pid=os.getpid(), config=config, engine=engine
+            )
+            return cls(WorkerProcess(orders), channel)
+        except BaseException:
+            channel.close()
+            raise
 
     async def started(self, progress: ProgressCallback | None) -> Ready | Fatal:
         """Wait for its Ready, or for the reason why it does not serve; then it has been ended."""
@@ -45,9 +52,10 @@ class Worker:
 
     async def end(self, grace: float = 0.0) -> int:
         """Let the process end within `grace` seconds, or end it; returns its status."""
-        status = await (self.process.stop(grace) if grace else self.process.kill())
-        self.channel.close()
-        return status
+        try:
+            return await (self.process.stop(grace) if grace else self.process.kill())
+        finally:
+            self.channel.close()
 
     async def watch(
         self,
