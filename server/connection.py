@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
+from contextlib import suppress
 from functools import partial
 from typing import Any, cast
 
@@ -20,11 +21,24 @@ from .sse import WRITER
 
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
+MAX_CONNECTIONS = 8192
+_OTHER_FILES = 256  # that the process opens beside connections
 MAX_PIPELINED = 32  # requests that wait while another is answered
 _HEAD_LIMIT = f"{MAX_HEAD_BYTES >> 10} KiB"
 _TOO_MANY = f"More than {MAX_PIPELINED} requests came before the first of them was answered."
 _LOOKS = 4  # within one time-out
 _WITHOUT_CHUNKS = ("0.9", "1.0")  # versions of HTTP
+
+
+class TooManyConnections(APIError):
+    """Every connection that the server can have open is in use by a request."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "too_many_connections"
+
+    def __init__(self) -> None:
+        super().__init__("The server has no connection free. Try again in 1 s.")
 
 
 class _ChunkWriter:
@@ -88,10 +102,14 @@ class Connection(HttpToolsProtocol):
     disconnect, not the last one; and a request that offers an upgrade keeps its body.
     """
 
-    def __init__(self, *arguments: Any, timeout: float = 0.0, **options: Any) -> None:
-        """`timeout` in seconds; 0 waits for ever."""
+    def __init__(
+        self, *arguments: Any, timeout: float = 0.0, most: int = MAX_CONNECTIONS, **options: Any
+    ) -> None:
+        """`timeout` in seconds; 0 waits for ever. At most `most` connections are open at once."""
         super().__init__(*arguments, **options)
         self._timeout = timeout
+        self._most = most
+        self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._head_since: float | None = None  # the client owes the rest of a head since then
         self._head_bytes = 0  # of packets that held nothing but a part of this head
@@ -108,9 +126,24 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client is there."""
         super().connection_made(transport)
-        self._head_since = self.loop.time()
+        self._head_since = self._since = self.loop.time()
+        if len(self.connections) > self._most:
+            self._make_room()
         if self._timeout > 0:
             self._timer = self.loop.call_later(self._timeout / _LOOKS, self._look)
+
+    def _make_room(self) -> None:
+        """Close the oldest connections without a request, or this one if all have one.
+
+        Several at once, since to find them takes a while.
+        """
+        others = cast("set[Connection]", self.connections) - {self}
+        idle = [c for c in others if c._has_answered and not c.transport.is_closing()]
+        idle.sort(key=lambda connection: connection._since)
+        for connection in idle[: 1 + len(idle) // 64]:
+            connection.transport.close()
+        if not idle:
+            self._refuse(TooManyConnections())
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It is gone."""
@@ -275,4 +308,21 @@ class Connection(HttpToolsProtocol):
 
 def connection_factory(timeout: float) -> Any:
     """What uvicorn takes as its protocol class."""
-    return partial(Connection, timeout=timeout)
+    return partial(Connection, timeout=timeout, most=_most_connections())
+
+
+def _most_connections() -> int:
+    """As many as leave files for all else that the process opens; the system's limit is raised."""
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
+    except ImportError:  # Windows
+        return MAX_CONNECTIONS
+    wanted = MAX_CONNECTIONS + _OTHER_FILES
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    if soft == RLIM_INFINITY or soft >= wanted:
+        return MAX_CONNECTIONS
+    raised = wanted if hard == RLIM_INFINITY else min(wanted, hard)
+    with suppress(OSError, ValueError):  # a container may forbid it
+        setrlimit(RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    return max(soft - _OTHER_FILES, soft // 2)

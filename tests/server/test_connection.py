@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, suppress
@@ -12,7 +13,13 @@ from typing import Any
 import pytest
 import uvicorn
 
-from slipstream.server.connection import MAX_HEAD_BYTES, MAX_HEADERS, MAX_PIPELINED
+from slipstream.server.connection import (
+    MAX_CONNECTIONS,
+    MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_PIPELINED,
+    _most_connections,
+)
 from slipstream.server.launch import _uvicorn_config, bind
 
 from .api_fakes import MODEL, ScriptedEngine, config_with, make_app, reply_with
@@ -251,6 +258,59 @@ async def test_the_size_of_headers_counts_however_they_come(
         line = await asyncio.wait_for(reader.readline(), 5)
         assert int(line.split()[1]) == status
         writer.close()
+
+
+async def test_idle_connections_give_way_and_busy_ones_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("slipstream.server.connection._most_connections", lambda: 3)
+    engine = ScriptedEngine(lambda r: [*reply_with()(r)[:2], float("inf")])
+    async with serving(engine) as connect:
+        busy = [await connect()]
+        busy[0][1].write(post())
+        while not engine.open:
+            await asyncio.sleep(0.01)
+        idle = [await connect() for _ in range(4)]
+        for reader, _ in idle[:2]:  # the oldest
+            assert await closed(reader) == b""
+        for count in (2, 3):  # the others are served
+            busy.append(idle[count])
+            busy[-1][1].write(post())
+        while len(engine.open) < 3:
+            await asyncio.sleep(0.01)
+        got, _, body = await answer((await connect())[0])
+        assert got == 503 and json.loads(body)["error"]["code"] == "too_many_connections"
+        assert len(engine.open) == 3
+        busy[0][1].close()
+        while len(engine.open) == 3:
+            await asyncio.sleep(0.01)
+        reader, writer = await connect()
+        writer.write(b"GET /health HTTP/1.1\r\n\r\n")
+        assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "raised"),
+    [
+        ((1024, 1 << 20), MAX_CONNECTIONS, (MAX_CONNECTIONS + 256, 1 << 20)),
+        ((1024, resource.RLIM_INFINITY), MAX_CONNECTIONS, (MAX_CONNECTIONS + 256, -1)),
+        ((1024, 2048), 1792, (2048, 2048)),
+        ((256, 256), 128, (256, 256)),
+        ((1 << 20, 1 << 20), MAX_CONNECTIONS, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), MAX_CONNECTIONS, None),
+    ],
+)
+def test_connections_leave_files_for_all_else(
+    limits: tuple[int, int],
+    most: int,
+    raised: tuple[int, int] | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, pair: found.append(pair))
+    assert _most_connections() == most
+    assert found == ([] if raised is None else [raised])
 
 
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
