@@ -18,7 +18,7 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     if stated is None or not isinstance(rope, Mapping):
         return stated
     factor = rope.get("factor")
-    if rope.get("rope_type", rope.get("type")) != "yarn" or type(factor) not in (int, float):
+    if rope.get("rope_type", rope.get("type")) != "yarn" or not isinstance(factor, int | float):
         return stated
     original = _count(rope.get("original_max_position_embeddings")) or stated
     stretched = original * factor

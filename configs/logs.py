@@ -76,6 +76,9 @@ def configure_logging(level: str, form: str, process: str) -> None:
     text = _TextFormatter(f"%(asctime)s %(levelname)-7s {process} %(name)s: %(message)s")
     handler.setFormatter(_JsonFormatter(process) if form == "json" else text)
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
+    if level == "info":  # a line for each request to the hub would run through the progress bars
+        for name in ("httpx", "httpx2"):
+            logging.getLogger(name).setLevel(logging.WARNING)
     _queue_access_log(handler)
 
 

@@ -16,10 +16,9 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from torch import Tensor
 
+from ..configs.model_config import NotServed, check_gguf_architecture
 from .errors import ModelLoadError
 
-# GGUF architecture -> transformers' model_type
-_MODEL_TYPES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -90,16 +89,15 @@ class GGUFFile:
 
     def config(self) -> dict[str, Any]:
         """What config.json would say."""
-        if self.architecture not in _MODEL_TYPES:
-            raise ModelLoadError(
-                f"GGUF architecture {self.architecture!r} is not supported; supported: "
-                f"{', '.join(sorted(_MODEL_TYPES))}."
-            )
+        try:
+            model_type = check_gguf_architecture(self.architecture)
+        except NotServed as error:
+            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
         num_heads = int(self._setting("attention.head_count"))
         hidden = int(self._setting("embedding_length"))
         eos = self.eos_token_ids
         config: dict[str, Any] = {
-            "model_type": _MODEL_TYPES[self.architecture],
+            "model_type": model_type,
             "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
             "hidden_size": hidden,
             "intermediate_size": int(self._setting("feed_forward_length")),
@@ -139,6 +137,14 @@ class GGUFFile:
             original = self._setting("rope.scaling.original_context_length")
             rope["original_max_position_embeddings"] = int(original)
         return rope
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every weight in the file, quantised as it is."""
+        return {
+            _checkpoint_name(name): int(stored.n_bytes)
+            for name, stored in self._tensors.items()
+            if name != _ROPE_DIVISORS
+        }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name in transformers' form, fp32 tensor) of every weight."""

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 
-from ..configs.hub import HubError, download
+from ..configs.hub import HubError, Progress, download, download_config
+from ..configs.model_config import OTHER_WEIGHTS
 from ..configs.paths import PathError, local_path
 from ..configs.schema import ModelConfig, SpeculativeConfig
 from ..configs.speculative import METHODS
 from .errors import ModelLoadError
 
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
+_SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
+_OTHER_FOLDERS = "*/*"  # the same weights for other engines
+Check = Callable[[Path], None]  # of a folder with a config.json: raises ModelLoadError
 
 
-def find_model(config: ModelConfig) -> Path:
-    """The folder or .gguf file that `config.model` names, downloaded if it is a hub id."""
+def find_model(
+    config: ModelConfig, check: Check | None = None, progress: Progress | None = None
+) -> Path:
+    """The folder or .gguf file that `config.model` names, downloaded if it is a hub id.
+
+    `check` sees what is downloaded before its weights are; `progress` counts their bytes.
+    """
     name = config.model
     try:
         path = local_path(name)
@@ -34,14 +44,15 @@ def find_model(config: ModelConfig) -> Path:
         raise ModelLoadError(f"{name} does not exist.")
     if name.count("/") != 1:
         raise ModelLoadError(f"{name!r} is no folder, no .gguf file and no hub id (owner/name).")
-    return _download(name, config.revision)
+    return _download(config, check, progress)
 
 
-def find_drafter(config: SpeculativeConfig) -> None:
+def find_drafter(config: SpeculativeConfig, progress: Progress | None = None) -> None:
     """Find the drafter's files, or download them, before anything is loaded; ModelLoadError."""
     if config.model is not None and config.method in METHODS:  # not those of one's own
         try:
-            find_model(ModelConfig(model=config.model, load_format=config.load_format))
+            model = ModelConfig(model=config.model, load_format=config.load_format)
+            find_model(model, progress=progress)
         except ModelLoadError as error:
             raise ModelLoadError(f"the drafter {error}") from error
 
@@ -53,11 +64,29 @@ def _gguf_in(folder: Path) -> Path:
     return files[0]
 
 
-def _download(name: str, revision: str | None) -> Path:
+def _download(config: ModelConfig, check: Check | None, progress: Progress | None) -> Path:
+    name, revision = config.model, config.revision
     try:
-        path = download(name, revision, _HUB_FILES)
+        download_config(name, revision)
+        path = download(name, revision, _SMALL_FILES, [_OTHER_FOLDERS])
+        if check is not None:
+            check(path)
+        if config.load_format == "dummy":
+            return path
+        ignored = [_OTHER_FOLDERS, OTHER_WEIGHTS]
+        return download(name, revision, _weights(path), ignored, progress)
     except HubError as error:
         raise ModelLoadError(str(error)) from error
-    if not (path / "config.json").exists():
-        raise ModelLoadError(f"{name} on the hub has no config.json, so it cannot be served.")
-    return path
+
+
+def _weights(folder: Path) -> list[str]:
+    """Patterns of the weight files that will be read: those that the index names, if there is one.
+
+    An index that makes no sense is the reader's business.
+    """
+    try:
+        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
+        files = {name for name in index["weight_map"].values() if isinstance(name, str)}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        files = set()
+    return sorted(files) or ["*.safetensors"]

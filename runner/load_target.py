@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,13 +49,20 @@ def faults_of_drafter() -> Iterator[None]:
 
 
 def load_target(
-    config: Config, device: torch.device, progress: Callable[[int, int], None]
+    config: Config,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+    downloading: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> LoadedTarget:
-    """Find both models, check what is known without their weights, and read the target's."""
+    """Find both models, check what is known without their weights, and read the target's.
+
+    `progress` is called with the bytes read so far and in all; `downloading` with the name of a
+    model on the hub, and such bytes.
+    """
     model_config = config.model
     with faults_of_drafter():
-        find_drafter(config.speculative)
-    resolved = resolve_model(model_config)
+        find_drafter(config.speculative, partial(downloading, config.speculative.model or ""))
+    resolved = resolve_model(model_config, downloading=partial(downloading, model_config.model))
     text: Any = resolved.text_config
     longest = context_length(vars(text)) or int(text.max_position_embeddings)
     if model_config.max_model_len is not None and model_config.max_model_len > longest:

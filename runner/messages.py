@@ -95,7 +95,7 @@ ToWorker = (
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """Start-up progress: `phase` is "load", "kv_cache" or "capture"."""
+    """Start-up progress: `phase` is "download", "load" (both in bytes), "kv_cache" or "capture"."""
 
     phase: str
     done: int

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..configs.model_config import OTHER_WEIGHTS
 from .errors import ModelLoadError
 from .file_reader import Stretch, read_tensors
 
@@ -32,12 +33,17 @@ class SafetensorsCheckpoint:
         """`device`: where tensors are wanted; they come there by `file_reader` if it is a GPU, and
         are views of the mapped files otherwise."""
         self._folder, self._device = folder, device
-        self._block = _fp8_block(hf_config, folder)
+        self._block = _fp8_block(hf_config)
         self._files = _tensor_files(folder)  # stored name -> file name
         self.names = [name for name in self._files if not self._is_scale(name)]
 
     def _is_scale(self, name: str) -> bool:
         return name.endswith(_SCALE) and name.removesuffix(_SCALE) in self._files
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every weight in the files."""
+        stretches = self._stretches_in_order()
+        return {name: stretches[name].num_bytes for name in self.names}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every weight, file by file."""
@@ -123,7 +129,8 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         if absent:
             raise ModelLoadError(f"{folder} lacks the weight file {', '.join(absent)}.")
         return files
-    paths = sorted(folder.glob("*.safetensors"))
+    found = sorted(folder.glob("*.safetensors"))
+    paths = [path for path in found if not path.match(OTHER_WEIGHTS)] or found
     if (folder / "model.safetensors") in paths:
         paths = [folder / "model.safetensors"]
     if not paths:
@@ -165,14 +172,11 @@ def _stretches(path: Path, names: set[str]) -> dict[str, Stretch]:
     return found
 
 
-def _fp8_block(hf_config: Any, folder: Path) -> tuple[int, int]:
-    """Block size of an fp8 checkpoint; refuses other quantisations."""
+def _fp8_block(hf_config: Any) -> tuple[int, int]:
+    """Block size of an fp8 checkpoint."""
     settings = getattr(hf_config, "quantization_config", None) or {}
     if not isinstance(settings, dict):
         settings = settings.to_dict()
-    method = settings.get("quant_method", "fp8")
-    if method != "fp8":
-        raise ModelLoadError(f"{folder} is quantised with {method!r}, which is not supported.")
     rows, columns = settings.get("weight_block_size") or (128, 128)
     return int(rows), int(columns)
 

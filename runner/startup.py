@@ -82,7 +82,7 @@ class Assembly:
         config = self.config
         if self.ahead is not None and (card := card_of(self.device)) is not None:
             self.ahead.tell(card)
-        with self._phase("load"):
+        with self._phase("load", shown=False):  # loading says itself how far it is
             self._load_target()
             loaded = self.loaded
             self.graphs = self._graph_settings()
@@ -193,7 +193,8 @@ class Assembly:
         self.loaded = loaded = load_target(
             self.config,
             self.device,
-            lambda done, total: self.progress(Progress("load", done, total, "weights")),
+            lambda done, total: self.progress(Progress("load", done, total)),
+            lambda name, done, total: self.progress(Progress("download", done, total, name)),
         )
         self.model, self.format = loaded.model, loaded.format
         self.max_model_len, self.vocab_size = loaded.max_model_len, loaded.vocab_size

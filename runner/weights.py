@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -15,15 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..configs.model_config import NotServed, check_quantisation, merged, served_architecture
 from ..configs.schema import ModelConfig
 from .errors import ModelLoadError
 from .hub import find_model
 from .layers import CheckpointSlot
 from .models.base import TextModel
-from .models.registry import architecture_of
 from .plain_config import plain_config
 
-Progress = Callable[[int, int], None]  # (tensors done, tensors in all)
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
 _LOADERS = 2  # threads that bring tensors to their places; packing on a CPU is one thread's work
 _MAX_PENDING_BYTES = 256 << 20  # of tensors that were read and wait for a loader
 _PLAIN_WINDOW = ("llama", "mistral")  # model types without rules about which layers have a window
@@ -34,6 +35,9 @@ class Checkpoint(Protocol):
     """Stored weights under the names of transformers' checkpoints."""
 
     names: list[str]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that each of the tensors takes in the files; reads headers only."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
 
@@ -46,6 +50,9 @@ class _Outlines:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.names, self.outlines = list(checkpoint.names), checkpoint.outlines
+
+    def sizes(self) -> dict[str, int]:
+        return dict.fromkeys(self.names, 0)  # nothing is read
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         wanted = set(self.names)
@@ -74,13 +81,23 @@ class ResolvedModel:
         return getattr(self.text_config, "dtype", None) or getattr(self.hf_config, "dtype", None)
 
 
-def resolve_model(config: ModelConfig, check_architecture: bool = True) -> ResolvedModel:
-    """Find the model and read its config; ModelLoadError, one sentence, if that fails."""
-    path = find_model(config)
+def resolve_model(
+    config: ModelConfig, check_architecture: bool = True, downloading: Progress | None = None
+) -> ResolvedModel:
+    """Find the model and read its config; ModelLoadError, one sentence, if that fails.
+
+    `downloading` is called with the bytes of a download. A config that cannot be served is refused
+    before its weights are downloaded.
+    """
+
+    def read_config(folder: Path) -> Any:
+        raw = merged(_read_json(folder / "config.json"), _overrides(config))
+        return make_hf_config(raw, str(folder), check_architecture)
+
+    path = find_model(config, read_config, downloading)
     if path.suffix == ".gguf":
         return _resolve_gguf(path, config)
-    raw = _read_json(path / "config.json")
-    hf_config = make_hf_config(_merged(raw, _overrides(config)), str(path), check_architecture)
+    hf_config = read_config(path)
     generation = path / "generation_config.json"
     eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
     if eos is None:
@@ -102,9 +119,8 @@ def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
     if not overrides and (raw["model_type"] in _PLAIN_WINDOW or "sliding_window" not in raw):
         # The header states every value, and importing transformers would take two seconds.
         hf_config: Any = SimpleNamespace(**raw, rope_parameters=rope)
-        architecture_of(hf_config)
     else:
-        raw = _merged(raw | ({"rope_parameters": standard} if standard else {}), overrides)
+        raw = merged(raw | ({"rope_parameters": standard} if standard else {}), overrides)
         hf_config = make_hf_config(raw, str(path))
         if standard is None:
             hf_config.rope_parameters = rope
@@ -140,21 +156,16 @@ def _overrides(config: ModelConfig) -> dict[str, Any]:
     return value
 
 
-def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`, objects merged key by key."""
-    out = dict(base)
-    for key, value in over.items():
-        both = isinstance(value, dict) and isinstance(out.get(key), dict)
-        out[key] = _merged(out[key], value) if both else value
-    return out
-
-
 def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = True) -> Any:
     """The transformers config of a config.json's content, or its like (see `plain_config`);
     ModelLoadError if it cannot be served."""
-    if (plain := plain_config(raw, needs_eos=check_architecture)) is not None:
+    try:
         if check_architecture:
-            architecture_of(plain)
+            served_architecture(raw)
+        check_quantisation(raw)
+    except NotServed as error:
+        raise ModelLoadError(f"{source} cannot be served: {error}") from error
+    if (plain := plain_config(raw, needs_eos=check_architecture)) is not None:
         return plain
     from transformers import CONFIG_MAPPING
 
@@ -162,15 +173,12 @@ def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = 
     if model_type is None:
         raise ModelLoadError(f"the config of {source} names no model_type.")
     if model_type not in CONFIG_MAPPING:
-        names = raw.get("architectures") or [model_type]
-        raise ModelLoadError(f"architecture {', '.join(names)} is not known to transformers.")
+        raise ModelLoadError(f"model_type {model_type!r} is not known to transformers.")
     try:
         hf_config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
     except Exception as error:  # each config class validates in its own way
         reason = " ".join(str(error).split()).rstrip(".")
         raise ModelLoadError(f"the config of {source} is not valid: {reason}.") from error
-    if check_architecture:
-        architecture_of(hf_config)
     return hf_config
 
 
@@ -217,17 +225,20 @@ def load_checkpoint(
     given = set(wanted)
     missing = [n for n, slot in slots.items() if not slot.optional and n not in given]
     _complain(f"{source} lacks tensors", missing)
-    jobs: deque[tuple[Future[None], int]] = deque()  # and the bytes of its tensor
+    sizes = checkpoint.sizes()
+    jobs: deque[tuple[Future[None], str, int]] = deque()  # and the bytes of its tensor
+    total = sum(sizes[name] for name, target in targets.items() if target is not None)
     pending_bytes = done = 0
+    tell = progress or (lambda done, total: None)
+    tell(0, total)
 
     def finish_oldest() -> None:
         nonlocal pending_bytes, done
-        job, size = jobs.popleft()
+        job, name, size = jobs.popleft()
         job.result()
         pending_bytes -= size
-        done += 1
-        if progress is not None:
-            progress(done, len(wanted))
+        done += sizes[name]
+        tell(done, total)
 
     with _one_thread_each(), ThreadPoolExecutor(_LOADERS, "load-weights") as loaders:
         for name, tensor in checkpoint.tensors():
@@ -240,7 +251,7 @@ def load_checkpoint(
                     f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
                     f"asks for {list(slot.shape)}."
                 )
-            jobs.append((loaders.submit(_load, slot, tensor), tensor.nbytes))
+            jobs.append((loaders.submit(_load, slot, tensor), name, tensor.nbytes))
             pending_bytes += tensor.nbytes
             while jobs and (pending_bytes > _MAX_PENDING_BYTES or jobs[0][0].done()):
                 finish_oldest()
@@ -282,13 +293,16 @@ def load_random(
     has_memory = device.type != "meta"
     generator = torch.Generator(device).manual_seed(seed) if has_memory else None
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    done, total = 0, sum(math.prod(slot.shape) for slot in slots.values()) * dtype.itemsize
+    tell = progress or (lambda done, total: None)
+    tell(0, total)
     with torch.no_grad():
-        for done, slot in enumerate(slots.values()):
+        for slot in slots.values():
             tensor = torch.empty(slot.shape, dtype=dtype, device=device)
             if slot.init == "normal" and has_memory:
                 tensor.normal_(0, std, generator=generator)
             else:
                 tensor.fill_(1.0 if slot.init == "ones" else 0.0)
             slot.load(tensor)
-            if progress is not None:
-                progress(done + 1, len(slots))
+            done += tensor.nbytes
+            tell(done, total)

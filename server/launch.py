@@ -124,7 +124,9 @@ class Launch:
         return _FORCED if self._force.is_set() else 0
 
     async def _start(self, client: EngineClient) -> uvicorn.Server:
-        """The worker and, while it loads, the app; then the HTTP server that is to run it."""
+        """The worker and, while it loads, the app; then the HTTP server that is to run it. Before
+        both, what the model's files alone can say against it."""
+        await _in_daemon_thread(_check_model, self._config)
         worker = asyncio.create_task(_start_worker(client))
         await asyncio.sleep(0)  # let the worker's process begin
         try:
@@ -249,21 +251,29 @@ def _in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
     return asyncio.wrap_future(outcome)
 
 
+def _check_model(config: Config) -> None:
+    """LaunchError if the model's files show that it cannot be served."""
+    from .model_files import ModelFilesError, check_model_files
+
+    try:
+        check_model_files(config)
+    except (ModelFilesError, OSError) as error:
+        raise LaunchError(str(error).rstrip(".")) from error
+
+
 def _create_app(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocabulary]:
     """The app with its tokenizer, and what the worker must know of that.
 
     LaunchError if the model's text side cannot be set up.
     """
-    from .model_files import ModelFilesError, check_model_files
     from .tokenizer_source import TokenizerLoadError
 
     source = config.model.tokenizer or config.model.model
     try:
-        check_model_files(config)  # before the imports of the app, which take half a second
         from .app import create_app
 
         app = create_app(config, client, source)
-    except (ModelFilesError, TokenizerLoadError, ValueError, OSError) as error:
+    except (TokenizerLoadError, ValueError, OSError) as error:
         raise LaunchError(str(error).rstrip(".")) from error
     tokenizer = app.state.services.tokenizer
     return app, SetVocabulary(tokenizer.vocabulary(), sorted(tokenizer.eos_ids))

@@ -1,7 +1,7 @@
 """Looks at a local model's files before anything is loaded: are they whole, do they fit the flags?
 
 Reads headers only, in a fraction of a second, so that a broken download is refused at once and not
-after minutes of loading. What it does not know it leaves to the worker.
+after minutes of downloading or loading. What it does not know it leaves to the worker.
 """
 
 from __future__ import annotations
@@ -12,8 +12,18 @@ from pathlib import Path
 from typing import Any
 
 from ..configs.context import context_length
+from ..configs.hub import HubError, download_config
+from ..configs.model_config import (
+    OTHER_WEIGHTS,
+    NotServed,
+    check_gguf_architecture,
+    check_quantisation,
+    merged,
+    served_architecture,
+)
 from ..configs.paths import PathError, local_path
 from ..configs.schema import Config
+from ..configs.speculative import METHODS
 from .gguf_metadata import GGUFError, check_gguf_tensors, read_gguf_metadata
 
 _MAX_HEADER = 100 << 20  # safetensors' own limit
@@ -24,19 +34,18 @@ class ModelFilesError(Exception):
 
 
 def check_model_files(config: Config) -> None:
-    """Raise ModelFilesError if a file of the model or of its drafter is broken or missing, or if
+    """Raise ModelFilesError if a model's architecture or quantisation is not served, if a file of
+    the model or of its drafter is broken or missing, or if --max-model-len is beyond the model.
 
-    --max-model-len is beyond the model. Hub ids are the worker's business.
+    Of a model on the hub, only its config.json is downloaded.
     """
-    model = config.model
-    path = _local(model.model)
-    if path is not None:
-        found = _checked(path, model.load_format)
-        _check_length(model.max_model_len, model.hf_overrides, found)
-    if config.speculative.method != "off" and config.speculative.model:
-        drafter = _local(config.speculative.model)
-        if drafter is not None:
-            _checked(drafter, config.speculative.load_format)
+    model, drafts = config.model, config.speculative
+    overrides = json.loads(model.hf_overrides) if model.hf_overrides else {}
+    found = _checked(model.model, model.revision, model.load_format, overrides)
+    _check_length(model.max_model_len, found)
+    if drafts.method in METHODS and drafts.method != "off" and drafts.model:
+        whole = drafts.method == "draft_model"
+        _checked(drafts.model, None, drafts.load_format, {}, whole)
 
 
 def _local(name: str) -> Path | None:
@@ -46,18 +55,45 @@ def _local(name: str) -> Path | None:
         raise ModelFilesError(str(error)) from None
 
 
-def _checked(path: Path, load_format: str) -> dict[str, Any]:
-    """What the model says of itself, in the words of a config.json; empty if it says nothing."""
+def _checked(
+    name: str, revision: str | None, load_format: str, overrides: dict[str, Any], whole: bool = True
+) -> dict[str, Any]:
+    """What the model says of itself, in the words of a config.json; empty if it says nothing.
+
+    `whole`: it is a model of its own and not a draft head, which may name any architecture.
+    """
+    path = _local(name)
+    if path is None:
+        if name.count("/") != 1 or name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
+            return {}  # no hub id
+        try:
+            raw = merged(_json(download_config(name, revision)), overrides)
+        except HubError as error:
+            raise ModelFilesError(str(error)) from error
+        return _served(name, raw, whole)
     named = load_format == "gguf" or (load_format == "auto" and not (path / "config.json").exists())
     if path.is_dir() and named:
         files = sorted(path.glob("*.gguf"))
         path = files[0] if len(files) == 1 else path
     if path.is_file():
-        return _checked_gguf(path)
-    raw = _json(path / "config.json") if (path / "config.json").is_file() else {}
+        return merged(_checked_gguf(path), overrides)
+    raw = {}
+    if (path / "config.json").is_file():
+        raw = _served(name, merged(_json(path / "config.json"), overrides), whole)
     if load_format in ("auto", "safetensors"):
         for file in _safetensors(path):
             _check_safetensors(file)
+    return raw
+
+
+def _served(name: str, raw: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """The config with its language part on top; ModelFilesError if it cannot be served."""
+    try:
+        if whole:
+            served_architecture(raw)
+        check_quantisation(raw)
+    except NotServed as error:
+        raise ModelFilesError(f"{name} cannot be served: {error}") from error
     text = raw.get("text_config")
     return {**raw, **text} if isinstance(text, dict) else raw
 
@@ -65,10 +101,13 @@ def _checked(path: Path, load_format: str) -> dict[str, Any]:
 def _checked_gguf(path: Path) -> dict[str, Any]:
     try:
         metadata = read_gguf_metadata(path, long_arrays=False)
+        check_gguf_architecture(metadata.get("general.architecture"))
         check_gguf_tensors(path)
     except GGUFError as error:
         raise ModelFilesError(str(error)) from error
-    architecture = metadata.get("general.architecture")
+    except NotServed as error:
+        raise ModelFilesError(f"{path} cannot be served: {error}") from error
+    architecture = metadata["general.architecture"]
     scaling = f"{architecture}.rope.scaling"
     rope = {
         "rope_type": metadata.get(f"{scaling}.type"),
@@ -79,13 +118,8 @@ def _checked_gguf(path: Path) -> dict[str, Any]:
     return {"max_position_embeddings": longest, "rope_parameters": rope}
 
 
-def _check_length(wanted: int | None, overrides: str | None, model: dict[str, Any]) -> None:
-    changed = json.loads(overrides) if overrides else {}
-    if isinstance(changed.get("text_config"), dict):
-        changed |= changed["text_config"]
-    if isinstance(rope := changed.get("rope_parameters"), dict):
-        changed["rope_parameters"] = (model.get("rope_parameters") or {}) | rope
-    longest = context_length(model | changed)
+def _check_length(wanted: int | None, model: dict[str, Any]) -> None:
+    longest = context_length(model)
     if longest is not None and wanted is not None and wanted > longest:
         raise ModelFilesError(f"--max-model-len {wanted} is beyond the model's {longest} tokens")
 
@@ -107,7 +141,9 @@ def _safetensors(folder: Path) -> Iterator[Path]:
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"
-        yield from [single] if single.exists() else sorted(folder.glob("*.safetensors"))
+        found = sorted(folder.glob("*.safetensors"))
+        own = [path for path in found if not path.match(OTHER_WEIGHTS)]
+        yield from [single] if single.exists() else own or found
         return
     files = _json(index).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):

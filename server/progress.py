@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
 _NAMES = {
+    "download": "downloading",
     "load": "loading weights",
     "kv_cache": "allocating KV blocks",
     "capture": "capturing CUDA graphs",
 }
+_IN_BYTES = ("download", "load")
 _LINE_SECONDS = 10.0
 
 
@@ -50,7 +52,15 @@ class StartupProgress:
             from tqdm import tqdm
 
             share_bars_between_threads()
-            self._bar = tqdm(total=progress.total, desc=name, file=self._stream, leave=True)
+            in_bytes = progress.phase in _IN_BYTES
+            self._bar = tqdm(
+                total=progress.total,
+                desc=name,
+                file=self._stream,
+                leave=True,
+                unit="B" if in_bytes else "it",
+                unit_scale=in_bytes,
+            )
         else:
             detail = f" ({progress.detail})" if progress.detail else ""
             _print(f"{name}{detail} ...", self._stream)

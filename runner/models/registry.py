@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from ...configs.model_config import NotServed, served_architecture
 from ...kernels.linear_tuned import LinearChooser
 from ..errors import ModelLoadError
 from ..layers import WeightFormat
 from .base import TextModel
 
-# architecture in config.json -> (module, class)
+# architecture in config.json -> (module, class); those of `configs.model_config`
 ARCHITECTURES: dict[str, tuple[str, str]] = {
     "LlamaForCausalLM": ("llama", "LlamaModel"),
     "MistralForCausalLM": ("llama", "LlamaModel"),
@@ -25,32 +26,18 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "Gemma4ForCausalLM": ("gemma4", "Gemma4Model"),
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4Model"),
 }
-# for configs that do not name an architecture
-_MODEL_TYPES: dict[str, str] = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "deepseek_v2": "DeepseekV2ForCausalLM",
-    "deepseek_v3": "DeepseekV3ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gemma4": "Gemma4ForConditionalGeneration",
-}
 
 
 def architecture_of(hf_config: Any) -> str:
-    """The served architecture a config asks for; raises ModelLoadError if there is none."""
-    named = list(getattr(hf_config, "architectures", None) or ())
-    candidates = named or [_MODEL_TYPES.get(hf_config.model_type, hf_config.model_type)]
-    for name in candidates:
-        if name in ARCHITECTURES:
-            return str(name)
-    raise ModelLoadError(
-        f"architecture {', '.join(candidates)} is not supported; supported: "
-        f"{', '.join(sorted(ARCHITECTURES))}."
-    )
+    """The served architecture a config asks for; ModelLoadError if there is none."""
+    stated = {
+        "architectures": getattr(hf_config, "architectures", None),
+        "model_type": hf_config.model_type,
+    }
+    try:
+        return served_architecture(stated)
+    except NotServed as error:
+        raise ModelLoadError(str(error)) from error
 
 
 def build_model(

@@ -87,3 +87,20 @@ def test_text_of_a_client_neither_begins_a_line_nor_steers_the_terminal(form: st
 
 def test_no_request_is_the_default() -> None:
     assert request_id.get() == ""
+
+
+OF_THE_HUB = """
+import logging, sys
+from slipstream.configs.logs import configure_logging
+
+configure_logging(sys.argv[1], "text", "worker")
+for name in ("httpx", "httpx2"):
+    logging.getLogger(name).info("HTTP Request: GET")
+"""
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 0), ("debug", 2)])
+def test_requests_to_the_hub_are_logged_for_debugging_alone(level: str, lines: int) -> None:
+    command = [sys.executable, "-c", OF_THE_HUB, level]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert told.count("HTTP Request") == lines

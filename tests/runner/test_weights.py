@@ -199,7 +199,7 @@ def test_a_hub_id_that_is_not_cached_offline(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_other_quantisations_are_refused(folder: Path) -> None:
     edit_config(folder, quantization_config={"quant_method": "awq", "bits": 4})
-    assert "'awq', which is not supported" in error_of(folder)
+    assert "quantisation 'awq' is not supported; supported: fp8 in safetensors" in error_of(folder)
 
 
 def shapes(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Size]:
@@ -271,13 +271,19 @@ def test_dummy_weights_need_only_a_config_and_repeat_by_seed(folder: Path) -> No
     assert first.isfinite().all() and first.std() > 0
 
 
-def test_progress_counts_every_tensor(folder: Path) -> None:
-    resolved = resolve_model(ModelConfig(model=str(folder)))
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_progress_counts_the_bytes_of_every_tensor(folder: Path, load_format: str) -> None:
+    stored = load_file(folder / "model.safetensors")
+    resolved = resolve_model(ModelConfig(model=str(folder), load_format=load_format))
     model = build_model(resolved.hf_config, CPU, torch.float32)
     seen: list[tuple[int, int]] = []
     load_weights(model, resolved, lambda done, total: seen.append((done, total)))
-    total = len(load_file(folder / "model.safetensors"))
-    assert seen == [(done + 1, total) for done in range(total)]
+    total = sum(tensor.nbytes for tensor in stored.values())
+    assert {total for _, total in seen} == {total}
+    done = [done for done, _ in seen]
+    assert done[0] == 0 and done[-1] == total
+    steps = sorted(b - a for a, b in zip(done, done[1:], strict=False))
+    assert steps == sorted(tensor.nbytes for tensor in stored.values())
 
 
 @pytest.mark.skipif(not packing_available(), reason="no packed fp16 linear on this machine")

@@ -61,6 +61,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("SLIPSTREAM_TEST_ENGINE", "fake_engine:build")
     monkeypatch.setattr(launch, "_create_app", tiny_app)
+    monkeypatch.setattr(launch, "_check_model", lambda config: None)
     before = set(psutil.Process().children(recursive=True))
     yield
     assert not set(psutil.Process().children(recursive=True)) - before, "a process is left"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from safetensors.numpy import save_file
 
 from slipstream.configs.load import load_config
 from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
+from slipstream.server.commands import main
 from slipstream.server.model_files import ModelFilesError, check_model_files
 
 
@@ -26,7 +28,8 @@ def config(path: Path, **more: Any) -> Config:
 def folder(path: Path, **values: Any) -> Path:
     """A model folder with one safetensors file."""
     path.mkdir(exist_ok=True)
-    (path / "config.json").write_text(json.dumps({"max_position_embeddings": 100, **values}))
+    raw = {"model_type": "llama", "max_position_embeddings": 100, **values}
+    (path / "config.json").write_text(json.dumps(raw))
     save_file({"a": np.ones((4, 8), np.float32)}, path / "model.safetensors")
     return path
 
@@ -64,7 +67,6 @@ def test_whole_files_pass(tmp_path: Path) -> None:
     Q = gguf.GGMLQuantizationType
     for kind in (None, Q.Q4_0, Q.Q4_1, Q.Q5_0, Q.Q5_1, Q.Q8_0, Q.F16, Q.BF16):
         check_model_files(config(gguf_file(tmp_path / "m.gguf", kind), max_model_len=100))
-    check_model_files(config(Path("some-org/some-model"), max_model_len=10**9))  # the worker's
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -94,7 +96,7 @@ def test_a_gguf_file_of_noise_is_named(tmp_path: Path) -> None:
             check_model_files(config(path))
         except ModelFilesError as error:  # and no other kind of error
             refused += 1
-            assert "noise.gguf is not a readable GGUF file: " in str(error)
+            assert re.search("noise.gguf (is not a readable GGUF|cannot be served)", str(error))
     assert refused > 100
 
 
@@ -209,3 +211,99 @@ def test_a_gguf_model_stretched_by_yarn_takes_its_factor_times_the_original(tmp_
     check_model_files(config(path, max_model_len=400))
     with pytest.raises(ModelFilesError, match="--max-model-len 401 is beyond the model's 400"):
         check_model_files(config(path, max_model_len=401))
+
+
+NOT_SERVED: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}, "architecture GPT2LMHeadModel"),
+    (
+        {"model_type": "phi3"},
+        "architecture phi3 is not supported; supported: DeepseekV2ForCausalLM",
+    ),
+    (
+        {"architectures": ["LlamaForCausalLM"], "model_type": "gpt2"},
+        "LlamaForCausalLM of model_type",
+    ),
+    ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
+    ({"architectures": [7]}, "architectures must be a list of names"),
+    ({"model_type": None}, "names neither architectures nor a model_type"),
+    ({"quantization_config": {"quant_method": "awq"}}, "'awq' is not supported; supported: fp8 in"),
+    ({"quantization_config": {"quant_method": ["awq"]}}, r"\['awq'\] is not supported"),
+    ({"quantization_config": "awq"}, "quantisation None is not supported"),
+    (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}},
+        r"weight_block_size must be two positive integers, not \[128, 0\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), NOT_SERVED)
+def test_what_is_not_served_is_refused_by_its_config_alone(
+    tmp_path: Path, values: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model on the hub as of a folder: no weights are downloaded or looked at."""
+    model = folder(tmp_path / "m", **values)
+    (model / "model.safetensors").unlink()
+    with pytest.raises(ModelFilesError, match=f"m cannot be served: .*{words}") as caught:
+        check_model_files(config(model))
+    assert "\n" not in str(caught.value)
+    asked: list[list[str]] = []
+
+    def snapshot(repo: str, allow_patterns: list[str], **_: object) -> str:
+        asked.append(allow_patterns)
+        return str(model)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    with pytest.raises(ModelFilesError, match=f"owner/m cannot be served: .*{words}"):
+        check_model_files(Config(model=ModelConfig("owner/m")))
+    assert asked == [["config.json"]]
+
+
+def test_overrides_decide_what_a_config_says(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m", model_type="gpt2", architectures=["Odd"])
+    check_model_files(
+        config(model, hf_overrides='{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}')
+    )
+
+
+def test_a_gguf_file_of_another_architecture_is_refused(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "falcon")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelFilesError, match="'falcon' is not supported; supported: llama, mis"):
+        check_model_files(config(tmp_path / "m.gguf"))
+
+
+def test_a_draft_head_may_name_any_architecture_but_a_draft_model_may_not(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m")
+    head = folder(tmp_path / "head", architectures=["LlamaForCausalLMEagle3"])
+
+    def both(method: str) -> Config:
+        drafts = SpeculativeConfig(method=method, model=str(head))
+        return Config(model=ModelConfig(model=str(model)), speculative=drafts)
+
+    check_model_files(both("eagle3"))
+    with pytest.raises(ModelFilesError, match="LlamaForCausalLMEagle3 is not supported"):
+        check_model_files(both("draft_model"))
+
+
+def test_the_server_refuses_a_model_before_it_starts_a_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begin(*_: object) -> None:
+        raise AssertionError("a worker was started")
+
+    monkeypatch.setattr("slipstream.server.engine_client.Worker.begin", begin)
+    model = folder(tmp_path / "m", model_type="phi3")
+    assert main(["serve", str(model), "--port", "0"]) == 1
+    told = capsys.readouterr().err
+    assert told.startswith("slipstream serve: error: ") and told.count("\n") == 1
+    assert "architecture phi3 is not supported" in told
+
+
+def test_mistrals_second_copy_of_the_weights_is_left_alone(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m")
+    (model / "model.safetensors").rename(model / "part-1.safetensors")
+    (model / "consolidated.safetensors").write_bytes(b"not whole")
+    check_model_files(config(model))
