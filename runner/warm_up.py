@@ -21,6 +21,8 @@ _KINDS = (
     SamplingParams(temperature=1.0, seed=0, has_own_seed=True, max_tokens=8),
     SamplingParams(temperature=1.0, seed=0, top_k=5, max_tokens=8),
     SamplingParams(temperature=1.0, seed=0, top_p=0.9, max_tokens=8),
+    # Its logits are written although nothing changes them, as no other kind's are outside graphs.
+    SamplingParams(temperature=0.0, seed=0, logprobs=0, max_tokens=8),
 )
 # These differ in how the tokens of many rows are chosen outside graphs: without noise, with it, and
 # from logits that are written.

@@ -11,11 +11,12 @@ import inspect
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import torch
 from triton.runtime import driver
 
@@ -40,6 +41,16 @@ KINDS = (
     SamplingParams(seed=1, max_tokens=8, has_own_seed=True),
     SamplingParams(seed=2, max_tokens=8, top_p=0.5, top_k=3),
 )
+# Every option that changes how tokens are chosen, each alone, greedy and drawn by either seed.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"logprobs": 0}, {"logprobs": 2, "prompt_logprobs": 2}, {"top_k": 3}, {"top_p": 0.5},
+    {"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2}, {"allowed_token_ids": [3, 4]},
+    {"bad_words_token_ids": [[3, 4], [5]]}, {"min_tokens": 3, "stop_token_ids": [2]},
+)  # fmt: skip
+DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.7, "has_own_seed": True}
+)  # fmt: skip
 
 
 class Counting(Executor):
@@ -64,22 +75,42 @@ class Counting(Executor):
         return future
 
 
-def serve(runner: Any, prompts: list[int], params: SamplingParams, step_id: int) -> None:
+def serve(
+    runner: Any,
+    prompts: list[int],
+    kinds: Sequence[SamplingParams],  # of the requests in turn
+    step_id: int,
+    has_grammar: bool = False,
+) -> None:
     """A prefill of each of these lengths in one batch, and three decodes."""
     drafts: int = runner.facts.needs.num_speculative_tokens
+    words = -(-runner.facts.vocab_size // 32)
+
+    def run(plan: StepPlan) -> None:
+        mask = None
+        if has_grammar and plan.rows:
+            num_logits = sum(row.num_draft_tokens + 1 for row in plan.rows)
+            mask = np.full((num_logits, words), -1, dtype=np.int32)
+        runner.forward(plan)
+        handle = runner.sample(plan, mask)
+        if handle.done() and (error := handle.error()) is not None:
+            raise error
+
     new = [
-        NewRequest(slot, [0] * length, length, 0, [list(range(1, 40))], params)
+        NewRequest(
+            slot, [0] * length, length, 0, [list(range(1, 40))], kinds[slot % len(kinds)]
+        )
         for slot, length in enumerate(prompts)
     ]
     rows = [ScheduledRow(slot, length, 0, 0, False, 0) for slot, length in enumerate(prompts)]
-    runner.execute(StepPlan(step_id, new_requests=new, rows=rows)).get()
+    run(StepPlan(step_id, new_requests=new, rows=rows))
     for step in range(3):
         rows = [
             ScheduledRow(slot, drafts + 1, drafts, length + step, False, step + 1)
             for slot, length in enumerate(prompts)
         ]
-        runner.execute(StepPlan(step_id + 1 + step, rows=rows)).get()
-    runner.execute(StepPlan(step_id + 4, freed_slots=list(range(len(prompts))))).get()
+        run(StepPlan(step_id + 1 + step, rows=rows))
+    run(StepPlan(step_id + 4, freed_slots=list(range(len(prompts)))))
 
 
 class Stages:
@@ -102,6 +133,17 @@ class Stages:
             for stage, kinds in self.kinds.items()
             for kind in kinds - assumed.kinds[stage]
         )
+
+
+def each_option() -> list[list[SamplingParams]]:
+    """Each option with each way to draw, by turns alone and beside a request that only draws."""
+    plain = SamplingParams(seed=1, max_tokens=8, has_own_seed=True)
+    kinds = [
+        SamplingParams(seed=3, max_tokens=8, **option, **draw)
+        for option in OPTIONS
+        for draw in DRAWS
+    ]
+    return [[kind, plain] if index % 2 else [kind] for index, kind in enumerate(kinds)]
 
 
 def many(num_reqs: int, chance: random.Random) -> list[list[int]]:
@@ -144,12 +186,15 @@ def launches(model: str, drafter: str | None) -> dict[str, Any]:
         own = Stages(counting)
         runner = dry_start.dry_start(config, own.reached)
         of_all_kinds = many(scheduler.max_num_seqs, random.Random(7))
-        batches = [(prompts, KINDS[index % 3]) for index, prompts in enumerate(PROMPTS)]
-        batches += [(prompts, params) for prompts in of_all_kinds for params in KINDS]
+        batches = [(prompts, [KINDS[index % 3]]) for index, prompts in enumerate(PROMPTS)]
+        batches += [(prompts, [params]) for prompts in of_all_kinds for params in KINDS]
+        batches += [([5, 3], kinds) for kinds in each_option()]
         with torch.inference_mode():
-            for index, (prompts, params) in enumerate(batches):
+            for index, (prompts, kinds) in enumerate(batches):
                 assert sum(prompts) <= scheduler.max_num_batched_tokens
-                serve(runner, prompts, params, 1 + 10 * index)
+                serve(runner, prompts, kinds, 1 + 10 * index)
+            for index, kinds in enumerate(each_option()[:12]):
+                serve(runner, [5, 3], kinds, 1 + 10 * (len(batches) + index), has_grammar=True)
     forget(counting)
     later = sorted(set(counting.kinds) - started)
     return {"started": len(started), "early": own.early(assumed), "later": later}
