@@ -23,6 +23,13 @@ class CUDAGraphMode(Enum):
         """Mode of every other batch."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
+    def without_pieces(self) -> CUDAGraphMode:
+        """What is left of this mode for a pass that is replayed whole or runs eagerly."""
+        if self is CUDAGraphMode.FULL:
+            return self
+        full = self.decode_mode() is CUDAGraphMode.FULL
+        return CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+
     def separate_routine(self) -> bool:
         """True if uniform and other batches are captured separately."""
         return isinstance(self.value, tuple)

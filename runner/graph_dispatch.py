@@ -241,9 +241,11 @@ def resolve_mode(
     """What a role gets of `wanted`, given the least claim over its KV groups (table of spec 2.1).
 
     `can_split`: the model runs all attention through `AttentionState.attend`, so graphs can be cut.
+    Draft prefills are replayed whole, so they never are.
     """
     if role is GraphRole.DRAFT_DECODE:
         return _resolve_draft_decode(wanted, support)
+    can_split = can_split and role is not GraphRole.DRAFT_PREFILL  # it runs whole or eagerly
     lengths = tuple(sorted(set(uniform_token_counts)))
     pieces = CUDAGraphMode.PIECEWISE if can_split else CUDAGraphMode.NONE
     mode, reasons = wanted, []

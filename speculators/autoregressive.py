@@ -83,8 +83,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             return
         full = mode.decode_mode() is CUDAGraphMode.FULL
         decode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        # The target's own families, less its pieces: each graph follows one of the target's.
-        prefill = mode if mode is CUDAGraphMode.FULL else decode
+        prefill = mode.without_pieces()  # each graph follows one of the target's
         lengths = sorted({1, *(count + 1 for count in self.config.draft_counts)})
         if self.runs_draft_prefill:
             self._prefill_graphs = self.host.create_graph_manager("draft prefill", prefill, lengths)

@@ -208,9 +208,23 @@ def test_modes_of_target_and_draft_prefill(
     mode: CUDAGraphMode,
     full_lengths: tuple[int, ...],
 ) -> None:
+    if role is PREFILL and can_split:  # never: see the test below
+        assert resolve_mode(wanted, support, role, lengths) == resolve_mode(
+            wanted, support, role, lengths, can_split=False
+        )
+        return
     decision = resolve_mode(wanted, support, role, lengths, can_split)
     assert (decision.mode, decision.uniform_token_counts) == (mode, full_lengths)
     assert bool(decision.reason) == (mode is not wanted or full_lengths != lengths)
+
+
+@pytest.mark.parametrize("wanted", [NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH])
+@pytest.mark.parametrize("support", [SINGLE, UNIFORM, ALWAYS])
+def test_a_draft_prefill_is_never_cut_into_pieces(
+    wanted: CUDAGraphMode, support: AttentionCGSupport
+) -> None:
+    mode = resolve_mode(wanted, support, PREFILL, (1, 4)).mode
+    assert mode in (NONE, FULL, DECODE_ONLY)
 
 
 def test_full_without_any_support_is_an_error() -> None:

@@ -156,12 +156,14 @@ def graph_engine(
     loop: bool = True,
     claims: bool = False,
     backend: AttentionBackend | None = None,
+    sizes: Sequence[int] | None = None,
     **changes: Any,
 ) -> Iterator[GraphEngine]:
     """An engine with recorded graphs, or (`graphs=False`) with the same attention, eager.
 
     With `loop` the draft decodes of a step are one graph. With `claims` the back end's are tested.
-    `backend` is the attention's, if not `TensorBackend`.
+    `backend` is the attention's, if not `TensorBackend`. `sizes` are captured, or those of 2 and 4
+    requests.
     """
     replays: dict[str, int] = {}
     replay = CudaGraphManager.run_fullgraph
@@ -173,11 +175,8 @@ def graph_engine(
 
     recorder, attention = RecordedGraphs(), backend or TensorBackend()
     modes = graph_dispatch.WantedModes(mode, mode, CUDAGraphMode.FULL_DECODE_ONLY)
-    sizes = tuple(
-        sorted(
-            {n * length for n in (2, 4) for length in (1, 1 + speculative.num_speculative_tokens)}
-        )
-    )
+    lengths = (1, 1 + speculative.num_speculative_tokens)
+    captured = tuple(sizes or sorted({n * length for n in (2, 4) for length in lengths}))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(startup, "choose_backend", lambda *args: attention)
         patch.setattr(TensorBuilder, "builds_on_device", loop)
@@ -188,8 +187,8 @@ def graph_engine(
         if graphs:
             patch.setattr(startup, "CudaGraphs", lambda device: recorder)
             patch.setattr(startup, "wanted_modes", lambda *args: modes)
-            patch.setattr(draft_host, "capture_sizes", lambda *args: sizes)
-            patch.setattr(draft_host, "mixed_capture_sizes", lambda *args: sizes)
+            patch.setattr(draft_host, "capture_sizes", lambda *args: captured)
+            patch.setattr(draft_host, "mixed_capture_sizes", lambda *args: captured)
         changes["scheduler"] = {"max_num_seqs": 4} | changes.pop("scheduler", {})
         engine = GraphEngine(model, speculative, **changes)
         engine.replays, engine.backend = replays, recorder
