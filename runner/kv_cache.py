@@ -65,6 +65,33 @@ def make_groups(layers: Sequence[AttentionLayer]) -> list[KVCacheGroup]:
     ]
 
 
+@dataclass(frozen=True)
+class KVLayout:
+    """What a block holds. Blocks are counted and allocated by the same layout, so that the cache
+    never takes more memory than it was counted for."""
+
+    groups: Sequence[KVCacheGroup]
+    block_size: int  # tokens; the attention back end's, which may be larger than --block-size
+    dtype: torch.dtype
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block in every group together."""
+        return sum(group.block_bytes(self.block_size, self.dtype) for group in self.groups)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks per group that hold this many tokens, and the null block."""
+        return -(-num_tokens // self.block_size) + 1
+
+    def blocks_in(self, memory_bytes: int) -> int:
+        """Blocks per group that fit into `memory_bytes`, the null block included."""
+        return memory_bytes // max(1, self.block_bytes)
+
+    def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
+        """A cache of `num_blocks` blocks per group, the null block included."""
+        return KVCache(self.groups, num_blocks, self.block_size, self.dtype, device)
+
+
 class KVCache:
     """The tensors of all groups, each with the same number of blocks (equal token capacity)."""
 
@@ -98,7 +125,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Of all groups together."""
-        return self.num_blocks * block_bytes(self.groups, self.block_size, self.dtype)
+        return self.num_blocks * KVLayout(self.groups, self.block_size, self.dtype).block_bytes
 
     def attention_state(self, metadata: Sequence[AttentionMetadata]) -> AttentionState:
         """The state a model's forward pass takes; `metadata` is by group."""
@@ -112,15 +139,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     # NumPy asks the system for zeroed pages, which cost nothing until they are used.
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)
-
-
-def block_bytes(groups: Sequence[KVCacheGroup], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block in every group together."""
-    return sum(group.block_bytes(block_size, dtype) for group in groups)
-
-
-def num_blocks_for(
-    memory_bytes: int, groups: Sequence[KVCacheGroup], block_size: int, dtype: torch.dtype
-) -> int:
-    """Blocks per group that fit into `memory_bytes`, the null block included."""
-    return memory_bytes // max(1, block_bytes(groups, block_size, dtype))

@@ -12,7 +12,7 @@ import torch
 from ..configs.schema import CacheConfig
 from .cuda_graphs import MemoryByPurpose
 from .errors import RunnerError
-from .kv_cache import KVCacheGroup, block_bytes, num_blocks_for
+from .kv_cache import KVCacheGroup, KVLayout
 from .memory_profile import MemoryProfile
 
 CPU_CACHE_BYTES = 1 << 30
@@ -78,8 +78,7 @@ def num_kv_blocks(
     config: CacheConfig,
     device: torch.device,
     memory_bytes: int,
-    groups: Sequence[KVCacheGroup],
-    dtype: torch.dtype,
+    layout: KVLayout,
     max_model_len: int,
     max_tokens: int,
 ) -> int:
@@ -89,13 +88,11 @@ def num_kv_blocks(
     """
     if config.num_gpu_blocks_override is not None:
         return config.num_gpu_blocks_override
-    size = config.block_size
-    blocks = num_blocks_for(memory_bytes, groups, size, dtype)
-    needed = -(-max_model_len // size) + 1
+    blocks, needed = layout.blocks_in(memory_bytes), layout.blocks_for(max_model_len)
     if blocks < needed:
         share_counts = device.type == "cuda" and config.kv_cache_memory_bytes is None
-        raise NoKVMemory(memory_bytes, needed * block_bytes(groups, size, dtype), share_counts)
-    return min(blocks, max(needed, -(-max_tokens // size) + 1))
+        raise NoKVMemory(memory_bytes, needed * layout.block_bytes, share_counts)
+    return min(blocks, max(needed, layout.blocks_for(max_tokens)))
 
 
 def refuse_early(
@@ -107,8 +104,11 @@ def refuse_early(
 ) -> None:
     """Raise `NoKVMemory` before weights are loaded, where the cache's size is known by then.
 
-    `groups` are the target's alone; with a drafter's it only becomes less.
+    `groups` are the target's alone; with a drafter's it only becomes less. The attention back end,
+    which is chosen later, may need larger blocks than `--block-size`: then the cache is checked
+    again.
     """
     if config.kv_cache_memory_bytes is not None or device.type != "cuda":
         known = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
-        num_kv_blocks(config, device, known, groups, dtype, max_model_len, max_model_len)
+        layout = KVLayout(groups, config.block_size, dtype)
+        num_kv_blocks(config, device, known, layout, max_model_len, max_model_len)

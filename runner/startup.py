@@ -30,7 +30,7 @@ from .first_use import load_libraries
 from .graph_capture import CudaGraphs, GraphBackend, GraphPool
 from .graph_dispatch import wanted_modes
 from .input_batch import InputBuffers
-from .kv_cache import KVCache, KVCacheGroup, make_groups
+from .kv_cache import KVCache, KVCacheGroup, KVLayout, make_groups
 from .load_target import faults_of_drafter, load_target
 from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks
 from .memory_profile import MemoryProfile
@@ -295,10 +295,10 @@ class Assembly:
         choices_of: Callable[[Target], ChoiceGraphs | None],
         draft_graph_bytes: Callable[[Target], int],
     ) -> KVCache:
-        size, dtype = self.block_size, self.format.dtype
+        layout = KVLayout(groups, self.block_size, self.format.dtype)
 
         def small_target() -> Target:
-            return target_on(KVCache(groups, 2, size, dtype, self.device))
+            return target_on(layout.allocate(2, self.device))
 
         profile = MemoryProfile(
             small_target,
@@ -311,10 +311,10 @@ class Assembly:
         )
         available = self._kv_cache_bytes(profile)
         num_blocks = num_kv_blocks(
-            self.config.cache, self.device, available, groups, dtype, self.max_model_len,
+            self.config.cache, self.device, available, layout, self.max_model_len,
             self.max_num_reqs * self.max_model_len,
         )  # fmt: skip
-        return KVCache(groups, num_blocks, size, dtype, self.device)
+        return layout.allocate(num_blocks, self.device)
 
     def _kv_cache_bytes(self, profile: MemoryProfile) -> int:
         return kv_cache_bytes(self.config.cache, self.device, profile, self.memory)

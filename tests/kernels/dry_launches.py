@@ -97,9 +97,7 @@ def serve(
             raise error
 
     new = [
-        NewRequest(
-            slot, [0] * length, length, 0, [list(range(1, 40))], kinds[slot % len(kinds)]
-        )
+        NewRequest(slot, [0] * length, length, 0, [list(range(1, 40))], kinds[slot % len(kinds)])
         for slot, length in enumerate(prompts)
     ]
     rows = [ScheduledRow(slot, length, 0, 0, False, 0) for slot, length in enumerate(prompts)]

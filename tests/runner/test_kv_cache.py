@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slipstream.runner.attention.base import AttentionLayer
-from slipstream.runner.kv_cache import KVCache, block_bytes, make_groups, num_blocks_for
+from slipstream.runner.kv_cache import KVCache, KVLayout, make_groups
 
 CPU = torch.device("cpu")
 FULL = AttentionLayer(0, 8, 2, 64, 1.0)
@@ -28,8 +28,10 @@ def test_layers_of_one_shape_and_window_share_a_group() -> None:
 def test_bytes_count_caches_not_readers() -> None:
     groups = make_groups([FULL, WINDOW, SHARED, MLA, DRAFT])
     full, window, mla = 2 * 16 * 2 * 64 * 2, 2 * 16 * 4 * 32, 16 * 576
-    assert block_bytes(groups, 16, torch.float16) == 2 * (full + window + mla)
-    assert num_blocks_for(10 * 2 * (full + window + mla) + 5, groups, 16, torch.float16) == 10
+    layout = KVLayout(groups, 16, torch.float16)
+    assert layout.block_bytes == 2 * (full + window + mla)
+    assert layout.blocks_in(10 * layout.block_bytes + 5) == 10
+    assert [layout.blocks_for(tokens) for tokens in (16, 17)] == [2, 3]
 
 
 def test_tensors_have_the_documented_shapes_and_readers_see_their_source() -> None:
@@ -40,7 +42,7 @@ def test_tensors_have_the_documented_shapes_and_readers_see_their_source() -> No
     assert cache.kv_caches[2] is cache.kv_caches[0]
     assert cache.group_of_layer == {0: 0, 1: 1, 2: 0, 3: 2}
     total = sum(tensor.nbytes for tensor in {id(t): t for t in cache.kv_caches.values()}.values())
-    assert total == 7 * block_bytes(cache.groups, 16, torch.float32)
+    assert total == 7 * KVLayout(cache.groups, 16, torch.float32).block_bytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
