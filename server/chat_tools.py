@@ -13,7 +13,8 @@ from ..runner.messages import GrammarSpec
 from .chat_output import EventParser, MessageParser, PlainText
 from .chat_template import ChatTemplate
 from .errors import InvalidRequest
-from .json_schema import SchemaError, check_shape
+from .grammars import grammar_of, grammar_of_calls
+from .json_schema import Budget, SchemaError
 from .openai_types.chat import (
     AllowedToolsChoice,
     ChatCompletionRequest,
@@ -22,7 +23,6 @@ from .openai_types.chat import (
 )
 from .output_parser import OutputParser, TokenIds
 from .reasoning import ReasoningParser, detect_reasoning_parser, reasoning_parser_class
-from .sampling import grammar_of
 from .tokenizer import Tokenizer
 from .tool_parsers import detect_tool_parser, tool_parser_class
 from .tool_parsers.base import ToolParser
@@ -59,11 +59,11 @@ class OutputFormat:
             tokenizer is None or tokenizer.token_to_id(BEGIN) not in tokenizer.special_ids,
         )
 
-    def strict_grammar(self, tools: Tools) -> GrammarSpec | None:
+    def strict_grammar(self, tools: Tools, budget: Budget) -> GrammarSpec | None:
         """What keeps calls of strict functions to their parameters, where the model may call."""
         if self.tools is not HermesToolParser or not self.has_plain_markers:
             return None
-        return strict_grammar(tools)
+        return strict_grammar(tools, budget)
 
 
 @dataclass(frozen=True)
@@ -110,26 +110,31 @@ class ChatFormat:
 
 def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
     """How this request's output is read. InvalidRequest if tools and tool_choice disagree."""
-    constrained = grammar_of(body) is not None
     wish = _wish_of_functions(body) if body.functions else _wish(body)
+    forced = bool(wish.tools) and wish.mode == "required"
+    constraint = grammar_of_calls(body) if forced else grammar_of(body)
     # A grammar holds from the first token on, so there is no room for reasoning before it.
     plain = ChatFormat(
-        model, reasoning=not constrained, show_reasoning=body.include_reasoning is not False
+        model,
+        grammar=constraint,
+        reasoning=constraint is None,
+        show_reasoning=body.include_reasoning is not False,
     )
     if not wish.tools or wish.mode == "none":
         return plain
-    if constrained and wish.mode == "required":
+    if constraint is not None and forced:
         raise _wrong(wish.param, "forced calls leave no room for another output format")
     try:
-        for tool in wish.tools:
-            check_shape((tool.get("function") or tool).get("parameters") or {})
-        if wish.mode == "required":
-            grammar: GrammarSpec | None = forced_grammar(wish.tools, wish.name, wish.parallel)
-        else:
-            grammar = None if constrained else model.strict_grammar(wish.tools)
-    except (SchemaError, RecursionError) as error:
-        why = str(error) if isinstance(error, SchemaError) else "they are nested too deep"
-        raise _wrong("functions" if wish.legacy else "tools", f"wrong parameters: {why}") from None
+        schemas = [(tool.get("function") or tool).get("parameters") or {} for tool in wish.tools]
+        budget = Budget.of(*schemas)
+        grammar = constraint
+        if forced:
+            grammar = forced_grammar(wish.tools, wish.name, wish.parallel, budget)
+        elif constraint is None:
+            grammar = model.strict_grammar(wish.tools, budget)
+    except SchemaError as error:
+        param = "functions" if wish.legacy else "tools"
+        raise _wrong(param, f"wrong parameters: {error}") from None
     if wish.mode == "auto":
         return replace(
             plain, tools=wish.tools, grammar=grammar, parallel=wish.parallel, legacy=wish.legacy

@@ -96,9 +96,14 @@ class ModelNotFound(InvalidRequest):
 
     status = 404
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, served: Sequence[str]) -> None:
         shown = model if len(model) <= 200 else model[:200] + "…"
-        super().__init__(f"The model `{shown}` does not exist.", "model", "model_not_found")
+        names = ", ".join(f"`{name}`" for name in served)
+        super().__init__(
+            f"The model `{shown}` does not exist. This server serves {names}.",
+            "model",
+            "model_not_found",
+        )
 
 
 class NotSupported(InvalidRequest):

@@ -5,17 +5,15 @@ It must not know whether the request is a completion or a chat.
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
 from ..runner.messages import GrammarSpec, Ready, SamplingParams
 from .errors import InvalidRequest
-from .json_schema import SchemaError, prepare_schema
+from .grammars import grammar_of
 from .openai_types.common import INT64, MAX_STOPS, GenerationBody, content_text
 from .tokenizer import Tokenizer
 
@@ -181,118 +179,6 @@ def with_max_tokens(params: SamplingParams, max_tokens: int, child: int = 0) -> 
         seed=(params.seed + child) & INT64,
         prompt_logprobs=params.prompt_logprobs if child == 0 else None,
     )
-
-
-def grammar_of(body: GenerationBody) -> GrammarSpec | None:
-    """The constraint of response_format, structured_outputs or guided_*; at most one may be set."""
-    found = [
-        (param, value)
-        for param, value in (
-            ("response_format", _response_format(body)),
-            *_structured(body),
-            *_guided(body),
-        )
-        if value is not None
-    ]
-    if len(found) > 1:
-        names = " and ".join(f"'{param}'" for param, _ in found)
-        raise InvalidRequest(f"Only one of {names} may be given.", found[1][0], "invalid_value")
-    return found[0][1] if found else None
-
-
-def _response_format(body: GenerationBody) -> GrammarSpec | None:
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return GrammarSpec("json_object", param="response_format")
-    if wanted.type == "structural_tag":
-        tag = _encode(wanted.model_dump(exclude_none=True))
-        return GrammarSpec("structural_tag", tag, "response_format")
-    named = wanted.json_schema
-    schema = {} if named is None or named.schema_ is None else named.schema_
-    strict = named is not None and named.strict is True
-    return json_schema_grammar(schema, "response_format", strict)
-
-
-def _structured(body: GenerationBody) -> list[tuple[str, GrammarSpec | None]]:
-    wanted = body.structured_outputs
-    if wanted is None:
-        return []
-    name = "structured_outputs"
-    tag = wanted.structural_tag
-    return [
-        (f"{name}.json", json_schema_grammar(wanted.json_, name)),
-        (f"{name}.regex", _pattern("regex", wanted.regex, name)),
-        (f"{name}.choice", _choice(wanted.choice, name)),
-        (f"{name}.grammar", _pattern("grammar", wanted.grammar, name)),
-        (
-            f"{name}.json_object",
-            GrammarSpec("json_object", param=name) if wanted.json_object else None,
-        ),
-        (
-            f"{name}.structural_tag",
-            None
-            if tag is None
-            else GrammarSpec("structural_tag", tag if isinstance(tag, str) else _encode(tag), name),
-        ),
-    ]
-
-
-def _guided(body: GenerationBody) -> list[tuple[str, GrammarSpec | None]]:
-    return [
-        ("guided_json", json_schema_grammar(body.guided_json, "guided_json")),
-        ("guided_regex", _pattern("regex", body.guided_regex, "guided_regex")),
-        ("guided_choice", _choice(body.guided_choice, "guided_choice")),
-        ("guided_grammar", _pattern("grammar", body.guided_grammar, "guided_grammar")),
-    ]
-
-
-def json_schema_grammar(schema: Any, param: str, strict: bool = True) -> GrammarSpec | None:
-    """The grammar of a schema, which may be JSON text. InvalidRequest if it cannot be enforced;
-
-    what cannot be is left out if not `strict`.
-    """
-    if schema is None:
-        return None
-    if isinstance(schema, str):
-        try:
-            schema = json.loads(schema)
-        except (ValueError, RecursionError):
-            schema = None
-    if not isinstance(schema, dict | bool):
-        raise InvalidRequest(
-            f"Invalid value for '{param}': a JSON schema is an object.", param, "invalid_value"
-        )
-    try:
-        return GrammarSpec("json_schema", _encode(prepare_schema(schema, strict)), param)
-    except (SchemaError, RecursionError) as error:
-        why = str(error) if isinstance(error, SchemaError) else "it is nested too deep"
-        raise InvalidRequest(
-            f"Invalid schema for '{param}': {why}.", param, "invalid_value"
-        ) from None
-
-
-def _pattern(kind: str, value: str | None, param: str) -> GrammarSpec | None:
-    if value == "":
-        raise InvalidRequest(f"Invalid value for '{param}': it is empty.", param, "invalid_value")
-    return None if value is None else GrammarSpec(kind, value, param)
-
-
-def _choice(choices: list[str] | None, param: str) -> GrammarSpec | None:
-    if choices is None:
-        return None
-    if not choices or "" in choices:
-        raise InvalidRequest(
-            f"Invalid value for '{param}': expected a list of non-empty strings.",
-            param,
-            "invalid_value",
-        )
-    return GrammarSpec("choice", _encode(choices), param)
-
-
-def _encode(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
 
 
 def _or(value: float | None, default: float) -> float:

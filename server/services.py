@@ -80,7 +80,7 @@ class Services:
     def check_model(self, name: str) -> None:
         """Raise ModelNotFound unless the name is served."""
         if name not in self.model_names:
-            raise ModelNotFound(name)
+            raise ModelNotFound(name, self.model_names)
 
     def check_ready(self) -> None:
         """Raise NotReady unless the engine takes requests."""

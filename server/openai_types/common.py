@@ -79,6 +79,14 @@ class Speculative(Body):
     max_tokens: Integer | None = Field(None, ge=0, le=INT32)
     metrics: Literal["none", "summary", "detailed"] | None = None  # over the server's setting
 
+    @model_validator(mode="after")
+    def _knows_all(self) -> Speculative:
+        unknown = sorted(self.model_extra or ())
+        if unknown:  # it is ours alone, so that nobody else gives such a key a meaning
+            known = ", ".join(type(self).model_fields)
+            raise ValueError(f"{unknown[0][:40]!r} is not a key of it; it has {known}")
+        return self
+
 
 class TextPart(Body):
     """A text part of a content list."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ...runner.messages import GrammarSpec
-from ..json_schema import prepare_schema
+from ..json_schema import MAX_GRAMMAR_CHARS, Budget, SchemaError, prepare_schema
 from .base import Wait
 from .json_call import JsonToolParser
 
@@ -44,7 +43,10 @@ class ForcedToolParser(JsonToolParser):
 
 
 def forced_grammar(
-    tools: Sequence[Mapping[str, Any]], name: str | None = None, parallel: bool = True
+    tools: Sequence[Mapping[str, Any]],
+    name: str | None = None,
+    parallel: bool = True,
+    budget: Budget | None = None,
 ) -> GrammarSpec:
     """The grammar of an answer that is calls and nothing else.
 
@@ -54,9 +56,9 @@ def forced_grammar(
     """
     functions = {f["name"]: f for f in (tool.get("function") or tool for tool in tools)}
     if name is not None:
-        return _spec(parameters_of(functions[name]))
+        return _spec(parameters_of(functions[name], budget))
     definitions: dict[str, Any] = {}
-    calls = [_call_schema(function, definitions) for function in functions.values()]
+    calls = [_call_schema(function, definitions, budget) for function in functions.values()]
     schema: dict[str, Any] = {
         "type": "array",
         "minItems": 1,
@@ -70,43 +72,41 @@ def forced_grammar(
 
 
 def _spec(schema: Mapping[str, Any]) -> GrammarSpec:
-    return GrammarSpec("json_schema", json.dumps(schema, ensure_ascii=False), "tools")
+    return GrammarSpec("json_schema", grammar_text(schema), "tools")
 
 
-def parameters_of(function: Mapping[str, Any]) -> dict[str, Any]:
+def grammar_text(value: Mapping[str, Any]) -> str:
+    """A grammar's JSON text. SchemaError if the worker would refuse to compile so much."""
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) > MAX_GRAMMAR_CHARS:
+        raise SchemaError(
+            f"together they come to {len(text)} characters, at most {MAX_GRAMMAR_CHARS} can be "
+            "compiled"
+        )
+    return text
+
+
+def parameters_of(
+    function: Mapping[str, Any], budget: Budget | None = None, prefix: str = ""
+) -> dict[str, Any]:
     """A function's parameters as the grammar compiler can enforce them."""
     empty = {"type": "object", "properties": {}, "additionalProperties": False}
-    given = copy.deepcopy(dict(function.get("parameters") or empty))
-    prepared = prepare_schema(given, strict=function.get("strict") is True)
+    given = dict(function.get("parameters") or empty)
+    prepared = prepare_schema(given, function.get("strict") is True, budget, prefix)
     assert isinstance(prepared, dict)
     return prepared
 
 
-def _call_schema(function: Mapping[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
+def _call_schema(
+    function: Mapping[str, Any], definitions: dict[str, Any], budget: Budget | None
+) -> dict[str, Any]:
     """One call's schema; its definitions move to the common ones, under names of their own."""
-    name, parameters = function["name"], parameters_of(function)
-    for key in ("$defs", "definitions"):
-        own = parameters.pop(key, {})
-        for local in own:
-            _rename(parameters, f"#/{key}/{local}", f"#/$defs/{name}.{local}")
-            for schema in own.values():
-                _rename(schema, f"#/{key}/{local}", f"#/$defs/{name}.{local}")
-        definitions |= {f"{name}.{local}": schema for local, schema in own.items()}
+    name = function["name"]
+    parameters = parameters_of(function, budget, f"{name}.")
+    definitions |= parameters.pop("$defs", {})
     return {
         "type": "object",
         "properties": {"name": {"type": "string", "enum": [name]}, "parameters": parameters},
         "required": ["name", "parameters"],
         "additionalProperties": False,
     }
-
-
-def _rename(schema: Any, old: str, new: str) -> None:
-    if isinstance(schema, dict):
-        reference = schema.get("$ref")
-        if isinstance(reference, str) and (reference == old or reference.startswith(old + "/")):
-            schema["$ref"] = new + reference[len(old) :]
-        for value in schema.values():
-            _rename(value, old, new)
-    elif isinstance(schema, list):
-        for value in schema:
-            _rename(value, old, new)

@@ -8,6 +8,7 @@ from typing import Any
 
 from .base import Wait
 from .json_call import JsonToolParser
+from .json_text import json_text, read_json
 from .python_calls import parse_calls
 
 _BLOCKS = {
@@ -75,11 +76,12 @@ def parse_block(body: str) -> list[tuple[str, str]] | None:
         return None
     try:
         arguments, end = _value(body, head.end())
+        written = json_text(arguments)
     except (ValueError, RecursionError):
         return None
     if body[end:].strip():
         return None
-    return [(head[1], json.dumps(arguments, ensure_ascii=False))]
+    return [(head[1], written)]
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
@@ -96,7 +98,7 @@ def _value(text: str, at: int) -> tuple[Any, int]:
     if not word:
         raise ValueError("a value is missing")
     try:
-        return json.loads(word), bare.end()
+        return read_json(word), bare.end()
     except ValueError:
         return word, bare.end()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .base import ToolParser, Wait
+from .json_text import encodable
 
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OTHER = ("id", "type")
@@ -143,7 +144,7 @@ class JsonToolParser(ToolParser):
         if not closed:
             return None
         try:
-            return str(json.loads(text))
+            return encodable(str(json.loads(text)))
         except ValueError:
             return None
 

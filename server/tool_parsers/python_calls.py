@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+from .json_text import json_text
 
 
 def parse_calls(
@@ -46,7 +47,7 @@ def _convert(call: ast.expr, known: Mapping[str, Sequence[str]] | None) -> tuple
         if keyword.arg is None or keyword.arg in arguments:
             raise ValueError("an argument without its own name")
         arguments[keyword.arg] = _literal(keyword.value)
-    return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return name, json_text(arguments)
 
 
 _JSON_NAMES = {"true": True, "false": False, "null": None}

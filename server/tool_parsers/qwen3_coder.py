@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .base import ToolParser, Wait
+from .json_text import json_text, read_json
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -133,10 +134,10 @@ def as_json(text: str, kinds: set[str]) -> str:
     """A plainly written value as JSON text: of a type in `kinds` if it can be read so."""
     if "string" in kinds and not ("null" in kinds and text == "null"):
         return json.dumps(text, ensure_ascii=False)
-    for read in (json.loads, ast.literal_eval):
+    for read in (read_json, ast.literal_eval):
         try:
             value = read(text.strip())
-            return json.dumps(value, ensure_ascii=False, allow_nan=False)
+            return json_text(value)
         except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             continue
     lowered = text.strip().lower()

@@ -7,11 +7,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ...runner.messages import GrammarSpec
-from .forced import parameters_of
+from ..json_schema import Budget
+from .forced import grammar_text, parameters_of
 from .hermes import BEGIN, END
 
 
-def strict_grammar(tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
+def strict_grammar(
+    tools: Sequence[Mapping[str, Any]], budget: Budget | None = None
+) -> GrammarSpec | None:
     """For hermes calls: whatever follows the tag is a call of a known function with arguments that
 
     fit its parameters where it is `strict`. None if none is. Raises SchemaError.
@@ -19,15 +22,15 @@ def strict_grammar(tools: Sequence[Mapping[str, Any]]) -> GrammarSpec | None:
     functions = [tool.get("function") or tool for tool in tools]
     if not any(function.get("strict") is True for function in functions):
         return None
-    tags = [tag for function in functions for tag in _tags(function)]
+    tags = [tag for function in functions for tag in _tags(function, budget)]
     form = {"type": "triggered_tags", "triggers": [BEGIN], "tags": tags}
     wanted = {"type": "structural_tag", "format": form}
-    return GrammarSpec("structural_tag", json.dumps(wanted, ensure_ascii=False), "tools")
+    return GrammarSpec("structural_tag", grammar_text(wanted), "tools")
 
 
-def _tags(function: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _tags(function: Mapping[str, Any], budget: Budget | None) -> list[dict[str, Any]]:
     strict = function.get("strict") is True
-    schema = parameters_of(function) if strict else {"type": "object"}
+    schema = parameters_of(function, budget) if strict else {"type": "object"}
     name = json.dumps(function["name"])
     return [
         {

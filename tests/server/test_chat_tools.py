@@ -126,7 +126,7 @@ async def test_a_grammar_leaves_no_room_for_reasoning() -> None:
         {
             "tools": [WEATHER],
             "tool_choice": "required",
-            "response_format": {"type": "json_object"},
+            "guided_json": {"type": "object"},
         },
         {"tools": [WEATHER], "tool_choice": "maybe"},
     ],

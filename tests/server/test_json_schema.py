@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,8 +12,8 @@ import pytest
 from slipstream.runner.grammar import GrammarBackend, build_grammar_backend
 from slipstream.runner.messages import GrammarSpec
 from slipstream.server.errors import InvalidRequest
+from slipstream.server.grammars import json_schema_grammar
 from slipstream.server.json_schema import SchemaError, check_shape, prepare_schema
-from slipstream.server.sampling import json_schema_grammar
 from slipstream.server.tool_parsers.forced import forced_grammar
 
 INT, STR = {"type": "integer"}, {"type": "string"}
@@ -98,10 +99,6 @@ def test_a_schema_admits_what_it_says_and_no_more(
         ({"enum": ["a"], "maxLength": 3}, "'maxLength'"),
         ({"anyOf": [STR, INT], "enum": ["a"]}, "'anyOf'"),
         ({"type": "string", "minLength": 1, "anyOf": [{"minLength": 2}]}, "'minLength'"),
-        ({"$ref": "http://example.com/a.json"}, "leads out of this schema"),
-        (an_object(properties={"a": {"$ref": "b.json"}}), "leads out of this schema"),
-        ({"type": "array", "items": {"$ref": "#anchor"}}, "leads out of this schema"),
-        ({"allOf": [{"$ref": "b.json"}]}, "leads out of this schema"),
         ({"allOf": [{"not": STR}]}, "'not'"),
         ({"allOf": [{"allOf": [{"uniqueItems": True, "type": "array"}]}]}, "'uniqueItems'"),
         ({"type": "string", "pattern": "^a+$", "allOf": [{"maxLength": 3}]}, "'maxLength'"),
@@ -126,6 +123,11 @@ def test_what_cannot_be_enforced_is_refused_or_without_a_promise_left_out(
         {"type": "string", "anyOf": [{"const": 1}, False]},
         {"type": "nothing", "const": 1},
         an_object(required=["b"], additionalProperties=False),
+        {"minItems": 3, "maxItems": 2},
+        {"type": "number", "minimum": 1e-8, "maximum": 2e-8},
+        {"type": "integer", "multipleOf": 7, "minimum": 8, "maximum": 13},
+        {"type": "nothing"},
+        {"const": 12345678901234567890},
     ],
 )
 def test_what_nothing_satisfies_is_refused_in_any_case(schema: Any) -> None:
@@ -134,20 +136,79 @@ def test_what_nothing_satisfies_is_refused_in_any_case(schema: Any) -> None:
             prepare_schema(schema, strict)
 
 
-@pytest.mark.parametrize("schema", [{"$ref": "#"}, {"minItems": 3, "maxItems": 2}, {"type": 3}])
-def test_what_the_compiler_finds_impossible_is_an_error_there(
-    backend: GrammarBackend, schema: Any
-) -> None:
-    with pytest.raises(ValueError):
-        accepts(backend, prepare_schema(schema, strict=True), "1")
-
-
 def test_depth_is_bounded() -> None:
     schema: dict[str, Any] = INT
     for _ in range(100_000):
         schema = {"items": schema}
     with pytest.raises(SchemaError, match="deep"):
         prepare_schema(schema, strict=True)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "http://example.com/a.json"},
+        {"$ref": "#/$defs/no"},
+        {"$ref": "#/$defs/n/anyOf/1", "$defs": {"n": {"anyOf": [INT]}}},
+        an_object(properties={"a": {"$ref": "b.json"}}),
+        {"type": "array", "items": {"$ref": "#anchor"}},
+        {"allOf": [{"$ref": "b.json"}]},
+        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+        {"$ref": "#"},
+    ],
+)
+def test_a_reference_that_leads_nowhere_is_refused_in_any_case(schema: Any, strict: bool) -> None:
+    with pytest.raises(SchemaError, match=r"'\$ref'"):
+        prepare_schema(schema, strict)
+
+
+def repeated(levels: int) -> Any:
+    """What stands beside the choice belongs into both branches, at each level again."""
+    schema: Any = {}
+    for _ in range(levels):
+        schema = {"anyOf": [{}, {}], "properties": {"a": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        repeated(16),
+        repeated(60),
+        {"type": "object", "properties": {f"p{i}": {"maxLength": i} for i in range(20_000)}},
+        {"enum": list(range(60_000))},
+        {"type": "array", "prefixItems": [{"pattern": "(?:[^abc]|x){3}" * 500}] * 30},
+        {"anyOf": [{"required": [f"r{i}"]} for i in range(1000)]}
+        | {"properties": {f"p{i}": INT for i in range(1000)}},
+    ],
+)
+def test_the_work_on_a_schema_is_bounded(schema: Any) -> None:
+    began = time.process_time()
+    with pytest.raises(SchemaError, match="too large"):
+        prepare_schema(schema, strict=True)
+    assert time.process_time() - began < 2  # one of 16 levels took minutes
+
+
+def test_what_stands_beside_a_choice_may_repeat_a_little() -> None:
+    prepared: Any = prepare_schema(repeated(4), strict=True)
+    assert len(json.dumps(prepared)) < 4000
+
+
+def test_a_reference_to_the_whole_schema_still_means_it_inside_of_another() -> None:
+    tree = an_object(properties={"next": {"$ref": "#"}}, additionalProperties=False)
+    tool = {"function": {"name": "f", "parameters": tree}}
+    schema = json.loads(forced_grammar([tool]).value)
+    inner = schema["items"]["properties"]["parameters"]["properties"]["next"]
+    assert inner == {"$ref": "#/$defs/f.schema"}
+    assert schema["$defs"]["f.schema"]["properties"]["next"] == inner
+
+
+def test_values_that_look_like_references_stay_as_they_are() -> None:
+    value = {"$ref": "#/$defs/n"}
+    schema = an_object(properties={"a": {"const": value}, "b": value}, **{"$defs": {"n": INT}})
+    prepared: Any = prepare_schema(schema, True, prefix="f.")
+    assert prepared["properties"] == {"a": {"enum": [value]}, "b": {"$ref": "#/$defs/f.n"}}
 
 
 def test_the_error_and_the_grammar_name_the_parameter() -> None:
@@ -182,6 +243,10 @@ def test_the_error_and_the_grammar_name_the_parameter() -> None:
         {"additionalProperties": 7},
         {"$ref": 5},
         {"pattern": 5},
+        {"minLength": -1},
+        {"maxItems": 1.5},
+        {"minimum": "3"},
+        {"multipleOf": 0},
         {"properties": {"a": {"properties": []}}},
         {"properties": {"a": {"allOf": [{"items": {"type": 3}}]}}},
         3,

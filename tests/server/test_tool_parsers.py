@@ -392,3 +392,37 @@ def test_every_registered_name_has_its_parser() -> None:
 def test_the_format_is_read_off_the_template(template: str | None, name: str | None) -> None:
     assert detect_tool_parser(template) == name
     assert detect_tool_parser(template, supports_tools=False) == "hermes"
+
+
+HALF = "\\ud83d"  # as the model writes it
+DEEP = "[" * 5000
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("hermes", f'{T1}{{"name": "weather", "arguments": "{{\\"city\\": \\"{HALF}\\"}}"}}{T2}'),
+        ("hermes", f'{T1}{{"name": "we{HALF}", "arguments": {{}}}}{T2}'),
+        ("qwen3_coder", f'<function=weather><parameter=days>["{HALF}"]{PE}{FE}'),
+        ("qwen3_coder", f"<function=weather><parameter=days>NaN{PE}{FE}"),
+        ("qwen3_coder", f"<function=weather><parameter=days>-Infinity{PE}{FE}"),
+        ("qwen3_coder", f"<function=weather><parameter=days>{DEEP}{PE}{FE}"),
+        ("pythonic", f'[weather(city="{HALF}", days=1)]'),
+        ("pythonic", f"[weather(city={DEEP})]"),
+        ("pythonic", "[weather(days=1e999)]"),
+        ("gemma", f'<|tool_call>call:weather{{city:"{HALF}",days:NaN}}<tool_call|>'),
+        ("gemma", f"<|tool_call>call:weather{{city:{DEEP}}}<tool_call|>"),
+        ("gemma", "<|tool_call>call:weather{days:1e999}<tool_call|>"),
+    ],
+)
+def test_whatever_a_model_writes_leaves_as_text_that_utf_8_has_and_json_that_is_json(
+    name: str, text: str
+) -> None:
+    found = parse(make(name), [text])
+    shown = found.content + "".join(call.name for call in found.tool_calls)
+    shown.encode()
+    assert found.content or found.tool_calls
+    for call in found.tool_calls:
+        call.arguments.encode()
+        value = json.loads(call.arguments, parse_constant=lambda name: pytest.fail(name))
+        assert isinstance(value, dict)

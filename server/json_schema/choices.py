@@ -1,0 +1,122 @@
+"""Choices of a schema: listed values, and one or any of several schemas.
+
+The compiler looks at one of these alone, so what stands beside it moves into the branches. It
+treats `oneOf` as `anyOf`, which is right only where no value satisfies two branches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .context import Context
+from .numbers import listed
+from .one_of import make_exclusive
+from .shape import KNOWN, TYPES, Schema, SchemaError
+
+_CHOOSERS = ("enum", "const", "anyOf", "oneOf", "allOf")
+
+
+def unwrap_all_of_one(schema: Schema, context: Context) -> None:
+    """What stands in an allOf of one is said beside it, where everything else looks."""
+    while len(schema.get("allOf", ())) == 1:
+        context.budget.spend(1)
+        branch = schema.pop("allOf")[0]
+        if branch is False:
+            raise SchemaError("no value satisfies the schema false")
+        if branch is not True:
+            merged = _merged(dict(schema), branch, context)
+            schema.update({name: value for name, value in merged.items() if name in KNOWN})
+
+
+def choose(schema: Schema, context: Context) -> None:
+    """Leave one chooser, and an `anyOf` nothing beside it."""
+    choosers = [name for name in _CHOOSERS if name in schema]
+    if len(choosers) > 1:
+        context.refuse(schema, set(choosers[1:]), f"cannot be enforced beside {choosers[0]!r}")
+    chooser = choosers[0] if choosers else ""
+    if chooser == "allOf":
+        context.refuse(schema, {"allOf"}, "can be enforced with one schema only")
+    if chooser not in ("anyOf", "oneOf"):
+        return
+    given = schema.pop(chooser)
+    shared = dict(schema)
+    schema.clear()
+    branches = [_merged(shared, branch, context) for branch in given]
+    left = [branch for branch in branches if not _is_void(branch, context)]
+    if not left:
+        raise SchemaError(f"nothing satisfies any schema of {chooser!r}")
+    schema["anyOf"] = make_exclusive(left, context) if chooser == "oneOf" else left
+
+
+def _merged(shared: Schema, branch: Any, context: Context) -> Any:
+    """A branch and what stood beside it, as one schema."""
+    if not shared or branch is False:
+        return branch
+    if branch is True:
+        return dict(shared)
+    context.budget.spend(len(shared) + len(branch))
+    merged = {**shared, **branch}
+    for name in shared.keys() & branch.keys():
+        ours, theirs = shared[name], branch[name]
+        if name in ("required", "properties"):
+            context.budget.spend(len(ours) + len(theirs))
+        if name == "required":
+            merged[name] = list(dict.fromkeys([*ours, *theirs]))
+        elif name == "properties" and not ours.keys() & theirs.keys():
+            merged[name] = {**ours, **theirs}
+        elif name in KNOWN and context.strict and ours != theirs:
+            raise SchemaError(f"{name!r} cannot be enforced both beside and inside a choice")
+    return merged
+
+
+def _is_void(branch: Any, context: Context) -> bool:
+    """Whether its listed values are all of another type than it asks for."""
+    if not isinstance(branch, dict):
+        return branch is False
+    name = "enum" if "enum" in branch else "const" if "const" in branch else None
+    return name is not None and not _fitting(branch, name, context)
+
+
+def _fitting(schema: Schema, name: str, context: Context) -> list[Any]:
+    """The listed values of the types that the schema asks for."""
+    values = schema["enum"] if name == "enum" else [schema["const"]]
+    context.budget.spend(len(values))
+    kinds = schema.get("type", TYPES)
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    for kind in kinds:
+        if kind not in _IS:
+            raise SchemaError(f"{kind!r} is not a type")
+    return [v for v in values if any(_IS[kind](v) for kind in kinds)]
+
+
+def filter_values(schema: Schema, context: Context) -> bool:
+    """Of listed values keep those of the right type; other limits on them are not looked at.
+
+    False if the schema lists none.
+    """
+    name = next((name for name in ("enum", "const") if name in schema), None)
+    if name is None:
+        return False
+    values = _fitting(schema, name, context)
+    beside = schema.keys() - {name, "type"}
+    if beside:
+        context.refuse(schema, beside, f"cannot be enforced beside {name!r}")
+    if not values:
+        raise SchemaError(f"no value of {name!r} has the type that the schema asks for")
+    schema.clear()
+    schema.update(listed(values, context))
+    return True
+
+
+_IS: dict[str, Callable[[Any], bool]] = {
+    "string": lambda value: isinstance(value, str),
+    "boolean": lambda value: isinstance(value, bool),
+    "null": lambda value: value is None,
+    "array": lambda value: isinstance(value, list),
+    "object": lambda value: isinstance(value, dict),
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "integer": lambda value: (
+        isinstance(value, int | float) and not isinstance(value, bool) and value == int(value)
+    ),
+}

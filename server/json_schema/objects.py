@@ -1,0 +1,176 @@
+"""Limits of objects, as the compiler can hold them.
+
+It writes the listed properties in order, then any others. It does not see that another property's
+name matches a pattern, was there before, or is one of the listed in other words.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .context import Context
+from .regex_syntax import HalfSurrogate, RegexError
+from .regex_text import are_apart, json_pattern, may_match
+from .sequences import clamp_counts
+from .shape import KNOWN, Schema, SchemaError, pattern_weight
+
+_OF_NAMES = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"}
+
+
+def limit_object(schema: Schema, context: Context) -> None:
+    """Objects admit what they list and no more, except where counts or names ask for more."""
+    clamp_counts(schema, "Properties", context)
+    others = schema.pop("unevaluatedProperties", None)
+    if others is not None:
+        schema.setdefault("additionalProperties", others)
+    if schema.get("patternProperties") == {}:
+        del schema["patternProperties"]
+    _limit_names(schema, context)
+    _limit_patterns(schema, context)
+    _count_properties(schema, context)
+    _list_required(schema, context)
+    _close(schema, context)
+    _drop_impossible(schema, context)
+
+
+def _limit_names(schema: Schema, context: Context) -> None:
+    """`propertyNames`: listed names become properties, others stay where nothing is listed."""
+    names = schema.pop("propertyNames", True)
+    if isinstance(names, dict) and "$ref" in names and len(names.keys() & KNOWN) == 1:
+        names = context.target(names["$ref"])
+    if names is True or names == {}:
+        return
+    if names is False:
+        names = {"enum": []}
+    known = {name: value for name, value in names.items() if name in KNOWN}
+    wrong = not known.keys() <= _OF_NAMES or known.get("type", "string") != "string"
+    fixed = "enum" in known or "const" in known
+    if wrong or (schema.keys() & ({"patternProperties"} if fixed else _LISTING)):
+        schema["propertyNames"] = names
+        context.refuse(schema, {"propertyNames"}, "cannot be enforced here")
+    elif not fixed:
+        schema["propertyNames"] = {**known, "type": "string"}
+    else:
+        listed = known["enum"] if "enum" in known else [known["const"]]
+        _list_names(schema, [name for name in listed if isinstance(name, str)], context)
+
+
+_LISTING = {"properties", "patternProperties", "required"}
+
+
+def _list_names(schema: Schema, names: list[str], context: Context) -> None:
+    context.budget.spend(len(names))
+    given, allowed = schema.get("properties", {}), dict.fromkeys(names)
+    others = schema.get("additionalProperties", True)
+    found = {name: value for name, value in given.items() if name in allowed}
+    if others is not False:
+        found |= {name: others for name in allowed if name not in found}
+    schema["properties"], schema["additionalProperties"] = found, False
+
+
+def _limit_patterns(schema: Schema, context: Context) -> None:
+    """Patterns of names that match no listed property of another schema, nor each other's names."""
+    given = schema.get("patternProperties")
+    if given is None:
+        return
+    properties = schema.get("properties", {})
+    kept: dict[str, Any] = {}
+    wrong = ""
+    for pattern, inner in given.items():
+        clash = next(
+            (
+                name
+                for name, other in properties.items()
+                if other != inner and inner is not True and may_match(pattern, name, context.budget)
+            ),
+            None,
+        )
+        context.budget.spend(len(kept))
+        if clash is not None:
+            wrong = f"the pattern {pattern[:60]!r} matches the property {clash[:60]!r}, too"
+        elif not all(other == inner or are_apart(pattern, each) for each, other in kept.items()):
+            wrong = f"a name may match the pattern {pattern[:60]!r} and another one"
+        else:
+            kept[pattern] = inner
+            continue
+        if context.strict:
+            raise SchemaError(f"'patternProperties' cannot be enforced, because {wrong}")
+    schema["patternProperties"] = kept
+
+
+def _count_properties(schema: Schema, context: Context) -> None:
+    """Names may come twice, so only as many are sure as are listed, and one more."""
+    least = schema.get("minProperties", 0)
+    sure = len(set(schema.get("required", ())))
+    if least <= sure:
+        schema.pop("minProperties", None)
+    limited = {"minProperties", "maxProperties"} & schema.keys()
+    named = schema.keys() & {"patternProperties", "propertyNames"}
+    is_open = schema.get("additionalProperties", True) is not False or bool(named)
+    if least <= sure + 1 or not is_open:
+        if limited and not named:
+            schema.setdefault("additionalProperties", True)
+        return
+    if "additionalProperties" not in schema and not named:
+        schema["additionalProperties"] = False
+        if least <= len(schema.get("properties", {})):
+            return
+        del schema["additionalProperties"]
+    why = f"can be enforced up to {sure + 1} here, because names may repeat"
+    context.refuse(schema, {"minProperties"}, why)
+
+
+def _list_required(schema: Schema, context: Context) -> None:
+    """Properties that must be there are listed, with the schema that holds for their names."""
+    properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+    missing = [name for name in schema.get("required", ()) if name not in properties]
+    if not missing:
+        return
+    others = schema.get("additionalProperties", True)
+    added = {}
+    for name in missing:
+        found = [v for p, v in patterns.items() if may_match(p, name, context.budget)]
+        inner = found[0] if found else others
+        if inner is False:
+            raise SchemaError(f"{name[:100]!r} is required, but no such property is allowed")
+        added[name] = inner if isinstance(inner, dict) else {}
+    schema["properties"] = {**properties, **added}
+
+
+def _close(schema: Schema, context: Context) -> None:
+    """Write the patterns; beside them the compiler would take any name as another property's."""
+    given = schema.get("patternProperties")
+    if given is None:
+        return
+    schema["additionalProperties"] = False
+    written: dict[str, Any] = {}
+    for pattern, inner in given.items():
+        context.budget.spend(pattern_weight(pattern))
+        try:
+            written[json_pattern(pattern)] = inner
+        except HalfSurrogate as error:
+            raise SchemaError(f"the pattern of a property {error}") from None
+        except RegexError as error:
+            if context.strict:
+                shown = f"{pattern[:60]!r} {error}"
+                raise SchemaError(f"'patternProperties' cannot be enforced: {shown}") from None
+    written = {pattern: inner for pattern, inner in written.items() if inner is not False}
+    schema["patternProperties"] = written
+    if not written:
+        del schema["patternProperties"]
+
+
+def _drop_impossible(schema: Schema, context: Context) -> None:
+    """A property that no value satisfies may not come."""
+    given = schema.get("properties", {})
+    never = [name for name, inner in given.items() if inner is False]
+    if not never:
+        return
+    for name in never:
+        if name in schema.get("required", ()):
+            raise SchemaError(f"{name[:100]!r} is required, but no value satisfies it")
+    if schema.get("additionalProperties", False) is not False:
+        why = f"{never[0][:100]!r} cannot be left out where any other property may come"
+        if context.strict:
+            raise SchemaError(why)
+    schema["properties"] = {name: v for name, v in given.items() if v is not False}
