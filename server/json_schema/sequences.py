@@ -113,5 +113,4 @@ def limit_array(schema: Schema, context: Context) -> None:
     if schema["items"] is False:
         if schema.get("minItems", 0) > len(prefix):
             raise SchemaError("'minItems' is more than the items that are allowed")
-        schema.pop("minItems", None)
         schema.pop("maxItems", None)

@@ -72,6 +72,10 @@ ARRAYS: list[Any] = [
     {"type": "array", "prefixItems": [True, INT]},
     {"type": "array", "prefixItems": [INT, STR], "maxItems": 1},
     {"type": "array", "prefixItems": [INT, False], "items": STR},
+    {"type": "array", "prefixItems": [INT, STR], "minItems": 2, "maxItems": 2},
+    {"type": "array", "prefixItems": [INT, STR], "minItems": 1, "items": False},
+    {"type": "array", "prefixItems": [INT], "items": STR, "minItems": 3, "maxItems": 4},
+    {"type": "array", "prefixItems": [INT], "minItems": 1},
 ]
 OBJECTS: list[Any] = [
     an_object(patternProperties={"^b": INT}),
