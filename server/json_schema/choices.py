@@ -55,7 +55,10 @@ def _merged(shared: Schema, branch: Any, context: Context) -> Any:
         return branch
     if branch is True:
         return dict(shared)
-    context.budget.spend(len(shared) + len(branch))
+    context.budget.spend(len(shared) + len(branch) + len(shared.get("properties", ())) // 8)
+    torn = _torn(shared, branch) or _torn(branch, shared)
+    if torn and context.strict:
+        raise SchemaError(f"{torn!r} cannot be enforced beside a choice apart from what it goes by")
     merged = {**shared, **branch}
     for name in shared.keys() & branch.keys():
         ours, theirs = shared[name], branch[name]
@@ -68,6 +71,22 @@ def _merged(shared: Schema, branch: Any, context: Context) -> Any:
         elif name in KNOWN and context.strict and ours != theirs:
             raise SchemaError(f"{name!r} cannot be enforced both beside and inside a choice")
     return merged
+
+
+def _torn(ours: Schema, theirs: Schema) -> str | None:
+    """A keyword of ours that goes by others in its own schema, and would go by theirs if merged."""
+    if ours.get("additionalProperties", True) not in (True, {}):
+        foreign = theirs.get("properties", {}).keys() - ours.get("properties", {}).keys()
+        if foreign or theirs.get("patternProperties"):
+            return "additionalProperties"
+    items = ours.get("items", True)
+    if isinstance(items, list) and theirs.keys() & {"items", "prefixItems", "additionalItems"}:
+        return "items"
+    if items not in (True, {}) and len(theirs.get("prefixItems", ())) > len(
+        ours.get("prefixItems", ())
+    ):
+        return "items"
+    return None
 
 
 def _is_void(branch: Any, context: Context) -> bool:

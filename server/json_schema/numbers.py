@@ -30,8 +30,8 @@ def limit_number(schema: Schema, context: Context) -> Schema:
     if schema["type"] == "integer":
         _limit_integer(schema)
     low, high = _range(schema)
+    _refuse_empty(schema, low, high)
     if factor is None:
-        _refuse_empty(schema, low, high)
         return schema
     if factor == 1:
         del schema["multipleOf"]
@@ -47,7 +47,6 @@ def limit_number(schema: Schema, context: Context) -> Schema:
         f"minimum and a maximum with up to {MAX_LISTED} multiples"
     )
     context.refuse(schema, {"multipleOf"}, why)
-    _refuse_empty(schema, low, high)
     return schema
 
 

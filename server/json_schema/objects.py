@@ -26,9 +26,9 @@ def limit_object(schema: Schema, context: Context) -> None:
     if schema.get("patternProperties") == {}:
         del schema["patternProperties"]
     _limit_names(schema, context)
+    _list_required(schema, context)
     _limit_patterns(schema, context)
     _count_properties(schema, context)
-    _list_required(schema, context)
     _close(schema, context)
     _drop_impossible(schema, context)
 
@@ -48,6 +48,8 @@ def _limit_names(schema: Schema, context: Context) -> None:
     if wrong or (schema.keys() & ({"patternProperties"} if fixed else _LISTING)):
         schema["propertyNames"] = names
         context.refuse(schema, {"propertyNames"}, "cannot be enforced here")
+    elif not fixed and schema.get("additionalProperties", True) is False:
+        return  # there are no names
     elif not fixed:
         schema["propertyNames"] = {**known, "type": "string"}
     else:
@@ -81,11 +83,13 @@ def _limit_patterns(schema: Schema, context: Context) -> None:
             (
                 name
                 for name, other in properties.items()
-                if other != inner and inner is not True and may_match(pattern, name, context.budget)
+                if other != inner and may_match(pattern, name, context.budget)
             ),
             None,
         )
         context.budget.spend(len(kept))
+        if clash is not None and inner in (True, {}):
+            continue  # it asks nothing of that property, and is not needed for it
         if clash is not None:
             wrong = f"the pattern {pattern[:60]!r} matches the property {clash[:60]!r}, too"
         elif not all(other == inner or are_apart(pattern, each) for each, other in kept.items()):
@@ -102,11 +106,15 @@ def _count_properties(schema: Schema, context: Context) -> None:
     """Names may come twice, so only as many are sure as are listed, and one more."""
     least = schema.get("minProperties", 0)
     sure = len(set(schema.get("required", ())))
+    if schema.get("maxProperties", sure) < sure:
+        raise SchemaError("more properties are required than 'maxProperties' allows")
     if least <= sure:
         schema.pop("minProperties", None)
     limited = {"minProperties", "maxProperties"} & schema.keys()
     named = schema.keys() & {"patternProperties", "propertyNames"}
     is_open = schema.get("additionalProperties", True) is not False or bool(named)
+    if not is_open and least > len(schema.get("properties", {})):
+        raise SchemaError("'minProperties' is more than the properties that are allowed")
     if least <= sure + 1 or not is_open:
         if limited and not named:
             schema.setdefault("additionalProperties", True)

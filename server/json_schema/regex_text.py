@@ -124,6 +124,7 @@ def _written(node: Node) -> str | None:
     raise AssertionError(node)
 
 
+@lru_cache(maxsize=1024)
 def _chars(ranges: Ranges) -> str | None:
     forms = _plain(_common(ranges, complement(_ESCAPED)))
     escaped = _common(ranges, _ESCAPED)

@@ -111,7 +111,7 @@ def _weight(name: str, value: Any) -> int:
 
 def pattern_weight(pattern: str) -> int:
     """The parts that a pattern counts for."""
-    return 1 + len(pattern) // 4
+    return 1 + len(pattern) // 2
 
 
 def _below(name: str, value: Any) -> list[Any]:

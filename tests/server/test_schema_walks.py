@@ -80,12 +80,14 @@ ARRAYS: list[Any] = [
 OBJECTS: list[Any] = [
     an_object(patternProperties={"^b": INT}),
     an_object(patternProperties={"a": INT}),
+    an_object(patternProperties={"a$": True}, required=["ba"]),
     an_object(patternProperties={"^b": STR}, additionalProperties=INT, required=["bc", "z"]),
     {"type": "object", "patternProperties": {"^S_": STR, "^I_": INT}},
     {"type": "object", "propertyNames": {"enum": ["x", 1]}, "additionalProperties": INT},
     {"type": "object", "propertyNames": {"maxLength": 2}},
     {"type": "object", "propertyNames": {"pattern": "^x.$"}, "additionalProperties": INT},
     {"type": "object", "propertyNames": False},
+    {"type": "object", "propertyNames": {"maxLength": 1}, "additionalProperties": False},
     {"type": "object", "properties": dict.fromkeys("abc", INT), "minProperties": 2},
     {"type": "object", "properties": dict.fromkeys("abcd", INT), "required": ["c"]}
     | {"maxProperties": 2},
@@ -119,6 +121,47 @@ def test_whatever_the_grammar_allows_satisfies_the_schema(compiler: Any, schema:
         assert validator.is_valid(json.loads(text)), text
 
 
+def random_schema(rng: random.Random) -> dict[str, Any]:
+    """Keywords at random, often some of them inside of a choice."""
+    leaf = [INT, {"type": "null"}, {"type": "boolean"}, {"enum": ["x", "y"]}, True]
+    names = ["a", "b", "ab", "S_1"]
+    small, some = rng.choice(leaf), {name: rng.choice(leaf) for name in names if rng.random() < 0.6}
+    limits: dict[str, dict[str, Any]] = {
+        "array": {"items": rng.choice([False, small, INT]), "prefixItems": [small, *some.values()]},
+        "object": {"properties": some, "required": rng.sample(names, rng.randint(0, 2))}
+        | {"additionalProperties": rng.choice([False, True, small])}
+        | {"patternProperties": {rng.choice(["^S_", "b$", "a", "^c[0-9]{1,2}$"]): small}}
+        | {"propertyNames": rng.choice([{"enum": ["a", "z"]}, {"maxLength": 1}, {"pattern": "b"}])},
+        "integer": {"multipleOf": rng.choice([1, 2, 0.5, 1.5])},
+    }
+    kind = rng.choice(list(limits))
+    size = {"array": "Items", "object": "Properties", "integer": "imum"}[kind]
+    counts = {f"min{size}": rng.randint(0, 3), f"max{size}": rng.randint(1, 9)}
+    kept = {key: value for key, value in (limits[kind] | counts).items() if rng.random() < 0.5}
+    chooser = rng.choice(["", "", "anyOf", "oneOf", "allOf"])
+    inside = {key: kept.pop(key) for key in list(kept) if chooser and rng.random() < 0.5}
+    branches = [{"type": kind, **inside}, *([{"type": "null"}] if chooser != "allOf" else [])]
+    return {"type": kind, **kept, **({chooser: branches} if chooser else {})}
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_schemas_are_held_or_refused(compiler: Any, seed: int) -> None:
+    rng, held = random.Random(seed), 0
+    for _ in range(25):
+        schema = random_schema(rng)
+        try:
+            prepared = prepare_schema(schema, strict=True)
+        except SchemaError:
+            continue
+        held += 1
+        grammar = compiled_schema(compiler, prepared)
+        validator = jsonschema_rs.Draft202012Validator(schema)
+        for _ in range(3):
+            text = walk(grammar, rng)
+            assert validator.is_valid(json.loads(text)), (schema, text)
+    assert held > 5
+
+
 @pytest.mark.parametrize(
     ("schema", "word"),
     [
@@ -131,6 +174,10 @@ def test_whatever_the_grammar_allows_satisfies_the_schema(compiler: Any, schema:
         (an_object(patternProperties={"(x|a)+": STR}), "matches the property 'a'"),
         ({"type": "object", "patternProperties": {"^S": STR, "I$": INT}}, "and another one"),
         (an_object(minProperties=2), "'minProperties'"),
+        (an_object(allOf=[{"additionalProperties": False}]), "'additionalProperties'"),
+        (an_object(additionalProperties=STR, anyOf=[{"properties": {"b": INT}}]), "apart"),
+        ({"prefixItems": [INT], "type": "array", "anyOf": [{"items": STR}]}, "'items'"),
+        ({"items": False, "type": "array", "allOf": [{"prefixItems": [INT]}]}, "'items'"),
         (an_object(propertyNames={"minLength": 2}), "'propertyNames'"),
         ({"oneOf": [INT, {"type": "number"}]}, "'oneOf'"),
         (
