@@ -51,7 +51,7 @@ class ServerConfig:
     served_model_name: tuple[str, ...] = option((), "names clients may use for the model")
     allowed_origins: tuple[str, ...] = option((), "CORS origins that browsers may call from")
     max_queue_size: int = option(1024, "requests waiting before the server answers 429")
-    max_body_bytes: int = option(32 << 20, "largest accepted request body")
+    max_body_bytes: int = option(16 << 20, "largest accepted request body")
     drain_timeout: float = option(30.0, "seconds to let open requests finish on shutdown")
     worker_timeout: float = option(
         300.0, "seconds without a finished step before a busy worker is started anew; 0 = never"
@@ -77,7 +77,7 @@ class ServerConfig:
         choices=("auto", "none", *REASONING_FORMATS),
     )
     trust_request_chat_template: bool = option(
-        False, "run chat templates that requests bring; they can use up CPU time"
+        False, "run chat templates that requests bring, each in a child process of 5 s and 1 GiB at most"
     )
     allow_special_tokens_in_content: bool = option(
         False, "let special tokens such as <|im_end|> in the content of chats be the control tokens"

@@ -33,6 +33,7 @@ from .operations import absent_routes, operation_routes
 from .responses import InputTokens, response_routes
 from .services import Engine, Services
 from .speculator import SpeculatorReply, SpeculatorRequest, SpeculatorState, speculator_routes
+from .template_children import TemplateChildren
 from .tokenize import (
     Detokenized,
     DetokenizeRequest,
@@ -113,6 +114,7 @@ def _services(
         file = config.server.chat_template
         named = Path(file).read_text(encoding="utf-8") if file else tokenizer.chat_templates
         template = ChatTemplate(named, tokenizer.special_tokens)
+    guard = _guard(config.server, tokenizer)
     names = config.server.served_model_name or (config.model.model,)
     identity = f"{version()} {config.model} {config.speculative}"
     return Services(
@@ -126,7 +128,10 @@ def _services(
         output_format=OutputFormat.of(config.server, template, tokenizer),
         fingerprint="fp_" + hashlib.sha256(identity.encode()).hexdigest()[:12],
         created=int(time.time()),
-        guard=_guard(config.server, tokenizer),
+        template_children=TemplateChildren(
+            tokenizer.special_tokens, tokenizer.special_texts if guard else frozenset()
+        ),
+        guard=guard,
         capture=_capture(config.server),
     )
 

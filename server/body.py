@@ -1,14 +1,17 @@
 """Reads a request's JSON body into its model; whatever is wrong with it is the client's 400.
 
 msgspec does the parsing: it refuses NaN, lone surrogates, bytes that are no UTF-8, and numbers no
-machine can hold. Depth is bounded, since what comes after recurses over it.
+machine can hold. Depth is bounded, since what comes after recurses over it; so is the number of
+values, since parsing holds Python's lock. A large body is parsed and checked off the event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import gc
 import logging
+import re
+from itertools import islice
 from typing import Any, TypeVar
 
 import msgspec
@@ -22,13 +25,19 @@ from .errors import (
     UnsupportedMediaType,
     invalid_value,
 )
+from .json_size import MAX_DEPTH, too_deep, too_many
+from .off_loop import by_size
+from .openai_types.common import SizedBody
 
 logger = logging.getLogger("slipstream.http")
 
 Model = TypeVar("Model", bound=BaseModel)
 
-MAX_DEPTH = 64
 _MAX_NAMES = 1000
+_MAX_NAMES_AT_ONCE = 20
+_PIECE = 1 << 20  # bytes looked through in one go
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_HALF = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
 _LONE_SURROGATE = "a string of it holds half of a surrogate pair, which is no character"
 
 
@@ -42,11 +51,18 @@ class BodyReader:
 
     async def read(self, request: Request, model: type[Model]) -> Model:
         """The body as `model`. Unknown fields are accepted and logged once each."""
-        body = validated(parse_json(await self._bytes(request)), model)
-        for name in body.model_extra or ():
+        data = await self._bytes(request)
+        return await by_size(len(data), self._parsed, data, model)
+
+    def _parsed(self, data: bytes, model: type[Model]) -> Model:
+        body = validated(parse_json(data), model)
+        if isinstance(body, SizedBody):
+            body.note_size(len(data))
+        for name in islice(body.model_extra or (), _MAX_NAMES_AT_ONCE):
+            name = name[:80]
             if name not in self._logged and len(self._logged) < _MAX_NAMES:
                 self._logged.add(name)
-                logger.warning("the parameter %.80r is not known and has no effect", name)
+                logger.warning("the parameter %r is not known and has no effect", name)
         return body
 
     async def _bytes(self, request: Request) -> bytes:
@@ -78,48 +94,48 @@ def parse_json(data: bytes) -> Any:
     """JSON bytes as plain values; MalformedBody if they are none."""
     if not data.strip():
         raise MalformedBody("it is empty")
+    if (excess := too_many(data)) is not None:
+        raise MalformedBody(f"it has {excess}")
     try:
-        value = msgspec.json.decode(data)
+        value = _decoded(data)
     except RecursionError:
         raise MalformedBody("it is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise MalformedBody(_why_malformed(data, error)) from None
-    if data.count(b"[") + data.count(b"{") > MAX_DEPTH and _too_deep(value):
+    if too_deep(data, value):
         raise MalformedBody(f"it is nested more than {MAX_DEPTH} levels deep")
     return value
 
 
+def _decoded(data: bytes) -> Any:
+    """What the JSON says. The collector would look at all lists again and again while they grow;
+    no other thread runs meanwhile."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return msgspec.json.decode(data)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def _why_malformed(data: bytes, error: Exception) -> str:
-    if _has_lone_surrogate(data):
-        return _LONE_SURROGATE
     try:
         data.decode()
     except UnicodeDecodeError as bad:  # msgspec counts from the beginning of a string
+        if data[bad.start] == 0xED and data[bad.start + 1 : bad.start + 2] >= b"\xa0":
+            return _LONE_SURROGATE
         return f"it is not UTF-8: byte 0x{data[bad.start]:02x} in position {bad.start}"
+    if _has_lone_surrogate(data):
+        return _LONE_SURROGATE
     return str(error).rstrip(".")
 
 
 def _has_lone_surrogate(data: bytes) -> bool:
-    """Whether that alone is wrong with it: msgspec calls it something else."""
-    try:
-        json.dumps(json.loads(data), ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return True
-    except (ValueError, RecursionError):
-        pass
+    """Whether an escape is half of a pair: msgspec calls some of these something else."""
+    data = data.replace(b"\\\\", b"")  # an escaped backslash begins no escape
+    for start in range(0, len(data), _PIECE):
+        found = _HALF.search(data, start, start + _PIECE + 12)  # the other half may follow
+        if found is not None and found.start() < start + _PIECE:
+            return True
     return False
-
-
-def _too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        children: list[Any] = []
-        for item in level:
-            if isinstance(item, dict):
-                children += item.values()
-            elif isinstance(item, list):
-                children += item
-        level = [child for child in children if isinstance(child, dict | list)]
-        if not level:
-            return False
-    return True

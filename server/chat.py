@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
@@ -18,10 +17,10 @@ from .chat_output import MessageBuilder, MessageParser, PlainText
 from .chat_tools import ChatFormat, chat_format
 from .choice import GenerationEvent, TextOptions, TokenEntry
 from .chunk_template import PLACE, ChunkTemplate
-from .content_guard import RenderedChat
 from .errors import InvalidRequest
-from .generation import Generation, Job, room, tokenize_chat, truncated
+from .generation import Generation, Job
 from .logprobs import chat_logprobs, prompt_logprobs
+from .off_loop import by_size
 from .openai_types.chat import ChatCompletionRequest
 from .openai_types.replies import (
     ChatChoice,
@@ -33,14 +32,13 @@ from .openai_types.replies import (
     ReplyMetrics,
     encode,
 )
+from .prompt_ids import Fit, room, tokenize_chat, truncated
 from .prompts import render_chat
 from .respond import respond
 from .sampling import ModelLimits, sampling_params
 from .services import Services
 from .sse import DONE, MAX_SILENT_TOKENS, Live, event
 from .usage import reply_metrics, usage
-
-_LONG_CHAT = 16384  # bytes; rendering and parsing longer ones leaves the event loop
 
 
 def chat_routes(services: Services) -> APIRouter:
@@ -51,7 +49,7 @@ def chat_routes(services: Services) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         arrived = time.monotonic()
         body = await services.bodies.read(request, ChatCompletionRequest)
-        form = chat_format(services.output_format, body)
+        form = await by_size(body.num_bytes, chat_format, services.output_format, body)
         job, prompt = await prepare_chat(services, body, form)
         reply = _Reply(services, body, job, [form.parser(prompt) for _ in range(job.n)], form)
         return await respond(
@@ -80,20 +78,20 @@ async def prepare_chat(
             "top_logprobs",
             "invalid_value",
         )
-    sampling = sampling_params(
-        body,
-        limits,
-        services.tokenizer,
-        services.seeds,
+    params = partial(
+        sampling_params,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=form.grammar,
     )
-    prompt = await _rendered(services, body, form)
-    ids = await tokenize_chat(services, prompt, bool(body.add_special_tokens))
+    size = body.num_bytes
+    sampling = await by_size(size, params, body, limits, services.tokenizer, services.seeds)
     wanted = body.max_completion_tokens
     if wanted is None:
         wanted = body.max_tokens
-    ids = truncated(ids, body.truncate_prompt_tokens, limits.max_model_len, wanted)
+    fit = Fit(limits.max_model_len, "messages", body.truncate_prompt_tokens, wanted)
+    prompt = await render_chat(services, body, form.tools)
+    ids = await tokenize_chat(services, prompt, bool(body.add_special_tokens), fit)
+    ids = truncated(ids, fit)
     default = services.config.server.default_max_tokens
     if default is not None:
         default = max(default, body.min_tokens or 0)
@@ -101,7 +99,7 @@ async def prepare_chat(
         request_id=f"chatcmpl-{uuid.uuid4().hex}",
         prompts=[ids],
         sampling=sampling,
-        max_tokens=[room(ids, wanted, limits.max_model_len, "messages", default)],
+        max_tokens=[room(ids, fit, default)],
         text=TextOptions(
             stop=body.stops,
             include_stop=bool(body.include_stop_str_in_output),
@@ -115,22 +113,6 @@ async def prepare_chat(
         predicted=body.prediction is not None,
     )
     return job, prompt.text
-
-
-async def _rendered(
-    services: Services, body: ChatCompletionRequest, form: ChatFormat
-) -> RenderedChat:
-    long = sum(map(_length, body.messages)) > _LONG_CHAT
-    if long:
-        return await asyncio.to_thread(render_chat, services, body, form.tools)
-    return render_chat(services, body, form.tools)
-
-
-def _length(message: Any) -> int:
-    content = message.content or ""
-    if isinstance(content, str):
-        return len(content) + 256
-    return 256 + sum(len(part.content) for part in content)
 
 
 @dataclass

@@ -7,7 +7,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from jinja2 import nodes
+
+from .json_size import MAX_DEPTH, too_deep, too_many
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
@@ -18,6 +21,13 @@ class UnsupportedContent(ValueError):
 
     def __init__(self, kind: object) -> None:
         super().__init__(f"The model reads text only, but a message has a part of type {kind!r}.")
+
+
+class TooLargeArguments(ValueError):
+    """A call whose arguments would take long to parse."""
+
+    def __init__(self, excess: str) -> None:
+        super().__init__(f"The arguments of a tool call are too large: they have {excess}.")
 
 
 @dataclass(frozen=True)
@@ -173,10 +183,15 @@ def _arguments(arguments: Any) -> Any:
     """OpenAI sends a tool call's arguments as JSON text; templates want the object."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
+    data = (arguments or "{}").encode()
+    if (excess := too_many(data)) is not None:
+        raise TooLargeArguments(excess)
     try:
-        value = json.loads(arguments or "{}")
-    except ValueError:
+        value = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return arguments
+    if too_deep(data, value):
+        raise TooLargeArguments(f"more than {MAX_DEPTH} levels")
     return value if isinstance(value, dict) else arguments
 
 

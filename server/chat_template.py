@@ -18,7 +18,13 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from .chat_messages import TemplateTraits, UnsupportedContent, prepare_messages, with_tools_prompt
+from .chat_messages import (
+    TemplateTraits,
+    TooLargeArguments,
+    UnsupportedContent,
+    prepare_messages,
+    with_tools_prompt,
+)
 from .content_guard import ContentGuard, RenderedChat
 
 _CONTINUE = "<<slipstream continues here>> "  # its last space shows whether a template trims
@@ -54,6 +60,10 @@ class ChatTemplate:
     def content_format(self) -> str:
         """ "openai" when the template reads lists of content parts, else "string"."""
         return self._compile(self.source)[1].content_format if self.source else "string"
+
+    def knows(self, chat_template: str | None) -> bool:
+        """Whether this is the name of a template, or none: no text that a request brought."""
+        return chat_template is None or chat_template in self._sources
 
     def render(
         self,
@@ -104,7 +114,7 @@ class ChatTemplate:
         template, traits = self._compile(self._choose(chat_template, tools))
         try:
             chat = prepare_messages(messages, traits)
-        except UnsupportedContent as error:
+        except (UnsupportedContent, TooLargeArguments) as error:
             raise ChatTemplateError(str(error)) from error
         guard = guard or ContentGuard(())
         given = [chat, _plain(tools), _plain(documents), _plain(chat_template_kwargs or {})]
@@ -139,8 +149,6 @@ class ChatTemplate:
     def _compile(self, source: str) -> tuple[Template, TemplateTraits]:
         with self._lock:
             if source not in self._compiled:
-                if len(self._compiled) > 64:  # clients may send templates; keep no more than a few
-                    self._compiled.clear()
                 self._compiled[source] = _compile(source)
             return self._compiled[source]
 

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 from fastapi import APIRouter, Request, Response
@@ -16,8 +17,9 @@ from ..runner.messages import TokenLogprobs
 from .choice import GenerationEvent, TextOptions, TokenEntry
 from .chunk_template import PLACE, ChunkTemplate
 from .errors import InvalidRequest
-from .generation import Generation, Job, room, tokenize, truncated
+from .generation import Generation, Job
 from .logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
+from .off_loop import by_size
 from .openai_types.completions import CompletionRequest
 from .openai_types.replies import (
     Completion,
@@ -27,6 +29,7 @@ from .openai_types.replies import (
     ReplyMetrics,
     encode,
 )
+from .prompt_ids import Fit, room, tokenize, truncated
 from .respond import respond
 from .sampling import ModelLimits, check_token_ids, sampling_params
 from .services import Services
@@ -66,19 +69,16 @@ async def _prepare(services: Services, body: CompletionRequest) -> Job:
     n, best_of = body.n or 1, body.best_of or body.n or 1
     _check(body, n, best_of)
     logprobs = body.logprobs
-    sampling = sampling_params(
-        body,
-        limits,
-        services.tokenizer,
-        services.seeds,
-        logprobs=0 if logprobs is None and best_of > n else logprobs,
-    )
+    params = partial(sampling_params, logprobs=0 if logprobs is None and best_of > n else logprobs)
+    size = body.num_bytes
+    sampling = await by_size(size, params, body, limits, services.tokenizer, services.seeds)
     if body.echo and logprobs is not None:
         wanted = max(logprobs, body.prompt_logprobs or 0)
         sampling = msgspec.structs.replace(sampling, prompt_logprobs=wanted)
     wanted = max(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, 1)
-    prompts = await _prompt_ids(services, body, limits, wanted)
-    rooms = [room(ids, wanted, limits.max_model_len, "prompt") for ids in prompts]
+    fit = Fit(limits.max_model_len, "prompt", body.truncate_prompt_tokens, wanted)
+    prompts = await _prompt_ids(services, body, limits, fit)
+    rooms = [room(ids, fit) for ids in prompts]
     return Job(
         request_id=f"cmpl-{uuid.uuid4().hex}",
         prompts=prompts,
@@ -114,17 +114,20 @@ def _check(body: CompletionRequest, n: int, best_of: int) -> None:
 
 
 async def _prompt_ids(
-    services: Services, body: CompletionRequest, limits: ModelLimits, wanted: int
+    services: Services, body: CompletionRequest, limits: ModelLimits, fit: Fit
 ) -> list[list[int]]:
     prompts = body.prompts
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in prompts if isinstance(prompt, list)]
     if texts:
-        ids = await tokenize(services, texts, body.add_special_tokens is not False)
-    for prompt in ids:
-        check_token_ids(prompt, limits.vocab_size, "prompt")
-    keep = body.truncate_prompt_tokens
-    return [truncated(prompt, keep, limits.max_model_len, wanted) for prompt in ids]
+        ids = await tokenize(services, texts, body.add_special_tokens is not False, fit)
+
+    def checked() -> list[list[int]]:
+        for prompt in ids:
+            check_token_ids(prompt, limits.vocab_size, "prompt")
+        return [truncated(prompt, fit) for prompt in ids]
+
+    return await by_size(body.num_bytes, checked)
 
 
 @dataclass

@@ -20,6 +20,8 @@ from .request_stream import EngineDead, ShutDown
 
 logger = logging.getLogger(__name__)
 
+_MAX_ECHO = 400  # characters of a client's that an error repeats
+
 
 class APIError(Exception):
     """Anything a client is told; `headers` go with the response."""
@@ -81,8 +83,15 @@ class UnsupportedEncoding(InvalidRequest):
 class ContextLengthExceeded(InvalidRequest):
     """Prompt and wanted output do not fit the model."""
 
-    def __init__(self, limit: int, prompt: int, output: int, param: str) -> None:
-        wanted = f"{prompt + output} tokens ({prompt} in the prompt, {output} for the output)"
+    def __init__(
+        self, limit: int, prompt: int, output: int, param: str, *, exact: bool = True
+    ) -> None:
+        """`exact` says that the prompt has no more tokens than `prompt`."""
+        least = "" if exact else "at least "
+        wanted = (
+            f"{least}{prompt + output} tokens ({least}{prompt} in the prompt, "
+            f"{output} for the output)"
+        )
         super().__init__(
             f"This model's maximum context length is {limit} tokens. However, you requested "
             f"{wanted}. Please shorten the prompt or the output.",
@@ -321,23 +330,28 @@ def error_response(error: APIError) -> Response:
 
 def invalid_value(error: ValidationError, body: object, prefix: str = "") -> InvalidRequest:
     """The first complaint of pydantic as a 400 that names the parameter in `body`."""
-    found = error.errors(include_url=False, include_context=False)
+    found = error.errors(include_url=False, include_context=False, include_input=False)
     named = [(parameter_name(each["loc"], body, each["type"] == "missing"), each) for each in found]
     # Of a union's members, the one that got furthest into the value is the one that was meant.
     outer = named[0][0]
     inner, first = max(
         (each for each in named if each[0].startswith(outer)), key=lambda each: len(each[0])
     )
-    param = prefix + inner
+    param = _cut(prefix + inner)
     if first["type"] == "missing":
         return InvalidRequest(
             f"Missing required parameter: '{param}'.", param, "missing_required_parameter"
         )
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
-    reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+    reason = _cut(first["msg"].removeprefix("Value error, ").rstrip("."))
     if not param:  # several parameters are at fault together
         return InvalidRequest(f"Invalid request: {reason}.", None, code)
     return InvalidRequest(f"Invalid value for '{param}': {reason}.", param, code)
+
+
+def _cut(text: str) -> str:
+    """No more than a line of what a client sent."""
+    return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "…"
 
 
 def parameter_name(loc: Sequence[str | int], body: object, missing: bool = False) -> str:

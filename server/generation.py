@@ -1,4 +1,4 @@
-"""From prompts to a stream of text events: length check, admission, n children, aborts, usage.
+"""From prompts to a stream of text events: admission, n children, aborts, usage.
 
 Owns a request between the routes and the engine: whatever way the reader leaves (end, error,
 disconnect), no child is left running. It knows neither HTTP nor OpenAI's shapes.
@@ -7,7 +7,7 @@ disconnect), no child is left running. It knows neither HTTP nor OpenAI's shapes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
@@ -16,8 +16,7 @@ from types import TracebackType
 
 from ..runner.messages import AddRequest, RequestOutput, SamplingParams
 from .choice import Choice, GenerationEvent, TextOptions
-from .content_guard import RenderedChat
-from .errors import ContextLengthExceeded, EngineStopped, InvalidRequest, QueueFull, outcome_of
+from .errors import EngineStopped, InvalidRequest, QueueFull, outcome_of
 from .metrics import RequestTiming
 from .sampling import with_max_tokens
 from .services import OutputStream, Services
@@ -25,7 +24,6 @@ from .sse import Live, Write
 from .stop_strings import StopStrings
 
 Frame = Callable[[GenerationEvent], bytes]
-_LONG_TEXT = 4096  # characters; shorter texts are tokenized on the event loop
 
 
 @dataclass(frozen=True)
@@ -56,59 +54,6 @@ class TokenCounts:
     completion: int = 0
     accepted_prediction: int = 0
     rejected_prediction: int = 0
-
-
-async def tokenize(
-    services: Services, texts: Sequence[str], add_special_tokens: bool
-) -> list[list[int]]:
-    """The ids of each text; long texts are encoded in a thread, without holding the event loop."""
-    tokenizer = services.tokenizer
-    if sum(map(len, texts)) <= _LONG_TEXT:
-        return [tokenizer.encode(text, add_special_tokens) for text in texts]
-    if len(texts) == 1:
-        return [await asyncio.to_thread(tokenizer.encode, texts[0], add_special_tokens)]
-    return await asyncio.to_thread(tokenizer.encode_batch, texts, add_special_tokens)
-
-
-async def tokenize_chat(
-    services: Services, prompt: RenderedChat, add_special_tokens: bool
-) -> list[int]:
-    """The ids of a rendered chat."""
-    if prompt.parts is None:
-        (ids,) = await tokenize(services, [prompt.text], add_special_tokens)
-        return ids
-    encode = services.tokenizer.encode_parts
-    return await asyncio.to_thread(encode, prompt.parts, add_special_tokens)
-
-
-def truncated(ids: list[int], keep: int | None, limit: int, wanted: int | None) -> list[int]:
-    """The last `keep` ids; -1 keeps as many as fit with the output, one token if none is named."""
-    if keep is None:
-        return ids
-    if keep == 0 or keep >= limit:
-        raise InvalidRequest(
-            f"Invalid value for 'truncate_prompt_tokens': expected -1 or 1 … {limit - 1}.",
-            "truncate_prompt_tokens",
-            "invalid_value",
-        )
-    return ids[-keep:] if keep > 0 else ids[-max(limit - (wanted or 1), 1) :]
-
-
-def room(
-    prompt: Sequence[int], wanted: int | None, limit: int, param: str, default: int | None = None
-) -> int:
-    """How many tokens may be generated; ContextLengthExceeded if `wanted` do not fit.
-
-    A request that names no number gets what fits, but at most `default`.
-    """
-    if not prompt:
-        raise InvalidRequest("The prompt is empty.", param, "invalid_value")
-    if len(prompt) + (1 if wanted is None else wanted) > limit:
-        raise ContextLengthExceeded(limit, len(prompt), 1 if wanted is None else wanted, param)
-    if wanted is not None:
-        return wanted
-    fits = limit - len(prompt)
-    return fits if default is None else min(fits, default)
 
 
 def _write_event(

@@ -7,17 +7,38 @@ from typing import Any
 from .chat_template import ChatTemplateError
 from .content_guard import RenderedChat
 from .errors import InvalidRequest
+from .off_loop import by_size
 from .openai_types.chat import ChatCompletionRequest
 from .services import Services
 
+_MAX_ECHO = 1000  # characters of an error, which a template may have made of the messages
 # What a client's chat_template_kwargs must not replace.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"}
 
 
-def render_chat(
+async def render_chat(
     services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
 ) -> RenderedChat:
-    """The prompt; whatever the template objects to is the client's 400."""
+    """The prompt; whatever the template objects to is the client's 400.
+
+    A long chat is rendered off the event loop, a template of the request's own in a child process.
+    """
+    try:
+        if services.template.knows(body.chat_template):
+            return await by_size(body.num_bytes, _rendered, services, body, tools)
+        arguments = await by_size(body.num_bytes, _arguments, services, body, tools)
+        return await services.template_children.render(arguments)
+    except ChatTemplateError as error:
+        reason = str(error)
+        if len(reason) > _MAX_ECHO:
+            reason = reason[:_MAX_ECHO] + "…"
+        raise InvalidRequest(reason, "messages", "invalid_value") from None
+
+
+def _arguments(
+    services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """What the template is rendered with, checked."""
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:
         raise InvalidRequest(
@@ -41,16 +62,18 @@ def render_chat(
             "chat_template",
             "invalid_value",
         )
-    try:
-        return services.template.render_chat(
-            [message.model_dump(exclude_none=True) for message in body.messages],
-            tools,
-            body.documents,
-            not continued and body.add_generation_prompt is not False,
-            continued,
-            body.chat_template,
-            kwargs,
-            services.guard,
-        )
-    except ChatTemplateError as error:
-        raise InvalidRequest(str(error), "messages", "invalid_value") from None
+    return {
+        "messages": [message.model_dump(exclude_none=True) for message in body.messages],
+        "tools": tools,
+        "documents": body.documents,
+        "add_generation_prompt": not continued and body.add_generation_prompt is not False,
+        "continue_final_message": continued,
+        "chat_template": body.chat_template,
+        "chat_template_kwargs": kwargs,
+    }
+
+
+def _rendered(
+    services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
+) -> RenderedChat:
+    return services.template.render_chat(**_arguments(services, body, tools), guard=services.guard)

@@ -20,6 +20,7 @@ from .choice import GenerationEvent
 from .errors import APIError, InvalidRequest, NotSupported, as_api_error
 from .generation import Generation, Job
 from .logprobs import chat_logprobs
+from .off_loop import by_size
 from .openai_types.chat import ChatCompletionRequest
 from .openai_types.responses import CHAT_NAMES, ResponsesRequest
 from .respond import respond
@@ -78,12 +79,19 @@ def response_routes(services: Services) -> APIRouter:
 
 async def _prepare(services: Services, body: ResponsesRequest) -> tuple[Job, ChatFormat, str]:
     try:
-        chat = validated(_without_none(body.chat()), ChatCompletionRequest)
-        form = chat_format(services.output_format, chat)
+        chat, form = await by_size(body.num_bytes, _as_chat, services, body)
         job, prompt = await prepare_chat(services, chat, form)
     except InvalidRequest as error:
         raise _renamed(error) from None
     return job, form, prompt
+
+
+def _as_chat(
+    services: Services, body: ResponsesRequest
+) -> tuple[ChatCompletionRequest, ChatFormat]:
+    chat = validated(_without_none(body.chat()), ChatCompletionRequest)
+    chat.note_size(body.num_bytes)
+    return chat, chat_format(services.output_format, chat)
 
 
 def _check(body: ResponsesRequest) -> None:

@@ -17,6 +17,8 @@ from .grammars import grammar_of
 from .openai_types.common import INT64, MAX_STOPS, GenerationBody, content_text
 from .tokenizer import Tokenizer
 
+_PREDICTED_CHARACTERS = 8  # of `prediction` that are looked at, for each token it may have
+
 
 @dataclass(frozen=True)
 class ModelLimits:
@@ -147,20 +149,18 @@ def logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 
 def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     """The token sequences that spell each word, at the start of a text and after a space."""
-    found: list[list[int]] = []
-    for word in words:
-        for spelling in (word, " " + word.lstrip()):
-            ids = tokenizer.encode(spelling, add_special_tokens=False)
-            if ids and ids not in found:
-                found.append(ids)
-    return found
+    spellings = [each for word in words for each in (word, " " + word.lstrip())]
+    if not spellings:
+        return []
+    found = tokenizer.encode_batch(spellings, add_special_tokens=False)
+    return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
 
 
 def prediction(body: GenerationBody, limits: ModelLimits, tokenizer: Tokenizer) -> list[int]:
     """The ids of `prediction`, no more than the model could ever emit."""
     if body.prediction is None:
         return []
-    text = content_text(body.prediction.content)
+    text = content_text(body.prediction.content)[: _PREDICTED_CHARACTERS * limits.max_model_len]
     return tokenizer.encode(text, add_special_tokens=False)[: limits.max_model_len]
 
 

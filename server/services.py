@@ -21,6 +21,7 @@ from .content_guard import ContentGuard
 from .errors import ModelNotFound, NotReady
 from .health import Health, State
 from .metrics import Metrics
+from .template_children import TemplateChildren
 from .tokenizer import Tokenizer
 
 
@@ -69,6 +70,7 @@ class Services:
     fingerprint: str
     created: int  # Unix time at which this server started
 
+    template_children: TemplateChildren
     guard: ContentGuard | None = None  # of what clients write in chats
     capture: TrafficCapture | None = None  # only where the operator asked for it
 

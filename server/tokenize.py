@@ -10,21 +10,24 @@ from pydantic import Field, model_validator
 
 from .content_guard import RenderedChat
 from .errors import InvalidRequest
-from .generation import tokenize, tokenize_chat
+from .off_loop import by_size
 from .openai_types.chat import ChatCompletionRequest, Message, Tool
-from .openai_types.common import Body, TokenId
+from .openai_types.common import Many, SizedBody, TokenId
+from .prompt_ids import Fit, tokenize, tokenize_chat
 from .prompts import render_chat
 from .sampling import check_token_ids
 from .services import Services
 
+MAX_COUNTED = 1 << 18  # tokens that /tokenize gives, where the model takes fewer
 
-class TokenizeRequest(Body):
+
+class TokenizeRequest(SizedBody):
     """A text, or a chat as /v1/chat/completions would render it."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    tools: list[Tool] | None = None
+    messages: Many[Message] | None = Field(None, min_length=1)
+    tools: Many[Tool] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -39,11 +42,11 @@ class TokenizeRequest(Body):
         return self
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(SizedBody):
     """Token ids."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: Many[TokenId]
 
 
 class Tokens(msgspec.Struct):
@@ -71,17 +74,18 @@ def tokenize_routes(services: Services) -> APIRouter:
         if body.model is not None:
             services.check_model(body.model)
         services.check_ready()
-        if body.prompt is not None:
-            (ids,) = await tokenize(services, [body.prompt], body.add_special_tokens is not False)
-        else:
-            ids = await tokenize_chat(
-                services, _chat(services, body), bool(body.add_special_tokens)
-            )
         limit = services.engine.ready.max_model_len
+        most = max(limit, MAX_COUNTED)
+        if body.prompt is not None:
+            special = body.add_special_tokens is not False
+            (ids,) = await tokenize(services, [body.prompt], special, Fit(most, "prompt"))
+        else:
+            prompt = await _chat(services, body)
+            special, fit = bool(body.add_special_tokens), Fit(most, "messages")
+            ids = await tokenize_chat(services, prompt, special, fit)
         reply = Tokens(len(ids), limit, ids)
-        if body.return_token_strs:
-            reply.token_strs = [services.tokenizer.id_to_token(i) or "" for i in ids]
-        return Response(msgspec.json.encode(reply), media_type="application/json")
+        data = await by_size(body.num_bytes, _encoded, services, reply, body.return_token_strs)
+        return Response(data, media_type="application/json")
 
     @router.post("/detokenize")
     async def detokenize(request: Request) -> Response:
@@ -89,14 +93,25 @@ def tokenize_routes(services: Services) -> APIRouter:
         if body.model is not None:
             services.check_model(body.model)
         services.check_ready()
-        check_token_ids(body.tokens, services.engine.ready.vocab_size, "tokens")
-        text = services.tokenizer.decode(body.tokens, skip_special_tokens=False)
-        return Response(msgspec.json.encode(Detokenized(text)), media_type="application/json")
+        data = await by_size(body.num_bytes, _decoded, services, body.tokens)
+        return Response(data, media_type="application/json")
 
     return router
 
 
-def _chat(services: Services, body: TokenizeRequest) -> RenderedChat:
+def _encoded(services: Services, reply: Tokens, with_strings: bool | None) -> bytes:
+    if with_strings:
+        reply.token_strs = [services.tokenizer.id_to_token(i) or "" for i in reply.tokens]
+    return msgspec.json.encode(reply)
+
+
+def _decoded(services: Services, ids: list[int]) -> bytes:
+    check_token_ids(ids, services.engine.ready.vocab_size, "tokens")
+    text = services.tokenizer.decode(ids, skip_special_tokens=False)
+    return msgspec.json.encode(Detokenized(text))
+
+
+async def _chat(services: Services, body: TokenizeRequest) -> RenderedChat:
     if body.messages is None:
         raise InvalidRequest("The request has no messages.", "messages")
     chat = ChatCompletionRequest.model_construct(
@@ -107,4 +122,5 @@ def _chat(services: Services, body: TokenizeRequest) -> RenderedChat:
         chat_template_kwargs=body.chat_template_kwargs,
     )
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    return render_chat(services, chat, tools or None)
+    chat.note_size(body.num_bytes)
+    return await render_chat(services, chat, tools or None)

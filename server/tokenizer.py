@@ -1,7 +1,7 @@
 """Text to token ids and back, for one model; safe to call from several threads.
 
-Holds a `tokenizers.Tokenizer`, which releases the GIL. It must not know requests, and must not
-import torch or transformers: sources that need them are converted in a child process.
+Holds a `tokenizers.Tokenizer`, which releases the GIL for batches alone. It must not know requests,
+and must not import torch or transformers: sources that need them are converted in a child process.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
+from .bounded_encoding import TooManyTokens, check, encode, tail_start
 from .detokenizer import ByteTable, IncrementalDetokenizer, byte_table
 from .tokenizer_literal import LiteralEncoder
 from .tokenizer_source import TokenizerLoadError, find_tokenizer_folder
 
-__all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerLoadError"]
+__all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerLoadError", "TooManyTokens"]
 
 _NAMED = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
@@ -78,21 +79,42 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text; a rendered chat holds its BOS already: no special tokens there."""
-        return self.backend.encode(text, add_special_tokens=add_special_tokens).ids
+        (ids,) = self.encode_batch([text], add_special_tokens)
+        return ids
 
     def encode_batch(
-        self, texts: Sequence[str], add_special_tokens: bool = True
+        self,
+        texts: Sequence[str],
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        last: int | None = None,
     ) -> list[list[int]]:
-        """As encode, for many texts at once."""
-        found = self.backend.encode_batch(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in found]
+        """As encode, for many texts at once. TooManyTokens if one has more than `limit`.
 
-    def encode_parts(self, parts: Sequence[str], add_special_tokens: bool = True) -> list[int]:
+        If only the `last` tokens of each are needed, those of a long text's beginning may be left
+        out, and there is no limit.
+        """
+        if last is None:
+            return encode(self.backend, texts, add_special_tokens, limit)
+        cut = [text[tail_start(self.backend, text, last) :] for text in texts]
+        return encode(self.backend, cut, add_special_tokens, None)
+
+    def encode_parts(
+        self,
+        parts: Sequence[str],
+        add_special_tokens: bool = True,
+        limit: int | None = None,
+        last: int | None = None,
+    ) -> list[int]:
         """The ids of the joined parts; only every second one, from the second on, is a special
-        token, and no other text is, whatever it spells."""
+        token, and no other text is, whatever it spells. `limit` and `last` are as above."""
         with self._lock:
             if self._literal is None:
                 self._literal = LiteralEncoder(self.backend)
+        if last is not None:
+            parts = _behind(parts, tail_start(self.backend, "".join(parts), last))
+        elif limit is not None:
+            check(self.backend, "".join(parts), limit)
         return self._literal.encode(parts, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -166,6 +188,15 @@ class Tokenizer:
         named = [(t, self.backend.token_to_id(t)) for t in (*start, *end) if t]
         special = [(token, index) for token, index in named if index is not None]
         self.backend.post_processor = TemplateProcessing(single=pieces, special_tokens=special)
+
+
+def _behind(parts: Sequence[str], start: int) -> list[str]:
+    """The parts behind so many characters; specials stay at the odd places, and whole."""
+    for number, part in enumerate(parts):
+        if start < len(part) and not number % 2:
+            return [part[start:], *parts[number + 1 :]]
+        start = max(start - len(part), 0)
+    return [""]
 
 
 class _Files:

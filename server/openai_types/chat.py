@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from .common import INT32, Body, Content, GenerationBody, Integer
+from .common import INT32, Body, Content, GenerationBody, Integer, Many
 
 
 class FunctionCall(Body):
@@ -30,7 +30,7 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Many[ToolCall] | None = None
     function_call: FunctionCall | None = None  # older OpenAI's, as roles "function" are
     tool_call_id: str | None = None
     reasoning_content: str | None = None
@@ -89,7 +89,7 @@ class AllowedTools(Body):
     """Of the tools, those that may be called."""
 
     mode: Literal["auto", "required"]
-    tools: list[NamedToolChoice] = Field(min_length=1)
+    tools: Many[NamedToolChoice] = Field(min_length=1)
 
 
 class AllowedToolsChoice(Body):
@@ -108,26 +108,26 @@ ToolChoice = (
 class ChatCompletionRequest(GenerationBody):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Many[Message] = Field(min_length=1)
     max_tokens: Integer | None = Field(None, ge=1, le=INT32)
     max_completion_tokens: Integer | None = Field(None, ge=1, le=INT32)
     logprobs: bool | None = None
     top_logprobs: Integer | None = Field(None, ge=0, le=INT32)
 
-    tools: list[Tool] | None = Field(None, max_length=1024)
+    tools: Many[Tool] | None = Field(None, max_length=1024)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[FunctionDefinition] | None = Field(None, min_length=1, max_length=1024)
+    functions: Many[FunctionDefinition] | None = Field(None, min_length=1, max_length=1024)
     function_call: Literal["none", "auto"] | FunctionName | None = None
     include_reasoning: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = (
         None
     )
     verbosity: str | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Many[Literal["text"]] | None = None
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: Many[dict[str, Any]] | None = None

@@ -5,12 +5,16 @@ Bodies are strict (no "5" for 5), allow unknown fields, and take null wherever a
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, model_validator
 
 MAX_STOPS = 16
+MAX_STOP_LENGTH = 4096  # characters
+MAX_WORD_LENGTH = 1024  # characters of one of `bad_words`
 MAX_CHOICES = 128
+MAX_ALLOWED = 1 << 18  # no vocabulary is larger
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 
@@ -20,16 +24,50 @@ def _integral(value: object) -> object:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
+def _of_at_most(count: int) -> Callable[[object], object]:
+    """Counts the members before they are looked at, each of which could be wrong."""
+
+    def check(value: object) -> object:
+        if isinstance(value, dict) and len(value) > count:
+            raise ValueError(f"expected at most {count} members, not {len(value)}")
+        return value
+
+    return check
+
+
 Integer = Annotated[int, BeforeValidator(_integral)]
 TokenId = Annotated[int, Field(ge=0, le=INT32)]
-StopString = Annotated[str, Field(min_length=1)]
-Metadata = Annotated[dict[str, str], Field(max_length=16)]
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_LENGTH)]
+Item = TypeVar("Item")
+# A list whose first wrong item ends the check: a complaint of each could cost minutes.
+Many = Annotated[list[Item], Field(fail_fast=True)]
+Metadata = Annotated[dict[str, str], Field(max_length=16), BeforeValidator(_of_at_most(16))]
+MAX_BIASES = 1024
+Biases = Annotated[
+    dict[str, float], Field(max_length=MAX_BIASES), BeforeValidator(_of_at_most(MAX_BIASES))
+]
 
 
 class Body(BaseModel):
     """A JSON object of a request; fields it does not know are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, populate_by_name=True)
+
+
+class SizedBody(Body):
+    """A whole request, which knows how large it was; what it needs may have to leave the loop."""
+
+    _num_bytes: int = PrivateAttr(0)
+
+    @property
+    def num_bytes(self) -> int:
+        """The size of the request's body."""
+        return self._num_bytes
+
+    def note_size(self, num_bytes: int) -> None:
+        """Remember the body's size."""
+        self._num_bytes = num_bytes
 
 
 class StreamOptions(Body):
@@ -66,7 +104,7 @@ class StructuredOutputs(Body):
 
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: dict[str, Any] | str | None = None
@@ -108,7 +146,7 @@ class TextPart(Body):
         return self.text if self.text is not None else str((self.model_extra or {})["refusal"])
 
 
-Content = str | list[TextPart]
+Content = str | Many[TextPart]
 
 
 def content_text(content: Content | None) -> str:
@@ -125,7 +163,7 @@ class Prediction(Body):
     content: Content
 
 
-class GenerationBody(Body):
+class GenerationBody(SizedBody):
     """How to sample and what to return; shared by completions and chat."""
 
     model: str = Field(max_length=1024)
@@ -148,12 +186,12 @@ class GenerationBody(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     repetition_penalty: float | None = Field(None, gt=0, le=100)
-    logit_bias: dict[str, float] | None = Field(None, max_length=1024)
-    allowed_token_ids: list[TokenId] | None = Field(None, min_length=1)
-    bad_words: list[StopString] | None = Field(None, max_length=1024)
+    logit_bias: Biases | None = None
+    allowed_token_ids: Many[TokenId] | None = Field(None, min_length=1, max_length=MAX_ALLOWED)
+    bad_words: Many[BadWord] | None = Field(None, max_length=1024)
 
-    stop: StopString | list[StopString] | None = None
-    stop_token_ids: list[TokenId] | None = Field(None, max_length=1024)
+    stop: StopString | Many[StopString] | None = None
+    stop_token_ids: Many[TokenId] | None = Field(None, max_length=1024)
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Integer | None = Field(None, ge=0, le=INT32)
@@ -171,7 +209,7 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
     speculative: Speculative | None = None
     prediction: Prediction | None = None

@@ -19,12 +19,12 @@ def _prompt(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 _Text = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_Ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 Prompt = Annotated[
     _Text
-    | Annotated[list[_Text], Field(min_length=1, max_length=2048)]
+    | Annotated[list[_Text], Field(min_length=1, max_length=2048, fail_fast=True)]
     | _Ids
-    | Annotated[list[_Ids], Field(min_length=1, max_length=2048)],
+    | Annotated[list[_Ids], Field(min_length=1, max_length=2048, fail_fast=True)],
     WrapValidator(_prompt),
 ]
 

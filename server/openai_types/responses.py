@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .common import INT32, INT64, Body, Content, Integer, Metadata
+from .common import INT32, INT64, Body, Content, Integer, Many, Metadata, SizedBody
 
 
 class InputItem(Body):
@@ -58,7 +58,7 @@ class AllowedTools(Body):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[NamedFunction] = Field(min_length=1)
+    tools: Many[NamedFunction] = Field(min_length=1)
 
 
 class TextFormat(Body):
@@ -91,11 +91,11 @@ class Reasoning(Body):
     summary: str | None = None
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(SizedBody):
     """`POST /v1/responses`. Nothing is stored, so a turn must bring its whole conversation."""
 
     model: str = Field(max_length=1024)
-    input: str | list[InputItem] = Field(min_length=1)
+    input: str | Many[InputItem] = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: Integer | None = Field(None, ge=1, le=INT32)
     temperature: float | None = Field(None, ge=0, le=2)
@@ -104,7 +104,7 @@ class ResponsesRequest(Body):
     seed: Integer | None = Field(None, ge=-INT64 - 1, le=INT64)
     stream: bool | None = None
     stream_options: dict[str, Any] | None = None
-    tools: list[FunctionTool] | None = Field(None, max_length=1024)
+    tools: Many[FunctionTool] | None = Field(None, max_length=1024)
     tool_choice: (
         Literal["none", "auto", "required"]
         | Annotated[NamedFunction | AllowedTools, Field(discriminator="type")]
@@ -121,7 +121,7 @@ class ResponsesRequest(Body):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    include: list[str] | None = None
+    include: Many[str] | None = None
     top_logprobs: Integer | None = Field(None, ge=0, le=INT32)
     prompt: Any = None
     previous_response_id: str | None = None

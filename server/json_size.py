@@ -1,0 +1,72 @@
+"""Counts what a JSON text holds before it is parsed, since parsing cannot be interrupted.
+
+A parser makes an object for every value and holds Python's lock meanwhile: some megabytes of
+brackets cost seconds. The counts cost a few passes over the bytes, in pieces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+MAX_DEPTH = 64
+MAX_VALUES = 1_000_000
+MAX_CONTAINERS = 100_000  # objects and lists
+MAX_NAMES = 100_000  # of members of objects
+_PIECE = 1 << 18  # bytes
+
+
+def too_many(data: bytes) -> str | None:
+    """What there is too much of, as words for the client; None if the text may be parsed."""
+    if not _complaint(_counts(data)):  # also counts what stands in strings
+        return None
+    totals = [0, 0, 0]
+    in_string, start = False, 0
+    while start < len(data):
+        end = start + _PIECE
+        while data[end - 1 : end] == b"\\":  # do not cut an escape
+            end += 1
+        piece = data[start:end].replace(b"\\\\", b"").replace(b'\\"', b"")
+        parts = piece.split(b'"')
+        outside = b"".join(parts[in_string::2])
+        in_string ^= len(parts) % 2 == 0
+        totals = [total + count for total, count in zip(totals, _counts(outside), strict=True)]
+        if complaint := _complaint(totals):
+            return complaint
+        start = end
+    return None
+
+
+def too_deep(data: bytes, value: Any) -> bool:
+    """Whether the value that the text says is nested more than MAX_DEPTH levels deep."""
+    if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
+        return False
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        children: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                children += item.values()
+            elif isinstance(item, list):
+                children += item
+        level = [child for child in children if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _counts(data: bytes) -> list[int]:
+    """Values, containers and names, each at most."""
+    return [
+        data.count(b",") + data.count(b"[") + data.count(b"{"),
+        data.count(b"[") + data.count(b"{"),
+        data.count(b":"),
+    ]
+
+
+def _complaint(counts: list[int]) -> str | None:
+    values, containers, names = counts
+    if containers > MAX_CONTAINERS:
+        return f"more than {MAX_CONTAINERS:,} objects and lists"
+    if names > MAX_NAMES:
+        return f"objects with more than {MAX_NAMES:,} members"
+    return f"more than {MAX_VALUES:,} values" if values > MAX_VALUES else None

@@ -1,0 +1,232 @@
+"""Send large and costly bodies to a live server while others watch how long it is deaf.
+
+`python tests/reliability/loop.py`. One client polls /health, which the server's event loop answers
+by itself; one reads a steady stream. Each body of the table is sent meanwhile. The slowest answer
+of /health tells how long something held the event loop, the worst gap of the stream how long
+another request was stopped: the bounds are 100 ms and 250 ms.
+
+A machine that also runs other programs delays both. The time that the processes' main threads
+waited for a CPU is therefore taken off (/proc/PID/schedstat), and of a slow /health no more counts
+than the server computed in it. Some of it remains: on a busy machine, allow for more by --max-lag
+and --max-gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+from loop_bodies import BODIES  # noqa: E402
+from traffic import MODEL, RunningServer  # noqa: E402
+
+MAX_LAG, MAX_GAP = 0.1, 0.25  # seconds
+PATIENCE = 15.0  # seconds for an answer; then we hang up, since it may be a long text
+POLL_SECONDS = 0.005
+# A step computes prompts beside the stream's token: short steps, so that gaps are not their length.
+FLAGS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+STREAM = {
+    "model": MODEL,
+    "prompt": "Once upon a time",
+    "max_tokens": 8000,
+    "ignore_eos": True,
+    "stream": True,
+}
+
+
+def starved(pid: int) -> float:
+    """Seconds for which a thread was ready and had no CPU; 0 if that is not known."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
+class Worst:
+    """The longest of some times since the last look; one time runs."""
+
+    def __init__(self, *clocks: Callable[[], float]) -> None:
+        """The clock that moved least counts."""
+        self._clocks = clocks
+        self._since = self._now()
+        self._worst = 0.0
+        self.num_ends = 0
+
+    def begin(self) -> None:
+        """A time begins."""
+        self._since = self._now()
+
+    def _now(self) -> list[float]:
+        return [clock() for clock in self._clocks]
+
+    def end(self) -> None:
+        """It ends, and the next one begins."""
+        now = self._now()
+        taken = min(after - before for before, after in zip(self._since, now, strict=True))
+        self._worst = max(self._worst, taken)
+        self._since = now
+        self.num_ends += 1
+
+    def take(self) -> float:
+        """The longest time that ended after the last call; waits for the one that runs."""
+        ends, began = self.num_ends, time.monotonic()
+        while self.num_ends < ends + 2 and time.monotonic() < began + 90:
+            time.sleep(0.005)
+        found, self._worst = self._worst, 0.0
+        return found
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one body did."""
+
+    name: str
+    size: int
+    status: int  # 0: no answer in time
+    seconds: float
+    lag: float
+    gap: float
+
+    def __str__(self) -> str:
+        late = "  <-- " if self.lag > MAX_LAG or self.gap > MAX_GAP else ""
+        return (
+            f"{self.name:34} {self.size / 1e6:6.1f} MB  {self.status:3}  {self.seconds:6.2f} s"
+            f"  lag {1000 * self.lag:5.0f} ms  gap {1000 * self.gap:5.0f} ms{late}"
+        )
+
+
+def head(path: str, size: int = 0, method: str = "POST") -> bytes:
+    """The head of a request."""
+    return (
+        f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {size}\r\n\r\n"
+    ).encode()
+
+
+def connected(server: RunningServer, timeout: float = 60.0) -> socket.socket:
+    """A socket to the server."""
+    found = socket.create_connection(("127.0.0.1", server.port), timeout)
+    found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return found
+
+
+class Watch:
+    """A poller of /health and a reader of streams, in threads that do nothing else."""
+
+    def __init__(self, server: RunningServer) -> None:
+        self._server = server
+        self._process = psutil.Process(server.process.pid)
+        self._pids = (server.process.pid, server.worker.pid)
+        self.lag = Worst(self._fair_time, self._computed)
+        self.gap = Worst(self._fair_time)
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=t) for t in (self._poll, self._read)]
+
+    def __enter__(self) -> Watch:
+        for thread in self._threads:
+            thread.start()
+        time.sleep(1.0)
+        self.lag.take(), self.gap.take()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join()
+
+    def _fair_time(self) -> float:
+        own = starved(threading.get_native_id())
+        return time.monotonic() - own - sum(map(starved, self._pids))
+
+    def _computed(self) -> float:
+        times = self._process.cpu_times()
+        return times.user + times.system
+
+    def _poll(self) -> None:
+        asked = head("/health", method="GET")
+        with connected(self._server) as http:
+            while not self._stop.is_set():
+                self.lag.begin()
+                http.sendall(asked)
+                http.recv(65536)
+                self.lag.end()
+                time.sleep(POLL_SECONDS)
+
+    def _read(self) -> None:
+        data = json.dumps(STREAM).encode()
+        while not self._stop.is_set():
+            with connected(self._server) as http:
+                http.sendall(head("/v1/completions", len(data)) + data)
+                http.recv(65536)  # the first token's time is no gap
+                self.gap.begin()
+                part = b"?"
+                while part and b"[DONE]" not in part and not self._stop.is_set():
+                    part = http.recv(65536)
+                    self.gap.end()
+
+
+def answer(server: RunningServer, path: str, data: bytes) -> int:
+    """Send a body; the status of the answer, 0 if it takes too long."""
+    with connected(server, PATIENCE) as http:
+        try:
+            http.sendall(head(path, len(data)) + data)
+            return int(http.recv(65536).split(b" ", 2)[1])
+        except (TimeoutError, ConnectionError, IndexError):
+            return 0  # a body that is too large may be refused before all of it was sent
+
+
+def measure(server: RunningServer, names: list[str]) -> Iterator[Result]:
+    """Send the bodies one after the other."""
+    with Watch(server) as watch:
+        for name in names:
+            path, make = BODIES[name]
+            data = make()
+            data = data if isinstance(data, bytes) else json.dumps(data).encode()
+            watch.lag.take(), watch.gap.take()
+            began = time.monotonic()
+            status = answer(server, path, data)
+            seconds = time.monotonic() - began
+            time.sleep(0.3)  # what happens after the answer counts, too
+            yield Result(name, len(data), status, seconds, watch.lag.take(), watch.gap.take())
+
+
+def run(
+    server: RunningServer, names: list[str], max_lag: float = MAX_LAG, max_gap: float = MAX_GAP
+) -> list[str]:
+    """Send these bodies; the complaints."""
+    faults = []
+    for result in measure(server, names):
+        print(result, flush=True)
+        if result.lag > max_lag or result.gap > max_gap or result.status >= 500:
+            faults.append(str(result))
+    return faults
+
+
+def main() -> int:
+    """The long form."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="bodies whose names contain this")
+    parser.add_argument("--max-lag", type=float, default=MAX_LAG, help="seconds (default: 0.1)")
+    parser.add_argument("--max-gap", type=float, default=MAX_GAP, help="seconds (default: 0.25)")
+    options = parser.parse_args()
+    server = RunningServer(*FLAGS).wait_ready()
+    try:
+        names = [name for name in BODIES if options.only in name]
+        faults = run(server, names, options.max_lag, options.max_gap)
+    finally:
+        status = server.stop()
+    print(f"{len(faults)} bodies of {len(names)} held others up" if faults else "all well")
+    return bool(faults or status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
