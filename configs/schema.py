@@ -77,7 +77,8 @@ class ServerConfig:
         choices=("auto", "none", *REASONING_FORMATS),
     )
     trust_request_chat_template: bool = option(
-        False, "run chat templates that requests bring, each in a child process of 5 s and 1 GiB at most"
+        False,
+        "run chat templates that requests bring, each in a child process of 5 s and 1 GiB at most",
     )
     allow_special_tokens_in_content: bool = option(
         False, "let special tokens such as <|im_end|> in the content of chats be the control tokens"

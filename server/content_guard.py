@@ -55,8 +55,7 @@ class ContentGuard:
             return RenderedChat(rendered)
         for char in stand_ins:  # a template may have asked `tojson` for ASCII
             rendered = rendered.replace(_escape(char), char)
-        table = str.maketrans(dict(stand_ins))
-        parts = tuple(part.translate(table) for part in self._parts.split(rendered))
+        parts = tuple(_shown(part, stand_ins) for part in self._parts.split(rendered))
         return RenderedChat("".join(parts), parts)
 
     def _choose(self, texts: str) -> dict[str, str]:
@@ -91,6 +90,12 @@ class ContentGuard:
             start = len(text) - length
             text = text[:start] + stand_ins[text[start]] + text[start + 1 :]
         return text
+
+
+def _shown(text: str, stand_ins: Mapping[str, str]) -> str:
+    for char, first in stand_ins.items():  # `translate` looks at each character
+        text = text.replace(char, first)
+    return text
 
 
 def any_of(texts: Iterable[str]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 MAX_DEPTH = 64
 MAX_VALUES = 1_000_000
+MAX_TEXTS = 300_000
 MAX_CONTAINERS = 100_000  # objects and lists
 MAX_NAMES = 100_000  # of members of objects
 _PIECE = 1 << 18  # bytes
@@ -19,7 +20,7 @@ def too_many(data: bytes) -> str | None:
     """What there is too much of, as words for the client; None if the text may be parsed."""
     if not _complaint(_counts(data)):  # also counts what stands in strings
         return None
-    totals = [0, 0, 0]
+    totals = [0, 0, 0, 0]
     in_string, start = False, 0
     while start < len(data):
         end = start + _PIECE
@@ -29,7 +30,9 @@ def too_many(data: bytes) -> str | None:
         parts = piece.split(b'"')
         outside = b"".join(parts[in_string::2])
         in_string ^= len(parts) % 2 == 0
-        totals = [total + count for total, count in zip(totals, _counts(outside), strict=True)]
+        counts = _counts(outside)
+        counts[-1] = len(parts) - 1
+        totals = [total + count for total, count in zip(totals, counts, strict=True)]
         if complaint := _complaint(totals):
             return complaint
         start = end
@@ -55,18 +58,21 @@ def too_deep(data: bytes, value: Any) -> bool:
 
 
 def _counts(data: bytes) -> list[int]:
-    """Values, containers and names, each at most."""
+    """Values, containers, names and quotation marks, each at most."""
     return [
         data.count(b",") + data.count(b"[") + data.count(b"{"),
         data.count(b"[") + data.count(b"{"),
         data.count(b":"),
+        data.count(b'"'),
     ]
 
 
 def _complaint(counts: list[int]) -> str | None:
-    values, containers, names = counts
+    values, containers, names, quotes = counts
     if containers > MAX_CONTAINERS:
         return f"more than {MAX_CONTAINERS:,} objects and lists"
     if names > MAX_NAMES:
         return f"objects with more than {MAX_NAMES:,} members"
+    if quotes > 2 * MAX_TEXTS:
+        return f"more than {MAX_TEXTS:,} texts"
     return f"more than {MAX_VALUES:,} values" if values > MAX_VALUES else None

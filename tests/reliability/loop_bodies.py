@@ -149,7 +149,7 @@ BODIES: dict[str, tuple[str, Make]] = {
     "depth 300,000": (TEXT, lambda: raw("surprise", b"[" * 300_000 + b"]" * 300_000)),
     "a list of 2 million, no object": (TEXT, lambda: b"[" + b"[]," * 2 * MB + b"1]"),
     # wrong values
-    "wrong allowed_token_ids": (TEXT, lambda: text(allowed_token_ids=["x"] * 900_000)),
+    "wrong allowed_token_ids": (TEXT, lambda: text(allowed_token_ids=["x"] * 250_000)),
     "900,000 allowed_token_ids": (TEXT, lambda: text(allowed_token_ids=[1, 2, 3] * 300_000)),
     "unfit allowed_token_ids": (TEXT, lambda: text(allowed_token_ids=[2**31 - 1] * 200_000)),
     "wrong prompts": (TEXT, lambda: text(prompt=[["x"] * 400] * 2_000)),
