@@ -95,6 +95,12 @@ class BlockPool:
             self._empty.append(block)
         self._cached_free.clear()
 
+    def forget_contents(self) -> None:
+        """Forget the contents of every block; who holds one keeps it."""
+        self.reset_cache()
+        for block in list(self._by_hash.values()):
+            self._forget(block)
+
     def _forget(self, block: int) -> None:
         block_hash = self._hashes[block]
         assert block_hash is not None

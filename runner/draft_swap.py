@@ -41,11 +41,16 @@ class DraftSwap:
     """Serves `ChangeSpeculator` messages; the engine polls it once a step."""
 
     def __init__(
-        self, runner: ExchangesDrafter, drafts: DraftPlanner | None, news: Callable[[], StepOutputs]
+        self,
+        runner: ExchangesDrafter,
+        drafts: DraftPlanner | None,
+        news: Callable[[], StepOutputs],
+        forget_kv: Callable[[], None],
     ) -> None:
         self._runner = runner  # the exchange runs in the order of its steps
         self._drafts = drafts  # what chooses K must learn anew
         self._news = news  # an answer comes with the scheduler's gauges
+        self._forget_kv = forget_kv  # the prefix cache's draft KV is the other head's
         self._loading: Future[Exchange | str] | None = None
         self._gives_up_at = 0.0  # time.monotonic()
         self._exchange: Exchange | None = None  # holds the loaded head; while it is tried, the old
@@ -127,6 +132,7 @@ class DraftSwap:
 
     def _swap(self, exchange: Exchange) -> None:
         self._runner.exchange_drafter(exchange.swap)
+        self._forget_kv()
         self._start_anew()
 
     def _start_anew(self) -> None:

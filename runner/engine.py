@@ -51,7 +51,7 @@ class Engine:
         self.ready = ready
         self.drafts = drafts
         self._runner = runner
-        self._swap = DraftSwap(runner, drafts, scheduler.take_news)
+        self._swap = DraftSwap(runner, drafts, scheduler.take_news, scheduler.kv.forget_contents)
         self._scheduler = scheduler
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
@@ -200,7 +200,6 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         facts.max_model_len,
         max_step_tokens=config.scheduler.max_num_batched_tokens + lookahead,
         enable_prefix_caching=config.cache.enable_prefix_caching,
-        drop_last_matched_block=needs.drop_last_matched_block,
     )
     budget = step_tokens(config.scheduler, facts.device.startswith("cpu"), num_drafts)
     scheduler = Scheduler(

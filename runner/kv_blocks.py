@@ -24,6 +24,9 @@ class BlockGroup:
     num_blocks: int  # null block included
     block_size: int
     sliding_window: int | None = None  # a query at p sees keys p - window + 1 .. p
+    # Holds KV of a drafter, which at p depends on the token at p + 1: a block can be used again
+    # only where the token after it is the same, too.
+    needs_next_token: bool = False
 
 
 @dataclass(slots=True)
@@ -33,6 +36,7 @@ class RequestBlocks:
     tables: list[list[int]]  # [num_groups][blocks]
     num_published: list[int]  # [num_groups] leading blocks offered to the prefix cache
     num_slid: list[int]  # [num_groups] leading blocks given back, out of the window
+    epoch: int  # of the prefix cache when the request was admitted; see `forget_contents`
     # So that a step asks only for what changes something; `KVBlocks` keeps them.
     capacity: int = 0  # tokens that fit; `extend` to no more does nothing
     slides_at: int = NEVER  # `slide` to fewer confirmed tokens does nothing
@@ -66,14 +70,13 @@ class KVBlocks:
         max_model_len: int,
         max_step_tokens: int,
         enable_prefix_caching: bool = True,
-        drop_last_matched_block: bool = False,
     ) -> None:
         self.groups = list(groups)
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self._sizes = [group.block_size for group in groups]
         self.max_model_len = max_model_len
         self._caching = enable_prefix_caching
-        self._drop_last = drop_last_matched_block
+        self._epoch = 0  # grows when all contents so far are forgotten
         self._step = lcm(*(group.block_size for group in groups))
         self._max_live = [self._live_bound(group, max_step_tokens) for group in groups]
         for group, pool, need in zip(self.groups, self.pools, self._max_live, strict=True):
@@ -106,9 +109,6 @@ class KVBlocks:
         limit = max(0, num_tokens - 1) // self._step * self._step
         found = self._lookup(hashes, limit)
         length = self._longest(found, limit)
-        if self._drop_last and length:
-            # The drafter's KV of the last matched position depends on the token after it.
-            length = self._longest(found, length - self._step)
         return PrefixMatch(length, self._cut(found, length))
 
     def no_match(self) -> PrefixMatch:
@@ -121,7 +121,8 @@ class KVBlocks:
         for group, pool in zip(self.groups, self.pools, strict=True):
             count = limit // group.block_size
             row: list[int | None] = []
-            for block_hash in hashes.first(count, group.block_size)[:count]:
+            chain = hashes.first(count, group.block_size, group.needs_next_token)
+            for block_hash in chain[:count]:
                 block = pool.lookup(block_hash)
                 if block is None and group.sliding_window is None:
                     break
@@ -181,6 +182,7 @@ class KVBlocks:
             tables=[list(table) for table in match.tables],
             num_published=[len(table) for table in match.tables],
             num_slid=[min(first_block_in_window(g, match.num_tokens), len(t)) for g, t in sizes],
+            epoch=self._epoch,
         )
         blocks.capacity = self._capacity(blocks)
         blocks.slides_at = self._slides_at(blocks)
@@ -202,7 +204,7 @@ class KVBlocks:
         return min(ends, default=NEVER)
 
     def _publishes_at(self, blocks: RequestBlocks) -> int:
-        if not self._caching:
+        if not self._caching or blocks.epoch != self._epoch:
             return NEVER
         if len(self._sizes) == 1:
             return (blocks.num_published[0] + 1) * self._sizes[0]
@@ -244,15 +246,19 @@ class KVBlocks:
         blocks.slides_at = self._slides_at(blocks)
 
     def publish(self, blocks: RequestBlocks, hashes: BlockHashes, num_confirmed: int) -> None:
-        """Let full blocks below `num_confirmed` (tokens confirmed, KV written) be found."""
-        if not self._caching:
+        """Let full blocks below `num_confirmed` (tokens confirmed, KV written) be found.
+
+        The token at `num_confirmed` must be known where a group needs it.
+        """
+        if not self._caching or blocks.epoch != self._epoch:
+            blocks.publishes_at = NEVER
             return
         for index, size in enumerate(self._sizes):
             end = num_confirmed // size
             start = blocks.num_published[index]
             if end <= start:
                 continue
-            chain = hashes.first(end, size)
+            chain = hashes.first(end, size, self.groups[index].needs_next_token)
             table, pool = blocks.tables[index], self.pools[index]
             for position in range(start, end):
                 block = table[position]
@@ -267,6 +273,15 @@ class KVBlocks:
             pool.release(reversed(table))
             table.clear()
         blocks.capacity = 0
+
+    def forget_contents(self) -> None:
+        """Forget every cached block, held ones too, because another drafter would write other KV.
+
+        Requests that hold blocks now keep them, but never publish any: both drafters wrote to them.
+        """
+        self._epoch += 1
+        for pool in self.pools:
+            pool.forget_contents()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request holds."""

@@ -1,7 +1,8 @@
 """Names for the contents of KV blocks: chained hashes over token ids.
 
-A block's hash covers every token before it, so equal hashes mean equal prefixes. Knows nothing
-about who holds a block.
+A block's hash covers every token before it, so equal hashes mean equal prefixes. A drafter's KV at
+a position also depends on the token after it: the hash of a block with such KV covers one token
+more. Knows nothing about who holds a block.
 """
 
 from __future__ import annotations
@@ -21,21 +22,31 @@ class BlockHashes:
     def __init__(self, token_ids: list[int], extra_key: bytes = b"") -> None:
         self._token_ids = token_ids
         self._root = blake2b(extra_key, digest_size=16).digest()
-        self._chains: dict[int, list[bytes]] = {}  # block size -> hashes
+        self._chains: dict[tuple[int, bool], list[bytes]] = {}  # (block size, shifted) -> hashes
 
-    def first(self, num_blocks: int, block_size: int) -> list[bytes]:
-        """At least the first `num_blocks` hashes for this block size."""
-        chain = self._chains.get(block_size)
+    def first(self, num_blocks: int, block_size: int, next_token: bool = False) -> list[bytes]:
+        """At least the first `num_blocks` hashes for this block size.
+
+        With `next_token` a block's hash also covers the token after the block, which must be known.
+        """
+        chain = self._chains.get((block_size, next_token))
         if chain is None:
-            chain = self._chains[block_size] = []
+            chain = self._chains[block_size, next_token] = []
         known = len(chain)
         if known >= num_blocks:
             return chain
-        token_ids = self._token_ids
-        assert num_blocks * block_size <= len(token_ids)
+        # Each block's content is moved on by one token; the root then covers the first one.
+        token_ids, shift = self._token_ids, int(next_token)
+        assert num_blocks * block_size + shift <= len(token_ids)
         pack = _packer(block_size)
-        parent = chain[-1] if chain else self._root
-        for start in range(known * block_size, num_blocks * block_size, block_size):
+        if chain:
+            parent = chain[-1]
+        elif next_token:
+            parent = blake2b(self._root + _packer(1)(token_ids[0]), digest_size=16).digest()
+        else:
+            parent = self._root
+        end = num_blocks * block_size + shift
+        for start in range(known * block_size + shift, end, block_size):
             content = pack(*token_ids[start : start + block_size])
             parent = blake2b(parent + content, digest_size=16).digest()
             chain.append(parent)

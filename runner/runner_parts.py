@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..speculators.base import BaseSpeculator, SpeculatorNeeds
+from .attention.base import AttentionLayer
 from .attention.claims import LoweredClaim
 from .choice_graphs import ChoiceGraphs
 from .cuda_graphs import MemoryByPurpose
@@ -47,13 +48,20 @@ def facts_of(
     needs: SpeculatorNeeds,
     startup_seconds: dict[str, float],
     lowered: Sequence[LoweredClaim],
+    draft_layers: Sequence[AttentionLayer] = (),
 ) -> RunnerFacts:
     """The facts of a runner that is all but ready."""
+    ids = {layer.layer_id for layer in draft_layers} if needs.kv_needs_next_token else set()
     return RunnerFacts(
         max_model_len=loaded.max_model_len,
         vocab_size=loaded.vocab_size,
         kv_groups=tuple(
-            BlockGroup(cache.num_blocks, cache.block_size, group.sliding_window)
+            BlockGroup(
+                cache.num_blocks,
+                cache.block_size,
+                group.sliding_window,
+                any(layer.layer_id in ids for layer in group.layers),
+            )
             for group in cache.groups
         ),
         eos_token_ids=tuple(loaded.resolved.eos_token_ids),

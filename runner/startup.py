@@ -160,7 +160,9 @@ class Assembly:
         target = target_on(cache)
         idle_query_len = needs.num_speculative_tokens + 1
         return RunnerParts(
-            facts_of(loaded, cache, backend.name, needs, self.seconds, self.lowered),
+            facts_of(
+                loaded, cache, backend.name, needs, self.seconds, self.lowered, host.draft_layers
+            ),
             target,
             table,
             buffers,

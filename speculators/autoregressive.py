@@ -72,7 +72,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
             hidden_states=True,
             draft_logits=self.probabilistic,
             max_deferred_tokens=0 if self.deferred is None else self.deferred.capacity,
-            drop_last_matched_block=True,
+            kv_needs_next_token=True,
         )
 
     # --- graphs -----------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ class SpeculatorNeeds:
     max_deferred_tokens: int = 0  # how far its own state may stay behind the text; 0 = it has none
     per_request_drafts: bool = False  # rows without drafts take no time: K may differ by request
     watched: bool = True  # few accepted drafts mean a fault, and not that the text has none to find
-    drop_last_matched_block: bool = False  # draft KV needs the next token: cut prefix hits short
+    kv_needs_next_token: bool = False  # its KV at a position depends on the token after it, too
 
 
 class RequestRows(Protocol):

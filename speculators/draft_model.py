@@ -69,7 +69,7 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
             super().describe_needs(),
             hidden_states=False,
             num_lookahead_tokens=self.num_drafts + 1,
-            drop_last_matched_block=False,
+            kv_needs_next_token=False,
         )
 
     def select_target_hidden(self, inputs: DraftInputs) -> Tensor:

@@ -27,9 +27,7 @@ class Gemma4Speculator(AutoRegressiveSpeculator):
 
     def describe_needs(self) -> SpeculatorNeeds:
         """No KV of its own: no lookahead slots, and prefix hits stay whole."""
-        return replace(
-            super().describe_needs(), num_lookahead_tokens=0, drop_last_matched_block=False
-        )
+        return replace(super().describe_needs(), num_lookahead_tokens=0, kv_needs_next_token=False)
 
     def select_target_hidden(self, inputs: DraftInputs) -> Tensor:
         """Not used: only the last valid rows are read."""

@@ -60,7 +60,7 @@ class ReadyRunner:
             needs=SimpleNamespace(
                 num_speculative_tokens=num_drafts,
                 num_lookahead_tokens=num_drafts,
-                drop_last_matched_block=False,
+                kv_needs_next_token=False,
                 max_deferred_tokens=5 if num_drafts else 0,
                 per_request_drafts=False,
                 watched=True,

@@ -12,7 +12,7 @@ import zlib
 from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -78,9 +78,10 @@ class FakeRunner:
         lazy: bool = True,
         trim: bool = True,
         device: str = "cpu",
-        drop_last_matched_block: bool = False,
+        kv_needs_next_token: bool = False,
         seed: int = 0,
     ) -> None:
+        groups = [replace(group, needs_next_token=kv_needs_next_token) for group in groups]
         self.facts = SimpleNamespace(
             max_model_len=max_model_len,
             vocab_size=vocab_size,
@@ -92,7 +93,7 @@ class FakeRunner:
             needs=SimpleNamespace(
                 num_speculative_tokens=num_speculative_tokens,
                 num_lookahead_tokens=num_lookahead_tokens,
-                drop_last_matched_block=drop_last_matched_block,
+                kv_needs_next_token=kv_needs_next_token,
                 max_deferred_tokens=0,
                 per_request_drafts=False,
                 watched=False,
@@ -112,6 +113,8 @@ class FakeRunner:
         self._random = random.Random(seed)
         self._slots: dict[int, Slot] = {}
         self._kv = [[[GARBAGE] * g.block_size for _ in range(g.num_blocks)] for g in groups]
+        # What a drafter would write: at each position the token after it.
+        self._draft_kv = [[list(block) for block in kv] for kv in self._kv]
         self._queue: deque[Callable[[], None]] = deque()
         self._drafts: dict[int, list[list[int]]] = {}  # step id -> layout of its drafts
 
@@ -178,6 +181,7 @@ class FakeRunner:
         )
         if new.num_computed_tokens:  # a prefix hit must hold the very same contents
             self._attend(state, new.num_computed_tokens, new.num_computed_tokens, state.tokens)
+            self._draft_attend(state, new.num_computed_tokens)
 
     def _check_batch(self, plan: StepPlan) -> None:
         rows = plan.rows
@@ -241,6 +245,26 @@ class FakeRunner:
             ]
             assert seen == known[first:end], f"attention reads {seen}, not {known[first:end]}"
 
+    def _draft_write(self, state: Slot, start: int) -> None:
+        """The drafter takes in the tokens from `start` on that are computed now."""
+        for group, kv, table in zip(
+            self.facts.kv_groups, self._draft_kv, state.tables, strict=True
+        ):
+            for position in range(start, state.num_computed):
+                block = table[position // group.block_size]
+                kv[block][position % group.block_size] = state.tokens[position + 1]
+
+    def _draft_attend(self, state: Slot, end: int) -> None:
+        """A prefix hit of `end` tokens holds the drafter's KV of this very continuation."""
+        for group, kv, table in zip(
+            self.facts.kv_groups, self._draft_kv, state.tables, strict=True
+        ):
+            if group.needs_next_token:
+                window = group.sliding_window or end + 1
+                for p in range(max(0, end - window + 1), end):
+                    seen = kv[table[p // group.block_size]][p % group.block_size]
+                    assert seen == state.tokens[p + 1], f"draft KV of {p} is another text's"
+
     def _groups(self, state: Slot) -> Any:
         return zip(self.facts.kv_groups, self._kv, state.tables, strict=True)
 
@@ -259,8 +283,10 @@ class FakeRunner:
     ) -> RowResult:
         state = self._slots[row.slot]
         prompt_logprobs = self._prompt_logprobs(state, row)
+        start = state.num_computed
         if row.is_prefill:
             state.num_computed += row.num_tokens
+            self._draft_write(state, start)
             return RowResult([], prompt_logprobs=prompt_logprobs)
         emitted: list[int] = []
         for index in range(len(drafts) + 1):
@@ -270,6 +296,7 @@ class FakeRunner:
                 break
         state.tokens += emitted
         state.num_computed = len(state.tokens) - 1
+        self._draft_write(state, start)
         assert len(state.tokens) <= self.facts.max_model_len
         self._propose(state)
         num_real = sum(draft >= 0 for draft in drafts)

@@ -66,11 +66,57 @@ def test_matched_blocks_are_shared_and_released_one_by_one() -> None:
     assert kv.usage == 0.0
 
 
-def test_a_drafter_that_needs_the_next_token_gives_up_the_last_matched_block() -> None:
-    kv = make(BlockGroup(20, 4), drop_last_matched_block=True)
-    hold(kv, TOKENS[:12], num_confirmed=12)
-    assert matched(kv, TOKENS[:13]) == 8
-    assert matched(kv, TOKENS[:5]) == 0
+@pytest.mark.parametrize("fork", range(5, 14))
+def test_a_block_with_draft_kv_is_found_only_before_the_same_next_token(fork: int) -> None:
+    """Requests fork at every place relative to a block's edge, one after the other."""
+    kv = make(BlockGroup(60, 4, needs_next_token=True))
+    texts = [[*TOKENS[:fork], *[branch] * (20 - fork)] for branch in (1, 2, 3)]
+    held = [hold(kv, tokens, num_confirmed=19) for tokens in texts]
+    shared = (fork - 1) // 4  # whole blocks whose next token is the same, too
+    for index, blocks in enumerate(held[1:]):
+        assert blocks.tables[0][:shared] == held[0].tables[0][:shared]
+        assert not set(blocks.tables[0][shared:]) & set(held[index].tables[0])
+    for tokens, blocks in zip(texts, held, strict=True):
+        match = kv.match(BlockHashes([*tokens, 9]), 21)
+        assert match.num_tokens == 16 and match.tables[0] == blocks.tables[0][:4]
+
+
+def test_a_prompt_that_ends_at_a_blocks_edge_is_found_by_the_token_that_followed() -> None:
+    kv = make(BlockGroup(20, 4, needs_next_token=True))
+    hold(kv, TOKENS[:13], num_confirmed=12)
+    assert matched(kv, TOKENS[:13]) == matched(kv, TOKENS[:14]) == 12
+    assert matched(kv, [*TOKENS[:12], 1]) == 8
+    assert matched(kv, TOKENS[:12]) == 8  # one token is left to compute
+    assert matched(kv, TOKENS[:5]) == 4
+
+
+def test_only_groups_with_draft_kv_look_at_the_next_token() -> None:
+    kv = make(BlockGroup(20, 4), BlockGroup(20, 4, needs_next_token=True))
+    hold(kv, TOKENS[:13], num_confirmed=12)
+    found = kv.match(BlockHashes([*TOKENS[:12], 1]), 13)
+    assert found.num_tokens == 8 and [len(table) for table in found.tables] == [2, 2]
+    target, drafts = kv.pools
+    plain = BlockHashes(TOKENS[:13])
+    assert target.lookup(plain.first(3, 4)[2]) is not None
+    assert drafts.lookup(plain.first(3, 4)[2]) is None
+    assert drafts.lookup(plain.first(3, 4, next_token=True)[2]) is not None
+
+
+def test_after_another_drafter_nothing_of_the_old_one_is_found_held_or_not() -> None:
+    kv = make(BlockGroup(20, 4, needs_next_token=True))
+    old, hashes = hold(kv, TOKENS[:17], num_confirmed=9), BlockHashes(TOKENS[:17])
+    kv.release(hold(kv, [1] * 9, num_confirmed=8))
+    kv.forget_contents()
+    assert matched(kv, TOKENS[:17]) == matched(kv, [1] * 9) == 0
+    kv.publish(old, hashes, 16)  # it still runs, over KV of both drafters
+    assert matched(kv, TOKENS[:17]) == 0
+    new = hold(kv, TOKENS[:17], num_confirmed=16)
+    assert not set(new.tables[0]) & set(old.tables[0])
+    assert kv.match(hashes, 17).tables[0] == new.tables[0][:4]
+    kv.release(old)
+    assert kv.match(hashes, 17).tables[0] == new.tables[0][:4]
+    kv.release(new)
+    assert kv.usage == 0.0 and kv.pools[0].num_free == 19
 
 
 def test_without_prefix_caching_nothing_is_found() -> None:

@@ -62,7 +62,7 @@ setups = st.fixed_dictionaries(
         "lazy": st.booleans(),
         "trim": st.booleans(),
         "device": st.sampled_from(["cpu", "cuda:0"]),
-        "drop_last_matched_block": st.booleans(),
+        "kv_needs_next_token": st.booleans(),
         "vocab_size": st.sampled_from([12, 40]),
         "seed": st.integers(0, 9),
     }
@@ -130,7 +130,7 @@ def heavy_traffic(rng: random.Random) -> tuple[list[dict[str, Any]], dict[str, A
         "lazy": rng.random() < 0.7,
         "trim": rng.random() < 0.5,
         "device": rng.choice(["cpu", "cuda:0"]),
-        "drop_last_matched_block": rng.random() < 0.3,
+        "kv_needs_next_token": rng.random() < 0.5,
         "vocab_size": rng.choice([24, 40]),
         "seed": rng.randint(0, 99),
     }

@@ -66,6 +66,4 @@ class ExampleSpeculator(AutoRegressiveSpeculator):
 
     def describe_needs(self) -> SpeculatorNeeds:
         """The target's hidden states, but no KV: no lookahead slots, and prefix hits stay whole."""
-        return replace(
-            super().describe_needs(), num_lookahead_tokens=0, drop_last_matched_block=False
-        )
+        return replace(super().describe_needs(), num_lookahead_tokens=0, kv_needs_next_token=False)
