@@ -52,6 +52,7 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
+    cache_salt: str = ""  # KV blocks are shared only between requests of the same one
 
 
 class AbortRequests(msgspec.Struct, tag="abort"):

@@ -72,7 +72,7 @@ class Request:
             priority=message.priority,
             arrival=arrival,
             token_ids=token_ids,
-            hashes=BlockHashes(token_ids),
+            hashes=BlockHashes(token_ids, message.cache_salt.encode()),
             max_total_len=min(len(token_ids) + sampling.max_tokens, max_model_len),
             max_drafts=sampling.speculative_max_tokens if sampling.speculative_enabled else 0,
             stops=frozenset(sampling.stop_token_ids),

@@ -110,6 +110,7 @@ async def prepare_chat(
         ),
         n=body.n or 1,
         priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
         predicted=body.prediction is not None,
     )
     return job, prompt.text

@@ -93,6 +93,7 @@ async def _prepare(services: Services, body: CompletionRequest) -> Job:
         ),
         n=best_of,
         priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
         predicted=body.prediction is not None,
     )
 

@@ -37,6 +37,7 @@ class Job:
     text: TextOptions
     n: int = 1
     priority: int = 0
+    cache_salt: str = ""  # requests with different ones share no cached prefix
     predicted: bool = False  # the n-gram drafter's drafts count as predicted tokens in the usage
 
     @property
@@ -241,7 +242,8 @@ class Generation:
         job = self._job
         prompt, child = divmod(index, job.n)
         sampling = with_max_tokens(job.sampling, job.max_tokens[prompt], child)
-        return AddRequest(self._ids[index], job.prompts[prompt], sampling, job.priority)
+        prompt_ids = job.prompts[prompt]
+        return AddRequest(self._ids[index], prompt_ids, sampling, job.priority, job.cache_salt)
 
     async def _one(self, stream: OutputStream) -> AsyncIterator[tuple[int, RequestOutput]]:
         async for output in stream:

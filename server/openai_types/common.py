@@ -14,6 +14,7 @@ MAX_STOPS = 16
 MAX_STOP_LENGTH = 4096  # characters
 MAX_WORD_LENGTH = 1024  # characters of one of `bad_words`
 MAX_CHOICES = 128
+MAX_CACHE_SALT = 256  # characters
 MAX_ALLOWED = 1 << 18  # no vocabulary is larger
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
@@ -177,6 +178,7 @@ class GenerationBody(SizedBody):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)
     priority: Integer | None = Field(None, ge=-INT32, le=INT32)
 
     temperature: float | None = Field(None, ge=0, le=2)

@@ -6,7 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .common import INT32, INT64, Body, Content, Integer, Many, Metadata, SizedBody
+from .common import (
+    INT32,
+    INT64,
+    MAX_CACHE_SALT,
+    Body,
+    Content,
+    Integer,
+    Many,
+    Metadata,
+    SizedBody,
+)
 
 
 class InputItem(Body):
@@ -120,6 +130,7 @@ class ResponsesRequest(SizedBody):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: str | None = Field(None, min_length=1, max_length=MAX_CACHE_SALT)
     truncation: Literal["auto", "disabled"] | None = None
     include: Many[str] | None = None
     top_logprobs: Integer | None = Field(None, ge=0, le=INT32)
@@ -192,7 +203,10 @@ class ResponsesRequest(SizedBody):
             messages.append({"role": item.role, "content": _plain(item.content)})
 
 
-_SHARED = ("temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls", "user")
+_SHARED = (
+    *("temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls", "user"),
+    "cache_salt",
+)
 # The chat's names of what is called otherwise here, for errors.
 CHAT_NAMES = {
     "messages": "input",

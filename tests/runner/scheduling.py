@@ -123,11 +123,11 @@ PARITY = GrammarSpec("grammar", "parity")
 def add(
     request_id: str, prompt: Sequence[int], max_tokens: int = 8, **kwargs: object
 ) -> AddRequest:
-    """A request; keywords are sampling parameters, or `priority`."""
-    priority = kwargs.pop("priority", 0)
+    """A request; keywords are sampling parameters, or `priority`, or `cache_salt`."""
+    others = [kwargs.pop("priority", 0), kwargs.pop("cache_salt", "")]
     kwargs.setdefault("stop_token_ids", [0])
     sampling = SamplingParams(seed=0, max_tokens=max_tokens, **kwargs)  # type: ignore[arg-type]
-    return AddRequest(request_id, list(prompt), sampling, priority)  # type: ignore[arg-type]
+    return AddRequest(request_id, list(prompt), sampling, *others)  # type: ignore[arg-type]
 
 
 def expected_output(

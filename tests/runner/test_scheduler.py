@@ -255,3 +255,31 @@ def test_the_number_of_drafts_can_change_while_serving() -> None:
     assert plan_of(scheduler).rows[0].num_tokens == 2
     scheduler.set_num_speculative_tokens(0)
     assert plan_of(scheduler).rows[0].num_tokens == 1
+
+
+def test_requests_share_a_prefix_only_with_those_of_their_salt() -> None:
+    """Nobody learns from cached tokens what a client with another salt, or with none, has sent."""
+    bench, prompt = Bench(), list(range(1, 14))
+    salts = ["", "mine", "yours", "", "mine", "yours", "mi"]
+    for index, salt in enumerate(salts):
+        bench.add(str(index), prompt, 2, cache_salt=salt)
+        bench.run()
+    cached = [bench.received[str(i)].outputs[0].num_cached_tokens for i in range(len(salts))]
+    assert cached == [0, 0, 0, 12, 12, 12, 0]
+
+
+def test_requests_that_run_at_once_share_blocks_only_with_their_salt() -> None:
+    bench, prompt = Bench(), list(range(1, 14))
+    for index, salt in enumerate(("mine", "yours")):
+        bench.add(f"first-{index}", prompt, 30, cache_salt=salt)
+    bench.step()
+    bench.step()
+    bench.step()
+    for index, salt in enumerate(("mine", "yours")):
+        bench.add(f"second-{index}", prompt, 30, cache_salt=salt)
+    bench.step()
+    held = {request.request_id: request.blocks for request in bench.scheduler.running}
+    tables = {name: blocks.tables[0][:3] for name, blocks in held.items() if blocks is not None}
+    assert tables["first-0"] == tables["second-0"] and tables["first-1"] == tables["second-1"]
+    assert not set(tables["first-0"]) & set(tables["first-1"])
+    bench.run()

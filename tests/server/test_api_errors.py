@@ -94,6 +94,9 @@ COMMON: list[tuple[dict[str, Any], str]] = [
     ({"speculative": True}, "speculative"),
     ({"prediction": {"type": "content"}}, "prediction.content"),
     ({"priority": 1.5}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "s" * 257}, "cache_salt"),
     ({"user": 5}, "user"),
     ({"model": None}, "model"),
 ]  # fmt: skip
