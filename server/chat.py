@@ -20,7 +20,7 @@ from .chunk_template import PLACE, ChunkTemplate
 from .errors import InvalidRequest
 from .generation import Generation, Job
 from .logprobs import chat_logprobs, prompt_logprobs
-from .off_loop import by_size
+from .off_loop import by_size, logprobs_size
 from .openai_types.chat import ChatCompletionRequest
 from .openai_types.replies import (
     ChatChoice,
@@ -185,6 +185,15 @@ class _Reply:
                 part.entries += item.logprobs
                 part.last = item
                 of_prompt = of_prompt or item.prompt_logprobs or []
+        size = logprobs_size(of_prompt, *(part.entries for part in found))
+        return await by_size(size, self._answer, found, of_prompt, generation)
+
+    def _answer(
+        self,
+        found: list[_Whole],
+        of_prompt: list[TokenLogprobs | None],
+        generation: Generation,
+    ) -> ChatCompletion:
         answer = ChatCompletion(
             self.job.request_id,
             self._created,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,7 @@ from .chunk_template import PLACE, ChunkTemplate
 from .errors import InvalidRequest
 from .generation import Generation, Job
 from .logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
-from .off_loop import by_size
+from .off_loop import by_size, logprobs_size
 from .openai_types.completions import CompletionRequest
 from .openai_types.replies import (
     Completion,
@@ -178,16 +178,20 @@ class _Reply:
         if self._only_echo:
             for choice in generation.choices:
                 choice.num_tokens = 0
-        answer = self._completion(
+        size = logprobs_size(*(each for part in found for each in (part.entries, part.prompt)))
+        answer = await by_size(size, self._answer, found, generation)
+        answer.usage = usage(generation.counts())
+        answer.metrics = self._metrics(generation)
+        return answer
+
+    def _answer(self, found: list[_Whole], generation: Generation) -> Completion:
+        return self._completion(
             [
                 self._whole_choice(prompt * self._n + place, prompt, index, found[index], found)
                 for prompt in range(len(self.job.prompts))
                 for place, index in enumerate(self._best(prompt, generation))
             ]
         )
-        answer.usage = usage(generation.counts())
-        answer.metrics = self._metrics(generation)
-        return answer
 
     def _metrics(self, generation: Generation) -> ReplyMetrics | UnsetType:
         return reply_metrics(self._services, self._body.speculative, generation.choices)
@@ -275,8 +279,9 @@ class _Reply:
                         continue
                 ready = (item, *waiting.pop(prompt, ()))
                 of_prompt = of_prompts.get(prompt)
-                chunks = [self._framed_chunk(each, generation, of_prompt) for each in ready]
-                if data := b"".join(chunks):
+                size = 0 if item.index in self._starts else logprobs_size(of_prompt)
+                data = await by_size(size, self._framed_chunks, ready, generation, of_prompt)
+                if data:
                     yield data
         if body.wants_usage:
             if self._only_echo:
@@ -300,6 +305,14 @@ class _Reply:
                 await follow(write)
 
         return behind_first
+
+    def _framed_chunks(
+        self,
+        items: Sequence[GenerationEvent],
+        generation: Generation,
+        of_prompt: list[TokenLogprobs | None] | None,
+    ) -> bytes:
+        return b"".join(self._framed_chunk(item, generation, of_prompt) for item in items)
 
     def _framed_chunk(
         self,

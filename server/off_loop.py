@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 LONG_BODY = 16384  # bytes of a request; what is prepared for larger ones leaves the event loop
 _NUM_THREADS = 2
 _SWITCH_SECONDS = 0.001  # how long the event loop waits for the lock at each of its steps
+
+_LOGPROBS_BYTES = 64  # what a token's log probabilities count as
 
 Result = TypeVar("Result")
 
@@ -32,6 +34,11 @@ async def off_loop(function: Callable[..., Result], *arguments: object) -> Resul
     context = contextvars.copy_context()  # the log's request id
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_threads, context.run, function, *arguments)
+
+
+def logprobs_size(*lists: Sequence[object] | None) -> int:
+    """The size for `by_size` of a reply with the log probabilities of these tokens."""
+    return _LOGPROBS_BYTES * sum(len(tokens or ()) for tokens in lists)
 
 
 async def by_size(size: int, function: Callable[..., Result], *arguments: object) -> Result:

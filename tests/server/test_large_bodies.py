@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -16,8 +17,9 @@ from slipstream.server.json_size import too_many
 from slipstream.server.openai_types.chat import ChatCompletionRequest
 from slipstream.server.openai_types.completions import CompletionRequest
 from slipstream.server.openai_types.responses import ResponsesRequest
+from slipstream.server.tokenizer import Tokenizer
 
-from .api_fakes import MAX_LEN, MODEL, TOKENIZER, ScriptedEngine, http_client, make_app
+from .api_fakes import MAX_LEN, MODEL, TOKENIZER, ScriptedEngine, http_client, make_app, reply_with
 
 HI = [{"role": "user", "content": "hi"}]
 
@@ -168,6 +170,36 @@ async def test_end_of_a_long_text_has_the_ids_of_the_whole(keep: int) -> None:
     assert ids == TOKENIZER.encode(text)[-number:]
     parts = ["<|user|>" + text + "<|end|>", "<|end|>", "<|assistant|>"]
     assert chat_ids == TOKENIZER.encode_parts(parts)[-number:]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "x" * 300, "prompt_logprobs": 1}),
+        ("/v1/completions", {"prompt": "x" * 300, "echo": True, "logprobs": 1}),
+        ("/v1/completions", {"prompt": "x" * 300, "echo": True, "logprobs": 1, "stream": True}),
+        (
+            "/v1/chat/completions",
+            {"messages": [{**HI[0], "content": "x" * 300}], "prompt_logprobs": 1},
+        ),
+        ("/v1/chat/completions", {"messages": HI, "logprobs": True, "max_tokens": 400}),
+    ],
+)
+async def test_many_log_probabilities_are_put_together_off_the_loop(
+    path: str, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names: list[str] = []
+
+    def noted(self: Any, token_id: int) -> bytes:
+        names.append(threading.current_thread().name)
+        return b"x"
+
+    monkeypatch.setattr(Tokenizer, "token_bytes", noted)
+    engine = ScriptedEngine(reply_with(run=400, eos=False))
+    async with http_client(make_app(engine)) as client:
+        answer = await client.post(path, json={"model": MODEL, "max_tokens": 1, **body})
+    assert answer.status_code == 200, answer.text
+    assert len(names) > 256 and {name.split("_")[0] for name in names} == {"long"}
 
 
 def test_count_is_exact_where_the_text_may_be_encoded() -> None:
