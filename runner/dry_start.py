@@ -166,7 +166,7 @@ def dry_start(
     reached(GRAPHS)
     warm_up_steps(runner, config)
     reached(STEPS)
-    rare_steps(runner)
+    rare_steps(runner, config)
     with torch.inference_mode():
         attend_to_any_batch(parts, config.scheduler.max_num_batched_tokens)
     return runner

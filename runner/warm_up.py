@@ -58,12 +58,23 @@ def warm_up_steps(runner: SteppedRunner, config: Config) -> None:
             steps.serve_wide([params] * num_reqs)
 
 
-def rare_steps(runner: SteppedRunner) -> None:
-    """Steps of the kinds that `warm_up_steps` leaves to requests; only a dry start runs them."""
+def rare_steps(runner: SteppedRunner, config: Config) -> None:
+    """Steps of the kinds that `warm_up_steps` leaves to requests; only a dry start runs them.
+
+    Prompts and batches of all sizes are among them: where a step has no graph, its kernels depend
+    on its rows, and a drafter's on the number of requests, too.
+    """
     steps = _Steps(runner)
-    if steps.fit():
-        for params in _RARE:
-            steps.serve([params])
+    if not steps.fit():
+        return
+    for params in _RARE:
+        steps.serve([params])
+    most = min(config.scheduler.max_num_batched_tokens, runner.facts.max_model_len - 1)
+    for power in range(most.bit_length()):
+        steps.serve_prompt(1 << power)
+    budget = config.scheduler.max_num_batched_tokens // (_PROMPT_LEN + steps.num_drafts)
+    for power in range(1, min(config.scheduler.max_num_seqs, budget).bit_length()):
+        steps.serve([_KINDS[0]] * (1 << power))
 
 
 def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:
@@ -111,6 +122,13 @@ class _Steps:
             self._run(self._verifying(slots, bound + 1))
         self._run([], freed_slots=list(slots))
 
+    def serve_prompt(self, prompt_len: int) -> None:
+        """The prefill of one request, if the KV cache has the blocks for it."""
+        if request_fits(self._runner.facts, prompt_len):
+            new = self._new_request(0, prompt_len, _KINDS[0])
+            self._run([_prefill(new)], [new])
+            self._run([], freed_slots=[0])
+
     def serve_wide(self, kinds: list[SamplingParams]) -> None:
         """As few tokens as so many rows can have in steps that are not uniform, whose tokens no
         graph chooses: prefills and, with a drafter, one prefill among rows that verify."""
@@ -133,7 +151,7 @@ class _Steps:
     def _new_request(self, slot: int, prompt_len: int, params: SamplingParams) -> NewRequest:
         """With blocks of its own, where there are enough: two that write to one block leave there
         what nobody can foretell, and graphs are compared with eager runs."""
-        length, blocks = self._length(), []
+        length, blocks = max(self._length(), prompt_len), []
         for group in self._runner.facts.kv_groups:
             count = -(-length // group.block_size)
             first = 1 + slot * count

@@ -17,8 +17,10 @@ from tests.speculators.all_drafters import METHODS, Drafters  # noqa: E402
 from tests.speculators.recorded_proposals import Proposals, recorded_proposals  # noqa: E402
 from tests.speculators.tiny_engine import TinyEngine, prompts  # noqa: E402
 
+from slipstream.configs.graphs import AttentionCGSupport  # noqa: E402
 from slipstream.configs.schema import SpeculativeConfig  # noqa: E402
 from slipstream.kernels import mla  # noqa: E402
+from slipstream.runner.attention.triton import TritonBuilder  # noqa: E402
 from slipstream.runner.cuda_graphs import relative_error  # noqa: E402
 
 pytestmark = [
@@ -91,6 +93,33 @@ def test_drafts_of_graphs_equal_eager_ones_for_200_steps(drafters: Drafters, met
         for position in range(3):
             column = [mine[position] == theirs[position] for mine, theirs in drafts if theirs]
             assert sum(column) >= 0.99 * len(column)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "claim", [AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.UNIFORM_BATCH]
+)
+@pytest.mark.parametrize("mode", ["full_and_piecewise", "full"])
+def test_a_lowered_claim_serves_prefills_and_steps_that_verify(
+    drafters: Drafters,
+    method: str,
+    claim: AttentionCGSupport,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(TritonBuilder, "supports", claim)
+    graph = {"cudagraph_capture_sizes": (4, 8), "attention_backend": "triton"}
+    engine = TinyEngine(
+        drafters.pair(method)[0],
+        drafters.speculative(method, 1),
+        graph=graph | {"cudagraph_mode": mode},
+        device="cuda",
+        **dict(SIZES),
+    )
+    for options in ({}, {"speculative_enabled": False}):
+        run = engine.run(prompts(3, seed=5), max_tokens=8, **options)
+        assert all(len(tokens) == 8 for tokens in run.tokens.values())
+    engine.close()
 
 
 @pytest.mark.parametrize("how", GRAPHS)

@@ -20,6 +20,15 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.end_to_end.running_server import RunningServer  # noqa: E402
 
+from slipstream.configs.schema import (  # noqa: E402
+    CacheConfig,
+    Config,
+    GraphConfig,
+    ModelConfig,
+    SchedulerConfig,
+)
+from slipstream.runner.engine import build_engine  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -94,3 +103,23 @@ def test_deepseek_is_served_with_graphs_that_equal_eager(
             common = mine.keys() & theirs.keys()
             assert len(common) >= 3
             assert all(abs(mine[token] - theirs[token]) < 0.05 for token in common)
+
+
+@pytest.mark.parametrize("backend", ["flash_mla", "triton"])
+@pytest.mark.parametrize("wanted", [16, 64])
+def test_the_kv_cache_takes_no_more_memory_than_it_is_given(
+    deepseek: Path, backend: str, wanted: int
+) -> None:
+    budget = 64 << 20  # less than the requests could use
+    config = Config(
+        model=ModelConfig(model=str(deepseek), load_format="dummy"),
+        cache=CacheConfig(block_size=wanted, kv_cache_memory_bytes=budget),
+        scheduler=SchedulerConfig(max_num_seqs=16),
+        graph=GraphConfig(attention_backend=backend, enforce_eager=True),
+    )
+    engine = build_engine(config, lambda _: None)
+    cache: Any = engine._runner._target.cache  # type: ignore[attr-defined]
+    taken = sum(tensor.nbytes for tensor in cache.kv_caches.values())
+    engine.shutdown()
+    assert cache.block_size == engine.ready.block_size == (64 if backend == "flash_mla" else wanted)
+    assert 0.95 * budget < taken == cache.num_bytes <= budget

@@ -30,6 +30,10 @@ KINDS = [
     SamplingParams(seed=2, max_tokens=6),
     SamplingParams(seed=3, max_tokens=6, top_p=0.5, top_k=3),
     SamplingParams(seed=4, max_tokens=6, presence_penalty=0.5),
+    SamplingParams(seed=5, max_tokens=6, temperature=0.0, logprobs=2),
+    SamplingParams(seed=6, max_tokens=6, logprobs=0, prompt_logprobs=1),
+    SamplingParams(seed=7, max_tokens=6, min_p=0.1, logit_bias={3: 1.0}),
+    SamplingParams(seed=8, max_tokens=6, temperature=0.0, allowed_token_ids=[3, 4, 5]),
 ]
 START: dict[str, Any] = {}  # kernels that the worker compiled and found while `engine` was built
 

@@ -156,7 +156,7 @@ def forget(counting: Counting) -> None:
         kernel.device_caches.clear()
 
 
-def launches(model: str, drafter: str | None) -> dict[str, Any]:
+def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> dict[str, Any]:
     """How many kinds of launches a start has, those that come earlier in a server with limits of
     its own and none of its blocks left out, and those that came after its start."""
     speculative = SpeculativeConfig()
@@ -171,7 +171,11 @@ def launches(model: str, drafter: str | None) -> dict[str, Any]:
         scheduler=scheduler,
         speculative=speculative,
         # Other kernels in every bucket of rows, and sizes that are no powers of two.
-        graph=GraphConfig(linear_backend="triton", cudagraph_capture_sizes=(1, 3, 24, 40, 120)),
+        graph=GraphConfig(
+            linear_backend="triton",
+            cudagraph_capture_sizes=(1, 3, 24, 40, 120),
+            enforce_eager=enforce_eager,
+        ),
     )
     counting = Counting()
     with compiling_only(counting):
@@ -199,11 +203,11 @@ def launches(model: str, drafter: str | None) -> dict[str, Any]:
 
 
 def main(model: str, drafter: str) -> None:
-    """A line of JSON for the model alone, and one for both."""
+    """A line of JSON for the model alone, one for both, and one for both without graphs."""
     pretend_card(H100)
     driver.set_active(without_driver(H100))
-    for found in (launches(model, None), launches(model, drafter)):
-        print(json.dumps(found))
+    for case in ((model, None), (model, drafter), (model, drafter, True)):
+        print(json.dumps(launches(*case)))
 
 
 if __name__ == "__main__":

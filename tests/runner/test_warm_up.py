@@ -54,7 +54,7 @@ def test_a_request_after_the_first_steps_gets_the_text_that_it_gets_without(
             runner.execute = count  # type: ignore[method-assign]
             limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=48)
             warm_up_steps(runner, Config(scheduler=limits))
-            rare_steps(runner)
+            rare_steps(runner, Config(scheduler=limits))
             assert steps >= 20
             assert all(bool(kv.isfinite().all()) for kv in runner._target.cache.kv_caches.values())
             counts = torch.tensor([runner.table.sampling._features[slot] for slot in range(2)])
@@ -68,7 +68,7 @@ def test_steps_that_do_not_fit_are_left_out(model: Any) -> None:
     runner = make_runner(model, TinySetup(num_blocks=2))
     runner.execute = None  # type: ignore[method-assign, assignment]
     warm_up_steps(runner, Config())
-    rare_steps(runner)
+    rare_steps(runner, Config())
     runner.shutdown()
 
 
