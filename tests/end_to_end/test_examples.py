@@ -29,7 +29,8 @@ def output_of(server: RunningServer, *command: str) -> str:
 
 def test_every_example_has_a_test() -> None:
     shown = {path.name for path in EXAMPLES.iterdir() if path.suffix in (".py", ".sh")}
-    assert shown == {"curl.sh", "openai_sdk.py", "langchain_chat.py", *NEEDS_A_GPU}
+    shown_here = {"curl.sh", "openai_sdk.py", "langchain_chat.py", "show_accepted.py"}
+    assert shown == {*shown_here, *NEEDS_A_GPU}
 
 
 @pytest.mark.parametrize("name", NEEDS_A_GPU)
@@ -68,3 +69,15 @@ def test_langchain(server: RunningServer) -> None:
     lines = output_of(server, sys.executable, str(EXAMPLES / "langchain_chat.py")).splitlines()
     assert "Paris" in lines[0]
     assert lines[1:] == lines[:1]  # the stream says the same as the whole answer
+
+
+def test_accepted_drafts_are_coloured(server: RunningServer, tmp_path: Path) -> None:
+    picture = tmp_path / "answer.png"
+    question = ("What is the capital of France?", "--max-tokens", "16", "--png", str(picture))
+    shown = output_of(server, sys.executable, str(EXAMPLES / "show_accepted.py"), *question)
+    answer, _, summary = shown.rstrip().rpartition("\n")
+    tokens, steps = (int(word) for word in summary.split() if word.isdigit())
+    coloured = answer.count("\033[30;42m")
+    assert "Paris" in answer.replace("\033[30;42m", "").replace("\033[0m", "")
+    assert coloured == tokens - steps and 0 < steps <= tokens <= 16
+    assert picture.read_bytes().startswith(b"\x89PNG")
