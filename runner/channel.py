@@ -1,5 +1,8 @@
 """Owns the socket between the server and one worker: lists of messages, one packet each way a step.
 
+A packet travels in frames of bounded size, so that no request can outgrow what the socket takes,
+and what requests share travels once.
+
 A pair of ZeroMQ PAIR sockets over a Unix socket in a private folder. The server's end lives on its
 event loop and the worker's end blocks or polls; neither knows what the messages mean. A worker that
 is started again gets a new channel, so nothing stale can arrive.
@@ -18,8 +21,9 @@ import zmq
 import zmq.asyncio
 
 from .messages import FromWorker, ToWorker, encoder, from_worker_decoder, to_worker_decoder
+from .shared_requests import share, unshare
 
-MAX_MESSAGE_BYTES = 256 << 20
+MAX_FRAME_BYTES = 16 << 20  # a peer that sends a larger one is cut off
 # ZeroMQ's input-output threads answer these, so a worker that computes for long still answers and
 # only one that is frozen does not.
 HEARTBEAT_MS = 2_000
@@ -35,7 +39,17 @@ def _configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
     socket.set(zmq.LINGER, linger_ms)
     socket.set(zmq.SNDHWM, 0)  # no limit: a step never waits for a slow reader
     socket.set(zmq.RCVHWM, 0)
-    socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+
+
+def _frames(packet: bytes) -> list[memoryview]:
+    """The packet in pieces that the socket takes."""
+    view = memoryview(packet)
+    return [view[at : at + MAX_FRAME_BYTES] for at in range(0, len(packet), MAX_FRAME_BYTES)]
+
+
+def _joined(frames: list[bytes]) -> bytes:
+    return frames[0] if len(frames) == 1 else b"".join(frames)
 
 
 def _check_descriptors() -> None:
@@ -84,14 +98,14 @@ class ServerChannel:
 
     def send(self, messages: list[ToWorker]) -> None:
         """Queue one packet; never blocks. A packet to a worker that is gone is dropped."""
-        packet = encoder.encode(messages)
-        sent = cast("asyncio.Future[None]", self._socket.send(packet, zmq.NOBLOCK))
+        frames = _frames(encoder.encode(list(share(messages))))
+        sent = cast("asyncio.Future[None]", self._socket.send_multipart(frames, zmq.NOBLOCK))
         if sent.done() and isinstance(sent.exception(), zmq.Again):
             return  # nobody at the other end: whoever watches the process reports it
 
     async def receive(self) -> list[FromWorker]:
         """The next packet."""
-        return from_worker_decoder.decode(await self._socket.recv())
+        return from_worker_decoder.decode(_joined(await self._socket.recv_multipart()))
 
     async def disconnected(self) -> None:
         """Return once the worker has closed the connection or stopped answering heartbeats."""
@@ -117,7 +131,7 @@ class WorkerChannel:
     def send(self, messages: list[FromWorker]) -> None:
         """Queue one packet; blocks only until the server's end is there at all."""
         with self._lock:
-            self._socket.send(encoder.encode(messages))
+            self._socket.send_multipart(_frames(encoder.encode(messages)))
 
     def has_messages(self) -> bool:
         """Whether `receive` would find any without waiting."""
@@ -134,7 +148,8 @@ class WorkerChannel:
                 return messages
         while True:
             try:
-                messages += to_worker_decoder.decode(self._socket.recv(zmq.NOBLOCK))
+                packet = _joined(self._socket.recv_multipart(zmq.NOBLOCK))
+                messages += unshare(to_worker_decoder.decode(packet))
             except zmq.Again:
                 return messages
 

@@ -55,6 +55,44 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     cache_salt: str = ""  # KV blocks are shared only between requests of the same one
 
 
+class Child(msgspec.Struct, array_like=True, frozen=True):
+    """What one of several `AddRequest`s does not share with the others."""
+
+    request_id: str
+    prompt: int  # index of its prompt
+    seed: int
+    max_tokens: int
+    prompt_logprobs: int | None
+
+
+class AddChildren(msgspec.Struct, tag="children", omit_defaults=True):
+    """Several `AddRequest`s that share their parameters, each prompt once (see `shared`)."""
+
+    prompts: list[list[int]]
+    sampling: SamplingParams  # of the first child
+    children: list[Child]
+    priority: int = 0
+    cache_salt: str = ""
+
+    def requests(self) -> list[AddRequest]:
+        """The requests; they share their prompts and parameters, which nobody changes."""
+        return [
+            AddRequest(
+                child.request_id,
+                self.prompts[child.prompt],
+                msgspec.structs.replace(
+                    self.sampling,
+                    seed=child.seed,
+                    max_tokens=child.max_tokens,
+                    prompt_logprobs=child.prompt_logprobs,
+                ),
+                self.priority,
+                self.cache_salt,
+            )
+            for child in self.children
+        ]
+
+
 class AbortRequests(msgspec.Struct, tag="abort"):
     """Forget these requests; unknown ids are ignored. No output follows for them."""
 
@@ -198,5 +236,5 @@ class StepOutputs(msgspec.Struct, tag="step"):
 FromWorker = Progress | Ready | Fatal | StepOutputs
 
 encoder = msgspec.msgpack.Encoder()
-to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker])
+to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker | AddChildren])
 from_worker_decoder = msgspec.msgpack.Decoder(list[FromWorker])

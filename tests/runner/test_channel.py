@@ -9,10 +9,25 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from slipstream.runner.channel import ServerChannel, WorkerChannel
-from slipstream.runner.messages import AbortRequests, Fatal, Progress, Shutdown
+from slipstream.runner.messages import (
+    AbortRequests,
+    AddRequest,
+    Fatal,
+    GrammarSpec,
+    Progress,
+    RequestOutput,
+    SamplingParams,
+    Shutdown,
+    StepOutputs,
+    StepStats,
+    TokenLogprobs,
+    encoder,
+)
+from slipstream.runner.shared_requests import share, unshare
 
 
 @pytest.fixture
@@ -38,6 +53,84 @@ async def test_lists_arrive_whole_in_order_both_ways(
     while len(got) < 3:
         got += worker.receive(1.0)
     assert got == [AbortRequests(["a"]), AbortRequests(["b"]), Shutdown()]
+
+
+def children(
+    num_prompts: int, n: int, length: int, **options: object
+) -> list[AddRequest]:  # as `Generation` makes them
+    base = SamplingParams(seed=5, max_tokens=0, **options)  # type: ignore[arg-type]
+    prompts = [[p] * length for p in range(num_prompts)]
+    return [
+        AddRequest(
+            f"r-{p}-{i}",
+            prompt,
+            msgspec.structs.replace(
+                base, seed=5 + i, max_tokens=9 + p, prompt_logprobs=None if i else 2
+            ),
+            -1,
+            "salt",
+        )
+        for p, prompt in enumerate(prompts)
+        for i in range(n)
+    ]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"allowed_token_ids": list(range(50_000))},
+        {"grammar": GrammarSpec("regex", "a" * 100_000)},
+        {"prediction_token_ids": list(range(50_000)), "bad_words_token_ids": [[1] * 9] * 999},
+    ],
+)
+def test_what_children_share_is_sent_once(options: dict[str, object]) -> None:
+    alone = len(encoder.encode(children(3, 1, 5_000, **options)[:1]))
+    made = children(3, 128, 5_000, **options)
+    packed = list(share([AbortRequests(["x"]), *made, Shutdown()]))
+    assert [type(message).__name__ for message in packed] == [
+        "AbortRequests", "AddChildren", "Shutdown",
+    ]  # fmt: skip
+    assert len(encoder.encode(packed)) < 3 * alone + 3 * 128 * 40
+    assert list(unshare(packed)) == [AbortRequests(["x"]), *made, Shutdown()]
+
+
+def test_requests_of_others_stay_apart() -> None:
+    first, second = children(1, 2, 3), children(1, 2, 3, temperature=0.5)
+    third = children(1, 1, 3)
+    for request in third:
+        request.cache_salt = "another"
+    same = children(1, 1, 3, allowed_token_ids=[1, 2])  # equal lists, but not the same object
+    other = children(1, 1, 3, allowed_token_ids=[1, 2])
+    made = [*first, *second, *third, *same, *other]
+    packed = list(share(made))
+    assert [type(message).__name__ for message in packed] == [
+        "AddChildren", "AddChildren", "AddRequest", "AddRequest", "AddRequest",
+    ]  # fmt: skip
+    assert list(unshare(packed)) == made
+
+
+async def test_packets_larger_than_the_socket_takes_arrive_whole_both_ways(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The socket cuts off a peer that sends more at once: the worker was started again."""
+    monkeypatch.setattr("slipstream.runner.channel.MAX_FRAME_BYTES", 1 << 16)
+    server = ServerChannel()
+    worker = WorkerChannel(server.endpoint)
+    prompt = list(range(2**24, 2**24 + 50_000))
+    many = [AddRequest(str(i), [*prompt], SamplingParams(seed=i, max_tokens=1)) for i in range(3)]
+    server.send([*many])
+    got: list[object] = []
+    while len(got) < 3:
+        got += worker.receive(10.0)
+    assert got == many
+    entry = TokenLogprobs(1, -1.0, 1, list(range(20)), [-1.0] * 20)
+    output = RequestOutput("a", [1], prompt_logprobs=[entry] * 2_000)
+    worker.send([StepOutputs([output], StepStats())])
+    (answer,) = await server.receive()
+    assert isinstance(answer, StepOutputs) and answer.outputs == [output]
+    worker.close()
+    server.close()
 
 
 async def test_worker_polls_without_waiting(ends: tuple[ServerChannel, WorkerChannel]) -> None:
