@@ -32,6 +32,20 @@ GGUF_TYPES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3":
 OTHER_WEIGHTS = "consolidated*.safetensors"
 
 
+# name in a config.json -> key of a GGUF header behind the architecture's name
+GGUF_NUMBERS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+}
+
+
 class NotServed(Exception):
     """The model cannot be served; the text is one sentence."""
 
@@ -80,6 +94,11 @@ def is_block_size(value: object) -> bool:
     )
 
 
+def is_file_name(value: object) -> bool:
+    """Whether it names a file of the model's own folder, as entries of an index must."""
+    return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & set("/\\\0")
+
+
 def check_gguf_architecture(name: object) -> str:
     """The model_type of a GGUF architecture; NotServed if it is not supported."""
     if not isinstance(name, str) or name not in GGUF_TYPES:
@@ -88,6 +107,101 @@ def check_gguf_architecture(name: object) -> str:
             f"{', '.join(sorted(GGUF_TYPES))}."
         )
     return GGUF_TYPES[name]
+
+
+# Of numbers that a config states, the largest that are taken for true: those beyond would fill all
+# memory before a file could contradict them. Every one of them is many times that of known models.
+_MOST = {
+    "num_hidden_layers": 1024,
+    "vocab_size": 1 << 24,
+    "hidden_size": 1 << 18,
+    "intermediate_size": 1 << 22,
+    "moe_intermediate_size": 1 << 22,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 13,
+    "global_head_dim": 1 << 13,
+    "q_lora_rank": 1 << 18,
+    "kv_lora_rank": 1 << 18,
+    "qk_nope_head_dim": 1 << 13,
+    "qk_rope_head_dim": 1 << 13,
+    "v_head_dim": 1 << 13,
+    "n_routed_experts": 1 << 14,
+    "num_experts": 1 << 14,
+    "max_position_embeddings": 1 << 28,
+    "sliding_window": 1 << 28,
+}
+_ABOVE_ZERO = (
+    *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+)
+_REALS = ("rms_norm_eps", "rope_theta")
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config with its language part, if it has one of its own, laid over it."""
+    text = config.get("text_config")
+    if text is not None and not isinstance(text, Mapping):
+        raise NotServed(f"its text_config must be an object, not {short(text)}.")
+    return {**config, **(text or {})}
+
+
+def check_numbers(config: Mapping[str, Any]) -> None:
+    """NotServed if a number of a text config cannot be one of a model; what is missing may be
+    filled in by defaults."""
+    for name, most in _MOST.items():
+        value = config.get(name)
+        least = 1 if name in _ABOVE_ZERO else 0
+        if value is not None and not (type(value) is int and least <= value <= most):
+            raise NotServed(
+                f"{name} must be an integer from {least} to {most}, but its config says "
+                f"{short(value)}."
+            )
+    for name in _REALS:
+        _check_positive(name, config.get(name))
+    for rope in (config.get("rope_parameters"), config.get("rope_scaling")):
+        if rope is not None and not isinstance(rope, Mapping):
+            raise NotServed(f"its rope settings must be an object, not {short(rope)}.")
+        for name in ("factor", "rope_theta"):
+            _check_positive(name, (rope or {}).get(name))
+    heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
+        raise NotServed(
+            f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})."
+        )
+
+
+def _check_positive(name: str, value: object) -> None:
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 < value < 1e30):  # type: ignore[operator]
+        raise NotServed(f"{name} must be a number above 0, but its config says {short(value)}.")
+
+
+def check_weights(config: Mapping[str, Any], num_tensors: int, num_bytes: int) -> None:
+    """NotServed if a text config describes a model that these weights are much too small for."""
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > num_tensors:
+        raise NotServed(
+            f"its config says {layers} layers, but its files hold {num_tensors} tensors."
+        )
+    vocab, hidden = config.get("vocab_size"), config.get("hidden_size")
+    if isinstance(vocab, int) and isinstance(hidden, int) and vocab * hidden > 8 * num_bytes:
+        raise NotServed(
+            f"its config says {vocab} tokens of size {hidden}, but its weights have "
+            f"{num_bytes} bytes in all."
+        )
+
+
+def eos_token_ids(value: object, where: str) -> list[int]:
+    """The ids of an eos_token_id, which may be one or a list; NotServed if they are none."""
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise NotServed(
+            f"eos_token_id of {where} must be a token id or a list of them, not {short(value)}."
+        )
+    return list(ids)
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

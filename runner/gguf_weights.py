@@ -16,8 +16,15 @@ from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from torch import Tensor
 
-from ..configs.model_config import NotServed, check_gguf_architecture
-from .errors import ModelLoadError
+from ..configs.model_config import (
+    GGUF_NUMBERS,
+    NotServed,
+    check_gguf_architecture,
+    check_numbers,
+    check_weights,
+    eos_token_ids,
+)
+from .errors import ModelLoadError, first_line
 
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -33,6 +40,7 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_MAY_LACK = ("num_key_value_heads", "head_dim", "rope_theta")  # numbers that have defaults
 _LONG_ARRAY = 1024  # longer ones are vocabularies
 _PIECE = 8192  # quantised blocks turned to numbers at once
 _ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, stored as its outcome
@@ -67,15 +75,19 @@ class GGUFFile:
         self.path = path
         try:
             self._reader = _Reader(path)
-        except (ValueError, OSError, struct.error, IndexError) as error:
-            raise ModelLoadError(f"{path} is not a readable GGUF file: {error}.") from error
+        except Exception as error:  # the package reads what it finds as it comes
+            reason = first_line(error).rstrip(".") or "its header makes no sense"
+            raise ModelLoadError(f"{path} is not a readable GGUF file: {reason}.") from error
         self.architecture = str(self._value("general.architecture"))
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self.names = [_checkpoint_name(name) for name in self._tensors if name != _ROPE_DIVISORS]
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self._reader.get_field(key)
-        return default if field is None else field.contents()
+        try:
+            return default if field is None else field.contents()
+        except (ValueError, LookupError, TypeError) as error:
+            raise ModelLoadError(f"{self.path} cannot be served: its {key!r} is odd.") from error
 
     def _setting(self, key: str, default: Any = None) -> Any:
         return self._value(f"{self.architecture}.{key}", default)
@@ -85,7 +97,10 @@ class GGUFFile:
         """End-of-sequence and end-of-turn ids, without repeats."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         ids = [self._value(key) for key in keys]
-        return list(dict.fromkeys(int(i) for i in ids if i is not None))
+        try:
+            return list(dict.fromkeys(eos_token_ids([i for i in ids if i is not None], "it")))
+        except NotServed as error:
+            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
 
     def config(self) -> dict[str, Any]:
         """What config.json would say."""
@@ -93,12 +108,24 @@ class GGUFFile:
             model_type = check_gguf_architecture(self.architecture)
         except NotServed as error:
             raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
-        num_heads = int(self._setting("attention.head_count"))
-        hidden = int(self._setting("embedding_length"))
+        numbers = {name: self._setting(key) for name, key in GGUF_NUMBERS.items()}
+        numbers["rope_parameters"] = {"factor": self._setting("rope.scaling.factor")}
+        table = self._tensors.get("token_embd.weight")
+        try:
+            check_numbers(numbers)
+            missing = [n for n in GGUF_NUMBERS if numbers[n] is None and n not in _MAY_LACK]
+            if missing:
+                raise NotServed(f"its header has no {GGUF_NUMBERS[missing[0]]}.")
+            if table is None or len(table.shape) != 2:
+                raise NotServed("its tensor token_embd.weight is missing or no matrix.")
+            check_weights(numbers, len(self._tensors), self.path.stat().st_size)
+        except NotServed as error:
+            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
+        num_heads, hidden = int(numbers["num_attention_heads"]), int(numbers["hidden_size"])
         eos = self.eos_token_ids
         config: dict[str, Any] = {
             "model_type": model_type,
-            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),
+            "vocab_size": int(table.shape[1]),
             "hidden_size": hidden,
             "intermediate_size": int(self._setting("feed_forward_length")),
             "num_hidden_layers": int(self._setting("block_count")),
@@ -132,9 +159,10 @@ class GGUFFile:
             return rope | {"rope_type": "divisors", "divisors": divisors.tolist()}
         scaling = self._setting("rope.scaling.type", "none")
         if scaling in ("linear", "yarn"):
-            rope |= {"rope_type": scaling, "factor": float(self._setting("rope.scaling.factor"))}
-        if scaling == "yarn":
-            original = self._setting("rope.scaling.original_context_length")
+            factor = float(self._setting("rope.scaling.factor", 1.0))
+            rope |= {"rope_type": scaling, "factor": factor}
+        original = self._setting("rope.scaling.original_context_length")
+        if scaling == "yarn" and original is not None:
             rope["original_max_position_embeddings"] = int(original)
         return rope
 

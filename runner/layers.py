@@ -275,7 +275,7 @@ class RMSNorm(nn.Module):
         yield f"{parent}{name}.weight", slot
 
     def _load(self, tensor: Tensor) -> None:
-        self.weight.copy_(tensor.float() + self.offset)
+        self.weight.copy_(tensor.float() + self.offset if self.offset else tensor)
 
 
 class Embedding(nn.Module):

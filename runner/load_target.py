@@ -19,6 +19,7 @@ from .hub import find_drafter
 from .kv_cache import make_groups
 from .layers import WeightFormat, resolve_format
 from .memory import refuse_early
+from .model_check import outline_model, refuse_large_cache
 from .models.base import TextModel
 from .models.registry import build_model
 from .weights import ResolvedModel, load_weights, resolve_model
@@ -75,6 +76,11 @@ def load_target(
     fmt = resolve_format(
         model_config.dtype, device, resolved.checkpoint_dtype, config.graph.linear_backend
     )
+    refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
+    if device.type != "meta":
+        sketch = outline_model(resolved, fmt, max_model_len)
+        groups = make_groups(sketch.attention_layers())
+        refuse_early(config.cache, device, groups, fmt.dtype, max_model_len)
     model = build_model(
         resolved.hf_config,
         device,
@@ -87,7 +93,5 @@ def load_target(
         host = OutlineHost(max_model_len, model, resolved)
         with faults_of_drafter():
             outline(config.speculative.method, config.speculative, host, drafter)
-    groups = make_groups(model.attention_layers())
-    refuse_early(config.cache, device, groups, fmt.dtype, max_model_len)
     load_weights(model, resolved, progress)
     return LoadedTarget(model, resolved, fmt, max_model_len, int(text.vocab_size), drafter)

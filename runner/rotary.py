@@ -153,11 +153,13 @@ class RotaryEmbedding(nn.Module):
     ) -> None:
         super().__init__()
         frequencies, factor = inverse_frequencies(parameters, head_dim)
-        if device.type == "meta":  # a table that nobody reads takes no memory
-            frequencies = frequencies.to(device)
-        every = torch.arange(max_position, dtype=torch.float32, device=frequencies.device)
-        angles = torch.outer(every, frequencies)
-        table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
+        if device.type == "meta":
+            # Nobody reads it, and computing it would import the compiler of torch: seconds.
+            table = torch.empty(max_position, 2 * len(frequencies), device=device)
+        else:
+            every = torch.arange(max_position, dtype=torch.float32)
+            angles = torch.outer(every, frequencies)
+            table = torch.cat((angles.cos() * factor, angles.sin() * factor), dim=-1)
         self.register_buffer("cos_sin_cache", table.to(device), persistent=False)
         self.interleaved = interleaved
 

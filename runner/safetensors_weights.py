@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..configs.model_config import OTHER_WEIGHTS
+from ..configs.model_config import OTHER_WEIGHTS, is_file_name
 from .errors import ModelLoadError
 from .file_reader import Stretch, read_tensors
 
@@ -76,7 +76,7 @@ class SafetensorsCheckpoint:
         for name in sorted(self.names, key=lambda name: self._files[name]):
             tensor = read(name)
             if tensor.dtype in _FP8 and name + _SCALE in self._files:
-                tensor = dequantise_blocks(tensor, read(name + _SCALE), self._block)
+                tensor = self._dequantised(name, tensor, read(name + _SCALE))
             yield name, tensor
 
     def _read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
@@ -87,7 +87,7 @@ class SafetensorsCheckpoint:
         for name in left:
             tensor = self._next(tensors, name)
             if wanted[name].dtype in _FP8 and name + _SCALE in wanted:
-                tensor = dequantise_blocks(tensor, self._next(tensors, next(left)), self._block)
+                tensor = self._dequantised(name, tensor, self._next(tensors, next(left)))
             yield name, tensor
 
     def _stretches_in_order(self) -> dict[str, Stretch]:
@@ -110,6 +110,17 @@ class SafetensorsCheckpoint:
                 wanted[name + _SCALE] = found[name + _SCALE]
         return wanted
 
+    def _dequantised(self, name: str, weight: Tensor, scales: Tensor) -> Tensor:
+        expected = [
+            -(-size // block) for size, block in zip(weight.shape, self._block, strict=False)
+        ]
+        if weight.dim() != 2 or list(scales.shape) != expected:
+            raise ModelLoadError(
+                f"tensor {name} of {self._folder} has shape {list(weight.shape)} in blocks of "
+                f"{list(self._block)}, but its scales have shape {list(scales.shape)}."
+            )
+        return dequantise_blocks(weight, scales, self._block)
+
     def _next(self, tensors: Iterator[Tensor], name: str) -> Tensor:
         try:
             return next(tensors)
@@ -123,8 +134,10 @@ def _tensor_files(folder: Path) -> dict[str, str]:
     if index.exists():
         try:
             files: dict[str, str] = dict(json.loads(index.read_text())["weight_map"])
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError, OSError, RecursionError) as error:
             raise ModelLoadError(f"{index} is not a valid safetensors index.") from error
+        if not all(is_file_name(file) for file in files.values()):
+            raise ModelLoadError(f"{index} is not a valid safetensors index.")
         absent = sorted({file for file in files.values() if not (folder / file).exists()})
         if absent:
             raise ModelLoadError(f"{folder} lacks the weight file {', '.join(absent)}.")

@@ -35,6 +35,7 @@ from .load_target import faults_of_drafter, load_target
 from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks
 from .memory_profile import MemoryProfile
 from .messages import Progress
+from .model_check import memory_faults
 from .request_table import RequestTable
 from .row_sampling import RowSampling
 from .runner_parts import NO_SPECULATION, RunnerParts, facts_of
@@ -50,7 +51,8 @@ def assemble(
     config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
 ) -> RunnerParts:
     """Load the model and allocate everything that a step uses."""
-    return Assembly(config, progress, choose_device(config.model.device), ahead).run()
+    with memory_faults("this model"):
+        return Assembly(config, progress, choose_device(config.model.device), ahead).run()
 
 
 class Assembly:
@@ -316,7 +318,8 @@ class Assembly:
             self.config.cache, self.device, available, layout, self.max_model_len,
             self.max_num_reqs * self.max_model_len,
         )  # fmt: skip
-        return layout.allocate(num_blocks, self.device)
+        with memory_faults("the KV cache"):
+            return layout.allocate(num_blocks, self.device)
 
     def _kv_cache_bytes(self, profile: MemoryProfile) -> int:
         return kv_cache_bytes(self.config.cache, self.device, profile, self.memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +16,15 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..configs.model_config import NotServed, check_quantisation, merged, served_architecture
+from ..configs.model_config import (
+    NotServed,
+    check_numbers,
+    check_quantisation,
+    eos_token_ids,
+    merged,
+    served_architecture,
+    text_config,
+)
 from ..configs.schema import ModelConfig
 from .errors import ModelLoadError
 from .hub import find_model
@@ -102,7 +110,10 @@ def resolve_model(
     eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
     if eos is None:
         eos = getattr(hf_config, "eos_token_id", None)
-    eos_ids = [] if eos is None else [int(i) for i in (eos if isinstance(eos, list) else [eos])]
+    try:
+        eos_ids = eos_token_ids(eos, str(path))
+    except NotServed as error:
+        raise ModelLoadError(f"{path} cannot be served: {error}") from error
     kind = "dummy" if config.load_format == "dummy" else "safetensors"
     return ResolvedModel(path, kind, hf_config, eos_ids, config.seed)
 
@@ -163,6 +174,7 @@ def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = 
         if check_architecture:
             served_architecture(raw)
         check_quantisation(raw)
+        check_numbers(text_config(raw))
     except NotServed as error:
         raise ModelLoadError(f"{source} cannot be served: {error}") from error
     if (plain := plain_config(raw, needs_eos=check_architecture)) is not None:
@@ -215,16 +227,7 @@ def load_checkpoint(
     progress: Progress | None = None,
 ) -> None:
     """Fill `slots`. `checkpoint_name` gives a stored tensor's slot, or None to leave it out."""
-    targets = {name: checkpoint_name(name) for name in checkpoint.names}
-    wanted = [target for target in targets.values() if target is not None]
-    _complain(
-        f"{source} has unexpected tensors", [n for n, t in targets.items() if t and t not in slots]
-    )
-    twice = [name for name, count in Counter(wanted).items() if count > 1]
-    _complain(f"{source} has several tensors for", twice)
-    given = set(wanted)
-    missing = [n for n, slot in slots.items() if not slot.optional and n not in given]
-    _complain(f"{source} lacks tensors", missing)
+    targets = match_names(slots, checkpoint.names, checkpoint_name, source)
     sizes = checkpoint.sizes()
     jobs: deque[tuple[Future[None], str, int]] = deque()  # and the bytes of its tensor
     total = sum(sizes[name] for name, target in targets.items() if target is not None)
@@ -246,17 +249,53 @@ def load_checkpoint(
             if target is None:
                 continue
             slot = slots[target]
-            if tuple(tensor.shape) != slot.shape:
-                raise ModelLoadError(
-                    f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
-                    f"asks for {list(slot.shape)}."
-                )
+            _check_shape(name, tensor, slot, source)
             jobs.append((loaders.submit(_load, slot, tensor), name, tensor.nbytes))
             pending_bytes += tensor.nbytes
             while jobs and (pending_bytes > _MAX_PENDING_BYTES or jobs[0][0].done()):
                 finish_oldest()
         while jobs:
             finish_oldest()
+
+
+def match_names(
+    slots: Mapping[str, CheckpointSlot],
+    names: Sequence[str],
+    checkpoint_name: Callable[[str], str | None],
+    source: str,
+) -> dict[str, str | None]:
+    """The slot of each stored tensor; ModelLoadError unless every slot gets the tensor it needs."""
+    targets = {name: checkpoint_name(name) for name in names}
+    wanted = [target for target in targets.values() if target is not None]
+    _complain(
+        f"{source} has unexpected tensors", [n for n, t in targets.items() if t and t not in slots]
+    )
+    twice = [name for name, count in Counter(wanted).items() if count > 1]
+    _complain(f"{source} has several tensors for", twice)
+    given = set(wanted)
+    missing = [n for n, slot in slots.items() if not slot.optional and n not in given]
+    _complain(f"{source} lacks tensors", missing)
+    return targets
+
+
+def check_outlines(model: TextModel, resolved: ResolvedModel) -> None:
+    """ModelLoadError unless the checkpoint has the tensors of `model`; reads headers only."""
+    if resolved.kind == "dummy":
+        return
+    slots, checkpoint = model.checkpoint_slots(), open_checkpoint(resolved)
+    source = str(resolved.path)
+    targets = match_names(slots, checkpoint.names, model.checkpoint_name, source)
+    for name, tensor in checkpoint.outlines():
+        if (target := targets.get(name)) is not None:
+            _check_shape(name, tensor, slots[target], source)
+
+
+def _check_shape(name: str, tensor: Tensor, slot: CheckpointSlot, source: str) -> None:
+    if tuple(tensor.shape) != slot.shape:
+        raise ModelLoadError(
+            f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
+            f"asks for {list(slot.shape)}."
+        )
 
 
 @contextmanager

@@ -14,6 +14,7 @@ _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=
 _STRING, _ARRAY = 8, 9
 _SIZES = {kind: struct.calcsize("<" + form) for kind, form in _SCALARS.items()}
 _LONG_ARRAY = 1024  # longer ones are vocabularies
+_MOST_ALIGNED = 1 << 20
 _ALIGNMENT = 32  # of the tensors' data, unless the header names another
 # Kind of tensor -> numbers and bytes of a block; of unknown kinds only the start is checked.
 _BLOCKS = {
@@ -104,8 +105,12 @@ def _opened(path: Path) -> Iterator[_Reader]:
             yield _Reader(data)
     except struct.error as error:
         raise GGUFError(path, "it ends in the middle of its header") from error
-    except (OSError, ValueError, OverflowError, MemoryError, RecursionError) as error:
-        raise GGUFError(path, str(error) or "its header makes no sense") from error
+    except OSError as error:
+        raise GGUFError(path, error.strerror or "an input error") from error
+    except ValueError as error:
+        raise GGUFError(path, str(error)) from error
+    except (ArithmeticError, TypeError, MemoryError, RecursionError) as error:
+        raise GGUFError(path, "its header makes no sense") from error
 
 
 def read_gguf_metadata(path: Path, long_arrays: bool = True) -> dict[str, Any]:
@@ -117,12 +122,15 @@ def read_gguf_metadata(path: Path, long_arrays: bool = True) -> dict[str, Any]:
         return reader.pairs(long_arrays)[1]
 
 
-def check_gguf_tensors(path: Path) -> None:
-    """Raise GGUFError unless the file is as long as its list of tensors says."""
+def check_gguf_tensors(path: Path) -> int:
+    """The number of tensors. Raises GGUFError unless the file is as long as their list says."""
     with _opened(path) as reader:
         count, metadata = reader.pairs(long_arrays=False)
         end = max((reader.tensor_end() for _ in range(count)), default=0)
-        alignment = int(metadata.get("general.alignment") or _ALIGNMENT)
+        alignment = metadata.get("general.alignment") or _ALIGNMENT
+        if type(alignment) is not int or not 0 < alignment <= _MOST_ALIGNED:
+            raise ValueError(f"its alignment is {alignment!r:.40}")
         expected = -(-reader.position // alignment) * alignment + end
         if len(reader.data) < expected:
             raise ValueError(f"it has {len(reader.data)} bytes, and its header says {expected}")
+        return count

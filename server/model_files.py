@@ -14,12 +14,19 @@ from typing import Any
 from ..configs.context import context_length
 from ..configs.hub import HubError, download_config
 from ..configs.model_config import (
+    GGUF_NUMBERS,
     OTHER_WEIGHTS,
     NotServed,
     check_gguf_architecture,
+    check_numbers,
     check_quantisation,
+    check_weights,
+    eos_token_ids,
+    is_file_name,
     merged,
     served_architecture,
+    short,
+    text_config,
 )
 from ..configs.paths import PathError, local_path
 from ..configs.schema import Config
@@ -81,9 +88,21 @@ def _checked(
     if (path / "config.json").is_file():
         raw = _served(name, merged(_json(path / "config.json"), overrides), whole)
     if load_format in ("auto", "safetensors"):
-        for file in _safetensors(path):
-            _check_safetensors(file)
+        _check_folder(path, raw if whole else {})
     return raw
+
+
+def _check_folder(folder: Path, config: dict[str, Any]) -> None:
+    """ModelFilesError if weights or generation_config.json are broken, or do not suit `config`."""
+    counts = [_check_safetensors(file) for file in _safetensors(folder)]
+    try:
+        if counts:
+            check_weights(config, *(sum(column) for column in zip(*counts, strict=True)))
+        for name in ("generation_config.json", "config.json"):
+            if (folder / name).is_file():
+                eos_token_ids(_json(folder / name).get("eos_token_id"), name)
+    except NotServed as error:
+        raise ModelFilesError(f"{folder} cannot be served: {error}") from error
 
 
 def _served(name: str, raw: dict[str, Any], whole: bool) -> dict[str, Any]:
@@ -92,21 +111,31 @@ def _served(name: str, raw: dict[str, Any], whole: bool) -> dict[str, Any]:
         if whole:
             served_architecture(raw)
         check_quantisation(raw)
+        config = text_config(raw)
+        if whole:
+            check_numbers(config)
     except NotServed as error:
         raise ModelFilesError(f"{name} cannot be served: {error}") from error
-    text = raw.get("text_config")
-    return {**raw, **text} if isinstance(text, dict) else raw
+    return config
 
 
 def _checked_gguf(path: Path) -> dict[str, Any]:
     try:
         metadata = read_gguf_metadata(path, long_arrays=False)
         check_gguf_architecture(metadata.get("general.architecture"))
-        check_gguf_tensors(path)
+        num_tensors = check_gguf_tensors(path)
+        config = _gguf_config(metadata)
+        check_numbers(config)
+        check_weights(config, num_tensors, path.stat().st_size)
     except GGUFError as error:
         raise ModelFilesError(str(error)) from error
     except NotServed as error:
         raise ModelFilesError(f"{path} cannot be served: {error}") from error
+    return config
+
+
+def _gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The header's numbers in the words of a config.json."""
     architecture = metadata["general.architecture"]
     scaling = f"{architecture}.rope.scaling"
     rope = {
@@ -114,8 +143,8 @@ def _checked_gguf(path: Path) -> dict[str, Any]:
         "factor": metadata.get(f"{scaling}.factor"),
         "original_max_position_embeddings": metadata.get(f"{scaling}.original_context_length"),
     }
-    longest = metadata.get(f"{architecture}.context_length")
-    return {"max_position_embeddings": longest, "rope_parameters": rope}
+    config = {name: metadata.get(f"{architecture}.{key}") for name, key in GGUF_NUMBERS.items()}
+    return config | {"rope_parameters": rope}
 
 
 def _check_length(wanted: int | None, model: dict[str, Any]) -> None:
@@ -146,7 +175,7 @@ def _safetensors(folder: Path) -> Iterator[Path]:
         yield from [single] if single.exists() else own or found
         return
     files = _json(index).get("weight_map")
-    if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
+    if not isinstance(files, dict) or not all(is_file_name(name) for name in files.values()):
         raise ModelFilesError(f"{index} is not a valid safetensors index.")
     paths = [folder / name for name in sorted(set(files.values()))]
     missing = [path.name for path in paths if not path.exists()]
@@ -155,8 +184,9 @@ def _safetensors(folder: Path) -> Iterator[Path]:
     yield from paths
 
 
-def _check_safetensors(path: Path) -> None:
-    """The header's length, its JSON, and that the file ends where the last tensor does."""
+def _check_safetensors(path: Path) -> tuple[int, int]:
+    """The header's length, its JSON, and that the file ends where the last tensor does; returns the
+    number of tensors, and of their bytes."""
 
     def broken(reason: str) -> ModelFilesError:
         return ModelFilesError(f"{path} is not a readable safetensors file: {reason}.")
@@ -172,7 +202,8 @@ def _check_safetensors(path: Path) -> None:
         end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except OSError as error:
         raise broken(error.strerror or "an input error") from error
-    except (ValueError, RecursionError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise broken("its header makes no sense") from error
+    except (ArithmeticError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
+        raise broken("its header makes no sense") from None
     if size != 8 + length + end:
-        raise broken(f"it has {size} bytes, and its header says {8 + length + end}")
+        raise broken(f"it has {size} bytes, and its header says {short(8 + length + end)}")
+    return len(tensors), end

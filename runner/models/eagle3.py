@@ -206,8 +206,10 @@ class Eagle3Head(nn.Module):
         """Check the vocabulary map and share with the target what the checkpoint left out."""
         draft, vocab = self.head.draft_vocab_size, self.config.vocab_size
         if self._offsets is not None and self._has_map:
-            ids = torch.arange(draft, device=self._offsets.device) + self._offsets
+            ids = self._offsets
             known = not ids.is_meta  # what has no memory holds no ids
+            if known:
+                ids = torch.arange(draft, device=ids.device) + ids
             if known and (int(ids.max()) >= vocab or int(ids.min()) < 0):
                 raise ModelLoadError("the drafter's d2t maps ids beyond the vocabulary.")
             has_id = self._has_draft_id if known and not dummy else None
