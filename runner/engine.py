@@ -13,7 +13,8 @@ from dataclasses import replace
 from ..configs.schema import Config
 from .draft_planner import DraftPlanner, plan_drafts
 from .draft_swap import DraftSwap
-from .grammar import GrammarBackend, build_grammar_backend
+from .grammar import GrammarBackend
+from .grammar_pool import build_grammar_backend
 from .kv_blocks import KVBlocks
 from .messages import (
     AbortRequests,

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 
 import numpy as np
 
-from .grammar import ALL_ALLOWED, GrammarBackend, GrammarMatcher, fill_rows
+from .grammar import ALL_ALLOWED, GrammarBackend, GrammarMatcher, GrammarTooSlow, MaskJob
 from .messages import GrammarSpec
 from .plan import StepPlan
 from .request import Request
@@ -20,7 +20,10 @@ from .scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 COMPILE_POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a grammar
-MAX_COMPILE_SECONDS = 30.0  # a grammar that takes longer is refused
+# A grammar that takes too long to compile is refused by the backend; this long a wait is not its
+# request's fault, as others were before it.
+MAX_WAIT_SECONDS = 60.0
+BUSY_ERROR = "The server was too busy with other grammars to compile this one; try again later."
 
 
 class RequestGrammars:
@@ -47,7 +50,7 @@ class RequestGrammars:
         if self._backend is None:
             self._scheduler.fail(request, "Structured output is not available for this model.")
             return
-        deadline = time.monotonic() + MAX_COMPILE_SECONDS
+        deadline = time.monotonic() + MAX_WAIT_SECONDS
         self._compiling[request.request_id] = (self._backend.compile(spec), deadline)
 
     def wait(self) -> None:
@@ -65,7 +68,7 @@ class RequestGrammars:
                 self._unblock(request, future)
             elif time.monotonic() > deadline:
                 future.cancel()
-                self._scheduler.fail(request, "The grammar takes too long to compile.", True)
+                self._scheduler.fail(request, BUSY_ERROR)
             else:
                 continue
             del self._compiling[request_id]
@@ -77,11 +80,21 @@ class RequestGrammars:
         the plan how many drafts it cuts."""
         shape = (sum(len(ids) + 1 for ids in drafts), -(-vocab_size // 32))
         bitmask = np.full(shape, ALL_ALLOWED, dtype=np.int32)
-        num_cut, start = [], 0
+        jobs: list[tuple[int, Request, MaskJob]] = []
+        start = 0
         for index, ids in enumerate(drafts):
             lines = bitmask[start : start + len(ids) + 1]
-            num_cut.append(self._fill_row(plan, index, ids, lines))
             start += len(ids) + 1
+            request = self._masked_request(plan, index)
+            if request is not None and request.matcher is not None:
+                jobs.append((index, request, MaskJob(request.matcher, ids, lines)))
+        num_cut = [0] * len(drafts)
+        if jobs and self._backend is not None:
+            self._backend.fill([job for _, _, job in jobs])
+        for index, request, job in jobs:
+            num_cut[index] = job.num_cut
+            if job.error is not None:
+                self._end(request, job.error)
         return bitmask, num_cut
 
     def shutdown(self) -> None:
@@ -96,17 +109,12 @@ class RequestGrammars:
             return None
         return request
 
-    def _fill_row(self, plan: StepPlan, index: int, ids: list[int], lines: np.ndarray) -> int:
-        """Mask one row of the plan; a fault in its grammar ends its request alone."""
-        request = self._masked_request(plan, index)
-        if request is None or request.matcher is None:
-            return 0
-        try:
-            return fill_rows(request.matcher, ids, lines)
-        except Exception as error:
-            logger.exception("the grammar of %s failed", request.request_id)
-            self._scheduler.fail(request, f"The grammar failed: {error}")
-            return 0
+    def _end(self, request: Request, error: Exception) -> None:
+        """A fault in a grammar ends its request alone."""
+        is_theirs = isinstance(error, GrammarTooSlow)
+        log = logger.info if is_theirs else logger.error
+        log("the grammar of %s failed: %r", request.request_id, error)
+        self._scheduler.fail(request, f"The grammar failed: {error}.", is_theirs)
 
     def _unblock(self, request: Request, future: Future[GrammarMatcher]) -> None:
         """A grammar that does not compile ends its request alone."""

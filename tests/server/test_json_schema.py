@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from slipstream.runner.grammar import GrammarBackend, build_grammar_backend
+from slipstream.runner.grammar import GrammarBackend
+from slipstream.runner.grammar_pool import build_grammar_backend
 from slipstream.runner.messages import GrammarSpec
 from slipstream.server.errors import InvalidRequest
 from slipstream.server.grammars import json_schema_grammar
