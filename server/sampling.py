@@ -20,6 +20,10 @@ from .tokenizer import Tokenizer
 _PREDICTED_CHARACTERS = 8  # of `prediction` that are looked at, for each token it may have
 
 
+# The worker's table of words has room for the longest word of any request in every place.
+MAX_WORD_TOKENS = 64
+
+
 @dataclass(frozen=True)
 class ModelLimits:
     """Facts about the model that a request is checked against."""
@@ -153,6 +157,14 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     if not spellings:
         return []
     found = tokenizer.encode_batch(spellings, add_special_tokens=False)
+    longest = max(map(len, found))
+    if longest > MAX_WORD_TOKENS:
+        raise InvalidRequest(
+            f"Invalid value for 'bad_words': a word has {longest} tokens, and at most "
+            f"{MAX_WORD_TOKENS} are allowed.",
+            "bad_words",
+            "invalid_value",
+        )
     return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
 
 

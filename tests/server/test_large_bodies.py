@@ -112,6 +112,7 @@ def test_a_list_of_wrong_values_gets_a_few_complaints(model: Any, body: dict[str
         {"response_format": {"type": "x" * 100_000}},
         {"stop": ["x" * 4_097]},
         {"bad_words": ["x" * 1_025]},
+        {"bad_words": ["x" + "é" * 40]},  # 81 bytes, each a token of the tests' tokenizer
         {"allowed_token_ids": [1] * ((1 << 18) + 1)},
         {"chat_template_kwargs": {"messages": "x" * 100_000}},
         {"tools": [{"type": "function", "function": {"name": "x" * 100_000}}]},
