@@ -52,6 +52,7 @@ class _KeepsLines(argparse.HelpFormatter):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --config, --speculative-config and a flag per field."""
     parser.formatter_class = _KeepsLines
+    parser.epilog = "SIZE: a number such as 4000, 4k (4000) or 4K (4096); m, M, g and G likewise."
     presets = ", ".join(preset_names())
     parser.add_argument(
         "model_argument",
@@ -84,11 +85,17 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
             *names, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text
         )
         return
-    metavar = (
-        "{" + ",".join(option.choices) + "}" if option.choices else option.kind.__name__.upper()
-    )
+    metavar = "{" + ",".join(option.choices) + "}" if option.choices else _kind(option)
     action = "append" if option.many else "store"
     group.add_argument(*names, metavar=metavar, action=action, default=argparse.SUPPRESS, help=text)
+
+
+def _kind(option: Option) -> str:
+    """What stands for the value in the help. Every integer may have a suffix, but in a port or a
+    seed nobody expects one."""
+    if option.kind is int and option.name.endswith(("_len", "_bytes", "_tokens")):
+        return "SIZE"
+    return option.kind.__name__.upper()
 
 
 def _speculative_keys() -> str:

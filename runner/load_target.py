@@ -22,7 +22,7 @@ from .memory import refuse_early
 from .model_check import outline_model, refuse_large_cache
 from .models.base import TextModel
 from .models.registry import build_model
-from .weights import ResolvedModel, load_weights, resolve_model
+from .weights import ResolvedModel, check_outlines, load_weights, resolve_model
 
 # What reading values of another kind than is meant ends in. RuntimeError is also a device's fault.
 _ODD_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -81,6 +81,7 @@ def load_target(
         sketch = outline_model(resolved, fmt, max_model_len)
         groups = make_groups(sketch.attention_layers())
         refuse_early(config.cache, device, groups, fmt.dtype, max_model_len)
+        check_outlines(sketch, resolved)
     model = build_model(
         resolved.hf_config,
         device,

@@ -16,7 +16,7 @@ from .errors import ModelLoadError, RunnerError, first_line
 from .layers import WeightFormat
 from .models.base import TextModel
 from .models.registry import build_model
-from .weights import ResolvedModel, check_outlines
+from .weights import ResolvedModel
 
 # What building or filling a model of odd numbers ends in.
 _ODD_CONTENT = (
@@ -34,17 +34,16 @@ class NotEnoughMemory(RunnerError):
 
 
 def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int) -> TextModel:
-    """The model of meta tensors, held against the headers of its files: it takes no memory.
+    """The model of meta tensors, which takes no memory.
 
-    ModelLoadError if the config describes no model that can be built, or one that its files do not
-    hold; NotEnoughMemory if its weights are larger than the memory of the machine.
+    ModelLoadError if the config describes no model that can be built; NotEnoughMemory if its
+    weights are larger than the memory of the machine.
     """
     nowhere = replace(fmt, device=torch.device("meta"), pack_fp16=False, linear=None)
     try:
         model = build_model(
             resolved.hf_config, nowhere.device, nowhere.dtype, max_position=max_model_len
         )
-        check_outlines(model, resolved)
     except _ODD_CONTENT as error:
         why = f"{type(error).__name__}: {first_line(error)}".rstrip(": .")
         raise ModelLoadError(

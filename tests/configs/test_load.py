@@ -482,3 +482,12 @@ def test_flag_page_is_up_to_date() -> None:
 def test_overrides_may_be_text_in_a_file(tmp_path: Path) -> None:
     file = yaml_file(tmp_path, "hf_overrides: " + json.dumps('{"a": 1}'))
     assert load("--config", file).model.hf_overrides == '{"a": 1}'
+
+
+def test_the_help_says_where_suffixes_are_usual() -> None:
+    parser = argparse.ArgumentParser("serve")
+    add_flags(parser)
+    shown = " ".join(parser.format_help().split())
+    for flag in ("max-model-len", "kv-cache-memory-bytes", "max-num-batched-tokens"):
+        assert f"--{flag} SIZE" in shown and f"--{flag} INT" not in shown
+    assert "--port INT" in shown and shown.endswith("m, M, g and G likewise.")

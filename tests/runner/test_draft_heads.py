@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from slipstream.configs.schema import Config, ModelConfig, SpeculativeConfig
-from slipstream.runner import draft_heads, load_target, model_check, startup
+from slipstream.runner import draft_heads, load_target, startup
 from slipstream.runner.errors import DrafterError, ModelLoadError
 from slipstream.runner.rotary import RotaryEmbedding
 from slipstream.speculators.registry import _SPECULATORS
@@ -43,7 +43,7 @@ def _no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Reached
 
     monkeypatch.setattr(load_target, "load_weights", load)
-    monkeypatch.setattr(model_check, "check_outlines", lambda model, resolved: None)
+    monkeypatch.setattr(load_target, "check_outlines", lambda model, resolved: None)
 
 
 def folder(path: Path, config: dict[str, Any] | str, weights: bool = True) -> str:
