@@ -23,12 +23,12 @@ from .messages import GrammarSpec
 MAX_STALL_SECONDS = 0.12  # that masks may hold up a step before the slow ones are ended
 # What a process may compute in one step: this, and so much more for each mask line. The first mask
 # of a state is not cached yet, and may take some ten times as long as later ones.
-STEP_SECONDS = 0.5
-MAX_LINE_SECONDS = 0.05
+STEP_SECONDS = 0.1
+MAX_LINE_SECONDS = 0.01
 MAX_SILENT_SECONDS = 5.0  # for a process that gets no time on a core
 # What a request's masks may take in all: this, and so much more for each line.
-BURST_SECONDS = 5.0
-STEADY_LINE_SECONDS = 0.05
+BURST_SECONDS = 1.0
+STEADY_LINE_SECONDS = 0.015
 _TICK_SECONDS = 0.005  # no more than a line may take: rows that come faster are quick enough
 
 
