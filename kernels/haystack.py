@@ -10,10 +10,19 @@ OUTSIDE = -2  # stands for "before the output" and "before the prediction", whic
 
 
 @dataclass(frozen=True)
+class Predictions:
+    """The texts that clients expect, one after another."""
+
+    token_ids: Tensor  # [T] int32
+    start: Tensor  # [R] int64, slot -> index of its text's first token
+    length: Tensor  # [R] int64, slot -> tokens of its text; 0 = none
+    longest: int  # no slot has a longer one
+
+
+@dataclass(frozen=True)
 class Haystack:
     """The request rows to search; rows are slots."""
 
     token_ids: Tensor  # [R, S] int32, prompt, then output
     prompt_len: Tensor  # [R] int32
-    prediction_ids: Tensor | None = None  # [R, P] int32
-    prediction_len: Tensor | None = None  # [R] int64, 0 = no prediction
+    predictions: Predictions | None = None  # None = nobody has one

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .device import use_triton
-from .haystack import OUTSIDE, Haystack
+from .haystack import OUTSIDE, Haystack, Predictions
 
-__all__ = ["Haystack", "ngram_scan", "ngram_scan_cpu", "ngram_scan_reference"]
+__all__ = ["Haystack", "Predictions", "ngram_scan", "ngram_scan_cpu", "ngram_scan_reference"]
 
 
 def ngram_scan(
@@ -63,12 +63,13 @@ def ngram_scan_reference(
     period = (length - end).clamp(min=1)
     drafts = tokens.gather(1, end + steps % period)
 
-    if haystack.prediction_ids is not None and haystack.prediction_len is not None:
-        predicted = haystack.prediction_ids[slots].long()  # [N, P]
+    if (texts := haystack.predictions) is not None:
+        places = texts.start[slots][:, None] + torch.arange(texts.longest, device=slots.device)
+        predicted = texts.token_ids[places.clamp(max=texts.token_ids.shape[0] - 1)].long()  # [N, P]
         output_len = length - haystack.prompt_len[slots].long()[:, None]
         suffix = torch.where(back <= output_len, suffix, OUTSIDE)
         ends = torch.arange(predicted.shape[1], device=slots.device)
-        size = haystack.prediction_len[slots][:, None]
+        size = texts.length[slots][:, None]
         matched = torch.where(ends < size, _match_lengths(predicted, suffix, OUTSIDE), 0)
         span = predicted.shape[1] + tokens.shape[1]
         end = (matched * span - (ends - output_len).abs()).argmax(1, keepdim=True)
@@ -114,11 +115,13 @@ def ngram_scan_cpu(
         best, ends = _longest_matches(tokens, tokens[: -max_n - 1 : -1], 0)
         source, start = tokens, int(ends[-1]) if best >= min_n else length
         indices = start + np.arange(num_drafts) % max(length - start, 1)
-        size = 0 if haystack.prediction_len is None else int(haystack.prediction_len[slot])
-        if size and haystack.prediction_ids is not None:
+        texts = haystack.predictions
+        size = 0 if texts is None else int(texts.length[slot])
+        if size and texts is not None:
             prompt_len = int(haystack.prompt_len[slot])
             text = np.full(max_n + size, OUTSIDE, dtype=np.int32)
-            text[max_n:] = haystack.prediction_ids[slot, :size].numpy()
+            first = int(texts.start[slot])
+            text[max_n:] = texts.token_ids[first : first + size].numpy()
             suffix = np.full(max_n, OUTSIDE, dtype=np.int32)
             output = tokens[prompt_len:][: -max_n - 1 : -1]
             suffix[: output.shape[0]] = output

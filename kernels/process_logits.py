@@ -77,14 +77,18 @@ def apply_penalties(
     logits.addcmul_(in_output, presence[:, None], value=-1)
 
 
-def match_bad_words(bad_words: Tensor, tail: Tensor) -> Tensor:
-    """Which n-grams would be completed by their last token; [L, B] bool.
+def completed_words(tokens: Tensor, after: Tensor, first: Tensor, before: Tensor) -> Tensor:
+    """Which tokens would complete a word of a row's list, after the text before the row; [L, T].
 
-    bad_words: [L, B, W], right-aligned (the token to forbid is the last), -1 = unused on the left
-    or the whole row; tail: [L, W - 1] the tokens before each row's token, -2 = none.
+    A list holds the tokens of its words one after another; -1 = unused. tokens: [L, T]; after:
+    [L, T] how many tokens of its word follow each; first: [L, T] index in the list of its word's
+    first token; before: [L, T] the text's token as far before the row's as `after` says, which
+    means nothing where that is 0.
     """
-    prefix = bad_words[:, :, :-1]
-    return ((prefix == tail[:, None, :]) | (prefix < 0)).all(-1)
+    differs = ((after > 0) & (before != tokens)).cumsum(1)  # [L, T] up to and with each token
+    until = torch.nn.functional.pad(differs, (1, 0))  # [L, T + 1] before each token
+    same = differs == until.gather(1, first.clamp(min=0).long())
+    return same & (after == 0)
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> None:

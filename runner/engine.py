@@ -6,6 +6,7 @@ the model runner's. It knows nothing about processes, channels or text.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -33,6 +34,8 @@ from .runner_interface import Handle, ModelRunner
 from .schedule_policy import step_tokens
 from .scheduler import Scheduler
 from .start_ahead import start_ahead
+
+logger = logging.getLogger(__name__)
 
 NEWS_POLL_SECONDS = 0.02  # how often a step that waits for results asks whether messages wait
 
@@ -68,9 +71,7 @@ class Engine:
         for message in messages:
             match message:
                 case AddRequest():
-                    request = self._scheduler.add(message)
-                    if request is not None and message.sampling.grammar is not None:
-                        self._grammars.compile(request, message.sampling.grammar)
+                    self._add(message)
                 case AbortRequests(request_ids):
                     self._scheduler.abort(request_ids)
                 case ResetPrefixCache():
@@ -81,6 +82,17 @@ class Engine:
                     eos = sorted({*eos_token_ids, *self.ready.eos_token_ids})
                     vocab_size = self.ready.vocab_size
                     self.set_grammar_backend(build_grammar_backend(tokens, "raw", eos, vocab_size))
+
+    def _add(self, message: AddRequest) -> None:
+        """Queue a request. Whatever goes wrong with it ends it alone."""
+        try:
+            request = self._scheduler.add(message)
+            if request is not None and message.sampling.grammar is not None:
+                self._grammars.compile(request, message.sampling.grammar)
+        except Exception as error:
+            logger.exception("request %s cannot be added", message.request_id)
+            sentence = f"The request cannot be added ({type(error).__name__})."
+            self._scheduler.reject(message.request_id, sentence)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""

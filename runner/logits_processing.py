@@ -19,11 +19,14 @@ from ..kernels.process_logits import (
     apply_temperature,
     apply_token_bitmask,
     apply_top_k_top_p,
+    completed_words,
     forbid_tokens,
-    match_bad_words,
     previous_drafts,
 )
 from .sampling_state import PROCESSED, Feature, SamplingState
+
+# Entries of lists of words that are compared at once: each takes about 40 bytes.
+MAX_WORD_ENTRIES = 1 << 20
 
 
 class SamplingRequests(Protocol):
@@ -86,7 +89,7 @@ def process_logits(
     if features & PROCESSED:
         processed = logits.clone() if subset is None else logits[subset]
         context = _gather(rows, requests, features, subset)
-        _apply_options(processed, context, state, features, grammar_bitmask is not None)
+        _apply_options(processed, context, requests, features, grammar_bitmask is not None)
         if subset is None:
             return processed
     if features & Feature.RANDOM:
@@ -101,11 +104,12 @@ def process_logits(
 class _Context:
     """What the options of P processed rows depend on."""
 
+    used: list[int]  # host, the slots of these rows
     slots: Tensor  # [P] int64, processed row -> slot
+    positions: Tensor  # [P] int64, sequence position of the row
+    local_pos: Tensor  # [P] int32, drafts of the step before the row
     output_len: Tensor  # [P] int64, tokens the request has emitted before the row, drafts included
     drafts: Tensor  # [P, K] drafts before the row, nearest first, -1 = none
-    tail: Tensor | None  # [P, W - 1] output tokens before the row, oldest first, -2 = none
-    max_top_k: int | None  # bound of top_k over these rows, if all use it
 
 
 def _forbid_stops(
@@ -144,57 +148,66 @@ def _rows_to_process(
 def _gather(
     rows: SamplingRows, requests: SamplingRequests, features: Feature, subset: Tensor | None
 ) -> _Context:
-    state = requests.sampling
     slots = rows.expanded_idx_mapping.long()  # [L] logits row -> slot
     drafts = previous_drafts(rows.draft_ids, rows.expanded_local_pos, rows.max_num_drafts)
-    output_len = rows.positions + 1 - requests.prompt_len[slots]
-    tail = None
-    if features & Feature.BAD_WORDS:
-        length = state.bad_words.shape[2] - 1
-        tail = _tail(rows, requests, slots, drafts, output_len, length)
-    used = rows.slots
-    if subset is not None:
-        slots, drafts, output_len = slots[subset], drafts[subset], output_len[subset]
-        tail = None if tail is None else tail[subset]
-        used = [slot for slot in rows.slots if state.uses(slot, PROCESSED)]
-    return _Context(slots, output_len, drafts, tail, state.max_top_k(used))
+    positions, local_pos = rows.positions, rows.expanded_local_pos
+    output_len = positions + 1 - requests.prompt_len[slots]
+    if subset is None:
+        return _Context(rows.slots, slots, positions, local_pos, output_len, drafts)
+    used = [slot for slot in rows.slots if requests.sampling.uses(slot, PROCESSED)]
+    columns = (slots, positions, local_pos, output_len, drafts)
+    return _Context(used, *(column[subset] for column in columns))
 
 
-def _tail(
-    rows: SamplingRows,
-    requests: SamplingRequests,
-    slots: Tensor,  # [L]
-    drafts: Tensor,  # [L, K]
-    output_len: Tensor,  # [L]
-    length: int,
+def _forbid_bad_words(logits: Tensor, of: _Context, requests: SamplingRequests) -> None:
+    """Forbid the last token of each word whose other tokens the row's request has just emitted.
+
+    logits: [P, V] float32, in place. Works through the rows in pieces of bounded memory.
+    """
+    words = requests.sampling.bad_words
+    width = words.longest(of.used)
+    count = max(1, MAX_WORD_ENTRIES // width)
+    for start in range(0, logits.shape[0], count):
+        piece = slice(start, start + count)
+        (tokens, after, first), _ = words.padded(of.slots[piece], width)  # [p, width] each
+        before = _tokens_before(of, piece, after.long(), requests.all_token_ids)
+        forbid_tokens(logits[piece], tokens, completed_words(tokens, after, first, before))
+
+
+def _tokens_before(
+    of: _Context,
+    piece: slice,  # of the P rows: p of them
+    back: Tensor,  # [p, T] int64, 1 = the token at the row, which comes just before the row's own
+    all_token_ids: Tensor,  # [R, max_model_len] int32
 ) -> Tensor:
-    """The last `length` output tokens before each row's token, drafts of this step included."""
-    back = torch.arange(length - 1, -1, -1, device=slots.device)  # 0 = the token at the row
-    at = (rows.positions[:, None] - back).clamp(min=0)
-    known = requests.all_token_ids[slots[:, None], at].long()
-    if rows.max_num_drafts:
-        drafted = drafts[:, back.clamp(max=rows.max_num_drafts - 1)]
-        known = torch.where(back < rows.expanded_local_pos[:, None], drafted, known)
-    return torch.where(back < output_len[:, None], known, -2)
+    """Output tokens before each row's token, drafts of this step included; [p, T], -2 = none."""
+    drafts = of.drafts[piece]
+    at = (of.positions[piece, None] + 1 - back).clamp(min=0)
+    known = all_token_ids[of.slots[piece, None], at.clamp(max=all_token_ids.shape[1] - 1)].long()
+    if drafts.shape[1]:
+        drafted = drafts.gather(1, (back - 1).clamp(min=0, max=drafts.shape[1] - 1))
+        known = torch.where(back <= of.local_pos[piece, None], drafted, known)
+    return torch.where(back <= of.output_len[piece, None], known, -2)
 
 
 def _apply_options(
     logits: Tensor,  # [P, V] float32, in place
     of: _Context,
-    state: SamplingState,
+    requests: SamplingRequests,
     features: Feature,
     has_grammar: bool,
 ) -> None:
     """Every option but the grammar; the order is part of the interface."""
-    slots = of.slots
+    slots, state = of.slots, requests.sampling
     if features & Feature.BIAS:
-        values = state.bias_values.view(torch.float32)[slots]
-        add_at_tokens(logits, state.bias_ids[slots], values)
+        (ids, values), _ = state.biases.padded(slots, state.biases.longest(of.used))
+        add_at_tokens(logits, ids, values.view(torch.float32))
     if features & Feature.ALLOWED and state.allowed_bits is not None:
         apply_token_bitmask(logits, state.allowed_bits[slots])
     if features & Feature.MIN_TOKENS:
         too_short = of.output_len < state.min_tokens[slots]
-        _forbid_stops(logits, state.stop_ids[slots], too_short, has_grammar)
+        (ids,), _ = state.stop_ids.padded(slots, state.stop_ids.longest(of.used))
+        _forbid_stops(logits, ids, too_short, has_grammar)
     if features & Feature.PENALTIES:
         assert state.output_bin_counts is not None and state.prompt_bin_mask is not None
         repeats = features & Feature.REPETITION
@@ -208,9 +221,7 @@ def _apply_options(
             state.prompt_bin_mask[slots] if repeats else None,
         )
     if features & Feature.BAD_WORDS:
-        assert of.tail is not None
-        words = state.bad_words[slots]
-        forbid_tokens(logits, words[:, :, -1], match_bad_words(words, of.tail))
+        _forbid_bad_words(logits, of, requests)
     if features & Feature.RANDOM:
         apply_temperature(logits, state.temperature[slots])
     if features & Feature.MIN_P:
@@ -218,4 +229,4 @@ def _apply_options(
     if features & (Feature.TOP_K | Feature.TOP_P):
         any_top_p = bool(features & Feature.TOP_P)
         top_k, top_p = state.top_k[slots], state.top_p[slots]
-        apply_top_k_top_p(logits, top_k, top_p, of.max_top_k, any_top_p)
+        apply_top_k_top_p(logits, top_k, top_p, state.max_top_k(of.used), any_top_p)

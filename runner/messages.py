@@ -7,6 +7,11 @@ from __future__ import annotations
 
 import msgspec
 
+# How long the lists of one request may be. The server's door says so; the worker refuses the rest.
+MAX_BIASES = 1024
+MAX_STOP_TOKEN_IDS = 2048  # the client's and the model's
+MAX_BAD_WORD_TOKENS = 1 << 14  # of all words, in each spelling
+
 
 class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
     """A structured-output constraint, in the form the grammar library compiles."""

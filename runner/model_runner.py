@@ -51,6 +51,7 @@ class _Step:
     aux_hidden_states: Tensor | None = None  # [M*, taps * H]
     drafts: Future[tuple[HostCopy, list[int]]] = field(default_factory=Future)
     error: BaseException | None = None
+    faults: dict[int, str] = field(default_factory=dict)  # slot -> why its request ends
     agreement: StepAgreement | None = None  # with the other ranks, if there are any
 
 
@@ -195,7 +196,7 @@ class ModelRunner:
     def _forward(self, step: _Step) -> None:
         plan = step.plan
         self.table.stage(plan)
-        self.table.apply_staged()
+        step.faults = self.table.apply_staged()
         self._prompt_logprobs.update(plan)
         if not plan.rows:
             step.drafts.set_result((HostCopy([], None), []))
@@ -264,6 +265,9 @@ class ModelRunner:
             self._draft_for_others(step)
             return
         assert hidden is not None
+        if step.faults:
+            slots = [row.slot for row in step.plan.rows]
+            handle.faults = {slots.index(slot): fault for slot, fault in step.faults.items()}
         graphs = None
         if batch.mode is StepMode.WHOLE and self._choices is not None and grammar_bitmask is None:
             graphs = self._choices.find(batch)

@@ -69,3 +69,4 @@ class RowResult(msgspec.Struct, gc=False):
     logprobs: list[tuple[int, float, int, list[int], list[float]]] | None = None
     prompt_logprobs: list[tuple[int, float, int, list[int], list[float]]] | None = None  # a chunk's
     has_nan: bool = False  # the row's logits held NaN: the request ends with an error
+    error: str | None = None  # its parameters could not be taken in: as has_nan, in one sentence

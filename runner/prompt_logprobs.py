@@ -25,7 +25,7 @@ def token_logprobs(
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, token_ids[:, None])  # [P, 1]
     ranks = (logprobs > chosen).sum(1) + 1
-    top_logprobs, top_ids = logprobs.topk(top, dim=1)
+    top_logprobs, top_ids = logprobs.topk(min(top, logits.shape[1]), dim=1)
     return TokenLogprobTensors(token_ids, chosen[:, 0], ranks, top_ids, top_logprobs)
 
 

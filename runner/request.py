@@ -10,7 +10,14 @@ from enum import Enum
 
 from .grammar import GrammarMatcher
 from .kv_blocks import RequestBlocks
-from .messages import AddRequest, SamplingParams, TokenLogprobs
+from .messages import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    AddRequest,
+    SamplingParams,
+    TokenLogprobs,
+)
 from .prefix_cache import BlockHashes
 
 
@@ -126,4 +133,13 @@ class Request:
             )
         if self.sampling.max_tokens < 1:
             return "max_tokens must be at least 1."
+        sampling = self.sampling
+        for name, count, limit in (
+            ("logit_bias", len(sampling.logit_bias), MAX_BIASES),
+            ("stop_token_ids", len(sampling.stop_token_ids), MAX_STOP_TOKEN_IDS),
+            ("bad_words", sum(map(len, sampling.bad_words_token_ids)), MAX_BAD_WORD_TOKENS),
+            ("prediction", len(sampling.prediction_token_ids), max_model_len),
+        ):
+            if count > limit:
+                return f"{name} has {count} tokens; at most {limit} are possible."
         return None

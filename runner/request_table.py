@@ -6,6 +6,7 @@ changes are staged and applied at the start of a step, on the stream that runs t
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,6 +16,8 @@ from torch import Tensor
 from .plan import NewRequest, StepPlan
 from .sampling_state import SamplingState
 from .staging import StagingPool
+
+logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # words: where arrays that share a tensor may begin
 _LONG = 16  # more values than this become an array of their own
@@ -77,8 +80,12 @@ class RequestTable:
         assert self._staged is None, "a plan was staged and never applied"
         self._staged = plan
 
-    def apply_staged(self) -> None:
-        """Write the staged changes: first free, then fill, so that a slot can do both at once."""
+    def apply_staged(self) -> dict[int, str]:
+        """Write the staged changes: first free, then fill, so that a slot can do both at once.
+
+        Returns the slots of new requests with parameters that could not be taken in, for want of
+        memory perhaps, each with a sentence. Such a slot runs without any until its request ends.
+        """
         plan, self._staged = self._staged, None
         assert plan is not None, "nothing is staged"
         new_requests = plan.new_requests
@@ -93,9 +100,17 @@ class RequestTable:
         for grown in plan.new_blocks:
             self._add_blocks(grown.slot, grown.block_ids)
         self._writes.apply(self._pool)
+        faults = {}
         for new in new_requests:
             prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
-            self.sampling.set_request(new.slot, new.sampling, prompt, output)
+            try:
+                self.sampling.set_request(new.slot, new.sampling, prompt, output)
+            except Exception as error:
+                logger.exception("the parameters of a request could not be taken in")
+                self.sampling.clear(new.slot)
+                kind = type(error).__name__
+                faults[new.slot] = f"The request's parameters could not be taken in ({kind})."
+        return faults
 
     def forget_drafts(self) -> None:
         """Of every request, as the next ones may be drawn from other ids (another drafter)."""

@@ -2,6 +2,7 @@
 
 It knows nothing of batches: the sampler gathers rows by slot. Features nobody uses cost nothing:
 tables are allocated when the first request needs them, and the host knows what each slot uses.
+What a client chooses the length of is a list of `RaggedRows`, never a column of every slot.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .messages import SamplingParams
+from .ragged_rows import RaggedRows
 from .staging import StagingPool
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
@@ -62,20 +64,21 @@ class SamplingState:
         self.seed, self.top_k, self.min_tokens, self.has_own_seed = self._ints
         self.top_p.fill_(1.0)
         self.repetition.fill_(1.0)
-        # Padded lists, -1 = unused; wider tables replace them when a request needs more columns.
-        self.bias_ids = self._table(1)  # [R, B] int32
-        self.bias_values = self._table(1)  # [R, B] int32, the bits of float32
-        self.stop_ids = self._table(1)  # [R, S] int32, forbidden before min_tokens
-        self.bad_words = self._table(1, 1)  # [R, B, W] int32, right-aligned
+        self.biases = RaggedRows(max_num_reqs, 2, device)  # (token id, the bits of its float32)
+        self.stop_ids = RaggedRows(max_num_reqs, 1, device)  # forbidden before min_tokens
+        # The tokens of all words: (token id, tokens of its word after it, index of its word's
+        # first token in this list).
+        self.bad_words = RaggedRows(max_num_reqs, 3, device)
+        self.predictions = RaggedRows(max_num_reqs, 1, device)  # token ids, for the drafter
         # Whole-vocabulary rows, allocated on first use.
         self.allowed_bits: Tensor | None = None  # [R, ceil(V / 32)] int32, all ones = no limit
         self.prompt_bin_mask: Tensor | None = None  # [R, ceil(V / 32)] int32
         self.output_bin_counts: Tensor | None = None  # [R, V] int32, valid where penalties are used
-        self.prediction_ids: Tensor | None = None  # [R, P] int32, -1 = unused; for the drafter
-        self.prediction_len = torch.zeros(max_num_reqs, dtype=torch.int64, device=device)  # [R]
         self._features = [0] * max_num_reqs  # bits of Feature; plain ints, for speed
         self.num_logprobs: list[int | None] = [None] * max_num_reqs  # host, per slot
         self._top_k_cpu = [0] * max_num_reqs
+        # The last list of allowed tokens and its bits: the children of a request share the list.
+        self._packed: tuple[Sequence[int], np.ndarray] | None = None
 
     def set_request(
         self,
@@ -106,26 +109,22 @@ class SamplingState:
         self.num_logprobs[slot] = params.logprobs
         self._top_k_cpu[slot] = params.top_k
         if features & Feature.BIAS:
-            bias = {t: v for t, v in params.logit_bias.items() if 0 <= t < self.vocab_size}
-            values = np.array(list(bias.values()), dtype=np.float32)
-            self.bias_ids = self._set_list(self.bias_ids, slot, list(bias))
-            self.bias_values = self._set_list(self.bias_values, slot, values.view(np.int32))
+            ids = np.fromiter(params.logit_bias.keys(), dtype=np.int64)
+            values = np.fromiter(params.logit_bias.values(), dtype=np.float32).view(np.int32)
+            known = (ids >= 0) & (ids < self.vocab_size)
+            self.biases.set(slot, np.stack([ids[known].astype(np.int32), values[known]]))
         if features & Feature.MIN_TOKENS:
-            self.stop_ids = self._set_list(self.stop_ids, slot, self._known(params.stop_token_ids))
+            self.stop_ids.set(slot, self._known(params.stop_token_ids).astype(np.int32)[None])
         if features & Feature.BAD_WORDS:
             words = [w for w in params.bad_words_token_ids if w and len(self._known(w)) == len(w)]
-            self._set_bad_words(slot, words)
+            self.bad_words.set(slot, _word_entries(words))
         if params.allowed_token_ids is not None:
             self._set_allowed(slot, params.allowed_token_ids)
         if features & Feature.PENALTIES:
             self._set_counts(slot, prompt_token_ids, output_token_ids)
-
-        prediction = self._known(params.prediction_token_ids)
-        if prediction:
-            table = self._table(1) if self.prediction_ids is None else self.prediction_ids
-            self.prediction_ids = self._set_list(table, slot, prediction)
-        if self.prediction_ids is not None:
-            self.prediction_len[slot].fill_(len(prediction))
+        if params.prediction_token_ids:
+            prediction = self._known(params.prediction_token_ids).astype(np.int32)
+            self.predictions.set(slot, prediction[None])
 
     def clear(self, slot: int) -> None:
         """Make a slot's lists neutral; its scalars stay valid until `set_request` writes them."""
@@ -133,14 +132,10 @@ class SamplingState:
         self._features[slot] = 0
         self.num_logprobs[slot] = None
         self._top_k_cpu[slot] = 0
-        for feature, table in (
-            (Feature.BIAS, self.bias_ids),
-            (Feature.MIN_TOKENS, self.stop_ids),
-            (Feature.BAD_WORDS, self.bad_words),
-            (Feature.ALLOWED, self.allowed_bits),
-        ):
-            if features & feature and table is not None:
-                table[slot].fill_(-1)
+        for lists in (self.biases, self.stop_ids, self.bad_words, self.predictions):
+            lists.clear(slot)
+        if features & Feature.ALLOWED and self.allowed_bits is not None:
+            self.allowed_bits[slot].fill_(-1)
 
     def features(self, slots: Iterable[int]) -> Feature:
         """Union of what these slots use."""
@@ -184,35 +179,12 @@ class SamplingState:
         else:
             target.copy_(self._pool.upload(values))
 
-    def _set_list(self, table: Tensor, slot: int, values: Sequence[int] | np.ndarray) -> Tensor:
-        """Write one padded row; returns the table, wider if it had to grow."""
-        width = table.shape[1]
-        if len(values) > width:
-            wider = self._table(1 << (len(values) - 1).bit_length())
-            wider[:, :width] = table
-            table, width = wider, wider.shape[1]
-        row = np.full(width, -1, dtype=np.int32)
-        row[: len(values)] = values
-        self._write(table[slot], row)
-        return table
-
-    def _set_bad_words(self, slot: int, words: Sequence[Sequence[int]]) -> None:
-        _, count, length = self.bad_words.shape
-        longest = max((len(word) for word in words), default=0)
-        if len(words) > count or longest > length:
-            old = self.bad_words
-            self.bad_words = self._table(max(count, len(words)), max(length, longest))
-            self.bad_words[:, :count, -length:] = old
-            _, count, length = self.bad_words.shape
-        row = np.full((count, length), -1, dtype=np.int32)
-        for index, word in enumerate(words):
-            row[index, -len(word) :] = word
-        self._write(self.bad_words[slot], row)
-
     def _set_allowed(self, slot: int, token_ids: Sequence[int]) -> None:
         if self.allowed_bits is None:
             self.allowed_bits = self._table(-(-self.vocab_size // 32))
-        self._write(self.allowed_bits[slot], self._pack_bits(token_ids))
+        if self._packed is None or self._packed[0] is not token_ids:
+            self._packed = token_ids, self._pack_bits(token_ids)
+        self._write(self.allowed_bits[slot], self._packed[1])
 
     def _set_counts(self, slot: int, prompt: Sequence[int], output: Sequence[int]) -> None:
         if self.output_bin_counts is None or self.prompt_bin_mask is None:
@@ -221,18 +193,27 @@ class SamplingState:
                 (self.max_num_reqs, self.vocab_size), dtype=torch.int32, device=self._device
             )
         self._write(self.prompt_bin_mask[slot], self._pack_bits(prompt))
-        counts = np.bincount(
-            np.asarray(self._known(output), dtype=np.int64), minlength=self.vocab_size
-        )
+        counts = np.bincount(self._known(output), minlength=self.vocab_size)
         self._write(self.output_bin_counts[slot], counts.astype(np.int32))
 
-    def _known(self, token_ids: Sequence[int]) -> list[int]:
-        return [token for token in token_ids if 0 <= token < self.vocab_size]
+    def _known(self, token_ids: Sequence[int]) -> np.ndarray:
+        ids = np.asarray(token_ids, dtype=np.int64)
+        return ids[(ids >= 0) & (ids < self.vocab_size)]
 
     def _pack_bits(self, token_ids: Sequence[int]) -> np.ndarray:
         bits = np.zeros(-(-self.vocab_size // 32) * 32, dtype=np.uint8)
-        bits[np.asarray(self._known(token_ids), dtype=np.int64)] = 1
+        bits[self._known(token_ids)] = 1
         return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _word_entries(words: Sequence[Sequence[int]]) -> np.ndarray:
+    """The columns of `SamplingState.bad_words`, [3, tokens of all words] int32."""
+    tokens = [np.asarray(word, dtype=np.int32) for word in words]
+    lengths = np.array([len(word) for word in words], dtype=np.int32)
+    firsts = lengths.cumsum() - lengths
+    after = [np.arange(length - 1, -1, -1) for length in lengths]
+    columns = [np.concatenate([*tokens, []]), np.concatenate([*after, []])]
+    return np.stack([*columns, np.repeat(firsts, lengths)]).astype(np.int32)
 
 
 def _features_of(params: SamplingParams, temperature: float) -> Feature:

@@ -76,7 +76,7 @@ class Scheduler:
         request = Request.from_message(message, self._num_arrived, self._limits.max_model_len)
         self._num_arrived += 1
         if error := request.why_impossible(self._limits.max_model_len):
-            self._refuse(request, error)
+            self._refuse(request.request_id, error, True)
             return None
         self._requests[request.request_id] = request
         self.waiting.add(request)
@@ -102,11 +102,17 @@ class Scheduler:
     def fail(self, request: Request, error: str, invalid_request: bool = False) -> None:
         """End an unfinished request with an error output."""
         self._remove(request)
-        self._refuse(request, error, invalid_request)
+        self._refuse(request.request_id, error, invalid_request)
 
-    def _refuse(self, request: Request, error: str, invalid_request: bool = False) -> None:
+    def reject(self, request_id: str, error: str) -> None:
+        """End a request that could not be added, or not whole, with an error output."""
+        if request := self._requests.get(request_id):
+            self._remove(request)
+        self._refuse(request_id, error)
+
+    def _refuse(self, request_id: str, error: str, invalid_request: bool = False) -> None:
         self._has_news = True
-        output = RequestOutput(request.request_id, [], finish_reason="error", error=error)
+        output = RequestOutput(request_id, [], finish_reason="error", error=error)
         output.invalid_request = invalid_request
         self._outputs.append(output)
 
@@ -328,9 +334,9 @@ class Scheduler:
     def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
         if row.num_computed_tokens < request.prompt_len:
             self._take_prompt(request, row, result)
-        if result.has_nan:
-            error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
-            self._report(request, result, Verdict(0, "error", error=error))
+        if result.has_nan or result.error is not None:
+            nan_error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
+            self._report(request, result, Verdict(0, "error", error=result.error or nan_error))
             return
         if row.is_prefill:
             request.num_chunks_in_flight -= 1

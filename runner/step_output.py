@@ -101,6 +101,7 @@ class StepHandle:
     def __init__(self) -> None:
         self._output: Future[tuple[Results, HostCopy, RowLayout] | None] = Future()
         self._rows: list[RowResult] | None = None  # once they were read
+        self.faults: dict[int, str] = {}  # batch row -> why its request ends; set before `publish`
 
     def publish(self, tensors: Results, layout: RowLayout, stream: CopyStream | None) -> HostCopy:
         """Start the copy and make the handle readable. Called before anything is overwritten."""
@@ -144,6 +145,8 @@ class StepHandle:
             tensors, copy, layout = output
             self._rows = _assemble(tensors, tensors.unpack(copy.wait()), layout)
             copy.release()
+            for row, fault in self.faults.items():
+                self._rows[row].error = fault
         return self._rows
 
 

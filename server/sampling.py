@@ -11,17 +11,13 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ..runner.messages import GrammarSpec, Ready, SamplingParams
+from ..runner.messages import MAX_BAD_WORD_TOKENS, GrammarSpec, Ready, SamplingParams
 from .errors import InvalidRequest
 from .grammars import grammar_of
 from .openai_types.common import INT64, MAX_STOPS, GenerationBody, content_text
 from .tokenizer import Tokenizer
 
 _PREDICTED_CHARACTERS = 8  # of `prediction` that are looked at, for each token it may have
-
-
-# The worker's table of words has room for the longest word of any request in every place.
-MAX_WORD_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -157,15 +153,15 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     if not spellings:
         return []
     found = tokenizer.encode_batch(spellings, add_special_tokens=False)
-    longest = max(map(len, found))
-    if longest > MAX_WORD_TOKENS:
+    ids = [list(each) for each in dict.fromkeys(map(tuple, found)) if each]
+    if (count := sum(map(len, ids))) > MAX_BAD_WORD_TOKENS:
         raise InvalidRequest(
-            f"Invalid value for 'bad_words': a word has {longest} tokens, and at most "
-            f"{MAX_WORD_TOKENS} are allowed.",
+            f"Invalid value for 'bad_words': the words have {count} tokens, with and without a "
+            f"space before them; at most {MAX_BAD_WORD_TOKENS} are possible.",
             "bad_words",
             "invalid_value",
         )
-    return [list(ids) for ids in dict.fromkeys(map(tuple, found)) if ids]
+    return ids
 
 
 def prediction(body: GenerationBody, limits: ModelLimits, tokenizer: Tokenizer) -> list[int]:

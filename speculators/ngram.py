@@ -9,15 +9,22 @@ from torch import Tensor
 
 from ..configs.options import ConfigError
 from ..configs.schema import SpeculativeConfig
-from ..kernels.ngram_scan import Haystack, ngram_scan
+from ..kernels.ngram_scan import Haystack, Predictions, ngram_scan
 from .base import BaseSpeculator, DraftHost, DraftInputs, SpeculatorNeeds
 
 
-class Predictions(Protocol):
-    """Texts that clients expect, per slot (OpenAI's `prediction`)."""
+class Texts(Protocol):
+    """Lists of token ids, one a slot: what clients expect (OpenAI's `prediction`)."""
 
-    prediction_ids: Tensor | None  # [R, P] int32
-    prediction_len: Tensor  # [R] int64, 0 = none
+    entries: Tensor  # [1, T] int32, one text after another
+    start: Tensor  # [R] int64, slot -> where its text starts
+    length: Tensor  # [R] int64, slot -> its tokens; 0 = none
+
+    @property
+    def is_empty(self) -> bool: ...
+
+    @property
+    def max_length(self) -> int: ...
 
 
 class NgramSpeculator(BaseSpeculator):
@@ -51,13 +58,14 @@ class NgramSpeculator(BaseSpeculator):
             return torch.full((inputs.num_reqs, self.needs.num_speculative_tokens), -1)
         lengths = torch.where(drafts_at_all, total_len, 0)
         # The table also carries predictions; a bare `RequestRows` need not.
-        predictions = cast(Predictions | None, getattr(requests, "sampling", None))
-        haystack = Haystack(
-            requests.all_token_ids,
-            requests.prompt_len,
-            None if predictions is None else predictions.prediction_ids,
-            None if predictions is None else predictions.prediction_len,
+        texts = cast(
+            Texts | None, getattr(getattr(requests, "sampling", None), "predictions", None)
         )
+        predictions = None
+        if texts is not None and not texts.is_empty:
+            longest = texts.max_length
+            predictions = Predictions(texts.entries[0], texts.start, texts.length, longest)
+        haystack = Haystack(requests.all_token_ids, requests.prompt_len, predictions)
         num_drafts = self.needs.num_speculative_tokens
         drafts = ngram_scan(haystack, slots, lengths, self._min_n, self._max_n, num_drafts)
         steps = torch.arange(num_drafts, device=slots.device)

@@ -33,17 +33,17 @@ def _matched(text, end, tokens, length, output_len, outside, MAX_N: tl.constexpr
     return count
 
 
-@triton.jit(do_not_specialize=["prediction_stride", "num_drafts"])
+@triton.jit(do_not_specialize=["num_drafts"])
 def _scan_kernel(
     token_ids,  # [R, S] int32
     prompt_len,  # [R] int32
-    prediction_ids,  # [R, P] int32
+    prediction_ids,  # [T] int32
+    prediction_start,  # [R] int64
     prediction_len,  # [R] int64
     slots,  # [N] int64
     lengths,  # [N] int32
     drafts,  # [N, K] int64
     stride,
-    prediction_stride,
     min_n,
     num_drafts,
     MAX_N: tl.constexpr,
@@ -74,7 +74,7 @@ def _scan_kernel(
     if HAS_PREDICTION:
         size = tl.load(prediction_len + slot).to(tl.int32)
         size = tl.where(length > 0, size, 0)
-        text = prediction_ids + slot * prediction_stride
+        text = prediction_ids + tl.load(prediction_start + slot)
         output_len = length - tl.load(prompt_len + slot)
         most = tl.full([], 0, tl.int32)
         at = tl.full([], 0, tl.int32)
@@ -105,23 +105,22 @@ def ngram_scan(
 ) -> Tensor:
     """See `kernels.ngram_scan.ngram_scan`."""
     drafts = torch.empty(slots.shape[0], num_drafts, dtype=torch.int64, device=slots.device)
-    predicted, sizes = haystack.prediction_ids, haystack.prediction_len
-    has_prediction = predicted is not None and sizes is not None
+    texts = haystack.predictions
     if slots.shape[0]:
         _scan_kernel[(slots.shape[0],)](
             haystack.token_ids,
             haystack.prompt_len,
-            predicted if predicted is not None else haystack.token_ids,
-            sizes if sizes is not None else slots,
+            haystack.token_ids if texts is None else texts.token_ids,
+            slots if texts is None else texts.start,
+            slots if texts is None else texts.length,
             slots.contiguous(),
             lengths.contiguous(),
             drafts,
             haystack.token_ids.stride(0),
-            0 if predicted is None else predicted.stride(0),
             min_n,
             num_drafts,
             MAX_N=max_n,
-            HAS_PREDICTION=has_prediction,
+            HAS_PREDICTION=texts is not None,
             BLOCK=BLOCK,
             K=triton.next_power_of_2(num_drafts),
         )

@@ -22,6 +22,7 @@ from slipstream.configs.schema import SpeculativeConfig  # noqa: E402
 from slipstream.kernels.draw_drafts import draw_drafts, draw_drafts_reference  # noqa: E402
 from slipstream.kernels.ngram_scan import (  # noqa: E402
     Haystack,
+    Predictions,
     ngram_scan,
     ngram_scan_reference,
 )
@@ -205,7 +206,9 @@ def test_compiled_ngram_scan_equals_the_reference() -> None:
     lengths = torch.randint(1, 4097, (32,), device=CUDA).int()
     sizes = torch.randint(0, 1001, (32,), device=CUDA)
     prompts = torch.minimum(lengths, torch.full_like(lengths, 30))
-    haystack = Haystack(table(4096), prompts, table(1000), sizes)
+    starts = torch.arange(32, device=CUDA) * 1000
+    texts = Predictions(table(1000).flatten(), starts, sizes, 1000)
+    haystack = Haystack(table(4096), prompts, texts)
     slots = torch.randperm(32, device=CUDA)
     args = (haystack, slots, lengths[slots], 2, 6, 5)
     expected = ngram_scan_reference(*args)

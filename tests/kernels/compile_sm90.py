@@ -168,7 +168,7 @@ def latent() -> None:
 
 def sampling() -> None:
     from slipstream.kernels.head_sample import Draws
-    from slipstream.kernels.ngram_scan import Haystack
+    from slipstream.kernels.ngram_scan import Haystack, Predictions
     from slipstream.kernels.verify import VerifyRows
 
     logits, longs = t(8, 128256, dtype=torch.float32), t(8, dtype=I64)
@@ -196,8 +196,8 @@ def sampling() -> None:
         finish = module("finish_samples").finish_samples
         finish(emitted, longs, floats, largest, t(5, dtype=I32), four, four, ints)
     text = t(8, 4096, dtype=I32)
-    for prediction in ((None, None), (text, longs)):
-        haystack = Haystack(text, ints, *prediction)
+    for prediction in (None, Predictions(ints, longs, longs, 8)):
+        haystack = Haystack(text, ints, prediction)
         module("ngram_scan").ngram_scan(haystack, longs, ints, 2, 4, 5)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.finish_samples import finish_samples_reference
-from slipstream.kernels.ngram_scan import Haystack, ngram_scan_reference
+from slipstream.kernels.ngram_scan import Haystack, Predictions, ngram_scan_reference
 from slipstream.kernels.process_logits import apply_top_k_top_p_reference
 from slipstream.kernels.sample import DRAFT, TARGET, gumbel_sample_reference
 from slipstream.kernels.verify import VerifyRows, rejection_sample_reference
@@ -251,7 +251,8 @@ def test_ngram_scan(min_n: int, max_n: int, k: int, with_prediction: bool) -> No
     prompts = torch.minimum(torch.randint(1, 9, (12,)), lengths).int()
     haystack = Haystack(table, prompts)
     if with_prediction:
-        haystack = Haystack(table, prompts, predicted, sizes)
+        texts = Predictions(predicted.flatten(), torch.arange(12) * 48, sizes, 48)
+        haystack = Haystack(table, prompts, texts)
     slots = torch.randperm(12)
     known = lengths[slots].int()
     known[::9] = 0

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.messages import SamplingParams
+from slipstream.runner.ragged_rows import RaggedRows
 from slipstream.runner.sampler import Sampler, SamplerOutput, SamplingRows
 from slipstream.runner.sampling_state import SamplingState
 
@@ -64,6 +65,11 @@ class Table:
         for name, value in vars(one.sampling).items():
             if isinstance(value, Tensor) and value.shape[0] == 1:
                 setattr(state, name, value.expand(count, *value.shape[1:]).clone())
+            elif isinstance(value, RaggedRows):  # all slots have the same list
+                lists = getattr(state, name)
+                lists.entries = value.entries
+                lists._bounds_cpu[:] = value._bounds_cpu
+                lists._bounds.copy_(value._bounds)
             elif isinstance(value, list):
                 setattr(state, name, value * count)
         for name in ("temperature", "top_p", "min_p", "presence", "frequency", "repetition"):

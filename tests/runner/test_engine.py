@@ -237,3 +237,38 @@ def test_shutdown_lets_steps_in_flight_end() -> None:
     bench.engine.shutdown()
     assert bench.runner.was_shut_down and bench.backend.was_shut_down
     assert not bench.runner._queue
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"bad_words_token_ids": [[1] * 20_000]}, "bad_words has 20000 tokens; at most 16384"),
+        ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025 tokens"),
+        ({"stop_token_ids": list(range(2049))}, "stop_token_ids has 2049 tokens"),
+        ({"prediction_token_ids": [1] * 65}, "prediction has 65 tokens; at most 64"),
+    ],
+)
+def test_a_list_that_is_too_long_ends_its_request_alone(
+    options: dict[str, Any], words: str
+) -> None:
+    bench = Bench(max_model_len=64)
+    bench.add("good", [1, 2], max_tokens=3)
+    bench.add("bad", [1, 2], max_tokens=3, **options)
+    bench.run()
+    (output,) = bench.received["bad"].outputs
+    assert output.finish_reason == "error" and words in (output.error or "")
+    assert output.invalid_request
+    bench.expect(add("good", [1, 2], max_tokens=3))
+
+
+def test_what_goes_wrong_while_a_request_is_added_ends_it_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench()
+    monkeypatch.setattr(bench.engine._grammars, "compile", lambda request, spec: 1 // 0)
+    good, bad = add("good", [1, 2]), add("bad", [3, 4], grammar=PARITY)
+    bench.engine.handle([bad, good])
+    bench.run()
+    (output,) = bench.received["bad"].outputs
+    assert output.finish_reason == "error" and "ZeroDivisionError" in (output.error or "")
+    bench.expect(good)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -171,3 +172,31 @@ def test_writes_beyond_a_row_are_refused() -> None:
         apply(table, new_requests=[new(0, list(range(MAX_LEN + 1)), [[1], [1]])])
     with pytest.raises(AssertionError):
         apply(make_table(), new_requests=[new(0, [1], [[1] * 9, []])])
+
+
+def test_parameters_that_cannot_be_taken_in_are_the_fault_of_their_slot_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = make_table()
+    write = table.sampling.biases.set
+
+    def fail(slot: int, columns: np.ndarray) -> None:
+        if columns.shape[1] == 2:
+            raise MemoryError("too much")
+        write(slot, columns)
+
+    monkeypatch.setattr(table.sampling.biases, "set", fail)
+    good, bad = {3: 1.0}, {3: 1.0, 4: 2.0}
+    table.stage(
+        StepPlan(0, new_requests=[
+            new(0, [1], [[1], [1]], logit_bias=good),
+            new(1, [2], [[2], [2]], logit_bias=bad, min_tokens=3, stop_token_ids=[1]),
+            new(2, [3], [[3], [3]], logit_bias=good),
+        ])
+    )  # fmt: skip
+    assert table.apply_staged() == {
+        1: "The request's parameters could not be taken in (MemoryError)."
+    }
+    assert table.sampling.biases.length[:3].tolist() == [1, 0, 1]
+    assert table.sampling.features([1]) == 0 and table.sampling.stop_ids.is_empty
+    assert table.all_token_ids[:3, 0].tolist() == [1, 2, 3]

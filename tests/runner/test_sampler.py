@@ -16,7 +16,9 @@ from sampler_harness import (
     sampler,
 )
 
+from slipstream.runner.logits_processing import process_logits
 from slipstream.runner.messages import SamplingParams
+from slipstream.runner.prompt_logprobs import token_logprobs
 from slipstream.runner.sampling_state import Feature, SamplingState
 
 V = 32
@@ -274,7 +276,7 @@ def test_a_slot_leaves_nothing_to_its_next_request() -> None:
     state.set_request(0, plain, [1], [2])
     assert state.features([0]) == Feature.RANDOM | Feature.UNSEEDED
     assert state.num_logprobs[0] is None
-    assert state.prediction_len[0] == 0
+    assert state.predictions.length[0] == 0
     fresh = Table.of([(plain, [1], [2])], V)
     logits = torch.randn(40, V)
     for row in logits:  # beside a neighbour that uses the same tables
@@ -302,13 +304,15 @@ def test_tables_grow_and_keep_what_they_hold() -> None:
     for slot, count in enumerate((1, 3, 9)):
         state.set_request(slot, params(count), [1], [])
     for slot, count in enumerate((1, 3, 9)):
-        ids = state.bias_ids[slot]
-        assert ids[ids >= 0].tolist() == list(range(count))
-        values = state.bias_values.view(torch.float32)[slot]
-        assert values[:count].tolist() == [float(i) for i in range(count)]
-        words = state.bad_words[slot]
-        assert (words >= 0).sum() == count * count
-        assert words[:count, -1].tolist() == list(range(count))
+        (ids, values), exists = state.biases.padded(torch.tensor([slot]), 12)
+        assert exists.sum() == count and ids[exists].tolist() == list(range(count))
+        assert values.view(torch.float32)[exists].tolist() == [float(i) for i in range(count)]
+        (ids,), exists = state.stop_ids.padded(torch.tensor([slot]), 12)
+        assert ids[exists].tolist() == list(range(count))
+        (tokens, after, first), exists = state.bad_words.padded(torch.tensor([slot]), 100)
+        assert tokens[exists].tolist() == [i for i in range(count) for _ in range(count)]
+        assert after[exists].tolist() == [*range(count - 1, -1, -1)] * count
+        assert first[exists].tolist() == [i * count for i in range(count) for _ in range(count)]
 
 
 def test_ids_outside_the_vocabulary_are_harmless() -> None:
@@ -319,3 +323,37 @@ def test_ids_outside_the_vocabulary_are_harmless() -> None:
     table = Table.of([(params, [1, V + 7], [2])], V)
     out = sampler().sample(torch.zeros(1, V), rows_of(table, [0], [[]], 0), table)
     assert out.sampled_token_ids.tolist() == [[4]]
+
+
+def test_long_bad_words_cost_their_own_length_alone() -> None:
+    state = SamplingState(64, V, CPU)
+    words = [[5], *([[1] * 8_000])]
+    params = SamplingParams(seed=0, max_tokens=9, bad_words_token_ids=words)
+    state.set_request(0, params, [1], [])
+    assert state.bad_words.entries.numel() < 3 * 4 * 8_001  # and not 64 slots of 2 words of 8,000
+    state.clear(0)
+    assert state.bad_words.entries.numel() < 1_000
+
+
+def test_bad_words_are_compared_in_pieces_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [[3], [7, 9], [9, 7, 1], [25, 1], [2, 2, 2, 2, 2]]
+    asked = [
+        (SamplingParams(seed=slot, max_tokens=9, temperature=0.0, bad_words_token_ids=some), [1], o)
+        for slot, (some, o) in enumerate([(words, [9, 7]), ([], [2, 2]), (words[1:], [2, 2, 2, 7])])
+    ]
+    torch.manual_seed(2)
+    logits, drafts = torch.randn(9, V), [[1, 9], [7, 9], [9, 7]]
+    for step in (1 << 20, 17, 1):
+        monkeypatch.setattr("slipstream.runner.logits_processing.MAX_WORD_ENTRIES", step)
+        table = Table.of(asked, V)
+        rows = rows_of(table, [0, 1, 2], drafts, 2)
+        features = table.sampling.features([0, 1, 2])
+        found = process_logits(logits, rows, table, None, features)
+        forbidden = [{int(t) for t in (row == float("-inf")).nonzero()[:, 0]} for row in found]
+        # slot 0 after 9 7, 9 7 1, 9 7 1 9; slot 2 after 2 2 2 7, 2 2 2 7 9, 2 2 2 7 9 7
+        assert forbidden == [{3, 9, 1}, {3}, {3}, set(), set(), set(), {9}, set(), {9, 1}]
+
+
+def test_more_alternatives_than_tokens_are_all_of_them() -> None:
+    found = token_logprobs(torch.randn(2, V), torch.tensor([0, 1]), V + 9)
+    assert found.top_ids.shape == (2, V)

@@ -12,7 +12,12 @@ from torch import Tensor
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.options import ConfigError
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.kernels.ngram_scan import Haystack, ngram_scan_cpu, ngram_scan_reference
+from slipstream.kernels.ngram_scan import (
+    Haystack,
+    Predictions,
+    ngram_scan_cpu,
+    ngram_scan_reference,
+)
 from slipstream.speculators.base import DraftInputs
 from slipstream.speculators.ngram import NgramSpeculator
 from slipstream.speculators.registry import create_speculator
@@ -77,7 +82,8 @@ def test_predictions_equal_a_plain_search(scan) -> None:
     ]
     table, lengths = table_of(rows)
     predicted, sizes = table_of(predictions, width=32)
-    haystack = Haystack(table, torch.tensor(prompts).int(), predicted, sizes.long())
+    texts = Predictions(predicted.flatten(), torch.arange(count) * 32, sizes.long(), 32)
+    haystack = Haystack(table, torch.tensor(prompts).int(), texts)
     drafts = scan(haystack, torch.arange(count), lengths, min_n, max_n, k).tolist()
     used = 0
     for row, text, prompt_len, got in zip(rows, predictions, prompts, drafts, strict=True):
@@ -95,8 +101,9 @@ def test_predictions_equal_a_plain_search(scan) -> None:
 def test_a_prediction_is_drafted_from_the_first_output_token_on() -> None:
     prompt, predicted = [9, 8, 7], [20, 21, 22, 23, 24]
     table, lengths = table_of([prompt, [*prompt, 20], [*prompt, 20, 99, 22, 23]])
-    ids = torch.tensor([predicted] * 3, dtype=torch.int32)
-    haystack = Haystack(table, torch.tensor([3, 3, 3]).int(), ids, torch.tensor([5, 5, 5]))
+    ids, three = torch.tensor(predicted, dtype=torch.int32), torch.tensor([3, 3, 3])
+    texts = Predictions(ids, torch.zeros_like(three), torch.full_like(three, 5), 5)
+    haystack = Haystack(table, three.int(), texts)
     drafts = ngram_scan_cpu(haystack, torch.arange(3), lengths, 2, 4, 3)
     assert drafts.tolist() == [[20, 21, 22], [21, 22, 23], [24, -1, -1]]
 
