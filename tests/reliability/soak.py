@@ -1,15 +1,16 @@
 """Keep a live server under mixed load with aborts, and look whether anything grows.
 
-`python tests/reliability/soak.py --minutes 30`. From time to time the load pauses: then no row and
-no block may be taken. What server and worker hold (memory, file descriptors, threads) is measured
-in the pauses, and compared between the first pause after the warm-up, which is a third of the time,
-and the last.
+`python tests/reliability/soak.py --requests 3000` (or `--minutes 30`). From time to time the load
+pauses: then no row and no block may be taken. What server and worker hold (memory, file
+descriptors, threads) is measured in the pauses, and compared between the first pause after the
+warm-up, which is a third of the load, and the last.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import random
 import sys
 import time
@@ -48,15 +49,19 @@ class Held:
 
 
 async def load(
-    url: str, seconds: float, seed: int, parallel: int
+    url: str, seconds: float, seed: int, parallel: int, requests: int | None = None
 ) -> tuple[Counter[str], list[str]]:
-    """Mixed requests for so long; how they ended, and the complaints."""
+    """Mixed requests, `requests` of them or for `seconds`; how they ended, and the complaints."""
     counts: Counter[str] = Counter()
     faults: list[str] = []
     until = time.monotonic() + seconds
+    left = itertools.count(requests or 0, -1)
+
+    def goes_on() -> bool:
+        return time.monotonic() < until if requests is None else next(left) > 0
 
     async def client(http: httpx.AsyncClient, chance: random.Random) -> None:
-        while time.monotonic() < until:
+        while goes_on():
             path, body = mixed_request(chance)
             if chance.random() < 0.05:
                 body["priority"] = chance.randint(-2, 2)
@@ -72,14 +77,23 @@ async def load(
     return counts, faults
 
 
-def run(server: RunningServer, seconds: float, seed: int, parallel: int, pauses: int) -> list[str]:
+def run(
+    server: RunningServer,
+    seconds: float,
+    seed: int,
+    parallel: int,
+    pauses: int,
+    requests: int | None = None,  # in place of `seconds`
+) -> list[str]:
     """Load with pauses; the complaints."""
+    each = None if requests is None else -(-requests // pauses)
     processes = {"server": psutil.Process(server.process.pid), "worker": server.worker}
     history: list[dict[str, Held]] = []
     faults: list[str] = []
     began = time.monotonic()
     for pause in range(pauses):
-        counts, found = asyncio.run(load(server.url, seconds / pauses, seed + pause, parallel))
+        work = load(server.url, seconds / pauses, seed + pause, parallel, each)
+        counts, found = asyncio.run(work)
         faults += found
         if left := at_rest(server, 3):
             faults.append(f"taken in pause {pause}: {left}")
@@ -105,13 +119,15 @@ def main() -> int:
     """The long form."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30)
+    parser.add_argument("--requests", type=int, help="so many, in place of --minutes")
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     server = RunningServer(*FLAGS).wait_ready()
     try:
-        pauses = max(4, int(options.minutes * 2))
-        faults = run(server, options.minutes * 60, options.seed, options.parallel, pauses)
+        pauses = max(4, int(options.minutes * 2) if options.requests is None else 30)
+        seconds, seed, parallel = options.minutes * 60, options.seed, options.parallel
+        faults = run(server, seconds, seed, parallel, pauses, options.requests)
     finally:
         status = server.stop()
     print("\n".join(faults[:50]) or "all well")
