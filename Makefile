@@ -13,7 +13,8 @@ ARGS ?=
 serve: setup  ## start the server; flags: make serve ARGS="--port 9000"
 	@$(BIN)/slipstream serve $(ARGS)
 
-test: lint types pytest  ## all that CI checks
+test: lint  ## all that CI checks; the type checker runs beside the tests
+	@$(MAKE) --no-print-directory --jobs 2 types pytest
 
 lint: setup
 	$(BIN)/ruff check $(CODE)
@@ -49,7 +50,8 @@ docs: setup  ## write the table of flags anew
 setup: $(STAMP)
 
 # torch goes first and alone. A build marked +cpu is taken where pip can see one; otherwise PyPI's own, which is
-# a CPU build on macOS and the CUDA build on x86-64 Linux. The rest is the list in constraints.txt, to the letter:
+# a CPU build on macOS and the CUDA build on x86-64 Linux. Python compiles a module when it is first imported, so that pip need
+# not compile all of them. The rest is the list in constraints.txt, to the letter:
 # without dependency resolution nothing can pull in another torch, CUDA packages or a compiler.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -57,11 +59,11 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "Setting up $(VENV) (a few minutes, once) ..."
 	@$(PIP) install "$$(grep '^pip==' constraints.txt)"
-	@$(PIP) install --no-deps "$(TORCH)+cpu" 2>/dev/null || { \
+	@$(PIP) install --no-compile --no-deps "$(TORCH)+cpu" 2>/dev/null || { \
 	  echo "pip sees no CPU build of torch; taking PyPI's own (README, 'A CPU build of torch')."; \
 	  $(PIP) install "$(TORCH)"; }
-	@$(PIP) install --no-deps --requirement constraints.txt
-	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@$(PIP) install --no-compile --no-deps --requirement constraints.txt
+	@$(PIP) install --no-compile --no-deps --no-build-isolation --editable .
 	@touch $@
 
 # For a CUDA machine. sgl-flash-mla names a newer torch than it needs, hence its own line.
@@ -69,10 +71,10 @@ setup-gpu:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints-gpu.txt torch triton
 	grep -vE '^(torch|triton)==' constraints.txt > $(VENV)/constraints-rest.txt
-	$(PIP) install --no-deps --requirement $(VENV)/constraints-rest.txt
+	$(PIP) install --no-compile --no-deps --requirement $(VENV)/constraints-rest.txt
 	$(PIP) install --constraint constraints-gpu.txt --constraint $(VENV)/constraints-rest.txt \
 	  --no-build-isolation --editable '.[gpu]'
-	$(PIP) install --no-deps --constraint constraints-gpu.txt sgl-flash-mla
+	$(PIP) install --no-compile --no-deps --constraint constraints-gpu.txt sgl-flash-mla
 	@touch $(STAMP)
 
 clean:  ## remove the environment and the caches

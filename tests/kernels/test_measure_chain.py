@@ -40,6 +40,7 @@ def test_every_variant_fits_its_layer_and_none_is_there_twice() -> None:
                 assert all(fits(variant, shape, rows) for variant in variants), (name, rows, role)
 
 
+@pytest.mark.slow
 def test_every_part_launches_its_kernels_and_keeps_a_line_a_comparison() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT / ".src"), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)

@@ -117,7 +117,13 @@ def check(
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize(
-    ("query_len", "heads"), [(1, (4, 4)), (1, (6, 2)), (4, (6, 2)), (5, (9, 3))]
+    ("query_len", "heads"),
+    [
+        (1, (6, 2)),
+        (5, (9, 3)),
+        pytest.param(1, (4, 4), marks=pytest.mark.slow),
+        pytest.param(4, (6, 2), marks=pytest.mark.slow),
+    ],
 )
 def test_steps_with_padding(
     query_len: int,
@@ -137,8 +143,14 @@ def test_steps_with_padding(
 @pytest.mark.parametrize(
     ("query_len", "window", "least_keys", "last_sums", "alone"),
     [
-        *[(1, None, 5, 0, 0), (1, None, 16, 16, 23), (1, None, 40, 16, 0)],
-        *[(4, None, 16, 0, 50), (4, None, 5, 16, 0), (4, 20, 16, 16, 0), (4, 20, 40, 0, 0)],
+        *[(1, None, 16, 16, 23), (4, None, 16, 0, 50), (4, 20, 40, 0, 0)],
+        *[
+            pytest.param(*values, marks=pytest.mark.slow)
+            for values in (
+                *[(1, None, 5, 0, 0), (1, None, 40, 16, 0)],
+                *[(4, None, 5, 16, 0), (4, 20, 16, 16, 0)],
+            )
+        ],
     ],
 )
 def test_splits_without_work(
