@@ -23,7 +23,17 @@ from typing import IO
 import msgspec
 
 from .grammar import GrammarBackend, GrammarMatcher, MaskJob
-from .grammar_process import COMMAND, KILL, READY, START, Compiled, Vocabulary, pack, read_message
+from .grammar_process import (
+    COMMAND,
+    KILL,
+    READY,
+    START,
+    Compiled,
+    Vocabulary,
+    is_readable,
+    pack,
+    read_message,
+)
 from .grammar_remote import GrammarProcess, fill_remote
 from .messages import GrammarSpec
 from .process import describe_exit
@@ -37,6 +47,7 @@ MAX_IDLE = 16  # processes that are kept though no request uses their grammar
 MAX_IDLE_BYTES = 512 << 20  # of grammars in those
 _START_SECONDS = 120.0  # for the nursery, on a disk that is slow
 _STOP_SECONDS = 1.0
+_ENDED = "the server is shutting down"
 _JSON_OBJECT = ("json_object", "")  # ready from the start, and kept: it never waits for others
 
 
@@ -125,7 +136,7 @@ class GrammarPool(GrammarBackend):
             self._wait_for_room(process)
             compiled = self._compiled(process, nursery.result())
             if compiled.error:
-                error = ValueError(compiled.error)
+                error = (ValueError if compiled.pid else RuntimeError)(compiled.error)
         except Exception as raised:
             error = raised
         with self._lock:
@@ -140,7 +151,7 @@ class GrammarPool(GrammarBackend):
             if process.is_ready:
                 future.set_result(process.matcher(self._vocabulary.vocab_size))
             else:
-                future.set_exception(error or RuntimeError("structured output has ended"))
+                future.set_exception(error or RuntimeError(_ENDED))
 
     def _compiled(self, process: GrammarProcess, nursery: Nursery) -> Compiled:
         """What a new process says of its grammar. ValueError if it does not live to say it."""
@@ -148,7 +159,7 @@ class GrammarPool(GrammarBackend):
         with theirs, self._lock:
             process.sock = ours
             if process.is_over:
-                raise RuntimeError("nobody waits for it")
+                raise RuntimeError(_ENDED)
             nursery.start(process.number, theirs)
         ours.settimeout(MAX_COMPILE_SECONDS)
         try:
@@ -158,6 +169,10 @@ class GrammarPool(GrammarBackend):
             seconds = f"{MAX_COMPILE_SECONDS:.0f} s"
             raise ValueError(f"it takes longer than {seconds} to compile") from None
         except (EOFError, OSError):
+            # Blame the grammar only if nothing else ended its process.
+            with self._lock:
+                if process.is_over:
+                    raise RuntimeError(_ENDED) from None
             if not nursery.is_alive:
                 raise RuntimeError("the compiler's process has ended") from None
             raise ValueError("the compiler crashed: it is too large, or nested too deep") from None
@@ -263,8 +278,15 @@ class Nursery:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still start processes."""
-        return self._process.poll() is None
+        """Whether it can still start processes.
+
+        Its end of the control socket closes before the kernel ends the processes that it started,
+        so whoever sees one of those end also sees the end of the nursery.
+        """
+        try:
+            return self._process.poll() is None and not is_readable(self._control)
+        except ValueError:  # `stop` has closed the socket
+            return False
 
     def start(self, number: int, sock: socket.socket) -> None:
         """Fork a process, to be known by this number, that serves the socket."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -55,8 +56,8 @@ class Vocabulary(msgspec.Struct, frozen=True):
 class Compiled(msgspec.Struct, array_like=True, frozen=True):
     """What became of a grammar."""
 
-    pid: int
-    error: str = ""  # why it is invalid
+    pid: int  # 0 if no process could be started for it
+    error: str = ""  # why it is invalid, or why no process could be started
     num_bytes: int = 0  # of the compiled grammar
 
 
@@ -97,6 +98,13 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
             raise EOFError
         data += part
     return bytes(data)
+
+
+def is_readable(sock: socket.socket) -> bool:
+    """Whether bytes wait in a socket, or the other side is gone. ValueError if it is closed."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 # --- the nursery ------------------------------------------------------------------------------
@@ -164,8 +172,8 @@ class Nursery:
             try:
                 pid = os.fork()
             except OSError as error:
-                print(f"cannot start a grammar's process: {error}", file=sys.stderr, flush=True)
-                return  # the closed socket tells the worker
+                sock.sendall(pack(Compiled(0, f"no process can be started: {error.strerror}")))
+                return
             if pid:
                 self._pids[number] = pid
                 return

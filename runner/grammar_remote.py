@@ -6,7 +6,6 @@ requests can wait ends the process, and with it the requests that use this gramm
 
 from __future__ import annotations
 
-import select
 import socket
 import sys
 import time
@@ -17,7 +16,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from .grammar import TOO_SLOW, GrammarMatcher, GrammarTooSlow, MaskJob, is_allowed
-from .grammar_process import FAILED, ROW, Compiled, RowJob, StepJob, pack
+from .grammar_process import FAILED, ROW, Compiled, RowJob, StepJob, is_readable, pack
 from .messages import GrammarSpec
 
 MAX_STALL_SECONDS = 0.12  # that masks may hold up a step before the slow ones are ended
@@ -64,9 +63,7 @@ class GrammarProcess:
         """It was compiled and its process has ended, though nobody ended it."""
         if not self.is_ready or self.sock is None:
             return False
-        poll = select.poll()
-        poll.register(self.sock, select.POLLIN)
-        return bool(poll.poll(0))  # between steps it has nothing to say, so this is its end
+        return is_readable(self.sock)  # between steps it has nothing to say, so this is its end
 
     def serve(self, sock: socket.socket, compiled: Compiled) -> None:
         """It is compiled, and answers on this socket."""

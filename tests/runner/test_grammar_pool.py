@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,11 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from slipstream.runner.grammar import GrammarTooSlow, MaskJob, fill_rows
 from slipstream.runner.grammar_pool import GrammarPool, build_grammar_backend
+from slipstream.runner.grammar_process import Compiled, Nursery, read_message
 from slipstream.runner.grammar_remote import RemoteMatcher
 from slipstream.runner.messages import GrammarSpec
 
@@ -359,9 +363,51 @@ def test_nothing_is_left_after_a_shutdown() -> None:
     assert eventually(lambda: len(children(nursery)) == 2)
     started = {nursery, *children(nursery)}
     backend.shutdown()
-    with pytest.raises(RuntimeError, match="ended"):
+    with pytest.raises(RuntimeError, match="shutting down"):
         future.result(LONG_SECONDS)
     assert eventually(lambda: not any(map(is_running, started)))
+
+
+def test_a_shutdown_is_not_blamed_on_a_grammar_that_is_being_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The process of the grammar ends some time before the nursery does."""
+    held: list[Any] = []
+    monkeypatch.setattr("slipstream.runner.grammar_pool._stop_nursery", held.append)
+    backend = build()
+    before = children(nursery_pid(backend))
+    future = backend.compile(slow_to_compile())
+    new_child(backend, before)
+    backend.shutdown()
+    with pytest.raises(RuntimeError, match="shutting down"):
+        future.result(LONG_SECONDS)
+    held[0].result().stop()
+
+
+def test_the_end_of_the_nursery_is_not_blamed_on_a_grammar(pool: GrammarPool) -> None:
+    before = children(nursery_pid(pool))
+    future = pool.compile(slow_to_compile())
+    new_child(pool, before)
+    os.kill(nursery_pid(pool), signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="the compiler's process has ended"):
+        future.result(LONG_SECONDS)
+    assert still_works(pool)
+
+
+def test_a_process_that_cannot_be_started_is_not_blamed_on_a_grammar(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fork() -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    ours, theirs = socket.socketpair()
+    with ours, monkeypatch.context() as patched:
+        patched.setattr(os, "fork", fork)
+        Nursery(ours, None)._start(1, theirs)  # type: ignore[arg-type]  # it compiles nothing
+        answer = msgspec.msgpack.decode(read_message(ours), type=Compiled)
+    monkeypatch.setattr(pool, "_compiled", lambda process, nursery: answer)
+    with pytest.raises(RuntimeError, match="no process can be started: Resource"):
+        pool.compile(GrammarSpec("regex", "new")).result(LONG_SECONDS)
 
 
 def is_running(pid: int) -> bool:
