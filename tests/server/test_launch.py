@@ -350,29 +350,45 @@ def test_full_disk_behind_its_output_stops_nobody() -> None:
     assert server.wait(10) == 0
 
 
-def test_real_server_without_weights_is_up_within_3_seconds() -> None:
-    """Imports, app, tokenizer and worker process. Tried again, as the first start converts.
+LIBRARIES = "fastapi, uvicorn, httptools, uvloop, jinja2, prometheus_client, tokenizers, zmq, yaml"
 
-    On a machine that others keep busy the clock says little, so there the server's own work
-    counts: waiting for the worker adds a few tenths of a second to it.
+
+def test_real_server_without_weights_starts_about_as_fast_as_its_libraries_load() -> None:
+    """Imports, app, tokenizer and worker process.
+
+    The yardstick is a fresh process that only imports the libraries, so the speed of the machine
+    does not matter. It is tried again because the first start compiles modules.
     """
-    seconds: list[float] = []
-    while len(seconds) < 6 and min(seconds, default=9.0) >= 3.0:
-        began = time.monotonic()
-        server = subprocess.Popen(
-            [sys.executable, "-P", "-m", "slipstream.server.commands", "serve", "--port", "0"],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+    tries: list[tuple[float, float]] = []  # (processor time, time) of a start, in yardsticks
+    for _ in range(6):
+        start, imports = _seconds_of_start(), _seconds_of_imports()
+        tries.append((start[0] / imports[0], start[1] / imports[1]))
+        if min(tries)[0] < 3 and min(elapsed for _, elapsed in tries) < 8:
+            return
+    raise AssertionError(tries)  # without a fault about 1.7 and 2; importing torch adds 3 to both
+
+
+def _seconds_of_start() -> tuple[float, float]:
+    """Processor time of the server process until it serves, and the time that passed."""
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "slipstream.server.commands", "serve", "--port", "0"],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as server:
         assert server.stdout is not None
-        line = server.stdout.readline()
-        times = psutil.Process(server.pid).cpu_times()
-        busy = os.getloadavg()[0] > (os.cpu_count() or 1)
+        url = server.stdout.readline().split()[3]
         elapsed = time.monotonic() - began
-        seconds.append(times.user + times.system + 0.5 if busy else elapsed)
-        url = line.split()[3]
+        times = psutil.Process(server.pid).cpu_times()
         assert httpx.get(f"{url}/health").status_code == 200
         server.send_signal(signal.SIGTERM)
         assert server.wait(10) == 0
-        server.stdout.close()
-    assert min(seconds) < 3.0, seconds
+    return times.user + times.system, elapsed
+
+
+def _seconds_of_imports() -> tuple[float, float]:
+    """The same of a process that imports the libraries."""
+    began = time.monotonic()
+    script = f"import time, {LIBRARIES}; print(time.process_time())"
+    seconds = float(subprocess.check_output([sys.executable, "-P", "-c", script]))
+    return seconds, time.monotonic() - began
