@@ -34,6 +34,7 @@ from .runner_interface import Handle, ModelRunner
 from .schedule_policy import step_tokens
 from .scheduler import Scheduler
 from .start_ahead import start_ahead
+from .step_time import StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,8 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         max_step_tokens=config.scheduler.max_num_batched_tokens + lookahead,
         enable_prefix_caching=config.cache.enable_prefix_caching,
     )
-    budget = step_tokens(config.scheduler, facts.device.startswith("cpu"), num_drafts)
+    is_cpu = facts.device.startswith("cpu")
+    budget = step_tokens(config.scheduler, is_cpu, num_drafts)
     scheduler = Scheduler(
         replace(config.scheduler, max_num_batched_tokens=budget),
         kv,
@@ -222,6 +224,7 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         num_speculative_tokens=num_drafts,
         num_lookahead_tokens=lookahead,
         uniform_drafts=facts.device.startswith("cuda"),
+        times=StepTimes() if is_cpu else None,
     )
     ready = Ready(
         max_model_len=facts.max_model_len,

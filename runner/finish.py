@@ -16,7 +16,7 @@ import msgspec
 
 from .grammar import GrammarMatcher
 from .messages import RequestOutput, StepStats, TokenLogprobs
-from .plan import RowResult
+from .plan import RowResult, ScheduledRow
 from .request import Request
 
 logger = logging.getLogger(__name__)
@@ -114,3 +114,17 @@ def count_outputs(stats: StepStats, outputs: Iterable[RequestOutput]) -> None:
     for position in reversed(range(len(stats.accepted_per_pos))):
         reached += by_accepted[position + 1]
         stats.accepted_per_pos[position] += reached
+
+
+def take_prompt(request: Request, row: ScheduledRow, result: RowResult) -> int:
+    """Take in what a row brought of the prompt; returns how many prompt tokens to count for it.
+
+    Each position counts once, though preemption may compute it again.
+    """
+    if result.prompt_logprobs and not result.has_nan and request.wants_prompt_logprobs:
+        request.prompt_logprobs.extend(TokenLogprobs(*item) for item in result.prompt_logprobs)
+    start = max(request.num_counted_prompt_tokens, row.num_computed_tokens)
+    end = min(row.num_computed_tokens + row.num_tokens, request.prompt_len)
+    if end > start:
+        request.num_counted_prompt_tokens = end
+    return max(0, end - start)

@@ -60,6 +60,7 @@ class Request:
     num_chunks_in_flight: int = 0  # rows that do not sample
     num_sampling_in_flight: int = 0  # and those that do
     num_placeholders: int = 0  # tokens that they may emit
+    num_rests: int = 0  # steps since its last row that left it out for the sake of others
     blocks: RequestBlocks | None = None
     # For its outputs:
     num_cached_tokens: int | None = None  # of the first admission

@@ -21,7 +21,8 @@ def step_tokens(config: SchedulerConfig, is_cpu: bool, num_drafts: int) -> int:
     """The token budget of one step: what is configured, but on a CPU no more than a second's work.
 
     A step cannot be interrupted: until it ends no other request gets a token, and what an aborted
-    one holds stays taken. Every request that may run still has room for its drafts.
+    one holds stays taken. Every request that may run still has room for its drafts. `StepTimes`
+    makes steps in which a request decodes shorter still.
     """
     if not is_cpu or not config.enable_chunked_prefill:
         return config.max_num_batched_tokens

@@ -13,13 +13,14 @@ from collections.abc import Iterable
 
 from ..configs.options import ConfigError
 from ..configs.schema import SchedulerConfig
-from .finish import Verdict, append_tokens, count_outputs, make_output
+from .finish import Verdict, append_tokens, count_outputs, make_output, take_prompt
 from .grammar import GrammarMatcher
 from .kv_blocks import KVBlocks, RequestBlocks
-from .messages import AddRequest, RequestOutput, StepOutputs, StepStats, TokenLogprobs
+from .messages import AddRequest, RequestOutput, StepOutputs, StepStats
 from .plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
 from .request import Request, RequestStatus
 from .schedule_policy import RequestQueue, RowInFlight, RowLimits, next_row, prefill_row, sort_rows
+from .step_time import StepBudget, StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         num_lookahead_tokens: int = 0,
         uniform_drafts: bool = False,
+        times: StepTimes | None = None,  # None: steps are not bounded by time
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
@@ -52,6 +54,7 @@ class Scheduler:
         self.running = RequestQueue()
         self.waiting = RequestQueue()
         self._config = config
+        self._times = times if config.enable_chunked_prefill else None
         self._max_drafts = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
         self._limits = RowLimits(max_model_len, num_speculative_tokens, uniform_drafts)
@@ -144,12 +147,14 @@ class Scheduler:
         """Plan the next step; None if nothing can run now (wait for results, or for requests)."""
         plan = StepPlan(self._next_step_id)
         entries: list[RowInFlight] = []
-        budget, has_room = self._schedule_running(plan, entries)
-        if has_room:
+        budget = self._new_budget()
+        if self._schedule_running(plan, entries, budget):
             self._schedule_waiting(plan, entries, budget)
         if not entries:
             return None
         plan.rows = sort_rows(entries, self._max_drafts + 1)
+        if self._times is not None:
+            self._times.begin(plan.step_id, entries)
         plan.freed_slots, self._freed_slots = self._freed_slots, []
         if self._num_grammars:
             plan.has_grammar = any(
@@ -162,31 +167,40 @@ class Scheduler:
         self._next_step_id += 1
         return plan
 
-    def _schedule_running(self, plan: StepPlan, entries: list[RowInFlight]) -> tuple[int, bool]:
-        """Rows of running requests; the budget left, and whether blocks sufficed for all."""
-        budget = self._config.max_num_batched_tokens
+    def _new_budget(self) -> StepBudget:
+        tokens = self._config.max_num_batched_tokens
+        if self._times is None:
+            return StepBudget(tokens)
+        drafts = self._limits.num_speculative_tokens
+        return self._times.budget(tokens, self.running, drafts, bool(self.waiting))
+
+    def _schedule_running(
+        self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
+    ) -> bool:
+        """Rows of running requests; whether blocks sufficed for all."""
         num_preemptions = self._stats.num_preemptions
         limits = self._limits.of_step(self.running)
         lookahead, later = self._num_lookahead_tokens, len(self.running)
         for request in list(self.running):
             blocks = request.blocks
-            if budget <= 0 or blocks is None:
+            if budget.tokens <= 0 or blocks is None:
                 break  # those behind a preempted one are preempted, too
             # Leave a token for each later one, so that a long chunk does not stop their decoding.
             later -= 1
-            row = next_row(request, limits, budget - later if budget > later else 1)
+            available = budget.limit(request, max(1, budget.tokens - later))
+            row = next_row(request, limits, available) if available else None
             if row is None:
                 continue
             end = row.num_computed_tokens + row.num_tokens + lookahead
             if end > blocks.capacity or request.num_confirmed_tokens >= blocks.slides_at:
                 new_blocks = self._make_room(request, blocks, row)
                 if new_blocks is None:
-                    return budget, False
+                    return False
                 if any(new_blocks):
                     plan.new_blocks.append(NewBlocks(request.slot, new_blocks))
             self._commit(request, row, entries)
-            budget -= row.num_tokens
-        return budget, self._stats.num_preemptions == num_preemptions
+            budget.tokens -= row.num_tokens
+        return self._stats.num_preemptions == num_preemptions
 
     def _make_room(
         self, request: Request, blocks: RequestBlocks, row: ScheduledRow
@@ -223,10 +237,12 @@ class Scheduler:
             request.num_placeholders += row.num_draft_tokens + 1
         entries.append((request, request.incarnation, row))
 
-    def _schedule_waiting(self, plan: StepPlan, entries: list[RowInFlight], budget: int) -> None:
+    def _schedule_waiting(
+        self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
+    ) -> None:
         """Admit waiting requests, in order, until one does not fit."""
         for request in list(self.waiting):
-            if budget <= 0 or not self._free_slots:
+            if budget.is_spent or not self._free_slots:
                 return
             if request.is_blocked:
                 continue
@@ -234,9 +250,9 @@ class Scheduler:
             if row is None:
                 return
             self._commit(request, row, entries)
-            budget -= row.num_tokens
+            budget.tokens -= row.num_tokens
 
-    def _admit(self, request: Request, plan: StepPlan, budget: int) -> ScheduledRow | None:
+    def _admit(self, request: Request, plan: StepPlan, budget: StepBudget) -> ScheduledRow | None:
         """Give a waiting request a slot and blocks for its first row; None if it must wait.
 
         Its whole known length must fit now, though blocks come chunk by chunk: else half
@@ -247,7 +263,7 @@ class Scheduler:
             match = self.kv.no_match()  # every prompt position must be computed
         else:
             match = self.kv.match(request.hashes, known)
-        if not self._config.enable_chunked_prefill and known - match.num_tokens > budget:
+        if not self._config.enable_chunked_prefill and known - match.num_tokens > budget.tokens:
             return None
         whole = min(known + self._num_lookahead_tokens, self._limits.max_model_len)
         if not self.kv.can_admit(match, whole):
@@ -263,7 +279,7 @@ class Scheduler:
             if not request.wants_prompt_logprobs:
                 self._stats.prefix_cache_queries += known
                 self._stats.prefix_cache_hits += match.num_tokens
-        row = prefill_row(request, budget)
+        row = prefill_row(request, budget.limit(request, budget.tokens))
         request.blocks = self.kv.admit(match)
         fits = self.kv.extend(request.blocks, self._end(row))
         assert fits is not None, "can_admit promised room"
@@ -322,6 +338,8 @@ class Scheduler:
         """Take in the results of the oldest step in flight; steps are applied in order."""
         assert plan.step_id == next(iter(self._in_flight)), "steps are applied in order"
         entries = self._in_flight.pop(plan.step_id)
+        if self._times is not None:
+            self._times.end(plan.step_id)
         for (request, incarnation, row), result in zip(entries, results, strict=True):
             if request.incarnation == incarnation:
                 self._apply_row(request, row, result)
@@ -333,7 +351,7 @@ class Scheduler:
 
     def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
         if row.num_computed_tokens < request.prompt_len:
-            self._take_prompt(request, row, result)
+            self._stats.num_prompt_tokens += take_prompt(request, row, result)
         if result.has_nan or result.error is not None:
             nan_error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
             self._report(request, result, Verdict(0, "error", error=result.error or nan_error))
@@ -364,20 +382,6 @@ class Scheduler:
         self._outputs.append(make_output(request, result, verdict))
         if verdict.finish_reason is not None:
             self._remove(request)
-
-    def _take_prompt(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
-        """Take in what a row brought of the prompt.
-
-        Each position counts once, though preemption may compute it again.
-        """
-        if result.prompt_logprobs and not result.has_nan and request.wants_prompt_logprobs:
-            new = [TokenLogprobs(*item) for item in result.prompt_logprobs]
-            request.prompt_logprobs.extend(new)
-        start = max(request.num_counted_prompt_tokens, row.num_computed_tokens)
-        end = min(row.num_computed_tokens + row.num_tokens, request.prompt_len)
-        if end > start:
-            self._stats.num_prompt_tokens += end - start
-            request.num_counted_prompt_tokens = end
 
     def _take_outputs(self) -> StepOutputs:
         stats, self._stats = self._stats, self._new_stats()
