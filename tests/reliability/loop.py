@@ -5,21 +5,24 @@ by itself; one reads a steady stream. Each body of the table is sent meanwhile. 
 of /health tells how long something held the event loop, the worst gap of the stream how long
 another request was stopped: the bounds are 100 ms and 250 ms.
 
-A machine that also runs other programs delays both. The time that the processes' main threads
-waited for a CPU is therefore taken off (/proc/PID/schedstat), and of a slow /health no more counts
-than the server computed in it. Some of it remains: on a busy machine, allow for more by --max-lag
-and --max-gap.
+A machine that also runs other programs delays both. Three things tell its noise from the product's
+delays. The time for which the threads that a token passes through waited for a CPU is taken off
+(/proc/PID/task/TID/schedstat). Of a slow /health, no more counts than the server computed in it.
+And a body that exceeds a bound is sent up to `--tries` times, and the least lag and gap count:
+a delay that the body causes comes each time. Before the first body and after the last one the
+stream runs alone for ten seconds; its gaps are printed, as what this machine does without us.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,8 +35,9 @@ from traffic import MODEL, RunningServer  # noqa: E402
 MAX_LAG, MAX_GAP = 0.1, 0.25  # seconds
 PATIENCE = 15.0  # seconds for an answer; then we hang up, since it may be a long text
 POLL_SECONDS = 0.005
-# A step computes prompts beside the stream's token: short steps, so that gaps are not their length.
-FLAGS = ("--max-num-seqs", "8", "--max-num-batched-tokens", "64")
+TRIES = 3
+CONTROL_SECONDS = 10.0
+FLAGS = ("--max-num-seqs", "8")
 STREAM = {
     "model": MODEL,
     "prompt": "Once upon a time",
@@ -43,12 +47,26 @@ STREAM = {
 }
 
 
-def starved(pid: int) -> float:
-    """Seconds for which a thread was ready and had no CPU; 0 if that is not known."""
+def schedule_of(pid: int, tid: int) -> tuple[float, float]:
+    """Seconds for which a thread ran, and for which it was ready but had no CPU."""
     try:
-        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError):
-        return 0.0
+        ran, waited, _ = Path(f"/proc/{pid}/task/{tid}/schedstat").read_text().split()
+        return int(ran) / 1e9, int(waited) / 1e9
+    except (OSError, ValueError):  # it has ended, or the system does not tell
+        return 0.0, 0.0
+
+
+def starved(threads: list[tuple[int, int]]) -> float:
+    """Seconds for which these (process, thread) were ready and had no CPU."""
+    return sum(schedule_of(pid, tid)[1] for pid, tid in threads)
+
+
+def busiest_threads(pid: int) -> list[tuple[int, int]]:
+    """The main thread of a process and the other one that computed most."""
+    others = [int(task.name) for task in Path(f"/proc/{pid}/task").glob("*")]
+    others.remove(pid)
+    others.sort(key=lambda tid: schedule_of(pid, tid)[0])
+    return [(pid, tid) for tid in (pid, *others[-1:])]
 
 
 class Worst:
@@ -126,7 +144,11 @@ class Watch:
     def __init__(self, server: RunningServer) -> None:
         self._server = server
         self._process = psutil.Process(server.process.pid)
-        self._pids = (server.process.pid, server.worker.pid)
+        # A token comes from the worker's thread of steps by its main thread to the server's.
+        self._threads_of_a_token = [
+            (server.process.pid, server.process.pid),
+            *busiest_threads(server.worker.pid),
+        ]
         self.lag = Worst(self._fair_time, self._computed)
         self.gap = Worst(self._fair_time)
         self._stop = threading.Event()
@@ -145,8 +167,8 @@ class Watch:
             thread.join()
 
     def _fair_time(self) -> float:
-        own = starved(threading.get_native_id())
-        return time.monotonic() - own - sum(map(starved, self._pids))
+        own = (os.getpid(), threading.get_native_id())
+        return time.monotonic() - starved([own, *self._threads_of_a_token])
 
     def _computed(self) -> float:
         times = self._process.cpu_times()
@@ -167,19 +189,20 @@ class Watch:
         while not self._stop.is_set():
             with connected(self._server) as http:
                 http.sendall(head("/v1/completions", len(data)) + data)
-                first = http.recv(65536)  # its time is no gap
-                assert b" 200 " in first, first
+                head_part = part = end = http.recv(65536)
+                assert b" 200 " in head_part, head_part
+                while b"data: " not in part:  # the first token may wait for a slot: that is no gap
+                    part = http.recv(65536)
                 self.gap.begin()
-                part = end = first
                 while part and b"[DONE]" not in end and not self._stop.is_set():
                     part = http.recv(65536)
                     end = (end + part)[-40:]
                     self.gap.end()
 
 
-def answer(server: RunningServer, path: str, data: bytes) -> int:
+def answer(server: RunningServer, path: str, data: bytes, patience: float) -> int:
     """Send a body; the status of the answer, 0 if it takes too long."""
-    with connected(server, PATIENCE) as http:
+    with connected(server, patience) as http:
         try:
             http.sendall(head(path, len(data)) + data)
             return int(http.recv(65536).split(b" ", 2)[1])
@@ -187,30 +210,56 @@ def answer(server: RunningServer, path: str, data: bytes) -> int:
             return 0  # a body that is too large may be refused before all of it was sent
 
 
-def measure(server: RunningServer, names: list[str]) -> Iterator[Result]:
-    """Send the bodies one after the other."""
-    with Watch(server) as watch:
-        for name in names:
-            path, make = BODIES[name]
-            data = make()
-            data = data if isinstance(data, bytes) else json.dumps(data).encode()
-            watch.lag.take(), watch.gap.take()
-            began = time.monotonic()
-            status = answer(server, path, data)
-            seconds = time.monotonic() - began
-            time.sleep(0.3)  # what happens after the answer counts, too
-            yield Result(name, len(data), status, seconds, watch.lag.take(), watch.gap.take())
+def measure(server: RunningServer, watch: Watch, name: str, patience: float) -> Result:
+    """Send a body once."""
+    path, make = BODIES[name]
+    data = make()
+    data = data if isinstance(data, bytes) else json.dumps(data).encode()
+    watch.lag.take(), watch.gap.take()
+    began = time.monotonic()
+    status = answer(server, path, data, patience)
+    seconds = time.monotonic() - began
+    time.sleep(0.3)  # what happens after the answer counts, too
+    return Result(name, len(data), status, seconds, watch.lag.take(), watch.gap.take())
+
+
+def show_control(watch: Watch, seconds: float) -> None:
+    """Print what lag and gap are while nothing else is asked for."""
+    watch.lag.take(), watch.gap.take()
+    time.sleep(seconds)
+    lag, gap = watch.lag.take(), watch.gap.take()
+    print(
+        f"control: lag {1000 * lag:.0f} ms, gap {1000 * gap:.0f} ms in {seconds:.0f} s", flush=True
+    )
 
 
 def run(
-    server: RunningServer, names: list[str], max_lag: float = MAX_LAG, max_gap: float = MAX_GAP
+    server: RunningServer,
+    names: list[str],
+    max_lag: float = MAX_LAG,
+    max_gap: float = MAX_GAP,
+    tries: int = TRIES,
+    control_seconds: float = 0.0,
+    patience: float = PATIENCE,
 ) -> list[str]:
     """Send these bodies; the complaints."""
     faults = []
-    for result in measure(server, names):
-        print(result, flush=True)
-        if result.lag > max_lag or result.gap > max_gap or result.status >= 500:
-            faults.append(str(result))
+    with Watch(server) as watch:
+        if control_seconds:
+            show_control(watch, control_seconds)
+        for name in names:
+            lags, gaps = [], []
+            for _ in range(tries):
+                result = measure(server, watch, name, patience)
+                print(result, flush=True)
+                lags.append(result.lag)
+                gaps.append(result.gap)
+                if result.status >= 500 or (min(lags) <= max_lag and min(gaps) <= max_gap):
+                    break
+            if result.status >= 500 or min(lags) > max_lag or min(gaps) > max_gap:
+                faults.append(str(result))
+        if control_seconds:
+            show_control(watch, control_seconds)
     return faults
 
 
@@ -220,11 +269,21 @@ def main() -> int:
     parser.add_argument("--only", default="", help="bodies whose names contain this")
     parser.add_argument("--max-lag", type=float, default=MAX_LAG, help="seconds (default: 0.1)")
     parser.add_argument("--max-gap", type=float, default=MAX_GAP, help="seconds (default: 0.25)")
+    parser.add_argument(
+        "--tries", type=int, default=TRIES, help="times a body is sent (default: 3)"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE,
+        help="seconds to wait for an answer (default: 15)",
+    )
     options = parser.parse_args()
     server = RunningServer(*FLAGS).wait_ready()
     try:
         names = [name for name in BODIES if options.only in name]
-        faults = run(server, names, options.max_lag, options.max_gap)
+        bounds = (options.max_lag, options.max_gap, options.tries)
+        faults = run(server, names, *bounds, CONTROL_SECONDS, options.patience)
     finally:
         status = server.stop()
     print(f"{len(faults)} bodies of {len(names)} held others up" if faults else "all well")

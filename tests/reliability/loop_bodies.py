@@ -179,6 +179,7 @@ BODIES: dict[str, tuple[str, Make]] = {
         lambda: chat(prediction={"type": "content", "content": prose(8 * MB)}),
     ),
     "1,024 stop_token_ids": (TEXT, lambda: text(stop_token_ids=list(range(1_000, 2_024)))),
+    "n = 8 of 1,200 ids, decoded": (TEXT, lambda: text(prompt=[5] * 1_200, n=8, max_tokens=40)),
     "n = 128 of 8,000 ids": (TEXT, lambda: text(prompt=[5] * 8_000, n=128)),
     "guided_choice of 40,000": (TEXT, lambda: text(guided_choice=[f"c{i}" for i in range(40_000)])),
     "guided_json of 3 MB of text": (
