@@ -19,7 +19,7 @@ from ..configs.graphs import BatchExecutionDescriptor, StepMode
 from ..kernels.head_sample import Draws, pick_rows
 from ..kernels.padded_step import commit_step
 from .cuda_graphs import CaptureReport, CreateForwardFn, CudaGraphManager
-from .draft_host import GraphSettings
+from .graph_settings import GraphSettings
 from .host_copy import CopyStream
 from .input_batch import InputBatch, InputBuffers
 from .logits_processing import SamplingRows

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,52 +14,24 @@ import torch
 from torch import Tensor, nn
 
 from ..configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
-from ..configs.schema import GraphConfig, SpeculativeConfig
+from ..configs.schema import SpeculativeConfig
 from .attention.base import AttentionBuilder, AttentionLayer, AttentionState
-from .cuda_graphs import CudaGraphManager, ProgressFn
+from .cuda_graphs import CudaGraphManager
 from .draft_attention import DraftAttention
 from .draft_heads import FoundDrafter, load_head
 from .graph_capture import GraphPool
 from .graph_dispatch import (
     GraphRole,
-    capture_sizes,
     descriptors,
-    mixed_capture_sizes,
     resolve_mode,
     thinned,
 )
+from .graph_settings import GraphSettings
 from .kv_cache import KVCache
 from .staging import StagingPool
 from .weights import ResolvedModel
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class GraphSettings:
-    """What every graph manager of this device shares."""
-
-    pool: GraphPool
-    sizes: tuple[int, ...]
-    debug_compare_eager: bool = False
-    progress: ProgressFn | None = None
-    mixed_sizes: tuple[int, ...] | None = None  # of mixed batches; None = `sizes`
-    draft_loop: bool = True  # all draft decodes of a step in one graph, where that can be
-
-    @classmethod
-    def create(
-        cls, config: GraphConfig, pool: GraphPool, max_num_tokens: int, progress: ProgressFn
-    ) -> GraphSettings:
-        """As configured, for steps of up to so many tokens."""
-        listed = config.cudagraph_capture_sizes
-        return cls(
-            pool,
-            capture_sizes(listed, max_num_tokens),
-            config.debug_compare_eager,
-            progress,
-            mixed_capture_sizes(listed, max_num_tokens),
-            config.cudagraph_draft_loop,
-        )
 
 
 class DraftModelHost:

@@ -27,9 +27,9 @@ from ..kernels.compile_log import watch_compilations
 from ..kernels.device import Card, pretend_card
 from .attention.base import AttentionBackend
 from .attention.claims_at_start import ClaimsAtStart, claim_cases, claim_setup
-from .draft_host import GraphSettings
 from .graph_capture import Graph, GraphBackend
 from .graph_dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_modes
+from .graph_settings import GraphSettings
 from .memory_profile import MemoryProfile
 from .model_runner import ModelRunner
 from .plan import RowResult, StepPlan

@@ -199,7 +199,7 @@ class Engine:
 def build_engine(config: Config, progress: Callable[[Progress], None]) -> Engine:
     """Load the model, allocate its KV cache and join it with a scheduler. Imports torch."""
     with start_ahead(config) as ahead:
-        from .model_runner import build_model_runner
+        from .build import build_model_runner
 
         runner = build_model_runner(config, progress, ahead)
     return runner.note_traffic(join(runner, config))

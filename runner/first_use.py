@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .cuda_graphs import relative_error
-from .draft_host import GraphSettings
+from .graph_settings import GraphSettings
 from .layers import Linear
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,6 @@ never decides what runs. Nothing in a step waits for the device, unless a plan a
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -16,14 +15,12 @@ import torch
 from torch import Tensor
 
 from ..configs.graphs import StepMode
-from ..configs.schema import Config
-from ..kernels.compile_log import watch_compilations
 from ..kernels.gather_batch import post_update
 from .attention.base import AttentionState
 from .cuda_graphs import CaptureReport, RebuiltStates
 from .data_parallel import StepAgreement
 from .drafting import Drafting
-from .graph_capture import paused_garbage_collector, spare_modules
+from .graph_capture import paused_garbage_collector
 from .host_copy import CopyStream, HostCopy
 from .input_batch import InputBatch
 from .plan import StepPlan
@@ -31,13 +28,8 @@ from .prompt_logprobs import PromptLogprobs
 from .runner_parts import RunnerFacts, RunnerParts
 from .sampling_state import Feature
 from .staging import StagingPool
-from .start_ahead import STEPS, CompileAhead
-from .startup import ProgressFn, assemble
-from .startup_report import log_startup
 from .step_output import RowLayout, StepHandle, StepTensors
-from .step_timing import measure_steps
 from .traffic import EngineT, note_traffic
-from .warm_up import warm_up_steps
 
 
 @dataclass
@@ -344,34 +336,3 @@ class ModelRunner:
                 # Built anew at each look-up: the pairs that the target used are planned already.
                 create = self._target.create_forward_fn
                 self._drafting.capture(RebuiltStates(list(states), create))
-
-
-def build_model_runner(
-    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
-) -> ModelRunner:
-    """Load, allocate, warm up and capture; the runner is then ready for its first step."""
-    if torch.cuda.is_available():
-        spare_modules()
-    parts = assemble(config, progress, ahead)
-    runner = ModelRunner(parts)
-    seconds = runner.facts.startup_seconds
-    start = time.monotonic()
-    runner.warm_up()
-    seconds["warm_up"] = time.monotonic() - start
-    start = time.monotonic()
-    runner.capture()
-    seconds["capture"] = time.monotonic() - start
-    if runner.facts.device == "cuda":
-        if ahead is not None:
-            ahead.wait_for(STEPS)
-        start = time.monotonic()
-        warm_up_steps(runner, config)
-        seconds["first_steps"] = time.monotonic() - start
-    if ahead is not None and ahead.wait() is not None:
-        seconds["compile"] = ahead.seconds
-    if len(config.speculative.draft_counts) > 1:
-        start = time.monotonic()
-        runner.facts.step_seconds.update(measure_steps(runner, config))
-        seconds["measure_steps"] = time.monotonic() - start
-    log_startup(runner.capture_reports(), parts.memory, seconds, watch_compilations())
-    return runner

@@ -25,10 +25,11 @@ from .choice_graphs import ChoiceGraphs, create_choices
 from .cuda_graphs import CudaGraphManager, MemoryByPurpose, RebuiltStates
 from .data_parallel import create_sync
 from .device_queue import DeviceQueue, choose_device
-from .draft_host import DraftModelHost, GraphSettings
+from .draft_host import DraftModelHost
 from .first_use import load_libraries
 from .graph_capture import CudaGraphs, GraphBackend, GraphPool
 from .graph_dispatch import wanted_modes
+from .graph_settings import GraphSettings
 from .input_batch import InputBuffers
 from .kv_cache import KVCache, KVCacheGroup, KVLayout, make_groups
 from .load_target import faults_of_drafter, load_target
@@ -38,7 +39,8 @@ from .messages import Progress
 from .model_check import memory_faults
 from .request_table import RequestTable
 from .row_sampling import RowSampling
-from .runner_parts import NO_SPECULATION, RunnerParts, facts_of
+from .runner_facts import facts_of
+from .runner_parts import NO_SPECULATION, RunnerParts
 from .sampler import Sampler
 from .start_ahead import ATTENTION, GRAPHS, CompileAhead
 from .target import Target

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from ..configs.graphs import CUDAGraphMode
 from .attention.base import AttentionBuilder
 from .cuda_graphs import CudaGraphManager
-from .draft_host import GraphSettings
 from .graph_dispatch import GraphRole, resolve_mode
+from .graph_settings import GraphSettings
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..runner.messages import AddRequest, RequestOutput, SamplingParams
-from .services import OutputStream
+from .request_stream import OutputStream
 
 
 class Submits(Protocol):

@@ -18,8 +18,9 @@ from ..runner.messages import AddRequest, RequestOutput, SamplingParams
 from .choice import Choice, GenerationEvent, TextOptions
 from .errors import EngineStopped, InvalidRequest, QueueFull, outcome_of
 from .metrics import RequestTiming
+from .request_stream import OutputStream
 from .sampling import with_max_tokens
-from .services import OutputStream, Services
+from .services import Services
 from .sse import Live, Write
 from .stop_strings import StopStrings
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
 
 from ..runner.messages import RequestOutput
 
@@ -23,6 +24,16 @@ class ShutDown(EngineDead):
 
 class SpeculatorRefused(Exception):
     """The worker did not change its drafter. The text is one sentence."""
+
+
+class OutputStream(Protocol):
+    """What the routes use of a request's stream."""
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    def pop(self) -> RequestOutput | None: ...
+
+    async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None: ...
 
 
 class Turn:

@@ -7,12 +7,12 @@ can script one.
 from __future__ import annotations
 
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from ..configs.schema import Config
-from ..runner.messages import AddRequest, Ready, RequestOutput, StepStats
+from ..runner.messages import AddRequest, Ready, StepStats
 from .body import BodyReader
 from .capture import TrafficCapture
 from .chat_template import ChatTemplate
@@ -21,18 +21,9 @@ from .content_guard import ContentGuard
 from .errors import ModelNotFound, NotReady
 from .health import Health, State
 from .metrics import Metrics
+from .request_stream import OutputStream
 from .template_children import TemplateChildren
 from .tokenizer import Tokenizer
-
-
-class OutputStream(Protocol):
-    """What the routes use of a request's stream."""
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
-
-    def pop(self) -> RequestOutput | None: ...
-
-    async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None: ...
 
 
 class Engine(Protocol):

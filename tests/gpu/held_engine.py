@@ -66,7 +66,7 @@ class HeldEngine:
     """One engine whose K and acceptance are at hand."""
 
     def __init__(self, config: Config) -> None:
-        from slipstream.runner.model_runner import build_model_runner
+        from slipstream.runner.build import build_model_runner
 
         with start_ahead(config) as ahead:
             self._runner = build_model_runner(config, lambda _: None, ahead)

@@ -14,9 +14,10 @@ from plan_maker import PlanMaker, greedy
 from tiny_target import MAX_LEN, VOCAB, Oracle, TinySetup, make_runner, tiny_llama
 
 from slipstream.configs.schema import CacheConfig, Config, ModelConfig, SchedulerConfig
+from slipstream.runner.build import build_model_runner
 from slipstream.runner.memory import NoKVMemory
 from slipstream.runner.messages import Progress, SamplingParams
-from slipstream.runner.model_runner import ModelRunner, build_model_runner
+from slipstream.runner.model_runner import ModelRunner
 from slipstream.runner.plan import NewRequest, RowResult, ScheduledRow, StepPlan
 
 

@@ -18,9 +18,9 @@ from slipstream.runner.attention.choice import choose_backend
 from slipstream.runner.choice_graphs import create_choices
 from slipstream.runner.cuda_graphs import CudaGraphManager
 from slipstream.runner.device_queue import DeviceQueue
-from slipstream.runner.draft_host import GraphSettings
 from slipstream.runner.graph_capture import CudaGraphs, GraphPool
 from slipstream.runner.graph_dispatch import eager_descriptor
+from slipstream.runner.graph_settings import GraphSettings
 from slipstream.runner.input_batch import InputBuffers
 from slipstream.runner.kv_blocks import BlockGroup
 from slipstream.runner.kv_cache import KVCache, make_groups
