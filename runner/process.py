@@ -45,7 +45,7 @@ class WorkerProcess:
         # -P: the current folder may hold a `kernels`, and transformers imports one if it finds it.
         # A process group of its own: Ctrl-C in a terminal is for the server, which drains first.
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{package}.worker"],
+            [sys.executable, "-P", "-m", f"{package}.engine.worker"],
             stdin=subprocess.PIPE,
             stdout=2,
             process_group=0,

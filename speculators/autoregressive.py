@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import SpeculativeConfig
-from ..kernels.prepare_draft import advance_draft_decode
-from ..kernels.stage_drafts import stage_draft_rows
+from ..kernels.drafts.prepare_draft import advance_draft_decode
+from ..kernels.drafts.stage_drafts import stage_draft_rows
 from .base import DraftHost, DraftInputs, DraftModelSpeculator, GraphManager, SpeculatorNeeds
 from .deferred import DeferredTokens
 

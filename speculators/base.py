@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..configs.schema import SpeculativeConfig
-from ..kernels.draw_drafts import draw_drafts, take_drafts
-from ..kernels.stage_drafts import store_draft_rows
+from ..kernels.drafts.draw_drafts import draw_drafts, take_drafts
+from ..kernels.drafts.stage_drafts import store_draft_rows
 
 MAX_DRAFT_LOGITS_BYTES = 1 << 30  # above this, `draft_sampling: auto` drafts greedily
 
@@ -91,7 +91,7 @@ class StepBuffers:
 
 
 class GraphManager(Protocol):
-    """Captures and replays graphs of one forward function (`runner.cuda_graphs`)."""
+    """Captures and replays graphs of one forward function (`runner.graphs.manager`)."""
 
     report: Any  # what was captured
 

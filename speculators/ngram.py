@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: no model, no KV, no graph; the work is in `kernels.ngram_scan`."""
+"""Drafts by prompt lookup: no model, KV or graph; the work is in `kernels.drafts.ngram_scan`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..configs.options import ConfigError
 from ..configs.schema import SpeculativeConfig
-from ..kernels.ngram_scan import Haystack, Predictions, ngram_scan
+from ..kernels.drafts.ngram_scan import Haystack, Predictions, ngram_scan
 from .base import BaseSpeculator, DraftHost, DraftInputs, SpeculatorNeeds
 
 

@@ -1,7 +1,7 @@
 """Chooses the rule by which drafts stand, and holds the rules that need no residual.
 
 It sees processed logits only: grammar, penalties, temperature and the rest are in them, per row.
-The rule for every day is `kernels.verify.rejection_sample`.
+The rule for every day is `kernels.sampling.verify.rejection_sample`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ..configs.options import ConfigError
 from ..configs.schema import SpeculativeConfig
-from ..kernels.sample import TARGET, gumbel_sample
-from ..kernels.verify import VerifyRows, emit_by_chance, emit_matching, rejection_sample
+from ..kernels.sampling.sample import TARGET, gumbel_sample
+from ..kernels.sampling.verify import VerifyRows, emit_by_chance, emit_matching, rejection_sample
 
 _log = logging.getLogger(__name__)
 

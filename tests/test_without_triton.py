@@ -19,7 +19,8 @@ root = Path(slipstream.__path__[0])
 for folder in ("configs", "kernels", "speculators", "runner", "server"):
     for path in sorted((root / folder).rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
-        if parts[:2] != ("kernels", "triton") and not parts[-1].startswith("__"):
+        is_kernel = "triton" in parts[:-1] and parts[0] == "kernels" or parts[-1] == "launch"
+        if not is_kernel and not parts[-1].startswith("__"):
             importlib.import_module(".".join(("slipstream", *parts)))
 print("all")
 """

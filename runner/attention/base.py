@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
-from ...kernels.norm_rope import rotary_embedding
-from ...kernels.rotary_store_kv import HeadNorms, rotary_qkv
+from ...kernels.attention.rotary_store_kv import HeadNorms, rotary_qkv
+from ...kernels.linear.norm_rope import rotary_embedding
 
 
 @dataclass(frozen=True)

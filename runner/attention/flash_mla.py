@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
-from ...kernels.store_kv import store_kv
+from ...kernels.attention.store_kv import store_kv
 from ..errors import RunnerError
 from .base import (
     AttentionBackend,

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
-from ...kernels.paged_attention import AttentionPlan, plan_attention, planned_attention
-from ...kernels.store_kv import store_kv_reference
+from ...kernels.attention.paged_attention import AttentionPlan, plan_attention, planned_attention
+from ...kernels.attention.store_kv import store_kv_reference
 from .base import (
     AttentionBackend,
     AttentionBuilder,

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
-from ...kernels.paged_attention import paged_attention
-from ...kernels.rotary_attention import rotary_attention
-from ...kernels.store_kv import store_kv
+from ...kernels.attention.paged_attention import paged_attention
+from ...kernels.attention.rotary_attention import rotary_attention
+from ...kernels.attention.store_kv import store_kv
 from .base import (
     AttentionBackend,
     AttentionBuilder,

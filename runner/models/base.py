@@ -11,17 +11,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.streams import write_stream
+from ...kernels.linear.streams import write_stream
 from ..attention.base import AttentionLayer, AttentionState
-from ..layers import (
-    CheckpointSlot,
-    Embedding,
-    Linear,
-    RMSNorm,
-    WeightFormat,
-    module_slots,
-)
-from ..rotary import RotaryEmbedding, RotaryStep
+from .layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from .rotary import RotaryEmbedding, RotaryStep
 
 # Tables that old checkpoints carry and every implementation recomputes.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.masked_bias$")
@@ -42,7 +35,7 @@ class Taps:
             self.all = like.new_empty(like.shape[0], len(boundaries) * self._size)
 
     def keep(self, boundary: int, hidden: Tensor, residual: Tensor | None = None) -> None:
-        """Keep hidden + residual if it is asked for; shapes as in `kernels.streams`."""
+        """Keep hidden + residual if it is asked for; shapes as in `kernels.linear.streams`."""
         column = self._column.get(boundary)
         if column is not None:
             assert self.all is not None

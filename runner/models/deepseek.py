@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.mla import absorb_query, expand_value
-from ...kernels.moe import Routing, select_experts
+from ...kernels.attention.mla import absorb_query, expand_value
+from ...kernels.linear.moe import Routing, select_experts
 from ..attention.base import AttentionLayer, AttentionState
-from ..layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
-from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .base import PreNormModel
+from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
 from .llama import MLP, check_silu
 from .moe import Experts
+from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LATENT_EPS = 1e-6  # of the norms inside attention; not the config's

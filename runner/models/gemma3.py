@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.activation import gelu_tanh_and_mul
+from ...kernels.linear.activation import gelu_tanh_and_mul
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from ..layers import Linear, RMSNorm, WeightFormat
-from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .base import ForwardOutput, Taps, TextModel
+from .layers import Linear, RMSNorm, WeightFormat
+from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 
 _LANGUAGE = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 _OTHER_PARTS = re.compile(

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.moe import Routing, select_experts
-from ...kernels.norm_rope import rms_norm
+from ...kernels.linear.moe import Routing, select_experts
+from ...kernels.linear.norm_rope import rms_norm
 from ..attention.base import AttentionLayer, AttentionState
-from ..layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, tensor_slot
-from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .base import ForwardOutput, Taps, TextModel
 from .gemma3 import MLP, check_gelu, embedding_scale, soft_cap, text_name
+from .layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, tensor_slot
 from .moe import Experts
+from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 
 _SHARED_KV = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.")
 

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...kernels.activation import silu_and_mul
-from ...kernels.embedding import embedding
-from ...kernels.linear import Norm
+from ...kernels.linear.activation import silu_and_mul
+from ...kernels.linear.embedding import embedding
+from ...kernels.linear.linear import Norm
 from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..errors import ModelLoadError
-from ..layers import Linear, RMSNorm, WeightFormat
-from ..rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .base import PreNormModel
+from .layers import Linear, RMSNorm, WeightFormat
+from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from ...kernels.moe import run_experts
-from ..layers import CheckpointSlot, WeightFormat, tensor_slot
+from ...kernels.linear.moe import run_experts
+from .layers import CheckpointSlot, WeightFormat, tensor_slot
 
 
 class Experts(nn.Module):
@@ -35,7 +35,7 @@ class Experts(nn.Module):
         self.register_buffer("down", empty(num_experts, hidden, intermediate))
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """x: [T, H]; weights, ids: [T, k] as `kernels.moe.select_experts` gives them -> [T, H]."""
+        """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H]."""
         return run_experts(x, self.gate_up, self.down, weights, ids, self.activation)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from ...configs.model_config import NotServed, served_architecture
-from ...kernels.linear_tuned import LinearChooser
+from ...configs.model.model_config import NotServed, served_architecture
+from ...kernels.linear.linear_tuned import LinearChooser
 from ..errors import ModelLoadError
-from ..layers import WeightFormat
 from .base import TextModel
+from .layers import WeightFormat
 
-# architecture in config.json -> (module, class); those of `configs.model_config`
+# architecture in config.json -> (module, class); those of `configs.model.model_config`
 ARCHITECTURES: dict[str, tuple[str, str]] = {
     "LlamaForCausalLM": ("llama", "LlamaModel"),
     "MistralForCausalLM": ("llama", "LlamaModel"),

@@ -8,12 +8,12 @@ from typing import Any
 
 SUMMARY = "measure speed, latency under load, or acceptance"
 _KINDS = {
-    name: f"..{module}"
+    name: f"..bench.{module}"
     for name, module in (
         ("acceptance", "acceptance_command"),
-        ("compare", "bench_compare_command"),
-        ("offline", "bench_offline_command"),
-        ("serve", "bench_serve_command"),
+        ("compare", "compare_command"),
+        ("offline", "offline_command"),
+        ("serve", "serve_command"),
     )
 }
 

@@ -18,6 +18,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check the configuration, then serve; returns the exit status."""
     config = load_config(args, os.environ)
-    from ..launch import serve
+    from ..startup.launch import serve
 
     return serve(config)

@@ -19,16 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from ...configs.load import load_config
 from ...configs.options import ConfigError, Option, all_options, read_text, section_options
-from ...configs.training import (
-    HeadConfig,
-    ReplyConfig,
-    TrainingConfig,
-    TrainJob,
-    check_training,
-)
+from ...configs.training import HeadConfig, ReplyConfig, TrainingConfig, TrainJob, check_training
 
 if TYPE_CHECKING:
-    from ..training_prompts import Prompt
+    from ..drafters.training_prompts import Prompt
 
 SUMMARY = "train a drafter for a model on the model's own replies"
 METHODS = ("eagle3",)
@@ -65,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prepare-only",
         action="store_true",
-        help="write DIR/work/job.json for `python -m slipstream.runner.train` and stop",
+        help="write DIR/work/job.json for `python -m slipstream.runner.training.train` and stop",
     )
     target = parser.add_argument_group("target", "The model, as for `slipstream serve`.")
     for name in _TARGET:
@@ -102,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
     job = _job(given)
     if problem := check_training(job):
         raise ConfigError(problem)
-    from ..chat_template import ChatTemplateError
-    from ..tokenizer import TokenizerLoadError
-    from ..training_prompts import PromptError
+    from ..chat_templates.chat_template import ChatTemplateError
+    from ..drafters.training_prompts import PromptError
+    from ..text.tokenizer import TokenizerLoadError
 
     try:
         path = _prepare(job, given)
@@ -144,9 +138,9 @@ def _job(given: dict[str, Any]) -> TrainJob:
 
 def _prepare(job: TrainJob, given: dict[str, Any]) -> Path:
     """Write the job and its prompts, in token space, to the output folder."""
-    from ..chat_template import ChatTemplate
-    from ..tokenizer import Tokenizer
-    from ..training_prompts import tokenize_prompts, user_frame
+    from ..chat_templates.chat_template import ChatTemplate
+    from ..drafters.training_prompts import tokenize_prompts, user_frame
+    from ..text.tokenizer import Tokenizer
 
     prompts = _read(given, job.training.train_seed)
     tokenizer, template = _text_side(job, Tokenizer, ChatTemplate)
@@ -168,7 +162,12 @@ def _prepare(job: TrainJob, given: dict[str, Any]) -> Path:
 
 
 def _read(given: dict[str, Any], seed: int) -> list[Prompt]:
-    from ..training_prompts import heldout_prompts, hold_out, read_prompts, training_prompts
+    from ..drafters.training_prompts import (
+        heldout_prompts,
+        hold_out,
+        read_prompts,
+        training_prompts,
+    )
 
     data, count = given["data"], given["num_prompts"]
     if data != _BUILT_IN:
@@ -222,7 +221,7 @@ def _train(job: Path) -> int:
     package = __package__.partition(".")[0]
     paths = [str(Path(sys.modules[package].__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
     child = subprocess.Popen(
-        [sys.executable, "-P", "-m", f"{package}.runner.train", str(job)],
+        [sys.executable, "-P", "-m", f"{package}.runner.training.train", str(job)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )
     # Ctrl-C reaches both; SIGTERM reaches this process alone.

@@ -6,17 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from .common import (
-    INT32,
-    INT64,
-    MAX_CACHE_SALT,
-    Body,
-    Content,
-    Integer,
-    Many,
-    Metadata,
-    SizedBody,
-)
+from .common import INT32, INT64, MAX_CACHE_SALT, Body, Content, Integer, Many, Metadata, SizedBody
 
 
 class InputItem(Body):

@@ -11,10 +11,10 @@ import pytest
 from slipstream.configs.paths import PathError, local_path
 from slipstream.configs.schema import Config, ModelConfig
 from slipstream.runner.errors import ModelLoadError
-from slipstream.runner.hub import find_model
+from slipstream.runner.loading.hub import find_model
 from slipstream.server.commands import main
-from slipstream.server.model_files import ModelFilesError, check_model_files
-from slipstream.server.tokenizer_source import TokenizerLoadError, find_tokenizer_folder
+from slipstream.server.startup.model_files import ModelFilesError, check_model_files
+from slipstream.server.text.tokenizer_source import TokenizerLoadError, find_tokenizer_folder
 
 from .odd_paths import odd_paths
 

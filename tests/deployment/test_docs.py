@@ -13,11 +13,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from slipstream.configs.load import flag_table
 from slipstream.configs.speculative import METHODS
 from slipstream.server.commands import build_parser
+from slipstream.server.http.middleware import OPEN_PATHS
 from slipstream.server.metrics import Metrics
-from slipstream.server.middleware import OPEN_PATHS
 from slipstream.server.openai_types.chat import ChatCompletionRequest
 from slipstream.server.openai_types.completions import CompletionRequest
-from slipstream.server.reasoning import REASONING_PARSERS
+from slipstream.server.output.reasoning import REASONING_PARSERS
 from slipstream.server.tool_parsers import TOOL_PARSERS
 
 from ..server.api_fakes import ScriptedEngine, make_app

@@ -21,7 +21,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parent))
 from running_server import RunningServer  # noqa: E402
 
-from slipstream.server.training_prompts import heldout_prompts  # noqa: E402
+from slipstream.server.drafters.training_prompts import heldout_prompts  # noqa: E402
 
 MODEL = "smollm2-135m"
 TOKENS = 96
@@ -107,8 +107,8 @@ def transformers_peer() -> Callable[[], float]:
 
     from slipstream.configs.preset import preset_model
     from slipstream.configs.schema import ModelConfig
-    from slipstream.runner.weights import open_checkpoint, resolve_model
-    from slipstream.server.tokenizer_source import find_tokenizer_folder
+    from slipstream.runner.loading.weights import open_checkpoint, resolve_model
+    from slipstream.server.text.tokenizer_source import find_tokenizer_folder
 
     path = preset_model(MODEL)
     folder, _, name = path.rpartition("/")

@@ -19,15 +19,15 @@ run_tests() { # name, limit, files...
 }
 
 : > "$out/summary.txt"
-"$python" tests/gpu/shapes.py "$out"
+"$python" tests/lab/shapes.py "$out"
 run_tests drafters 300 tests/gpu/test_drafters_cuda.py
 run_tests runner 150 tests/gpu/test_model_runner_cuda.py
 run_tests plans 120 tests/gpu/test_lazy_plan_cuda.py
 export TRITON_CACHE_DIR="$out/triton" # empty: the first starts are cold
-step start-cold 90 "$python" tests/gpu/startup.py "$out/llama-8b"
-step start-warm 90 "$python" tests/gpu/startup.py "$out/llama-8b"
-step start-eagle3 90 "$python" tests/gpu/startup.py "$out/llama-8b" "$out/eagle3-8b"
-step start-eagle3-warm 90 "$python" tests/gpu/startup.py "$out/llama-8b" "$out/eagle3-8b"
+step start-cold 90 "$python" tests/lab/startup.py "$out/llama-8b"
+step start-warm 90 "$python" tests/lab/startup.py "$out/llama-8b"
+step start-eagle3 90 "$python" tests/lab/startup.py "$out/llama-8b" "$out/eagle3-8b"
+step start-eagle3-warm 90 "$python" tests/lab/startup.py "$out/llama-8b" "$out/eagle3-8b"
 run_tests start-tests 150 tests/gpu/test_startup_cuda.py
 run_tests attention 250 tests/gpu/test_attention_cuda.py
 run_tests kernels 250 tests/gpu/test_kernels_cuda.py tests/gpu/test_linear_cuda.py \

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
-from slipstream.kernels.paged_attention import paged_attention_reference
+from slipstream.kernels.attention.paged_attention import paged_attention_reference
 from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.attention.choice import choose_backend
-from slipstream.runner.attention.claim_check import ClaimSetup, ClaimTrial, check_claim
-from slipstream.runner.attention.claims import ClaimCase
-from slipstream.runner.cuda_graphs import relative_error
-from slipstream.runner.graph_capture import CudaGraphs, GraphPool
+from slipstream.runner.claims.case import ClaimSetup, ClaimTrial, check_claim
+from slipstream.runner.claims.claims import ClaimCase
+from slipstream.runner.graphs.capture import CudaGraphs, GraphPool
+from slipstream.runner.graphs.manager import relative_error
 
 pytestmark = [
     pytest.mark.gpu,

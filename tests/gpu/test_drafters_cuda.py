@@ -19,9 +19,9 @@ from tests.speculators.tiny_engine import TinyEngine, prompts  # noqa: E402
 
 from slipstream.configs.graphs import AttentionCGSupport  # noqa: E402
 from slipstream.configs.schema import SpeculativeConfig  # noqa: E402
-from slipstream.kernels import mla  # noqa: E402
+from slipstream.kernels.attention import mla  # noqa: E402
 from slipstream.runner.attention.triton import TritonBuilder  # noqa: E402
-from slipstream.runner.cuda_graphs import relative_error  # noqa: E402
+from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

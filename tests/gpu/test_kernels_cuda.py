@@ -16,28 +16,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.kernels.drafts.test_stage_drafts import MAX_POSITION, a_step, drafter  # noqa: E402
 from tests.kernels.step_buffers import POISON, poisoned_buffers  # noqa: E402
-from tests.kernels.test_stage_drafts import MAX_POSITION, a_step, drafter  # noqa: E402
 
-from slipstream.kernels import (  # noqa: E402
-    activation,
-    gather_batch,
-    moe,
-    norm_rope,
-    stage_drafts,
-    store_kv,
-    streams,
-)
-from slipstream.kernels.embedding import embedding  # noqa: E402
-from slipstream.kernels.paged_attention import (  # noqa: E402
-    paged_attention,
-    paged_attention_reference,
-)
-from slipstream.kernels.rotary_store_kv import (  # noqa: E402
-    rotary_store_kv,
-    rotary_store_kv_reference,
-)
-from slipstream.runner.cuda_graphs import relative_error  # noqa: E402
+from slipstream.kernels.attention import store_kv
+from slipstream.kernels.attention.paged_attention import paged_attention, paged_attention_reference
+from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv, rotary_store_kv_reference
+from slipstream.kernels.batch import gather_batch
+from slipstream.kernels.drafts import stage_drafts
+from slipstream.kernels.linear import activation, moe, norm_rope, streams
+from slipstream.kernels.linear.embedding import embedding  # noqa: E402
+from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

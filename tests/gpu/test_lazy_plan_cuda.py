@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
-from slipstream.kernels.paged_attention import paged_attention_reference
+from slipstream.kernels.attention.paged_attention import paged_attention_reference
 from slipstream.runner.attention.base import AttentionLayer
-from slipstream.runner.attention.claim_check import ClaimSetup, ClaimTrial
-from slipstream.runner.cuda_graphs import relative_error
-from slipstream.runner.graph_capture import CudaGraphs, GraphPool
+from slipstream.runner.claims.case import ClaimSetup, ClaimTrial
+from slipstream.runner.graphs.capture import CudaGraphs, GraphPool
+from slipstream.runner.graphs.manager import relative_error
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
 
 from graph_nodes import kernel_nodes  # noqa: E402
 

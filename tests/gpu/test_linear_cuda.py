@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels import head_sample, linear, norm_rope, rotary_store_kv, sample
-from slipstream.kernels.linear_choice import (
+from slipstream.kernels.attention import rotary_store_kv
+from slipstream.kernels.linear import head_sample, linear, norm_rope
+from slipstream.kernels.linear.linear_choice import (
     H100_WINNERS,
     Choice,
     Gemv,
@@ -19,8 +20,9 @@ from slipstream.kernels.linear_choice import (
     default_choice,
     fits,
 )
-from slipstream.kernels.linear_tune import relative_error
-from slipstream.kernels.linear_tuned import create_chooser
+from slipstream.kernels.linear.linear_tune import relative_error
+from slipstream.kernels.linear.linear_tuned import create_chooser
+from slipstream.kernels.sampling import sample
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,7 +43,7 @@ def poisoned_memory() -> None:
 @pytest.fixture(autouse=True)
 def dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     """On, whatever the environment says: the harder case of every test."""
-    from slipstream.kernels.triton import launch
+    from slipstream.kernels import launch
 
     monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
 
@@ -85,7 +87,8 @@ def test_what_surrounds_a_single_row(size: int) -> None:
 
 @pytest.mark.parametrize("tma", [False, True])
 def test_older_cards_load_tiles_without_descriptors(tma: bool) -> None:
-    from slipstream.kernels.triton import launch, skinny
+    from slipstream.kernels import launch
+    from slipstream.kernels.linear.triton import skinny
 
     x, weight = randn(9, 328), randn(200, 328, scale=0.05)
     if tma and not launch.has_tma(x):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from slipstream.runner.safetensors_weights import SafetensorsCheckpoint
+from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,12 +19,8 @@ from torch import Tensor  # noqa: E402
 
 from slipstream.configs.graphs import CUDAGraphMode  # noqa: E402
 from slipstream.runner.messages import SamplingParams  # noqa: E402
-from slipstream.runner.plan import NewRequest, ScheduledRow, StepPlan  # noqa: E402
-from slipstream.speculators.base import (  # noqa: E402
-    BaseSpeculator,
-    DraftInputs,
-    SpeculatorNeeds,
-)
+from slipstream.runner.scheduling.plan import NewRequest, ScheduledRow, StepPlan  # noqa: E402
+from slipstream.speculators.base import BaseSpeculator, DraftInputs, SpeculatorNeeds
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,11 +12,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from tests.kernels.test_triton_rotary_attention import case, expected_of  # noqa: E402
+from tests.kernels.attention.test_triton_rotary_attention import case, expected_of  # noqa: E402
 
-from slipstream.kernels.rotary_attention import rotary_attention  # noqa: E402
-from slipstream.kernels.triton import attention_plan  # noqa: E402
-from slipstream.runner.cuda_graphs import relative_error  # noqa: E402
+from slipstream.kernels.attention.rotary_attention import rotary_attention  # noqa: E402
+from slipstream.kernels.attention.triton import attention_plan  # noqa: E402
+from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,25 +19,21 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runner"))
 from sampler_harness import CPU, Table, rows_of, rows_on  # noqa: E402
 
 from slipstream.configs.schema import SpeculativeConfig  # noqa: E402
-from slipstream.kernels.draw_drafts import draw_drafts, draw_drafts_reference  # noqa: E402
-from slipstream.kernels.ngram_scan import (  # noqa: E402
+from slipstream.kernels.drafts.draw_drafts import draw_drafts, draw_drafts_reference  # noqa: E402
+from slipstream.kernels.drafts.ngram_scan import (
     Haystack,
     Predictions,
     ngram_scan,
     ngram_scan_reference,
 )
-from slipstream.kernels.sample import (  # noqa: E402
-    DRAFT,
-    gumbel_sample,
-    gumbel_sample_reference,
-)
-from slipstream.kernels.verify import (  # noqa: E402
+from slipstream.kernels.sampling.sample import DRAFT, gumbel_sample, gumbel_sample_reference
+from slipstream.kernels.sampling.verify import (
     VerifyRows,
     rejection_sample,
     rejection_sample_reference,
 )
 from slipstream.runner.messages import SamplingParams  # noqa: E402
-from slipstream.runner.sampler import Sampler  # noqa: E402
+from slipstream.runner.sampling.sampler import Sampler  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,14 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.end_to_end.running_server import RunningServer  # noqa: E402
 
-from slipstream.configs.schema import (  # noqa: E402
-    CacheConfig,
-    Config,
-    GraphConfig,
-    ModelConfig,
-    SchedulerConfig,
-)
-from slipstream.runner.engine import build_engine  # noqa: E402
+from slipstream.configs.schema import CacheConfig, Config, GraphConfig, ModelConfig, SchedulerConfig
+from slipstream.runner.engine.engine import build_engine  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

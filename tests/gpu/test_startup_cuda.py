@@ -13,12 +13,12 @@ import torch
 
 from slipstream.configs.schema import Config, ModelConfig, SchedulerConfig, SpeculativeConfig
 from slipstream.kernels.compile_log import watch_compilations
-from slipstream.runner.engine import Engine, build_engine
+from slipstream.runner.engine.engine import Engine, build_engine
 from slipstream.runner.messages import AddRequest, SamplingParams
-from slipstream.runner.start_ahead import OFF, is_wanted
+from slipstream.runner.startup.compile_ahead import OFF, is_wanted
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from test_compile_ahead import DRAFTER, TARGET  # noqa: E402
+sys.path.insert(0, str(Path(__file__).parents[1] / "lab"))
+from ..kernels.test_compile_ahead import DRAFTER, TARGET  # noqa: E402
 
 pytestmark = [
     pytest.mark.gpu,

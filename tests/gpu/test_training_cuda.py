@@ -17,10 +17,10 @@ from slipstream.configs.schema import (
     SpeculativeConfig,
 )
 from slipstream.configs.training import HeadConfig, ReplyConfig, TrainingConfig, TrainJob
-from slipstream.runner.engine import build_engine
+from slipstream.runner.engine.engine import build_engine
 from slipstream.runner.messages import AddRequest, ChangeSpeculator, SamplingParams
-from slipstream.runner.train import TrainingRun, write_prompts
-from slipstream.runner.training_text import TrainingPrompt
+from slipstream.runner.training.text import TrainingPrompt
+from slipstream.runner.training.train import TrainingRun, write_prompts
 
 from ..speculators.tiny_engine import prompts, save_llama
 

@@ -13,7 +13,7 @@ import pytest
 
 from slipstream.kernels.compile_log import CompileLog, watch_compilations
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "lab"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
@@ -31,7 +31,7 @@ DRAFTER = TARGET | {
 
 
 def run_script(script: str, *arguments: str, **environment: str) -> str:
-    """Standard output of a script of this folder, which must succeed."""
+    """Standard output of a script of `tests/lab`, which must succeed."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, str(FOLDER / script), *arguments],

@@ -8,8 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels import activation, gather_batch, norm_rope, prepare_draft, store_kv
-from slipstream.kernels.rotary_store_kv import rotary_store_kv_reference
+from slipstream.kernels.attention import store_kv
+from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv_reference
+from slipstream.kernels.batch import gather_batch
+from slipstream.kernels.drafts import prepare_draft
+from slipstream.kernels.linear import activation, norm_rope
 
 from .step_buffers import POISON, poisoned_buffers
 
@@ -44,7 +47,7 @@ def close(got: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 10), (5, 64), (2, 3, 48), (1, 576)])
 def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from slipstream.kernels.triton import norm_rope as kernels
+    from slipstream.kernels.linear.triton import norm_rope as kernels
 
     x = torch.randn(*shape[:-1], shape[-1] + 16, dtype=torch.float32).to(dtype)[..., : shape[-1]]
     for weight in (torch.randn(shape[-1]).to(dtype), torch.rand(shape[-1])):
@@ -53,7 +56,7 @@ def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_add_rms_norm(dtype: torch.dtype) -> None:
-    from slipstream.kernels.triton import norm_rope as kernels
+    from slipstream.kernels.linear.triton import norm_rope as kernels
 
     x, residual = torch.randn(2, 7, 96).to(dtype)
     weight = torch.rand(96).to(dtype)
@@ -75,7 +78,7 @@ def heads_of(tokens: int, num_heads: int, dim: int, dtype: torch.dtype) -> Tenso
 def test_rotary_embedding(
     dim: int, rot_dim: int, interleaved: bool, num_kv_heads: int, dtype: torch.dtype
 ) -> None:
-    from slipstream.kernels.triton import norm_rope as kernels
+    from slipstream.kernels.linear.triton import norm_rope as kernels
 
     positions = torch.randint(0, 50, (5,))
     cos_sin = torch.randn(50, rot_dim)
@@ -100,7 +103,7 @@ def slots_with_gaps(tokens: int, num_slots: int) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mla", [False, True])
 def test_store_kv(mla: bool, dtype: torch.dtype) -> None:
-    from slipstream.kernels.triton import store_kv as kernels
+    from slipstream.kernels.attention.triton import store_kv as kernels
 
     slots = slots_with_gaps(9, 24)
     if mla:
@@ -117,7 +120,7 @@ def test_store_kv(mla: bool, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rotary_store_kv(dtype: torch.dtype) -> None:
-    from slipstream.kernels.triton import norm_rope as kernels
+    from slipstream.kernels.linear.triton import norm_rope as kernels
 
     positions, slots = torch.randint(0, 50, (9,)), slots_with_gaps(9, 24)
     cos_sin, cache = torch.randn(50, 32), torch.randn(2, 6, 4, 3, 64).to(dtype)
@@ -126,14 +129,17 @@ def test_rotary_store_kv(dtype: torch.dtype) -> None:
     expected = rotary_store_kv_reference(
         positions, query, key, value, cos_sin, expected_cache, slots
     )
-    close(kernels.rotary_store_kv(positions, query, key, value, cos_sin, cache, slots), expected)
+    close(
+        kernels.rotary_store_kv(positions, query, key, value, cos_sin, cache, slots),
+        expected,
+    )
     close(cache, expected_cache)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["silu_and_mul", "gelu_tanh_and_mul"])
 def test_gated_activation(name: str, dtype: torch.dtype) -> None:
-    from slipstream.kernels.triton import activation as kernels
+    from slipstream.kernels.linear.triton import activation as kernels
 
     x = (torch.randn(3, 2 * 70 + 4) * 8).to(dtype)[:, :140]
     # Left of zero the two parts of a gate cancel, and the other half makes the rest larger.
@@ -185,7 +191,7 @@ def equal(left: SimpleNamespace, right: SimpleNamespace) -> None:
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("num_drafts", [0, DRAFTS])
 def test_prepare_inputs(seed: int, num_drafts: int) -> None:
-    from slipstream.kernels.triton import gather_batch as kernels
+    from slipstream.kernels.batch.triton import gather_batch as kernels
 
     torch.manual_seed(seed)
     requests, batch, sizes = random_step()
@@ -202,7 +208,7 @@ def test_prepare_inputs(seed: int, num_drafts: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_block_tables_and_slots(seed: int) -> None:
-    from slipstream.kernels.triton import gather_batch as kernels
+    from slipstream.kernels.batch.triton import gather_batch as kernels
 
     torch.manual_seed(seed)
     _, batch, (num_reqs, num_tokens, _, reqs_padded, tokens_padded) = random_step()
@@ -229,7 +235,7 @@ def test_block_tables_and_slots(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_post_update(seed: int) -> None:
-    from slipstream.kernels.triton import gather_batch as kernels
+    from slipstream.kernels.batch.triton import gather_batch as kernels
 
     torch.manual_seed(seed)
     requests, batch, (num_reqs, *_) = random_step()
@@ -250,7 +256,7 @@ def test_post_update(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_draft_decodes_advance_and_find_their_slots(seed: int) -> None:
-    from slipstream.kernels.triton import prepare_draft as kernels
+    from slipstream.kernels.drafts.triton import prepare_draft as kernels
 
     generator = torch.Generator().manual_seed(seed)
     rows, limit = 5, 24

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from slipstream.configs.graphs import CUDAGraphMode
-from slipstream.runner.data_parallel import DataParallelSync
-from slipstream.runner.graph_dispatch import descriptors, dispatch
+from slipstream.runner.graphs.dispatch import descriptors, dispatch
+from slipstream.runner.step.data_parallel import DataParallelSync
 
 DRAFTS = 3
 MAX_REQS, MAX_TOKENS, MAX_LEN = 8, 64, 200

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from slipstream.runner.kv_blocks import BlockGroup
-from slipstream.runner.plan import RowResult, ScheduledRow, StepPlan
+from slipstream.runner.scheduling.kv_blocks import BlockGroup
+from slipstream.runner.scheduling.plan import RowResult, ScheduledRow, StepPlan
 
 GARBAGE = -7
 

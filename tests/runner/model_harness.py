@@ -17,11 +17,11 @@ from slipstream.runner.attention.base import (
     CommonAttentionMetadata,
 )
 from slipstream.runner.attention.reference import ReferenceBackend
-from slipstream.runner.kv_cache import KVCache, make_groups
-from slipstream.runner.layers import resolve_format
+from slipstream.runner.batch.kv_cache import KVCache, make_groups
+from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.base import TextModel
+from slipstream.runner.models.layers import resolve_format
 from slipstream.runner.models.registry import build_model
-from slipstream.runner.weights import load_weights, resolve_model
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")

@@ -13,8 +13,14 @@ from typing import Any
 from tiny_target import BLOCK, MAX_LEN, VOCAB, Oracle
 
 from slipstream.runner.messages import SamplingParams
-from slipstream.runner.model_runner import ModelRunner
-from slipstream.runner.plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
+from slipstream.runner.scheduling.plan import (
+    NewBlocks,
+    NewRequest,
+    RowResult,
+    ScheduledRow,
+    StepPlan,
+)
+from slipstream.runner.step.model_runner import ModelRunner
 
 
 def greedy(**options: Any) -> SamplingParams:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.batch.ragged_rows import RaggedRows
+from slipstream.runner.batch.sampling_state import SamplingState
 from slipstream.runner.messages import SamplingParams
-from slipstream.runner.ragged_rows import RaggedRows
-from slipstream.runner.sampler import Sampler, SamplerOutput, SamplingRows
-from slipstream.runner.sampling_state import SamplingState
+from slipstream.runner.sampling.sampler import Sampler, SamplerOutput, SamplingRows
 
 CPU = torch.device("cpu")
 

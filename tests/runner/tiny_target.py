@@ -15,22 +15,22 @@ from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import AttentionMetadata, AttentionState
 from slipstream.runner.attention.choice import choose_backend
-from slipstream.runner.choice_graphs import create_choices
-from slipstream.runner.cuda_graphs import CudaGraphManager
-from slipstream.runner.device_queue import DeviceQueue
-from slipstream.runner.graph_capture import CudaGraphs, GraphPool
-from slipstream.runner.graph_dispatch import eager_descriptor
-from slipstream.runner.graph_settings import GraphSettings
-from slipstream.runner.input_batch import InputBuffers
-from slipstream.runner.kv_blocks import BlockGroup
-from slipstream.runner.kv_cache import KVCache, make_groups
-from slipstream.runner.model_runner import ModelRunner
+from slipstream.runner.batch.input_batch import InputBuffers
+from slipstream.runner.batch.kv_cache import KVCache, make_groups
+from slipstream.runner.batch.request_table import RequestTable
+from slipstream.runner.graphs.capture import CudaGraphs, GraphPool
+from slipstream.runner.graphs.dispatch import eager_descriptor
+from slipstream.runner.graphs.manager import CudaGraphManager
+from slipstream.runner.graphs.settings import GraphSettings
 from slipstream.runner.models.registry import build_model
-from slipstream.runner.request_table import RequestTable
-from slipstream.runner.row_sampling import RowSampling
-from slipstream.runner.runner_parts import NO_SPECULATION, RunnerFacts, RunnerParts
-from slipstream.runner.sampler import Sampler
-from slipstream.runner.target import Target
+from slipstream.runner.sampling.row_sampling import RowSampling
+from slipstream.runner.sampling.sampler import Sampler
+from slipstream.runner.scheduling.kv_blocks import BlockGroup
+from slipstream.runner.step.device_queue import DeviceQueue
+from slipstream.runner.step.model_runner import ModelRunner
+from slipstream.runner.step.parts import NO_SPECULATION, RunnerFacts, RunnerParts
+from slipstream.runner.step.target import Target
+from slipstream.runner.step.token_graphs import create_choices
 from slipstream.speculators.base import BaseSpeculator, DraftInputs, SpeculatorNeeds
 
 VOCAB, MAX_LEN, BLOCK, CPU = 67, 64, 4, torch.device("cpu")

@@ -15,19 +15,13 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from slipstream.configs.schema import Config, ModelConfig, ServerConfig
-from slipstream.runner.messages import (
-    AddRequest,
-    Ready,
-    RequestOutput,
-    StepStats,
-    TokenLogprobs,
-)
-from slipstream.server.app import create_app
-from slipstream.server.chat_template import ChatTemplate
+from slipstream.runner.messages import AddRequest, Ready, RequestOutput, StepStats, TokenLogprobs
+from slipstream.server.chat_templates.chat_template import ChatTemplate
 from slipstream.server.health import Health, State
+from slipstream.server.http.sse import WRITER
 from slipstream.server.request_stream import EngineDead
-from slipstream.server.sse import WRITER
-from slipstream.server.tokenizer import Tokenizer
+from slipstream.server.startup.app import create_app
+from slipstream.server.text.tokenizer import Tokenizer
 
 MODEL = "tiny"
 TEMPLATE = (

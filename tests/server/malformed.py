@@ -13,8 +13,8 @@ import torch
 
 from slipstream.configs.schema import Config, ModelConfig
 from slipstream.runner.errors import RunnerError
-from slipstream.runner.load_target import load_target
-from slipstream.server.model_files import ModelFilesError, check_model_files
+from slipstream.runner.startup.load_target import load_target
+from slipstream.server.startup.model_files import ModelFilesError, check_model_files
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from slipstream.runner.messages import Progress
-from slipstream.server.engine_client import WorkerFailed
+from slipstream.server.engine.engine_client import WorkerFailed
 from slipstream.server.progress import CountProgress, StartupProgress
 
 

@@ -14,8 +14,8 @@ from uuid import UUID
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.runner.grammar import GrammarBackend
-from slipstream.runner.grammar_pool import build_grammar_backend
+from slipstream.runner.grammars.grammar import GrammarBackend
+from slipstream.runner.grammars.pool import build_grammar_backend
 from slipstream.runner.messages import AddRequest, GrammarSpec, SamplingParams, SetVocabulary
 from slipstream.server.json_schema import prepare_schema
 

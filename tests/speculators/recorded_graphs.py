@@ -18,7 +18,6 @@ from torch import Tensor
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.runner import draft_host, graph_dispatch, startup
 from slipstream.runner.attention.base import (
     AttentionBackend,
     AttentionBuilder,
@@ -26,9 +25,12 @@ from slipstream.runner.attention.base import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
-from slipstream.runner.cuda_graphs import CudaGraphManager
-from slipstream.runner.graph_recorder import RecordedGraphs
+from slipstream.runner.drafters import host as draft_host
+from slipstream.runner.graphs import dispatch as graph_dispatch
+from slipstream.runner.graphs.manager import CudaGraphManager
+from slipstream.runner.graphs.recorder import RecordedGraphs
 from slipstream.runner.models import moe
+from slipstream.runner.startup import assembly as startup
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from .tiny_engine import TinyEngine
@@ -77,7 +79,7 @@ class TensorMetadata(AttentionMetadata):
 def run_all_experts(
     x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, activation: str = "silu"
 ) -> Tensor:
-    """`kernels.moe.run_experts` without a loop over counts, which a graph could not hold."""
+    """`kernels.linear.moe.run_experts` without a loop over counts, which a graph could not hold."""
     assert activation == "silu"
     gate, up = torch.einsum("th,tkih->tki", x, gate_up[ids]).chunk(2, dim=-1)
     out = torch.einsum("tki,tkhi->tkh", torch.nn.functional.silu(gate) * up, down[ids])

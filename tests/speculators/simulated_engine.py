@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slipstream.speculators.controller import DraftController
-from slipstream.speculators.step_costs import StepCosts
+from slipstream.speculators.draft_length.controller import DraftController
+from slipstream.speculators.draft_length.step_costs import StepCosts
 
 H100 = {
     1: (5.22, 5.74, 6.03, 6.33),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from slipstream.configs.graphs import AttentionCGSupport, CUDAGraphMode
-from slipstream.runner.graph_dispatch import GraphConfigError, GraphRole, descriptors, resolve_mode
+from slipstream.runner.graphs.dispatch import GraphConfigError, GraphRole, descriptors, resolve_mode
 
 from .all_drafters import METHODS, Drafters
 from .recorded_graphs import TensorBuilder, graph_engine

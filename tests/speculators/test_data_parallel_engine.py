@@ -14,15 +14,15 @@ import pytest
 from torch import Tensor
 
 from slipstream.configs.schema import Config, ModelConfig, ParallelConfig, SpeculativeConfig
-from slipstream.runner.data_parallel import DataParallelSync
-from slipstream.runner.draft_planner import plan_drafts
-from slipstream.runner.engine import build_engine
+from slipstream.runner.engine.engine import build_engine
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.messages import AddRequest, SamplingParams
-from slipstream.runner.plan import StepPlan
-from slipstream.runner.target import Target
+from slipstream.runner.scheduling.draft_planner import plan_drafts
+from slipstream.runner.scheduling.plan import StepPlan
+from slipstream.runner.step.data_parallel import DataParallelSync
+from slipstream.runner.step.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
-from slipstream.speculators.controller import Choice
+from slipstream.speculators.draft_length.controller import Choice
 
 from .all_drafters import Drafters
 from .recorded_graphs import GraphEngine, graph_engine

@@ -14,9 +14,9 @@ from torch import Tensor
 from slipstream.configs.graphs import CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import AttentionStatePair
-from slipstream.runner.draft_attention import DraftAttention
+from slipstream.runner.drafters.attention import DraftAttention
 from slipstream.runner.messages import AddRequest, SamplingParams
-from slipstream.runner.target import Target
+from slipstream.runner.step.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import DraftInputs
 

@@ -12,10 +12,10 @@ import torch
 from transformers import LlamaConfig
 
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.draft_models.draft_config import choose_boundaries, read_draft_config
+from slipstream.runner.draft_models.eagle import EagleHead
+from slipstream.runner.draft_models.eagle3 import Eagle3Head
 from slipstream.runner.errors import ModelLoadError
-from slipstream.runner.models.draft_config import choose_boundaries, read_draft_config
-from slipstream.runner.models.eagle import EagleHead
-from slipstream.runner.models.eagle3 import Eagle3Head
 
 from ..runner.model_harness import Sequences, load
 from .eagle_oracle import VOCAB, HeadOracle, head_weights, save_head

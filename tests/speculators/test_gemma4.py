@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.draft_models.gemma4_assistant import OrderedHead
 from slipstream.runner.errors import ModelLoadError
-from slipstream.runner.layers import Embedding, WeightFormat
-from slipstream.runner.models.gemma4_assistant import OrderedHead
+from slipstream.runner.models.layers import Embedding, WeightFormat
 from slipstream.speculators.base import DraftInputs
 from slipstream.speculators.gemma4 import Gemma4Speculator
 

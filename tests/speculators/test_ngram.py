@@ -12,7 +12,7 @@ from torch import Tensor
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.options import ConfigError
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.kernels.ngram_scan import (
+from slipstream.kernels.drafts.ngram_scan import (
     Haystack,
     Predictions,
     ngram_scan_cpu,

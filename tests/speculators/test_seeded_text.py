@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.kernels.verify import VerifyRows
+from slipstream.kernels.sampling.verify import VerifyRows
 from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.speculators.verification import verify_coupled, verify_standard
 

@@ -12,8 +12,8 @@ import torch
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.runner.attention.base import CommonAttentionMetadata
-from slipstream.runner.cuda_graphs import FreshPair
-from slipstream.runner.target import Target
+from slipstream.runner.graphs.manager import FreshPair
+from slipstream.runner.step.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from .all_drafters import Drafters

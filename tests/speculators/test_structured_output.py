@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from transformers import LlamaForCausalLM
 
 from slipstream.configs.speculative import METHODS as KNOWN_METHODS
-from slipstream.runner.grammar import GrammarBackend
+from slipstream.runner.grammars.grammar import GrammarBackend
 from slipstream.runner.messages import AddRequest, GrammarSpec, SamplingParams
 
 from .grammar_cases import (

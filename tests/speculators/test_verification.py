@@ -7,14 +7,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from slipstream.kernels.draw_drafts import draw_drafts
-from slipstream.kernels.sample import DRAFT, RECOVERY, TARGET, gumbel_sample
-from slipstream.kernels.verify import VerifyRows, rejection_sample, residual
-from slipstream.speculators.verification import (
-    conditional_rates,
-    verify_coupled,
-    verify_standard,
-)
+from slipstream.kernels.drafts.draw_drafts import draw_drafts
+from slipstream.kernels.sampling.sample import DRAFT, RECOVERY, TARGET, gumbel_sample
+from slipstream.kernels.sampling.verify import VerifyRows, rejection_sample, residual
+from slipstream.speculators.verification import conditional_rates, verify_coupled, verify_standard
 
 V, K = 8, 2
 GENERATOR = torch.Generator().manual_seed(11)

@@ -13,18 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.configs.graphs import BatchExecutionDescriptor
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import CommonAttentionMetadata
-from slipstream.runner.graph_recorder import RecordedGraph
+from slipstream.runner.graphs.recorder import RecordedGraph
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from .all_drafters import Drafters
-from .recorded_graphs import (
-    GraphEngine,
-    TensorBackend,
-    TensorBuilder,
-    TensorMetadata,
-    graph_engine,
-)
+from .recorded_graphs import GraphEngine, TensorBackend, TensorBuilder, TensorMetadata, graph_engine
 from .recorded_proposals import Proposals, recorded_proposals
 from .tiny_engine import prompts
 

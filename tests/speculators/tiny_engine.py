@@ -18,7 +18,7 @@ from slipstream.configs.schema import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from slipstream.runner.engine import build_engine
+from slipstream.runner.engine.engine import build_engine
 from slipstream.runner.messages import AddRequest, SamplingParams, StepOutputs
 
 VOCAB, MAX_LEN = 61, 128

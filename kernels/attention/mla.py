@@ -1,0 +1,50 @@
+"""The per-head projections around absorbed latent attention (MLA): a small matrix product a head.
+
+The Triton version reads and writes rows of heads as they lie between the other layers, so that a
+decode step copies nothing; BLAS, which wants heads outermost, takes over where rows are many.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..device import use_triton
+
+_MOST_ROWS = 256  # of the Triton version: more are a prefill's
+
+
+def absorb_query(query: Tensor, w_uk: Tensor) -> Tensor:
+    """Bring queries into the latent space of the cache: query [T, H, nope] -> [T, H, latent].
+
+    w_uk: [H, nope, latent], the key half of kv_b_proj.
+    """
+    if use_triton(query) and query.shape[0] <= _MOST_ROWS:
+        from .triton.mla import project_heads
+
+        out: Tensor = project_heads(query, w_uk)
+        return out
+    return absorb_query_reference(query, w_uk)
+
+
+def absorb_query_reference(query: Tensor, w_uk: Tensor) -> Tensor:
+    """The plain version of `absorb_query`."""
+    return torch.bmm(query.transpose(0, 1), w_uk).transpose(0, 1)
+
+
+def expand_value(latent: Tensor, w_uv: Tensor) -> Tensor:
+    """Bring attended latents out again: latent [T, H, latent] -> [T, H, v].
+
+    w_uv: [H, v, latent], the value half of kv_b_proj.
+    """
+    if use_triton(latent) and latent.shape[0] <= _MOST_ROWS:
+        from .triton.mla import project_heads
+
+        out: Tensor = project_heads(latent, w_uv.transpose(1, 2))
+        return out
+    return expand_value_reference(latent, w_uv)
+
+
+def expand_value_reference(latent: Tensor, w_uv: Tensor) -> Tensor:
+    """The plain version of `expand_value`."""
+    return torch.bmm(latent.transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)

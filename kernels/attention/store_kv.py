@@ -1,0 +1,46 @@
+"""Writes this step's keys and values into the paged cache."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..device import use_triton
+
+
+def store_kv(key: Tensor, value: Tensor | None, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write row t of `key` and `value` at cache slot `slot_mapping[t]`; slot -1 writes nothing.
+
+    key: [T, Hkv, D]; value: [T, Hkv, D], None for MLA; slot_mapping: [T] int64, block * size +
+    offset; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA [num_blocks, block_size, 1, D].
+    """
+    if use_triton(kv_cache):
+        from .triton import store_kv as triton_store_kv
+
+        triton_store_kv.store_kv(key, value, kv_cache, slot_mapping)
+        return
+    store_kv_reference(key, value, kv_cache, slot_mapping)
+
+
+def store_kv_reference(
+    key: Tensor,
+    value: Tensor | None,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    all_valid: bool = False,
+) -> None:
+    """Plain version of `store_kv`; `all_valid` promises that no slot is -1."""
+    if not all_valid:
+        rows = (slot_mapping >= 0).nonzero().squeeze(1)  # [written] token rows
+        if rows.numel() < slot_mapping.numel():
+            slot_mapping = slot_mapping[rows]
+            key = key[rows]
+            value = None if value is None else value[rows]
+    if value is None:
+        kv_cache.flatten(0, 1).index_copy_(0, slot_mapping, key.to(kv_cache.dtype))
+        return
+    # [2, slots, Hkv, D]: flattening blocks and offsets of a contiguous cache is a view
+    keys, values = kv_cache.flatten(1, 2).unbind(0)
+    if key.dtype != kv_cache.dtype:
+        key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
+    keys.index_copy_(0, slot_mapping, key)
+    values.index_copy_(0, slot_mapping, value)

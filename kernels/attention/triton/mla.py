@@ -1,0 +1,90 @@
+"""Triton version of `kernels.attention.mla`: one product a head, rows and heads in place."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _project_heads_kernel(
+    x,  # [T, H, K]
+    weight,  # [H, K, N]
+    out,  # [T, H, N], contiguous
+    num_rows,  # T
+    x_stride_t,
+    x_stride_h,
+    w_stride_h,
+    w_stride_k,
+    w_stride_n,
+    HEADS: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head = tl.program_id(2).to(tl.int64)
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    inner = tl.arange(0, BLOCK_K)
+    row_inside, column_inside = row < num_rows, column < N
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for at in range(0, K, BLOCK_K):
+        k = at + inner
+        inside = k < K
+        left = tl.load(
+            x + row[:, None] * x_stride_t + head * x_stride_h + k[None, :],
+            mask=row_inside[:, None] & inside[None, :],
+            other=0.0,
+        )
+        right = tl.load(
+            weight + head * w_stride_h + k[:, None] * w_stride_k + column[None, :] * w_stride_n,
+            mask=inside[:, None] & column_inside[None, :],
+            other=0.0,
+        )
+        total = tl.dot(left, right, total, input_precision=PRECISION)
+    target = out + (row[:, None] * HEADS + head) * N + column[None, :]
+    tl.store(
+        target, total.to(out.dtype.element_ty), mask=row_inside[:, None] & column_inside[None, :]
+    )
+
+
+def project_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H, K] by weight [H, K, N], any strides but a contiguous K of x -> [T, H, N]."""
+    rows, heads, depth = x.shape
+    width = weight.shape[2]
+    assert x.stride(2) == 1 and weight.shape[:2] == (heads, depth)
+    out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return out
+    # What M is not a multiple of is masked; 16 is the least that a matrix unit takes.
+    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    block_n = min(128, max(16, triton.next_power_of_2(width)))
+    block_k = min(64, max(16, triton.next_power_of_2(depth)))
+    grid = (triton.cdiv(rows, block_m), triton.cdiv(width, block_n), heads)
+    _project_heads_kernel[grid](
+        x,
+        weight,
+        out,
+        rows,
+        x.stride(0),
+        x.stride(1),
+        weight.stride(0),
+        weight.stride(1),
+        weight.stride(2),
+        HEADS=heads,
+        K=depth,
+        N=width,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+        num_warps=4,
+    )
+    return out

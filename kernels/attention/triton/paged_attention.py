@@ -1,0 +1,288 @@
+"""Triton version of `kernels.attention.paged_attention`: decode, verify, prefill; GQA and MLA.
+
+Every launch is shaped by sizes of tensors only, never by their contents, so it may be captured.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import pdl_options, wait_for_inputs
+from .attention_plan import num_processors, plan_launch
+from .online_softmax import LOG2E, absorb, soft_capped
+from .split_sums import sum_splits
+
+
+@triton.jit
+def _find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
+    """The request of query block `block`: request i owns blocks start_i // BLOCK_Q + i onwards."""
+    low, high = 0, num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start_loc"],
+)
+def _attention_kernel(
+    query,  # [T, Hq, D]
+    key_cache,  # [num_blocks, PAGE, Hkv, D]
+    value_cache,  # [num_blocks, PAGE, Hkv, D]
+    block_table,  # [N, max_blocks] int32
+    query_start_loc,  # [N + 1] int32
+    seq_lens,  # [N] int32
+    sinks,  # [Hq]
+    out,  # [T, Hq, DIM_V], contiguous
+    partial,  # [SPLITS, T, Hq, DIM_V] fp32
+    lse,  # [SPLITS, T, Hq] fp32, log2 of the softmax denominator
+    scale,
+    softcap,
+    num_reqs,
+    num_tokens,
+    q_stride_t,
+    q_stride_h,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
+    v_stride_b,
+    v_stride_t,
+    v_stride_h,
+    table_stride,
+    Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    HEADS: tl.constexpr,  # query heads of one program
+    DIM: tl.constexpr,  # main part of the head
+    DIM_REST: tl.constexpr,  # what follows it and is no part of V (MLA), or 0
+    DIM_V: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # query tokens of one program
+    BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 = none
+    ONE_BLOCK: tl.constexpr,  # every request fits into one program
+    HEADS_FIRST: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    MLA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    block, kv_block, num_blocks = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if HEADS_FIRST:
+        block, kv_block, num_blocks = tl.program_id(1), tl.program_id(0), tl.num_programs(1)
+    head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = kv_block // head_blocks
+    head_block = kv_block % head_blocks
+    split = tl.program_id(2)
+    row = tl.arange(0, BLOCK_M)
+    in_group = head_block * HEADS + row % HEADS
+    head = kv_head * GROUP + in_group  # [BLOCK_M] query head
+    dim_v = tl.arange(0, BLOCK_V)
+
+    if SPLITS == 1:  # token rows of no request are zeros, shared out among the programs
+        covered = tl.load(query_start_loc + num_reqs)
+        used = (row < HEADS) & (in_group < GROUP)
+        for token in range(covered + block, num_tokens, num_blocks):
+            at = head.to(tl.int64) + token * Q_HEADS
+            target = at[:, None] * DIM_V + dim_v[None, :]
+            zeros = tl.zeros([BLOCK_M, BLOCK_V], out.dtype.element_ty)
+            tl.store(out + target, zeros, mask=used[:, None] & (dim_v < DIM_V)[None, :])
+
+    if ONE_BLOCK:
+        request = block
+        start = tl.load(query_start_loc + request)
+        first = 0
+    else:
+        request = _find_request(query_start_loc, num_reqs, block, BLOCK_Q)
+        start = tl.load(query_start_loc + request)
+        first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
+    query_len = tl.load(query_start_loc + request + 1) - start
+    if first >= query_len:
+        return
+    seq_len = tl.load(seq_lens + request)
+    within = first + row // HEADS  # [BLOCK_M] query token within the request
+    valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
+    position = seq_len - query_len + within  # [BLOCK_M] sequence position
+    token = (start + within).to(tl.int64)
+
+    # Keys [low, high) are visible to some row; this program takes one chunk of them.
+    high = tl.minimum(seq_len, seq_len - query_len + first + BLOCK_Q)
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, seq_len - query_len + first - WINDOW + 1)
+    chunk = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), SPLITS), BLOCK_N) * BLOCK_N
+    low += split * chunk
+    high = tl.minimum(high, low + chunk)
+
+    dim = tl.arange(0, BLOCK_D)
+    q_base = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
+    q = tl.load(q_base + dim[None, :], mask=valid[:, None] & (dim < DIM)[None, :], other=0.0)
+    if DIM_REST > 0:
+        rest = tl.arange(0, DIM_REST)
+        q_rest = tl.load(q_base + DIM + rest[None, :], mask=valid[:, None], other=0.0)
+
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)  # running maximum, log2 domain
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    if SINKS:
+        if split == 0:
+            top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            total += 1.0
+    for key_start in range(low, high, BLOCK_N):
+        at = key_start + tl.arange(0, BLOCK_N)  # [BLOCK_N] key position
+        exists = at < high
+        page = tl.load(
+            block_table + request.to(tl.int64) * table_stride + at // PAGE, mask=exists, other=0
+        ).to(tl.int64)
+        k_row = key_cache + page * k_stride_b + (at % PAGE) * k_stride_t + kv_head * k_stride_h
+        if BLOCK_D == DIM:
+            k = tl.load(k_row[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
+        else:
+            k_inside = exists[:, None] & (dim < DIM)[None, :]
+            k = tl.load(k_row[:, None] + dim[None, :], mask=k_inside, other=0.0)
+        k = k.to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if DIM_REST > 0:
+            k_rest = tl.load(k_row[:, None] + DIM + rest[None, :], mask=exists[:, None], other=0.0)
+            scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision=PRECISION)
+        scores *= scale
+        if SOFTCAP:
+            scores = soft_capped(scores, softcap)
+        visible = exists[None, :] & (at[None, :] <= position[:, None])
+        if WINDOW > 0:
+            visible = visible & (at[None, :] > position[:, None] - WINDOW)
+        if MLA:
+            v = k
+        else:
+            v_row = value_cache + page * v_stride_b + (at % PAGE) * v_stride_t
+            v_row += kv_head * v_stride_h
+            v_inside = exists[:, None] & (dim_v < DIM_V)[None, :]
+            v = tl.load(v_row[:, None] + dim_v[None, :], mask=v_inside, other=0.0).to(q.dtype)
+        top, total, acc = absorb(scores, visible, v, top, total, acc, PRECISION)
+
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    mask = valid[:, None] & (dim_v < DIM_V)[None, :]
+    flat = token * Q_HEADS + head
+    if SPLITS == 1:
+        target = out + flat[:, None] * DIM_V + dim_v[None, :]
+        tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+    else:
+        flat += split.to(tl.int64) * num_tokens * Q_HEADS
+        tl.store(partial + flat[:, None] * DIM_V + dim_v[None, :], result, mask=mask)
+        tl.store(lse + flat, top + tl.log2(total), mask=valid)
+
+
+def paged_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    max_query_len: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    is_mla: bool = False,
+    head_dim_v: int | None = None,
+    splits: int | None = None,
+) -> Tensor:
+    """See `kernels.attention.paged_attention`; `splits` overrides the planned number."""
+    num_tokens, num_heads, head_dim = query.shape
+    num_reqs = seq_lens.shape[0]
+    dim_v = head_dim_v or head_dim
+    key_cache, value_cache = (kv_cache, kv_cache) if is_mla else (kv_cache[0], kv_cache[1])
+    page, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
+    assert query.stride(-1) == 1 and key_cache.stride(-1) == 1 and block_table.stride(-1) == 1
+    group = num_heads // num_kv_heads
+    dim = dim_v if is_mla else head_dim
+    out = torch.empty(num_tokens, num_heads, dim_v, dtype=query.dtype, device=query.device)
+    if num_tokens == 0 or num_reqs == 0:
+        return out.zero_()
+    launch = plan_launch(
+        num_reqs,
+        num_tokens,
+        num_kv_heads,
+        group,
+        head_dim,
+        max_query_len,
+        block_table.shape[1] * page,
+        num_processors(query.device),
+        query.element_size(),
+    )
+    splits = launch.splits if splits is None else splits
+    partial, lse = out, out
+    if splits > 1:
+        shape = (splits, num_tokens, num_heads)
+        partial = torch.empty(*shape, dim_v, dtype=torch.float32, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    query_blocks = num_reqs
+    if not launch.one_block:
+        query_blocks = num_tokens // launch.block_q + num_reqs
+    head_blocks = triton.cdiv(group, launch.heads)
+    block_v = triton.next_power_of_2(dim_v)
+    grid = (query_blocks, num_kv_heads * head_blocks, splits)
+    if launch.heads_first:
+        grid = (grid[1], grid[0], splits)
+    _attention_kernel[grid](
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        query_start_loc,
+        seq_lens,
+        query if sinks is None else sinks,
+        out,
+        partial,
+        lse,
+        scale,
+        1.0 if softcap is None else softcap,
+        num_reqs,
+        num_tokens,
+        query.stride(0),
+        query.stride(1),
+        *key_cache.stride()[:3],
+        *value_cache.stride()[:3],
+        block_table.stride(0),
+        Q_HEADS=num_heads,
+        GROUP=group,
+        HEADS=launch.heads,
+        DIM=dim,
+        DIM_REST=head_dim - dim,
+        DIM_V=dim_v,
+        BLOCK_D=triton.next_power_of_2(dim),
+        BLOCK_V=block_v,
+        PAGE=page,
+        BLOCK_M=launch.block_m,
+        BLOCK_Q=launch.block_q,
+        BLOCK_N=launch.block_n,
+        SPLITS=splits,
+        WINDOW=sliding_window or 0,
+        ONE_BLOCK=launch.one_block,
+        HEADS_FIRST=launch.heads_first,
+        SOFTCAP=softcap is not None,
+        SINKS=sinks is not None,
+        MLA=is_mla,
+        PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+        **pdl_options(query),
+    )
+    if splits > 1:
+        sum_splits(partial, lse, query_start_loc, out, num_reqs)
+    return out

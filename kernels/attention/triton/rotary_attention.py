@@ -1,0 +1,374 @@
+"""Triton version of `kernels.attention.rotary_attention`: decode and verify steps in one kernel.
+
+A program takes a request and a key head with its query heads, or a split of its keys. It stores
+those of the step itself that fall into its split, and then reads all of the split alike.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import fetch_early, pdl_options, wait_for_inputs
+from ...linear.triton.norm_rope import load_parts, pairs
+from .attention_plan import MAX_SPLITS, Launch
+from .online_softmax import LEAST, LOG2E, absorb_scaled, soft_capped
+from .rotation import angles, rotated
+from .split_sums import sum_own_splits, sum_splits
+
+
+# The number of splits is no constant: with the number of parts it would make too many kinds.
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys", "alone"],
+    do_not_specialize_on_alignment=["positions", "slot_mapping", "query_start_loc"],
+)
+def _rotary_attention_kernel(
+    query,  # [T, Hq, D]; PARTS: [PARTS, T, Hq, D] float32, as key and value
+    new_key,  # [T, Hkv, D]
+    value,  # [T, Hkv, D]
+    positions,  # [T] int64
+    cos_sin,  # [max_position, ROT]
+    slot_mapping,  # [T] int64
+    query_gain,  # [D]
+    key_gain,  # [D]
+    key_cache,  # [num_blocks, PAGE, Hkv, D], contiguous
+    value_cache,  # [num_blocks, PAGE, Hkv, D]
+    block_table,  # [N, max_blocks] int32
+    query_start_loc,  # [N + 1] int32
+    seq_lens,  # [N] int32
+    out,  # [T, Hq, D], contiguous
+    partial,  # [splits, T, Hq, D] fp32
+    lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator; first inf: `out` is written
+    arrivals,  # [N, Hkv] int32, zeros before and after
+    scale,
+    softcap,
+    eps,
+    num_reqs,
+    num_tokens,
+    splits,  # those have work that begin within the keys, the first always
+    least_keys,  # of a split, but of the last with work
+    alone,  # keys up to which one split has all the work
+    q_stride_t,
+    q_stride_h,
+    k_stride_t,
+    k_stride_h,
+    v_stride_t,
+    v_stride_h,
+    part_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head, all of one program
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROT: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # query rows: tokens times GROUP
+    ROWS: tl.constexpr,  # of BLOCK_M, those that hold something
+    BLOCK_N: tl.constexpr,
+    NEW: tl.constexpr,  # rows for the step's own keys
+    WINDOW: tl.constexpr,  # 0 = none
+    INTERLEAVED: tl.constexpr,
+    NORM: tl.constexpr,
+    PARTS: tl.constexpr,  # 0 = whole
+    SOFTCAP: tl.constexpr,
+    HEADS_FIRST: tl.constexpr,
+    EARLY: tl.constexpr,
+    LAST_SUMS: tl.constexpr,  # the last program of a row sums its splits; 0 = another kernel does
+    MAX_SPLITS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    dtype: tl.constexpr = out.dtype.element_ty
+    request, kv_head, stride = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
+    if HEADS_FIRST:
+        request, kv_head, stride = tl.program_id(1), tl.program_id(0), tl.num_programs(1)
+    split = tl.program_id(2)
+    row = tl.arange(0, BLOCK_M)
+    within = row // GROUP  # [BLOCK_M] query token within the request
+    head = kv_head * GROUP + row % GROUP
+    dim = tl.arange(0, BLOCK_D)
+    dim_inside = dim < DIM
+    Q_HEADS: tl.constexpr = KV_HEADS * GROUP
+
+    # What the kernel just before does not write can be read before it has ended.
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
+    covered = tl.load(query_start_loc + num_reqs)
+    seq_len = tl.load(seq_lens + request)
+    cached = seq_len - query_len  # keys before the step's own
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, cached - WINDOW + 1) // PAGE * PAGE
+    length = tl.maximum(seq_len - low, 0)
+    chunk, active = length, 1
+    if (splits > 1) & (length > alone):
+        chunk = tl.maximum(tl.cdiv(length, splits), least_keys)
+        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+        active = tl.maximum(tl.cdiv(length, chunk), 1)
+    low += split * chunk
+    high = tl.minimum(seq_len, low + chunk)
+    key = tl.arange(0, BLOCK_N)  # within a tile
+    table = block_table + request.to(tl.int64) * table_stride
+    pages = table + key // PAGE
+    row_size: tl.constexpr = KV_HEADS * DIM
+    column = kv_head * DIM + dim
+    in_page = (key % PAGE)[:, None] * row_size + column[None, :]
+    if EARLY:
+        early_at = tl.maximum(tl.minimum(low + key, high - 1), 0)
+        early_page = tl.load(table + early_at // PAGE).to(tl.int64)
+        line = tl.arange(0, (BLOCK_D + 63) // 64) * 64
+        line_of = (early_page * PAGE + early_at % PAGE) * row_size + kv_head * DIM
+        fetch_early(key_cache + line_of[:, None] + line[None, :])
+        fetch_early(value_cache + line_of[:, None] + line[None, :])
+    partner, pair, is_first = pairs(dim, ROT, INTERLEAVED)
+    valid = within < query_len
+    token = (start + within).to(tl.int64)
+    q_row = tl.arange(0, ROWS)
+    # rows of no token repeat one that exists, so that nothing need be masked
+    q_token = start + tl.minimum(q_row // GROUP, tl.maximum(query_len - 1, 0))
+    q_token = tl.minimum(q_token, num_tokens - 1)
+    cos, sin = angles(cos_sin, tl.load(positions + q_token), dim, pair, is_first, ROT, BLOCK_D)
+    wait_for_inputs(PDL)
+
+    if split == 0:  # token rows of no request are zeros, shared out among the programs
+        for empty in range(covered + request, num_tokens, stride):
+            target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
+            zeros = tl.zeros([BLOCK_M, BLOCK_D], dtype)
+            tl.store(out + target, zeros, mask=(row < GROUP)[:, None] & dim_inside[None, :])
+    if query_len <= 0:
+        return
+    if split >= active:
+        if LAST_SUMS == 0:
+            if active > 1:
+                flat = (split.to(tl.int64) * num_tokens + token) * Q_HEADS + head
+                nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+                tl.store(lse + flat, nothing, mask=valid)
+        return
+
+    base = (
+        query + q_token.to(tl.int64) * q_stride_t + (kv_head * GROUP + q_row % GROUP) * q_stride_h
+    )
+    q = rotated(
+        base,
+        dim_inside[None, :],
+        query_gain,
+        cos,
+        sin,
+        dim,
+        partner,
+        part_stride,
+        eps,
+        DIM,
+        NORM,
+        PARTS,
+    ).to(dtype)
+    if ROWS < BLOCK_M:
+        q = tl.broadcast_to(q[None, :, :], [BLOCK_M // ROWS, ROWS, BLOCK_D])
+        q = tl.reshape(q, [BLOCK_M, BLOCK_D])
+    if high > cached:  # the step's own keys of this split, before it reads them as all others
+        new = tl.arange(0, NEW)
+        new_token = start + tl.minimum(new, query_len - 1)
+        new_cos, new_sin = angles(
+            cos_sin, tl.load(positions + new_token), dim, pair, is_first, ROT, BLOCK_D
+        )
+        new_token = new_token.to(tl.int64)
+        new_base = new_key + new_token * k_stride_t + kv_head * k_stride_h
+        new_k = rotated(
+            new_base,
+            dim_inside[None, :],
+            key_gain,
+            new_cos,
+            new_sin,
+            dim,
+            partner,
+            part_stride,
+            eps,
+            DIM,
+            NORM,
+            PARTS,
+        )
+        new_base = value + new_token * v_stride_t + kv_head * v_stride_h
+        new_v = load_parts(
+            new_base[:, None] + dim[None, :], dim_inside[None, :], part_stride, PARTS
+        )
+        slot = tl.load(slot_mapping + new_token)
+        target = slot[:, None] * row_size + column[None, :]
+        new_at = cached + new
+        writes = (new < query_len) & (new_at >= low) & (new_at < high) & (slot >= 0)
+        writes = writes[:, None] & dim_inside[None, :]
+        tl.store(key_cache + target, new_k.to(dtype), mask=writes)
+        tl.store(value_cache + target, new_v.to(dtype), mask=writes)
+        tl.debug_barrier()
+
+    key_rows, value_rows = key_cache + in_page, value_cache + in_page
+    last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] key that a row sees
+    top = tl.full([BLOCK_M], LEAST, tl.float32)  # running maximum, log2 domain
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for key_start in range(low, high, BLOCK_N):
+        at = key_start + key  # [BLOCK_N] key position
+        present = at < high
+        if BLOCK_N % PAGE == 0:
+            page = tl.load(pages + key_start // PAGE, mask=present, other=0).to(tl.int64)
+            offset = page[:, None] * (PAGE * row_size)
+        else:
+            page = tl.load(table + at // PAGE, mask=present, other=0).to(tl.int64)
+            offset = (page * PAGE + at % PAGE - key % PAGE)[:, None] * row_size
+        in_cache = present[:, None]
+        if BLOCK_D != DIM:
+            in_cache = in_cache & dim_inside[None, :]
+        k = tl.load(key_rows + offset, mask=in_cache, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP:
+            scores = soft_capped(scores * scale, softcap) * LOG2E
+        else:
+            scores *= scale * LOG2E
+        visible = at[None, :] <= last[:, None]
+        if WINDOW > 0:
+            visible = visible & (at[None, :] > (cached + within)[:, None] - WINDOW)
+        v = tl.load(value_rows + offset, mask=in_cache, other=0.0)
+        top, total, acc = absorb_scaled(scores, visible, v, top, total, acc, PRECISION)
+
+    sums = tl.sum(total, 1)
+    result = acc * (1.0 / tl.where(sums == 0.0, 1.0, sums))[:, None]
+    mask = valid[:, None] & dim_inside[None, :]
+    flat = token * Q_HEADS + head
+    place = flat[:, None] * DIM + dim[None, :]
+    if active == 1:
+        tl.store(out + place, result.to(dtype), mask=mask)
+        if LAST_SUMS == 0:
+            if splits > 1:  # there is nothing to sum
+                done = tl.full([BLOCK_M], float("inf"), tl.float32)
+                tl.store(lse + flat, done, mask=valid)
+    else:
+        own = split.to(tl.int64) * num_tokens * Q_HEADS
+        tl.store(partial + own * DIM + place, result, mask=mask)
+        flat += own
+        tl.store(lse + flat, top + tl.log2(sums), mask=valid)
+        if LAST_SUMS > 0:
+            tl.debug_barrier()
+            counter = arrivals + request * KV_HEADS + kv_head
+            arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            if arrived == active - 1:
+                tl.debug_barrier()
+                sum_own_splits(
+                    partial,
+                    lse,
+                    out,
+                    start,
+                    query_len,
+                    kv_head,
+                    active,
+                    num_tokens * Q_HEADS,
+                    KV_HEADS,
+                    GROUP,
+                    DIM,
+                    BLOCK_D,
+                    LAST_SUMS,
+                    MAX_SPLITS,
+                )
+                tl.store(counter, 0)
+
+
+def rotary_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    cos_sin_cache: Tensor,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    plan: Launch,
+    arrivals: Tensor,
+    interleaved: bool = False,
+    norms: tuple[Tensor, Tensor, float] | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """See `kernels.attention.rotary_attention.rotary_attention`; `plan.fused` must hold."""
+    assert arrivals.numel() >= seq_lens.shape[0] * kv_cache.shape[3]
+    parts = query.shape[0] if query.dim() == 4 else 0
+    part_stride = query.stride(0) if parts else 0
+    if parts:
+        assert key.stride(0) == value.stride(0) == part_stride
+        query, key, value = query[0], key[0], value[0]
+    assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    assert kv_cache.is_contiguous() and cos_sin_cache.is_contiguous()
+    assert block_table.stride(-1) == 1
+    num_tokens, num_heads, dim = query.shape
+    num_reqs, (_, _, page, kv_heads, _) = seq_lens.shape[0], kv_cache.shape
+    shape, splits = (num_tokens, num_heads, dim), plan.splits
+    out = torch.empty(shape, dtype=kv_cache.dtype, device=query.device)
+    if num_tokens == 0 or num_reqs == 0:
+        return out.zero_()
+    partial = lse = torch.empty(1, dtype=torch.float32, device=query.device)
+    if splits > 1:
+        partial = torch.empty(splits, *shape, dtype=torch.float32, device=query.device)
+        lse = torch.empty(splits, *shape[:2], dtype=torch.float32, device=query.device)
+    gains = (query, query) if norms is None else norms[:2]
+    grid = (kv_heads, num_reqs) if plan.heads_first else (num_reqs, kv_heads)
+    options = pdl_options(query)
+    _rotary_attention_kernel[(*grid, splits)](
+        query,
+        key,
+        value,
+        positions,
+        cos_sin_cache,
+        slot_mapping,
+        *gains,
+        kv_cache[0],
+        kv_cache[1],
+        block_table,
+        query_start_loc,
+        seq_lens,
+        out,
+        partial,
+        lse,
+        arrivals,
+        scale,
+        1.0 if softcap is None else softcap,
+        0.0 if norms is None else norms[2],
+        num_reqs,
+        num_tokens,
+        splits,
+        plan.least_keys,
+        plan.alone,
+        *(stride for x in (query, key, value) for stride in x.stride()[:2]),
+        part_stride,
+        block_table.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=num_heads // kv_heads,
+        DIM=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
+        ROT=cos_sin_cache.shape[1],
+        PAGE=page,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        ROWS=plan.rows,
+        NEW=triton.next_power_of_2(max(1, plan.block_m // (num_heads // kv_heads))),
+        WINDOW=sliding_window or 0,
+        INTERLEAVED=interleaved,
+        NORM=norms is not None,
+        PARTS=parts,
+        SOFTCAP=softcap is not None,
+        HEADS_FIRST=plan.heads_first,
+        EARLY=plan.early and options["PDL"],
+        LAST_SUMS=plan.last_sums,
+        MAX_SPLITS=MAX_SPLITS,
+        PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        maxnreg=plan.registers,
+        **options,
+    )
+    if splits > 1 and not plan.last_sums:
+        sum_splits(partial, lse, query_start_loc, out, num_reqs)
+    return out

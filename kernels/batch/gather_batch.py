@@ -1,0 +1,283 @@
+"""Turns permanent request rows (slots) into one step's batch, and writes the step's result back.
+
+Every function writes into preallocated buffers and fills the padded part in the same pass: N real
+of N* padded requests, M real of M* padded tokens. Nothing here waits for the device; the caller
+knows N, M, N*, M* and the number of logits rows L on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..device import use_triton
+from .gather_batch_cpu import post_update_cpu, prepare_inputs_cpu
+
+
+class RequestTensors(Protocol):
+    """The request table as these kernels see it; rows are slots. R slots, K drafts."""
+
+    all_token_ids: Tensor  # [R, max_model_len] int32
+    prefill_len: Tensor  # [R] int32
+    total_len: Tensor  # [R] int32
+    num_computed_tokens: Tensor  # [R] int32
+    last_sampled_tokens: Tensor  # [R] int64
+    next_prefill_tokens: Tensor  # [R] int64
+    draft_tokens: Tensor  # [R, K] int64, -1 = none
+
+
+class BatchTensors(Protocol):
+    """One step's buffers; allocated once, at the largest padded sizes."""
+
+    # Given by the host, padded to the end: -1, M and L.
+    idx_mapping: Tensor  # [max N*] int32, batch row -> slot
+    query_start_loc: Tensor  # [max N* + 1] int32
+    cu_num_logits: Tensor  # [max N* + 1] int32
+    # Made by prepare_inputs.
+    seq_lens: Tensor  # [max N*] int32
+    num_draft_tokens: Tensor  # [max N*] int32, drafts that are not -1
+    input_ids: Tensor  # [max M*] int32
+    positions: Tensor  # [max M*] int64
+    logits_indices: Tensor  # [max L] int64, logits row -> token row
+    expanded_idx_mapping: Tensor  # [max L] int32, logits row -> slot
+    expanded_local_pos: Tensor  # [max L] int32, 0 .. n_draft within the request
+    draft_ids: Tensor  # [max L] int64, draft judged by that row; -1 = none
+    logits_positions: Tensor  # [max L] int64, sequence position of that row
+
+
+def prepare_inputs(
+    requests: RequestTensors,
+    batch: BatchTensors,
+    num_reqs: int,
+    num_tokens: int,
+    num_logits: int,
+    num_reqs_padded: int,
+    num_tokens_padded: int,
+) -> None:
+    """Fill `batch` for N, M, L, N*, M* from the slots named in `batch.idx_mapping`.
+
+    Also stores the token after each unfinished prefill chunk in `requests.next_prefill_tokens`.
+    Padded requests get seq_len 0 (to the end of the buffer); padded tokens get id and position 0.
+    A draft of -1 becomes input id 0 and stays -1 in `draft_ids`.
+    """
+    sizes = (num_reqs, num_tokens, num_logits, num_reqs_padded, num_tokens_padded)
+    if use_triton(batch.input_ids):
+        from .triton.gather_batch import prepare_inputs as prepare_inputs_triton
+
+        prepare_inputs_triton(requests, batch, *sizes)
+    elif batch.input_ids.is_cpu:
+        prepare_inputs_cpu(requests, batch, *sizes)
+    else:
+        prepare_inputs_reference(requests, batch, *sizes)
+
+
+def prepare_inputs_reference(
+    requests: RequestTensors,
+    batch: BatchTensors,
+    num_reqs: int,
+    num_tokens: int,
+    num_logits: int,
+    num_reqs_padded: int,
+    num_tokens_padded: int,
+) -> None:
+    """The plain version of `prepare_inputs`; its effect is the definition."""
+    slots = batch.idx_mapping[:num_reqs]  # [N] batch row -> slot
+    starts = batch.query_start_loc[:num_reqs]  # [N]
+    ends = batch.query_start_loc[1 : num_reqs + 1]  # [N]
+    computed = requests.num_computed_tokens[slots]  # [N]
+    prefill_len = requests.prefill_len[slots]  # [N]
+    seq_lens = computed + (ends - starts)
+    batch.seq_lens[:num_reqs] = seq_lens
+    batch.seq_lens[num_reqs:] = 0
+
+    token_rows = torch.arange(num_tokens, device=slots.device, dtype=torch.int32)  # [M]
+    rows = torch.searchsorted(ends, token_rows, right=True)  # [M] token row -> batch row
+    positions = (computed - starts)[rows] + token_rows
+    width = requests.all_token_ids.shape[1]
+    ids = requests.all_token_ids[slots[rows], positions.clamp(max=width - 1)]
+    batch.positions[:num_tokens] = positions
+    batch.positions[num_tokens:num_tokens_padded] = 0
+
+    after_chunk = requests.all_token_ids[slots, seq_lens.clamp(max=width - 1)].long()
+    stored = requests.next_prefill_tokens[slots]
+    in_prefill = seq_lens < prefill_len
+    requests.next_prefill_tokens[slots] = torch.where(in_prefill, after_chunk, stored)
+
+    # Rows that produce logits: the last n_draft + 1 of each query.
+    cu_ends = batch.cu_num_logits[1 : num_reqs + 1]  # [N]
+    num_logits_of = cu_ends - batch.cu_num_logits[:num_reqs]  # [N]
+    logits_rows = torch.arange(num_logits, device=slots.device, dtype=torch.int32)  # [L]
+    rows = torch.searchsorted(cu_ends, logits_rows, right=True)  # [L] logits row -> batch row
+    local = logits_rows - batch.cu_num_logits[rows]  # [L]
+    indices = (ends - num_logits_of)[rows].long() + local  # [L] logits row -> token row
+    row_slots = slots[rows]  # [L] logits row -> slot
+
+    num_drafts = requests.draft_tokens.shape[1]
+    if num_drafts:
+        steps = torch.arange(num_drafts, device=slots.device)  # [K]
+        scheduled = steps < (num_logits_of - 1)[:, None]  # [N, K]
+        drafts = torch.where(scheduled, requests.draft_tokens[slots], -1)  # [N, K]
+        batch.num_draft_tokens[:num_reqs] = (drafts >= 0).sum(1, dtype=torch.int32)
+        drafts = torch.cat([drafts, drafts.new_full((num_reqs, 1), -1)], 1)  # [N, K + 1]
+        judged = drafts[rows, local]  # [L]
+        previous = drafts[rows, (local - 1)]  # [L] input id of a row past the first
+    else:
+        batch.num_draft_tokens[:num_reqs] = 0
+        judged = previous = torch.full((num_logits,), -1, device=slots.device)
+    batch.num_draft_tokens[num_reqs:] = 0
+
+    newest = requests.last_sampled_tokens[row_slots]  # [L]
+    decode_ids = torch.where(local == 0, newest, previous.clamp(min=0)).int()
+    is_decode = (seq_lens > prefill_len)[rows]  # [L]
+    ids[indices] = torch.where(is_decode, decode_ids, ids[indices])
+    batch.input_ids[:num_tokens] = ids
+    batch.input_ids[num_tokens:num_tokens_padded] = 0
+
+    batch.logits_indices[:num_logits] = indices
+    batch.expanded_idx_mapping[:num_logits] = row_slots
+    batch.expanded_local_pos[:num_logits] = local
+    batch.draft_ids[:num_logits] = judged
+    batch.logits_positions[:num_logits] = positions[indices]
+
+
+def gather_block_tables(
+    block_tables: Sequence[Tensor],  # per group [R, max_blocks_g] int32, rows are slots
+    idx_mapping: Tensor,  # [>= N*] int32, batch row -> slot, -1 for padded rows
+    out: Sequence[Tensor],  # per group [max N*, max_blocks_g] int32, rows are batch rows
+    num_reqs: int,
+    num_reqs_padded: int,
+) -> None:
+    """Copy each request's block table to its batch row; padded rows get the null block 0."""
+    if use_triton(idx_mapping):
+        from .triton.gather_batch import gather_block_tables as gather_block_tables_triton
+
+        gather_block_tables_triton(block_tables, idx_mapping, out, num_reqs, num_reqs_padded)
+    else:
+        gather_block_tables_reference(block_tables, idx_mapping, out, num_reqs, num_reqs_padded)
+
+
+def gather_block_tables_reference(
+    block_tables: Sequence[Tensor],
+    idx_mapping: Tensor,
+    out: Sequence[Tensor],
+    num_reqs: int,
+    num_reqs_padded: int,
+) -> None:
+    """The plain version of `gather_block_tables`."""
+    slots = idx_mapping[:num_reqs]
+    for table, rows in zip(block_tables, out, strict=True):
+        torch.index_select(table, 0, slots, out=rows[:num_reqs])
+        rows[num_reqs:num_reqs_padded] = 0
+
+
+def compute_slot_mappings(
+    block_tables: Sequence[Tensor],  # per group [>= N*, max_blocks_g] int32, rows are batch rows
+    block_sizes: Sequence[int],  # per group
+    query_start_loc: Tensor,  # [>= N* + 1] int32
+    positions: Tensor,  # [>= M*] int64
+    out: Tensor,  # [G, max M*] int64
+    num_reqs: int,
+    num_tokens: int,
+    num_tokens_padded: int,
+) -> None:
+    """Physical KV slot of every token: block * block_size + position mod block_size.
+
+    -1 ("write nothing") for padded tokens in every group, for positions beyond the table and for
+    positions whose table entry is the null block.
+    """
+    args = (block_tables, block_sizes, query_start_loc, positions, out)
+    if use_triton(positions):
+        from .triton.gather_batch import compute_slot_mappings as compute_slot_mappings_triton
+
+        compute_slot_mappings_triton(*args, num_reqs, num_tokens, num_tokens_padded)
+    else:
+        compute_slot_mappings_reference(*args, num_reqs, num_tokens, num_tokens_padded)
+
+
+def compute_slot_mappings_reference(
+    block_tables: Sequence[Tensor],
+    block_sizes: Sequence[int],
+    query_start_loc: Tensor,
+    positions: Tensor,
+    out: Tensor,
+    num_reqs: int,
+    num_tokens: int,
+    num_tokens_padded: int,
+) -> None:
+    """The plain version of `compute_slot_mappings`."""
+    token_rows = torch.arange(num_tokens, device=positions.device, dtype=torch.int32)
+    ends = query_start_loc[1 : num_reqs + 1]
+    rows = torch.searchsorted(ends, token_rows, right=True)  # [M] token row -> batch row
+    positions = positions[:num_tokens]
+    for group, (table, size) in enumerate(zip(block_tables, block_sizes, strict=True)):
+        column = positions // size  # [M]
+        width = table.shape[1]
+        blocks = table[rows, column.clamp(max=width - 1)].long()
+        slots = blocks * size + positions % size
+        writes = (blocks > 0) & (column < width)
+        out[group, :num_tokens] = torch.where(writes, slots, -1)
+        out[group, num_tokens:num_tokens_padded] = -1
+
+
+def post_update(
+    requests: RequestTensors,
+    idx_mapping: Tensor,  # [>= N] int32, batch row -> slot; negative slots are skipped
+    query_start_loc: Tensor,  # [>= N + 1] int32
+    sampled_token_ids: Tensor,  # [N, K + 1] int64, -1 beyond num_sampled
+    num_sampled: Tensor,  # [N] int32
+    num_rejected: Tensor,  # [N] int32
+    output_bin_counts: Tensor | None,  # [R, V] int32, or None if no request counts its output
+) -> None:
+    """Commit a step to the request rows: tokens, lengths, newest token, output counts.
+
+    Computed tokens grow by query length - num_rejected: rejected KV is simply rewritten by the next
+    step. Tokens beyond the table's width are dropped and `total_len` stays within it.
+    """
+    args = (idx_mapping, query_start_loc, sampled_token_ids, num_sampled, num_rejected)
+    if use_triton(idx_mapping):
+        from .triton.gather_batch import post_update as post_update_triton
+
+        post_update_triton(requests, *args, output_bin_counts)
+    elif idx_mapping.is_cpu:
+        post_update_cpu(requests, *args, output_bin_counts)
+    else:
+        post_update_reference(requests, *args, output_bin_counts)
+
+
+def post_update_reference(
+    requests: RequestTensors,
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    sampled_token_ids: Tensor,
+    num_sampled: Tensor,
+    num_rejected: Tensor,
+    output_bin_counts: Tensor | None,
+) -> None:
+    """The plain version of `post_update`."""
+    num_reqs = num_sampled.shape[0]
+    live = (idx_mapping[:num_reqs] >= 0).nonzero().flatten()  # rows with a slot
+    slots = idx_mapping[:num_reqs][live].long()
+    query_lens = query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
+    num_sampled = num_sampled[live]
+    requests.num_computed_tokens[slots] += query_lens[live] - num_rejected[live]
+
+    width = requests.all_token_ids.shape[1]
+    total_len = requests.total_len[slots]
+    offsets = torch.arange(sampled_token_ids.shape[1], device=slots.device)
+    emitted = offsets < num_sampled[:, None]  # [live, K + 1]
+    where = total_len[:, None] + offsets
+    rows, columns = (emitted & (where < width)).nonzero(as_tuple=True)
+    tokens = sampled_token_ids[live]
+    requests.all_token_ids[slots[rows], where[rows, columns]] = tokens[rows, columns].int()
+    requests.total_len[slots] = (total_len + num_sampled).clamp(max=width)
+
+    newest = tokens.gather(1, (num_sampled.long() - 1).clamp(min=0)[:, None])[:, 0]
+    stored = requests.last_sampled_tokens[slots]
+    requests.last_sampled_tokens[slots] = torch.where(num_sampled > 0, newest, stored)
+    if output_bin_counts is not None:
+        rows, columns = emitted.nonzero(as_tuple=True)
+        one = output_bin_counts.new_ones(()).expand(rows.shape[0])
+        output_bin_counts.index_put_((slots[rows], tokens[rows, columns]), one, accumulate=True)

@@ -1,0 +1,82 @@
+"""Moves a drafter from one decode to the next: positions, lengths, and where KV goes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..device import use_triton
+
+
+def advance_draft_decode(
+    positions: Tensor,  # [N*] int64, in place
+    seq_lens: Tensor,  # [N*] int32, in place; 0 stays 0 (padded rows)
+    max_model_len: int,
+    out_write_positions: Tensor | None = None,  # [N*] int64
+) -> None:
+    """Move every request one token on, held at the last position that the model knows.
+
+    `out_write_positions` is where KV belongs: -1 for padded rows and for a request that is held,
+    since its last position holds the KV of the token that truly stands there.
+    """
+    args = (positions, seq_lens, max_model_len, out_write_positions)
+    if use_triton(positions):
+        from .triton.prepare_draft import advance_draft_decode as advance_draft_decode_triton
+
+        advance_draft_decode_triton(*args)
+    else:
+        advance_draft_decode_reference(*args)
+
+
+def advance_draft_decode_reference(
+    positions: Tensor,
+    seq_lens: Tensor,
+    max_model_len: int,
+    out_write_positions: Tensor | None = None,
+) -> None:
+    """The plain version of `advance_draft_decode`."""
+    live = seq_lens > 0
+    positions.add_(live)
+    if out_write_positions is not None:
+        known = live & (positions < max_model_len)
+        out_write_positions.copy_(torch.where(known, positions, -1))
+    positions.clamp_(max=max_model_len - 1)
+    seq_lens.add_(live).clamp_(max=max_model_len)
+
+
+def map_draft_slots(
+    block_tables: Sequence[Tensor],  # per group [>= N*, max_blocks_g] int32, rows are batch rows
+    block_sizes: Sequence[int],  # per group
+    seq_lens: Tensor,  # [N*] int32, padded 0
+    write_positions: Tensor,  # [N*] int64, -1 = write nothing
+    out: Tensor,  # [G, >= N*] int64
+) -> None:
+    """KV slot of one token per request, -1 ("write nothing") for padded rows, for positions outside
+    the table and for the null block. What is padding stands in `seq_lens`: a graph may hold this.
+    """
+    args = (block_tables, block_sizes, seq_lens, write_positions, out)
+    if use_triton(write_positions):
+        from .triton.prepare_draft import map_draft_slots as map_draft_slots_triton
+
+        map_draft_slots_triton(*args)
+    else:
+        map_draft_slots_reference(*args)
+
+
+def map_draft_slots_reference(
+    block_tables: Sequence[Tensor],
+    block_sizes: Sequence[int],
+    seq_lens: Tensor,
+    write_positions: Tensor,
+    out: Tensor,
+) -> None:
+    """The plain version of `map_draft_slots`."""
+    rows = write_positions.shape[0]
+    positions = write_positions.clamp(min=0)
+    for group, (table, size) in enumerate(zip(block_tables, block_sizes, strict=True)):
+        column, width = positions // size, table.shape[1]
+        blocks = table[:rows].gather(1, column.clamp(max=width - 1)[:, None])[:, 0].long()
+        writes = (seq_lens > 0) & (write_positions >= 0) & (blocks > 0) & (column < width)
+        out[group, :rows] = torch.where(writes, blocks * size + positions % size, -1)

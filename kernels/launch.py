@@ -1,0 +1,94 @@
+"""What this card and this Triton can do: programmatic dependent launch, tensor memory accelerator.
+
+With programmatic dependent launch (PDL) a kernel starts while the one before it still runs, loads
+what no kernel writes (weights), and waits before it touches the rest. Every kernel so launched must
+wait in every program, or a later kernel could overtake an earlier one.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from .device import card_of
+
+try:
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+except ImportError:  # an older Triton
+    gdc_launch_dependents = gdc_wait = None
+
+_HOPPER = (9, 0)
+
+
+def hash_functions(namespace: dict[str, Any]) -> None:
+    """Have Triton hash the functions of a module, to be called at its end if kernels elsewhere call
+    them: the hash of a kernel covers the constants only of such functions as were hashed before it,
+    so it would depend on which kernel came first, and one on disk would not be found again."""
+    for value in list(namespace.values()):
+        if isinstance(value, JITFunction):
+            assert value.cache_key  # computed, and kept, when it is asked for
+
+
+@triton.jit
+def wait_for_inputs(PDL: tl.constexpr):
+    """Wait for the kernels before this one, then let the next one start."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+
+
+@triton.jit
+def fetch_early(pointers):
+    """Bring the line at each pointer into L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [pointers],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    """Both features came with Hopper."""
+    card = card_of(device)
+    return card is not None and card.capability >= _HOPPER
+
+
+@cache
+def pdl_wanted() -> bool:
+    """False under SLIPSTREAM_PDL=0."""
+    return os.environ.get("SLIPSTREAM_PDL") != "0"
+
+
+def pdl_options(tensor: Tensor) -> dict[str, Any]:
+    """Arguments of a launch whose kernel calls `wait_for_inputs(PDL)`."""
+    if gdc_wait is not None and pdl_wanted() and _is_hopper(tensor.device):
+        return {"PDL": True, "launch_pdl": True}
+    return {"PDL": False}
+
+
+def has_tma(tensor: Tensor) -> bool:
+    """True if the card loads tiles through descriptors."""
+    return _is_hopper(tensor.device)
+
+
+def fits_tma(*matrices: Tensor) -> bool:
+    """True if descriptors can describe these [rows, columns]: aligned, rows multiples of 16 B."""
+    return all(
+        matrix.stride(1) == 1
+        and matrix.data_ptr() % 16 == 0
+        and matrix.stride(0) * matrix.element_size() % 16 == 0
+        for matrix in matrices
+    )

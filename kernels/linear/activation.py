@@ -1,0 +1,40 @@
+"""Gated activations of a fused gate and up projection."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..device import use_triton
+
+
+def silu_and_mul(x: Tensor) -> Tensor:
+    """silu(x[:, :I]) * x[:, I:]; x: [T, 2I] -> [T, I]."""
+    if use_triton(x):
+        from .triton import activation as triton_activation
+
+        out: Tensor = triton_activation.silu_and_mul(x)
+        return out
+    return silu_and_mul_reference(x)
+
+
+def silu_and_mul_reference(x: Tensor) -> Tensor:
+    """Plain version of `silu_and_mul`."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def gelu_tanh_and_mul(x: Tensor) -> Tensor:
+    """gelu_tanh(x[:, :I]) * x[:, I:]; x: [T, 2I] -> [T, I]."""
+    if use_triton(x):
+        from .triton import activation as triton_activation
+
+        out: Tensor = triton_activation.gelu_tanh_and_mul(x)
+        return out
+    return gelu_tanh_and_mul_reference(x)
+
+
+def gelu_tanh_and_mul_reference(x: Tensor) -> Tensor:
+    """Plain version of `gelu_tanh_and_mul`."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)

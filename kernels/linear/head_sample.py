@@ -1,0 +1,109 @@
+"""An output head and the choice of a token in one: the logits are never written.
+
+A token is the argmax of its row's logits, rounded to the model's dtype, over temperature plus the
+noise of `kernels.sampling.sample`: what that module would pick from the same logits, ties included.
+The logits themselves are those of the chosen linear kernel, which differ in the last bits between
+kernels, as any two matrix products do; noise and ties never depend on the kernel or the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..device import use_triton
+from ..sampling.sample import TARGET, gumbel_sample_reference
+from .linear import linear
+from .linear_choice import Choice, Gemv
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the rows of a head draw their tokens; all [L]."""
+
+    seeds: Tensor  # int64
+    positions: Tensor  # int64, sequence position of the row
+    greedy: Tensor  # bool
+    temperature: Tensor  # float32, 0 = greedy
+    salt: int = TARGET
+
+
+def gather_draws(
+    slots: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, salt: int = TARGET
+) -> Draws:
+    """How rows draw whose requests have these slots, [L] int32; temperature: [R] float32 and
+    seeds: [R] int64, by slot; positions: [L] int64."""
+    if use_triton(slots):
+        from .triton.head_sample import gather_draws as gather_draws_triton
+
+        columns = gather_draws_triton(slots, temperature, seeds)
+    else:
+        heat = temperature[slots]
+        columns = (seeds[slots], heat == 0, heat)
+    return Draws(columns[0], positions, *columns[1:], salt)
+
+
+def sample_head(
+    x: Tensor, weight: Tensor, draws: Draws | None = None, choice: Choice = None
+) -> tuple[Tensor, Tensor]:
+    """(tokens [L] int64, each row's largest logit [L] float32, NaN if one is).
+
+    x: [L, H]; weight: [V, H]; without `draws` every row is greedy.
+    """
+    if not use_triton(x):
+        return sample_head_reference(x, weight, draws)
+    if choice is None:
+        return pick_rows(linear(x, weight), draws)
+    from .triton.head_sample import HeadRows
+
+    if draws is None:
+        head = HeadRows(x.shape[0], x.device, None, None, None, None, 0)
+    else:
+        head = HeadRows(
+            x.shape[0],
+            x.device,
+            draws.seeds.contiguous(),
+            draws.positions.contiguous(),
+            draws.greedy.contiguous(),
+            draws.temperature.contiguous(),
+            draws.salt,
+        )
+    result: tuple[Tensor, Tensor]
+    if isinstance(choice, Gemv):
+        from .triton.gemv import sample_head as gemv
+
+        result = gemv(x, weight, choice, head)
+        return result
+    from .triton.skinny import sample_head as skinny
+
+    result = skinny(x, weight, choice, head)
+    return result
+
+
+def sample_head_reference(
+    x: Tensor, weight: Tensor, draws: Draws | None = None, choice: Choice = None
+) -> tuple[Tensor, Tensor]:
+    """Plain version of `sample_head`: writes the logits, then picks; `choice` makes the logits."""
+    return pick_rows_reference(linear(x, weight, None, choice), draws)
+
+
+def pick_rows(logits: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    """As `sample_head`, from logits [L, V]; a greedy row costs no noise."""
+    if use_triton(logits):
+        from .triton.head_sample import pick_rows as pick_rows_triton
+
+        result: tuple[Tensor, Tensor] = pick_rows_triton(logits, draws)
+        return result
+    return pick_rows_reference(logits, draws)
+
+
+def pick_rows_reference(logits: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
+    """The plain version of `pick_rows`."""
+    if draws is None:
+        return logits.argmax(-1), logits.amax(-1).float()
+    logits = logits.float()
+    heat = torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
+    keys = (draws.seeds, draws.positions, draws.salt, draws.greedy)
+    return gumbel_sample_reference(logits / heat, *keys), logits.amax(-1)

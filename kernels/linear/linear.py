@@ -1,0 +1,130 @@
+"""Linear layers of few rows, with what surrounds them: norm, bias, residual, gated activation.
+
+`choice` says which kernel computes it (see `linear_choice`); None, or a tensor that Triton cannot
+take, means torch. Kernels accumulate in float32 and round once, where the references round between
+their steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..device import use_triton
+from .activation import gelu_tanh_and_mul, silu_and_mul
+from .linear_choice import Choice, Gemv, Skinny
+from .norm_rope import rms_norm
+
+GATED: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": silu_and_mul,
+    "gelu_tanh": gelu_tanh_and_mul,
+}
+Norm = tuple[Tensor, float]  # weight [K], eps
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    choice: Choice = None,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """residual + rms_norm(x) Wᵀ + b; the norm and the residual only where they are given.
+
+    x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N]. Returns [M, N] in `x`'s dtype.
+    """
+    if choice is None or not use_triton(x):
+        return linear_reference(x, weight, bias, norm, residual)
+    x, norm = _outside(x, norm, choice)
+    out: Tensor
+    if isinstance(choice, Gemv):
+        from .triton.gemv import linear as gemv
+
+        out = gemv(x, weight, bias, choice, norm, residual)
+        return out
+    from .triton.skinny import linear as skinny
+
+    out = skinny(x, weight, bias, choice, norm=norm)
+    return out if residual is None else out + residual
+
+
+def linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """Plain version of `linear`."""
+    out = F.linear(_normed(x, norm), weight, bias)
+    return out if residual is None else out + residual
+
+
+def linear_parts(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    choice: Choice = None,
+    norm: Norm | None = None,
+) -> Tensor:
+    """x Wᵀ + b, for a kernel that sums parts: [M, N], or [S, M, N] float32 whose sum it is."""
+    if choice is None or isinstance(choice, Gemv) or not use_triton(x):
+        return linear(x, weight, bias, choice, norm)
+    x, norm = _outside(x, norm, choice)
+    if norm is not None:
+        return linear(x, weight, bias, choice, norm)
+    from .triton.skinny import linear_parts as skinny
+
+    parts: Tensor = skinny(x, weight, bias, choice)
+    return parts
+
+
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    choice: Choice = None,
+    norm: Norm | None = None,
+) -> Tensor:
+    """act(gate) * up of a fused gate and up projection.
+
+    x: [M, K]; weight: [2 I, K], gate rows first; bias: [2 I]; activation: "silu" or "gelu_tanh".
+    Returns [M, I].
+    """
+    if choice is None or not use_triton(x):
+        return gated_linear_reference(x, weight, bias, activation, norm)
+    x, norm = _outside(x, norm, choice)
+    out: Tensor
+    if isinstance(choice, Gemv):
+        from .triton.gemv import gated_linear as gemv
+
+        out = gemv(x, weight, bias, activation, choice, norm)
+        return out
+    from .triton.skinny import gated_linear as skinny
+
+    out = skinny(x, weight, bias, activation, choice, norm=norm)
+    return out
+
+
+def gated_linear_reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    norm: Norm | None = None,
+) -> Tensor:
+    """Plain version of `gated_linear`."""
+    return GATED[activation](F.linear(_normed(x, norm), weight, bias))
+
+
+def _outside(x: Tensor, norm: Norm | None, choice: Gemv | Skinny) -> tuple[Tensor, Norm | None]:
+    """The norm done before a kernel that does none itself."""
+    return (x, norm) if choice.norm else (_normed(x, norm), None)
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else rms_norm(x, *norm)

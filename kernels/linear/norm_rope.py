@@ -1,0 +1,159 @@
+"""RMSNorm (with and without residual addition) and rotary position embedding."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ..device import use_triton
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim, computed in fp32, in `x`'s dtype.
+
+    x: [..., H]; weight: [H], None = 1. The result is written to `out`, contiguous, if given.
+    """
+    if weight is not None and use_triton(x):
+        from .triton import norm_rope as triton_norm_rope
+
+        normed: Tensor = triton_norm_rope.rms_norm(x, weight, eps, out)
+        return normed
+    return _kept(rms_norm_reference(x, weight, eps), out)
+
+
+def _kept(result: Tensor, out: Tensor | None) -> Tensor:
+    return result if out is None else out.copy_(result)
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """Plain version of `rms_norm`."""
+    size = x.shape[-1]
+    wide = x.float()
+    # a vector norm is one pass; torch's own rms_norm takes twice the time on few CPU rows
+    norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    if norm.is_cpu:  # one operation for three: few rows cost as much as their operations
+        inverse = torch.addcmul(_scalar(eps), norm, norm, value=1 / size).rsqrt_()
+    else:
+        inverse = norm.square_().mul_(1 / size).add_(eps).rsqrt_()
+    if weight is None:
+        return (wide * inverse).to(x.dtype)
+    if x.dtype == torch.float32:
+        return (wide * weight).mul_(inverse)
+    normed = wide * inverse
+    if weight.dtype == torch.float32:  # a weight kept exact is applied before rounding
+        return (normed * weight).to(x.dtype)
+    return normed.to(x.dtype) * weight.to(x.dtype)
+
+
+@lru_cache(maxsize=16)
+def _scalar(value: float) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(value, dtype=torch.float32)
+
+
+def fused_add_rms_norm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    rows: Tensor | None = None,
+    out: Tensor | None = None,
+    stream: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual); both inputs possibly overwritten.
+
+    x: [T, H], or float32 parts [S, T, H] whose sum is meant; residual: [T, H], or more rows, of
+    which `rows` [T] int64 names those that are meant. Results go to `out`, contiguous, and to
+    `stream`, both [T, H], where these are given.
+    """
+    if use_triton(x):
+        from .triton import norm_rope as triton_norm_rope
+
+        result: tuple[Tensor, Tensor] = triton_norm_rope.fused_add_rms_norm(
+            x, residual, weight, eps, rows, out, stream
+        )
+        return result
+    if rows is not None:
+        residual = residual[rows]
+    normed, total = fused_add_rms_norm_reference(x, residual, weight, eps)
+    return _kept(normed, out), _kept(total, stream)
+
+
+def fused_add_rms_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Plain version of `fused_add_rms_norm`; leaves its inputs alone."""
+    if x.dim() > residual.dim():
+        residual = (x.sum(0) + residual).to(residual.dtype)
+    else:
+        residual = x + residual
+    return rms_norm_reference(residual, weight, eps), residual
+
+
+def rotary_embedding(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    cos_sin_cache: Tensor,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Rotate the first `rot_dim` dims of each head by its token's position.
+
+    positions: [T] int64; query: [T, Hq, D]; key: [T, Hk, D] or None;
+    cos_sin_cache: [max_position, rot_dim], cos in the first half of a row and sin in the second.
+    Pairs are (i, i + rot_dim / 2), or (2i, 2i + 1) when `interleaved`.
+    """
+    if use_triton(query):
+        from .triton import norm_rope as triton_norm_rope
+
+        out: tuple[Tensor, Tensor | None] = triton_norm_rope.rotary_embedding(
+            positions, query, key, cos_sin_cache, interleaved
+        )
+        return out
+    return rotary_embedding_reference(positions, query, key, cos_sin_cache, interleaved)
+
+
+def rotary_embedding_reference(
+    positions: Tensor,
+    query: Tensor,
+    key: Tensor | None,
+    cos_sin_cache: Tensor,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Plain version of `rotary_embedding`."""
+    cos, sin = rotary_factors(positions, cos_sin_cache, interleaved)
+    rotated_key = None if key is None else apply_rotary(key, cos, sin, interleaved)
+    return apply_rotary(query, cos, sin, interleaved), rotated_key
+
+
+def rotary_factors(
+    positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Cos and signed sin of each token, both [T, 1, rot_dim] fp32, shared by all layers of a step.
+
+    The sign makes a rotation `x * cos + swapped(x) * sin`, where `swapped` exchanges pair members.
+    """
+    cos, sin = cos_sin_cache.index_select(0, positions).float().chunk(2, dim=-1)
+    if interleaved:
+        cos = cos.repeat_interleave(2, dim=-1)
+        sin = torch.stack((-sin, sin), dim=-1).flatten(-2)
+    else:
+        cos = torch.cat((cos, cos), dim=-1)
+        sin = torch.cat((-sin, sin), dim=-1)
+    return cos.unsqueeze(1), sin.unsqueeze(1)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate x [T, H, D] by the factors of `rotary_factors`; computed in fp32, in `x`'s dtype."""
+    rot_dim = cos.shape[-1]
+    rotated = (x if rot_dim == x.shape[-1] else x[..., :rot_dim]).float()
+    if interleaved:
+        swapped = rotated.reshape(*rotated.shape[:-1], -1, 2).flip(-1).flatten(-2)
+    else:
+        swapped = rotated.roll(rot_dim // 2, -1)
+    rotated = torch.addcmul(rotated * cos, swapped, sin).to(x.dtype)
+    if rot_dim == x.shape[-1]:
+        return rotated
+    return torch.cat((rotated, x[..., rot_dim:]), dim=-1)

@@ -1,0 +1,77 @@
+"""Rows of a residual stream brought to where they are read: sums, two norms abreast.
+
+These are small kernels between layers; of plain torch operations each would be several.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..device import use_triton
+from .norm_rope import rms_norm_reference
+
+
+def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """hidden + residual, [M, H], in `out` if that is given: its rows may lie apart.
+
+    hidden: [M, H], or float32 parts [S, M, H] whose sum is meant; residual: [M, H], None = 0.
+    """
+    if out is None and residual is None:
+        return hidden
+    if use_triton(hidden):
+        from .triton.streams import write_stream as write_stream_triton
+
+        result: Tensor = write_stream_triton(hidden, residual, out)
+        return result
+    if out is None:
+        return stream_reference(hidden, residual)
+    if residual is not None and hidden.dim() == out.dim():
+        return torch.add(hidden, residual, out=out)  # one operation, as without `out`
+    return out.copy_(stream_reference(hidden, residual))
+
+
+def stream_reference(hidden: Tensor, residual: Tensor | None) -> Tensor:
+    """The sum that `write_stream` writes."""
+    if residual is None:
+        return hidden
+    if hidden.dim() > residual.dim():
+        return (hidden.sum(0) + residual).to(residual.dtype)
+    return hidden + residual
+
+
+def norm_pair(
+    left: Tensor,
+    right: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """left and right side by side, [M, 2H], each normed by its weight [H] first, if there are some.
+
+    left: [M, H], or with `ids` a table [V, H], of which they name the rows, [M] int32 or int64;
+    right: [M, H].
+    """
+    if use_triton(right):
+        from .triton.streams import norm_pair as norm_pair_triton
+
+        out: Tensor = norm_pair_triton(left, right, weights, eps, ids)
+        return out
+    return norm_pair_reference(left, right, weights, eps, ids)
+
+
+def norm_pair_reference(
+    left: Tensor,
+    right: Tensor,
+    weights: tuple[Tensor, Tensor] | None,
+    eps: float,
+    ids: Tensor | None = None,
+) -> Tensor:
+    """The plain version of `norm_pair`."""
+    if ids is not None:
+        left = F.embedding(ids, left).to(right.dtype)
+    if weights is not None:
+        left = rms_norm_reference(left, weights[0], eps)
+        right = rms_norm_reference(right, weights[1], eps)
+    return torch.cat([left, right], dim=-1)

@@ -1,0 +1,286 @@
+"""The end of an output head that picks tokens where the logits are made, without writing them.
+
+Every program of a linear kernel keeps the best of its tokens (`keep_best`); one small kernel picks
+the best of those. Noise and ties are those of `kernels.sampling.sample`, so the tokens are, too.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ...sampling.triton.sample import BLOCK as LOGITS_BLOCK
+from ...sampling.triton.sample import gumbel, row_key
+
+_BLOCK = 4096  # best tokens that the last kernel looks at at once
+
+
+@triton.jit
+def keep_best(
+    logits,  # [N, M] float32, already rounded to the model's dtype
+    token,  # [N] int32
+    inside,  # [N, 1] or [N, M], which of them exist
+    row,  # [M] int32
+    row_inside,  # [M]
+    block,
+    num_blocks,
+    seeds,  # [L] int64
+    positions,  # [L] int64
+    greedy,  # [L] bool
+    temperature,  # [L] float32, 0 = greedy
+    best,  # [L, B] float32, score of the block's best token
+    best_token,  # [L, B] int32
+    largest,  # [L, B] float32, the block's largest logit, NaN if one is
+    salt,
+    NOISE: tl.constexpr,
+):
+    """Store, for each row, the best token of this block of the vocabulary; the lowest of equals."""
+    logits = tl.where(inside, logits, float("-inf"))
+    is_nan = logits != logits
+    finite = tl.where(is_nan, float("-inf"), logits)
+    score = finite
+    if NOISE:
+        cold = tl.load(greedy + row, mask=row_inside, other=1) != 0
+        if tl.max((cold == 0).to(tl.int32), 0) > 0:  # else no row of the tile draws
+            heat = tl.load(temperature + row, mask=row_inside, other=1.0)
+            heat = tl.where(heat > 0.0, heat, 1.0)
+            seed = tl.load(seeds + row, mask=row_inside, other=0)
+            position = tl.load(positions + row, mask=row_inside, other=0)
+            key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
+            noise = gumbel(key_0[None, :], key_1[None, :], token.to(tl.uint32)[:, None])
+            noise = tl.where(cold[None, :], 0.0, noise)
+            score = tl.div_rn(finite, heat[None, :] + tl.zeros_like(finite)) + noise
+            score = tl.where(inside, score, float("-inf"))
+    value = tl.max(score, 0)
+    # a maximum and then its place are two cheap reductions; both at once are one that is not
+    best_at = tl.min(tl.where(score == value[None, :], token[:, None], 2147483647), 0)
+    at = row * num_blocks + block
+    tl.store(best + at, value, mask=row_inside)
+    tl.store(best_token + at, best_at, mask=row_inside)
+    top = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), tl.max(finite, 0))
+    tl.store(largest + at, top, mask=row_inside)
+
+
+@triton.jit
+def _finish_kernel(
+    best,  # [L, B] float32
+    best_token,  # [L, B] int32
+    largest,  # [L, B] float32
+    tokens,  # [L] int64
+    row_largest,  # [L] float32
+    num_blocks,  # B
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
+    value = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.full([BLOCK], 2147483647, tl.int32)
+    top = value
+    is_nan = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, num_blocks, BLOCK):
+        at = row * num_blocks + start + lane
+        inside = start + lane < num_blocks
+        score = tl.load(best + at, mask=inside, other=float("-inf"))
+        candidate = tl.load(best_token + at, mask=inside, other=2147483647)
+        # a lane meets its tokens in ascending order: only a larger score replaces
+        replaces = (score > value) | (token == 2147483647)
+        token = tl.where(replaces, candidate, token)
+        value = tl.where(replaces, score, value)
+        logit = tl.load(largest + at, mask=inside, other=float("-inf"))
+        is_nan |= (logit != logit).to(tl.int32)
+        top = tl.maximum(top, logit)
+    chosen = tl.where(value == tl.max(value, 0), token, 2147483647)
+    tl.store(tokens + row, tl.min(chosen, 0).to(tl.int64))
+    top = tl.where(tl.max(is_nan, 0) > 0, float("nan"), tl.max(top, 0))
+    tl.store(row_largest + row, top)
+
+
+@triton.jit(
+    do_not_specialize=["salt"],
+    do_not_specialize_on_alignment=["positions"],
+)
+def _best_of_block_kernel(
+    logits,  # [L, V], any float
+    seeds,  # [L] int64
+    positions,  # [L] int64
+    greedy,  # [L] bool
+    temperature,  # [L] float32
+    best,  # [L, B] float32
+    best_token,  # [L, B] int32
+    largest,  # [L, B] float32
+    stride,
+    vocab_size,
+    num_blocks,
+    salt,
+    NOISE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    wait_for_inputs(PDL)
+    logit = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+    logit = logit.to(tl.float32)
+    is_nan = logit != logit
+    finite = tl.where(is_nan, float("-inf"), logit)
+    top = tl.max(finite, 0)
+    score, value = finite, top
+    if NOISE:
+        if tl.load(greedy + row) == 0:
+            seed, position = tl.load(seeds + row), tl.load(positions + row)
+            key_0, key_1 = row_key(seed, position, tl.full([], salt, tl.int32))
+            heat = tl.load(temperature + row)
+            heat = tl.where(heat > 0.0, heat, 1.0)
+            noise = gumbel(key_0, key_1, token.to(tl.uint32))
+            score = tl.div_rn(finite, heat + tl.zeros_like(finite)) + noise
+            score = tl.where(inside, score, float("-inf"))
+            value = tl.max(score, 0)
+    best_at = tl.min(tl.where(score == value, token, 2147483647), 0)
+    at = row * num_blocks + block
+    tl.store(best + at, value)
+    tl.store(best_token + at, best_at)
+    top = tl.where(tl.max(is_nan.to(tl.int32), 0) > 0, float("nan"), top)
+    tl.store(largest + at, top)
+
+
+def pick_rows(logits: Tensor, draws: Any) -> tuple[Tensor, Tensor]:
+    """See `kernels.linear.head_sample.pick_rows`."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    num_blocks = triton.cdiv(vocab_size, LOGITS_BLOCK)
+    if draws is None:
+        head = HeadRows(num_rows, logits.device, None, None, None, None, 0)
+    else:
+        keys = (draws.seeds.contiguous(), draws.positions.contiguous())
+        head = HeadRows(
+            num_rows,
+            logits.device,
+            *keys,
+            draws.greedy.contiguous(),
+            draws.temperature.contiguous(),
+            draws.salt,
+        )
+    *rows, salt = head.arguments(num_blocks)
+    if num_rows:
+        _best_of_block_kernel[(num_rows, num_blocks)](
+            logits,
+            *rows,
+            logits.stride(0),
+            vocab_size,
+            num_blocks,
+            salt,
+            NOISE=head.has_noise,
+            BLOCK=LOGITS_BLOCK,
+            num_warps=8,
+            **pdl_options(logits),
+        )
+    return head.finish()
+
+
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])
+def _gather_draws_kernel(
+    slots,  # [L] int32
+    temperature,  # [R] float32
+    seeds,  # [R] int64
+    row_temperature,  # [L] float32
+    row_seeds,  # [L] int64
+    row_greedy,  # [L] bool
+    num_rows,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    wait_for_inputs(PDL)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    heat = tl.load(temperature + slot, mask=inside, other=0.0)
+    tl.store(row_temperature + row, heat, mask=inside)
+    tl.store(row_seeds + row, tl.load(seeds + slot, mask=inside, other=0), mask=inside)
+    tl.store(row_greedy + row, heat == 0.0, mask=inside)
+
+
+def gather_draws(
+    slots: Tensor, temperature: Tensor, seeds: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(seeds, greedy, temperature) of rows: see `kernels.linear.head_sample.gather_draws`."""
+    num_rows, block = slots.shape[0], 128
+    row_seeds = torch.empty(num_rows, dtype=torch.int64, device=slots.device)
+    greedy = torch.empty(num_rows, dtype=torch.bool, device=slots.device)
+    heat = torch.empty(num_rows, dtype=torch.float32, device=slots.device)
+    if num_rows:
+        _gather_draws_kernel[(triton.cdiv(num_rows, block),)](
+            slots,
+            temperature,
+            seeds,
+            heat,
+            row_seeds,
+            greedy,
+            num_rows,
+            BLOCK=block,
+            num_warps=4,
+            **pdl_options(slots),
+        )
+    return row_seeds, greedy, heat
+
+
+@dataclass
+class HeadRows:
+    """The rows whose tokens are picked. Without noise every row is greedy."""
+
+    num_rows: int  # L
+    device: torch.device
+    seeds: Tensor | None  # [L] int64, None = no noise
+    positions: Tensor | None  # [L] int64
+    greedy: Tensor | None  # [L] bool
+    temperature: Tensor | None  # [L] float32
+    salt: int
+
+    @property
+    def has_noise(self) -> bool:
+        """Whether any row draws its token."""
+        return self.seeds is not None
+
+    def arguments(self, num_blocks: int) -> tuple[Any, ...]:
+        """What a linear kernel takes for `keep_best`; it has `num_blocks` blocks of tokens."""
+        shape, device = (self.num_rows, num_blocks), self.device
+        self.best = torch.empty(shape, dtype=torch.float32, device=device)
+        self.largest = torch.empty(shape, dtype=torch.float32, device=device)
+        self.best_token = torch.empty(shape, dtype=torch.int32, device=device)
+        rows: tuple[Any, ...] = (self.seeds, self.positions, self.greedy, self.temperature)
+        if not self.has_noise:
+            rows = (self.best,) * 4
+        return (*rows, self.best, self.best_token, self.largest, self.salt)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """(tokens [L] int64, largest logit of each row [L] float32, NaN if it holds one)."""
+        tokens = torch.empty(self.num_rows, dtype=torch.int64, device=self.device)
+        largest = torch.empty(self.num_rows, dtype=torch.float32, device=self.device)
+        num_blocks = self.best.shape[1]
+        block = min(_BLOCK, triton.next_power_of_2(num_blocks))
+        _finish_kernel[(self.num_rows,)](
+            self.best,
+            self.best_token,
+            self.largest,
+            tokens,
+            largest,
+            num_blocks,
+            BLOCK=block,
+            num_warps=max(1, min(16, block // 128)),
+            **pdl_options(tokens),
+        )
+        return tokens, largest
+
+
+hash_functions(globals())

@@ -1,0 +1,141 @@
+"""Triton version of `kernels.linear.moe.run_experts`: two products grouped by expert.
+
+The number of row blocks is a bound from shapes; blocks beyond the real ones find no expert and end.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _expert_of(block_ends, num_experts, block):
+    """The first expert whose blocks end behind `block`."""
+    low, high = 0, num_experts
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(block_ends + middle) <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@triton.jit
+def _expert_kernel(
+    x,  # GATED: [T, K] tokens; else [T * k, K] in sorted order
+    weight,  # [E, N or 2 N, K]
+    out,  # GATED: [T * k, N] in sorted order; else [T * k, N] by (token, choice)
+    order,  # [T * k] int64, sorted place -> (token, choice)
+    counts,  # [E] pairs of each expert
+    pair_ends,  # [E] their cumulative sum
+    block_ends,  # [E] cumulative number of row blocks
+    pair_weights,  # [T * k] fp32
+    num_experts,
+    top_k,
+    stride_x,
+    N,
+    K,
+    GATED: tl.constexpr,
+    GELU: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    block = tl.program_id(0)
+    expert = _expert_of(block_ends, num_experts, block)
+    if expert >= num_experts:
+        return
+    count = tl.load(counts + expert)
+    blocks = tl.cdiv(count, BLOCK_M)
+    within = (block - (tl.load(block_ends + expert) - blocks)) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = within < count
+    place = tl.load(pair_ends + expert) - count + within  # [BLOCK_M] place in sorted order
+    pair = tl.load(order + place, mask=valid, other=0)  # [BLOCK_M] (token, choice)
+    if GATED:
+        source = x + (pair // top_k) * stride_x
+    else:
+        source = x + place.to(tl.int64) * stride_x
+    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    in_columns = (column < N)[:, None]
+    rows: tl.constexpr = 2 if GATED else 1
+    base = weight + expert.to(tl.int64) * rows * N * K + column.to(tl.int64)[:, None] * K
+    k = tl.arange(0, BLOCK_K)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        in_k = (start + k < K)[None, :]
+        tile = tl.load(source[:, None] + start + k[None, :], mask=valid[:, None] & in_k, other=0.0)
+        w = tl.load(base + start + k[None, :], mask=in_columns & in_k, other=0.0)
+        acc = tl.dot(tile, tl.trans(w), acc, input_precision=PRECISION)
+        if GATED:
+            up = base + N.to(tl.int64) * K + start + k[None, :]
+            w = tl.load(up, mask=in_columns & in_k, other=0.0)
+            acc_up = tl.dot(tile, tl.trans(w), acc_up, input_precision=PRECISION)
+    inside = valid[:, None] & (column < N)[None, :]
+    if GATED:
+        dtype = x.dtype.element_ty
+        gate = acc.to(dtype).to(tl.float32)  # rounded where the reference rounds
+        if GELU:
+            inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+            gate = gate / (1.0 + tl.exp(-2.0 * inner))
+        else:
+            gate = gate / (1.0 + tl.exp(-gate))
+        result = gate.to(dtype).to(tl.float32) * acc_up.to(dtype).to(tl.float32)
+        target = out + place.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(target, result.to(dtype), mask=inside)
+    else:
+        share = tl.load(pair_weights + pair, mask=valid, other=0.0)
+        target = out + pair[:, None] * N + column[None, :]
+        tl.store(target, acc * share[:, None], mask=inside)
+
+
+def run_experts(
+    x: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    weights: Tensor,
+    ids: Tensor,
+    activation: str = "silu",
+) -> Tensor:
+    """See `kernels.linear.moe.run_experts`."""
+    num_tokens, hidden = x.shape
+    num_experts, top_k, inner = gate_up.shape[0], ids.shape[1], down.shape[2]
+    pairs = num_tokens * top_k
+    if pairs == 0:
+        return torch.zeros_like(x)
+    assert x.stride(1) == 1 and gate_up.is_contiguous() and down.is_contiguous()
+    flat = ids.reshape(-1)
+    order = flat.argsort(stable=True)
+    counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
+    counts.scatter_add_(0, flat, torch.ones_like(flat))
+    per_expert = pairs / num_experts
+    block_m = 16 if per_expert <= 16 else 32 if per_expert <= 32 else 64
+    block_ends = ((counts + block_m - 1) // block_m).cumsum(0)
+    num_blocks = triton.cdiv(pairs, block_m) + min(num_experts, pairs)
+    between = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
+    parts = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
+    index = (order, counts, counts.cumsum(0), block_ends, weights.reshape(-1).contiguous())
+    options = {
+        "GELU": activation != "silu",
+        "BLOCK_M": block_m,
+        "BLOCK_N": 64,
+        "BLOCK_K": 64,
+        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
+        "num_stages": 3,
+    }
+    _expert_kernel[(num_blocks, triton.cdiv(inner, 64))](
+        x, gate_up, between, *index, num_experts, top_k, x.stride(0), inner, hidden,
+        GATED=True, **options,
+    )  # fmt: skip
+    _expert_kernel[(num_blocks, triton.cdiv(hidden, 64))](
+        between, down, parts, *index, num_experts, top_k, inner, hidden, inner,
+        GATED=False, **options,
+    )  # fmt: skip
+    return parts.view(num_tokens, top_k, hidden).sum(1).to(x.dtype)

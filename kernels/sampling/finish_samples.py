@@ -1,0 +1,70 @@
+"""The end of a sampling step: how many tokens each request really gets, and which rows were bad.
+
+Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..device import use_triton
+
+
+def finish_samples(
+    emitted: Tensor,
+    num_accepted: Tensor,
+    largest_raw: Tensor,
+    largest: Tensor | None,
+    cu_num_logits: Tensor,
+    idx_mapping: Tensor,
+    seq_lens: Tensor,
+    prefill_len: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(num_sampled [N] int32, num_rejected [N] int32, is_bad [N] bool); `emitted` is cut in place.
+
+    A request still in prefill emits nothing, nor does a padded row (slot -1, behind all others). A
+    request is bad if a row that emits held NaN or an infinity, or allowed no token. emitted:
+    [N, K + 1] int64; num_accepted: [N] int64; largest_raw: [L] float, each row's largest raw logit;
+    largest: the same after processing, or None if that forbids nothing; cu_num_logits: [N + 1]
+    int32; idx_mapping: [N] int32 batch row -> slot; seq_lens: [N] int32; prefill_len: [R] int32 by
+    slot.
+    """
+    args = (emitted, num_accepted, largest_raw, largest, cu_num_logits, idx_mapping)
+    if use_triton(emitted):
+        from .triton.finish_samples import finish_samples as finish_samples_triton
+
+        result: tuple[Tensor, Tensor, Tensor] = finish_samples_triton(*args, seq_lens, prefill_len)
+        return result
+    return finish_samples_reference(*args, seq_lens, prefill_len)
+
+
+def finish_samples_reference(
+    emitted: Tensor,
+    num_accepted: Tensor,
+    largest_raw: Tensor,
+    largest: Tensor | None,
+    cu_num_logits: Tensor,
+    idx_mapping: Tensor,
+    seq_lens: Tensor,
+    prefill_len: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain version of `finish_samples`."""
+    samples = (seq_lens >= prefill_len[idx_mapping]) & (idx_mapping >= 0)  # [N]
+    num_logits = cu_num_logits[1:] - cu_num_logits[:-1]
+    num_sampled = torch.where(samples, num_accepted + 1, 0).int()
+    num_rejected = torch.where(samples, num_logits - num_sampled, 0).int()
+    emitted.masked_fill_(~samples[:, None], -1)
+
+    bad = ~largest_raw.isfinite()  # [L]; NaN wins every maximum
+    if largest is not None:
+        bad |= largest == float("-inf")
+    num_rows, num_reqs = bad.shape[0], num_accepted.shape[0]
+    if num_rows > num_reqs:
+        logits_rows = torch.arange(num_rows, device=bad.device, dtype=torch.int32)
+        batch_rows = torch.searchsorted(cu_num_logits[1:], logits_rows, right=True)  # [L]
+        batch_rows.clamp_(max=num_reqs - 1)  # of padded logits rows, whose request is padded, too
+        emits = logits_rows - cu_num_logits[batch_rows] <= num_accepted[batch_rows]
+        of_request = torch.zeros_like(num_accepted)
+        bad = of_request.index_add_(0, batch_rows, (bad & emits).long()) > 0
+    return num_sampled, num_rejected, bad & samples

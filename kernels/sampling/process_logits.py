@@ -1,0 +1,170 @@
+"""Turns raw logits into the distribution a request asked for, one logits row at a time, in place.
+
+Every function has a per-row form: row r of L carries the parameters of its own request, and rows
+of one request's drafts see the drafts before them. Neutral parameters leave a row unchanged, so a
+batch may mix requests freely. Knows nothing of requests; nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..device import use_triton
+
+_SHORT_SORT = 1024  # on the CPU, top-p first tries this many of the largest logits
+
+
+def unpack_bits(words: Tensor, size: int) -> Tensor:
+    """Bit v of a row = bit v % 32 of word v // 32; [L, ceil(V / 32)] int32 -> [L, V] bool."""
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    bits = (words.unsqueeze(-1) >> shifts).bitwise_and_(1).bool()
+    return bits.flatten(1)[:, :size]
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
+    """Forbid tokens whose bit is 0. logits: [L, V]; bitmask: [L, ceil(V / 32)] int32."""
+    logits.masked_fill_(~unpack_bits(bitmask, logits.shape[1]), float("-inf"))
+
+
+def add_at_tokens(logits: Tensor, token_ids: Tensor, values: Tensor) -> None:
+    """Add values at tokens. logits: [L, V]; token_ids: [L, B], -1 = unused; values: [L, B]."""
+    used = token_ids >= 0
+    logits.scatter_add_(1, token_ids.clamp(min=0).long(), torch.where(used, values, 0.0))
+
+
+def forbid_tokens(logits: Tensor, token_ids: Tensor, forbidden: Tensor) -> None:
+    """Forbid the tokens chosen by `forbidden`. token_ids: [L, B], -1 = unused; forbidden: bool,
+    broadcast to [L, B]."""
+    values = torch.where(forbidden, float("-inf"), 0.0).expand(token_ids.shape)
+    add_at_tokens(logits, token_ids, values)
+
+
+def previous_drafts(draft_ids: Tensor, local_pos: Tensor, max_num_drafts: int) -> Tensor:
+    """Drafts that stand before each row of the same request, nearest first: [L, K], -1 = none.
+
+    draft_ids: [L] draft judged by each row; local_pos: [L] int32, 0 .. n_draft in the request.
+    """
+    back = torch.arange(1, max_num_drafts + 1, device=draft_ids.device)  # [K]
+    rows = torch.arange(draft_ids.shape[0], device=draft_ids.device)[:, None] - back
+    return torch.where(back <= local_pos[:, None], draft_ids[rows.clamp(min=0)], -1)
+
+
+def apply_penalties(
+    logits: Tensor,
+    counts: Tensor,
+    drafts: Tensor,
+    presence: Tensor,
+    frequency: Tensor,
+    repetition: Tensor | None,
+    prompt_bits: Tensor | None,
+) -> None:
+    """Repetition, frequency and presence penalties over output so far and the drafts before a row.
+
+    logits: [L, V]; counts: [L, V] int32, output tokens of the row's request (a copy: the drafts are
+    added to it); drafts: [L, K], -1 = none; presence, frequency, repetition: [L];
+    prompt_bits: [L, ceil(V / 32)] int32, for repetition, which also covers the prompt. None if no
+    row uses repetition.
+    """
+    counts.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).to(counts.dtype))
+    in_output = counts > 0
+    if repetition is not None and prompt_bits is not None:
+        seen = unpack_bits(prompt_bits, logits.shape[1]) | in_output
+        factor = repetition[:, None]
+        repeated = torch.where(logits > 0, logits / factor, logits * factor)
+        torch.where(seen, repeated, logits, out=logits)
+    logits.addcmul_(counts, frequency[:, None], value=-1)
+    logits.addcmul_(in_output, presence[:, None], value=-1)
+
+
+def completed_words(tokens: Tensor, after: Tensor, first: Tensor, before: Tensor) -> Tensor:
+    """Which tokens would complete a word of a row's list, after the text before the row; [L, T].
+
+    A list holds the tokens of its words one after another; -1 = unused. tokens: [L, T]; after:
+    [L, T] how many tokens of its word follow each; first: [L, T] index in the list of its word's
+    first token; before: [L, T] the text's token as far before the row's as `after` says, which
+    means nothing where that is 0.
+    """
+    differs = ((after > 0) & (before != tokens)).cumsum(1)  # [L, T] up to and with each token
+    until = torch.nn.functional.pad(differs, (1, 0))  # [L, T + 1] before each token
+    same = differs == until.gather(1, first.clamp(min=0).long())
+    return same & (after == 0)
+
+
+def apply_temperature(logits: Tensor, temperature: Tensor) -> None:
+    """Divide by temperature, [L]; 0 means greedy and leaves the row as it is."""
+    logits.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
+
+
+def apply_min_p(logits: Tensor, min_p: Tensor) -> None:
+    """Forbid tokens less likely than min_p times the most likely one. min_p: [L], 0 = off."""
+    bound = logits.amax(-1) + min_p.log()
+    logits.masked_fill_(logits < bound[:, None], float("-inf"))
+
+
+def apply_top_k_top_p(
+    logits: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    max_top_k: int | None,
+    any_top_p: bool,
+) -> None:
+    """Keep the top_k most likely tokens, of these the smallest set with mass >= top_p.
+
+    logits: [L, V]; top_k: [L] int64, 0 = off; top_p: [L], 1 = off; max_top_k: bound of top_k over
+    the rows if all of them use it. Tokens that tie with the last one kept are kept.
+    """
+    if use_triton(logits):
+        from .triton.top_k_top_p import apply_top_k_top_p as apply_top_k_top_p_triton
+
+        apply_top_k_top_p_triton(logits, top_k, top_p, any_top_p)
+    else:
+        apply_top_k_top_p_reference(logits, top_k, top_p, max_top_k, any_top_p)
+
+
+def apply_top_k_top_p_reference(
+    logits: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    max_top_k: int | None,
+    any_top_p: bool,
+) -> None:
+    """The plain version of `apply_top_k_top_p`."""
+    vocab_size = logits.shape[1]
+    width = min(max_top_k or vocab_size, vocab_size)
+    if any_top_p and width > _SHORT_SORT and not logits.is_cuda:
+        bound, enough = _smallest_kept(logits, top_k, top_p, _SHORT_SORT, any_top_p)
+        if not enough.all():
+            bound, _ = _smallest_kept(logits, top_k, top_p, width, any_top_p)
+    else:
+        bound, _ = _smallest_kept(logits, top_k, top_p, width, any_top_p)
+    logits.masked_fill_(logits < bound[:, None], float("-inf"))
+
+
+def _smallest_kept(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, width: int, any_top_p: bool
+) -> tuple[Tensor, Tensor]:
+    """The smallest logit kept per row [L], from the `width` largest; were these enough? [L]"""
+    vocab_size = logits.shape[1]
+    if width < vocab_size:
+        largest = logits.topk(width, dim=-1).values  # [L, width], descending
+    else:
+        largest = logits.sort(dim=-1, descending=True).values
+    uses_k = (top_k > 0) & (top_k < vocab_size)
+    last = (top_k.clamp(min=1, max=width) - 1)[:, None]
+    kth = torch.where(uses_k, largest.gather(1, last)[:, 0], float("-inf"))
+    enough = ~uses_k | (top_k <= width)
+    if not any_top_p:
+        return kth, enough
+    kept = largest.masked_fill(largest < kth[:, None], float("-inf"))
+    total = kept.logsumexp(-1)
+    if width < vocab_size:  # rows without top-k need the mass of the whole vocabulary
+        total = torch.where(uses_k, total, logits.logsumexp(-1))
+    mass_before = (kept - total[:, None]).exp_().cumsum(-1)
+    mass_before = mass_before.roll(1, -1)
+    mass_before[:, 0] = 0.0
+    num_kept = (mass_before < top_p[:, None]).sum(-1)
+    smallest = kept.gather(1, (num_kept - 1).clamp(min=0)[:, None])[:, 0]
+    uses_p = top_p < 1
+    enough &= torch.where(uses_p, num_kept < width, True) | (width == vocab_size)
+    return torch.where(uses_p, torch.maximum(smallest, kth), kth), enough

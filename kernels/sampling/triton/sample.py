@@ -1,0 +1,193 @@
+"""Triton version of `kernels.sampling.sample`: the same bits, the noise made where it is used."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from .. import random_streams as constants
+
+BLOCK = 4096  # tokens of one program
+
+_GOLDEN = tl.constexpr(constants.GOLDEN)
+_SECOND = tl.constexpr(constants.SECOND)
+_MULTIPLIER_1 = tl.constexpr(constants.MULTIPLIER_1)
+_MULTIPLIER_2 = tl.constexpr(constants.MULTIPLIER_2)
+_SCALE = tl.constexpr(constants.UNIFORM_SCALE)
+
+
+@triton.jit
+def mix(x):
+    """32-bit finaliser; x: uint32."""
+    x ^= x >> 16
+    x *= _MULTIPLIER_1
+    x ^= x >> 15
+    x *= _MULTIPLIER_2
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _key_word(low, high, position, salt, start):
+    word = mix(low ^ start)
+    word = mix((word + _GOLDEN) ^ high)
+    word = mix((word + _GOLDEN) ^ position)
+    return mix((word + _GOLDEN) ^ salt)
+
+
+@triton.jit
+def row_key(seed, position, salt):
+    """Two uint32 words from (seed int64, position int64, salt)."""
+    low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    at = (position & 0xFFFFFFFF).to(tl.uint32)
+    salt = salt.to(tl.uint32)
+    first = _key_word(low, high, at, salt, tl.full([], _GOLDEN, tl.uint32))
+    return first, _key_word(low, high, at, salt, tl.full([], _SECOND, tl.uint32))
+
+
+@triton.jit
+def uniform(key_0, key_1, token):
+    """A number in (0, 1) for each token id; token: uint32."""
+    x = mix(token + _GOLDEN) ^ key_0
+    x = mix(x * (key_1 | 1))
+    return ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * _SCALE
+
+
+@triton.jit
+def log_1_minus(t):
+    """log(1 - t) for t in [0, 1], accurate near 0."""
+    series = -t * (1.0 + t * (0.5 + t * (0.33333334 + t * (0.25 + t * 0.2))))
+    return tl.where(t < 0.015625, series, tl.log(1.0 - t))
+
+
+@triton.jit
+def gumbel(key_0, key_1, token):
+    """Standard Gumbel noise for each token id; token: uint32."""
+    return -tl.log(-log_1_minus(uniform(key_0, key_1, token)))
+
+
+@triton.jit
+def best_of(score, first_token):
+    """(largest score, its token id); NaN counts as -inf, so that the id is always in the block."""
+    score = tl.where(score == score, score, float("-inf"))
+    value, index = tl.max(score, axis=0, return_indices=True)
+    return value, first_token + index
+
+
+@triton.jit(
+    do_not_specialize=["salts"],
+    do_not_specialize_on_alignment=["positions"],
+)
+def _gumbel_kernel(
+    logits,  # [L, V]
+    seeds,  # [L] int64
+    positions,  # [L] int64
+    salts,  # [L] int64, or a number
+    greedy,  # [L] bool
+    best,  # [L, B] float32
+    best_token,  # [L, B] int32
+    stride,
+    vocab_size,
+    num_blocks,
+    SALT_PER_ROW: tl.constexpr,
+    HAS_GREEDY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    score = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+    score = score.to(tl.float32)
+    if SALT_PER_ROW:
+        salt = tl.load(salts + row)
+    else:
+        salt = salts
+    key_0, key_1 = row_key(tl.load(seeds + row), tl.load(positions + row), salt)
+    noise = gumbel(key_0, key_1, token.to(tl.uint32))
+    if HAS_GREEDY:
+        noise = tl.where(tl.load(greedy + row) != 0, 0.0, noise)
+    value, index = best_of(score + noise, block * BLOCK)
+    tl.store(best + row * num_blocks + block, value)
+    tl.store(best_token + row * num_blocks + block, index)
+
+
+@triton.jit
+def _pick_kernel(
+    best,  # [L, B] float32
+    best_token,  # [L, B] int32
+    tokens,  # [L] int64
+    num_blocks,
+    BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    tl.store(
+        tokens + row,
+        pick(best + row * num_blocks, best_token + row * num_blocks, num_blocks, BLOCKS)[1],
+    )
+
+
+@triton.jit
+def pick(best, best_token, num_blocks, BLOCKS: tl.constexpr):
+    """(best score, its token) over a row's blocks."""
+    block = tl.arange(0, BLOCKS)
+    value = tl.load(best + block, mask=block < num_blocks, other=float("-inf"))
+    value, index = tl.max(value, axis=0, return_indices=True)
+    return value, tl.load(best_token + index).to(tl.int64)
+
+
+def gumbel_sample(
+    logits: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    salt: int | Tensor,
+    greedy: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.sampling.sample.gumbel_sample`."""
+    num_rows, vocab_size = logits.shape
+    assert logits.stride(1) == 1
+    num_blocks = triton.cdiv(vocab_size, BLOCK)
+    best = torch.empty(num_rows, num_blocks, dtype=torch.float32, device=logits.device)
+    best_token = torch.empty(num_rows, num_blocks, dtype=torch.int32, device=logits.device)
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    if not num_rows:
+        return tokens
+    salts = salt.contiguous() if isinstance(salt, Tensor) else salt
+    _gumbel_kernel[(num_rows, num_blocks)](
+        logits,
+        seeds.contiguous(),
+        positions.contiguous(),
+        salts,
+        seeds if greedy is None else greedy.contiguous(),
+        best,
+        best_token,
+        logits.stride(0),
+        vocab_size,
+        num_blocks,
+        SALT_PER_ROW=isinstance(salt, Tensor),
+        HAS_GREEDY=greedy is not None,
+        BLOCK=BLOCK,
+        num_warps=8,
+        **pdl_options(logits),
+    )
+    _pick_kernel[(num_rows,)](
+        best,
+        best_token,
+        tokens,
+        num_blocks,
+        BLOCKS=triton.next_power_of_2(num_blocks),
+        **pdl_options(tokens),
+    )
+    return tokens
+
+
+hash_functions(globals())

@@ -1,0 +1,171 @@
+"""Rejection sampling of drafts over ragged logits rows; the output's law is the target's.
+
+Row r of L belongs to one request; a request's rows follow one another, `cu_num_logits` gives the
+bounds, and `draft_ids[r]` is the draft that row r judges (-1 = none: always rejected). A drafter's
+distribution q is the softmax of its stored logits, which already hold its temperature; without
+stored logits a draft was an argmax and q is one-hot. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..device import use_triton
+from .sample import ACCEPT, RECOVERY, TARGET, gumbel_sample_reference, uniform
+from .verify_rows import VerifyRows
+
+__all__ = [
+    "VerifyRows",
+    "emit_by_chance",
+    "emit_matching",
+    "rejection_sample",
+]
+
+
+def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
+    """Accept with probability min(1, p / q), at the first rejection draw from max(p - q, 0).
+
+    Returns (emitted tokens [N, K + 1] int64, -1 beyond; accepted drafts [N] int64). A greedy
+    request accepts the argmax and emits it. One that is `seeded` is judged by `drawn`, as in
+    `emit_matching`. Leviathan et al. 2023, Chen et al. 2023.
+    """
+    if use_triton(rows.logits):
+        from .triton.verify import rejection_sample as rejection_sample_triton
+
+        result: tuple[Tensor, Tensor] = rejection_sample_triton(rows)
+        return result
+    return rejection_sample_reference(rows)
+
+
+def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
+    """The plain version of `rejection_sample`."""
+    rows = _scaled(rows)
+    log_z = rows.logits.logsumexp(-1, keepdim=True)  # [L, 1], log p = logits - log_z
+    log_q = draft_log_probs(rows)  # [L, V], None = one-hot
+    drafts = rows.draft_ids.clamp(min=0)[:, None]  # [L, 1]
+
+    log_u = uniform(rows.seeds, rows.positions, ACCEPT)[:, None].log()
+    log_q_of_draft = 0.0 if log_q is None else log_q.gather(1, drafts)
+    accepted = (rows.logits.gather(1, drafts) - log_z > log_u + log_q_of_draft)[:, 0]
+    if rows.any_greedy:
+        accepted = torch.where(rows.greedy, rows.logits.argmax(-1) == rows.draft_ids, accepted)
+    accepted &= rows.draft_ids >= 0
+    num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
+
+    last = rows.cu_num_logits[:-1].long() + num_accepted  # [N] batch row -> its last emitting row
+    rejected = rows.draft_ids[last] >= 0  # [N] else the bonus row, or a row without a draft
+    use_residual = rejected & ~rows.greedy[last]
+    log_p = rows.logits[last].sub_(log_z[last])  # [N, V]
+    left = residual(log_p, None if log_q is None else log_q[last], drafts[last])
+    is_empty = left.amax(-1) == float("-inf")  # by rounding: then p itself
+    left = torch.where((use_residual & ~is_empty)[:, None], left, log_p)
+    # A recovered token's noise is neither the drafts' nor that of the accepting number.
+    salt = torch.where(rejected, RECOVERY, TARGET)
+    tokens = gumbel_sample_reference(
+        left, rows.seeds[last], rows.positions[last], salt, rows.greedy[last]
+    )
+    emitted = emit_tokens(rows, tokens, num_accepted)
+    if rows.seeded is None:
+        return emitted, num_accepted
+    assert rows.drawn is not None
+    own, num_own = emit_matching_reference(rows, rows.drawn)
+    seeded = rows.seeded[rows.slots[rows.cu_num_logits[:-1].long()].long()] != 0  # [N]
+    emitted = torch.where(seeded[:, None], own, emitted)
+    return emitted, torch.where(seeded, num_own, num_accepted)
+
+
+def _scaled(rows: VerifyRows) -> VerifyRows:
+    """The same rows with logits that are divided by the temperature."""
+    if rows.temperature is None:
+        return rows
+    heat = torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
+    return replace(rows, logits=rows.logits.float() / heat, temperature=None)
+
+
+def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept drafts as long as they are the drawn tokens, then emit the drawn one.
+
+    drawn: [L] int64; returns (emitted tokens [N, K + 1] int64, accepted drafts [N] int64).
+    """
+    if use_triton(drawn):
+        from .triton.emit_drawn import emit_matching as emit_matching_triton
+
+        result: tuple[Tensor, Tensor] = emit_matching_triton(rows, drawn)
+        return result
+    return emit_matching_reference(rows, drawn)
+
+
+def emit_matching_reference(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
+    """The plain version of `emit_matching`."""
+    if rows.has_drafts:
+        accepted = drawn == rows.draft_ids
+        num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
+    else:
+        num_accepted = torch.zeros_like(drawn)
+    tokens = drawn[rows.cu_num_logits[:-1] + num_accepted]
+    return emit_tokens(rows, tokens, num_accepted), num_accepted
+
+
+def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
+    """Accept draft j with probability rates[j], whatever it is; then emit the drawn token.
+
+    drawn: [L] int64; rates: [K] float32; returns as `emit_matching`.
+    """
+    if use_triton(drawn):
+        from .triton.emit_drawn import emit_by_chance as emit_by_chance_triton
+
+        result: tuple[Tensor, Tensor] = emit_by_chance_triton(rows, drawn, rates)
+        return result
+    u = uniform(rows.seeds, rows.positions, ACCEPT)
+    column = rows.local_pos.clamp(max=rates.shape[0] - 1)
+    accepted = (u < rates[column]) & (rows.draft_ids >= 0)
+    num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
+    tokens = drawn[rows.cu_num_logits[:-1] + num_accepted]
+    return emit_tokens(rows, tokens, num_accepted), num_accepted
+
+
+def draft_log_probs(rows: VerifyRows) -> Tensor | None:
+    """log q of each row over the target's vocabulary, [L, V]; None for one-hot q."""
+    if rows.draft_logits is None:
+        return None
+    column = rows.local_pos.clamp(max=rows.draft_logits.shape[1] - 1)  # the bonus row has no q
+    log_q = rows.draft_logits[rows.slots, column].log_softmax(-1)
+    missing = rows.logits.shape[1] - log_q.shape[1]
+    return torch.nn.functional.pad(log_q, (0, missing), value=float("-inf"))
+
+
+def residual(log_p: Tensor, log_q: Tensor | None, drafts: Tensor) -> Tensor:
+    """log max(p - q, 0), unnormalised; log_p, log_q: [N, V]; drafts: [N, 1]."""
+    if log_q is None:
+        return log_p.scatter(1, drafts, float("-inf"))
+    # log(p - q) = log p + log(1 - q / p), without the cancellation of p - q
+    difference = log_p + torch.log1p(-torch.exp(log_q - log_p))
+    return torch.where(log_p > log_q, difference, float("-inf"))
+
+
+def count_accepted(accepted: Tensor, cu_num_logits: Tensor, local_pos: Tensor) -> Tensor:
+    """How many leading rows of each request are accepted; its last row never is. [N] int64.
+
+    accepted: [L] bool; cu_num_logits: [N + 1] int32; local_pos: [L] int32.
+    """
+    num_rows = accepted.shape[0]
+    rejected = ~accepted
+    rejected.index_fill_(0, cu_num_logits[1:].long() - 1, True)  # assignment would wait
+    # First rejected row at or after each row; the answer for a request is at its first row.
+    rows = torch.arange(num_rows, device=accepted.device)
+    at = torch.where(rejected, rows, num_rows)
+    first = at.flip(0).cummin(0).values.flip(0)[cu_num_logits[:-1].long()]
+    return local_pos[first].long()
+
+
+def emit_tokens(rows: VerifyRows, tokens: Tensor, num_accepted: Tensor) -> Tensor:
+    """Accepted drafts, then the new token, then -1; tokens, num_accepted: [N] -> [N, K + 1]."""
+    columns = torch.arange(rows.width, device=tokens.device)
+    at = rows.cu_num_logits[:-1, None].long() + columns  # [N, K + 1] -> logits row
+    drafts = rows.draft_ids[at.clamp(max=rows.draft_ids.shape[0] - 1)]
+    count = num_accepted[:, None]
+    emitted = torch.where(columns < count, drafts, -1)
+    return torch.where(columns == count, tokens[:, None], emitted)

@@ -1,0 +1,215 @@
+"""Owns every request's permanent row on the device: tokens, lengths, block tables, drafts.
+
+A row (slot) is the request's for its whole life and is never moved; the scheduler chooses it. Host
+changes are staged and applied at the start of a step, on the stream that runs the steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..scheduling.plan import NewRequest, StepPlan
+from .sampling_state import SamplingState
+from .staging import StagingPool
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 64  # words: where arrays that share a tensor may begin
+_LONG = 16  # more values than this become an array of their own
+# int32 scalars of a slot, rows of one array; the blocks that it holds in each group follow.
+_SCALARS = ("prompt_len", "prefill_len", "total_len", "num_computed_tokens", "max_drafts")
+
+
+class RequestTable:
+    """R permanent rows. Also the `RequestRows` of a drafter and `RequestTensors` of the kernels."""
+
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_model_len: int,
+        vocab_size: int,
+        num_speculative_tokens: int,
+        max_blocks: Sequence[int],  # per KV group
+        device: torch.device,
+        draft_vocab_size: int | None = None,  # not None: keep the drafts' distribution
+    ) -> None:
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        reqs, groups = max_num_reqs, len(max_blocks)
+        self.device = device
+        self.max_num_reqs = reqs
+        self.num_speculative_tokens = num_speculative_tokens
+        # All int32 arrays of the host's changes are one, so that one scatter writes them.
+        shapes = [(len(_SCALARS) + groups, reqs), (reqs, max_model_len)]
+        shapes += [(reqs, blocks) for blocks in max_blocks]
+        self._writes = _Writes(shapes, device)
+        self._scalars, self.all_token_ids, *self.block_tables = self._writes.arrays
+        self.prompt_len = self._scalars[0]  # [R] prompt tokens
+        self.prefill_len = self._scalars[1]  # [R] tokens to prefill before sampling
+        self.total_len = self._scalars[2]  # [R] tokens known
+        self.num_computed_tokens = self._scalars[3]  # [R] tokens whose KV is valid: the truth
+        self.max_drafts = self._scalars[4]  # [R] cap on drafts; 0 = no speculation
+        self.num_blocks = self._scalars[len(_SCALARS) :]  # [G, R]
+        # all_token_ids is [R, max_model_len], prompt, then output; block_tables [R, max_blocks_g]
+        self.last_sampled_tokens = zeros(reqs, dtype=torch.int64)  # KV not yet computed
+        self.next_prefill_tokens = zeros(reqs, dtype=torch.int64)
+        self.draft_tokens = torch.full(
+            (reqs, num_speculative_tokens), -1, dtype=torch.int64, device=device
+        )
+        self.draft_logits: Tensor | None = None
+        if draft_vocab_size is not None:
+            shape = (reqs, num_speculative_tokens, draft_vocab_size)
+            # A drafter writes the ids that it can draw, and no others.
+            self.draft_logits = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
+        self.sampling = SamplingState(reqs, vocab_size, device)
+        self.temperature: Tensor = self.sampling.temperature  # [R] float32
+        self.seed: Tensor = self.sampling.seed  # [R] int64
+        self._pool = StagingPool(device)
+        self._staged: StepPlan | None = None
+        # Host mirror of num_blocks: where a request's next block id goes. [G][R]
+        self._num_blocks_cpu = [[0] * reqs for _ in range(groups)]
+
+    def stage(self, plan: StepPlan) -> None:
+        """Keep the changes of `plan` for `apply_staged`."""
+        assert self._staged is None, "a plan was staged and never applied"
+        self._staged = plan
+
+    def apply_staged(self) -> dict[int, str]:
+        """Write the staged changes: first free, then fill, so that a slot can do both at once.
+
+        Returns the slots of new requests with parameters that could not be taken in, for want of
+        memory perhaps, each with a sentence. Such a slot runs without any until its request ends.
+        """
+        plan, self._staged = self._staged, None
+        assert plan is not None, "nothing is staged"
+        new_requests = plan.new_requests
+        if new_requests or plan.freed_slots:
+            new_slots = [new.slot for new in new_requests]
+            for slot in {*plan.freed_slots, *new_slots}:
+                self.sampling.clear(slot)
+            self._reset(new_slots)
+        for new in new_requests:
+            self._add_scalars_and_tokens(new)
+            self._add_blocks(new.slot, new.block_ids)
+        for grown in plan.new_blocks:
+            self._add_blocks(grown.slot, grown.block_ids)
+        self._writes.apply(self._pool)
+        faults = {}
+        for new in new_requests:
+            prompt, output = new.token_ids[: new.prompt_len], new.token_ids[new.prompt_len :]
+            try:
+                self.sampling.set_request(new.slot, new.sampling, prompt, output)
+            except Exception as error:
+                logger.exception("the parameters of a request could not be taken in")
+                self.sampling.clear(new.slot)
+                kind = type(error).__name__
+                faults[new.slot] = f"The request's parameters could not be taken in ({kind})."
+        return faults
+
+    def forget_drafts(self) -> None:
+        """Of every request, as the next ones may be drawn from other ids (another drafter)."""
+        self.draft_tokens.fill_(-1)
+        if self.draft_logits is not None:
+            self.draft_logits.fill_(float("-inf"))
+
+    def per_slot_tensors(self) -> list[tuple[Tensor, int, float]]:
+        """(tensor, its slot dimension, value in a fresh row) of every array of this table."""
+        tensors: list[tuple[Tensor, int, float]] = [
+            (self._scalars, 1, 0),
+            (self.all_token_ids, 0, 0),
+            (self.draft_tokens, 0, -1),
+        ]
+        tensors += [(self.last_sampled_tokens, 0, 0), (self.next_prefill_tokens, 0, 0)]
+        tensors += [(table, 0, 0) for table in self.block_tables]
+        if self.draft_logits is not None:
+            tensors.append((self.draft_logits, 0, float("-inf")))
+        return tensors
+
+    def _reset(self, slots: list[int]) -> None:
+        """Give the rows of `slots` the values of a fresh row, in every array."""
+        if not slots:
+            return
+        rows = self._pool.upload(np.array(slots, dtype=np.int64))  # [new] -> slot
+        for tensor, dim, value in self.per_slot_tensors():
+            tensor.index_fill_(dim, rows, value)
+        for counts in self._num_blocks_cpu:
+            for slot in slots:
+                counts[slot] = 0
+
+    def _add_scalars_and_tokens(self, new: NewRequest) -> None:
+        cap = new.sampling.speculative_max_tokens
+        cap = self.num_speculative_tokens if cap is None else cap
+        cap = min(cap, self.num_speculative_tokens) if new.sampling.speculative_enabled else 0
+        known = len(new.token_ids)
+        values = (new.prompt_len, known, known, new.num_computed_tokens, cap)
+        for field, value in enumerate(values):
+            self._writes.add(_SCALARS_ARRAY, field, new.slot, [value])
+        self._writes.add(_TOKENS_ARRAY, new.slot, 0, new.token_ids)
+
+    def _add_blocks(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
+        """Append these blocks by group, and count them."""
+        for group, ids in enumerate(block_ids):
+            if ids:
+                counts = self._num_blocks_cpu[group]
+                self._writes.add(_TABLES_ARRAY + group, slot, counts[slot], ids)
+                counts[slot] += len(ids)
+                self._writes.add(_SCALARS_ARRAY, len(_SCALARS) + group, slot, (counts[slot],))
+
+
+_SCALARS_ARRAY, _TOKENS_ARRAY, _TABLES_ARRAY = 0, 1, 2  # of `_Writes`; a table for each group
+
+
+class _Writes:
+    """Owns 2-D int32 arrays; collects writes to their rows and applies them as one scatter."""
+
+    def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
+        starts = [0]
+        for rows, width in shapes:  # aligned, as kernels like it
+            starts.append(starts[-1] + -(-rows * width // _ALIGNMENT) * _ALIGNMENT)
+        self._flat = torch.zeros(starts[-1], dtype=torch.int32, device=device)
+        self._places = [
+            (start, rows, width) for start, (rows, width) in zip(starts, shapes, strict=False)
+        ]
+        self.arrays = [
+            self._flat[start : start + rows * width].view(rows, width)
+            for start, rows, width in self._places
+        ]
+        self._indices: list[int] = []
+        self._values: list[int] = []
+        self._long: list[tuple[int, Sequence[int]]] = []  # (first index, values)
+
+    def add(self, array: int, row: int, column: int, values: Sequence[int]) -> None:
+        """Write `values` into a row of an array, from a column on. No place is written twice."""
+        start, rows, width = self._places[array]
+        end = column + len(values)
+        assert 0 <= row < rows and end <= width, f"write of [{row}, {column}:{end}] is out of range"
+        first = start + row * width + column
+        if len(values) > _LONG:
+            self._long.append((first, values))
+        else:
+            self._indices += range(first, first + len(values))
+            self._values += values
+
+    def apply(self, pool: StagingPool) -> None:
+        """Upload and scatter what was added; nothing at all if nothing was."""
+        if not self._indices and not self._long:
+            return
+        indices = [np.array(self._indices, dtype=np.int64)]
+        values = [np.array(self._values, dtype=np.int32)]
+        for first, long in self._long:
+            indices.append(np.arange(first, first + len(long)))
+            values.append(np.array(long, dtype=np.int32))
+        self._indices.clear()
+        self._values.clear()
+        self._long.clear()
+        # One upload of both: the indices' words, then the values.
+        index = np.concatenate(indices)
+        words = pool.upload(np.concatenate([index.view(np.int32), *values]))
+        count = len(index)
+        self._flat.index_copy_(0, words[: 2 * count].view(torch.int64), words[2 * count :])

@@ -1,0 +1,184 @@
+"""Brings a step's results to the host while the device works on, and trims them to plain lists.
+
+It knows nothing about how tokens were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..scheduling.plan import RowResult
+from .host_copy import CopyStream, HostCopy
+
+# token, its logprob and rank, most likely ids and their logprobs
+Logprob = tuple[int, float, int, list[int], list[float]]
+
+
+@dataclass(frozen=True)
+class TokenLogprobTensors:
+    """Log probabilities of given tokens and of the most likely ones; rows are up to the user."""
+
+    token_ids: Tensor  # [P] int64
+    logprobs: Tensor  # [P] float32
+    ranks: Tensor  # [P] int64, 1 = most likely
+    top_ids: Tensor  # [P, top] int64
+    top_logprobs: Tensor  # [P, top] float32
+
+    def columns(self) -> list[Tensor]:
+        """The tensors in field order."""
+        return [self.token_ids, self.logprobs, self.ranks, self.top_ids, self.top_logprobs]
+
+
+@dataclass(frozen=True)
+class PromptChunk:
+    """Prompt logprobs that one batch row brought in this step."""
+
+    row: int  # batch row
+    top: int  # alternatives asked for
+    tensors: TokenLogprobTensors
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What a step leaves on the device for the host. None of it may be overwritten by a drafter."""
+
+    sampled_token_ids: Tensor  # [N, K + 1] int64, -1 beyond num_sampled
+    num_sampled: Tensor  # [N] int32
+    num_draft_tokens: Tensor  # [N] int32, drafts that are not -1
+    has_nan: Tensor  # [N] bool
+    logprobs: TokenLogprobTensors | None  # rows = [N * (K + 1)], row-major (batch row, offset)
+    prompt_logprobs: Sequence[PromptChunk] = ()
+
+    def all(self) -> list[Tensor]:
+        """Every tensor, in a fixed order."""
+        tensors = [self.sampled_token_ids, self.num_sampled, self.num_draft_tokens, self.has_nan]
+        if self.logprobs is not None:
+            tensors += self.logprobs.columns()
+        for chunk in self.prompt_logprobs:
+            tensors += chunk.tensors.columns()
+        return tensors
+
+    def unpack(self, host: list[Tensor]) -> list[Tensor]:
+        """The host's copies of `all`, one tensor a field."""
+        return host
+
+
+@dataclass(frozen=True)
+class PackedTensors:
+    """`StepTensors` in one tensor, as the graph of a step's end leaves them: one copy."""
+
+    packed: Tensor  # [N, K + 4] int64: token ids, num_sampled, num_draft_tokens, has_nan
+    logprobs: None = None
+    prompt_logprobs: Sequence[PromptChunk] = ()
+
+    def all(self) -> list[Tensor]:
+        """On the CPU, where nothing is copied for the host, a copy: the next step overwrites it."""
+        return [self.packed.clone() if self.packed.is_cpu else self.packed]
+
+    def unpack(self, host: list[Tensor]) -> list[Tensor]:
+        """The four tensors that `StepTensors` begins with."""
+        packed = host[0]
+        return [packed[:, :-3], packed[:, -3], packed[:, -2], packed[:, -1].bool()]
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """What the host needs to read a step's tensors: one entry per batch row."""
+
+    num_logprobs: list[int | None]  # [N] alternatives wanted per emitted token; None = no logprobs
+
+
+Results = StepTensors | PackedTensors
+
+
+class StepHandle:
+    """One step's results, perhaps still being computed."""
+
+    def __init__(self) -> None:
+        self._output: Future[tuple[Results, HostCopy, RowLayout] | None] = Future()
+        self._rows: list[RowResult] | None = None  # once they were read
+        self.faults: dict[int, str] = {}  # batch row -> why its request ends; set before `publish`
+
+    def publish(self, tensors: Results, layout: RowLayout, stream: CopyStream | None) -> HostCopy:
+        """Start the copy and make the handle readable. Called before anything is overwritten."""
+        copy = HostCopy(tensors.all(), stream)
+        self._output.set_result((tensors, copy, layout))
+        return copy
+
+    def publish_empty(self) -> None:
+        """The step had no rows."""
+        self._output.set_result(None)
+
+    def fail(self, error: BaseException) -> bool:
+        """Make `get` raise; False if the results were already published."""
+        if self._output.done():
+            return False
+        self._output.set_exception(error)
+        return True
+
+    def done(self) -> bool:
+        """True if `get` need not wait for the runner (it may wait for a copy)."""
+        return self._output.done()
+
+    def error(self) -> BaseException | None:
+        """What the step raised before it was published; call once `done`."""
+        return self._output.exception()
+
+    def wait(self, timeout: float) -> bool:
+        """True once `done`; False if that takes longer than `timeout` seconds."""
+        try:
+            self._output.exception(timeout)
+        except TimeoutError:
+            return False
+        return True
+
+    def get(self) -> list[RowResult]:
+        """One result per row of the plan, in plan order. Waits; raises what the step raised."""
+        output = self._output.result()
+        if output is None:
+            return []
+        if self._rows is None:
+            tensors, copy, layout = output
+            self._rows = _assemble(tensors, tensors.unpack(copy.wait()), layout)
+            copy.release()
+            for row, fault in self.faults.items():
+                self._rows[row].error = fault
+        return self._rows
+
+
+def _assemble(tensors: Results, host: list[Tensor], layout: RowLayout) -> list[RowResult]:
+    sampled, num_sampled, num_drafts, has_nan = (tensor.tolist() for tensor in host[:4])
+    results = [
+        RowResult(ids[:count], drafts)
+        for ids, count, drafts in zip(sampled, num_sampled, num_drafts, strict=True)
+    ]
+    if any(has_nan):
+        for result, nan in zip(results, has_nan, strict=True):
+            result.has_nan = nan
+    at = 4
+    if tensors.logprobs is not None:
+        columns = [tensor.tolist() for tensor in host[at : at + 5]]
+        at += 5
+        width = len(sampled[0])
+        for row, (result, top) in enumerate(zip(results, layout.num_logprobs, strict=True)):
+            if top is not None:
+                first = row * width
+                last = first + len(result.token_ids)
+                result.logprobs = _tuples(columns, first, last, top)
+    for chunk in tensors.prompt_logprobs:
+        columns = [tensor.tolist() for tensor in host[at : at + 5]]
+        at += 5
+        results[chunk.row].prompt_logprobs = _tuples(columns, 0, len(columns[0]), chunk.top)
+    return results
+
+
+def _tuples(columns: list[list], first: int, last: int, top: int) -> list[Logprob]:  # type: ignore[type-arg]
+    ids, logprobs, ranks, top_ids, top_logprobs = columns
+    return [
+        (ids[i], logprobs[i], ranks[i], top_ids[i][:top], top_logprobs[i][:top])
+        for i in range(first, last)
+    ]

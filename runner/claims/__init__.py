@@ -1,0 +1,1 @@
+"""Tests at start-up what an attention back end claims to support under graphs."""

@@ -1,0 +1,144 @@
+"""Tests the back end's claims at start-up, before graph modes are chosen from them.
+
+Bounded: one trial of a few requests for each kind of layer, only the batches that will be captured,
+and the drafter's layers share what was measured for the target's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ...configs.graphs import AttentionCGSupport, CUDAGraphMode
+from ..attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
+from ..graphs.capture import GraphPool, paused_garbage_collector
+from ..graphs.manager import relative_error
+from .case import TOLERANCE, ClaimSetup, ClaimTrial, Compare
+from .claims import ClaimCase, LoweredClaim, verify_claim
+
+logger = logging.getLogger(__name__)
+_Kind = tuple[object, ...]
+# A KV group: target's builder, all layers, drafter's builder, drafter's layers.
+_Group = tuple[
+    AttentionBuilder, Sequence[AttentionLayer], AttentionBuilder | None, Sequence[AttentionLayer]
+]
+_MAX_LEN, _MAX_REQS = 4096, 4
+
+
+def claim_setup(max_num_reqs: int, max_model_len: int, block_size: int) -> ClaimSetup:
+    """Trials as large as this server's batches get, within bounds."""
+    return ClaimSetup(
+        max_len=min(max_model_len, _MAX_LEN),
+        num_reqs=min(max_num_reqs, _MAX_REQS),
+        block_size=block_size,
+    )
+
+
+def claim_cases(mode: CUDAGraphMode, lengths: Sequence[int]) -> list[ClaimCase]:
+    """The kinds of batches that `mode` would put into FULL graphs; of lengths, the ends."""
+    mixed = [ClaimCase(None)] if mode.mixed_mode() is CUDAGraphMode.FULL else []
+    uniform = mode.decode_mode() is CUDAGraphMode.FULL and mode.separate_routine()
+    return mixed + [ClaimCase(length) for length in {min(lengths), max(lengths)} if uniform]
+
+
+class ClaimsAtStart:
+    """Lowers `supports` of builders whose graphs differ from eager runs on this device."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        pool: GraphPool,
+        setup: ClaimSetup,
+        dtype: torch.dtype,
+        device: torch.device,
+        cases: Sequence[ClaimCase],  # that target and draft prefill will capture
+        compare: Compare = relative_error,
+    ) -> None:
+        self.lowered: list[LoweredClaim] = []  # for the metric
+        self._cases = cases
+        self._backend = backend
+        self._pool = pool
+        self._setup = setup
+        self._dtype = dtype
+        self._device = device
+        self._compare = compare
+        self._errors: dict[tuple[_Kind, ClaimCase], float] = {}
+
+    def verify(self, groups: Iterable[_Group]) -> None:
+        """Set `supports` of all builders to what holds for their layers.
+
+        Target verify and draft prefill share a builder and its claim; draft decode has its own.
+        """
+        start = time.monotonic()
+        for builder, layers, draft_builder, draft_layers in groups:
+            self._verify(builder, layers, self._cases)
+            if draft_builder is not None:
+                self._verify(draft_builder, draft_layers, [ClaimCase(1)])
+        logger.info(
+            "attention claims: %d trials of %s, worst error %.1e, %.1f s",
+            len(self._errors), self._backend.name,
+            max(self._errors.values(), default=0.0), time.monotonic() - start,
+        )  # fmt: skip
+
+    def _verify(
+        self,
+        builder: AttentionBuilder,
+        layers: Sequence[AttentionLayer],
+        cases: Sequence[ClaimCase],
+    ) -> None:
+        for kind, layer in {_kind(layer): layer for layer in layers}.items():
+            if builder.supports is not AttentionCGSupport.NEVER:
+                builder.supports = self._verify_layer(builder.supports, kind, layer, cases)
+
+    def _verify_layer(
+        self,
+        claimed: AttentionCGSupport,
+        kind: _Kind,
+        layer: AttentionLayer,
+        cases: Sequence[ClaimCase],
+    ) -> AttentionCGSupport:
+        trial: ClaimTrial | None = None
+
+        def measure(case: ClaimCase) -> float:
+            nonlocal trial
+            if (kind, case) not in self._errors:
+                if trial is None:
+                    trial = ClaimTrial(
+                        self._backend, layer, self._setup, self._dtype, self._device, self._pool,
+                        self._compare,
+                    )  # fmt: skip
+                self._errors[kind, case] = _measure(trial, case)
+            return self._errors[kind, case]
+
+        # Trials draw random numbers and capture into a pool of their own.
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), self._pool.throw_away(), paused_garbage_collector():
+            verified = verify_claim(
+                self._backend.name, claimed, cases, measure, TOLERANCE[self._dtype],
+                self.lowered.append,
+            )  # fmt: skip
+            trial = None
+            return verified
+
+
+def _measure(trial: ClaimTrial, case: ClaimCase) -> float:
+    """The case's error; a batch that cannot be captured at all has an infinite one."""
+    try:
+        return trial.measure(case)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        logger.warning("capture of %s attention with %s failed: %s", trial.backend, case, error)
+        return float("inf")
+
+
+def _kind(layer: AttentionLayer) -> _Kind:
+    """What kernels and plans depend on."""
+    sinks = layer.sinks is not None
+    return (
+        layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim_v, layer.is_mla,
+        layer.sliding_window, layer.softcap, layer.scale, sinks,
+    )  # fmt: skip

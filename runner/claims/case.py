@@ -1,0 +1,205 @@
+"""Measures one case of a back end's claim: graph against eager at ragged, growing lengths.
+
+One attention layer over a small KV cache of its own; used at start-up and by the GPU tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ..attention.base import (
+    AttentionBackend,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionState,
+    CommonAttentionMetadata,
+)
+from ..graphs.capture import GraphPool
+from ..graphs.manager import CudaGraphManager, relative_error
+from .claims import ClaimCase, LoweredClaim, verify_claim
+
+Compare = Callable[[Tensor, Tensor], float]  # (replayed, expected) -> error
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative error
+
+
+@dataclass(frozen=True)
+class ClaimSetup:
+    """What the trial batches look like."""
+
+    max_len: int = 4096
+    num_reqs: int = 4  # of the graph; batches of fewer requests are padded
+    mixed_tokens: int = 64  # token rows of the mixed case
+    block_size: int = 16
+
+
+class ClaimTrial:
+    """Buffers of the trial, allocated once; `measure` runs one case."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        layer: AttentionLayer,
+        setup: ClaimSetup,
+        dtype: torch.dtype,
+        device: torch.device,
+        pool: GraphPool,
+        compare: Compare = relative_error,
+    ) -> None:
+        self.compare = compare
+        self.setup, self.layer, self.dtype, self.device = setup, layer, dtype, device
+        self.backend = backend.name
+        self.pool = pool
+        size, num_reqs = setup.block_size, setup.num_reqs
+        self.blocks_per_req = -(-setup.max_len // size)
+        num_blocks = 1 + num_reqs * self.blocks_per_req
+        self.max_tokens = max(setup.mixed_tokens, num_reqs * 16)
+        self.builder = backend.create_builder(
+            [layer], size, num_reqs, self.max_tokens, setup.max_len, dtype, device
+        )
+        shape: tuple[int, ...] = (num_blocks, size, layer.num_kv_heads, layer.head_dim)
+        self.cache = torch.randn(shape if layer.is_mla else (2, *shape), device=device).to(dtype)
+        table = torch.randperm(num_blocks - 1, device=device).view(num_reqs, -1) + 1
+        self.own_table = table.int()  # [N, blocks_per_req]
+        self.query_start_loc = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(num_reqs, dtype=torch.int32, device=device)
+        self.block_table = torch.zeros_like(self.own_table)
+        self.slot_mapping = torch.full((self.max_tokens,), -1, device=device)
+        width = layer.head_dim_v or layer.head_dim
+        self.query = self._random(layer.num_heads, layer.head_dim)
+        self.key = self._random(layer.num_kv_heads, layer.head_dim)
+        self.value = None if layer.is_mla else self._random(layer.num_kv_heads, layer.head_dim)
+        self.output = torch.zeros(
+            self.max_tokens, layer.num_heads, width, dtype=dtype, device=device
+        )
+
+    def measure(self, case: ClaimCase) -> float:
+        """Largest relative error of the case's graph against eager runs, lengths 64 -> max_len."""
+        length, num_reqs = case.uniform_token_count, self.setup.num_reqs
+        num_tokens = self.setup.mixed_tokens if length is None else num_reqs * length
+        desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens, num_reqs, length)
+        manager = CudaGraphManager("claim", [desc], self.pool)
+
+        def create(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> tuple[Callable[[AttentionState], Tensor], AttentionState]:
+            short = [min(64, self.setup.max_len)] * num_reqs
+            common = self.fill(desc, self.query_lens(length, num_reqs), short)
+            state = self.state(self.builder.build_for_capture(common, desc))
+            return lambda state: self.forward(num_tokens, state), state
+
+        manager.capture(create)
+        worst = 0.0
+        for live, longest in self._growing():
+            lens = [max(length or 1, longest - 37 * row) for row in range(live)]
+            query_lens = self.query_lens(length, live)
+            lens = [max(n, q) for n, q in zip(lens, query_lens, strict=True)]
+            common = self.fill(desc, query_lens, lens)
+            metadata = self.builder.build(common, desc)
+            self.output.fill_(float("nan"))
+            if metadata.can_replay:
+                manager.run_fullgraph(desc)
+            else:
+                self.forward(num_tokens, self.state(metadata))
+            real = sum(query_lens)
+            replayed = self.output[:real].clone()
+            eager = common.with_rows(live, real)
+            self.forward(real, self.state(self.builder.build(eager)))
+            worst = max(worst, self.compare(replayed, self.output[:real]))
+        manager.reset()
+        return worst
+
+    def _growing(self) -> list[tuple[int, int]]:
+        """(live requests, longest length), growing; the graph is also replayed with padding."""
+        longest, full = self.setup.max_len, self.setup.num_reqs
+        steps = [(full, 64), (full, 700), (max(1, full - 1), longest // 2), (1, longest)]
+        return [(live, min(n, longest)) for live, n in (*steps, (full, longest), (full, 65))]
+
+    def query_lens(self, length: int | None, live: int) -> list[int]:
+        """Query lengths of `live` requests: uniform, or (None) one prefill chunk and decodes."""
+        if length is not None:
+            return [length] * live
+        rest = self.setup.mixed_tokens - live
+        return [rest // 2, *[1] * (live - 1)]
+
+    def fill(
+        self, desc: BatchExecutionDescriptor, query_lens: Sequence[int], lens: Sequence[int]
+    ) -> CommonAttentionMetadata:
+        """Write one batch into the buffers, padded as a step pads it."""
+        num_reqs, live = self.setup.num_reqs, len(lens)
+        starts = torch.zeros(num_reqs + 1, dtype=torch.int32)
+        starts[1 : live + 1] = torch.tensor(query_lens).cumsum(0)
+        starts[live + 1 :] = starts[live]
+        padded = torch.zeros(num_reqs, dtype=torch.int32)
+        padded[:live] = torch.tensor(lens)
+        self.query_start_loc.copy_(starts)
+        self.seq_lens.copy_(padded)
+        self.block_table.zero_()
+        self.block_table[:live] = self.own_table[:live]
+        rows = torch.arange(live).repeat_interleave(torch.tensor(query_lens))
+        within = torch.arange(int(starts[live])) - starts[:-1].long()[rows]
+        positions = (padded[:live] - torch.tensor(query_lens))[rows] + within
+        size = self.setup.block_size
+        blocks = self.own_table[rows, (positions // size).to(self.device)].long()
+        self.slot_mapping.fill_(-1)
+        offsets = (positions % size).to(self.device)
+        self.slot_mapping[: rows.shape[0]] = blocks * size + offsets
+        self.query.normal_()
+        self.key.normal_()
+        if self.value is not None:
+            self.value.normal_()
+        return CommonAttentionMetadata(
+            num_reqs=num_reqs,
+            num_actual_tokens=desc.num_tokens,
+            max_query_len=max(query_lens),
+            max_seq_len=self.setup.max_len,
+            query_start_loc=self.query_start_loc,
+            query_start_loc_cpu=starts,
+            seq_lens=self.seq_lens,
+            seq_lens_cpu_upper_bound=padded,
+            block_table=self.block_table,
+            slot_mapping=self.slot_mapping[: desc.num_tokens],
+        )
+
+    def forward(self, num_tokens: int, state: AttentionState) -> Tensor:
+        """The layer on the first rows of the buffers; returns its rows of `output`."""
+        value = None if self.value is None else self.value[:num_tokens]
+        out = state.attend(
+            self.layer.layer_id, self.query[:num_tokens], self.key[:num_tokens], value
+        )
+        return self.output[:num_tokens].copy_(out)
+
+    def state(self, metadata: AttentionMetadata) -> AttentionState:
+        """The attention state of the trial's one layer."""
+        number = self.layer.layer_id
+        return AttentionState(
+            [metadata],
+            {number: self.layer},
+            {number: 0},
+            {number: self.cache},
+        )
+
+    def _random(self, heads: int, dim: int) -> Tensor:
+        return torch.randn(self.max_tokens, heads, dim, device=self.device).to(self.dtype)
+
+
+def check_claim(
+    backend: AttentionBackend,
+    layer: AttentionLayer,
+    uniform_token_counts: Sequence[int],
+    pool: GraphPool,
+    setup: ClaimSetup,
+    dtype: torch.dtype,
+    device: torch.device,
+    on_lowered: Callable[[LoweredClaim], None] | None = None,
+) -> AttentionCGSupport:
+    """What of the back end's claim holds for this layer on this device (see `verify_claim`)."""
+    trial = ClaimTrial(backend, layer, setup, dtype, device, pool)
+    cases = [ClaimCase(length) for length in (None, *uniform_token_counts)]
+    return verify_claim(
+        backend.name, trial.builder.supports, cases, trial.measure, TOLERANCE[dtype], on_lowered
+    )

@@ -1,0 +1,1 @@
+"""Architectures of draft heads, one file each."""

@@ -1,0 +1,110 @@
+"""DeepSeek V3's multi-token prediction: one decoder block behind the target's last layer.
+
+Formulas: DeepSeek-V3 Technical Report, section 2.2. Row of position p takes the embedding of the
+token at p + 1 and the normed hidden state of p. Embeddings and output head are the target's own.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.base import AttentionLayer, AttentionState
+from ..errors import ModelLoadError
+from ..models.deepseek import DecoderLayer, make_rotary
+from ..models.layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, module_slots
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# Copies of the target's tensors: in the module itself, or at the top of a folder of its own.
+_SHARED = re.compile(
+    r"(?:^model\.|\.)embed_tokens\.weight$|^lm_head\.weight$|\.shared_head\.head\.weight$"
+)
+
+
+class _SharedHead(nn.Module):
+    """What remains of `shared_head` once the head itself is the target's."""
+
+    def __init__(self, size: int, eps: float, fmt: WeightFormat) -> None:
+        super().__init__()
+        self.norm = RMSNorm(size, eps, fmt)
+
+
+class DeepseekMtpHead(DecoderLayer):
+    """The module; `index` is its layer number in the checkpoint, `layer_id` its attention's id.
+
+    With `post_norm` the normed output is fed back, as in training; otherwise the raw one.
+    """
+
+    aux_boundaries: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        config: Any,
+        fmt: WeightFormat,
+        target: Any,
+        max_position: int,
+        index: int,
+        layer_id: int,
+        post_norm: bool = True,
+    ) -> None:
+        # such a module is sparse wherever it stands
+        super().__init__(config, max(index, config.first_k_dense_replace or 0), layer_id, fmt)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        if hidden != target.config.hidden_size:
+            raise ModelLoadError(
+                f"the MTP module has hidden size {hidden}, but the target has "
+                f"{target.config.hidden_size}."
+            )
+        self.config, self.format, self.target = config, fmt, [target]
+        self.input_width = self.feedback_width = hidden
+        self.post_norm, self.prefix = post_norm, f"model.layers.{index}."
+        self.hidden_first = bool(getattr(config, "mtp_hidden_states_first", False))
+        self.enorm, self.hnorm = RMSNorm(hidden, eps, fmt), RMSNorm(hidden, eps, fmt)
+        self.eh_proj = Linear(2 * hidden, hidden, fmt)
+        self.shared_head = _SharedHead(hidden, eps, fmt)
+        self.rotary = make_rotary(config, max_position, fmt.device)
+
+    def combine(self, target_hidden: Tensor) -> Tensor:
+        """[M, H] of the target after its final norm, as it is."""
+        return target_hidden
+
+    def forward(  # type: ignore[override]
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """input_ids, positions [M], hidden [M, H] -> normed [M, H], or (normed, raw)."""
+        parts = [self.enorm.forward(self.target[0].embed(input_ids)), self.hnorm.forward(hidden)]
+        if self.hidden_first:
+            parts.reverse()
+        out = self.eh_proj.forward(torch.cat(parts, dim=-1))
+        out, residual = super().forward(out, None, self.rotary.at(positions), attention)
+        normed, raw = self.shared_head.norm.add(out, residual)
+        return normed if self.post_norm else (normed, raw)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """hidden [N, H], already normed -> [N, V], by the target's head."""
+        logits: Tensor = self.target[0].compute_logits(hidden)
+        return logits
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The block's one attention layer."""
+        return [self.self_attn.layer]
+
+    def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
+        """Checkpoint name -> where the tensor goes."""
+        return {f"{self.prefix}{name}": slot for name, slot in module_slots(self).items()}
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """Copies of the target's tensors are not needed; any other name is a slot or an error."""
+        return None if _SHARED.search(name) or name.endswith(".rotary_emb.inv_freq") else name
+
+    def finish_loading(self, dummy: bool = False) -> None:
+        """Nothing is left to share: the target's tensors are read in place."""
+
+
+def module_index(names: list[str], num_target_layers: int) -> int:
+    """Layer number of the module in a checkpoint: behind the target's layers, or 0 in an export."""
+    layers = {int(found.group(1)) for name in names if (found := _LAYER.match(name))}
+    return 0 if layers == {0} else num_target_layers

@@ -1,0 +1,140 @@
+"""The EAGLE-1 head (also EAGLE-2's): a Llama layer over embedding and final hidden state.
+
+Formulas: EAGLE (Li et al. 2024). Layer 0 has no input norm, there is no final norm, and the logits
+come from the target's own head.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...kernels.linear.streams import norm_pair, write_stream
+from ..attention.base import AttentionLayer, AttentionState
+from ..errors import ModelLoadError
+from ..models.base import embedded
+from ..models.layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from ..models.llama import DecoderLayer, rows_by_block
+from ..models.rotary import RotaryEmbedding, rope_parameters
+from .draft_config import DraftHeadConfig
+
+# Names of the `speculators` format -> SafeAILab's.
+_RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
+
+
+class EagleHead(nn.Module):
+    """The whole head; attention layer i has id `layer_id_offset + i`."""
+
+    returns_tuple, selects_rows, writes_feedback = False, True, True
+    aux_boundaries: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        head: DraftHeadConfig,
+        config: Any,
+        fmt: WeightFormat,
+        target: Any,
+        max_position: int,
+        layer_id_offset: int,
+    ) -> None:
+        super().__init__()
+        self.head, self.config, self.format, self.target = head, config, fmt, [target]
+        hidden = config.hidden_size
+        self.input_width = self.feedback_width = hidden
+        if head.target_hidden_size != hidden:
+            raise ModelLoadError("an EAGLE-1 head must have the target's hidden size.")
+        self.fc = Linear(2 * hidden, hidden, fmt, head.fc_bias)
+        if head.para_norm:
+            self.embedding_layernorm = RMSNorm(hidden, config.rms_norm_eps, fmt)
+            self.hidden_states_layernorm = RMSNorm(hidden, config.rms_norm_eps, fmt)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, index, layer_id_offset + index, fmt)
+            for index in range(config.num_hidden_layers)
+        )
+        self.blocks: list[DecoderLayer] = [*self.layers]
+        del self.blocks[0].input_layernorm
+        self.embed_tokens = Embedding(config.vocab_size, hidden, fmt)
+        head_dim = self.blocks[0].self_attn.head_dim
+        self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
+        self._own_embeddings = False
+
+    def combine(self, target_hidden: Tensor) -> Tensor:
+        """[M, H] of the target after its final norm, as it is."""
+        return target_hidden
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        attention: AttentionState,
+        only: Tensor | None = None,
+        feedback: Tensor | None = None,
+    ) -> Tensor:
+        """input_ids, positions [M], hidden [M, H] -> [M, H], for the logits and to feed back; of
+        the rows `only`, if given: [N] int64. `feedback`: where it goes, which may be where `hidden`
+        is."""
+        weights, eps = None, 0.0
+        if self.head.para_norm:
+            weights = self.embedding_layernorm.weight, self.hidden_states_layernorm.weight
+            eps = self.embedding_layernorm.eps
+        table, ids = (
+            (self.embed_tokens.weight, input_ids)
+            if self._own_embeddings
+            else embedded(self.target[0], input_ids)
+        )
+        stream = self.fc.forward(norm_pair(table, hidden, weights, eps, ids))
+        rotary = self.rotary.at(positions)
+        wanted = rows_by_block(len(self.blocks), only)
+        first = self.blocks[0]
+        out = first.self_attn.forward(stream, rotary, attention, only=wanted[0])
+        residual: Tensor | None
+        out, residual = first.post_attention_layernorm.add(out, stream, wanted[0])
+        out = first.mlp.parts(out)
+        for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
+            out, residual = block.forward(out, residual, rotary, attention, rows)
+        return write_stream(out, residual, feedback)
+
+    @property
+    def pick_tokens(self) -> Any:
+        """The target's (see `TextModel.pick_tokens`)."""
+        return getattr(self.target[0], "pick_tokens", None)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, V], by the target's head."""
+        logits: Tensor = self.target[0].compute_logits(hidden)
+        return logits
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """Constants of every attention layer, in order."""
+        return [block.self_attn.layer for block in self.blocks]
+
+    def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
+        """Checkpoint name -> where the tensor goes; own embeddings are optional."""
+        slots = module_slots(self)
+        slot = slots["embed_tokens.weight"]
+        load = functools.partial(self._load_embeddings, slot.load)
+        slots["embed_tokens.weight"] = replace(slot, load=load, optional=True)
+        return slots
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """Names of all formats -> ours."""
+        name = name.removeprefix("model.")
+        if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq"):
+            return None
+        for theirs, ours in _RENAMED:
+            if name.startswith(theirs):
+                return ours + name.removeprefix(theirs)
+        return name
+
+    def finish_loading(self, dummy: bool = False) -> None:
+        """Drop the unused table where the target's embeddings serve."""
+        if not self._own_embeddings:
+            del self.embed_tokens
+
+    def _load_embeddings(self, load: Any, tensor: Tensor) -> None:
+        load(tensor)
+        self._own_embeddings = True

@@ -1,0 +1,239 @@
+"""The EAGLE-3 head: one decoder layer over embedding and taps of the target's residual stream.
+
+Formulas: EAGLE-3 (Li et al. 2025). Layer 0 projects queries, keys and values from the normed
+embedding and the normed hidden state side by side; further layers are plain Llama layers.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.linear.streams import norm_pair
+from ..attention.base import AttentionLayer, AttentionState
+from ..errors import ModelLoadError
+from ..models.base import EmbeddedIds, embedded
+from ..models.layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from ..models.llama import Attention, DecoderLayer, rows_by_block
+from ..models.rotary import RotaryEmbedding, RotaryStep, rope_parameters
+from .draft_config import DraftHeadConfig
+
+
+class FirstLayer(DecoderLayer):
+    """Takes the embedding beside the hidden state."""
+
+    def __init__(
+        self, config: Any, layer_id: int, fmt: WeightFormat, norm_before_residual: bool
+    ) -> None:
+        super().__init__(config, 0, layer_id, fmt)
+        attention: Attention = self.self_attn
+        attention.qkv_proj = Linear(
+            2 * config.hidden_size,
+            attention.qkv_proj.shards,
+            fmt,
+            attention.qkv_proj.bias is not None,
+            "qkv",
+        )
+        self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
+        self.norm_before_residual = norm_before_residual
+
+    def first(
+        self,
+        embedding: EmbeddedIds,
+        hidden: Tensor,  # [M, H]
+        rotary: RotaryStep,
+        attention: AttentionState,
+        only: Tensor | None = None,  # [N] int64
+    ) -> tuple[Tensor, Tensor]:
+        """As `DecoderLayer.forward`: (hidden or parts, residual), the stream is their sum."""
+        out, normed = self.attend(embedding, hidden, rotary, attention, only)
+        residual = normed if self.norm_before_residual else hidden
+        out, residual = self.post_attention_layernorm.add(out, residual, only)
+        return self.mlp.parts(out), residual
+
+    def attend(
+        self,
+        embedding: EmbeddedIds,
+        hidden: Tensor,
+        rotary: RotaryStep,
+        attention: AttentionState,
+        only: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """The layer up to its MLP: (attention's output or parts, of `only` some rows, if given; the
+        normed hidden state of all)."""
+        weights = self.input_layernorm.weight, self.hidden_norm.weight
+        both = norm_pair(embedding[0], hidden, weights, self.hidden_norm.eps, embedding[1])
+        normed = both[:, hidden.shape[1] :]
+        return self.self_attn.forward(both, rotary, attention, only=only), normed
+
+
+class Eagle3Head(nn.Module):
+    """The whole head; attention layer i has id `layer_id_offset + i`."""
+
+    returns_tuple = selects_rows = writes_feedback = True
+    draft_to_target: Tensor | None  # [draft vocabulary] int64 target ids; None = the same ids
+
+    def __init__(
+        self,
+        head: DraftHeadConfig,
+        config: Any,
+        fmt: WeightFormat,
+        target: Any,
+        max_position: int,
+        layer_id_offset: int,
+    ) -> None:
+        super().__init__()
+        self.head, self.config, self.format, self.target = head, config, fmt, [target]
+        hidden, taps = config.hidden_size, len(head.aux_boundaries)
+        self.aux_boundaries = head.aux_boundaries
+        self.input_width, self.feedback_width = taps * head.target_hidden_size, hidden
+        self.fc = Linear(self.input_width, hidden, fmt, head.fc_bias)
+        if head.norm_before_fc:
+            self.input_norm = RMSNorm(self.input_width, config.rms_norm_eps, fmt)
+        self.layers = nn.ModuleList(
+            FirstLayer(config, layer_id_offset, fmt, head.norm_before_residual)
+            if index == 0
+            else DecoderLayer(config, index, layer_id_offset + index, fmt)
+            for index in range(config.num_hidden_layers)
+        )
+        self.blocks: list[DecoderLayer] = [*self.layers]
+        self.norm = RMSNorm(hidden, config.rms_norm_eps, fmt)
+        self.embed_tokens = Embedding(config.vocab_size, hidden, fmt)
+        self.lm_head = Linear(hidden, head.draft_vocab_size, fmt, role="head")
+        head_dim = self.blocks[0].self_attn.head_dim
+        self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
+        self._loaded: set[str] = set()
+        self._offsets: Tensor | None = None  # d2t
+        self._has_draft_id: Tensor | None = None  # t2d
+        self.register_buffer("draft_to_target", None, persistent=False)
+
+    def combine(self, target_hidden: Tensor) -> Tensor:
+        """Taps side by side [M, taps * H_target] -> [M, H]."""
+        if self.head.norm_before_fc:
+            target_hidden = self.input_norm.forward(target_hidden)
+        return self.fc.forward(target_hidden)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        attention: AttentionState,
+        only: Tensor | None = None,
+        feedback: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """input_ids, positions [M], hidden [M, H] -> (normed for the logits, stream fed back), of
+        the rows `only`, if given: [N] int64. `feedback`: where the stream goes, which may be where
+        `hidden` is."""
+        rotary = self.rotary.at(positions)
+        first = self.blocks[0]
+        assert isinstance(first, FirstLayer)
+        residual: Tensor | None
+        wanted = rows_by_block(len(self.blocks), only)
+        embedding = self._embed(input_ids)
+        out, residual = first.first(embedding, hidden, rotary, attention, wanted[0])
+        for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
+            out, residual = block.forward(out, residual, rotary, attention, rows)
+        return self.norm.add(out, residual, stream=feedback)
+
+    def take_in(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
+    ) -> None:
+        """As `forward`, for the KV that it writes alone: the last layer needs no MLP for that."""
+        first = self.blocks[0]
+        if len(self.blocks) > 1 or not isinstance(first, FirstLayer):
+            self.forward(input_ids, positions, hidden, attention)
+            return
+        first.attend(self._embed(input_ids), hidden, self.rotary.at(positions), attention)
+
+    @property
+    def pick_tokens(self) -> Any:
+        """See `TextModel.pick_tokens`; ids are the draft vocabulary's."""
+        if "lm_head" in self._loaded:
+            return None if self.lm_head.chooser is None else self.lm_head.pick
+        return getattr(self.target[0], "pick_tokens", None)
+
+    def compute_logits(self, hidden: Tensor) -> Tensor:
+        """[N, H] -> [N, draft vocabulary]."""
+        if "lm_head" in self._loaded:
+            return self.lm_head.forward(hidden)
+        logits: Tensor = self.target[0].compute_logits(hidden)
+        return logits
+
+    def _embed(self, input_ids: Tensor) -> EmbeddedIds:
+        if "embed_tokens" in self._loaded:
+            return self.embed_tokens.weight, input_ids
+        return embedded(self.target[0], input_ids)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """Constants of every attention layer, in order."""
+        return [block.self_attn.layer for block in self.blocks]
+
+    # --- checkpoint -------------------------------------------------------------------------------
+
+    def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
+        """Checkpoint name -> where the tensor goes; embeddings, head and maps are optional."""
+        slots = module_slots(self)
+        for name in ("embed_tokens", "lm_head"):
+            slot = slots[f"{name}.weight"]
+            load = functools.partial(self._load_own, name, slot.load)
+            shared = name == "embed_tokens" or not self._has_map
+            slots[f"{name}.weight"] = replace(slot, load=load, optional=shared)
+        draft, vocab = self.head.draft_vocab_size, self.config.vocab_size
+        slots["d2t"] = CheckpointSlot(
+            (draft,), self._load_offsets, "zeros", optional=not self._has_map
+        )
+        slots["t2d"] = CheckpointSlot((vocab,), self._load_has_draft_id, "zeros", optional=True)
+        return slots
+
+    def checkpoint_name(self, name: str) -> str | None:
+        """Names of all formats -> ours. The verifier's own weights in a file are not needed."""
+        name = name.removeprefix("model.")
+        if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq"):
+            return None
+        return name.replace("midlayer.", "layers.0.", 1)
+
+    @property
+    def _has_map(self) -> bool:
+        """The head scores fewer tokens than the target."""
+        return bool(self.head.draft_vocab_size != self.config.vocab_size)
+
+    def finish_loading(self, dummy: bool = False) -> None:
+        """Check the vocabulary map and share with the target what the checkpoint left out."""
+        draft, vocab = self.head.draft_vocab_size, self.config.vocab_size
+        if self._offsets is not None and self._has_map:
+            ids = self._offsets
+            known = not ids.is_meta  # what has no memory holds no ids
+            if known:
+                ids = torch.arange(draft, device=ids.device) + ids
+            if known and (int(ids.max()) >= vocab or int(ids.min()) < 0):
+                raise ModelLoadError("the drafter's d2t maps ids beyond the vocabulary.")
+            has_id = self._has_draft_id if known and not dummy else None
+            if has_id is not None and not has_id[ids].all():
+                raise ModelLoadError("the drafter's d2t and t2d contradict each other.")
+            self.draft_to_target = ids
+        target = self.target[0].config
+        if "embed_tokens" not in self._loaded and target.hidden_size != self.config.hidden_size:
+            raise ModelLoadError(
+                "the drafter has no embeddings and its hidden size is not the target's."
+            )
+        if "lm_head" not in self._loaded:
+            if self._has_map or target.hidden_size != self.config.hidden_size:
+                raise ModelLoadError("the drafter has no lm_head and cannot use the target's.")
+            del self.lm_head
+        if "embed_tokens" not in self._loaded:
+            del self.embed_tokens
+
+    def _load_own(self, name: str, load: Any, tensor: Tensor) -> None:
+        load(tensor)
+        self._loaded.add(name)
+
+    def _load_offsets(self, tensor: Tensor) -> None:
+        self._offsets = tensor.to(self.format.device, torch.int64)
+
+    def _load_has_draft_id(self, tensor: Tensor) -> None:
+        self._has_draft_id = tensor.to(self.format.device).bool()

@@ -1,0 +1,1 @@
+"""What drafters with a model of their own get: weights, KV memory, attention, graphs."""

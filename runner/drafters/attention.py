@@ -1,0 +1,198 @@
+"""Attention of draft decodes: block tables, KV slots and metadata, built per decode.
+
+Has its own buffers: the target's of this step may still be baked into a graph of another shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
+from ...kernels.batch.gather_batch import compute_slot_mappings
+from ...kernels.batch.padded_step import gather_padded_tables
+from ...kernels.drafts.prepare_draft import map_draft_slots
+from ..attention.base import (
+    AttentionBuilder,
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionState,
+    CommonAttentionMetadata,
+)
+from ..batch.kv_cache import KVCache
+
+
+class _NoAttention(AttentionMetadata):
+    """Stands for a KV group without draft layers."""
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+    ) -> Tensor:
+        raise AssertionError(f"layer {layer.layer_id} is no draft layer")
+
+
+class DraftAttention:
+    """Builders and buffers by KV group."""
+
+    def __init__(
+        self,
+        cache: KVCache,
+        builders: Sequence[AttentionBuilder | None],
+        block_tables: Sequence[Tensor],
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        device: torch.device,
+    ) -> None:
+        self._cache = cache
+        self._block_sizes = [cache.block_size] * len(block_tables)
+        self._builders = builders
+        self._requests = block_tables
+        self._max_model_len = max_model_len
+        self._block_tables = [
+            torch.zeros((max_num_reqs, table.shape[1]), dtype=torch.int32, device=device)
+            for table in block_tables
+        ]
+        self._slot_mappings = torch.zeros(
+            (len(block_tables), max_num_tokens), dtype=torch.int64, device=device
+        )
+
+    @property
+    def builds_on_device(self) -> bool:
+        """Whether every builder can build inside a graph."""
+        return all(builder.builds_on_device for builder in self._builders if builder is not None)
+
+    @property
+    def support(self) -> AttentionCGSupport:
+        """The least claim of the builders."""
+        claims = [b.supports for b in self._builders if b is not None]
+        return min(claims, default=AttentionCGSupport.ALWAYS)  # none: nothing to attend to
+
+    def build(
+        self,
+        num_reqs: int,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        idx_mapping: Tensor,
+        desc: BatchExecutionDescriptor | None,
+        for_capture: bool,
+        writes_kv: bool,
+        query_lens: Sequence[int] | None,
+    ) -> AttentionState:
+        """See `DraftModelHost.build_draft_attention`."""
+        padded, num_tokens = seq_lens.shape[0], positions.shape[0]
+        if for_capture:  # dummy rows belong to no request: they read the null block
+            for table in self._block_tables:
+                table.zero_()
+        else:
+            self.gather_tables(num_reqs, padded, idx_mapping)
+        if writes_kv and not for_capture:
+            if query_lens is None:
+                self._map_slots(seq_lens, positions)
+            else:
+                compute_slot_mappings(
+                    self._block_tables,
+                    self._block_sizes,
+                    query_start_loc,
+                    positions,
+                    self._slot_mappings,
+                    num_reqs,
+                    num_tokens,
+                    num_tokens,
+                )
+        else:
+            self._slot_mappings.fill_(-1)
+        starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs)
+        if query_lens is not None:
+            starts[1:] = torch.tensor(query_lens).cumsum(0)
+        longest = 1 if query_lens is None else max(query_lens)
+        common = self._common(num_reqs, num_tokens, longest, query_start_loc, starts, seq_lens)
+        return self._state(common, desc, for_capture)
+
+    def gather_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
+        """The requests' block tables, by batch row; padded rows get the null block."""
+        assert num_reqs <= rows
+        gather_padded_tables(self._requests, idx_mapping, self._block_tables, rows)
+
+    def on_device(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        positions: Tensor,
+        desc: BatchExecutionDescriptor,
+        writes_kv: bool,
+    ) -> Callable[[], AttentionState]:
+        """See `DraftModelHost.attention_on_device`."""
+        rows = seq_lens.shape[0]
+        for table in self._block_tables:  # a warm-up writes no KV
+            table.zero_()
+        starts = torch.arange(rows + 1, dtype=torch.int32)
+        common = self._common(rows, rows, 1, query_start_loc, starts, seq_lens)
+
+        def build() -> AttentionState:
+            if writes_kv:
+                self._map_slots(seq_lens, positions)
+            else:
+                self._slot_mappings[:, :rows].fill_(-1)
+            return self._state(common, desc, for_capture=True)
+
+        return build
+
+    def _map_slots(self, seq_lens: Tensor, positions: Tensor) -> None:
+        map_draft_slots(
+            self._block_tables, self._block_sizes, seq_lens, positions, self._slot_mappings
+        )
+
+    def _common(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        max_query_len: int,
+        query_start_loc: Tensor,
+        query_start_loc_cpu: Tensor,
+        seq_lens: Tensor,
+    ) -> list[CommonAttentionMetadata]:
+        """By group. Rows are padded to those of `seq_lens`, `num_reqs` of them are real."""
+        padded = seq_lens.shape[0]
+        bounds = torch.zeros(padded, dtype=torch.int32)
+        bounds[:num_reqs] = self._max_model_len  # the host does not know how many were rejected
+        return [
+            CommonAttentionMetadata(
+                num_reqs=padded,
+                num_actual_tokens=num_tokens,
+                max_query_len=max_query_len,
+                max_seq_len=self._max_model_len,
+                query_start_loc=query_start_loc,
+                query_start_loc_cpu=query_start_loc_cpu,
+                seq_lens=seq_lens,
+                seq_lens_cpu_upper_bound=bounds,
+                block_table=table,
+                slot_mapping=slots,
+            ).with_rows(padded, num_tokens)
+            for table, slots in zip(self._block_tables, self._slot_mappings, strict=True)
+        ]
+
+    def _state(
+        self,
+        common: Sequence[CommonAttentionMetadata],
+        desc: BatchExecutionDescriptor | None,
+        for_capture: bool,
+    ) -> AttentionState:
+        metadata: list[AttentionMetadata] = []
+        for builder, group in zip(self._builders, common, strict=True):
+            if builder is None:
+                metadata.append(_NoAttention())
+            elif for_capture:
+                assert desc is not None
+                metadata.append(builder.build_for_capture(group, desc))
+            else:
+                metadata.append(builder.build(group, desc))
+        return self._cache.attention_state(metadata)

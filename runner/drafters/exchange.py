@@ -1,0 +1,159 @@
+"""Another checkpoint in the shape of a running draft head, and the exchange of their contents.
+
+Contents are copied from tensor to tensor, because graphs bake the addresses of the running ones.
+All that can fail is done before the first of them changes, so that a head is never a mixture.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import RunnerError, first_line
+from ..models.layers import Linear
+from .heads import find_checkpoint, load_head, outline
+
+_CONSTANTS = ("rms_norm_eps", "num_attention_heads", "num_key_value_heads", "num_hidden_layers")
+_HEAD = (
+    *("aux_boundaries", "draft_vocab_size", "target_hidden_size"),
+    *("norm_before_residual", "norm_before_fc", "fc_bias", "para_norm"),
+)
+
+
+class Exchange:
+    """The contents of a running head and of another one, ready to change places as often as wanted.
+
+    Making it may fail (RunnerError, torch.OutOfMemoryError); `swap` takes no memory.
+    """
+
+    def __init__(self, ours: nn.Module, other: nn.Module) -> None:
+        _same_projections(ours, other)
+        parts, their_parts = _linears(ours), _linears(other)
+        # On a CPU, where no graph knows an address. What is packed holds its bias, too.
+        packed = {
+            name
+            for name, part in parts.items()
+            if part._packed is not None or their_parts[name]._packed is not None
+        }
+        self._packed = [(parts[name], their_parts[name]) for name in sorted(packed)]
+        tensors, theirs = _tensors(ours, packed), _tensors(other, packed)
+        for name in sorted(tensors.keys() | theirs.keys()):
+            _same(f"tensor {name}", _kind(tensors.get(name)), _kind(theirs.get(name)))
+        pairs = [(tensor, theirs[name]) for name, tensor in tensors.items()]
+        self._trios = [(a, b, kept) for (a, b), kept in zip(pairs, _spare(pairs), strict=True)]
+
+    def swap(self) -> None:
+        """Each gets the contents of the other; no tensor of the running one moves."""
+        for a, b, kept in self._trios:
+            kept.copy_(a)
+            a.copy_(b)
+            b.copy_(kept)
+        for part, other in self._packed:
+            for name in ("_packed", "weight", "bias"):
+                ours, theirs = getattr(part, name), getattr(other, name)
+                setattr(part, name, theirs)
+                setattr(other, name, ours)
+
+
+def load_other(speculator: Any, model: str) -> Exchange:
+    """Another head, in the running one's shape, to be exchanged for it; RunnerError says what
+    differs, or that there is no memory. Touches nothing of the running one."""
+    try:
+        exchange = _load(speculator, model)
+        if (device := speculator.host.device).type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # what is still to fail does it here
+    except torch.OutOfMemoryError as error:
+        raise RunnerError(
+            "there is no memory for a second drafter beside the running one, which stays as it is: "
+            + first_line(error).rstrip(".")
+        ) from None
+    return exchange
+
+
+def _load(speculator: Any, model: str) -> Exchange:
+    ours = speculator.model
+    config = replace(speculator.config, model=model)
+    method, host = config.method, speculator.host
+    found = find_checkpoint(method, config, host.target_model.config, host.target_resolved)
+    _same_shape(ours, outline(method, config, host, found))  # before it takes any memory
+    layer_id = ours.attention_layers()[0].layer_id
+    other = load_head(method, config, host, layer_id, found)
+    _finite(other)
+    return Exchange(ours, other)
+
+
+def _same_shape(ours: Any, other: Any) -> None:
+    for name in _HEAD:
+        _same(name, getattr(ours.head, name), getattr(other.head, name))
+    for name in _CONSTANTS:
+        _same(name, getattr(ours.config, name), getattr(other.config, name))
+    _same_projections(ours, other)
+    parts = set(_linears(ours))  # what is packed has no tensors
+    tensors, theirs = _tensors(ours, parts), _tensors(other, parts)
+    for name in sorted(tensors.keys() | theirs.keys()):
+        shapes = [_shape(found.get(name)) for found in (tensors, theirs)]
+        _same(f"tensor {name}", *shapes)
+
+
+def _same_projections(ours: nn.Module, other: nn.Module) -> None:
+    parts, theirs = _linears(ours), _linears(other)
+    for name in sorted(parts.keys() | theirs.keys()):
+        _same(f"projection {name}", _size(parts.get(name)), _size(theirs.get(name)))
+
+
+def _finite(head: nn.Module) -> None:
+    """What NaN writes to the KV cache stays there, behind the trial, in texts that go on."""
+    found = dict(head.named_buffers())
+    for name, part in _linears(head).items():
+        if part.weight is None:  # packed: a number that is not finite shows in any product
+            found[f"{name}.weight"] = part.forward(torch.zeros(1, part.in_features))
+    for name, tensor in found.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            raise RunnerError(f"the drafter's {name} holds numbers that are not finite")
+
+
+def _same(what: str, ours: object, other: object) -> None:
+    if ours != other:
+        its, the_running = ("missing" if x is None else x for x in (other, ours))
+        raise RunnerError(
+            f"the drafter does not fit into the running one's memory: its {what} is {its}, the "
+            f"running one's is {the_running}"
+        )
+
+
+def _linears(head: nn.Module) -> dict[str, Linear]:
+    return {name: part for name, part in head.named_modules() if isinstance(part, Linear)}
+
+
+def _size(part: Linear | None) -> tuple[int, int] | None:
+    return None if part is None else (part.out_features, part.in_features)
+
+
+def _tensors(head: nn.Module, packed: set[str]) -> dict[str, Tensor]:
+    """Every tensor but those of packed projections."""
+    found = head.named_buffers()
+    return {name: tensor for name, tensor in found if name.rpartition(".")[0] not in packed}
+
+
+def _shape(tensor: Tensor | None) -> list[int] | None:
+    return None if tensor is None else list(tensor.shape)
+
+
+def _kind(tensor: Tensor | None) -> str | None:
+    """What must be the same for a copy to be no more than that."""
+    if tensor is None:
+        return None
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{list(tensor.shape)} of {dtype} on {tensor.device}"
+
+
+def _spare(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """For each pair a place of its shape; all of them are the same memory."""
+    if not pairs:
+        return []
+    largest = max((a for a, _ in pairs), key=lambda tensor: tensor.nbytes)
+    memory = torch.empty(largest.nbytes, dtype=torch.uint8, device=largest.device)
+    return [memory[: a.nbytes].view(a.dtype).view(a.shape) for a, _ in pairs]

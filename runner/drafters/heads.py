@@ -1,0 +1,321 @@
+"""Loads drafters' models: finds the checkpoint, reads its config, fills the model.
+
+`outline` does so without memory, from the headers of the files, so that a drafter that does not fit
+is known before the target's weights are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ...configs.schema import ModelConfig, SpeculativeConfig
+from ..errors import ModelLoadError
+from ..loading.hub import find_model
+from ..loading.weights import (
+    ResolvedModel,
+    _read_json,
+    load_checkpoint,
+    load_random,
+    load_weights,
+    make_hf_config,
+    open_checkpoint,
+    resolve_model,
+)
+from ..models.layers import WeightFormat
+from ..models.registry import build_model
+
+if TYPE_CHECKING:
+    from ..draft_models.draft_config import DraftHeadConfig
+
+
+class HeadHost(Protocol):
+    """What a drafter's model needs of the runner."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def target_model(self) -> Any: ...
+
+    @property
+    def target_resolved(self) -> ResolvedModel | None:
+        """Where the target came from."""
+
+
+@dataclass(frozen=True)
+class OutlineHost:
+    """Where models have shapes and no memory."""
+
+    max_model_len: int
+    target_model: Any
+    target_resolved: ResolvedModel | None
+    device: torch.device = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class FoundDrafter:
+    """A drafter's files, and what its config says."""
+
+    source: ResolvedModel
+    head: DraftHeadConfig | None = None  # of EAGLE heads
+
+
+class _Drafter(NamedTuple):
+    """How the checkpoint of one kind is found, and its model built and filled."""
+
+    # of the target's text config, and where the target came from
+    find: Callable[[SpeculativeConfig, Any, ResolvedModel | None], FoundDrafter]
+    load: Callable[[SpeculativeConfig, FoundDrafter, HeadHost, int], nn.Module]
+
+
+def find_configured(speculative: SpeculativeConfig, target: ResolvedModel) -> FoundDrafter | None:
+    """The drafter as configured; ModelLoadError if there is none, or its config does not suit the
+    target's. None for one without a model, or of one's own, which reads the name itself."""
+    if speculative.method not in _DRAFTERS:
+        return None
+    return find_checkpoint(speculative.method, speculative, target.text_config, target)
+
+
+def find_checkpoint(
+    kind: str, speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
+) -> FoundDrafter:
+    """The drafter of `kind`; ModelLoadError as `find_configured`."""
+    if kind not in _DRAFTERS:
+        raise ModelLoadError(f"there is no drafter of kind {kind!r} with a model.")
+    return _DRAFTERS[kind].find(speculative, target_config, target)
+
+
+def outline(
+    kind: str, speculative: SpeculativeConfig, host: HeadHost, found: FoundDrafter
+) -> nn.Module:
+    """The drafter's model as `load_head` would fill it, made of meta tensors from the headers of
+    its files: it takes no memory, and raises what that would for names and shapes that do not fit.
+    """
+    nowhere = OutlineHost(host.max_model_len, host.target_model, host.target_resolved)
+    return load_head(kind, speculative, nowhere, 0, found)
+
+
+def load_head(
+    kind: str,
+    speculative: SpeculativeConfig,
+    host: HeadHost,
+    layer_id: int,
+    found: FoundDrafter | None = None,
+) -> nn.Module:
+    """Build and fill the model of `kind`; its first layer has id `layer_id`. `found`: its files, if
+    they have been looked for."""
+    if found is None:
+        target = host.target_model
+        found = find_checkpoint(kind, speculative, target.config, host.target_resolved)
+    return _DRAFTERS[kind].load(speculative, found, host, layer_id)
+
+
+def _format(host: HeadHost) -> WeightFormat:
+    """The target's, or its like without memory. KV groups are shared, so a drafter must have it."""
+    fmt: WeightFormat = host.target_model.format
+    if fmt.device.type == host.device.type:
+        return fmt
+    return replace(fmt, device=host.device, pack_fp16=False, linear=None)
+
+
+def _find_whole_model(
+    speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
+) -> FoundDrafter:
+    found = _own_or_target(speculative, None, check_architecture=True)
+    vocab_size = found.source.text_config.vocab_size
+    check_vocabulary("draft model's", vocab_size, target_config.vocab_size)
+    return found
+
+
+def _load_whole_model(
+    speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
+) -> nn.Module:
+    fmt = _format(host)
+    model = build_model(
+        found.source.hf_config,
+        fmt.device,
+        fmt.dtype,
+        layer_id_offset=layer_id,
+        pack_fp16=fmt.pack_fp16,
+        max_position=host.max_model_len,
+        linear=fmt.linear,
+    )
+    load_weights(model, found.source)
+    return model
+
+
+def _find_eagle(
+    kind: str, speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
+) -> FoundDrafter:
+    from ..draft_models.draft_config import has_bias, read_draft_config
+
+    if speculative.model is None:
+        raise ModelLoadError(
+            f"speculative method {kind} needs a model: the drafter's folder or id."
+        )
+    path = find_model(ModelConfig(model=speculative.model, load_format=speculative.load_format))
+    head = read_draft_config(
+        _read_json(path / "config.json"),
+        kind == "eagle3",
+        target_config.hidden_size,
+        target_config.num_hidden_layers,
+        speculative.aux_hidden_state_boundaries,
+    )
+    config = make_hf_config(head.layer, str(path), check_architecture=False)
+    check_vocabulary("drafter's", config.vocab_size, target_config.vocab_size)
+    kind_of_weights = "dummy" if speculative.load_format == "dummy" else "safetensors"
+    source = ResolvedModel(path, kind_of_weights, config)
+    if kind_of_weights != "dummy":
+        names = open_checkpoint(source).names
+        head = replace(head, fc_bias=has_bias(names, "fc"))
+        config.qkv_bias = has_bias(names, "q_proj", "k_proj", "v_proj")
+        config.output_bias = has_bias(names, "o_proj")
+        config.mlp_bias = has_bias(names, "gate_proj", "up_proj", "down_proj")
+    return FoundDrafter(source, head)
+
+
+def check_vocabulary(whose: str, size: int, target_size: int) -> None:
+    """ModelLoadError if the two models cannot have the same tokens."""
+    if size != target_size:
+        raise ModelLoadError(
+            f"the {whose} vocabulary has {size} tokens, "
+            f"the target's {target_size}: they do not share a tokenizer."
+        )
+
+
+def _load_eagle(
+    kind: str, speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
+) -> nn.Module:
+    assert found.head is not None
+    # A drafter's rotary table covers the target's positions, also beyond its own trained length.
+    args = (
+        *(found.head, found.source.hf_config, _format(host)),
+        *(host.target_model, host.max_model_len, layer_id),
+    )
+    model: Any
+    if kind == "eagle3":
+        from ..draft_models.eagle3 import Eagle3Head
+
+        model = Eagle3Head(*args)
+    else:
+        from ..draft_models.eagle import EagleHead
+
+        model = EagleHead(*args)
+    _fill(model, found.source, host.device)
+    return model  # type: ignore[no-any-return]
+
+
+def _find_mtp(
+    speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
+) -> FoundDrafter:
+    if target_config.model_type != "deepseek_v3":
+        raise ModelLoadError(
+            "speculative method mtp needs a DeepSeek V3 target, but this one is "
+            f"{target_config.model_type}."
+        )
+    return _own_or_target(speculative, target)
+
+
+def _load_mtp(
+    speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
+) -> nn.Module:
+    """DeepSeek's module, from the target's checkpoint or from a folder of its own."""
+    from ..draft_models.deepseek_mtp import DeepseekMtpHead, module_index
+
+    target, source = host.target_model, found.source
+    names: list[str] = []
+    if source.kind != "dummy":
+        names = open_checkpoint(source).names
+    index = module_index(names, target.config.num_hidden_layers)
+    model = DeepseekMtpHead(
+        source.text_config,
+        _format(host),
+        target,
+        host.max_model_len,
+        index,
+        layer_id,
+        speculative.mtp_feedback == "post_norm",
+    )
+    # Behind the target's layers stand the target's own: only this module is read.
+    _fill(model, source, host.device, only=model.prefix if index else "")
+    return model
+
+
+def _find_assistant(
+    speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
+) -> FoundDrafter:
+    found = _own_or_target(speculative, target)
+    source = found.source
+    if source.hf_config.model_type != "gemma4_assistant":
+        raise ModelLoadError(
+            f"speculative method gemma4_mtp needs a gemma4_assistant checkpoint, but {source.path} "
+            f"is of type {source.hf_config.model_type}."
+        )
+    return found
+
+
+def _load_assistant(
+    speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
+) -> nn.Module:
+    """Gemma 4's assistant, from a folder of its own."""
+    from ..draft_models.gemma4_assistant import Gemma4Assistant
+
+    source = found.source
+    generation = source.path / "generation_config.json"
+    settings = _read_json(generation) if generation.exists() else {}
+    model = Gemma4Assistant(
+        source.hf_config,
+        _format(host),
+        host.target_model,
+        host.max_model_len,
+        layer_id,
+        tuple(settings.get("suppress_tokens") or ()),
+    )
+    _fill(model, source, host.device)
+    return model
+
+
+def _own_or_target(
+    speculative: SpeculativeConfig, target: ResolvedModel | None, check_architecture: bool = False
+) -> FoundDrafter:
+    """The drafter's folder if one is named, else the target's."""
+    if speculative.model is not None:
+        source = ModelConfig(model=speculative.model, load_format=speculative.load_format)
+        return FoundDrafter(resolve_model(source, check_architecture))
+    if target is None:
+        raise ModelLoadError(f"speculative method {speculative.method} needs a model.")
+    if speculative.load_format == "dummy":
+        return FoundDrafter(replace(target, kind="dummy"))
+    return FoundDrafter(target)
+
+
+def _fill(model: Any, source: ResolvedModel, device: torch.device, only: str = "") -> None:
+    """Load the tensors whose names start with `only`, each exactly once; or random ones."""
+    dummy = source.kind == "dummy"
+    if dummy:
+        load_random(model.checkpoint_slots(), device, seed=source.seed + 1)
+    else:
+        checkpoint = open_checkpoint(source, device)
+        checkpoint.names = [name for name in checkpoint.names if name.startswith(only)]
+        load_checkpoint(
+            model.checkpoint_slots(), checkpoint, model.checkpoint_name, str(source.path)
+        )
+    model.finish_loading(dummy)
+
+
+_DRAFTERS = {
+    "eagle": _Drafter(partial(_find_eagle, "eagle"), partial(_load_eagle, "eagle")),
+    "eagle3": _Drafter(partial(_find_eagle, "eagle3"), partial(_load_eagle, "eagle3")),
+    "mtp": _Drafter(_find_mtp, _load_mtp),
+    "gemma4_mtp": _Drafter(_find_assistant, _load_assistant),
+    "draft_model": _Drafter(_find_whole_model, _load_whole_model),
+}

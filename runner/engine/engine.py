@@ -1,0 +1,244 @@
+"""The engine joins scheduler, grammars and model runner: it keeps up to two steps in flight.
+
+It owns the order in which things happen, and nothing else: requests are the scheduler's, tensors
+the model runner's. It knows nothing about processes, channels or text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ...configs.schema import Config
+from ..grammars.grammar import GrammarBackend
+from ..grammars.pool import build_grammar_backend
+from ..messages import (
+    AbortRequests,
+    AddRequest,
+    ChangeSpeculator,
+    Progress,
+    Ready,
+    ResetPrefixCache,
+    SetVocabulary,
+    StepOutputs,
+    ToWorker,
+)
+from ..scheduling.draft_planner import DraftPlanner, plan_drafts
+from ..scheduling.kv_blocks import KVBlocks
+from ..scheduling.plan import StepPlan
+from ..scheduling.policy import step_tokens
+from ..scheduling.scheduler import Scheduler
+from ..scheduling.step_time import StepTimes
+from ..startup.compile_ahead import start_ahead
+from .request_grammars import RequestGrammars
+from .runner_interface import Handle, ModelRunner
+from .swap import DraftSwap
+
+logger = logging.getLogger(__name__)
+
+NEWS_POLL_SECONDS = 0.02  # how often a step that waits for results asks whether messages wait
+
+
+class Engine:
+    """One model being served. Any exception out of `step` is fatal for the worker."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        ready: Ready,
+        max_in_flight: int,
+        grammar_backend: GrammarBackend | None = None,
+        drafts: DraftPlanner | None = None,  # None: no drafter
+    ) -> None:
+        self.ready = ready
+        self.drafts = drafts
+        self._runner = runner
+        self._swap = DraftSwap(runner, drafts, scheduler.take_news, scheduler.kv.forget_contents)
+        self._scheduler = scheduler
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
+        self._forwarded: StepPlan | None = None  # launched up to its logits, which wait for a mask
+        self._grammars = RequestGrammars(scheduler, grammar_backend)
+
+    def set_grammar_backend(self, backend: GrammarBackend) -> None:
+        """Make structured output possible; the backend prepares itself off this thread."""
+        self._grammars.set_backend(backend)
+
+    def handle(self, messages: list[ToWorker]) -> None:
+        """Take in messages of the server. `Shutdown` is the worker's business."""
+        for message in messages:
+            match message:
+                case AddRequest():
+                    self._add(message)
+                case AbortRequests(request_ids):
+                    self._scheduler.abort(request_ids)
+                case ResetPrefixCache():
+                    self._scheduler.kv.reset_prefix_cache()
+                case ChangeSpeculator():
+                    self._swap.start(message)
+                case SetVocabulary(tokens, eos_token_ids):
+                    eos = sorted({*eos_token_ids, *self.ready.eos_token_ids})
+                    vocab_size = self.ready.vocab_size
+                    self.set_grammar_backend(build_grammar_backend(tokens, "raw", eos, vocab_size))
+
+    def _add(self, message: AddRequest) -> None:
+        """Queue a request. Whatever goes wrong with it ends it alone."""
+        try:
+            request = self._scheduler.add(message)
+            if request is not None and message.sampling.grammar is not None:
+                self._grammars.compile(request, message.sampling.grammar)
+        except Exception as error:
+            logger.exception("request %s cannot be added", message.request_id)
+            sentence = f"The request cannot be added ({type(error).__name__})."
+            self._scheduler.reject(message.request_id, sentence)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        scheduler = self._scheduler
+        waits = self._in_flight or self._swap.is_busy
+        return bool(scheduler.has_requests or waits or scheduler.has_news)
+
+    def step(self, interrupted: Callable[[], bool] = lambda: False) -> list[StepOutputs]:
+        """Launch the next step, then bring in what has to be brought in.
+
+        Returns before that if `interrupted` while it waits for results, so that an abort need not
+        wait for a long step; the next call goes on with it.
+        """
+        self._grammars.admit_compiled()
+        outputs: list[StepOutputs] = []
+        launched = self._launch_next()
+        if self._forwarded is not None and self._bring_in(0, outputs, interrupted):
+            self._sample_forwarded(self._forwarded)
+            launched = True
+        if launched:
+            self._bring_in(self._max_in_flight - 1, outputs, interrupted)
+        elif self._in_flight and self._forwarded is None:
+            self._bring_in(len(self._in_flight) - 1, outputs, interrupted)
+        elif self._grammars.is_compiling and not self._in_flight:
+            self._grammars.wait()
+        outputs += self._swap.poll(not (launched or self._in_flight), self._forwarded is None)
+        if self._scheduler.has_news:
+            outputs.append(self._scheduler.take_news())
+        return outputs
+
+    def shutdown(self) -> None:
+        """Let steps in flight end and free the model."""
+        while self._in_flight:
+            _, handle, _ = self._in_flight.popleft()
+            handle.get()
+        self._grammars.shutdown()
+        self._swap.shutdown()
+        self._runner.shutdown()
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def _launch_next(self) -> bool:
+        """Start the next step if there is room for one and something to do.
+
+        With a grammar in it, its masks need the results of the step before: False for now.
+        """
+        if self._forwarded is not None or len(self._in_flight) >= self._max_in_flight:
+            return False
+        plan = self._scheduler.schedule()
+        if plan is None:
+            return False
+        if self.drafts is not None:
+            self._scheduler.set_num_speculative_tokens(self.drafts.complete(plan))
+        if plan.has_grammar:
+            self._runner.forward(plan)
+            self._forwarded = plan
+            return False
+        self._in_flight.append((plan, self._runner.execute(plan), []))
+        return True
+
+    def _sample_forwarded(self, plan: StepPlan) -> None:
+        """Start the rest of a step whose masks can be made now."""
+        drafts: list[list[int]] = [[] for _ in plan.rows]
+        if plan.needs_draft_ids:
+            drafts = self._runner.take_draft_token_ids(plan)
+        bitmask, num_cut = self._grammars.bitmask(plan, drafts, self.ready.vocab_size)
+        self._in_flight.append((plan, self._runner.sample(plan, bitmask), num_cut))
+        self._forwarded = None
+
+    def _bring_in(
+        self, num_left: int, outputs: list[StepOutputs], interrupted: Callable[[], bool]
+    ) -> bool:
+        """Land steps until so many are in flight; False if interrupted before."""
+        while len(self._in_flight) > num_left:
+            _, handle, _ = self._in_flight[0]
+            while not handle.wait(NEWS_POLL_SECONDS):
+                if interrupted():
+                    return False
+            outputs.append(self._land())
+        return True
+
+    def _land(self) -> StepOutputs:
+        """Wait for the oldest step in flight and apply its results."""
+        plan, handle, num_cut = self._in_flight.popleft()
+        results = handle.get()
+        for result, cut in zip(results, num_cut, strict=False):
+            result.num_draft_tokens -= cut  # drafts that a grammar forbade were not verified
+        if self.drafts is None:
+            return self._scheduler.apply(plan, results)
+        self.drafts.land(plan, results, lambda: self._texts(plan))
+        outputs = self._scheduler.apply(plan, results)
+        self.drafts.tell(plan, outputs.stats)
+        if not self._scheduler.has_requests:
+            self.drafts.rest()
+        return outputs
+
+    def _texts(self, plan: StepPlan) -> list[Sequence[int]]:
+        """The tokens of the requests in a step that has not been applied."""
+        requests = [self._scheduler.request_of(plan.step_id, i) for i in range(len(plan.rows))]
+        return [request.token_ids for request in requests if request is not None]
+
+
+def build_engine(config: Config, progress: Callable[[Progress], None]) -> Engine:
+    """Load the model, allocate its KV cache and join it with a scheduler. Imports torch."""
+    with start_ahead(config) as ahead:
+        from ..startup.build import build_model_runner
+
+        runner = build_model_runner(config, progress, ahead)
+    return runner.note_traffic(join(runner, config))
+
+
+def join(runner: ModelRunner, config: Config) -> Engine:
+    """An engine over a runner that is ready."""
+    facts, needs = runner.facts, runner.facts.needs
+    num_drafts, lookahead = needs.num_speculative_tokens, needs.num_lookahead_tokens
+    kv = KVBlocks(
+        facts.kv_groups,
+        facts.max_model_len,
+        max_step_tokens=config.scheduler.max_num_batched_tokens + lookahead,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+    )
+    is_cpu = facts.device.startswith("cpu")
+    budget = step_tokens(config.scheduler, is_cpu, num_drafts)
+    scheduler = Scheduler(
+        replace(config.scheduler, max_num_batched_tokens=budget),
+        kv,
+        facts.max_model_len,
+        num_speculative_tokens=num_drafts,
+        num_lookahead_tokens=lookahead,
+        uniform_drafts=facts.device.startswith("cuda"),
+        times=StepTimes() if is_cpu else None,
+    )
+    ready = Ready(
+        max_model_len=facts.max_model_len,
+        vocab_size=facts.vocab_size,
+        num_blocks=facts.kv_groups[0].num_blocks,
+        block_size=facts.kv_groups[0].block_size,
+        eos_token_ids=list(facts.eos_token_ids),
+        device=facts.device,
+        dtype=facts.dtype,
+        attention_backend=facts.attention_backend,
+        speculative_method=config.speculative.method if num_drafts else "off",
+        num_speculative_tokens=num_drafts,
+        startup_seconds=dict(facts.startup_seconds),
+        lowered_claims=list(facts.lowered_claims),
+    )
+    in_flight = 2 if config.scheduler.async_scheduling else 1
+    return Engine(runner, scheduler, ready, in_flight, drafts=plan_drafts(facts, config))

@@ -1,0 +1,1 @@
+"""Structured output: compiles grammars in processes of their own and asks them for token masks."""

@@ -1,0 +1,162 @@
+"""Compiles grammars with xgrammar, in a process that may die of them (see `grammar_process`).
+
+The worker never imports this file: the library is C++ that recurses over what clients write, and
+neither a compilation nor a mask can be interrupted.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import sys
+import time
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..errors import first_line
+from ..messages import GrammarSpec
+from .grammar import ALL_ALLOWED, TOO_SLOW
+from .text import is_lark, prepare_grammar
+
+MAX_WHITESPACE = 12  # between JSON tokens: room for indentation, no endless blanks
+MAX_FIRST_MASK_SECONDS = 0.1  # such a grammar would be ended at its first token
+_MAX_THREADS = 8
+VOCAB_TYPES = ("raw", "byte_fallback", "byte_level")  # by the library's numbers
+
+
+class Compiler:
+    """One vocabulary's compiler.
+
+    `vocab` is in id order and has b"" for what spells no text; `vocab_size` is the width of the
+    logits. See `build_grammar_backend` for `vocab_type`.
+    """
+
+    def __init__(
+        self, vocab: Sequence[bytes], vocab_type: str, eos_ids: Sequence[int], vocab_size: int
+    ) -> None:
+        self._library = load_library()
+        self._eos_ids = list(eos_ids)
+        self._vocab_size = vocab_size
+        self.line_length = -(-vocab_size // 32)  # int32s of a mask
+        facts = {
+            "vocab_type": VOCAB_TYPES.index(vocab_type),
+            "vocab_size": vocab_size,
+            "add_prefix_space": False,
+            "stop_token_ids": self._eos_ids,
+        }
+        info = self._library.TokenizerInfo.from_vocab_and_metadata(
+            list(vocab[:vocab_size]), json.dumps(facts)
+        )
+        threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 4))
+        # Its cache is what `warm` leaves to the processes forked from this one.
+        self._compiler = self._library.GrammarCompiler(info, threads, True, -1)
+
+    def warm(self) -> None:
+        """Compile what most grammars have parts of."""
+        self._compile(GrammarSpec("json_object"))
+
+    def compile(self, spec: GrammarSpec) -> Any:
+        """A compiled grammar, for `matcher`. ValueError if the grammar is invalid."""
+        prepared = prepare_grammar(spec)
+        try:
+            return self._compile(prepared)
+        except Exception as error:  # the library raises RuntimeError and errors of its own
+            raise ValueError(_reason(error)) from error
+
+    def matcher(self, compiled: Any) -> XGrammarMatcher:
+        """A matcher at the start of the grammar."""
+        made = self._library.GrammarMatcher(compiled, self._eos_ids, False, -1, None)
+        return XGrammarMatcher(made, self._vocab_size)
+
+    def check_first_mask(self, compiled: Any) -> None:
+        """ValueError unless some token may come first, and that is found in time."""
+        line = np.empty(self.line_length, dtype=np.int32)
+        matcher, began = self.matcher(compiled), time.thread_time()
+        matcher.fill(line)
+        if not line.any():
+            raise ValueError("no text satisfies it")
+        if time.thread_time() - began > MAX_FIRST_MASK_SECONDS:
+            raise ValueError(TOO_SLOW)
+
+    def _compile(self, spec: GrammarSpec) -> Any:
+        match spec.kind:
+            case "json_schema":
+                return self._json(spec.value)
+            case "json_object":
+                return self._json('{"type": "object"}')
+            case "regex":
+                return self._compiler.compile_regex(spec.value)
+            case "grammar" if is_lark(spec.value):
+                return self._compiler.compile_lark(spec.value, [], [])
+            case "grammar" | "choice":
+                return self._compiler.compile_grammar_from_strings(spec.value, "root")
+            case "structural_tag":
+                return self._compiler.compile_structural_tag(spec.value)
+        raise ValueError(f"unknown kind of grammar {spec.kind!r}")
+
+    def _json(self, schema: str) -> Any:
+        any_whitespace, strict_mode, any_order = True, True, False
+        return self._compiler.compile_json_schema(
+            schema, any_whitespace, None, None, strict_mode, MAX_WHITESPACE, any_order
+        )
+
+
+class XGrammarMatcher:
+    """One request's position in a grammar, checked at the door; see `GrammarMatcher`."""
+
+    def __init__(self, matcher: Any, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    @property
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`."""
+        return bool(self._matcher.is_terminated())
+
+    def accept(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        if not 0 <= token_id < self._vocab_size:
+            raise ValueError(f"{token_id} is not a token id: a placeholder reached the grammar")
+        if self._matcher.is_terminated():
+            return False
+        return bool(self._matcher.accept_token(token_id, False))
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`."""
+        self._matcher.rollback(num_tokens)
+
+    def fill(self, line: np.ndarray) -> None:
+        """See `GrammarMatcher`."""
+        # Without a need to mask the library leaves the line as it is.
+        line.fill(ALL_ALLOWED)
+        if not self._matcher.is_terminated():
+            self._matcher.fill_next_token_bitmask(line.reshape(1, -1), 0, False)
+
+
+def load_library() -> Any:
+    """xgrammar's classes, without the imports of its package: torch, transformers and pydantic.
+
+    They would cost each process that compiles seconds and 250 MB, and are only for arguments of
+    their types. A stand-in for the package finds its modules without running its `__init__`.
+    """
+    found = importlib.util.find_spec("xgrammar")
+    if found is None or found.submodule_search_locations is None:
+        raise ImportError("structured output needs the package xgrammar")
+    if "xgrammar" not in sys.modules:
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # tvm_ffi does without it
+        package = ModuleType("xgrammar")
+        package.__path__ = list(found.submodule_search_locations)
+        package.__spec__ = found
+        sys.modules["xgrammar"] = package
+    importlib.import_module("xgrammar.load_binding")
+    return importlib.import_module("xgrammar.base")._core
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error's text, without the place in the library that wrote it."""
+    return re.sub(r"\[[\d:]+\] /\S+:\d+: ", "", first_line(error))

@@ -1,0 +1,250 @@
+"""The worker's side of the process that holds one grammar, and of a request's position in it.
+
+Each step costs one message each way for each grammar in it. A mask that takes longer than other
+requests can wait ends the process, and with it the requests that use this grammar.
+"""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from ..messages import GrammarSpec
+from .grammar import TOO_SLOW, GrammarMatcher, GrammarTooSlow, MaskJob, is_allowed
+from .process import FAILED, ROW, Compiled, RowJob, StepJob, is_readable, pack
+
+MAX_STALL_SECONDS = 0.12  # that masks may hold up a step before the slow ones are ended
+# What a process may compute in one step: this, and so much more for each mask line. The first mask
+# of a state is not cached yet, and may take some ten times as long as later ones.
+STEP_SECONDS = 0.1
+MAX_LINE_SECONDS = 0.01
+MAX_SILENT_SECONDS = 5.0  # for a process that gets no time on a core
+# What a request's masks may take in all: this, and so much more for each line.
+BURST_SECONDS = 1.0
+STEADY_LINE_SECONDS = 0.015
+_TICK_SECONDS = 0.005  # no more than a line may take: rows that come faster are quick enough
+
+
+class GrammarProcess:
+    """One grammar: first being compiled, then answering; at most once in use by one thread.
+
+    `end` is called when it must be killed.
+    """
+
+    def __init__(self, spec: GrammarSpec, number: int, end: Callable[[GrammarProcess], None]):
+        self.spec = spec
+        self.number = number
+        self.waiting: list[Future[GrammarMatcher]] = []
+        self.is_ready = False  # compiled
+        self.is_over = False
+        self.num_bytes = 0  # of the compiled grammar
+        self.sock: socket.socket | None = None
+        self.eos_ids: frozenset[int] = frozenset()
+        self._end = end
+        self._pid = 0
+        self._num_matchers = 0
+        self._num_dropped = 0
+        self._dropped: deque[int] = deque()  # by whichever thread collects garbage
+        self._buffer = bytearray()
+
+    @property
+    def is_idle(self) -> bool:
+        """Compiled, and no request uses it."""
+        return self.is_ready and self._num_matchers == self._num_dropped + len(self._dropped)
+
+    @property
+    def is_dead(self) -> bool:
+        """It was compiled and its process has ended, though nobody ended it."""
+        if not self.is_ready or self.sock is None:
+            return False
+        return is_readable(self.sock)  # between steps it has nothing to say, so this is its end
+
+    def serve(self, sock: socket.socket, compiled: Compiled) -> None:
+        """It is compiled, and answers on this socket."""
+        self._pid, self.num_bytes = compiled.pid, compiled.num_bytes
+        sock.settimeout(_TICK_SECONDS)
+        self.is_ready = True
+
+    def matcher(self, vocab_size: int) -> RemoteMatcher:
+        """A matcher at the start of the grammar."""
+        self._num_matchers += 1
+        return RemoteMatcher(self, self._num_matchers, vocab_size)
+
+    def drop(self, matcher_id: int) -> None:
+        """A matcher is of no more use."""
+        self._dropped.append(matcher_id)
+
+    def ask(self, jobs: Sequence[MaskJob]) -> float:
+        """Send a step's jobs. Returns the processor time that the process had used, for `take`."""
+        dropped = []
+        while self._dropped:
+            dropped.append(self._dropped.popleft())
+        self._num_dropped += len(dropped)
+        rows = [matcher_of(job).take_row(job.draft_ids) for job in jobs]
+        if self.sock is not None and not self.is_over:
+            try:
+                self.sock.sendall(pack(StepJob(rows, dropped)))
+            except OSError:
+                self._end(self)  # `take` finds out
+        return _cpu_seconds(self._pid)
+
+    def take(self, jobs: Sequence[MaskJob], began: float, cpu_began: float) -> None:
+        """Fill the jobs' lines from the answers; after a fault they have an error, all the rest."""
+        self._buffer.clear()
+        num_lines = 0
+        for index, job in enumerate(jobs):
+            num_lines += len(job.lines)
+            most = cpu_began + STEP_SECONDS + num_lines * MAX_LINE_SECONDS
+            try:
+                self._take_row(job, began, most)
+            except (OSError, GrammarTooSlow) as error:
+                error = error.with_traceback(None)  # whose frames hold the jobs and matchers
+                for rest in jobs[index:]:
+                    rest.error = error
+                self._end(self)
+                return
+
+    def _take_row(self, job: MaskJob, began: float, most: float) -> None:
+        num_cut, count, spent = ROW.unpack(self._read(ROW.size, began, most))
+        if num_cut == FAILED:
+            job.error = RuntimeError(self._read(count, began, most).decode())
+            return
+        data = self._read(count * job.lines.itemsize * job.lines.shape[1], began, most)
+        job.lines[:count] = np.frombuffer(data, job.lines.dtype).reshape(count, -1)
+        job.lines[count:] = job.lines[count - 1]
+        job.num_cut = num_cut
+        if not matcher_of(job).take_lines(job.draft_ids, job.lines[:count], spent / 1e6):
+            job.error = GrammarTooSlow(TOO_SLOW)
+
+    def _read(self, size: int, began: float, most: float) -> bytes:
+        """The next bytes. OSError if it is gone, GrammarTooSlow if it must be ended."""
+        while len(self._buffer) < size:
+            try:
+                part = b"" if self.sock is None or self.is_over else self.sock.recv(1 << 18)
+            except TimeoutError:
+                self._check_time(time.monotonic() - began, most)
+                continue
+            except OSError:
+                part = b""
+            if not part:
+                raise OSError("its process has ended")
+            self._buffer += part
+        data = bytes(self._buffer[:size])
+        del self._buffer[:size]
+        return data
+
+    def _check_time(self, elapsed: float, most: float) -> None:
+        """What it computed counts, not the time that a busy machine gave to others."""
+        if elapsed <= MAX_STALL_SECONDS:
+            return
+        if _cpu_seconds(self._pid) > most:
+            raise GrammarTooSlow(TOO_SLOW)
+        if elapsed > MAX_SILENT_SECONDS:
+            raise OSError("its process does not answer")
+
+
+class RemoteMatcher:
+    """One request's position; see `GrammarMatcher`.
+
+    Whether a token is accepted is known from the lines that were last asked for; the process hears
+    of it with the next question.
+    """
+
+    def __init__(self, process: GrammarProcess, matcher_id: int, vocab_size: int) -> None:
+        self.process = process
+        self._id = matcher_id
+        self._vocab_size = vocab_size
+        self._is_terminated = False
+        self._num_rolled_back = 0  # that the process has not heard of
+        self._accepted: list[int] = []  # after that, likewise
+        self._lines: np.ndarray | None = None  # [n, ceil(V / 32)] from here on, along the drafts
+        self._draft_ids: Sequence[int] = ()
+        self._seconds, self._num_lines = 0.0, 0  # of all masks so far
+
+    def __del__(self) -> None:
+        self.process.drop(self._id)
+
+    @property
+    def is_terminated(self) -> bool:
+        """See `GrammarMatcher`."""
+        return self._is_terminated
+
+    def accept(self, token_id: int) -> bool:
+        """See `GrammarMatcher`."""
+        if not 0 <= token_id < self._vocab_size:
+            raise ValueError(f"{token_id} is not a token id: a placeholder reached the grammar")
+        if self._is_terminated:
+            return False
+        if self._lines is None:
+            self.fill(np.empty(-(-self._vocab_size // 32), dtype=np.int32))
+        assert self._lines is not None
+        if not is_allowed(self._lines[0], token_id):
+            return False
+        self._accepted.append(token_id)
+        self._is_terminated = token_id in self.process.eos_ids
+        is_next = len(self._lines) > 1 and self._draft_ids[0] == token_id
+        self._lines = self._lines[1:] if is_next else None
+        self._draft_ids = self._draft_ids[1:] if is_next else ()
+        return True
+
+    def rollback(self, num_tokens: int) -> None:
+        """See `GrammarMatcher`."""
+        num_unsent = min(num_tokens, len(self._accepted))
+        del self._accepted[len(self._accepted) - num_unsent :]
+        self._num_rolled_back += num_tokens - num_unsent
+        self._is_terminated = False
+        self._lines, self._draft_ids = None, ()
+
+    def fill(self, line: np.ndarray) -> None:
+        """See `GrammarMatcher`."""
+        job = MaskJob(self, (), line.reshape(1, -1))
+        fill_remote([job])
+        if job.error is not None:
+            raise job.error
+
+    def take_row(self, draft_ids: Sequence[int]) -> RowJob:
+        """What the process must hear to answer for these drafts."""
+        row = RowJob(self._id, self._num_rolled_back, self._accepted, list(draft_ids))
+        self._num_rolled_back, self._accepted = 0, []
+        self._lines = None
+        return row
+
+    def take_lines(self, draft_ids: Sequence[int], lines: np.ndarray, seconds: float) -> bool:
+        """Keep the answer; False if the request's masks have taken too long in all."""
+        self._lines, self._draft_ids = lines, draft_ids
+        self._seconds += seconds
+        self._num_lines += len(lines)
+        return self._seconds <= BURST_SECONDS + STEADY_LINE_SECONDS * self._num_lines
+
+
+def matcher_of(job: MaskJob) -> RemoteMatcher:
+    """The job's matcher, which came from here."""
+    assert isinstance(job.matcher, RemoteMatcher)
+    return job.matcher
+
+
+def fill_remote(jobs: Sequence[MaskJob]) -> None:
+    """Fill the masks of a step: every process works on its part at once."""
+    began = time.monotonic()
+    parts: dict[GrammarProcess, list[MaskJob]] = {}
+    for job in jobs:
+        parts.setdefault(matcher_of(job).process, []).append(job)
+    asked = [(process, part, process.ask(part)) for process, part in parts.items()]
+    for process, part, cpu_began in asked:
+        process.take(part, began, cpu_began)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used; where that is not known, the time."""
+    if sys.platform != "linux":
+        return time.monotonic()
+    try:
+        return time.clock_gettime((~pid << 3) | 2)  # the kernel's name of that process' clock
+    except OSError:
+        return 0.0  # it has ended

@@ -1,0 +1,1 @@
+"""CUDA graphs: capture, dispatch and replay; on the CPU a recorder takes their place."""

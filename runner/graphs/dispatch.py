@@ -1,0 +1,290 @@
+"""Which batches run in which graph: capture sizes, descriptors, dispatch and the choice of modes.
+
+Pure functions over plain values; nothing here captures, allocates or knows a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ...configs.schema import GraphConfig
+from ..errors import RunnerError
+
+DEFAULT_MAX_CAPTURE_SIZE = 1024
+_MOST_CLOSE = 512  # tokens; beyond, capture sizes lie further apart, and none is of mixed batches
+
+
+class GraphConfigError(RunnerError):
+    """The user asked for graphs that cannot be had; the message is one sentence for them."""
+
+
+class GraphRole(Enum):
+    """Whose forward pass is captured; each is resolved on its own (spec 2.1)."""
+
+    TARGET = "target"
+    DRAFT_PREFILL = "draft prefill"
+    DRAFT_DECODE = "draft decode"
+
+
+@dataclass(frozen=True)
+class WantedModes:
+    """What the flags ask for, by role."""
+
+    target: CUDAGraphMode
+    draft_prefill: CUDAGraphMode
+    draft_decode: CUDAGraphMode
+
+
+@dataclass(frozen=True)
+class ModeDecision:
+    """What a role gets. `uniform_token_counts` are the query lengths that run as FULL decodes."""
+
+    mode: CUDAGraphMode
+    uniform_token_counts: tuple[int, ...]
+    reason: str = ""  # why it is less than what was wanted; "" = granted
+
+
+# --- capture sizes --------------------------------------------------------------------------------
+
+
+def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
+    """1, 2, 4, every 8 to 32, every 16 to 512, every 128 to 1,024, or to `max_num_tokens` and that
+    itself; ascending.
+
+    Kernels take rows by 16, 32 or 64, or by 16s beyond: closer sizes would save little time, and
+    with drafts each is captured up to five times. The widest are those of many requests that verify
+    drafts: without a graph they wait for hundreds of launches.
+    """
+    largest = min(max_num_tokens, DEFAULT_MAX_CAPTURE_SIZE)
+    close = range(48, _MOST_CLOSE + 1, 16)
+    sizes = [1, 2, 4, *range(8, 33, 8), *close, *range(_MOST_CLOSE + 128, largest, 128)]
+    return (*(size for size in sizes if size < largest), largest)
+
+
+def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
+    """Sizes of mixed batches: the user's, else fewer than for uniform ones.
+
+    A mixed batch is cut at every layer, so each size costs a graph a layer, and padding costs it
+    little: up to some 256 tokens its time is that of reading the weights.
+    """
+    if wanted is not None:
+        return capture_sizes(wanted, max_num_tokens)
+    sizes = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *range(256, _MOST_CLOSE + 1, 64))
+    return tuple(size for size in sizes if size <= max_num_tokens)
+
+
+def capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
+    """The token counts to capture: the user's, checked, or the default ones; ascending."""
+    if wanted is None:
+        return default_capture_sizes(max_num_tokens)
+    for size in wanted:
+        if not 1 <= size <= max_num_tokens:
+            raise GraphConfigError(
+                f"--cudagraph-capture-sizes holds {size}, but a step has 1 to {max_num_tokens} "
+                "tokens (--max-num-batched-tokens)"
+            )
+    return tuple(sorted(set(wanted)))
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def uniform_descriptors(
+    sizes: Iterable[int], uniform_token_count: int, max_num_reqs: int, max_num_tokens: int
+) -> list[BatchExecutionDescriptor]:
+    """FULL descriptors of one query length: M* = N* x L always, so sizes are multiples of L."""
+    length = uniform_token_count
+    limit = min(max_num_reqs * length, max_num_tokens)
+    counts = sorted({_round_up(size, length) for size in sizes})
+    fitting = [count for count in counts if count <= limit]
+    # The largest decode batch must have a graph although no listed size rounds to it exactly.
+    largest = limit // length * length
+    if counts and counts[-1] > largest > 0 and largest not in fitting:
+        fitting.append(largest)
+    return [
+        BatchExecutionDescriptor(CUDAGraphMode.FULL, count, count // length, length)
+        for count in fitting
+    ]
+
+
+def mixed_descriptors(
+    sizes: Iterable[int],
+    mode: CUDAGraphMode,
+    alignment: int,
+    max_num_reqs: int,
+    max_num_tokens: int,
+) -> list[BatchExecutionDescriptor]:
+    """Descriptors of any batch. PIECEWISE pads no requests: its attention runs on real rows."""
+    counts = {_round_up(size, alignment) for size in sizes}
+    counts = {count if count <= max_num_tokens else max_num_tokens for count in counts}
+    return [
+        BatchExecutionDescriptor(
+            mode, count, min(count, max_num_reqs) if mode is CUDAGraphMode.FULL else None
+        )
+        for count in sorted(counts)
+    ]
+
+
+def descriptors(
+    mode: CUDAGraphMode,
+    uniform_token_counts: Sequence[int],
+    sizes: Sequence[int],
+    max_num_reqs: int,
+    max_num_tokens: int,
+    mixed_sizes: Sequence[int] | None = None,  # None: `sizes`
+) -> list[BatchExecutionDescriptor]:
+    """All descriptors to capture, in capture order: PIECEWISE before FULL, largest first."""
+    found: set[BatchExecutionDescriptor] = set()
+    if mode.decode_mode() is CUDAGraphMode.FULL and mode.separate_routine():
+        for length in uniform_token_counts:
+            of_length = uniform_descriptors(sizes, length, max_num_reqs, max_num_tokens)
+            is_chosen = len(uniform_token_counts) > 2 and length > min(uniform_token_counts)
+            found.update(thinned(of_length) if is_chosen else of_length)
+    if (mixed := mode.mixed_mode()) is not CUDAGraphMode.NONE:
+        alignment = max(uniform_token_counts, default=1)
+        own = sizes if mixed_sizes is None else mixed_sizes
+        found.update(mixed_descriptors(own, mixed, alignment, max_num_reqs, max_num_tokens))
+    return sorted(found, key=_capture_order)
+
+
+def thinned(descs: list[BatchExecutionDescriptor]) -> list[BatchExecutionDescriptor]:
+    """About two sizes for each doubling, and the largest: lengths that only a controller chooses
+    need not fit as closely as they would cost in memory and start-up."""
+    kept, last = [], 0
+    for desc in descs[:-1]:
+        requests = desc.num_reqs or 0
+        if requests >= last * 4 / 3:
+            kept.append(desc)
+            last = requests
+    return [*kept, *descs[-1:]]
+
+
+def _capture_order(desc: BatchExecutionDescriptor) -> tuple[int, int, int]:
+    return (desc.mode is CUDAGraphMode.FULL, -desc.num_tokens, desc.uniform_token_count or 0)
+
+
+# --- dispatch -------------------------------------------------------------------------------------
+
+
+def eager_descriptor(
+    num_tokens: int, num_reqs: int, uniform_token_count: int | None
+) -> BatchExecutionDescriptor:
+    """The descriptor of a batch that runs without a graph: nothing is padded."""
+    return BatchExecutionDescriptor(CUDAGraphMode.NONE, num_tokens, num_reqs, uniform_token_count)
+
+
+def dispatch(
+    captured: Iterable[BatchExecutionDescriptor],
+    num_tokens: int,
+    num_reqs: int,
+    uniform_token_count: int | None,
+    best: CUDAGraphMode = CUDAGraphMode.FULL,
+) -> BatchExecutionDescriptor:
+    """The captured descriptor that serves a batch at least cost, or an eager one.
+
+    Looks through all sizes upwards, not at one: FULL before PIECEWISE, then the smallest padded
+    size, then a promise of uniform length before none. `best` caps the mode (data parallel: the
+    worst rank decides).
+    """
+    fitting = [
+        desc
+        for desc in captured
+        if desc.mode.value <= best.value and desc.serves(num_tokens, num_reqs, uniform_token_count)
+    ]
+    if num_tokens == 0 or not fitting:
+        return eager_descriptor(num_tokens, num_reqs, uniform_token_count)
+    return min(
+        fitting,
+        key=lambda desc: (
+            desc.mode is not CUDAGraphMode.FULL,
+            desc.num_tokens,
+            desc.uniform_token_count is None,
+        ),
+    )
+
+
+# --- modes ----------------------------------------------------------------------------------------
+
+
+def wanted_modes(config: GraphConfig, device_type: str) -> WantedModes:
+    """What `--cudagraph-mode` and `--enforce-eager` ask for on this kind of device."""
+    none = CUDAGraphMode.NONE
+    if config.enforce_eager or device_type != "cuda" or config.cudagraph_mode == "none":
+        return WantedModes(none, none, none)
+    if config.cudagraph_mode == "auto":
+        wanted = CUDAGraphMode.FULL_AND_PIECEWISE
+    else:
+        wanted = CUDAGraphMode[config.cudagraph_mode.upper()]
+    # One token per request gains little from pieces and pads otherwise (#39773).
+    full = wanted.decode_mode() is CUDAGraphMode.FULL
+    return WantedModes(wanted, wanted, CUDAGraphMode.FULL_DECODE_ONLY if full else none)
+
+
+def supports_uniform(support: AttentionCGSupport, uniform_token_count: int) -> bool:
+    """True if a back end with this claim can run uniform batches of that length in a graph."""
+    if uniform_token_count == 1:
+        return support >= AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    return support >= AttentionCGSupport.UNIFORM_BATCH
+
+
+def resolve_mode(
+    wanted: CUDAGraphMode,
+    support: AttentionCGSupport,
+    role: GraphRole,
+    uniform_token_counts: Sequence[int],
+    can_split: bool = True,
+) -> ModeDecision:
+    """What a role gets of `wanted`, given the least claim over its KV groups (table of spec 2.1).
+
+    `can_split`: the model runs all attention through `AttentionState.attend`, so graphs can be cut.
+    Draft prefills are replayed whole, so they never are.
+    """
+    if role is GraphRole.DRAFT_DECODE:
+        return _resolve_draft_decode(wanted, support)
+    can_split = can_split and role is not GraphRole.DRAFT_PREFILL  # it runs whole or eagerly
+    lengths = tuple(sorted(set(uniform_token_counts)))
+    pieces = CUDAGraphMode.PIECEWISE if can_split else CUDAGraphMode.NONE
+    mode, reasons = wanted, []
+    if not can_split and mode.mixed_mode() is CUDAGraphMode.PIECEWISE:
+        full = mode.decode_mode() is CUDAGraphMode.FULL
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+        reasons.append("the model cannot be cut at attention")
+    if mode.mixed_mode() is CUDAGraphMode.FULL and support < AttentionCGSupport.ALWAYS:
+        if support is AttentionCGSupport.NEVER:
+            raise GraphConfigError(
+                f"--cudagraph-mode full: the attention back end of the {role.value} can never run "
+                "inside a graph; use piecewise or none"
+            )
+        mode = CUDAGraphMode.FULL_AND_PIECEWISE if can_split else CUDAGraphMode.FULL_DECODE_ONLY
+        reasons.append(f"attention claims {support.name}, so mixed batches run {pieces.name}")
+    if mode.decode_mode() is CUDAGraphMode.FULL and mode.separate_routine():
+        allowed = tuple(length for length in lengths if supports_uniform(support, length))
+        if refused := [str(length) for length in lengths if length not in allowed]:
+            reasons.append(
+                f"attention claims {support.name}, so query length {', '.join(refused)} "
+                f"runs {pieces.name}"
+            )
+            # A pair keeps FULL for the lengths that are left; without any it is no pair any more.
+            if allowed and can_split:
+                mode = CUDAGraphMode.FULL_AND_PIECEWISE
+            elif not allowed:
+                mode = pieces
+            lengths = allowed
+    return ModeDecision(mode, lengths, "; ".join(reasons))
+
+
+def _resolve_draft_decode(wanted: CUDAGraphMode, support: AttentionCGSupport) -> ModeDecision:
+    if CUDAGraphMode.PIECEWISE in (wanted, wanted.decode_mode()):
+        raise GraphConfigError(
+            "draft decodes run as one whole graph or without graphs, never piecewise: "
+            "use full_decode_only or none for them"
+        )
+    if wanted.decode_mode() is CUDAGraphMode.NONE:
+        return ModeDecision(CUDAGraphMode.NONE, ())
+    if not supports_uniform(support, 1):
+        return ModeDecision(CUDAGraphMode.NONE, (), f"attention claims {support.name}")
+    return ModeDecision(CUDAGraphMode.FULL_DECODE_ONLY, (1,))

@@ -1,0 +1,378 @@
+"""`CudaGraphManager`: captures the graphs of one forward function at start-up and replays them.
+
+One manager a role (target, draft prefill, draft decode), one `GraphPool` for all of them. What is
+run is the forward function's affair, and with what attention metadata is the factory's.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from ..attention.base import AttentionState, AttentionStatePair
+from .capture import Graph, GraphPool, paused_garbage_collector
+from .dispatch import descriptors, dispatch, eager_descriptor
+from .piecewise import BreakableGraph
+
+logger = logging.getLogger(__name__)
+
+# Runs the model on the persistent step buffers. What it returns (tensors that outlive the replay,
+# or None) it must have copied to memory from outside the pool.
+ForwardFn = Callable[[AttentionState], Any]
+ProgressFn = Callable[[int, int, str], None]  # (done, total, detail)
+
+
+class CreateForwardFn(Protocol):
+    """Makes dummy inputs and *fresh* attention metadata for one descriptor, called twice for each.
+
+    With `warmup=True` the result is run eagerly, with `warmup=False` it is recorded. A FULL capture
+    bakes every Python number, so bounds such as max_seq_len must be the largest. In a PIECEWISE
+    function everything outside attention has token rows only: its requests are not padded.
+    """
+
+    def __call__(
+        self, desc: BatchExecutionDescriptor, warmup: bool
+    ) -> tuple[ForwardFn, AttentionState]: ...
+
+
+class GraphMismatch(RuntimeError):
+    """`--debug-compare-eager` found a replay that differs from the eager run."""
+
+    def __init__(self, name: str, desc: BatchExecutionDescriptor, error: float) -> None:
+        super().__init__(
+            f"graph of {name} {describe(desc)} differs from eager by {error:.2e} (relative)"
+        )
+        self.error = error
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What one manager captured."""
+
+    name: str
+    num_graphs: Mapping[str, int]  # by mode
+    largest: int  # token rows
+    seconds: float
+    memory_bytes: int
+
+    def line(self) -> str:
+        """One line for the start-up log."""
+        kinds = ", ".join(f"{count} {mode}" for mode, count in self.num_graphs.items()) or "none"
+        return (
+            f"{self.name} graphs: {kinds}, up to {self.largest} tokens, "
+            f"{self.seconds:.1f} s, {self.memory_bytes / 2**20:.0f} MiB"
+        )
+
+
+@dataclass
+class MemoryByPurpose:
+    """Device memory of the worker, by what it is for; printed at start-up."""
+
+    purposes: dict[str, int] = field(default_factory=dict)  # bytes
+
+    def add(self, purpose: str, num_bytes: int) -> None:
+        """Count `num_bytes` more for `purpose`."""
+        self.purposes[purpose] = self.purposes.get(purpose, 0) + num_bytes
+
+    def line(self) -> str:
+        """One line for the start-up log."""
+        parts = [f"{name} {size / 2**30:.2f} GiB" for name, size in self.purposes.items()]
+        return "memory: " + ", ".join(parts)
+
+
+def describe(desc: BatchExecutionDescriptor) -> str:
+    """`FULL 24 tokens (6 x 4)`, for logs and progress."""
+    uniform = desc.uniform_token_count
+    shape = f" ({desc.num_reqs} x {uniform})" if uniform else ""
+    return f"{desc.mode.name} {desc.num_tokens} tokens{shape}"
+
+
+class CudaGraphManager:
+    """The graphs of one forward function.
+
+    `wanted` are its descriptors in capture order (`graph_dispatch.descriptors`).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        wanted: Sequence[BatchExecutionDescriptor],
+        pool: GraphPool,
+        progress: ProgressFn | None = None,
+        debug_compare_eager: bool = False,
+        compare_tolerance: float = 2e-2,
+    ) -> None:
+        self.name = name
+        self.wanted = list(wanted)
+        self.report = CaptureReport(name, {}, 0, 0.0, 0)
+        self._pool = pool
+        self._progress = progress
+        self._debug_compare_eager = debug_compare_eager
+        self._compare_tolerance = compare_tolerance
+        self._full: dict[BatchExecutionDescriptor, Graph] = {}
+        self._pieces: dict[BatchExecutionDescriptor, BreakableGraph] = {}
+        self._outputs: dict[BatchExecutionDescriptor, list[Tensor]] = {}
+        # A plan computed by a graph lives in its captured state: kept as long as the graph. (A
+        # graph that gathers builds its state inside, and plans anew at each replay.)
+        self._states: dict[BatchExecutionDescriptor, AttentionStatePair] = {}
+        self._dispatched: dict[
+            tuple[int, int, int | None, CUDAGraphMode], BatchExecutionDescriptor
+        ] = {}
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        mode: CUDAGraphMode,
+        uniform_token_counts: Sequence[int],
+        sizes: Sequence[int],
+        max_num_reqs: int,
+        max_num_tokens: int,
+        pool: GraphPool,
+        progress: ProgressFn | None = None,
+        debug_compare_eager: bool = False,
+        mixed_sizes: Sequence[int] | None = None,
+    ) -> CudaGraphManager:
+        """A manager of all descriptors that `mode` asks for."""
+        wanted = descriptors(
+            mode, uniform_token_counts, sizes, max_num_reqs, max_num_tokens, mixed_sizes
+        )
+        return cls(name, wanted, pool, progress, debug_compare_eager)
+
+    # --- dispatch ---------------------------------------------------------------------------------
+
+    @property
+    def captured(self) -> list[BatchExecutionDescriptor]:
+        """Descriptors that can be replayed now."""
+        return [*self._pieces, *self._full]
+
+    def holds(self, desc: BatchExecutionDescriptor) -> bool:
+        """Whether `run_fullgraph` can replay this descriptor."""
+        return desc in self._full
+
+    def dispatch(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform_token_count: int | None,
+        best: CUDAGraphMode = CUDAGraphMode.FULL,
+    ) -> BatchExecutionDescriptor:
+        """How to run this batch; an eager descriptor before capture or where nothing fits."""
+        key = (num_tokens, num_reqs, uniform_token_count, best)
+        if not self._full and not self._pieces:
+            return eager_descriptor(num_tokens, num_reqs, uniform_token_count)
+        if key not in self._dispatched:
+            self._dispatched[key] = dispatch(self.captured, *key)
+        return self._dispatched[key]
+
+    # --- capture ----------------------------------------------------------------------------------
+
+    def capture(
+        self, create_forward_fn: CreateForwardFn
+    ) -> dict[BatchExecutionDescriptor, AttentionStatePair]:
+        """Warm up and capture every descriptor, PIECEWISE before FULL and largest first.
+
+        Returns the two independent attention states of each; a drafter's prefill graphs take the
+        pair of the same descriptor and pick by `warmup`.
+        """
+        self.reset()
+        backend, start = self._pool.backend, time.monotonic()
+        used = backend.memory_used()
+        with paused_garbage_collector():
+            for index, desc in enumerate(self.wanted):
+                if self._progress is not None:
+                    self._progress(index, len(self.wanted), f"{self.name}: {describe(desc)}")
+                self._capture_one(desc, create_forward_fn)
+        if self._progress is not None and self.wanted:
+            self._progress(len(self.wanted), len(self.wanted), self.name)
+        counts: dict[str, int] = {}
+        for desc in self.wanted:
+            counts[desc.mode.name] = counts.get(desc.mode.name, 0) + 1
+        self.report = CaptureReport(
+            self.name,
+            counts,
+            max((desc.num_tokens for desc in self.wanted), default=0),
+            time.monotonic() - start,
+            max(0, backend.memory_used() - used),
+        )
+        return dict(self._states)
+
+    def _capture_one(
+        self, desc: BatchExecutionDescriptor, create_forward_fn: CreateForwardFn
+    ) -> None:
+        assert desc not in self._states, "its graph would be lost, and the pool's count be wrong"
+        backend = self._pool.backend
+        with backend.capturing():
+            # The warm-up compiles, autotunes and allocates; it also plans, so its state is used up.
+            warmup_fn, warmup_state = create_forward_fn(desc, warmup=True)
+            warmup_fn(warmup_state)
+            backend.synchronize()
+            forward, state = create_forward_fn(desc, warmup=False)
+            _assert_independent(warmup_state, state)
+            backend.synchronize()
+            if desc.mode is CUDAGraphMode.PIECEWISE:
+                pieces = BreakableGraph(self._pool)
+                result = pieces.record(forward, state)
+                self._pieces[desc] = pieces
+            else:
+                graph = backend.begin(self._pool.handle)
+                try:
+                    result = forward(state)
+                finally:
+                    backend.end(graph)
+                self._full[desc] = graph
+        self._pool.add_graphs(1)
+        self._states[desc] = AttentionStatePair(warmup_state, state)
+        if self._debug_compare_eager:
+            self._outputs[desc] = _tensors(result)
+
+    def profile_memory(self, create_forward_fn: CreateForwardFn, num_graphs: int = 2) -> int:
+        """Bytes that `capture` will need, from the first throw-away graphs of each mode.
+
+        Call inside `GraphPool.throw_away()`, which all managers share; leaves nothing captured. The
+        first graph of a mode pays for the pool, the ones after it show what each more costs.
+        """
+        backend, total = self._pool.backend, 0
+        for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
+            all_of_mode = [desc for desc in self.wanted if desc.mode is mode]
+            costs = []
+            with paused_garbage_collector():
+                for desc in all_of_mode[:num_graphs]:
+                    used = backend.memory_used()
+                    self._capture_one(desc, create_forward_fn)
+                    costs.append(max(0, backend.memory_used() - used))
+            if costs:
+                total += sum(costs) + costs[-1] * (len(all_of_mode) - len(costs))
+        self.reset()
+        return total
+
+    def reset(self) -> None:
+        """Drop every graph and state."""
+        num_graphs = len(self._full) + len(self._pieces)
+        for graph in self._full.values():
+            graph.reset()
+        for pieces in self._pieces.values():
+            pieces.reset()
+        for kept in (self._full, self._pieces, self._outputs, self._states, self._dispatched):
+            kept.clear()
+        if num_graphs:
+            self._pool.add_graphs(-num_graphs)
+
+    # --- replay -----------------------------------------------------------------------------------
+
+    def run_fullgraph(
+        self, desc: BatchExecutionDescriptor, eager: Callable[[], Any] | None = None
+    ) -> None:
+        """Replay a FULL graph. The builders have updated its buffers in place before (spec 2.5).
+
+        `eager` runs the same step without a graph, with a *fresh* attention state, into the same
+        outputs; it is called only under `debug_compare_eager`, and raises `GraphMismatch`.
+        """
+        self._full[desc].replay()
+        if self._debug_compare_eager and eager is not None:
+            self._compare(desc, eager)
+
+    def run_piecewise(
+        self,
+        desc: BatchExecutionDescriptor,
+        state: AttentionState,
+        num_tokens: int,
+        eager: Callable[[], Any] | None = None,
+    ) -> None:
+        """Replay; attention runs eagerly with this step's `state` on `num_tokens` rows."""
+        self._pieces[desc].replay(state, num_tokens)
+        if self._debug_compare_eager and eager is not None:
+            self._compare(desc, eager, num_tokens)
+
+    def _compare(
+        self,
+        desc: BatchExecutionDescriptor,
+        eager: Callable[[], Any],
+        num_rows: int | None = None,
+    ) -> None:
+        replayed = [output[:num_rows].clone() for output in self._outputs[desc]]
+        eager()
+        for output, before in zip(self._outputs[desc], replayed, strict=True):
+            if (error := relative_error(before, output[:num_rows])) > self._compare_tolerance:
+                raise GraphMismatch(self.name, desc, error)
+            output[:num_rows].copy_(before)  # the run goes on with what the graph computed
+
+
+class FreshPair:
+    """An `AttentionStatePair` of which each half is built, over new dummy inputs, when it is read.
+
+    Only the half that is needed costs a build.
+    """
+
+    def __init__(self, desc: BatchExecutionDescriptor, create: CreateForwardFn) -> None:
+        self._desc = desc
+        self._create = create
+
+    @property
+    def warmup(self) -> AttentionState:
+        """For the eager run."""
+        return self._create(self._desc, warmup=True)[1]
+
+    @property
+    def captured(self) -> AttentionState:
+        """For the recording."""
+        return self._create(self._desc, warmup=False)[1]
+
+
+class RebuiltStates(Mapping[BatchExecutionDescriptor, FreshPair]):
+    """The target's state pairs, built anew at every look-up: what a drafter's capture receives.
+
+    Saved pairs may be views of builder buffers that later builds overwrote (#48261), and a saved
+    capture state is planned on paper only (#44253).
+    """
+
+    def __init__(
+        self,
+        descs: Sequence[BatchExecutionDescriptor],
+        create_forward_fn: CreateForwardFn,  # the target's
+    ) -> None:
+        self._descs = list(descs)
+        self._create = create_forward_fn
+
+    def __getitem__(self, desc: BatchExecutionDescriptor) -> FreshPair:
+        if desc not in self._descs:
+            raise KeyError(desc)
+        return FreshPair(desc, self._create)
+
+    def __iter__(self) -> Iterator[BatchExecutionDescriptor]:
+        return iter(self._descs)
+
+    def __len__(self) -> int:
+        return len(self._descs)
+
+
+def relative_error(got: Tensor, expected: Tensor) -> float:
+    """|got - expected| / |expected| over all elements; infinite if `got` has a NaN of its own."""
+    got, expected = got.double(), expected.double()
+    both_nan = got.isnan() & expected.isnan()
+    difference = torch.where(both_nan, 0.0, got - expected)
+    if not bool(difference.isfinite().all()):
+        return float("inf")
+    norm = torch.where(both_nan, 0.0, expected).norm()
+    return float(difference.norm() / norm.clamp_min(1e-12))
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, Tensor)]
+
+
+def _assert_independent(warmup: AttentionState, captured: AttentionState) -> None:
+    """A shared metadata object would be planned already when its capture begins (#42444)."""
+    assert warmup is not captured, "warm-up and capture share one attention state"
+    shared = {id(metadata) for metadata in warmup.metadata} & {
+        id(metadata) for metadata in captured.metadata
+    }
+    assert not shared, "warm-up and capture share attention metadata"

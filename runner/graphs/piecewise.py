@@ -1,0 +1,128 @@
+"""Graphs cut at attention (PIECEWISE): graph, attention, graph, attention, ..., graph.
+
+The model is recorded with a `BreakableState` in place of its `AttentionState`; every `attend` ends
+one segment and begins the next. Attention itself is neither recorded nor run at capture: at replay
+it runs eagerly with the step's own metadata, on real rows only (#36626).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..attention.base import AttentionState, Rotary
+from .capture import Graph, GraphPool
+
+
+@dataclass(frozen=True)
+class _AttentionCut:
+    """One eager attention call between two segments; tensors have the padded number of rows."""
+
+    layer_id: int
+    query: Tensor  # [M*, num_heads, head_dim]
+    key: Tensor | None  # [M*, num_kv_heads, head_dim]
+    value: Tensor | None  # [M*, num_kv_heads, head_dim_v]
+    output: Tensor  # [M*, num_heads, head_dim_v], the next segment has baked this address
+
+    def run(self, state: AttentionState, num_tokens: int) -> None:
+        key = None if self.key is None else self.key[:num_tokens]
+        value = None if self.value is None else self.value[:num_tokens]
+        result = state.attend(self.layer_id, self.query[:num_tokens], key, value)
+        self.output[:num_tokens].copy_(result)
+        # What a longer batch left in the padded rows may be NaN by now, and MoE would spread it.
+        self.output[num_tokens:].zero_()
+
+
+class BreakableGraph:
+    """The segments of one descriptor and the attention calls between them."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self._pool = pool
+        self._steps: list[Graph | _AttentionCut] = []
+        self._open: Graph | None = None
+
+    def record(self, forward: Callable[[AttentionState], Any], state: AttentionState) -> Any:
+        """Record `forward`; returns what it returned. `state` gives shapes and is not attended."""
+        self._begin()
+        try:
+            return forward(
+                BreakableState(
+                    state.metadata, state.layers, state.group_of_layer, state.kv_caches, self
+                )
+            )
+        finally:
+            self._end()
+
+    def cut(
+        self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None, width: int
+    ) -> Tensor:
+        """End the segment, note the attention call, begin the next; returns attention's output."""
+        # Allocated inside the segment: pool memory whose address the next segment may bake.
+        output = query.new_empty(query.shape[0], query.shape[1], width)
+        self._end()
+        borrow = self._pool.backend.borrow
+        self._steps.append(
+            _AttentionCut(
+                layer_id,
+                borrow(query),
+                None if key is None else borrow(key),
+                None if value is None else borrow(value),
+                borrow(output),
+            )
+        )
+        self._begin()
+        return output
+
+    def replay(self, state: AttentionState, num_tokens: int) -> None:
+        """Run all pieces; `state` is the step's own, `num_tokens` [of M*] its rows."""
+        for step in self._steps:
+            if isinstance(step, _AttentionCut):
+                step.run(state, num_tokens)
+            else:
+                step.replay()
+
+    def reset(self) -> None:
+        """Give the segments' memory back."""
+        for step in self._steps:
+            if not isinstance(step, _AttentionCut):
+                step.reset()
+        self._steps.clear()
+
+    def _begin(self) -> None:
+        self._open = self._pool.backend.begin(self._pool.handle)
+
+    def _end(self) -> None:
+        assert self._open is not None
+        graph, self._open = self._open, None
+        self._pool.backend.end(graph)
+        self._steps.append(graph)
+
+
+@dataclass(frozen=True)
+class BreakableState(AttentionState):
+    """An `AttentionState` whose `attend` cuts the graph that is being recorded."""
+
+    graph: BreakableGraph
+
+    def attend(
+        self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None
+    ) -> Tensor:
+        layer = self.layers[layer_id]
+        width = layer.head_dim if layer.head_dim_v is None else layer.head_dim_v
+        return self.graph.cut(layer_id, query, key, value, width)
+
+    def rotate_and_attend(
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        rotary: Rotary,
+    ) -> Tensor:
+        # belongs to the segment before the cut
+        dtype = self.kv_caches[layer_id].dtype
+        query, key, value = rotary.prepare(query, key, value, dtype)
+        return self.attend(layer_id, query, key, value)

@@ -1,0 +1,37 @@
+"""The settings that all graph managers of one device share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...configs.schema import GraphConfig
+from .capture import GraphPool
+from .dispatch import capture_sizes, mixed_capture_sizes
+from .manager import ProgressFn
+
+
+@dataclass(frozen=True)
+class GraphSettings:
+    """What every graph manager of this device shares."""
+
+    pool: GraphPool
+    sizes: tuple[int, ...]
+    debug_compare_eager: bool = False
+    progress: ProgressFn | None = None
+    mixed_sizes: tuple[int, ...] | None = None  # of mixed batches; None = `sizes`
+    draft_loop: bool = True  # all draft decodes of a step in one graph, where that can be
+
+    @classmethod
+    def create(
+        cls, config: GraphConfig, pool: GraphPool, max_num_tokens: int, progress: ProgressFn
+    ) -> GraphSettings:
+        """As configured, for steps of up to so many tokens."""
+        listed = config.cudagraph_capture_sizes
+        return cls(
+            pool,
+            capture_sizes(listed, max_num_tokens),
+            config.debug_compare_eager,
+            progress,
+            mixed_capture_sizes(listed, max_num_tokens),
+            config.cudagraph_draft_loop,
+        )

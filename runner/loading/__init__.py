@@ -1,0 +1,1 @@
+"""Finds model files and reads configs and weights from them."""

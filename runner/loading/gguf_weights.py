@@ -1,0 +1,269 @@
+"""Reads GGUF files: the config from metadata, weights dequantised and under the names of
+transformers' checkpoints. Knows nothing about models."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
+from gguf.constants import GGML_QUANT_SIZES
+from gguf.quants import dequantize
+from torch import Tensor
+
+from ...configs.model.model_config import (
+    GGUF_NUMBERS,
+    NotServed,
+    check_gguf_architecture,
+    check_numbers,
+    check_weights,
+    eos_token_ids,
+)
+from ..errors import ModelLoadError, first_line
+
+_BLOCK_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_MAY_LACK = ("num_key_value_heads", "head_dim", "rope_theta")  # numbers that have defaults
+_LONG_ARRAY = 1024  # longer ones are vocabularies
+_PIECE = 8192  # quantised blocks turned to numbers at once
+_ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, stored as its outcome
+
+
+class _Reader(GGUFReader):  # type: ignore[misc]
+    """A reader that steps over a vocabulary instead of making an array of each of its strings."""
+
+    def _get_field_parts(
+        self, orig_offs: int, raw_type: int
+    ) -> tuple[int, list[Any], list[int], list[Any]]:
+        if raw_type == GGUFValueType.ARRAY:
+            item_type, count = struct.unpack_from("<IQ", self.data, orig_offs)
+            if self.byte_order == "I" and count > _LONG_ARRAY:
+                end = orig_offs + 12
+                if item_type == GGUFValueType.STRING:
+                    for _ in range(count):
+                        end += 8 + struct.unpack_from("<Q", self.data, end)[0]
+                else:
+                    end += count * np.dtype(self.gguf_scalar_to_np[item_type]).itemsize
+                return end - orig_offs, [], [], [GGUFValueType.ARRAY, GGUFValueType(item_type)]
+        parts: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(
+            orig_offs, raw_type
+        )
+        return parts
+
+
+class GGUFFile:
+    """One open GGUF file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._reader = _Reader(path)
+        except Exception as error:  # the package reads what it finds as it comes
+            reason = first_line(error).rstrip(".") or "its header makes no sense"
+            raise ModelLoadError(f"{path} is not a readable GGUF file: {reason}.") from error
+        self.architecture = str(self._value("general.architecture"))
+        self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
+        self.names = [_checkpoint_name(name) for name in self._tensors if name != _ROPE_DIVISORS]
+
+    def _value(self, key: str, default: Any = None) -> Any:
+        field = self._reader.get_field(key)
+        try:
+            return default if field is None else field.contents()
+        except (ValueError, LookupError, TypeError) as error:
+            raise ModelLoadError(f"{self.path} cannot be served: its {key!r} is odd.") from error
+
+    def _setting(self, key: str, default: Any = None) -> Any:
+        return self._value(f"{self.architecture}.{key}", default)
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """End-of-sequence and end-of-turn ids, without repeats."""
+        keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
+        ids = [self._value(key) for key in keys]
+        try:
+            return list(dict.fromkeys(eos_token_ids([i for i in ids if i is not None], "it")))
+        except NotServed as error:
+            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
+
+    def config(self) -> dict[str, Any]:
+        """What config.json would say."""
+        try:
+            model_type = check_gguf_architecture(self.architecture)
+        except NotServed as error:
+            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
+        numbers = {name: self._setting(key) for name, key in GGUF_NUMBERS.items()}
+        numbers["rope_parameters"] = {"factor": self._setting("rope.scaling.factor")}
+        table = self._tensors.get("token_embd.weight")
+        try:
+            check_numbers(numbers)
+            missing = [n for n in GGUF_NUMBERS if numbers[n] is None and n not in _MAY_LACK]
+            if missing:
+                raise NotServed(f"its header has no {GGUF_NUMBERS[missing[0]]}.")
+            if table is None or len(table.shape) != 2:
+                raise NotServed("its tensor token_embd.weight is missing or no matrix.")
+            check_weights(numbers, len(self._tensors), self.path.stat().st_size)
+        except NotServed as error:
+            raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
+        num_heads, hidden = int(numbers["num_attention_heads"]), int(numbers["hidden_size"])
+        eos = self.eos_token_ids
+        config: dict[str, Any] = {
+            "model_type": model_type,
+            "vocab_size": int(table.shape[1]),
+            "hidden_size": hidden,
+            "intermediate_size": int(self._setting("feed_forward_length")),
+            "num_hidden_layers": int(self._setting("block_count")),
+            "num_attention_heads": num_heads,
+            "num_key_value_heads": int(self._setting("attention.head_count_kv", num_heads)),
+            "head_dim": int(self._setting("attention.key_length", hidden // num_heads)),
+            "max_position_embeddings": int(self._setting("context_length")),
+            "rms_norm_eps": float(self._setting("attention.layer_norm_rms_epsilon")),
+            "tie_word_embeddings": "output.weight" not in self._tensors,
+            "attention_bias": "blk.0.attn_q.bias" in self._tensors,
+            "bos_token_id": self._value("tokenizer.ggml.bos_token_id"),
+            "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+            "rope_parameters": self._rope(),
+        }
+        window = self._setting("attention.sliding_window")
+        if window:
+            config["sliding_window"] = int(window)
+            if self.architecture == "llama":
+                config["model_type"] = "mistral"
+        elif config["model_type"] == "mistral":
+            config["sliding_window"] = None
+        return config
+
+    def _rope(self) -> dict[str, Any]:
+        rope: dict[str, Any] = {
+            "rope_type": "default",
+            "rope_theta": float(self._setting("rope.freq_base", 10000.0)),
+        }
+        if _ROPE_DIVISORS in self._tensors:
+            divisors = _dequantised(self._tensors[_ROPE_DIVISORS], _ROPE_DIVISORS)
+            return rope | {"rope_type": "divisors", "divisors": divisors.tolist()}
+        scaling = self._setting("rope.scaling.type", "none")
+        if scaling in ("linear", "yarn"):
+            factor = float(self._setting("rope.scaling.factor", 1.0))
+            rope |= {"rope_type": scaling, "factor": factor}
+        original = self._setting("rope.scaling.original_context_length")
+        if scaling == "yarn" and original is not None:
+            rope["original_max_position_embeddings"] = int(original)
+        return rope
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every weight in the file, quantised as it is."""
+        return {
+            _checkpoint_name(name): int(stored.n_bytes)
+            for name, stored in self._tensors.items()
+            if name != _ROPE_DIVISORS
+        }
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name in transformers' form, fp32 tensor) of every weight."""
+        # llama.cpp's converter reorders rotary pairs of this architecture; the others keep theirs
+        heads: dict[str, int] = {}
+        if self.architecture in ("llama", "mistral"):
+            num_heads = int(self._setting("attention.head_count"))
+            num_kv_heads = int(self._setting("attention.head_count_kv", num_heads))
+            heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
+        for name, stored in self._tensors.items():
+            if name == _ROPE_DIVISORS:
+                continue
+            tensor = _dequantised(stored, name)
+            kind = name.split(".")[2] if name.startswith("blk.") else ""
+            if kind in heads:
+                tensor = _split_rotary_pairs(tensor, heads[kind])
+            yield _checkpoint_name(name), tensor
+
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, but meta tensors: reads headers only."""
+        for name, stored in self._tensors.items():
+            if name != _ROPE_DIVISORS:
+                yield _checkpoint_name(name), torch.empty(_shape(stored), device="meta")
+
+
+def _shape(stored: Any) -> tuple[int, ...]:
+    return tuple(int(size) for size in reversed(stored.shape))
+
+
+def _dequantised(stored: Any, name: str) -> Tensor:
+    """The tensor in fp32."""
+    shape, data = _shape(stored), stored.data
+    if stored.tensor_type in _FAST:
+        blocks, per_block = _FAST[stored.tensor_type]
+        out = torch.empty(shape)
+        rows = data.reshape(-1, GGML_QUANT_SIZES[stored.tensor_type][1])
+        into = out.view(-1, per_block)
+        # in pieces, so that what lies between stays in the CPU's cache
+        for start in range(0, len(rows), _PIECE):
+            piece = slice(start, start + _PIECE)
+            # a copy, as torch takes no read-only memory
+            blocks(torch.from_numpy(rows[piece].copy()), into[piece])
+        return out
+    if data.dtype == np.uint8 and data.ndim == 2:
+        # quantised blocks follow one another, so rows may be joined: `dequantize` works on 16 rows
+        # at a time, which is slow when they are short
+        joined = math.gcd(data.shape[0], 64)
+        data = data.reshape(data.shape[0] // joined, -1)
+    try:
+        values = dequantize(data, stored.tensor_type)
+    except NotImplementedError as error:
+        raise ModelLoadError(
+            f"tensor {name} has the quantisation {stored.tensor_type.name}, which is not supported."
+        ) from error
+    values = values if values.flags.writeable else values.copy()
+    return torch.from_numpy(values).view(shape)
+
+
+def _q4_1(blocks: Tensor, out: Tensor) -> None:
+    """[n, 20] bytes (fp16 scale, fp16 minimum, 32 nibbles: first the low ones) -> [n, 32] fp32."""
+    scales = blocks[:, :4].contiguous().view(torch.float16).float()
+    nibbles = blocks[:, 4:]
+    out[:, :16] = nibbles & 15
+    out[:, 16:] = nibbles >> 4
+    out.mul_(scales[:, :1]).add_(scales[:, 1:])
+
+
+def _q8_0(blocks: Tensor, out: Tensor) -> None:
+    """[n, 34] bytes (fp16 scale, 32 int8) -> [n, 32] fp32."""
+    out.copy_(blocks[:, 2:].view(torch.int8))
+    out.mul_(blocks[:, :2].contiguous().view(torch.float16).float())
+
+
+# The forms of the default model. The gguf package's NumPy takes ten times as long.
+_FAST: dict[GGMLQuantizationType, tuple[Callable[[Tensor, Tensor], None], int]] = {
+    GGMLQuantizationType.Q4_1: (_q4_1, 32),
+    GGMLQuantizationType.Q8_0: (_q8_0, 32),
+}
+
+
+def _split_rotary_pairs(tensor: Tensor, num_heads: int) -> Tensor:
+    """Undo the interleaving of rotary pairs: rows (2i, 2i + 1) of a head become (i, i + D / 2)."""
+    return tensor.reshape(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _checkpoint_name(name: str) -> str:
+    """transformers' name of a GGUF tensor; unknown names stay, for the loader to report."""
+    stem, _, suffix = name.rpartition(".")
+    if stem in _TOP_NAMES:
+        return f"{_TOP_NAMES[stem]}.{suffix}"
+    parts = stem.split(".")
+    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
+        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{suffix}"
+    return name

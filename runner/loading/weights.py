@@ -1,0 +1,347 @@
+"""Finds a model (folder, .gguf file, hub id), reads its config, fills a model with its weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ...configs.model.model_config import (
+    NotServed,
+    check_numbers,
+    check_quantisation,
+    eos_token_ids,
+    merged,
+    served_architecture,
+    text_config,
+)
+from ...configs.schema import ModelConfig
+from ..errors import ModelLoadError
+from ..models.base import TextModel
+from ..models.layers import CheckpointSlot
+from .hub import find_model
+from .plain_config import plain_config
+
+Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
+_LOADERS = 2  # threads that bring tensors to their places; packing on a CPU is one thread's work
+_MAX_PENDING_BYTES = 256 << 20  # of tensors that were read and wait for a loader
+_PLAIN_WINDOW = ("llama", "mistral")  # model types without rules about which layers have a window
+_MAX_NAMED = 5  # tensor names in one error
+
+
+class Checkpoint(Protocol):
+    """Stored weights under the names of transformers' checkpoints."""
+
+    names: list[str]
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes that each of the tensors takes in the files; reads headers only."""
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+        """As `tensors`, in any order, but meta tensors: reads headers only."""
+
+
+class _Outlines:
+    """Another checkpoint, of which only names, shapes and types are read."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.names, self.outlines = list(checkpoint.names), checkpoint.outlines
+
+    def sizes(self) -> dict[str, int]:
+        return dict.fromkeys(self.names, 0)  # nothing is read
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        wanted = set(self.names)
+        return ((name, tensor) for name, tensor in self.outlines() if name in wanted)
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model that was found. `kind` is "safetensors", "gguf" or "dummy"."""
+
+    path: Path  # folder, or the .gguf file
+    kind: str
+    hf_config: Any  # a transformers config, or its like
+    eos_token_ids: list[int] = field(default_factory=list)
+    seed: int = 0  # of dummy weights
+    opened: Checkpoint | None = None  # a checkpoint that finding the config has opened
+
+    @property
+    def text_config(self) -> Any:
+        """The language part of `hf_config`."""
+        return getattr(self.hf_config, "text_config", None) or self.hf_config
+
+    @property
+    def checkpoint_dtype(self) -> object:
+        """The dtype the config names, or None."""
+        return getattr(self.text_config, "dtype", None) or getattr(self.hf_config, "dtype", None)
+
+
+def resolve_model(
+    config: ModelConfig, check_architecture: bool = True, downloading: Progress | None = None
+) -> ResolvedModel:
+    """Find the model and read its config; ModelLoadError, one sentence, if that fails.
+
+    `downloading` is called with the bytes of a download. A config that cannot be served is refused
+    before its weights are downloaded.
+    """
+
+    def read_config(folder: Path) -> Any:
+        raw = merged(_read_json(folder / "config.json"), _overrides(config))
+        return make_hf_config(raw, str(folder), check_architecture)
+
+    path = find_model(config, read_config, downloading)
+    if path.suffix == ".gguf":
+        return _resolve_gguf(path, config)
+    hf_config = read_config(path)
+    generation = path / "generation_config.json"
+    eos = _read_json(generation).get("eos_token_id") if generation.exists() else None
+    if eos is None:
+        eos = getattr(hf_config, "eos_token_id", None)
+    try:
+        eos_ids = eos_token_ids(eos, str(path))
+    except NotServed as error:
+        raise ModelLoadError(f"{path} cannot be served: {error}") from error
+    kind = "dummy" if config.load_format == "dummy" else "safetensors"
+    return ResolvedModel(path, kind, hf_config, eos_ids, config.seed)
+
+
+def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
+    from .gguf_weights import GGUFFile
+
+    file = GGUFFile(path)
+    raw = file.config()
+    rope = raw.pop("rope_parameters")
+    # transformers does not know all our rope types, so they are set past its validation
+    standard = rope if rope["rope_type"] != "divisors" else None
+    overrides = _overrides(config)
+    if not overrides and (raw["model_type"] in _PLAIN_WINDOW or "sliding_window" not in raw):
+        # The header states every value, and importing transformers would take two seconds.
+        hf_config: Any = SimpleNamespace(**raw, rope_parameters=rope)
+    else:
+        raw = merged(raw | ({"rope_parameters": standard} if standard else {}), overrides)
+        hf_config = make_hf_config(raw, str(path))
+        if standard is None:
+            hf_config.rope_parameters = rope
+    kind = "dummy" if config.load_format == "dummy" else "gguf"
+    return ResolvedModel(path, kind, hf_config, file.eos_token_ids, config.seed, file)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise ModelLoadError(f"{path.parent} has no {path.name}.") from error
+    except OSError as error:
+        raise ModelLoadError(f"{path} cannot be read: {error.strerror}.") from error
+    except RecursionError as error:
+        raise ModelLoadError(f"{path} is nested too deeply.") from error
+    except ValueError as error:
+        raise ModelLoadError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError(f"{path} is not a JSON object.")
+    return value
+
+
+def _overrides(config: ModelConfig) -> dict[str, Any]:
+    if not config.hf_overrides:
+        return {}
+    try:
+        value = json.loads(config.hf_overrides)
+    except ValueError as error:
+        raise ModelLoadError(f"--hf-overrides is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelLoadError("--hf-overrides must be a JSON object.")
+    return value
+
+
+def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = True) -> Any:
+    """The transformers config of a config.json's content, or its like (see `plain_config`);
+    ModelLoadError if it cannot be served."""
+    try:
+        if check_architecture:
+            served_architecture(raw)
+        check_quantisation(raw)
+        check_numbers(text_config(raw))
+    except NotServed as error:
+        raise ModelLoadError(f"{source} cannot be served: {error}") from error
+    if (plain := plain_config(raw, needs_eos=check_architecture)) is not None:
+        return plain
+    from transformers import CONFIG_MAPPING
+
+    model_type = raw.get("model_type")
+    if model_type is None:
+        raise ModelLoadError(f"the config of {source} names no model_type.")
+    if model_type not in CONFIG_MAPPING:
+        raise ModelLoadError(f"model_type {model_type!r} is not known to transformers.")
+    try:
+        hf_config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
+    except Exception as error:  # each config class validates in its own way
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise ModelLoadError(f"the config of {source} is not valid: {reason}.") from error
+    return hf_config
+
+
+# --- weights ----------------------------------------------------------------------------------
+
+
+def load_weights(
+    model: TextModel, resolved: ResolvedModel, progress: Progress | None = None
+) -> None:
+    """Fill `model`; every stored tensor is used once, ModelLoadError names those that are not."""
+    slots = model.checkpoint_slots()
+    if resolved.kind == "dummy":
+        load_random(slots, model.format.device, resolved.seed, progress)
+        return
+    checkpoint = open_checkpoint(resolved, model.format.device)
+    load_checkpoint(slots, checkpoint, model.checkpoint_name, str(resolved.path), progress)
+
+
+def open_checkpoint(resolved: ResolvedModel, device: torch.device | None = None) -> Checkpoint:
+    """The stored weights of a model that has some; `device`: where they are wanted."""
+    checkpoint = resolved.opened
+    if checkpoint is None:
+        from .safetensors_weights import SafetensorsCheckpoint
+
+        checkpoint = SafetensorsCheckpoint(resolved.path, resolved.hf_config, device)
+    return _Outlines(checkpoint) if device is not None and device.type == "meta" else checkpoint
+
+
+def load_checkpoint(
+    slots: Mapping[str, CheckpointSlot],
+    checkpoint: Checkpoint,
+    checkpoint_name: Callable[[str], str | None],
+    source: str,
+    progress: Progress | None = None,
+) -> None:
+    """Fill `slots`. `checkpoint_name` gives a stored tensor's slot, or None to leave it out."""
+    targets = match_names(slots, checkpoint.names, checkpoint_name, source)
+    sizes = checkpoint.sizes()
+    jobs: deque[tuple[Future[None], str, int]] = deque()  # and the bytes of its tensor
+    total = sum(sizes[name] for name, target in targets.items() if target is not None)
+    pending_bytes = done = 0
+    tell = progress or (lambda done, total: None)
+    tell(0, total)
+
+    def finish_oldest() -> None:
+        nonlocal pending_bytes, done
+        job, name, size = jobs.popleft()
+        job.result()
+        pending_bytes -= size
+        done += sizes[name]
+        tell(done, total)
+
+    with _one_thread_each(), ThreadPoolExecutor(_LOADERS, "load-weights") as loaders:
+        for name, tensor in checkpoint.tensors():
+            target = targets[name]
+            if target is None:
+                continue
+            slot = slots[target]
+            _check_shape(name, tensor, slot, source)
+            jobs.append((loaders.submit(_load, slot, tensor), name, tensor.nbytes))
+            pending_bytes += tensor.nbytes
+            while jobs and (pending_bytes > _MAX_PENDING_BYTES or jobs[0][0].done()):
+                finish_oldest()
+        while jobs:
+            finish_oldest()
+
+
+def match_names(
+    slots: Mapping[str, CheckpointSlot],
+    names: Sequence[str],
+    checkpoint_name: Callable[[str], str | None],
+    source: str,
+) -> dict[str, str | None]:
+    """The slot of each stored tensor; ModelLoadError unless every slot gets the tensor it needs."""
+    targets = {name: checkpoint_name(name) for name in names}
+    wanted = [target for target in targets.values() if target is not None]
+    _complain(
+        f"{source} has unexpected tensors", [n for n, t in targets.items() if t and t not in slots]
+    )
+    twice = [name for name, count in Counter(wanted).items() if count > 1]
+    _complain(f"{source} has several tensors for", twice)
+    given = set(wanted)
+    missing = [n for n, slot in slots.items() if not slot.optional and n not in given]
+    _complain(f"{source} lacks tensors", missing)
+    return targets
+
+
+def check_outlines(model: TextModel, resolved: ResolvedModel) -> None:
+    """ModelLoadError unless the checkpoint has the tensors of `model`; reads headers only."""
+    if resolved.kind == "dummy":
+        return
+    slots, checkpoint = model.checkpoint_slots(), open_checkpoint(resolved)
+    source = str(resolved.path)
+    targets = match_names(slots, checkpoint.names, model.checkpoint_name, source)
+    for name, tensor in checkpoint.outlines():
+        if (target := targets.get(name)) is not None:
+            _check_shape(name, tensor, slots[target], source)
+
+
+def _check_shape(name: str, tensor: Tensor, slot: CheckpointSlot, source: str) -> None:
+    if tuple(tensor.shape) != slot.shape:
+        raise ModelLoadError(
+            f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
+            f"asks for {list(slot.shape)}."
+        )
+
+
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Keep torch's operations from starting threads of their own in each of ours."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _load(slot: CheckpointSlot, tensor: Tensor) -> None:
+    with torch.no_grad():  # it is per thread
+        slot.load(tensor)
+
+
+def _complain(what: str, names: list[str]) -> None:
+    if names:
+        shown = ", ".join(sorted(names)[:_MAX_NAMED])
+        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+        raise ModelLoadError(f"{what}: {shown}{more}.")
+
+
+def load_random(
+    slots: Mapping[str, CheckpointSlot],
+    device: torch.device,
+    seed: int,
+    progress: Progress | None = None,
+    std: float = 0.02,
+) -> None:
+    """Fill `slots` with seeded noise, drawn on the device; norms get ones, biases zeros."""
+    has_memory = device.type != "meta"
+    generator = torch.Generator(device).manual_seed(seed) if has_memory else None
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    done, total = 0, sum(math.prod(slot.shape) for slot in slots.values()) * dtype.itemsize
+    tell = progress or (lambda done, total: None)
+    tell(0, total)
+    with torch.no_grad():
+        for slot in slots.values():
+            tensor = torch.empty(slot.shape, dtype=dtype, device=device)
+            if slot.init == "normal" and has_memory:
+                tensor.normal_(0, std, generator=generator)
+            else:
+                tensor.fill_(1.0 if slot.init == "ones" else 0.0)
+            slot.load(tensor)
+            done += tensor.nbytes
+            tell(done, total)

@@ -1,0 +1,101 @@
+"""Log probabilities of prompt tokens, from a prefill chunk's hidden states, in bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..batch.input_batch import InputBatch
+from ..batch.request_table import RequestTable
+from ..batch.step_output import PromptChunk, TokenLogprobTensors
+from ..scheduling.plan import ScheduledRow, StepPlan
+
+MAX_CHUNK_BYTES = 64 << 20  # float32 logits held at once
+
+
+def token_logprobs(
+    logits: Tensor,  # [P, V]
+    token_ids: Tensor,  # [P] int64
+    top: int,
+) -> TokenLogprobTensors:
+    """Log probability and rank of each token, and the `top` most likely alternatives."""
+    logprobs = logits.float().log_softmax(-1)
+    chosen = logprobs.gather(1, token_ids[:, None])  # [P, 1]
+    ranks = (logprobs > chosen).sum(1) + 1
+    top_logprobs, top_ids = logprobs.topk(min(top, logits.shape[1]), dim=1)
+    return TokenLogprobTensors(token_ids, chosen[:, 0], ranks, top_ids, top_logprobs)
+
+
+def concatenate(parts: list[TokenLogprobTensors]) -> TokenLogprobTensors:
+    """Rows of all parts, in order."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = zip(*(part.columns() for part in parts), strict=True)
+    return TokenLogprobTensors(*(torch.cat(column) for column in columns))
+
+
+@dataclass(frozen=True)
+class _Wish:
+    prompt_len: int
+    top: int
+
+
+class PromptLogprobs:
+    """Remembers which slots want prompt logprobs and computes them per prefill chunk."""
+
+    def __init__(self, compute_logits: Callable[[Tensor], Tensor], vocab_size: int) -> None:
+        self._compute_logits = compute_logits
+        self._chunk_rows = max(1, MAX_CHUNK_BYTES // (4 * vocab_size))
+        self._wishes: dict[int, _Wish] = {}  # slot -> what it wants
+
+    def update(self, plan: StepPlan) -> None:
+        """Follow the slots that `plan` frees and fills."""
+        for slot in plan.freed_slots:
+            self._wishes.pop(slot, None)
+        for new in plan.new_requests:
+            self._wishes.pop(new.slot, None)
+            if new.sampling.prompt_logprobs is not None:
+                self._wishes[new.slot] = _Wish(new.prompt_len, new.sampling.prompt_logprobs)
+
+    def compute(
+        self,
+        rows: list[ScheduledRow],
+        batch: InputBatch,
+        hidden_states: Tensor,  # [M*, H]
+        table: RequestTable,
+    ) -> list[PromptChunk]:
+        """One entry per row that computed prompt positions with a prompt token after them.
+
+        Must run before a drafter does: the hidden states may live in memory of a graph. During
+        prefill the host's `num_computed_tokens` is exact.
+        """
+        chunks: list[PromptChunk] = []
+        if not self._wishes:
+            return chunks
+        query_starts = batch.query_start_loc_cpu.tolist()
+        for index, row in enumerate(rows):
+            wish = self._wishes.get(row.slot)
+            if wish is None:
+                continue
+            start = row.num_computed_tokens
+            count = min(start + row.num_tokens, wish.prompt_len - 1) - start
+            if count > 0:
+                targets = table.all_token_ids[row.slot, start + 1 : start + 1 + count].long()
+                first = query_starts[index]
+                tensors = self._rows(hidden_states[first : first + count], targets, wish.top)
+                chunks.append(PromptChunk(index, wish.top, tensors))
+        return chunks
+
+    def _rows(self, hidden: Tensor, targets: Tensor, top: int) -> TokenLogprobTensors:
+        parts = [
+            token_logprobs(self._compute_logits(part), ids, top)
+            for part, ids in zip(
+                torch.split(hidden, self._chunk_rows),
+                torch.split(targets, self._chunk_rows),
+                strict=True,
+            )
+        ]
+        return concatenate(parts)

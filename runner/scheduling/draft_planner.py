@@ -1,0 +1,239 @@
+"""Tells each planned step how many drafts to make for the next one, and what the drafter may defer.
+
+It hands the controller what it needs to know of a step, and keeps count of the tokens that the
+drafter has not taken in. Host numbers only: nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from ...configs.schema import Config
+from ...speculators.draft_length.controller import DraftController
+from ...speculators.draft_length.step_costs import StepCosts
+from ...speculators.draft_length.watchdog import Watchdog
+from ..messages import StepStats
+from .plan import NewRequest, RowResult, ScheduledRow, StepPlan
+
+if TYPE_CHECKING:
+    from ...speculators.base import SpeculatorNeeds
+
+logger = logging.getLogger(__name__)
+
+_LOG_SECONDS = 10.0  # between two lines about K
+_LASTING_REASONS = ("gain", "no_gain", "unhealthy")
+
+
+class DraftPlanner:
+    """One engine's drafts. Arrays are indexed by slot."""
+
+    def __init__(
+        self,
+        controller: DraftController,
+        max_num_reqs: int,
+        max_deferred_tokens: int,
+        trims: bool,
+        clock: Callable[[], float] = time.perf_counter,
+        learns: bool = True,
+        may_defer: bool = True,
+    ) -> None:
+        """`trims`: rows that were scheduled for a draft but have none take no time. `learns`: K is
+        chosen by what drafts bring and take; a fixed one needs no such knowledge. Without
+        `may_defer` the drafter takes part in every step: other ranks' passes need it."""
+        self.controller = controller
+        self._max_deferred = max_deferred_tokens
+        self._defers = may_defer
+        self._trims = trims
+        self._clock = clock
+        self._learns = learns
+        self._deferred = [0] * max_num_reqs
+        self._was_deferred = False  # some of them may be above 0
+        self._since = [0] * max_num_reqs  # the step in which the slot's request entered
+        self._entered_at = 0  # the newest of them
+        self._landed_at: float | None = None  # when the step before landed; None = the engine slept
+        self._num_drafts = 0  # of the newest step with requests that decode
+        self._troubles: dict[str, int] = {}  # already told
+        self._logged = -1
+        self._log_at = float("-inf")
+
+    def complete(self, plan: StepPlan) -> int:
+        """Fill in what the plan says about drafts; returns K of the next step."""
+        for new in plan.new_requests:
+            self._enter(new, plan.step_id)
+        slots = [row.slot for row in plan.rows if not row.is_prefill]
+        choice = self.controller.choose(slots)
+        plan.num_drafts, plan.draft_reason = choice.num_drafts, choice.reason
+        if choice.limits is not None:
+            limits = dict(zip(slots, choice.limits, strict=True))
+            for row in plan.rows:
+                row.next_drafts = limits.get(row.slot)
+        plan.defers_drafter = self._may_defer(plan)
+        self._note_deferred(plan)
+        if slots:
+            self._log(plan, len(slots))
+            self._num_drafts = choice.num_drafts
+        return self._num_drafts  # requests that were not in this step keep their drafts
+
+    def _note_deferred(self, plan: StepPlan) -> None:
+        """Fill in how far the drafter is behind with each row; rows are made as not at all."""
+        defers = plan.defers_drafter and self._max_deferred > 0
+        if not defers and not self._was_deferred:
+            return
+        deferred = self._deferred
+        for row in plan.rows:
+            slot = row.slot
+            row.num_deferred = deferred[slot]
+            deferred[slot] = row.num_behind = row.num_deferred + row.num_tokens if defers else 0
+        self._was_deferred = defers or any(deferred)
+
+    def land(
+        self, plan: StepPlan, results: Sequence[RowResult], texts: Callable[[], list[Sequence[int]]]
+    ) -> None:
+        """Take in a step's results; `texts` gives the tokens of its requests."""
+        rows, results = self._sampling_rows(plan, results)
+        if not self._trims:  # a row without a draft is verified like one whose draft is wrong
+            counts = [row.num_draft_tokens for row in rows]
+        else:
+            counts = [result.num_draft_tokens for result in results]
+        accepted = [len(ids) - 1 if (ids := result.token_ids) else 0 for result in results]
+        self._watch(results, accepted, texts)
+        if not self._learns:
+            return
+        self.controller.observe([row.slot for row in rows], counts, accepted)
+        now = self._clock()
+        if self._landed_at is not None and len(rows) == len(plan.rows):
+            self._refine(plan, sum(counts), now - self._landed_at)
+        self._landed_at = now
+
+    def _sampling_rows(
+        self, plan: StepPlan, results: Sequence[RowResult]
+    ) -> tuple[Sequence[ScheduledRow], Sequence[RowResult]]:
+        """The rows that sample, of requests that still have their slot, and what they brought."""
+        assert len(plan.rows) == len(results)
+        since, step_id = self._since, plan.step_id
+        if self._entered_at <= step_id and not any([row.is_prefill for row in plan.rows]):
+            return plan.rows, results
+        chosen = [
+            (row, result)
+            for row, result in zip(plan.rows, results, strict=True)
+            if not row.is_prefill and since[row.slot] <= step_id
+        ]
+        return [row for row, _ in chosen], [result for _, result in chosen]
+
+    def tell(self, plan: StepPlan, stats: StepStats) -> None:
+        """Add to a step's statistics what was chosen in it, and how the drafter is."""
+        if any(not row.is_prefill for row in plan.rows):
+            stats.current_k, stats.k_reason = plan.num_drafts, plan.draft_reason
+        self.tell_health(stats)
+
+    def tell_health(self, stats: StepStats) -> None:
+        """Add how the drafter is."""
+        watchdog = self.controller.watchdog
+        if watchdog is not None:
+            stats.drafter_healthy = watchdog.is_healthy
+            for trouble, count in watchdog.num_troubles.items():
+                if new := count - self._troubles.get(trouble, 0):
+                    stats.drafter_troubles[trouble] = new
+            self._troubles = dict(watchdog.num_troubles)
+
+    def new_drafter(self) -> None:
+        """The drafter's weights are others from the next step on."""
+        self.controller.new_drafter()
+
+    def rest(self) -> None:
+        """The engine has nothing to do: the next step's time does not count from here."""
+        self._landed_at = None
+
+    def _enter(self, new: NewRequest, step_id: int) -> None:
+        sampling = new.sampling
+        cap = sampling.speculative_max_tokens if sampling.speculative_enabled else 0
+        self.controller.restart(new.slot, cap, greedy=sampling.temperature == 0)
+        self._deferred[new.slot], self._since[new.slot] = 0, step_id
+        self._entered_at = step_id
+
+    def _may_defer(self, plan: StepPlan) -> bool:
+        """Whether the drafter may leave this step for later: nothing is drafted after it, and what
+        it brings is known now: one token a row."""
+        if plan.num_drafts or not self._defers:
+            return False
+        if not self._max_deferred:
+            return True
+        deferred, most = self._deferred, self._max_deferred
+        return all([row.num_tokens == 1 and deferred[row.slot] < most for row in plan.rows])
+
+    def _watch(
+        self,
+        results: Sequence[RowResult],
+        accepted: Sequence[int],
+        texts: Callable[[], list[Sequence[int]]],
+    ) -> None:
+        watchdog = self.controller.watchdog
+        if watchdog is None:
+            return
+        # Rows without drafts accept none.
+        if num_drafted := sum([result.num_draft_tokens for result in results]):
+            new_texts = texts() if watchdog.wants_texts else ()
+            watchdog.observe(num_drafted, sum(accepted), new_texts)
+
+    def _refine(self, plan: StepPlan, num_drafts: int, seconds: float) -> None:
+        """A step of decode rows only; it lasted from the landing before to its own."""
+        num_reqs = len(plan.rows)
+        scheduled = [row.num_draft_tokens for row in plan.rows]
+        if sum([row.num_tokens for row in plan.rows]) == sum(scheduled) + num_reqs:
+            steady = plan.num_drafts if plan.num_drafts == max(scheduled) else None
+            self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, steady)
+
+    def _log(self, plan: StepPlan, num_reqs: int) -> None:
+        """One line when K has changed, unless there was one just now."""
+        assert plan.num_drafts is not None
+        if plan.num_drafts == self._logged or plan.draft_reason not in _LASTING_REASONS:
+            return
+        if (now := self._clock()) < self._log_at:
+            return
+        self._logged, self._log_at = plan.num_drafts, now + _LOG_SECONDS
+        logger.debug(
+            "speculation: K = %d with %d requests (%s)",
+            plan.num_drafts, num_reqs, plan.draft_reason,
+        )  # fmt: skip
+
+
+class DraftFacts(Protocol):
+    """What a model runner tells of its drafter and its steps."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def needs(self) -> SpeculatorNeeds: ...
+
+    @property
+    def step_seconds(self) -> Mapping[tuple[int, int], float]: ...
+
+
+def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
+    """What chooses K for a runner; None without a drafter."""
+    needs, spec = facts.needs, config.speculative
+    most, seats = needs.num_speculative_tokens, config.scheduler.max_num_seqs
+    if not most:
+        return None
+    counts = [most]
+    if spec.num_speculative_tokens is None:
+        counts = [count for count in spec.draft_counts if count < most] + counts
+    watched = spec.watchdog and needs.watched and spec.synthetic_acceptance_rates is None
+    trims = facts.device.startswith("cpu")
+    alone = config.parallel.data_parallel_size == 1
+    controller = DraftController(
+        counts,
+        seats,
+        # Among ranks a step's time is the others', too, and decides nothing alone.
+        StepCosts(facts.step_seconds, most, is_trusted=not (trims and alone)),
+        needs.per_request_drafts,
+        Watchdog(spec.method) if watched else None,
+    )
+    learns = len(counts) > 1
+    return DraftPlanner(
+        controller, seats, needs.max_deferred_tokens, trims, learns=learns, may_defer=alone
+    )

@@ -1,0 +1,130 @@
+"""What a row's result means for its request: which tokens it keeps, why it ends, how it is counted.
+
+Counting rule. A row that keeps t tokens counts as one verify row (it had real drafts) or one plain
+row, with t - 1 accepted drafts. When a stop cuts inside the accepted run, the last kept token was a
+draft but counts as the row's own token, and the accepted drafts after it do not count. So in every
+step, exactly: accepted + verify rows + plain rows = generated, and sum(accepted_per_pos) = accepted
+<= drafted. Drafted counts every real draft that was verified, cut or not: they were paid for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from ..grammars.grammar import GrammarMatcher
+from ..messages import RequestOutput, StepStats, TokenLogprobs
+from .plan import RowResult, ScheduledRow
+from .request import Request
+
+logger = logging.getLogger(__name__)
+
+
+class Verdict(msgspec.Struct, frozen=True, gc=False):
+    """What is kept of a row's tokens, and whether the request ends with them."""
+
+    num_kept: int
+    finish_reason: str | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
+    """Append emitted tokens up to the first that ends the request, advancing its grammar."""
+    known, matcher = request.token_ids, request.matcher
+    if (
+        matcher is None
+        and len(known) + len(token_ids) < request.max_total_len
+        and request.stops.isdisjoint(token_ids)
+    ):  # mostly
+        known += token_ids
+        return Verdict(len(token_ids))
+    for index, token_id in enumerate(token_ids):
+        if matcher is not None and not accepts(matcher, token_id):
+            error = f"Token {token_id} violates the request's grammar."
+            return Verdict(index, "error", error=error)
+        known.append(token_id)
+        # The sampler masks stop tokens before min_tokens; one that slips through does not count.
+        late = request.num_output_tokens > request.sampling.min_tokens
+        is_stop = token_id in request.stops and late
+        if is_stop or (matcher is not None and matcher.is_terminated):
+            return Verdict(index + 1, "stop", stop_token_id=token_id)
+        if len(known) >= request.max_total_len:
+            return Verdict(index + 1, "length")
+    return Verdict(len(token_ids))
+
+
+def accepts(matcher: GrammarMatcher, token_id: int) -> bool:
+    """Advance a grammar; a fault in it counts as a refusal, which ends its request alone."""
+    try:
+        return matcher.accept(token_id)
+    except Exception:
+        logger.exception("a grammar failed")
+        return False
+
+
+def make_output(request: Request, result: RowResult, verdict: Verdict) -> RequestOutput:
+    """The message for a row's kept tokens."""
+    kept, token_ids = verdict.num_kept, result.token_ids
+    if kept != len(token_ids):
+        token_ids = token_ids[:kept]
+    output = RequestOutput(request.request_id, token_ids)
+    if kept and result.num_draft_tokens:
+        output.num_draft_tokens = result.num_draft_tokens
+        output.num_accepted_tokens = kept - 1
+    if verdict.finish_reason is not None:
+        output.finish_reason = verdict.finish_reason
+        output.stop_token_id = verdict.stop_token_id
+        output.error = verdict.error
+    if result.logprobs is not None:
+        output.logprobs = [TokenLogprobs(*item) for item in result.logprobs[:kept]]
+    if not request.has_emitted:
+        request.has_emitted = True
+        output.num_cached_tokens = request.num_cached_tokens or 0
+        if request.sampling.prompt_logprobs is not None and verdict.error is None:
+            assert len(request.prompt_logprobs) == request.prompt_len - 1
+            output.prompt_logprobs = [None, *request.prompt_logprobs]
+            request.prompt_logprobs = []
+    return output
+
+
+def count_outputs(stats: StepStats, outputs: Iterable[RequestOutput]) -> None:
+    """Add the kept tokens of a step's rows to its counters."""
+    generated = drafts = drafted = accepted = plain = 0
+    by_accepted = [0] * (len(stats.accepted_per_pos) + 1)  # rows by how many drafts they accepted
+    for output in outputs:
+        if not output.token_ids:
+            continue
+        generated += len(output.token_ids)
+        if output.num_draft_tokens == 0:
+            plain += 1
+            continue
+        drafts += 1
+        drafted += output.num_draft_tokens
+        accepted += output.num_accepted_tokens
+        by_accepted[output.num_accepted_tokens] += 1
+    stats.num_generated_tokens += generated
+    stats.num_plain_steps += plain
+    stats.num_drafts += drafts
+    stats.num_draft_tokens += drafted
+    stats.num_accepted_tokens += accepted
+    reached = 0  # rows that accepted the draft at a position
+    for position in reversed(range(len(stats.accepted_per_pos))):
+        reached += by_accepted[position + 1]
+        stats.accepted_per_pos[position] += reached
+
+
+def take_prompt(request: Request, row: ScheduledRow, result: RowResult) -> int:
+    """Take in what a row brought of the prompt; returns how many prompt tokens to count for it.
+
+    Each position counts once, though preemption may compute it again.
+    """
+    if result.prompt_logprobs and not result.has_nan and request.wants_prompt_logprobs:
+        request.prompt_logprobs.extend(TokenLogprobs(*item) for item in result.prompt_logprobs)
+    start = max(request.num_counted_prompt_tokens, row.num_computed_tokens)
+    end = min(row.num_computed_tokens + row.num_tokens, request.prompt_len)
+    if end > start:
+        request.num_counted_prompt_tokens = end
+    return max(0, end - start)

@@ -1,0 +1,151 @@
+"""The scheduler's decisions that need no state of its own: queue order, row sizes, batch order."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+from ...configs.schema import SchedulerConfig
+from .plan import ScheduledRow
+from .request import Request
+
+# Whose a scheduled row is, and the request's incarnation then. Once that is another, the request
+# has finished or has been preempted: the row is stale, and its result must not be applied.
+RowInFlight = tuple[Request, int, ScheduledRow]
+
+CPU_STEP_TOKENS = 256  # about a second on two cores, which larger steps do not use better
+
+
+def step_tokens(config: SchedulerConfig, is_cpu: bool, num_drafts: int) -> int:
+    """The token budget of one step: what is configured, but on a CPU no more than a second's work.
+
+    A step cannot be interrupted: until it ends no other request gets a token, and what an aborted
+    one holds stays taken. Every request that may run still has room for its drafts. `StepTimes`
+    makes steps in which a request decodes shorter still.
+    """
+    if not is_cpu or not config.enable_chunked_prefill:
+        return config.max_num_batched_tokens
+    short = max(CPU_STEP_TOKENS, config.max_num_seqs * (num_drafts + 1))
+    return min(config.max_num_batched_tokens, short)
+
+
+class RequestQueue:
+    """Requests by (priority, arrival)."""
+
+    def __init__(self) -> None:
+        self._items: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._items)
+
+    def __getitem__(self, index: int) -> Request:
+        return self._items[index]
+
+    def add(self, request: Request) -> None:
+        """Insert at its place."""
+        insort(self._items, request, key=lambda item: item.order)
+
+    def remove(self, request: Request) -> None:
+        """Take out a request that is in the queue."""
+        index = bisect_left(self._items, request.order, key=lambda item: item.order)
+        assert self._items[index] is request
+        del self._items[index]
+
+
+@dataclass(frozen=True, slots=True)
+class RowLimits:
+    """What bounds a row beside the token budget.
+
+    With `uniform_drafts` a request near its max_tokens still gets K drafts, useless as they are:
+    the batch stays uniform and its FULL graph fits. Without, it gets only drafts it can use.
+    """
+
+    max_model_len: int
+    num_speculative_tokens: int
+    uniform_drafts: bool = False
+    ignore_caps: bool = False  # schedule K rows for a request that drafts fewer: they hold -1
+
+    def of_step(self, running: Iterable[Request]) -> RowLimits:
+        """The limits of a step of these requests.
+
+        One request with a cap on drafts must not cost the others their FULL graph.
+        """
+        if not self.uniform_drafts or not self.num_speculative_tokens:
+            return self
+        caps = {request.max_drafts for request in running}
+        return replace(self, ignore_caps=True) if len(caps) > 1 else self
+
+
+def next_row(request: Request, limits: RowLimits, available: int) -> ScheduledRow | None:
+    """The running request's share of this step, at most `available` (> 0) tokens.
+
+    None if its finish is already certain, or if what is in flight may fill it up to max_model_len.
+    A decode row emits up to drafts + 1 tokens after `max_len` known ones, and that may not pass
+    max_model_len (so no position passes max_model_len - 2). max_total_len is held against the lower
+    bound instead: a token too many is cut, a row too few would stall the request.
+    """
+    if request.num_prefilled < request.prefill_len:
+        return prefill_row(request, available)
+    known = len(request.token_ids)  # what properties of the request say, read once
+    max_len = known + request.num_placeholders
+    missing = request.max_total_len - known - request.num_sampling_in_flight
+    if missing <= 0:
+        return None
+    drafts = limits.num_speculative_tokens
+    if drafts:
+        cap = request.max_drafts
+        if cap is not None and cap < drafts and not limits.ignore_caps:
+            drafts = max(0, cap)
+        if drafts >= missing and not limits.uniform_drafts:
+            drafts = missing - 1
+    room = limits.max_model_len - max_len
+    if room > available:
+        room = available
+    if drafts >= room:
+        drafts = room - 1
+        if drafts < 0:
+            return None
+    num_output = max_len - request.prompt_len
+    return ScheduledRow(request.slot, drafts + 1, drafts, max_len - 1, False, num_output)
+
+
+def prefill_row(request: Request, available: int) -> ScheduledRow:
+    """The next chunk of the known tokens. The last chunk samples, so it is no prefill row."""
+    remaining = request.prefill_len - request.num_prefilled
+    return ScheduledRow(
+        slot=request.slot,
+        num_tokens=min(remaining, available),
+        num_draft_tokens=0,
+        num_computed_tokens=request.num_prefilled,
+        is_prefill=available < remaining,
+        num_output_tokens=request.num_output_tokens,
+    )
+
+
+def batch_order(row: ScheduledRow, decode_query_len: int) -> tuple[int, int]:
+    """Sort key of a batch row: drafted rows, full length first; then short extends; then prefills.
+
+    So rows that a back end treats as decodes (at most K + 1 tokens) are a prefix of the batch.
+    """
+    if row.num_draft_tokens:
+        return 0, decode_query_len - row.num_tokens
+    if not row.is_prefill and row.num_tokens <= decode_query_len:
+        return 1, row.num_tokens
+    return 2, row.num_tokens
+
+
+def sort_rows(entries: list[RowInFlight], decode_query_len: int) -> list[ScheduledRow]:
+    """Bring a step's entries in batch order; returns their rows."""
+    rows = [row for _, _, row in entries]
+    tokens, drafts = rows[0].num_tokens, rows[0].num_draft_tokens
+    for row in rows:  # mostly they are alike
+        if row.num_tokens != tokens or row.num_draft_tokens != drafts or row.is_prefill:
+            break
+    else:
+        return rows
+    entries.sort(key=lambda entry: batch_order(entry[2], decode_query_len))
+    return [row for _, _, row in entries]

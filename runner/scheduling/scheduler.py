@@ -1,0 +1,397 @@
+"""The scheduler: which requests get how many tokens in each step, and what a step's results mean.
+
+Owns every request, its slot and, through `KVBlocks`, its blocks. Pure Python: it knows nothing
+about tensors or text. Steps may be in flight: `schedule` works with the upper bounds in `Request`,
+`apply` takes back what was not emitted.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from collections.abc import Iterable
+
+from ...configs.options import ConfigError
+from ...configs.schema import SchedulerConfig
+from ..grammars.grammar import GrammarMatcher
+from ..messages import AddRequest, RequestOutput, StepOutputs, StepStats
+from .finish import Verdict, append_tokens, count_outputs, make_output, take_prompt
+from .kv_blocks import KVBlocks, RequestBlocks
+from .plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
+from .policy import RequestQueue, RowInFlight, RowLimits, next_row, prefill_row, sort_rows
+from .request import Request, RequestStatus
+from .step_time import StepBudget, StepTimes
+
+logger = logging.getLogger(__name__)
+
+NAN_ERROR = "The model produced NaN for this request."
+DEAD_END_ERROR = "No token satisfies this request's grammar together with its other options."
+
+
+class Scheduler:
+    """Continuous batching over permanent slots and paged KV.
+
+    Running requests are served first, in (priority, arrival) order, then waiting ones. When blocks
+    run out the last running one is preempted: it gives everything back and is computed again later.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVBlocks,
+        max_model_len: int,
+        num_speculative_tokens: int = 0,
+        num_lookahead_tokens: int = 0,
+        uniform_drafts: bool = False,
+        times: StepTimes | None = None,  # None: steps are not bounded by time
+    ) -> None:
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"Without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
+                f"must be at least max_model_len ({max_model_len})."
+            )
+        self.kv = kv
+        self.running = RequestQueue()
+        self.waiting = RequestQueue()
+        self._config = config
+        self._times = times if config.enable_chunked_prefill else None
+        self._max_drafts = num_speculative_tokens
+        self._num_lookahead_tokens = num_lookahead_tokens
+        self._limits = RowLimits(max_model_len, num_speculative_tokens, uniform_drafts)
+        self._requests: dict[str, Request] = {}
+        self._free_slots = list(range(config.max_num_seqs))  # a heap
+        self._freed_slots: list[int] = []  # to be told to the runner
+        self._num_grammars = 0  # of unfinished requests
+        self._in_flight: dict[int, list[RowInFlight]] = {}  # step id -> rows in batch order
+        self._next_step_id = 0
+        self._num_arrived = 0
+        self._outputs: list[RequestOutput] = []  # of what ended outside a step
+        self._has_news = False  # gauges changed outside a step
+        self._stats = self._new_stats()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def add(self, message: AddRequest) -> Request | None:
+        """Queue a request; None if it can never run, then an error output follows."""
+        if message.request_id in self._requests:
+            logger.error("request %s is already here; ignored", message.request_id)
+            return None
+        request = Request.from_message(message, self._num_arrived, self._limits.max_model_len)
+        self._num_arrived += 1
+        if error := request.why_impossible(self._limits.max_model_len):
+            self._refuse(request.request_id, error, True)
+            return None
+        self._requests[request.request_id] = request
+        self.waiting.add(request)
+        self._has_news = True
+        return request
+
+    def get(self, request_id: str) -> Request | None:
+        """The request with this id, if it is unfinished."""
+        return self._requests.get(request_id)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests, steps in flight or not; unknown ids are ignored. No output follows."""
+        for request_id in request_ids:
+            if request := self._requests.get(request_id):
+                self._remove(request)
+
+    def unblock(self, request: Request, matcher: GrammarMatcher) -> None:
+        """Its grammar is compiled: from now on it may be scheduled."""
+        request.matcher = matcher
+        request.is_blocked = False
+        self._num_grammars += 1
+
+    def fail(self, request: Request, error: str, invalid_request: bool = False) -> None:
+        """End an unfinished request with an error output."""
+        self._remove(request)
+        self._refuse(request.request_id, error, invalid_request)
+
+    def reject(self, request_id: str, error: str) -> None:
+        """End a request that could not be added, or not whole, with an error output."""
+        if request := self._requests.get(request_id):
+            self._remove(request)
+        self._refuse(request_id, error)
+
+    def _refuse(self, request_id: str, error: str, invalid_request: bool = False) -> None:
+        self._has_news = True
+        output = RequestOutput(request_id, [], finish_reason="error", error=error)
+        output.invalid_request = invalid_request
+        self._outputs.append(output)
+
+    def request_of(self, step_id: int, row_index: int) -> Request | None:
+        """Whose a row of a step in flight is; None if the row is stale."""
+        request, incarnation, _ = self._in_flight[step_id][row_index]
+        return request if request.incarnation == incarnation else None
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_news` has something to tell."""
+        return self._has_news
+
+    def set_num_speculative_tokens(self, count: int) -> None:
+        """Draft up to `count` tokens from the next step on; at most the K given at the start."""
+        assert 0 <= count <= self._max_drafts
+        limits = self._limits
+        if count != limits.num_speculative_tokens:
+            self._limits = RowLimits(limits.max_model_len, count, limits.uniform_drafts)
+
+    # --- a step ---------------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None if nothing can run now (wait for results, or for requests)."""
+        plan = StepPlan(self._next_step_id)
+        entries: list[RowInFlight] = []
+        budget = self._new_budget()
+        if self._schedule_running(plan, entries, budget):
+            self._schedule_waiting(plan, entries, budget)
+        if not entries:
+            return None
+        plan.rows = sort_rows(entries, self._max_drafts + 1)
+        if self._times is not None:
+            self._times.begin(plan.step_id, entries)
+        plan.freed_slots, self._freed_slots = self._freed_slots, []
+        if self._num_grammars:
+            plan.has_grammar = any(
+                request.matcher is not None and not row.is_prefill for request, _, row in entries
+            )
+            # A bitmask is laid out by real drafts, so other rows' drafts must be known too.
+            has_drafts = any(row.num_draft_tokens for row in plan.rows)
+            plan.needs_draft_ids = plan.has_grammar and has_drafts
+        self._in_flight[plan.step_id] = entries
+        self._next_step_id += 1
+        return plan
+
+    def _new_budget(self) -> StepBudget:
+        tokens = self._config.max_num_batched_tokens
+        if self._times is None:
+            return StepBudget(tokens)
+        drafts = self._limits.num_speculative_tokens
+        return self._times.budget(tokens, self.running, drafts, bool(self.waiting))
+
+    def _schedule_running(
+        self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
+    ) -> bool:
+        """Rows of running requests; whether blocks sufficed for all."""
+        num_preemptions = self._stats.num_preemptions
+        limits = self._limits.of_step(self.running)
+        lookahead, later = self._num_lookahead_tokens, len(self.running)
+        for request in list(self.running):
+            blocks = request.blocks
+            if budget.tokens <= 0 or blocks is None:
+                break  # those behind a preempted one are preempted, too
+            # Leave a token for each later one, so that a long chunk does not stop their decoding.
+            later -= 1
+            available = budget.limit(request, max(1, budget.tokens - later))
+            row = next_row(request, limits, available) if available else None
+            if row is None:
+                continue
+            end = row.num_computed_tokens + row.num_tokens + lookahead
+            if end > blocks.capacity or request.num_confirmed_tokens >= blocks.slides_at:
+                new_blocks = self._make_room(request, blocks, row)
+                if new_blocks is None:
+                    return False
+                if any(new_blocks):
+                    plan.new_blocks.append(NewBlocks(request.slot, new_blocks))
+            self._commit(request, row, entries)
+            budget.tokens -= row.num_tokens
+        return self._stats.num_preemptions == num_preemptions
+
+    def _make_room(
+        self, request: Request, blocks: RequestBlocks, row: ScheduledRow
+    ) -> list[list[int]] | None:
+        """Extend the request's blocks for a row, preempting from the end of the running queue.
+
+        None if the request itself is last: then it waits for its own results or is preempted.
+        """
+        if request.num_confirmed_tokens >= blocks.slides_at:
+            self.kv.slide(blocks, request.num_confirmed_tokens)
+        while (new_blocks := self.kv.extend(blocks, self._end(row))) is None:
+            victim = self.running[-1]
+            if victim is request and request.num_rows_in_flight:
+                return None  # what is in flight may give room back
+            self._preempt(victim)
+            if victim is request:
+                return None
+        return new_blocks
+
+    def _end(self, row: ScheduledRow) -> int:
+        """Tokens that must have a place in KV for this row, its drafts' lookahead included."""
+        lookahead = 0 if row.is_prefill else self._num_lookahead_tokens
+        end = row.num_computed_tokens + row.num_tokens + lookahead
+        return min(end, self._limits.max_model_len)
+
+    def _commit(self, request: Request, row: ScheduledRow, entries: list[RowInFlight]) -> None:
+        """Move the request's bounds past a row."""
+        if request.num_prefilled < request.prefill_len:
+            request.num_prefilled += row.num_tokens
+        if row.is_prefill:
+            request.num_chunks_in_flight += 1
+        else:
+            request.num_sampling_in_flight += 1
+            request.num_placeholders += row.num_draft_tokens + 1
+        entries.append((request, request.incarnation, row))
+
+    def _schedule_waiting(
+        self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
+    ) -> None:
+        """Admit waiting requests, in order, until one does not fit."""
+        for request in list(self.waiting):
+            if budget.is_spent or not self._free_slots:
+                return
+            if request.is_blocked:
+                continue
+            row = self._admit(request, plan, budget)
+            if row is None:
+                return
+            self._commit(request, row, entries)
+            budget.tokens -= row.num_tokens
+
+    def _admit(self, request: Request, plan: StepPlan, budget: StepBudget) -> ScheduledRow | None:
+        """Give a waiting request a slot and blocks for its first row; None if it must wait.
+
+        Its whole known length must fit now, though blocks come chunk by chunk: else half
+        prefilled requests would preempt one another.
+        """
+        known = len(request.token_ids)
+        if request.wants_prompt_logprobs:
+            match = self.kv.no_match()  # every prompt position must be computed
+        else:
+            match = self.kv.match(request.hashes, known)
+        if not self._config.enable_chunked_prefill and known - match.num_tokens > budget.tokens:
+            return None
+        whole = min(known + self._num_lookahead_tokens, self._limits.max_model_len)
+        if not self.kv.can_admit(match, whole):
+            return None
+        self.waiting.remove(request)
+        self.running.add(request)
+        request.status = RequestStatus.RUNNING
+        request.slot = heapq.heappop(self._free_slots)
+        request.prefill_len = known
+        request.num_prefilled = request.num_confirmed_tokens = match.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = match.num_tokens
+            if not request.wants_prompt_logprobs:
+                self._stats.prefix_cache_queries += known
+                self._stats.prefix_cache_hits += match.num_tokens
+        row = prefill_row(request, budget.limit(request, budget.tokens))
+        request.blocks = self.kv.admit(match)
+        fits = self.kv.extend(request.blocks, self._end(row))
+        assert fits is not None, "can_admit promised room"
+        plan.new_requests.append(
+            NewRequest(
+                slot=request.slot,
+                token_ids=list(request.token_ids),
+                prompt_len=request.prompt_len,
+                num_computed_tokens=match.num_tokens,
+                block_ids=[list(table) for table in request.blocks.tables],
+                sampling=request.sampling,
+            )
+        )
+        return row
+
+    def _preempt(self, request: Request) -> None:
+        """Take slot and blocks away; what it published stays in the prefix cache."""
+        self._vacate(request)
+        request.status = RequestStatus.WAITING
+        request.num_prefilled = request.num_confirmed_tokens = request.num_placeholders = 0
+        request.num_chunks_in_flight = request.num_sampling_in_flight = 0
+        if not request.has_emitted:
+            request.prompt_logprobs.clear()
+        self.waiting.add(request)
+        self._stats.num_preemptions += 1
+
+    def _remove(self, request: Request) -> None:
+        """Forget a request, whatever its state."""
+        if request.status is RequestStatus.RUNNING:
+            self._vacate(request)
+        else:
+            self.waiting.remove(request)
+        request.status = RequestStatus.FINISHED
+        self._num_grammars -= request.matcher is not None
+        del self._requests[request.request_id]
+        self._has_news = True
+
+    def _vacate(self, request: Request) -> None:
+        """Give back slot and blocks.
+
+        Steps in flight may still write to them: before any later step does, and only at positions
+        that were never published.
+        """
+        assert request.blocks is not None
+        self.running.remove(request)
+        self.kv.release(request.blocks)
+        request.blocks = None
+        self._freed_slots.append(request.slot)
+        heapq.heappush(self._free_slots, request.slot)
+        request.slot = -1
+        request.incarnation += 1
+
+    # --- results --------------------------------------------------------------------------------
+
+    def apply(self, plan: StepPlan, results: list[RowResult]) -> StepOutputs:
+        """Take in the results of the oldest step in flight; steps are applied in order."""
+        assert plan.step_id == next(iter(self._in_flight)), "steps are applied in order"
+        entries = self._in_flight.pop(plan.step_id)
+        if self._times is not None:
+            self._times.end(plan.step_id)
+        for (request, incarnation, row), result in zip(entries, results, strict=True):
+            if request.incarnation == incarnation:
+                self._apply_row(request, row, result)
+        return self._take_outputs()
+
+    def take_news(self) -> StepOutputs:
+        """What happened outside steps: errors, and gauges after aborts."""
+        return self._take_outputs()
+
+    def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
+        if row.num_computed_tokens < request.prompt_len:
+            self._stats.num_prompt_tokens += take_prompt(request, row, result)
+        if result.has_nan or result.error is not None:
+            nan_error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
+            self._report(request, result, Verdict(0, "error", error=result.error or nan_error))
+            return
+        if row.is_prefill:
+            request.num_chunks_in_flight -= 1
+            verdict, num_valid = None, row.num_computed_tokens + row.num_tokens
+        else:
+            most = row.num_draft_tokens + 1
+            assert 1 <= len(result.token_ids) <= most
+            request.num_sampling_in_flight -= 1
+            request.num_placeholders -= most
+            verdict = append_tokens(request, result.token_ids)
+            assert verdict.num_kept <= result.num_draft_tokens + 1
+            # The newest token's KV is not written; after a cut nothing behind it may be cached.
+            num_valid = len(request.token_ids) - 1
+        num_valid -= row.num_behind
+        request.num_confirmed_tokens = num_valid
+        blocks = request.blocks
+        assert blocks is not None
+        if num_valid >= blocks.publishes_at:
+            self.kv.publish(blocks, request.hashes, num_valid)
+        if verdict is not None:
+            self._report(request, result, verdict)
+
+    def _report(self, request: Request, result: RowResult, verdict: Verdict) -> None:
+        """Report a row's kept tokens, and the request's end if this is it."""
+        self._outputs.append(make_output(request, result, verdict))
+        if verdict.finish_reason is not None:
+            self._remove(request)
+
+    def _take_outputs(self) -> StepOutputs:
+        stats, self._stats = self._stats, self._new_stats()
+        stats.num_running = len(self.running)
+        stats.num_waiting = len(self.waiting)
+        stats.kv_cache_usage = self.kv.usage
+        outputs, self._outputs = self._outputs, []
+        count_outputs(stats, outputs)
+        self._has_news = False
+        return StepOutputs(outputs, stats)
+
+    def _new_stats(self) -> StepStats:
+        return StepStats(accepted_per_pos=[0] * self._max_drafts)

@@ -1,0 +1,327 @@
+"""Assembles the parts of a model runner: weights, KV memory, buffers, attention, drafter.
+
+Start-up only; a step never comes here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from ...configs.graphs import CUDAGraphMode
+from ...configs.schema import Config
+from ...kernels.compile_log import watch_compilations
+from ...kernels.device import card_of, is_card
+from ...speculators.base import SpeculatorNeeds
+from ...speculators.registry import create_speculator
+from ..attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
+from ..attention.choice import choose_backend
+from ..batch.input_batch import InputBuffers
+from ..batch.kv_cache import KVCache, KVCacheGroup, KVLayout, make_groups
+from ..batch.request_table import RequestTable
+from ..claims.at_start import ClaimsAtStart, claim_cases, claim_setup
+from ..claims.claims import LoweredClaim
+from ..drafters.host import DraftModelHost
+from ..graphs.capture import CudaGraphs, GraphBackend, GraphPool
+from ..graphs.dispatch import wanted_modes
+from ..graphs.manager import CudaGraphManager, MemoryByPurpose, RebuiltStates
+from ..graphs.settings import GraphSettings
+from ..loading.model_check import memory_faults
+from ..messages import Progress
+from ..sampling.row_sampling import RowSampling
+from ..sampling.sampler import Sampler
+from ..step.data_parallel import create_sync
+from ..step.device_queue import DeviceQueue, choose_device
+from ..step.parts import NO_SPECULATION, RunnerParts
+from ..step.target import Target
+from ..step.target_graphs import create_target_graphs
+from ..step.token_graphs import ChoiceGraphs, create_choices
+from .compile_ahead import ATTENTION, GRAPHS, CompileAhead
+from .facts import facts_of
+from .first_use import load_libraries
+from .load_target import faults_of_drafter, load_target
+from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks
+from .memory_profile import MemoryProfile
+
+ProgressFn = Callable[[Progress], None]
+
+
+def assemble(
+    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
+) -> RunnerParts:
+    """Load the model and allocate everything that a step uses."""
+    with memory_faults("this model"):
+        return Assembly(config, progress, choose_device(config.model.device), ahead).run()
+
+
+class Assembly:
+    """Makes the parts, one after the other."""
+
+    def __init__(
+        self,
+        config: Config,
+        progress: ProgressFn,
+        device: torch.device,
+        ahead: CompileAhead | None = None,
+    ) -> None:
+        self.config = config
+        self.progress = progress
+        self.seconds: dict[str, float] = {}
+        self.device = device
+        # Meta tensors stand for a card's: see `dry_start`.
+        self.device_type = "cuda" if is_card(device) else device.type
+        self.ahead = ahead
+        if device.type == "cuda":
+            watch_compilations()
+        self.memory = MemoryByPurpose()
+        self._allocated = memory_allocated(self.device)
+        self.lowered: list[LoweredClaim] = []
+        self.max_num_reqs = config.scheduler.max_num_seqs
+        self.max_num_tokens = config.scheduler.max_num_batched_tokens
+
+    def run(self) -> RunnerParts:
+        config = self.config
+        if self.ahead is not None and (card := card_of(self.device)) is not None:
+            self.ahead.tell(card)
+        with self._phase("load", shown=False):  # loading says itself how far it is
+            self._load_target()
+            loaded = self.loaded
+            self.graphs = self._graph_settings()
+            host = self._draft_host()
+            with faults_of_drafter():
+                speculator = create_speculator(config.speculative, host)
+        needs = speculator.needs if speculator is not None else NO_SPECULATION
+        self._note("weights")
+        with self._phase("attention", shown=False), torch.inference_mode():
+            layers = [*self.model.attention_layers(), *host.draft_layers]
+            groups = make_groups(layers)
+            backend = choose_backend(config.graph.attention_backend, layers, self.device)
+            self.block_size = backend.block_size(config.cache.block_size)
+            builders = [self._builder(backend, group.layers) for group in groups]
+            max_blocks = [-(-self.max_model_len // self.block_size) for _ in groups]
+            buffers = self._buffers(needs, max_blocks)
+            self._note("workspaces")
+            table = self._request_table(needs, max_blocks)
+            if speculator is not None:
+                speculator.use_requests(table)
+            self._note("request table")
+            drafts = [[la for la in group.layers if la in host.draft_layers] for group in groups]
+            draft_builders = [self._builder(backend, la) if la else None for la in drafts]
+            self._note("workspaces")
+        if self.ahead is not None and self.ahead.is_compiling:
+            with self._phase("libraries", shown=False), torch.inference_mode():
+                models = (self.model, getattr(speculator, "model", None))
+                load_libraries(models, self.max_num_tokens, self.graphs, self.vocab_size)
+            self.ahead.wait_for(ATTENTION)
+        with self._phase("attention", shown=False), torch.inference_mode():
+            if self.graphs is not None:
+                all_layers = [group.layers for group in groups]
+                claims = self._claims(backend, self.graphs, needs)
+                claims.verify(zip(builders, all_layers, draft_builders, drafts, strict=True))
+                self.lowered = claims.lowered
+        if self.ahead is not None:
+            self.ahead.wait_for(GRAPHS)
+        with self._phase("kv_cache"), torch.inference_mode():
+            manager, mode = create_target_graphs(
+                self.graphs,
+                wanted_modes(config.graph, self.device_type).target,
+                builders,
+                self._query_lengths(needs),
+                self.max_num_reqs,
+                self.max_num_tokens,
+            )
+
+            def draft_graph_bytes(target: Target) -> int:
+                if speculator is None or manager is None:
+                    return 0
+                host.attach(target.cache, draft_builders, builders, table.block_tables)
+                speculator.init_cudagraph_manager(mode)
+                states = RebuiltStates(manager.wanted, target.create_forward_fn)
+                return speculator.profile_graph_memory(states)
+
+            def target_on(cache: KVCache) -> Target:
+                taps = needs.aux_hidden_state_boundaries
+                shared = table if self._whole_steps else None
+                return Target(self.model, cache, builders, buffers, manager, taps, shared)
+
+            def choices_of(target: Target) -> ChoiceGraphs | None:
+                return create_choices(self.graphs, manager, target, sampling, table, buffers)
+
+            sampling = RowSampling(
+                Sampler(config.speculative, self.device),
+                needs.num_speculative_tokens,
+                self.vocab_size,
+            )
+            cache = self._kv_cache(groups, manager, needs, target_on, choices_of, draft_graph_bytes)
+        self.memory.add("KV cache", cache.num_bytes)
+        self._note(None)
+        host.attach(cache, draft_builders, builders, table.block_tables)
+        if speculator is not None:
+            speculator.init_cudagraph_manager(mode)
+        target = target_on(cache)
+        idle_query_len = needs.num_speculative_tokens + 1
+        return RunnerParts(
+            facts_of(
+                loaded, cache, backend.name, needs, self.seconds, self.lowered, host.draft_layers
+            ),
+            target,
+            table,
+            buffers,
+            sampling,
+            speculator,
+            DeviceQueue(self.device),
+            self.memory,
+            create_sync(config.parallel, target.dispatch, idle_query_len),
+            choices_of(target),
+        )
+
+    @contextmanager
+    def _phase(self, name: str, shown: bool = True) -> Iterator[None]:
+        start = time.monotonic()
+        if shown:
+            self.progress(Progress(name, 0, 1))
+        yield
+        if shown:
+            self.progress(Progress(name, 1, 1))
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+
+    def _note(self, purpose: str | None) -> None:
+        """Count the memory that was allocated since the last call for `purpose`."""
+        now = memory_allocated(self.device)
+        if purpose is not None:
+            self.memory.add(purpose, max(0, now - self._allocated))
+        self._allocated = now
+
+    def _load_target(self) -> None:
+        self.loaded = loaded = load_target(
+            self.config,
+            self.device,
+            lambda done, total: self.progress(Progress("load", done, total)),
+            lambda name, done, total: self.progress(Progress("download", done, total, name)),
+        )
+        self.model, self.format = loaded.model, loaded.format
+        self.max_model_len, self.vocab_size = loaded.max_model_len, loaded.vocab_size
+
+    def _draft_host(self) -> DraftModelHost:
+        return DraftModelHost(
+            self.device,
+            self.format.dtype,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self.max_model_len,
+            self.vocab_size,
+            self.model,
+            len(self.model.attention_layers()),
+            self.graphs,
+            self.loaded.resolved,
+            self.loaded.drafter,
+        )
+
+    def _builder(
+        self, backend: AttentionBackend, layers: Sequence[AttentionLayer]
+    ) -> AttentionBuilder:
+        return backend.create_builder(
+            layers,
+            self.block_size,
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self.max_model_len,
+            self.format.dtype,
+            self.device,
+        )
+
+    def _request_table(self, needs: SpeculatorNeeds, max_blocks: Sequence[int]) -> RequestTable:
+        return RequestTable(
+            self.max_num_reqs,
+            self.max_model_len,
+            self.vocab_size,
+            needs.num_speculative_tokens,
+            max_blocks,
+            self.device,
+            self.vocab_size if needs.draft_logits else None,
+        )
+
+    def _buffers(self, needs: SpeculatorNeeds, max_blocks: Sequence[int]) -> InputBuffers:
+        return InputBuffers(
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self.max_model_len,
+            needs.num_speculative_tokens,
+            [self.block_size] * len(max_blocks),
+            max_blocks,
+            self.device,
+        )
+
+    # --- graphs ---------------------------------------------------------------------------------
+
+    def _graph_settings(self) -> GraphSettings | None:
+        graph = self.config.graph
+        if wanted_modes(graph, self.device_type).target is CUDAGraphMode.NONE:
+            return None
+        return GraphSettings.create(
+            graph,
+            GraphPool(self._graph_backend()),
+            self.max_num_tokens,
+            lambda done, total, detail: self.progress(Progress("capture", done, total, detail)),
+        )
+
+    def _graph_backend(self) -> GraphBackend:
+        return CudaGraphs(self.device)
+
+    @property
+    def _whole_steps(self) -> bool:
+        """Ranks that agree on each step's size must be able to run one for nobody: in pieces."""
+        alone = self.config.parallel.data_parallel_size == 1
+        return self.config.graph.cudagraph_whole_step and alone
+
+    def _query_lengths(self, needs: SpeculatorNeeds) -> list[int]:
+        """Of uniform batches, ascending: 1, and one more than each number of drafts."""
+        chosen = [k for k in self.config.speculative.draft_counts if needs.num_speculative_tokens]
+        return sorted({1, needs.num_speculative_tokens + 1, *(count + 1 for count in chosen)})
+
+    def _claims(
+        self, backend: AttentionBackend, settings: GraphSettings, needs: SpeculatorNeeds
+    ) -> ClaimsAtStart:
+        mode = wanted_modes(self.config.graph, self.device_type).target
+        cases = claim_cases(mode, self._query_lengths(needs))
+        setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
+        return ClaimsAtStart(backend, settings.pool, setup, self.format.dtype, self.device, cases)
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def _kv_cache(
+        self,
+        groups: Sequence[KVCacheGroup],
+        manager: CudaGraphManager | None,
+        needs: SpeculatorNeeds,
+        target_on: Callable[[KVCache], Target],
+        choices_of: Callable[[Target], ChoiceGraphs | None],
+        draft_graph_bytes: Callable[[Target], int],
+    ) -> KVCache:
+        layout = KVLayout(groups, self.block_size, self.format.dtype)
+
+        def small_target() -> Target:
+            return target_on(layout.allocate(2, self.device))
+
+        profile = MemoryProfile(
+            small_target,
+            self.max_num_tokens,
+            self.max_num_reqs * (needs.num_speculative_tokens + 1),
+            None if self.graphs is None else self.graphs.pool,
+            manager,
+            choices_of,
+            draft_graph_bytes,
+        )
+        available = self._kv_cache_bytes(profile)
+        num_blocks = num_kv_blocks(
+            self.config.cache, self.device, available, layout, self.max_model_len,
+            self.max_num_reqs * self.max_model_len,
+        )  # fmt: skip
+        with memory_faults("the KV cache"):
+            return layout.allocate(num_blocks, self.device)
+
+    def _kv_cache_bytes(self, profile: MemoryProfile) -> int:
+        return kv_cache_bytes(self.config.cache, self.device, profile, self.memory)

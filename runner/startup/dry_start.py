@@ -1,0 +1,259 @@
+"""Goes through a start without a card, so that every kernel it launches is compiled ahead.
+
+A process of its own (see `start_ahead`): the model is built of meta tensors, which have shapes and
+no memory, so nothing here can touch weights, KV or requests of the worker that really starts.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ...configs.schema import Config, ParallelConfig, SchedulerConfig
+from ...kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
+from ...kernels.compile_log import watch_compilations
+from ...kernels.device import Card, pretend_card
+from ..attention.base import AttentionBackend
+from ..claims.at_start import ClaimsAtStart, claim_cases, claim_setup
+from ..graphs.capture import Graph, GraphBackend
+from ..graphs.dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_modes
+from ..graphs.settings import GraphSettings
+from ..models.short_model import attention_kind, shorten
+from ..process import follow_parent
+from ..scheduling.plan import RowResult, StepPlan
+from ..step.model_runner import ModelRunner
+from ..step.parts import RunnerParts
+from ..step.warm_up import rare_steps, warm_up_steps
+from .assembly import Assembly
+from .compile_ahead import ATTENTION, GRAPHS, STAGES, STEPS, DryReport
+from .memory_profile import MemoryProfile
+
+_META = torch.device("meta")
+_NICE = 5  # the worker goes on meanwhile, and must not wait for a core
+_NOT_TRITONS = ("flashinfer", "flash_mla")
+_MANY_BYTES = 1 << 50  # of KV, which take no memory
+# Beyond these no other kernels come, as far as is known, whatever a server's own limits are.
+_MANY_ROWS, _MANY_TOKENS = 257, 2048
+
+
+# Called with one of `STAGES` once all of it was launched.
+Reached = Callable[[str], None]
+
+
+class _DryGraph:
+    def replay(self) -> None:
+        """Nothing was recorded."""
+
+    def reset(self) -> None:
+        """Nothing is kept."""
+
+
+class _DryGraphs:
+    """A `GraphBackend` that runs a capture as it would run anything else."""
+
+    def create_pool(self) -> int:
+        return 0
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        yield
+
+    def begin(self, pool: Any) -> _DryGraph:
+        return _DryGraph()
+
+    def end(self, graph: Graph) -> None:
+        """Nothing was begun."""
+
+    def borrow(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def memory_used(self) -> int:
+        return 0
+
+    def release_unused(self) -> None:
+        """There is none."""
+
+
+class _DryAssembly(Assembly):
+    def __init__(self, config: Config, reached: Reached, own: SchedulerConfig) -> None:
+        super().__init__(config, lambda _: None, _META)
+        self._reached, self._own = reached, own
+
+    def _load_target(self) -> None:
+        super()._load_target()
+        shorten(self.model)
+
+    def _kv_cache_bytes(self, profile: MemoryProfile) -> int:
+        self._reached(ATTENTION)
+        profile.run_largest_step()
+        num_reqs = min(self._own.max_num_seqs, self.max_num_reqs)
+        num_tokens = min(self._own.max_num_batched_tokens, self.max_num_tokens)
+        profile.small_target().warm_up(num_tokens, num_reqs)
+        profile.graph_bytes()
+        return super()._kv_cache_bytes(profile)
+
+    def _graph_backend(self) -> GraphBackend:
+        return _DryGraphs()
+
+    def _claims(
+        self, backend: AttentionBackend, settings: GraphSettings, needs: Any
+    ) -> ClaimsAtStart:
+        mode = wanted_modes(self.config.graph, self.device_type).target
+        cases = claim_cases(mode, self._query_lengths(needs))
+        setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
+        return ClaimsAtStart(
+            backend, settings.pool, setup, self.format.dtype, self.device, cases, lambda *_: 0.0
+        )
+
+
+class _DryRunner(ModelRunner):
+    """A runner whose results are never read."""
+
+    def execute(self, plan: StepPlan) -> Any:
+        handle = super().execute(plan)
+        if handle.done() and (error := handle.error()) is not None:
+            raise error
+        return _NoResults()
+
+
+class _NoResults:
+    def get(self) -> list[RowResult]:
+        """Of tensors without memory nothing can be read."""
+        return []
+
+
+def any_limits(config: Config) -> Config:
+    """The same model and kernels, with limits that no server's limits lead beyond: what is compiled
+    for one of them then serves all, and `start_key` need not tell them apart."""
+    cache = replace(
+        config.cache, kv_cache_memory_bytes=_MANY_BYTES, num_gpu_blocks_override=1 << 16
+    )
+    graph = config.graph
+    if graph.attention_backend in _NOT_TRITONS:  # the rest of their steps is the same
+        graph = replace(graph, attention_backend="auto")
+    # Between powers of two lies no kernel of its own.
+    graph = replace(graph, cudagraph_capture_sizes=tuple(_powers(DEFAULT_MAX_CAPTURE_SIZE)))
+    tokens = max(_MANY_TOKENS, _MANY_ROWS * (config.speculative.max_drafts + 1))
+    scheduler = SchedulerConfig(max_num_seqs=_MANY_ROWS, max_num_batched_tokens=tokens)
+    return replace(config, cache=cache, graph=graph, scheduler=scheduler, parallel=ParallelConfig())
+
+
+def dry_start(
+    config: Config, reached: Reached = lambda stage: None, own: SchedulerConfig | None = None
+) -> ModelRunner:
+    """Build, warm up and capture as `build_model_runner` does, without memory; then run what comes
+    later with some requests only. `own`: the server's limits, if `config` has others."""
+    parts = _DryAssembly(config, reached, own or config.scheduler).run()
+    shorten(getattr(parts.speculator, "model", None))
+    runner = _DryRunner(parts)
+    runner.warm_up()
+    runner.capture()
+    reached(GRAPHS)
+    warm_up_steps(runner, config)
+    reached(STEPS)
+    rare_steps(runner, config)
+    with torch.inference_mode():
+        attend_to_any_batch(parts, config.scheduler.max_num_batched_tokens)
+    return runner
+
+
+def attend_to_any_batch(parts: RunnerParts, max_num_tokens: int) -> None:
+    """Attention over prefills of every length, in batches of every size: its tiles depend on both,
+    and it runs outside graphs. Powers of two, and one more, meet every kind of tiles."""
+    cache, buffers = parts.target.cache, parts.buffers
+    layers = {attention_kind(layer): layer for layer in cache.layers.values()}.values()
+    lengths = [n + more for n in _powers(max_num_tokens) for more in (0, 1)]
+    for length in lengths:
+        for num_reqs in _powers(buffers.max_num_reqs):
+            num_tokens = length + num_reqs - 1  # one prefill among decodes
+            if num_tokens > max_num_tokens:
+                break
+            host = torch.zeros(buffers.max_num_reqs + 1, dtype=torch.int32)
+            common = buffers.common(num_reqs, num_tokens, host, host[1:], length)
+            for layer in layers:
+                group = cache.group_of_layer[layer.layer_id]
+                metadata = parts.target.builders[group].build(common[group])
+                shape = (num_tokens, layer.num_heads, layer.head_dim)
+                query = torch.empty(shape, dtype=cache.dtype, device=_META)
+                metadata.attend(layer, query, None, None, cache.kv_caches[layer.layer_id])
+
+
+def _powers(most: int) -> list[int]:
+    return [1 << power for power in range(most.bit_length())]
+
+
+def compile_start(
+    config: Config, card: Card, num_processes: int, reached: Reached = lambda stage: None
+) -> DryReport:
+    """Compile in `num_processes` what a start with `config` on `card` will launch."""
+    from triton.runtime import driver
+
+    began = time.monotonic()
+    report = DryReport()
+    watch_compilations()
+    pretend_card(card)
+    driver.set_active(without_driver(card))
+    with compiling_only(ForkingExecutor(num_processes)) as kernels:
+        try:
+            dry_start(any_limits(config), reached, config.scheduler)
+        except Exception as error:
+            report.error = f"{type(error).__name__}: {error}"
+    for kernel in kernels.values():
+        if kernel.future.exception() is not None:
+            report.num_failed += 1
+        elif kernel.future.result():
+            report.num_compiled += 1
+        else:
+            report.num_cached += 1
+    report.seconds = time.monotonic() - began
+    return report
+
+
+def _import_late_parts() -> None:
+    """What is imported at its first use takes seconds: spend them while the card is looked up."""
+    import triton.compiler
+
+    assert triton.compiler is not None
+    _ = torch.zeros(1, device=_META) + 1  # arithmetic without memory brings much of torch along
+
+
+def main() -> int:
+    """`python -m slipstream.runner.startup.dry_start 5 6 7`; standard input: config, then card.
+    The arguments are pipes, by stage: each ends with the stage's last compilation, since those that
+    run then are all that holds it open."""
+    follow_parent()
+    os.nice(_NICE)
+    gc.disable()  # a collection would touch, and so copy, what forks share
+    gates = dict(zip(STAGES, map(int, sys.argv[1:]), strict=True))
+    logging.disable()  # the worker says the same
+    config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
+    _import_late_parts()
+    line = sys.stdin.buffer.readline()  # none if nothing is to be compiled
+    if not line:
+        return 0
+    facts = json.loads(line)
+    card = Card(facts["name"], tuple(facts["capability"]), facts["num_processors"])
+    report = compile_start(
+        config, card, facts["num_processes"], lambda stage: os.close(gates[stage])
+    )
+    sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""Collects what the engine and the server need to know of a runner once its parts are made."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...speculators.base import SpeculatorNeeds
+from ..attention.base import AttentionLayer
+from ..batch.kv_cache import KVCache
+from ..claims.claims import LoweredClaim
+from ..scheduling.kv_blocks import BlockGroup
+from ..step.parts import RunnerFacts
+from .load_target import LoadedTarget
+
+
+def facts_of(
+    loaded: LoadedTarget,
+    cache: KVCache,
+    attention_backend: str,
+    needs: SpeculatorNeeds,
+    startup_seconds: dict[str, float],
+    lowered: Sequence[LoweredClaim],
+    draft_layers: Sequence[AttentionLayer] = (),
+) -> RunnerFacts:
+    """The facts of a runner that is all but ready."""
+    ids = {layer.layer_id for layer in draft_layers} if needs.kv_needs_next_token else set()
+    return RunnerFacts(
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        kv_groups=tuple(
+            BlockGroup(
+                cache.num_blocks,
+                cache.block_size,
+                group.sliding_window,
+                any(layer.layer_id in ids for layer in group.layers),
+            )
+            for group in cache.groups
+        ),
+        eos_token_ids=tuple(loaded.resolved.eos_token_ids),
+        device=loaded.format.device.type,
+        dtype=str(loaded.format.dtype).removeprefix("torch."),
+        attention_backend=attention_backend,
+        needs=needs,
+        startup_seconds=startup_seconds,
+        lowered_claims=tuple(claim.backend for claim in lowered),
+    )

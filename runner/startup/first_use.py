@@ -1,0 +1,75 @@
+"""Uses torch's own kernels for the first time, while the worker waits for kernels of ours.
+
+They lie in libraries of hundreds of megabytes, of which each first use loads a part: on a machine
+that has not read them lately this takes seconds, wherever it happens. It changes no state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from ..graphs.manager import relative_error
+from ..graphs.settings import GraphSettings
+from ..models.layers import Linear
+
+logger = logging.getLogger(__name__)
+
+
+def load_libraries(
+    models: Iterable[nn.Module | None],  # target and drafter
+    max_num_tokens: int,
+    graphs: GraphSettings | None,
+    vocab_size: int,
+) -> None:
+    """All that the phases of a start use, at the sizes of its steps."""
+    found = [model for model in models if isinstance(model, nn.Module)]
+    sizes = {max_num_tokens}
+    if graphs is not None:
+        sizes |= {*graphs.sizes, *(graphs.mixed_sizes or ())}
+    first_products(found, sizes)
+    first_operations(next(found[0].buffers()).device, vocab_size)
+
+
+def first_products(models: Iterable[nn.Module], num_rows: Iterable[int]) -> int:
+    """Each shape of a linear layer times as many rows, where torch is to compute it; returns how
+    many products that were. The library chooses its kernel by all three sizes."""
+    layers = {
+        (layer.shape, layer.bias is None): layer
+        for model in models
+        for layer in model.modules()
+        if isinstance(layer, Linear) and layer.weight is not None
+    }
+    sizes, count = sorted(set(num_rows)), 0
+    try:
+        for layer in layers.values():
+            count += _products_of(layer, sizes)
+    except torch.OutOfMemoryError:  # whoever sizes the memory says it better
+        logger.info("not enough memory is left to load libraries ahead")
+    return count
+
+
+def _products_of(layer: Linear, sizes: list[int]) -> int:
+    weight, count = layer.weight, 0
+    assert weight is not None
+    x = torch.zeros(sizes[-1], layer.in_features, dtype=weight.dtype, device=weight.device)
+    for rows in sizes:
+        if layer.chooser is None or layer.chooser.choose(layer.shape, rows) is None:
+            F.linear(x[:rows], weight, layer.bias)
+            count += 1
+    return count
+
+
+def first_operations(device: torch.device, vocab_size: int) -> None:
+    """What the memory's profile and the tests of attention's claims use of torch."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        noise = torch.randn(2, 64, device=device)
+        for dtype in (torch.bfloat16, torch.float16):
+            relative_error(noise.to(dtype).normal_(), noise.to(dtype))
+        torch.randperm(64, device=device).int()
+    logits = torch.zeros(1, vocab_size, dtype=torch.bfloat16, device=device)
+    logits.float().expand(2, -1).softmax(-1).cumsum(-1)

@@ -1,0 +1,98 @@
+"""Loads the target; a drafter that cannot be used is known before its weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...configs.model.context import context_length
+from ...configs.options import ConfigError
+from ...configs.schema import Config
+from ..batch.kv_cache import make_groups
+from ..drafters.heads import FoundDrafter, OutlineHost, find_configured, outline
+from ..errors import DrafterError, RunnerError, why_unreadable
+from ..loading.hub import find_drafter
+from ..loading.model_check import outline_model, refuse_large_cache
+from ..loading.weights import ResolvedModel, check_outlines, load_weights, resolve_model
+from ..models.base import TextModel
+from ..models.layers import WeightFormat, resolve_format
+from ..models.registry import build_model
+from .memory import refuse_early
+
+# What reading values of another kind than is meant ends in. RuntimeError is also a device's fault.
+_ODD_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class LoadedTarget:
+    """The model that is served, and what its drafter will be loaded from."""
+
+    model: TextModel
+    resolved: ResolvedModel
+    format: WeightFormat
+    max_model_len: int
+    vocab_size: int
+    drafter: FoundDrafter | None
+
+
+@contextmanager
+def faults_of_drafter() -> Iterator[None]:
+    """Around what reads the drafter: its errors say whose they are, odd contents' too."""
+    try:
+        yield
+    except (RunnerError, ConfigError, OSError, *_ODD_CONTENT) as error:
+        raise DrafterError(why_unreadable(error)) from error
+
+
+def load_target(
+    config: Config,
+    device: torch.device,
+    progress: Callable[[int, int], None],
+    downloading: Callable[[str, int, int], None] = lambda name, done, total: None,
+) -> LoadedTarget:
+    """Find both models, check what is known without their weights, and read the target's.
+
+    `progress` is called with the bytes read so far and in all; `downloading` with the name of a
+    model on the hub, and such bytes.
+    """
+    model_config = config.model
+    with faults_of_drafter():
+        find_drafter(config.speculative, partial(downloading, config.speculative.model or ""))
+    resolved = resolve_model(model_config, downloading=partial(downloading, model_config.model))
+    text: Any = resolved.text_config
+    longest = context_length(vars(text)) or int(text.max_position_embeddings)
+    if model_config.max_model_len is not None and model_config.max_model_len > longest:
+        raise RunnerError(
+            f"--max-model-len {model_config.max_model_len} is beyond the model's {longest} tokens"
+        )
+    with faults_of_drafter():
+        drafter = find_configured(config.speculative, resolved)
+    max_model_len = model_config.max_model_len or longest
+    fmt = resolve_format(
+        model_config.dtype, device, resolved.checkpoint_dtype, config.graph.linear_backend
+    )
+    refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
+    if device.type != "meta":
+        sketch = outline_model(resolved, fmt, max_model_len)
+        groups = make_groups(sketch.attention_layers())
+        refuse_early(config.cache, device, groups, fmt.dtype, max_model_len)
+        check_outlines(sketch, resolved)
+    model = build_model(
+        resolved.hf_config,
+        device,
+        fmt.dtype,
+        pack_fp16=fmt.pack_fp16,
+        max_position=max_model_len,
+        linear=fmt.linear,
+    )
+    if drafter is not None:
+        host = OutlineHost(max_model_len, model, resolved)
+        with faults_of_drafter():
+            outline(config.speculative.method, config.speculative, host, drafter)
+    load_weights(model, resolved, progress)
+    return LoadedTarget(model, resolved, fmt, max_model_len, int(text.vocab_size), drafter)

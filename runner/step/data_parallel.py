@@ -1,0 +1,184 @@
+"""Agreement of data-parallel ranks on each forward pass: same padded size and mode, or no work.
+
+With expert parallelism every MoE layer holds a collective, and graphs hold them too, so all ranks
+must run the same number of passes of the same size, all from graphs or none. One exchange a step on
+a CPU group settles the target's pass and the drafter's. Knows nothing about models.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from ...configs.schema import ParallelConfig
+from ..errors import RunnerError
+from ..graphs.dispatch import eager_descriptor
+
+NUM_ROWS = 7  # of the exchanged table, one column a rank
+_TOKENS, _MODE, _UNIFORM, _MAX_QUERY, _MICROBATCH, _REQS, _DRAFTS = range(NUM_ROWS)
+
+
+class DataParallelError(RunnerError):
+    """The exchange with the other ranks failed, as it does when one of them died or hangs."""
+
+    def __init__(self, rank: int, cause: Exception) -> None:
+        super().__init__(f"data-parallel rank {rank} lost the other ranks: {cause}")
+
+
+class Dispatch(Protocol):
+    """`CudaGraphManager.dispatch`; the same on all ranks, since all captured the same graphs."""
+
+    def __call__(
+        self,
+        num_tokens: int,
+        num_reqs: int,
+        uniform_token_count: int | None,
+        best: CUDAGraphMode = CUDAGraphMode.FULL,
+    ) -> BatchExecutionDescriptor: ...
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """What one rank would run on its own. `num_tokens` 0 = idle."""
+
+    num_tokens: int
+    num_reqs: int
+    uniform_token_count: int | None
+    max_query_len: int | None = None
+    mode: CUDAGraphMode = CUDAGraphMode.NONE  # that its own dispatch gave
+    num_drafts: int = 0  # that it wants each request to make after the step
+
+
+@dataclass(frozen=True)
+class StepAgreement:
+    """What all ranks run; equal on every rank, except `descriptor` in an eager step."""
+
+    has_work: bool  # False: no rank runs anything in this step
+    descriptor: BatchExecutionDescriptor  # of this rank's target pass
+    num_tokens_across_dp: tuple[int, ...]  # [dp] rows that each rank's MoE layers see
+    num_draft_reqs: int  # N of every draft decode, on every rank; its dispatch is (N, N, 1)
+    uniform_token_count: int | None  # agreed by all that have work
+    num_drafts: int = 0  # that every rank makes: the most that one of them wants
+
+
+def encode(batch: RankBatch, rank: int, size: int) -> Tensor:
+    """This rank's column of the table, zeros elsewhere; [7, dp] int32 on the CPU."""
+    table = torch.zeros(NUM_ROWS, size, dtype=torch.int32)
+    table[:, rank] = torch.tensor(
+        [
+            batch.num_tokens,
+            int(batch.mode.value),
+            batch.uniform_token_count or 0,
+            -1 if batch.max_query_len is None else batch.max_query_len,
+            0,  # microbatching: not offered
+            batch.num_reqs,
+            batch.num_drafts,
+        ]
+    )
+    return table
+
+
+def decide(
+    table: Sequence[Sequence[int]],  # [7][dp], the columns of all ranks
+    rank: int,
+    dispatch: Dispatch,
+    idle_query_len: int,  # K + 1, the same on all ranks
+) -> StepAgreement:
+    """What to run, from what every rank would run. A pure function: no rank may decide otherwise.
+
+    Idle ranks join with one dummy request and have no say in mode and query length, or they would
+    drag the others to eager.
+    """
+    tokens, reqs = list(table[_TOKENS]), list(table[_REQS])
+    busy = [index for index, count in enumerate(tokens) if count > 0]
+    if not busy:
+        nothing = eager_descriptor(0, 0, None)
+        return StepAgreement(False, nothing, tuple(0 for _ in tokens), 0, None)
+    lengths = {table[_UNIFORM][index] for index in busy}
+    agreed = lengths.pop() if len(lengths) == 1 else 0
+    uniform = agreed or None
+    dummy = agreed or idle_query_len
+    for index, count in enumerate(tokens):
+        if count == 0:
+            tokens[index], reqs[index] = dummy, 1
+    mode = CUDAGraphMode(min(table[_MODE][index] for index in busy))
+    most_tokens, most_reqs, drafts = max(tokens), max(reqs), max(table[_DRAFTS])
+    desc = eager_descriptor(0, 0, None)
+    if mode is not CUDAGraphMode.NONE:
+        desc = dispatch(most_tokens, most_reqs, uniform, mode)
+    if desc.mode is CUDAGraphMode.NONE:
+        own = uniform or table[_UNIFORM][rank] or None
+        desc = eager_descriptor(tokens[rank], reqs[rank], own)
+        return StepAgreement(True, desc, tuple(tokens), most_reqs, uniform, drafts)
+    across = (desc.num_tokens,) * len(tokens)
+    return StepAgreement(True, desc, across, most_reqs, uniform, drafts)
+
+
+def create_sync(
+    config: ParallelConfig, dispatch: Dispatch, idle_query_len: int
+) -> DataParallelSync | None:
+    """This process' side over torch.distributed's default group, which must be on the CPU; None
+    where there is one rank."""
+    if config.data_parallel_size == 1:
+        return None
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        raise RunnerError("several data-parallel ranks need a process group, and there is none")
+    return DataParallelSync(dispatch, idle_query_len, dist.get_rank(), dist.get_world_size())
+
+
+class DataParallelSync:
+    """One rank's side of the exchange; without other ranks it costs nothing.
+
+    A single rank needs none at all: the model runner then has no such object.
+    """
+
+    def __init__(
+        self,
+        dispatch: Dispatch,
+        idle_query_len: int,
+        rank: int = 0,
+        size: int = 1,
+        group: object | None = None,  # torch.distributed CPU (gloo) group; None = the default one
+    ) -> None:
+        self.num_exchanges = 0
+        self._dispatch = dispatch
+        self._idle_query_len = idle_query_len
+        self._rank = rank
+        self._size = size
+        self._group = group
+
+    def agree(
+        self, num_tokens: int, num_reqs: int, uniform: int | None, num_drafts: int = 0
+    ) -> StepAgreement:
+        """Agree on this step. Every rank calls it once a step, idle or not."""
+        if self._size == 1:
+            return self._alone(num_tokens, num_reqs, uniform, num_drafts)
+        desc = self._dispatch(num_tokens, num_reqs, uniform)
+        batch = RankBatch(num_tokens, num_reqs, uniform, uniform, desc.mode, num_drafts)
+        table = encode(batch, self._rank, self._size)
+        self._exchange(table)
+        return decide(table.tolist(), self._rank, self._dispatch, self._idle_query_len)
+
+    def _alone(
+        self, num_tokens: int, num_reqs: int, uniform: int | None, num_drafts: int
+    ) -> StepAgreement:
+        desc = self._dispatch(num_tokens, num_reqs, uniform)
+        across = (desc.num_tokens,)
+        return StepAgreement(num_tokens > 0, desc, across, num_reqs, uniform, num_drafts)
+
+    def _exchange(self, table: Tensor) -> None:
+        """Sum the columns of all ranks, in place; the group's time-out ends a wait for the dead."""
+        import torch.distributed as dist
+
+        self.num_exchanges += 1
+        try:
+            dist.all_reduce(table, group=self._group)
+        except RuntimeError as error:
+            raise DataParallelError(self._rank, error) from error

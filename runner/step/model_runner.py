@@ -1,0 +1,338 @@
+"""Runs one step of a `StepPlan`: stage, gather, forward or replay, sample or verify, propose.
+
+Owns no request data (see `request_table`) and no KV memory (see `kv_cache`); it never sees text and
+never decides what runs. Nothing in a step waits for the device, unless a plan asks for drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...configs.graphs import StepMode
+from ...kernels.batch.gather_batch import post_update
+from ..attention.base import AttentionState
+from ..batch.host_copy import CopyStream, HostCopy
+from ..batch.input_batch import InputBatch
+from ..batch.sampling_state import Feature
+from ..batch.staging import StagingPool
+from ..batch.step_output import RowLayout, StepHandle, StepTensors
+from ..graphs.capture import paused_garbage_collector
+from ..graphs.manager import CaptureReport, RebuiltStates
+from ..sampling.prompt_logprobs import PromptLogprobs
+from ..scheduling.plan import StepPlan
+from .data_parallel import StepAgreement
+from .drafting import Drafting
+from .parts import RunnerFacts, RunnerParts
+from .traffic import EngineT, note_traffic
+
+
+@dataclass
+class _Step:
+    """A step between `forward` and `sample`."""
+
+    plan: StepPlan
+    batch: InputBatch | None = None  # None: no rows
+    state: AttentionState | None = None
+    hidden_states: Tensor | None = None  # [M*, H]
+    aux_hidden_states: Tensor | None = None  # [M*, taps * H]
+    drafts: Future[tuple[HostCopy, list[int]]] = field(default_factory=Future)
+    error: BaseException | None = None
+    faults: dict[int, str] = field(default_factory=dict)  # slot -> why its request ends
+    agreement: StepAgreement | None = None  # with the other ranks, if there are any
+
+
+class ModelRunner:
+    """One device's steps. Calls come from one thread, in step order; two steps may be in flight."""
+
+    def __init__(self, parts: RunnerParts) -> None:
+        self.facts: RunnerFacts = parts.facts
+        self.table = parts.table
+        self.buffers = parts.buffers
+        self._target = target = parts.target
+        self.sampling = parts.sampling
+        self._choices = parts.choices
+        self.speculator = parts.speculator
+        self._drafting: Drafting | None = None
+        if parts.speculator is not None:
+            counts = None if parts.choices is None else parts.choices.counts
+            self._drafting = Drafting(parts.speculator, parts.table, target, self.buffers, counts)
+        self._queue = parts.queue
+        self._sync = parts.sync
+        self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
+        self._staging = StagingPool(self.table.device)
+        self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
+        self._error: BaseException | None = None  # raised after a step's results were out
+        self._on_cpu = self.facts.device == "cpu"
+        on_cuda = self.facts.device == "cuda"
+        self._copy_stream = CopyStream() if on_cuda else None
+
+    # --- the engine's interface -----------------------------------------------------------------
+
+    def forward(self, plan: StepPlan) -> None:
+        """Start the step's forward pass."""
+        step = self._steps[plan.step_id] = _Step(plan)
+
+        def job() -> None:
+            try:
+                self._forward(step)
+            except BaseException as error:
+                step.error = error
+                if not step.drafts.done():
+                    step.drafts.set_exception(error)
+
+        self._queue.submit(job)
+
+    def take_draft_token_ids(self, plan: StepPlan) -> list[list[int]]:
+        """The drafts that this step verifies, per row; waits for them. Call before `sample`.
+
+        The step has len(ids) + 1 logits rows for each row, in plan order: a grammar bitmask must
+        have the same layout. An id of -1 is a row without a draft.
+        """
+        assert plan.needs_draft_ids, "the plan did not ask for draft ids"
+        copy, counts = self._steps[plan.step_id].drafts.result()
+        ids = copy.wait()[0].tolist() if counts else []
+        copy.release()
+        drafts, at = [], 0
+        for count in counts:
+            drafts.append(ids[at : at + count])
+            at += count + 1
+        return drafts
+
+    def sample(self, plan: StepPlan, grammar_bitmask: np.ndarray | None = None) -> StepHandle:
+        """Start sampling, post-update and drafting of a step whose `forward` was called.
+
+        `grammar_bitmask` [L, ceil(V / 32)] int32, a bit per allowed token, on the host.
+        """
+        step = self._steps.pop(plan.step_id)
+        handle = StepHandle()
+        # The caller may fill the same array again while this step waits for its turn.
+        mask = None if grammar_bitmask is None else np.array(grammar_bitmask, order="C")
+
+        def job() -> None:
+            try:
+                if step.error is not None:
+                    raise step.error
+                if self._error is not None:
+                    raise self._error
+                self._sample(step, mask, handle)
+            except BaseException as error:
+                if not handle.fail(error):
+                    self._error = error
+
+        self._queue.submit(job)
+        return handle
+
+    def execute(self, plan: StepPlan) -> StepHandle:
+        """`forward` and `sample` of a step that no grammar touches."""
+        self.forward(plan)
+        return self.sample(plan)
+
+    def warm_up(self) -> None:
+        """Run a small step on dummy rows, so that no request pays for lazy set-up."""
+        self._queue.call(self._warm_up)
+
+    def capture(self) -> None:
+        """Capture the graphs of target and drafter. Does nothing where no graphs are wanted."""
+        self._queue.call(self._capture)
+
+    def capture_reports(self) -> list[CaptureReport]:
+        """What each graph manager captured."""
+        reports = [self._target.capture_report]
+        if self._choices is not None:
+            reports += self._choices.capture_reports
+        if self.speculator is not None:
+            reports += [graphs.report for graphs in self.speculator.graph_managers()]
+        return [report for report in reports if report is not None]
+
+    def note_traffic(self, engine: EngineT) -> EngineT:
+        """Let the engine tell what a decode step reads at least."""
+        note_traffic(engine.ready, self._target.model, self._target.cache, self.speculator)
+        return engine
+
+    def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
+        """Pretend that the first slots drafted token 0 so often, to time steps that verify."""
+
+        def job() -> None:
+            self.table.draft_tokens[:num_slots, :num_drafts] = 0
+
+        self._queue.call(job)
+
+    def exchange_drafter(self, swap: Callable[[], None]) -> None:
+        """Give the drafter other weights by `swap`; steps see the old ones or the new ones whole,
+        and none verifies a draft of the old ones afterwards."""
+
+        def job() -> None:
+            swap()
+            self.table.forget_drafts()
+
+        self._queue.call(job)
+
+    def synchronize(self) -> None:
+        """Wait until everything launched so far has run, drafting included."""
+        self._queue.call(lambda: None)
+        if self._copy_stream is not None:
+            torch.cuda.synchronize()
+
+    def shutdown(self) -> None:
+        """Finish queued work and free the thread."""
+        self._queue.shutdown()
+
+    # --- a step, top to bottom ------------------------------------------------------------------
+
+    def _forward(self, step: _Step) -> None:
+        plan = step.plan
+        self.table.stage(plan)
+        step.faults = self.table.apply_staged()
+        self._prompt_logprobs.update(plan)
+        if not plan.rows:
+            step.drafts.set_result((HostCopy([], None), []))
+            self._forward_for_others(step)
+            return
+        batch = step.batch = self._gather(step)
+        if plan.needs_draft_ids:
+            copy = HostCopy([batch.draft_ids.clone()], self._copy_stream)
+            step.drafts.set_result((copy, batch.num_draft_tokens_cpu))
+        if batch.mode is not StepMode.WHOLE:
+            step.state = self._target.build_attention(batch)
+        step.hidden_states, step.aux_hidden_states = self._target.run(batch, step.state)
+
+    def _forward_for_others(self, step: _Step) -> None:
+        """A step without rows: if another rank has some, its passes need this rank's."""
+        if self._sync is None:
+            return
+        step.agreement = agreement = self._sync.agree(0, 0, None)
+        if agreement.has_work:
+            step.state = self._target.run_dummy(agreement.descriptor)
+
+    def _draft_for_others(self, step: _Step) -> None:
+        agreement = step.agreement
+        if self.speculator is not None and agreement is not None and agreement.has_work:
+            self.speculator.run_dummy(
+                agreement.descriptor, step.state, agreement.num_draft_reqs, agreement.num_drafts
+            )
+
+    def _gather(self, step: _Step) -> InputBatch:
+        plan = step.plan
+        query_lens = [row.num_tokens for row in plan.rows]
+        num_drafts = [row.num_draft_tokens for row in plan.rows]
+        if self._on_cpu and any(num_drafts):
+            self._trim_drafts(plan, query_lens, num_drafts)
+        uniform = query_lens[0] if len(set(query_lens)) == 1 else None
+        if any(row.is_prefill for row in plan.rows):
+            uniform = None
+        if self._sync is None:
+            desc = self._target.dispatch(sum(query_lens), len(query_lens), uniform)
+        else:
+            most = self.facts.needs.num_speculative_tokens
+            wanted = most if plan.num_drafts is None else plan.num_drafts
+            step.agreement = self._sync.agree(sum(query_lens), len(query_lens), uniform, wanted)
+            desc = step.agreement.descriptor
+        mode = self._target.step_mode(desc)
+        # Drafts that the host must see are gathered before the graph, which will do it again.
+        if uniform is not None and mode is StepMode.WHOLE and not plan.needs_draft_ids:
+            return self.buffers.place([row.slot for row in plan.rows], num_drafts, desc, uniform)
+        args = (plan.rows, query_lens, num_drafts, self.table, desc, uniform, mode)
+        return self.buffers.gather(*args)
+
+    def _trim_drafts(self, plan: StepPlan, query_lens: list[int], num_drafts: list[int]) -> None:
+        """Leave out trailing drafts of -1. Only on the CPU, where reading them costs nothing."""
+        drafts = self.table.draft_tokens.numpy()
+        for index, row in enumerate(plan.rows):
+            count = num_drafts[index]
+            while count and drafts[row.slot, count - 1] < 0:
+                count -= 1
+            query_lens[index] -= num_drafts[index] - count
+            num_drafts[index] = count
+
+    def _sample(self, step: _Step, grammar_bitmask: np.ndarray | None, handle: StepHandle) -> None:
+        batch, hidden = step.batch, step.hidden_states
+        if batch is None:
+            handle.publish_empty()
+            self._draft_for_others(step)
+            return
+        assert hidden is not None
+        if step.faults:
+            slots = [row.slot for row in step.plan.rows]
+            handle.faults = {slots.index(slot): fault for slot, fault in step.faults.items()}
+        graphs = None
+        if batch.mode is StepMode.WHOLE and self._choices is not None and grammar_bitmask is None:
+            graphs = self._choices.find(batch)
+        if graphs is not None and self._choices is not None:
+            counts = self._choices.run(graphs, batch, handle, self._copy_stream)
+        else:
+            counts = self._choose(step, batch, hidden, grammar_bitmask, handle)
+        if self._drafting is not None:
+            self._draft(self._drafting, step, *counts)
+
+    def _choose(
+        self,
+        step: _Step,
+        batch: InputBatch,
+        hidden: Tensor,  # [M*, H]
+        grammar_bitmask: np.ndarray | None,
+        handle: StepHandle,
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens for every row, published and committed; num_sampled and num_rejected [N] int32."""
+        mask = None if grammar_bitmask is None else self._staging.upload(grammar_bitmask)
+        target = self._target
+        sampled = self.sampling.run(
+            batch, hidden, self.table, mask, target.compute_logits, target.pick_tokens
+        )
+        num_logprobs = [self.table.sampling.num_logprobs[slot] for slot in batch.slots]
+        tensors = StepTensors(
+            sampled_token_ids=sampled.sampled_token_ids,
+            num_sampled=sampled.num_sampled,
+            num_draft_tokens=batch.num_draft_tokens.clone(),  # the buffer is rewritten next step
+            has_nan=sampled.has_nan,
+            logprobs=sampled.logprobs,
+            prompt_logprobs=self._prompt_logprobs.compute(
+                step.plan.rows, batch, hidden, self.table
+            ),
+        )
+        handle.publish(tensors, RowLayout(num_logprobs), self._copy_stream)
+        counts_output = self.table.sampling.features(batch.slots) & Feature.PENALTIES
+        post_update(
+            self.table,
+            batch.idx_mapping,
+            batch.query_start_loc,
+            sampled.sampled_token_ids,
+            sampled.num_sampled,
+            sampled.num_rejected,
+            self.table.sampling.output_bin_counts if counts_output else None,
+        )
+        return sampled.num_sampled, sampled.num_rejected
+
+    def _draft(
+        self,
+        drafting: Drafting,
+        step: _Step,
+        num_sampled: Tensor,  # [N] int32
+        num_rejected: Tensor,  # [N] int32
+    ) -> None:
+        batch = step.batch
+        assert batch is not None and step.hidden_states is not None
+        outputs = (step.hidden_states, step.aux_hidden_states)
+        drafting.run(
+            step.plan, batch, step.state, outputs, num_sampled, num_rejected, step.agreement
+        )
+
+    # --- start-up -------------------------------------------------------------------------------
+
+    def _warm_up(self) -> None:
+        self._target.warm_up()
+
+    def _capture(self) -> None:
+        with paused_garbage_collector(collect=False):
+            states = self._target.capture()
+            if self._choices is not None:
+                self._choices.capture()
+            if self._drafting is not None and states:
+                # Built anew at each look-up: the pairs that the target used are planned already.
+                create = self._target.create_forward_fn
+                self._drafting.capture(RebuiltStates(list(states), create))

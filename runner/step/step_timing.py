@@ -1,0 +1,146 @@
+"""Measures at start-up what a step takes, by its number of requests and of drafts.
+
+It runs whole steps of made-up requests through the model runner, graphs, sampling and drafting
+included. Their KV goes to blocks that nobody owns yet; afterwards their rows are free again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from ...configs.schema import Config
+from ..messages import SamplingParams
+from ..scheduling.plan import NewRequest, ScheduledRow, StepPlan
+from .warm_up import request_fits
+
+_SIZES = (1, 256, 16, 64, 4, 128, 8, 32, 2, 512)  # most telling first: others lie between
+_CPU_SIZES = (1, 8)  # a full step takes a second
+_GPU_SECONDS, _CPU_SECONDS = 3.0, 1.2
+_ALWAYS = 2  # cells that are measured however long they take
+_GPU_STEPS, _CPU_STEPS = 4, 1  # timed steps of a cell, after one that is not
+_IN_FLIGHT = 2  # steps, as the engine has them
+_PROMPT_LEN = 8
+
+
+class TimedRunner(Protocol):
+    """What is used of a model runner."""
+
+    @property
+    def facts(self) -> Any: ...
+
+    def execute(self, plan: StepPlan) -> Any: ...
+
+    def fill_drafts(self, num_slots: int, num_drafts: int) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], float]:
+    """(requests, drafts each) -> seconds, for as many pairs as fit into a bounded time."""
+    on_cpu = runner.facts.device == "cpu"
+    deadline = time.monotonic() + (_CPU_SECONDS if on_cpu else _GPU_SECONDS)
+    counts = (0, *config.speculative.draft_counts)
+    bench = _Bench(runner, _CPU_STEPS if on_cpu else _GPU_STEPS, counts)
+    scheduler = config.scheduler
+    found: dict[tuple[int, int], float] = {}
+    if not request_fits(runner.facts, bench.num_tokens):
+        return found
+    last = 0.0  # seconds that the last cell took
+
+    def is_over() -> bool:
+        return len(found) >= _ALWAYS and time.monotonic() + last > deadline
+
+    for num_reqs, some in _cells(scheduler.max_num_seqs, counts, on_cpu):
+        some = [k for k in some if num_reqs * (k + 1) <= scheduler.max_num_batched_tokens]
+        if not some or is_over():  # then its requests are not started, either
+            continue
+        with bench.requests(num_reqs):
+            for num_drafts in some:
+                if is_over():
+                    return found
+                start = time.monotonic()
+                found[num_reqs, num_drafts] = bench.measure(num_reqs, num_drafts)
+                last = time.monotonic() - start
+    return found
+
+
+def _cells(most: int, counts: Sequence[int], on_cpu: bool) -> Iterator[tuple[int, Sequence[int]]]:
+    """What to measure, the most telling first: sizes, and which numbers of drafts."""
+    sizes = [size for size in (_CPU_SIZES if on_cpu else _SIZES) if size < most]
+    if not on_cpu:
+        sizes.insert(1, most)
+        yield from ((size, counts) for size in sizes)
+        return
+    sizes = sizes or [most]
+    ends = (0, counts[-1])
+    between = dict.fromkeys(k for k in (counts[1], counts[len(counts) // 2]) if k not in ends)
+    yield from ((size, some) for some in (ends, tuple(between)) for size in sizes)
+
+
+class _Bench:
+    """Runs made-up requests in the first slots."""
+
+    def __init__(self, runner: TimedRunner, num_steps: int, counts: Sequence[int]) -> None:
+        self._runner, self._num_steps = runner, num_steps
+        self._step_id = -1  # no step of a scheduler has a negative id
+        lookahead: int = runner.facts.needs.num_lookahead_tokens
+        steps = (num_steps + 2) * sum(count + 1 for count in counts)
+        # Tokens that a request may come to, its drafts' KV included.
+        self.num_tokens = _PROMPT_LEN + steps + counts[-1] + 1 + lookahead
+
+    @contextmanager
+    def requests(self, num_reqs: int) -> Iterator[None]:
+        """So many requests in the first slots, behind their prompts."""
+        sampling = SamplingParams(seed=0, max_tokens=self.num_tokens, temperature=0.0)
+        # All use the same blocks: what they compute is of no interest.
+        blocks = [
+            list(range(1, 1 - (-self.num_tokens // group.block_size)))
+            for group in self._runner.facts.kv_groups
+        ]
+        prompt, known = [0] * _PROMPT_LEN, _PROMPT_LEN - 1  # as if the prefix cache held it
+        new = [
+            NewRequest(slot, prompt, _PROMPT_LEN, known, blocks, sampling)
+            for slot in range(num_reqs)
+        ]
+        rows = [ScheduledRow(slot, 1, 0, known, False, known) for slot in range(num_reqs)]
+        plan = StepPlan(self._next_id(), new_requests=new, rows=rows)
+        self._runner.execute(plan).get()
+        self._bound = _PROMPT_LEN
+        try:
+            yield
+        finally:
+            freed = StepPlan(self._next_id(), freed_slots=list(range(num_reqs)))
+            self._runner.execute(freed).get()
+
+    def measure(self, num_reqs: int, num_drafts: int) -> float:
+        """Seconds of a step among others: while one runs the next is prepared, as in service."""
+        self._run(num_reqs, num_drafts)  # compiles and allocates what is missing
+        start = time.perf_counter()
+        self._run(num_reqs, num_drafts, self._num_steps)
+        return (time.perf_counter() - start) / self._num_steps
+
+    def _run(self, num_reqs: int, num_drafts: int, num_steps: int = 1) -> None:
+        self._runner.fill_drafts(num_reqs, num_drafts)
+        self._runner.synchronize()
+        running: list[Any] = []
+        for _ in range(num_steps):
+            if len(running) == _IN_FLIGHT:
+                running.pop(0).get()
+            rows = [
+                ScheduledRow(slot, num_drafts + 1, num_drafts, self._bound, False, self._bound)
+                for slot in range(num_reqs)
+            ]
+            self._bound += num_drafts + 1
+            plan = StepPlan(self._next_id(), rows=rows)
+            plan.num_drafts, plan.defers_drafter = num_drafts, not num_drafts
+            running.append(self._runner.execute(plan))
+        for step in running:
+            step.get()
+        self._runner.synchronize()
+
+    def _next_id(self) -> int:
+        self._step_id -= 1
+        return self._step_id

@@ -1,0 +1,44 @@
+"""Makes the target's graph manager: which of its steps are captured, as attention allows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ...configs.graphs import CUDAGraphMode
+from ..attention.base import AttentionBuilder
+from ..graphs.dispatch import GraphRole, resolve_mode
+from ..graphs.manager import CudaGraphManager
+from ..graphs.settings import GraphSettings
+
+logger = logging.getLogger(__name__)
+
+
+def create_target_graphs(
+    settings: GraphSettings | None,
+    wanted: CUDAGraphMode,
+    builders: Sequence[AttentionBuilder],
+    query_lengths: Sequence[int],  # of uniform batches, ascending
+    max_num_reqs: int,
+    max_num_tokens: int,
+) -> tuple[CudaGraphManager | None, CUDAGraphMode]:
+    """The manager and the mode it runs in; None and NONE without graphs."""
+    if settings is None:
+        return None, CUDAGraphMode.NONE
+    support = min(builder.supports for builder in builders)
+    decision = resolve_mode(wanted, support, GraphRole.TARGET, query_lengths)
+    if decision.reason:
+        logger.warning("target graphs run as %s: %s", decision.mode.name, decision.reason)
+    manager = CudaGraphManager.create(
+        "target",
+        decision.mode,
+        decision.uniform_token_counts,
+        settings.sizes,
+        max_num_reqs,
+        max_num_tokens,
+        settings.pool,
+        settings.progress,
+        settings.debug_compare_eager,
+        settings.mixed_sizes,
+    )
+    return manager, decision.mode

@@ -1,0 +1,210 @@
+"""Graphs of a step's end: choose or verify tokens, commit them to the table, pack the results.
+
+One for each uniform batch of the target, behind whose graph it runs, for requests of which nothing
+needs the logits but the choice: greedy ones and those that draw by a key. Another one for steps of
+few rows whose drafts are judged by the target's distribution. Other steps choose their tokens
+without a graph, from the same outputs of the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import BatchExecutionDescriptor, StepMode
+from ...kernels.batch.padded_step import commit_step
+from ...kernels.linear.head_sample import Draws, pick_rows
+from ..batch.host_copy import CopyStream
+from ..batch.input_batch import InputBatch, InputBuffers
+from ..batch.request_table import RequestTable
+from ..batch.sampling_state import Feature
+from ..batch.step_output import PackedTensors, RowLayout, StepHandle
+from ..graphs.manager import CaptureReport, CreateForwardFn, CudaGraphManager
+from ..graphs.settings import GraphSettings
+from ..sampling.logits_processing import SamplingRows
+from ..sampling.row_sampling import RowSampling
+from ..sampling.sampler import SamplerOutput, SamplingPath
+from .target import Target
+
+# Above, the device is busy for longer than a launch takes, and logits of all rows are large.
+MAX_REJECTION_ROWS = 256
+# What requests may use whose tokens a graph samples; which row is which is decided on the device.
+_DRAWN = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED
+_REJECTED = _DRAWN | Feature.UNSEEDED
+
+# (logits rows, their hidden states [L*, H]) -> what they emit
+Choose = Callable[[SamplingRows, Tensor], SamplerOutput]
+
+
+class _NoAttention:
+    """Stands for the attention state of a graph without attention."""
+
+    metadata: tuple[Any, ...] = ()
+
+
+class ChoiceGraphs:
+    """Owns the graphs, and the buffers of what they leave behind: each has a row of the batch."""
+
+    def __init__(
+        self,
+        drawing: CudaGraphManager,
+        rejecting: CudaGraphManager,  # where drawing does not do
+        target: Target,
+        sampling: RowSampling,
+        table: RequestTable,
+        buffers: InputBuffers,
+    ) -> None:
+        self._drawing, self._rejecting = drawing, rejecting
+        self._target, self._sampling = target, sampling
+        self._table, self._buffers = table, buffers
+        reqs, width = table.max_num_reqs, table.num_speculative_tokens + 4
+        self._packed = torch.zeros((reqs, width), dtype=torch.int64, device=table.device)
+        # [2, R] int32, num_sampled and num_rejected by batch row; 0 in padded rows
+        self.counts = torch.zeros((2, reqs), dtype=torch.int32, device=table.device)
+        # By number of rows, what `run` hands out.
+        self._views: dict[int, tuple[PackedTensors, Tensor, Tensor]] = {}
+        self._copied: torch.cuda.Event | None = None  # of the last results to the host
+        self._by_path = {SamplingPath.DRAW: drawing, SamplingPath.REJECT: rejecting}
+
+    # --- capture --------------------------------------------------------------------------------
+
+    def capture(self) -> None:
+        """Capture all of them; the target has captured its own."""
+        self._drawing.capture(self._creator(self._draw))
+        self._rejecting.capture(self._creator(self._reject))
+
+    def profile_memory(self) -> int:
+        """Bytes that `capture` will take; leaves nothing captured."""
+        drawing = self._drawing.profile_memory(self._creator(self._draw))
+        return drawing + self._rejecting.profile_memory(self._creator(self._reject))
+
+    @property
+    def capture_reports(self) -> list[CaptureReport]:
+        """What was captured."""
+        return [self._drawing.report, self._rejecting.report]
+
+    def _creator(self, choose: Choose) -> CreateForwardFn:
+        def create(
+            desc: BatchExecutionDescriptor, warmup: bool
+        ) -> tuple[Callable[[Any], None], Any]:
+            self._buffers.fill_dummy(desc)  # of no request: nothing is committed
+            return lambda _: self._choose(desc, choose), _NoAttention()
+
+        return create
+
+    def _draw(self, rows: SamplingRows, hidden: Tensor) -> SamplerOutput:
+        sampler = self._sampling.sampler
+        return sampler.draw(self._picker(hidden), rows, self._table, _DRAWN)
+
+    def _reject(self, rows: SamplingRows, hidden: Tensor) -> SamplerOutput:
+        vocab_size = self._table.sampling.vocab_size
+        logits = self._target.compute_logits(hidden)[:, :vocab_size]
+        pick = partial(pick_rows, logits)
+        return self._sampling.sampler.draw(pick, rows, self._table, _REJECTED, logits)
+
+    def _choose(self, desc: BatchExecutionDescriptor, choose: Choose) -> None:
+        """For the capture; of the host it knows N* and L* alone."""
+        assert desc.num_reqs is not None
+        reqs, rows, buffers = desc.num_reqs, desc.num_tokens, self._buffers
+        sampled = choose(
+            SamplingRows(
+                slots=[],
+                idx_mapping=buffers.idx_mapping[:reqs],
+                cu_num_logits=buffers.cu_num_logits[: reqs + 1],
+                cu_num_logits_cpu=[],
+                expanded_idx_mapping=buffers.expanded_idx_mapping[:rows],
+                expanded_local_pos=buffers.expanded_local_pos[:rows],
+                positions=buffers.logits_positions[:rows],
+                draft_ids=buffers.draft_ids[:rows],
+                seq_lens=buffers.seq_lens[:reqs],
+                max_num_drafts=self._table.num_speculative_tokens,
+            ),
+            self._target.outputs(desc)[0],
+        )
+        commit_step(
+            self._table,
+            buffers,
+            sampled.sampled_token_ids,
+            sampled.num_sampled,
+            sampled.num_rejected,
+            sampled.has_nan,
+            self._packed,
+            self.counts,
+        )
+
+    def _picker(self, hidden: Tensor) -> Callable[[Draws | None], tuple[Tensor, Tensor]]:
+        """Picks tokens from the logits of these rows, or without writing them."""
+        vocab_size, target = self._table.sampling.vocab_size, self._target
+        pick = target.pick_tokens
+        if pick is not None:
+            return lambda draws: pick(hidden, vocab_size, draws)
+        return lambda draws: pick_rows(target.compute_logits(hidden)[:, :vocab_size], draws)
+
+    # --- a step -----------------------------------------------------------------------------------
+
+    def find(self, batch: InputBatch) -> CudaGraphManager | None:
+        """The graphs that sample this batch of a whole step; None if it takes the general path.
+
+        Every row must judge or emit: none ends a prompt of several tokens, so that none asks for
+        log probabilities of its prompt either.
+        """
+        if batch.num_logits != batch.num_tokens:
+            return None
+        graphs = self._by_path.get(self._sampling.path(batch, self._table))
+        return graphs if graphs is not None and graphs.holds(batch.descriptor) else None
+
+    def run(
+        self,
+        graphs: CudaGraphManager,  # of `find`
+        batch: InputBatch,
+        handle: StepHandle,
+        stream: CopyStream | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Replay, and start the results' copy on `stream`.
+
+        Returns views of `counts`: num_sampled and num_rejected [N] int32.
+        """
+        if self._copied is not None and stream is not None:  # as a rule it is done long since
+            stream.main.wait_event(self._copied)
+        graphs.run_fullgraph(batch.descriptor)
+        rows = batch.num_reqs
+        if rows not in self._views:
+            self._views[rows] = (PackedTensors(self._packed[:rows]), *self.counts[:, :rows])
+        results, num_sampled, num_rejected = self._views[rows]
+        copy = handle.publish(results, RowLayout([None] * rows), stream)
+        self._copied = copy.event
+        return num_sampled, num_rejected
+
+
+def create_choices(
+    settings: GraphSettings | None,
+    graphs: CudaGraphManager | None,
+    target: Target,
+    sampling: RowSampling,
+    table: RequestTable,
+    buffers: InputBuffers,
+) -> ChoiceGraphs | None:
+    """Graphs behind those of the target (`graphs`) that gather; None if there are none."""
+    if settings is None or graphs is None:
+        return None
+    wanted = [
+        desc
+        for desc in graphs.wanted
+        if target.step_mode(desc) is StepMode.WHOLE and desc.num_tokens <= sampling.max_rows
+    ]
+    if not wanted:
+        return None
+    verified = [
+        desc
+        for desc in wanted
+        if desc.uniform_token_count != 1 and desc.num_tokens <= MAX_REJECTION_ROWS
+    ]
+    drawing, rejecting = (
+        CudaGraphManager(name, descs, settings.pool, settings.progress)
+        for name, descs in (("token choice", wanted), ("draft rejection", verified))
+    )
+    return ChoiceGraphs(drawing, rejecting, target, sampling, table, buffers)

@@ -1,0 +1,55 @@
+"""What a decode step must read at least: the weights once and the KV cache of its context.
+
+The share of a device's bandwidth that a measured step reaches follows from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from ..batch.kv_cache import KVCache
+from ..messages import Ready
+from ..models.layers import Embedding
+
+
+class _Engine(Protocol):
+    ready: Ready
+
+
+EngineT = TypeVar("EngineT", bound=_Engine)
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of all weights that every step reads: tables that rows are only gathered from do not count.
+
+    Weights packed by torch for the CPU are no parameters, and are missing here.
+    """
+    owners: Counter[int] = Counter()
+    sizes: dict[int, int] = {}
+    gathered: set[int] = set()
+    for module in model.modules():
+        tensors = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
+        for name, tensor in tensors:
+            if "cos_sin" in name:
+                continue
+            owners[tensor.data_ptr()] += 1
+            sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+        if isinstance(module, Embedding):
+            gathered.add(module.weight.data_ptr())
+    return sum(size for at, size in sizes.items() if at not in gathered or owners[at] > 1)
+
+
+def note_traffic(ready: Ready, model: Any, cache: KVCache, speculator: Any) -> None:
+    """Tell `ready` what a step reads on a GPU; `speculator` is the drafter or None."""
+    if not ready.device.startswith("cuda"):
+        return
+    ready.weight_bytes = weight_bytes(model)
+    draft = getattr(speculator, "model", None)
+    if isinstance(draft, nn.Module):
+        ready.draft_weight_bytes = weight_bytes(draft)
+    ready.kv_bytes_per_token = cache.num_bytes // (cache.num_blocks * cache.block_size)
+    ready.device_name = torch.cuda.get_device_name()

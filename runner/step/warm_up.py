@@ -1,0 +1,175 @@
+"""Runs whole steps of made-up requests before the first real one, so that none pays for set-up.
+
+What is launched for the first time loads code, and what was never launched is compiled. Their KV
+goes to blocks that nobody owns yet; afterwards their rows are free again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from ...configs.schema import Config, SchedulerConfig
+from ...kernels.linear.linear_choice import BUCKETS
+from ..messages import SamplingParams
+from ..scheduling.plan import NewRequest, ScheduledRow, StepPlan
+
+_PROMPT_LEN = 5
+_KINDS = (
+    SamplingParams(temperature=0.0, seed=0, max_tokens=8),
+    SamplingParams(temperature=1.0, seed=0, max_tokens=8),
+    SamplingParams(temperature=1.0, seed=0, has_own_seed=True, max_tokens=8),
+    SamplingParams(temperature=1.0, seed=0, top_k=5, max_tokens=8),
+    SamplingParams(temperature=1.0, seed=0, top_p=0.9, max_tokens=8),
+    # Its logits are written although nothing changes them, as no other kind's are outside graphs.
+    SamplingParams(temperature=0.0, seed=0, logprobs=0, max_tokens=8),
+)
+# These differ in how the tokens of many rows are chosen outside graphs: without noise, with it, and
+# from logits that are written.
+_WIDE = (_KINDS[0], _KINDS[2], _KINDS[4])
+# What takes memory for good at its first use is left to requests.
+_RARE = (SamplingParams(temperature=0.0, seed=0, presence_penalty=0.1, max_tokens=8),)
+
+
+class SteppedRunner(Protocol):
+    """What is used of a model runner."""
+
+    @property
+    def facts(self) -> Any: ...
+
+    def execute(self, plan: StepPlan) -> Any: ...
+
+    def fill_drafts(self, num_slots: int, num_drafts: int) -> None: ...
+
+
+def warm_up_steps(runner: SteppedRunner, config: Config) -> None:
+    """A prefill, a decode and, with a drafter, a step that verifies, for every kind of sampling;
+    then as many rows at once as lead to other kernels."""
+    steps = _Steps(runner)
+    if not steps.fit():
+        return
+    for params in _KINDS:
+        steps.serve([params])
+    if config.scheduler.max_num_seqs > 1:
+        steps.serve([_KINDS[0], _KINDS[2]])  # a batch whose rows are sampled differently
+        steps.serve([_KINDS[1], _KINDS[2]])
+    for num_reqs in wide_batches(config.scheduler, steps.num_drafts):
+        for params in _WIDE:
+            steps.serve_wide([params] * num_reqs)
+
+
+def rare_steps(runner: SteppedRunner, config: Config) -> None:
+    """Steps of the kinds that `warm_up_steps` leaves to requests; only a dry start runs them.
+
+    Prompts and batches of all sizes are among them: where a step has no graph, its kernels depend
+    on its rows, and a drafter's on the number of requests, too.
+    """
+    steps = _Steps(runner)
+    if not steps.fit():
+        return
+    for params in _RARE:
+        steps.serve([params])
+    most = min(config.scheduler.max_num_batched_tokens, runner.facts.max_model_len - 1)
+    for power in range(most.bit_length()):
+        steps.serve_prompt(1 << power)
+    budget = config.scheduler.max_num_batched_tokens // (_PROMPT_LEN + steps.num_drafts)
+    for power in range(1, min(config.scheduler.max_num_seqs, budget).bit_length()):
+        steps.serve([_KINDS[0]] * (1 << power))
+
+
+def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:
+    """Numbers of requests, ascending. With n of them `serve_wide` has n logits rows, and then
+    (n - 1) (K + 1) + 1 if there are drafts: so every bucket of rows is met that a step can have."""
+    width, found, below = num_drafts + 1, set(), 1
+    most = min(scheduler.max_num_seqs, (scheduler.max_num_batched_tokens - 1) // width)
+    for bucket in (*BUCKETS[1:], 2 * BUCKETS[-1]):
+        if most > below:
+            found.add(min(bucket, most))
+        elif most > 1 and num_drafts and (most - 1) * width + 1 > below:
+            found.add(min((bucket - 1) // width + 1, most))
+        below = bucket
+    return sorted(found)
+
+
+def request_fits(facts: Any, num_tokens: int) -> bool:
+    """Whether a runner of these facts has the context, and the KV blocks, for one such request."""
+    blocks = [group.num_blocks > -(-num_tokens // group.block_size) for group in facts.kv_groups]
+    return num_tokens < facts.max_model_len and all(blocks)
+
+
+class _Steps:
+    def __init__(self, runner: SteppedRunner) -> None:
+        self._runner = runner
+        self.num_drafts: int = runner.facts.needs.num_speculative_tokens
+        self._step_id = -(1 << 40)  # no step of a scheduler has a negative id
+
+    def _length(self) -> int:
+        lookahead: int = self._runner.facts.needs.num_lookahead_tokens
+        return _PROMPT_LEN + 3 * (self.num_drafts + 1) + lookahead
+
+    def fit(self) -> bool:
+        """Whether such requests fit into the context and the KV cache."""
+        return request_fits(self._runner.facts, self._length())
+
+    def serve(self, kinds: list[SamplingParams]) -> None:
+        """One request for each of `kinds`, all in one batch, through their first three steps."""
+        drafts, slots = self.num_drafts, range(len(kinds))
+        new = [self._new_request(slot, _PROMPT_LEN, params) for slot, params in enumerate(kinds)]
+        self._run([_prefill(request) for request in new], new)
+        bound = _PROMPT_LEN
+        self._run([ScheduledRow(slot, 1, 0, bound, False, 1) for slot in slots])
+        if drafts:
+            self._run(self._verifying(slots, bound + 1))
+        self._run([], freed_slots=list(slots))
+
+    def serve_prompt(self, prompt_len: int) -> None:
+        """The prefill of one request, if the KV cache has the blocks for it."""
+        if request_fits(self._runner.facts, prompt_len):
+            new = self._new_request(0, prompt_len, _KINDS[0])
+            self._run([_prefill(new)], [new])
+            self._run([], freed_slots=[0])
+
+    def serve_wide(self, kinds: list[SamplingParams]) -> None:
+        """As few tokens as so many rows can have in steps that are not uniform, whose tokens no
+        graph chooses: prefills and, with a drafter, one prefill among rows that verify."""
+        last = len(kinds) - 1
+        new = [self._new_request(slot, 1, params) for slot, params in enumerate(kinds[:last])]
+        new.append(self._new_request(last, 2, kinds[last]))
+        self._run([_prefill(request) for request in new], new)
+        if self.num_drafts:
+            again = self._new_request(last, self.num_drafts + 2, kinds[last])
+            rows = self._verifying(range(last), 1)
+            self._run([*rows, _prefill(again)], [again], freed_slots=[last])
+        self._run([], freed_slots=list(range(len(kinds))))
+
+    def _verifying(self, slots: range, bound: int) -> list[ScheduledRow]:
+        """Rows with K drafts each, at most `bound` tokens before them."""
+        drafts = self.num_drafts
+        self._runner.fill_drafts(len(slots), drafts)
+        return [ScheduledRow(slot, drafts + 1, drafts, bound, False, 1) for slot in slots]
+
+    def _new_request(self, slot: int, prompt_len: int, params: SamplingParams) -> NewRequest:
+        """With blocks of its own, where there are enough: two that write to one block leave there
+        what nobody can foretell, and graphs are compared with eager runs."""
+        length, blocks = max(self._length(), prompt_len), []
+        for group in self._runner.facts.kv_groups:
+            count = -(-length // group.block_size)
+            first = 1 + slot * count
+            if first + count > group.num_blocks:
+                first = 1
+            blocks.append(list(range(first, first + count)))
+        return NewRequest(slot, [0] * prompt_len, prompt_len, 0, blocks, params)
+
+    def _run(
+        self,
+        rows: list[ScheduledRow],
+        new_requests: Sequence[NewRequest] = (),
+        freed_slots: Sequence[int] = (),
+    ) -> None:
+        self._step_id -= 1
+        plan = StepPlan(self._step_id, list(freed_slots), list(new_requests), rows=rows)
+        self._runner.execute(plan).get()
+
+
+def _prefill(request: NewRequest) -> ScheduledRow:
+    return ScheduledRow(request.slot, request.prompt_len, 0, 0, False, 0)

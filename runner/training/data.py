@@ -1,0 +1,264 @@
+"""What a drafter's training reads of its target: hidden states at the taps, logits, embeddings.
+
+Nothing is stored: the trainer asks for a batch, the target runs over its sequences in the KV blocks
+of the engine that generated them, and the next batch overwrites these. The engine must be idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...configs.schema import Config
+from ...speculators.training.dataset import TrainingSequence
+from ...speculators.training.geometry import HeadGeometry, check_taps
+from ...speculators.training.objective import Batch
+from ..attention.base import AttentionState, CommonAttentionMetadata
+from ..batch.staging import StagingPool
+from ..engine.engine import Engine, join
+from ..errors import RunnerError
+from ..models.rotary import rope_parameters
+from ..startup.assembly import ProgressFn, assemble
+from ..step.model_runner import ModelRunner
+from ..step.parts import RunnerParts
+
+_LOGIT_ROWS = 2048  # whole rows of the vocabulary are made for so many positions at a time
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Consecutive tokens of one sequence that run in one pass."""
+
+    row: int  # of the batch
+    start: int
+    count: int
+
+
+class TargetReader:
+    """`speculators.training.dataset.HiddenSource` over an engine's own model and memory."""
+
+    def __init__(self, parts: RunnerParts, taps: tuple[int, ...], config: Config) -> None:
+        self._target = parts.target
+        self._model = cast(Any, parts.target.model)
+        self._taps = taps
+        self._max_tokens = config.scheduler.max_num_batched_tokens
+        self._max_reqs = config.scheduler.max_num_seqs
+        cache = parts.target.cache
+        self._block_size = cache.block_size
+        self._num_blocks = cache.num_blocks
+        self._device: torch.device = next(iter(cache.kv_caches.values())).device
+        # A step's arrays must not wait for the step before.
+        self._staging = StagingPool(self._device)
+        check_taps(taps, int(self._model.config.num_hidden_layers))
+
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence that fits into the KV cache alone."""
+        return (self._num_blocks - 1) * self._block_size
+
+    def read(self, sequences: Sequence[TrainingSequence], draft_ids: Tensor) -> Batch:
+        """Run the target over `sequences`; `draft_ids` [D] int64 are the logits that are kept."""
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        rows, longest = len(lengths), max(lengths)
+        hidden_size = int(self._model.config.hidden_size)
+        ids = np.zeros((rows, longest), dtype=np.int64)
+        for row, sequence in enumerate(sequences):
+            ids[row, : lengths[row]] = sequence.token_ids
+        dtype = self._model.format.dtype
+
+        def zeros(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.zeros(shape, dtype=kind, device=self._device)
+
+        batch = Batch(
+            taps=zeros(rows, longest, len(self._taps) * hidden_size),
+            embeddings=zeros(rows, longest, hidden_size),
+            draft_logits=zeros(rows, longest, int(draft_ids.shape[0])),
+            target_ids=zeros(rows, longest, kind=torch.int64),
+            token_ids=self._staging.upload(ids),
+            lengths=self._staging.upload(np.array(lengths)),
+            prompt_lengths=self._staging.upload(np.array([s.prompt_length for s in sequences])),
+        )
+        with torch.inference_mode():
+            for group in self._groups_that_fit(lengths):
+                for pieces in self._passes(group, lengths):
+                    self._run(pieces, self._first_blocks(group, lengths), ids, batch, draft_ids)
+        return batch
+
+    def starting_head(self, draft_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The target's output rows [D, H] of `draft_ids`, and the weight [H] of its final norm.
+
+        The rows come out of the head itself, since it may be packed.
+        """
+        size = int(self._model.config.hidden_size)
+        unit = torch.eye(size, dtype=self._model.format.dtype, device=self._device)
+        with torch.inference_mode():
+            columns = [
+                self._model.compute_logits(rows)[:, draft_ids.to(self._device)].float()
+                for rows in torch.split(unit, 256)
+            ]
+            norm = getattr(self._model, "norm", None)
+            weight = norm.weight.float() if norm is not None and not norm.offset else None
+        rows = torch.cat(columns).T.contiguous()
+        return rows.clone(), None if weight is None else weight.clone()
+
+    # --- a pass -----------------------------------------------------------------------------------
+
+    def _blocks(self, length: int) -> int:
+        return -(-length // self._block_size)
+
+    def _groups_that_fit(self, lengths: Sequence[int]) -> Iterator[list[int]]:
+        """Rows of the batch whose sequences have room in the KV cache together."""
+        group: list[int] = []
+        free = self._num_blocks - 1
+        for row, length in enumerate(lengths):
+            need = self._blocks(length)
+            if group and (need > free or len(group) == self._max_reqs):
+                yield group
+                group, free = [], self._num_blocks - 1
+            if need > free:
+                raise RunnerError(f"a sequence of {length} tokens does not fit into the KV cache")
+            group.append(row)
+            free -= need
+        yield group
+
+    def _passes(self, group: Sequence[int], lengths: Sequence[int]) -> Iterator[list[_Piece]]:
+        """Cut a group's sequences into steps of what the runner can hold at once."""
+        pieces: list[_Piece] = []
+        room = self._max_tokens
+        for row in group:
+            start = 0
+            while start < lengths[row]:
+                if room == 0:
+                    yield pieces
+                    pieces, room = [], self._max_tokens
+                count = min(room, lengths[row] - start)
+                pieces.append(_Piece(row, start, count))
+                start, room = start + count, room - count
+        yield pieces
+
+    def _first_blocks(self, group: Sequence[int], lengths: Sequence[int]) -> dict[int, int]:
+        """Each sequence of the group has its own run of blocks; block 0 is nobody's."""
+        first_blocks, next_block = {}, 1
+        for row in group:
+            first_blocks[row] = next_block
+            next_block += self._blocks(lengths[row])
+        return first_blocks
+
+    def _run(
+        self,
+        pieces: Sequence[_Piece],
+        first_blocks: Mapping[int, int],
+        ids: NDArray[np.int64],  # [B, T]
+        batch: Batch,
+        draft_ids: Tensor,
+    ) -> None:
+        at = np.concatenate([np.arange(p.start, p.start + p.count) for p in pieces])
+        row_of = np.repeat([p.row for p in pieces], [p.count for p in pieces])  # [M]
+        input_ids = self._staging.upload(ids[row_of, at].astype(np.int32))
+        positions, rows = self._staging.upload(at), self._staging.upload(row_of)
+        state = self._attention(pieces, first_blocks, at, row_of)
+        hidden, taps = self._model(input_ids, positions, state, self._taps)
+        batch.taps[rows, positions] = taps
+        batch.embeddings[rows, positions] = self._model.embed(input_ids)
+        for start in range(0, len(row_of), _LOGIT_ROWS):
+            part = slice(start, start + _LOGIT_ROWS)
+            logits = self._model.compute_logits(hidden[part])
+            batch.draft_logits[rows[part], positions[part]] = logits[:, draft_ids].to(
+                batch.draft_logits.dtype
+            )
+            batch.target_ids[rows[part], positions[part]] = logits.argmax(dim=-1)
+
+    def _attention(
+        self,
+        pieces: Sequence[_Piece],
+        first_blocks: Mapping[int, int],
+        at: NDArray[np.int64],  # [M] positions
+        row_of: NDArray[np.int64],  # [M]
+    ) -> AttentionState:
+        upload = self._staging.upload
+        widest = max(self._blocks(p.start + p.count) for p in pieces)
+        firsts = np.array([first_blocks[p.row] for p in pieces], dtype=np.int32)
+        table = firsts[:, None] + np.arange(widest, dtype=np.int32)
+        table = table.clip(max=self._num_blocks - 1)  # columns beyond a sequence are not read
+        first_of_row = np.zeros(max(first_blocks) + 1, dtype=np.int64)
+        first_of_row[list(first_blocks)] = list(first_blocks.values())
+        counts = np.array([0, *(p.count for p in pieces)], dtype=np.int32)
+        starts = counts.cumsum(dtype=np.int32)
+        seq_lens = np.array([p.start + p.count for p in pieces], dtype=np.int32)
+        common = CommonAttentionMetadata(
+            num_reqs=len(pieces),
+            num_actual_tokens=int(starts[-1]),
+            max_query_len=int(counts.max()),
+            max_seq_len=int(seq_lens.max()),
+            query_start_loc=upload(starts),
+            query_start_loc_cpu=torch.from_numpy(starts),
+            seq_lens=upload(seq_lens),
+            seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens),
+            block_table=upload(table),
+            slot_mapping=upload(first_of_row[row_of] * self._block_size + at),
+        )
+        metadata = [builder.build(common) for builder in self._target.builders]
+        return self._target.cache.attention_state(metadata)
+
+
+@dataclass(frozen=True)
+class TrainingEngine:
+    """An engine to generate with, and the parts of it that a `TargetReader` shares."""
+
+    engine: Engine
+    parts: RunnerParts
+
+    @property
+    def target_config(self) -> Any:
+        """The target's own (transformers) config."""
+        model: Any = self.parts.target.model
+        return model.config
+
+
+def build_training_engine(config: Config, progress: ProgressFn) -> TrainingEngine:
+    """Load the target, without a drafter."""
+    parts = assemble(config, progress)
+    runner = ModelRunner(parts)
+    runner.warm_up()
+    runner.capture()
+    return TrainingEngine(join(runner, config), parts)
+
+
+def head_geometry(
+    target: Any,  # the target's config
+    draft_vocab_size: int | None,
+    intermediate_size: int | None,
+    taps: tuple[int, ...],
+    max_position_embeddings: int,
+) -> HeadGeometry:
+    """A head of the target's own width and heads. RunnerError if the target has no such shape."""
+    heads = getattr(target, "num_attention_heads", None)
+    inner = intermediate_size or getattr(target, "intermediate_size", None)
+    if heads is None or inner is None or getattr(target, "kv_lora_rank", None) is not None:
+        raise RunnerError(
+            f"heads cannot be trained for targets of type {getattr(target, 'model_type', '?')}"
+        )
+    hidden = int(target.hidden_size)
+    head_dim = getattr(target, "head_dim", None) or hidden // heads
+    vocab_size = int(target.vocab_size)
+    # Plain rope: the head is new, so it needs no scaling of the target's.
+    theta = float(rope_parameters(target).get("rope_theta") or 10000.0)
+    return HeadGeometry(
+        hidden_size=hidden,
+        intermediate_size=int(inner),
+        num_heads=int(heads),
+        num_kv_heads=int(getattr(target, "num_key_value_heads", None) or heads),
+        head_dim=int(head_dim),
+        vocab_size=vocab_size,
+        draft_vocab_size=min(draft_vocab_size or 32000, vocab_size),
+        taps=taps,
+        rms_norm_eps=float(getattr(target, "rms_norm_eps", 1e-6)),
+        rope_theta=theta,
+        max_position_embeddings=max_position_embeddings,
+    )

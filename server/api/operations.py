@@ -1,0 +1,111 @@
+"""What operators ask: /, /health, /metrics, /version; and a clear no for what is not here."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from ..errors import NotSupported
+from ..generation.services import Services
+from ..version import version
+
+_ABSENT = {
+    "/v1/embeddings": "This model generates text; it has no embeddings.",
+    "/v1/moderations": "This server has no moderation model.",
+    "/v1/images/generations": "This model generates text only.",
+    "/v1/audio/transcriptions": "This model generates text only.",
+    "/v1/audio/speech": "This model generates text only.",
+}
+
+
+_LINKS = {
+    "docs": "/docs",
+    "openapi": "/openapi.json",
+    "models": "/v1/models",
+    "health": "/health",
+    "metrics": "/metrics",
+}
+
+
+def operation_routes(services: Services) -> APIRouter:
+    """The routes that need no key."""
+    router = APIRouter()
+    _add_index(router)
+    engine = services.engine
+
+    def report() -> Response:
+        found = engine.health.report
+        status = 200 if found.is_ready else 503
+        headers = {} if found.is_ready else {"Retry-After": str(found.retry_after)}
+        body = msgspec.json.encode(found.as_dict())
+        return Response(body, status, headers, "application/json")
+
+    async def health() -> Response:
+        return report()
+
+    for path in ("/health", "/ready", "/ping"):
+        # One route for both methods, so that a 405 names both; the second is for the document.
+        router.add_api_route(path, health, methods=["GET", "HEAD"], include_in_schema=False)
+        router.add_api_route(path, health)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        services.metrics.engine_restarts(engine.health.report.restarts)
+        services.metrics.lost_drafters(engine.health.report.lost_drafters)
+        if engine.state == "ready":
+            services.metrics.engine_ready(engine.ready)
+        elif engine.state != "draining":
+            services.metrics.engine_gone()
+        return Response(services.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @router.get("/version")
+    async def server_version() -> Response:
+        body = msgspec.json.encode({"version": version()})
+        return Response(body, media_type="application/json")
+
+    return router
+
+
+def _add_index(router: APIRouter) -> None:
+    """`/`, the address that the start prints: what this is, and where to go on."""
+
+    async def index(request: Request) -> Response:
+        prefix = request.scope.get("root_path", "").rstrip("/")
+        links = {name: prefix + path for name, path in _LINKS.items()}
+        headers = {"Vary": "Accept"}
+        if "text/html" in request.headers.get("accept", ""):  # a browser
+            return Response(_page(links), 200, headers, "text/html")
+        body = {"name": "slipstream", "version": version(), "links": links}
+        return Response(msgspec.json.encode(body), 200, headers, "application/json")
+
+    # As below: one route for both methods, the second for the document.
+    router.add_api_route("/", index, methods=["GET", "HEAD"], include_in_schema=False)
+    router.add_api_route("/", index)
+
+
+def _page(links: dict[str, str]) -> str:
+    items = "".join(
+        f'<li><a href="{escape(url)}">{escape(url)}</a> {name}</li>' for name, url in links.items()
+    )
+    title = f"Slipstream {escape(version())}"
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        f"<h1>{title}</h1><p>An OpenAI-compatible server: its base URL for clients is this "
+        f"address with <code>/v1</code>.</p><ul>{items}</ul></html>"
+    )
+
+
+def absent_routes() -> APIRouter:
+    """Endpoints of OpenAI's that a text model cannot offer, with a sentence that says so."""
+    router = APIRouter()
+
+    async def absent(request: Request) -> Any:
+        raise NotSupported(_ABSENT[request.scope["route"].path])
+
+    for path in _ABSENT:
+        router.add_api_route(path, absent, methods=["POST"], include_in_schema=False)
+    return router

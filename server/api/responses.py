@@ -1,0 +1,255 @@
+"""POST /v1/responses: a chat in another shape. Nothing is stored between requests."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from starlette.exceptions import HTTPException
+
+from ..errors import APIError, InvalidRequest, NotSupported, as_api_error
+from ..generation.generation import Generation, Job
+from ..generation.logprobs import chat_logprobs
+from ..generation.respond import respond
+from ..generation.services import Services
+from ..http.body import validated
+from ..http.sse import Live, event
+from ..off_loop import by_size
+from ..openai_types.chat import ChatCompletionRequest
+from ..openai_types.responses import CHAT_NAMES, ResponsesRequest
+from ..output.chat_output import MessageParser
+from ..output.chat_tools import ChatFormat, chat_format
+from ..text.choice import GenerationEvent
+from .chat import prepare_chat
+from .response_items import ResponseItems
+
+
+class InputTokens(msgspec.Struct):
+    """How many tokens a request's input has."""
+
+    input_tokens: int
+    object: str = "response.input_tokens"
+
+
+def response_routes(services: Services) -> APIRouter:
+    """The route of responses, and a clear no for stored ones."""
+    router = APIRouter()
+
+    @router.post("/v1/responses")
+    async def create_response(request: Request) -> Response:
+        arrived = time.monotonic()
+        body = await services.bodies.read(request, ResponsesRequest)
+        _check(body)
+        job, form, prompt = await _prepare(services, body)
+        return await respond(
+            request,
+            Generation(services, job, arrived),
+            _Reply(services, body, job, form.parser(prompt)),
+            stream=bool(body.stream),
+            wait=job.sampling.grammar is not None,
+        )
+
+    @router.post("/v1/responses/input_tokens")
+    async def count_input_tokens(request: Request) -> Response:
+        body = await services.bodies.read(request, ResponsesRequest)
+        _check(body)
+        job, _, _ = await _prepare(services, body)
+        count = InputTokens(len(job.prompts[0]))
+        return Response(msgspec.json.encode(count), media_type="application/json")
+
+    async def absent(request: Request) -> Response:
+        if request.path_params.get("response_id") in ("compact", "input_tokens"):  # no ids
+            raise HTTPException(405, headers={"Allow": "POST"})
+        raise NotSupported("This server stores no responses; send the whole conversation.")
+
+    router.add_api_route("/v1/responses/compact", absent, methods=["POST"], status_code=404)
+    for path, methods in (
+        ("/v1/responses/{response_id}", ["GET", "DELETE"]),
+        ("/v1/responses/{response_id}/cancel", ["POST"]),
+        ("/v1/responses/{response_id}/input_items", ["GET"]),
+    ):
+        router.add_api_route(path, absent, methods=methods, include_in_schema=False)
+    return router
+
+
+async def _prepare(services: Services, body: ResponsesRequest) -> tuple[Job, ChatFormat, str]:
+    try:
+        chat, form = await by_size(body.num_bytes, _as_chat, services, body)
+        job, prompt = await prepare_chat(services, chat, form)
+    except InvalidRequest as error:
+        raise _renamed(error) from None
+    return job, form, prompt
+
+
+def _as_chat(
+    services: Services, body: ResponsesRequest
+) -> tuple[ChatCompletionRequest, ChatFormat]:
+    chat = validated(_without_none(body.chat()), ChatCompletionRequest)
+    chat.note_size(body.num_bytes)
+    return chat, chat_format(services.output_format, chat)
+
+
+def _check(body: ResponsesRequest) -> None:
+    for name in ("previous_response_id", "conversation", "background", "prompt"):
+        if getattr(body, name):
+            raise InvalidRequest(
+                f"'{name}' is not supported, because this server stores no responses: "
+                "send the whole conversation as 'input'.",
+                name,
+                "not_supported",
+            )
+
+
+def _renamed(error: InvalidRequest) -> InvalidRequest:
+    """An error about the chat, in the names of this endpoint."""
+    for chat, own in CHAT_NAMES.items():
+        if error.param is not None and error.param.startswith(chat):
+            error.message = error.message.replace(f"'{error.param}'", f"'{own}'")
+            error.param = own
+    return error
+
+
+def _without_none(body: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in body.items() if value is not None}
+
+
+class _Reply:
+    """Turns events into the shapes of /v1/responses."""
+
+    def __init__(
+        self, services: Services, body: ResponsesRequest, job: Job, parser: MessageParser
+    ) -> None:
+        self._services = services
+        self._body = body
+        self._job = job
+        self._parser = parser
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._items = ResponseItems()
+        self._number = 0
+        self._reason: str | None = None
+
+    async def whole(self, generation: Generation) -> dict[str, Any]:
+        """The reply once everything is there."""
+        async with aclosing(generation.events()) as events:
+            async for item in events:
+                self._events_of(item)
+        return self._response(self._status, generation)
+
+    async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
+        """The reply as events; a fault ends it with response.failed."""
+        for name in ("response.created", "response.in_progress"):
+            yield self._framed({"type": name, "response": self._response("in_progress", None)})
+        try:
+            async with aclosing(generation.events()) as events:
+                async for item in events:
+                    for each in self._events_of(item):
+                        yield self._framed(each)
+        except Exception as error:
+            failed = self._response("failed", generation, as_api_error(error))
+            yield self._framed({"type": "response.failed", "response": failed})
+            return
+        last = {"type": f"response.{self._status}"}
+        yield self._framed({**last, "response": self._response(self._status, generation)})
+
+    def live(self, generation: Generation) -> Live | None:
+        """Its events are numbered and end in their own way: all go through `stream`."""
+        return None
+
+    @property
+    def _status(self) -> str:
+        return "incomplete" if self._reason == "length" else "completed"
+
+    def _events_of(self, item: GenerationEvent) -> list[dict[str, Any]]:
+        deltas = self._parser.push(item.text, item.token_ids)
+        if item.finish_reason:
+            deltas = deltas + self._parser.finish()
+        if self._body.wants_logprobs:
+            shown = [entry for entry in item.logprobs if not entry.hidden]
+            found = chat_logprobs(shown, self._services.tokenizer).content
+            self._items.logprobs += msgspec.to_builtins(found)
+        events = [each for delta in deltas for each in self._items.add(delta)]
+        if item.finish_reason:
+            self._reason = item.finish_reason
+            events += self._items.finish(self._status)
+        return events
+
+    def _framed(self, fields: dict[str, Any]) -> bytes:
+        name = fields["type"]
+        numbered = {**fields, "sequence_number": self._number}
+        self._number += 1
+        return event(msgspec.json.encode(numbered), name)
+
+    def _response(
+        self, status: str, generation: Generation | None, error: APIError | None = None
+    ) -> dict[str, Any]:
+        body = self._body
+        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "background": False,
+            "status": status,
+            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "incomplete_details": cut,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "max_tool_calls": body.max_tool_calls,
+            "model": body.model,
+            "output": self._items.items,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "prompt_cache_key": body.prompt_cache_key,
+            "reasoning": self._reasoning(),
+            "safety_identifier": body.safety_identifier,
+            "service_tier": "default",
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": self._text_format(),
+            "tool_choice": self._tool_choice(),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "top_logprobs": body.top_logprobs or 0,
+            "truncation": body.truncation or "disabled",
+            "usage": None if generation is None else self._usage(generation),
+            "user": body.user,
+            "metadata": body.metadata or {},
+        }
+
+    def _text_format(self) -> dict[str, Any]:
+        given = self._body.text.format if self._body.text else None
+        form = given.model_dump(by_alias=True, exclude_none=True) if given else {"type": "text"}
+        verbosity = self._body.text.verbosity if self._body.text else None
+        return {"format": form, "verbosity": verbosity or "medium"}
+
+    def _reasoning(self) -> dict[str, Any]:
+        asked = self._body.reasoning
+        return {
+            "effort": asked.effort if asked else None,
+            "summary": asked.summary if asked else None,
+        }
+
+    def _tool_choice(self) -> Any:
+        choice = self._body.tool_choice
+        return choice if isinstance(choice, str | None) and choice else _dumped(choice)
+
+    def _usage(self, generation: Generation) -> dict[str, Any]:
+        counts = generation.counts()
+        return {
+            "input_tokens": counts.prompt,
+            "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
+            "output_tokens": counts.completion,
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning_tokens},
+            "total_tokens": counts.prompt + counts.completion,
+        }
+
+
+def _dumped(choice: Any) -> Any:
+    return "auto" if choice is None else choice.model_dump()

@@ -1,0 +1,222 @@
+"""POST /v1/speculator: try another draft head in the running server; it stays if it is not worse.
+GET tells which one it has.
+
+Acceptance on a built-in probe decides (see `head_verdict`). The probe runs as requests beside all
+others; the weights are exchanged between two steps, so a request notices nothing but other drafts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Coroutine
+from typing import Any, Protocol, cast
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from ..drafters.acceptance import MeasuredPrompt, MeasurementFailed, measure_acceptance
+from ..drafters.head_verdict import Measurement, judge
+from ..drafters.training_prompts import heldout_prompts, tokenize_prompts
+from ..errors import APIError, EngineStopped, InvalidRequest, NotSupported, as_api_error
+from ..generation.services import Engine, Services
+from ..http.keys import KeyRing
+from ..http.sse import unless_disconnected
+from ..openai_types.common import Body
+from ..request_stream import EngineDead, SpeculatorRefused
+
+log = logging.getLogger("slipstream.speculator")
+
+_PER_DOMAIN, _PROBE_TOKENS = 4, 48
+
+
+class ChangesSpeculator(Engine, Protocol):
+    """The engine client, as far as this route needs more of it."""
+
+    async def change_speculator(self, action: str, model: str = "") -> None:
+        """Raises SpeculatorRefused, EngineDead."""
+
+    @property
+    def drafter(self) -> str | None: ...
+
+    @property
+    def drafter_fallback(self) -> str | None: ...
+
+    def reset_prefix_cache(self) -> None: ...
+
+
+class SpeculatorRequest(Body):
+    """Which head to try."""
+
+    model: str = Field(min_length=1)  # folder or hub id of a checkpoint
+    force: bool = False  # keep it whatever the probe says
+
+
+class SpeculatorReply(msgspec.Struct):
+    """What was decided, and on which figures."""
+
+    swapped: bool
+    reason: str
+    model: str  # that was tried
+    acceptance: dict[str, Any]  # "before" and "after"
+
+
+class SpeculatorState(msgspec.Struct):
+    """What drafts."""
+
+    method: str  # "off" without a drafter
+    model: str | None  # as configured or kept since; a worker that is started again begins with it
+    on_trial: str | None  # the head that is being loaded or measured
+    fallback: str | None  # why it is another than was configured or kept, if that was lost
+
+
+class SpeculatorBusy(APIError):
+    """Another head is being tried."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "speculator_busy"
+
+    def __init__(self) -> None:
+        super().__init__("Another drafter is being tried; ask again when it has been decided on.")
+
+
+def speculator_routes(services: Services) -> APIRouter:
+    """The routes; they need the admin's key, which is not a client's."""
+    router = APIRouter()
+    keys = KeyRing(services.config.server.admin_api_key)
+    gate = asyncio.Lock()
+    trial = Trial(services)
+
+    @router.post("/v1/speculator")
+    async def change_speculator(request: Request) -> Response:
+        _check_key(request, keys)
+        body = await services.bodies.read(request, SpeculatorRequest)
+        services.check_ready()
+        if gate.locked():
+            raise SpeculatorBusy
+        async with gate:
+            reply = await unless_disconnected(request, trial.run(body.model, body.force))
+        return Response(msgspec.json.encode(reply), media_type="application/json")
+
+    @router.get("/v1/speculator")
+    async def tell_speculator(request: Request) -> Response:
+        _check_key(request, keys)
+        engine = cast(ChangesSpeculator, services.engine)
+        method = engine.ready.speculative_method
+        state = SpeculatorState(method, engine.drafter, trial.model, engine.drafter_fallback)
+        return Response(msgspec.json.encode(state), media_type="application/json")
+
+    return router
+
+
+def _check_key(request: Request, keys: KeyRing) -> None:
+    if not keys:
+        raise NotSupported("This server changes no drafter; it would with --admin-api-key.")
+    keys.check(request.headers)
+
+
+class Trial:
+    """Loads a head, measures the running one and then it in its place, settles which one stays."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._prompts: list[MeasuredPrompt] = []
+        self.model: str | None = None  # that is on trial
+
+    async def run(self, model: str, force: bool) -> SpeculatorReply:
+        """InvalidRequest if the head cannot be loaded; EngineStopped if the worker dies.
+
+        Cancelled, the trial is given up: the old head is back before this ends.
+        """
+        engine = cast(ChangesSpeculator, self._services.engine)
+        self.model = model
+        try:
+            await self._load(engine, model)  # refused before anything is measured
+            before, after = await self._measure(engine)
+            keep, reason = judge(before, after, force)
+            await _to_the_end(self._settle(engine, "keep" if keep else "revert"))
+        except SpeculatorRefused as error:
+            raise InvalidRequest(f"{error}.", "model", "invalid_value") from None
+        except EngineDead as error:
+            raise as_api_error(error) from None
+        except MeasurementFailed as error:
+            raise EngineStopped(str(error)) from None
+        finally:
+            self.model = None
+        log.info("drafter %s %s: %s", model, "taken" if keep else "not taken", reason)
+        figures = {"before": before.tally.as_dict(), "after": after.tally.as_dict()}
+        return SpeculatorReply(keep, reason, model, figures)
+
+    async def _load(self, engine: ChangesSpeculator, model: str) -> None:
+        try:
+            await engine.change_speculator("load", model)
+        except asyncio.CancelledError:  # it is loaded nonetheless
+            await _to_the_end(self._give_up(engine))
+            raise
+
+    async def _measure(self, engine: ChangesSpeculator) -> tuple[Measurement, Measurement]:
+        """Of the running head, and of the loaded one, which is then in its place."""
+        try:
+            before = await self._probe(engine)
+            await engine.change_speculator("try")
+            return before, await self._probe(engine)
+        except BaseException:
+            await _to_the_end(self._give_up(engine))
+            raise
+
+    async def _give_up(self, engine: ChangesSpeculator) -> None:
+        with contextlib.suppress(EngineDead, EngineStopped):  # then it has ended with its worker
+            await self._settle(engine, "revert")
+
+    @staticmethod
+    async def _settle(engine: ChangesSpeculator, action: str) -> None:
+        """A refusal is no fault of the caller's: the worker is not the one that began."""
+        try:
+            await engine.change_speculator(action)
+        except SpeculatorRefused as error:
+            raise EngineStopped(str(error)) from None
+        engine.reset_prefix_cache()  # its KV of drafts is the other head's
+
+    async def _probe(self, engine: ChangesSpeculator) -> Measurement:
+        engine.reset_prefix_cache()
+        stop = sorted(self._services.tokenizer.eos_ids | set(engine.ready.eos_token_ids))
+        room = engine.ready.max_model_len
+        if not self._prompts:
+            self._prompts = await asyncio.to_thread(self._read)
+        prompts = [p for p in self._prompts if len(p.token_ids) + _PROBE_TOKENS < room]
+        if not prompts:
+            prompts = [MeasuredPrompt(tuple(p.token_ids[: room // 2])) for p in self._prompts]
+        name = f"probe-{uuid.uuid4().hex[:8]}"
+        most = min(_PROBE_TOKENS, room // 2 - 1)
+        found = Measurement()
+        await measure_acceptance(engine, prompts, 0.0, most, stop, on_output=found.add, name=name)
+        return found
+
+    def _read(self) -> list[MeasuredPrompt]:
+        services = self._services
+        by_domain: dict[str, int] = {}
+        chosen = []
+        for prompt in heldout_prompts():
+            by_domain[prompt.domain] = by_domain.get(prompt.domain, 0) + 1
+            if by_domain[prompt.domain] <= _PER_DOMAIN:
+                chosen.append(prompt)
+        if services.template.source is None:  # a model without chats goes on with texts
+            texts = [str(prompt.messages[0]["content"]) for prompt in chosen]
+            ids = services.tokenizer.encode_batch(texts)
+        else:
+            ids = tokenize_prompts(chosen, services.tokenizer, services.template)
+        return [MeasuredPrompt(tuple(found)) for found in ids]
+
+
+async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+    """Do it whole, and only then be cancelled."""
+    task = asyncio.create_task(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

@@ -1,0 +1,130 @@
+"""`slipstream bench compare A B`: the figures of two runs side by side, and their ratio.
+
+Reads what `bench offline`, `serve` and `acceptance` write, and JSON lines `{"name", "batch",
+"decode_tok_s", ...}` as scripts around other engines print them; other lines are passed over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from ...configs.options import ConfigError
+from .output import add_output, check_file, tables_aside, write_figures
+
+SUMMARY = (
+    "the figures of two runs side by side: offline, serve, acceptance, or lines of another engine"
+)
+Runs = dict[str, dict[str, dict[str, float]]]  # run -> row -> figure -> value
+_OFFLINE = ("decode_tok_s", "prefill_s", "step_ms")
+_SERVE = ("request_throughput", "output_throughput", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The two files."""
+    parser.add_argument("first", metavar="A", help="the figures to compare with: the peer's")
+    parser.add_argument("second", metavar="B", help="ours; the ratio is B over A")
+    add_output(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table."""
+    check_file("--output", args.output)
+    first, second = read(Path(args.first)), read(Path(args.second))
+    rows = compare(first, second)
+    if not rows:
+        raise ConfigError(f"{args.first} and {args.second} have no figure in common")
+    with tables_aside(args.output):
+        print(table(rows))
+    write_figures(args.output, rows)
+    return 0
+
+
+def read(path: Path) -> Runs:
+    """The figures in a file; ConfigError if there are none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: {(error.strerror or '').lower()}") from None
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        whole = None
+    if isinstance(whole, dict) and whole.get("kind") == "offline":
+        return {
+            run["name"]: {f"batch {row['batch']}": _numbers(row) for row in run["results"]}
+            for run in whole["runs"]
+        }
+    if isinstance(whole, dict) and whole.get("kind") == "serve":
+        return {"serve": _serve(whole)}
+    if isinstance(whole, dict) and whole.get("kind") == "acceptance":
+        return {f"temperature {run['temperature']:g}": _domains(run) for run in whole["runs"]}
+    runs = _lines(text)
+    if not runs:
+        raise ConfigError(f"{path} holds no figures of a benchmark")
+    return runs
+
+
+def _serve(whole: dict[str, Any]) -> dict[str, dict[str, float]]:
+    rows = {}
+    for name in _SERVE:
+        value = whole.get(name)
+        rows[name] = dict(value) if isinstance(value, dict) else {"value": value}
+    return {name: _numbers(row) for name, row in rows.items()}
+
+
+def _domains(run: dict[str, Any]) -> dict[str, dict[str, float]]:
+    rows = {f"domain {name}": figures for name, figures in run["domains"].items()}
+    return {name: _numbers(row) for name, row in ({"all": run["all"]} | rows).items()}
+
+
+def _lines(text: str) -> Runs:
+    runs: Runs = {}
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and "batch" in entry and "decode_tok_s" in entry:
+            rows = runs.setdefault(str(entry.get("name", "run")), {})
+            rows[f"batch {entry['batch']}"] = _numbers(entry)
+    return runs
+
+
+def _numbers(row: dict[str, Any]) -> dict[str, float]:
+    kept = {k: v for k, v in row.items() if isinstance(v, int | float) and k != "batch"}
+    return {k: float(v) for k, v in kept.items()}
+
+
+def compare(first: Runs, second: Runs) -> list[dict[str, Any]]:
+    """A row for every figure that both have; each of A's runs with the run of B beside it.
+
+    Runs of one name belong together; otherwise they are paired in their order.
+    """
+    names = [name for name in first if name in second]
+    pairs = [(n, n) for n in names] or list(zip(first, second, strict=False))
+    rows = []
+    for ours, theirs in pairs:
+        for row, values in first[ours].items():
+            others = second[theirs].get(row, {})
+            shown = _OFFLINE if row.startswith("batch") else tuple(values)
+            for figure in (f for f in shown if f in values and f in others):
+                a, b = values[figure], others[figure]
+                ratio = b / a if a else None
+                found = {"runs": [ours, theirs], "row": row, "figure": figure}
+                rows.append(found | {"a": a, "b": b, "ratio": ratio})
+    return rows
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """For people."""
+    lines = [f"{'':28} {'figure':>16} {'A':>14} {'B':>14} {'B / A':>8}"]
+    for row in rows:
+        name = f"{' | '.join(dict.fromkeys(row['runs']))}, {row['row']}"
+        ratio = "-" if row["ratio"] is None else f"{row['ratio']:.3f}"
+        lines.append(
+            f"{name:28} {row['figure']:>16} {row['a']:>14,.3f} {row['b']:>14,.3f} {ratio:>8}"
+        )
+    return "\n".join(lines)

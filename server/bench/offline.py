@@ -1,0 +1,357 @@
+"""Measures decode speed through a real worker: its own loop, its channel, and nothing above that.
+
+A batch is timed twice, with one token a request and with `output_len + 1`; the difference is what
+`output_len` decode tokens a request take, without the prompts. Tokens are counted when they arrive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass
+from types import TracebackType
+from typing import Any
+
+from ...configs.schema import Config
+from ...runner.channel import ServerChannel
+from ...runner.messages import (
+    AddRequest,
+    Fatal,
+    FromWorker,
+    Progress,
+    Ready,
+    SamplingParams,
+    Shutdown,
+    StepOutputs,
+    ToWorker,
+)
+from ...runner.process import WorkerOrders, WorkerProcess, describe_exit
+from ..engine.engine_client import WorkerFailed
+
+# Bytes a second that a kernel which only reads reaches (docs/measurements.md), by the card's name.
+PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12, "NVIDIA H200": 4.235e12}
+_GRACE_SECONDS = 5.0
+_EVEN = 8  # requests that an iteration runs, at least, with drafts
+
+
+class MeasurementFailed(Exception):
+    """The engine refused a request or lost tokens; the text is one sentence."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every batch size runs."""
+
+    batch_sizes: tuple[int, ...]
+    input_len: int = 128
+    output_len: int = 256
+    num_iters: int = 3
+    num_warmup: int = 1
+    seed: int = 0
+    same_prompts: bool = False  # in every run of a batch size
+
+    def num_whole_runs(self, batch_size: int, speculates: bool) -> int:
+        """Of `output_len` tokens. How many drafts are accepted is luck, which few requests do not
+        even out."""
+        return self.num_iters * (-(-_EVEN // batch_size) if speculates else 1)
+
+    def num_runs(self, speculates: bool) -> int:
+        """Batches that are run in all."""
+        return sum(
+            self.num_warmup + self.num_iters + self.num_whole_runs(batch_size, speculates)
+            for batch_size in self.batch_sizes
+        )
+
+
+@dataclass
+class Timing:
+    """One batch, from its submission to its last token."""
+
+    seconds: float = 0.0
+    num_steps: int = 0  # that generated something
+    num_tokens: int = 0
+    num_rows: int = 0  # rows of decode steps: a request's steps that verified or only sampled
+    num_accepted: int = 0
+    num_drafts: int = 0  # rows that verified drafts
+    num_draft_tokens: int = 0
+
+    @classmethod
+    def mean(cls, timings: Sequence[Timing]) -> Timing:
+        """Of several batches alike; counts are rounded."""
+        sums = [sum(values) for values in zip(*map(astuple, timings), strict=True)]
+        seconds, *counts = [value / len(timings) for value in sums]
+        return cls(seconds, *map(round, counts))
+
+
+def peak_bandwidth(device_name: str) -> float | None:
+    """Bytes a second, if the card was measured."""
+    return PEAK_BANDWIDTH.get(device_name)
+
+
+class OfflineBench:
+    """A worker of its own; as an async context it is started, and ended again."""
+
+    def __init__(
+        self,
+        config: Config,
+        progress: Callable[[Progress], None] | None = None,
+        engine: str | None = None,
+    ) -> None:
+        self._config = config
+        self._progress = progress
+        self._engine = engine
+        self._num_runs = 0
+        self.ready: Ready
+        self.startup_seconds = 0.0
+
+    async def __aenter__(self) -> OfflineBench:
+        began = time.monotonic()
+        self._channel = ServerChannel()
+        orders = WorkerOrders(self._channel.endpoint, os.getpid(), self._config, self._engine)
+        self._process = WorkerProcess(orders)
+        self._ended = asyncio.create_task(self._process.wait())
+        try:
+            while True:
+                for message in await self._receive():
+                    if isinstance(message, Ready):
+                        self.ready = message
+                        self.startup_seconds = time.monotonic() - began
+                        return self
+                    if isinstance(message, Progress) and self._progress:
+                        self._progress(message)
+        except BaseException:
+            await self._end(0.0)
+            raise
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._channel.send([Shutdown()])
+        await self._end(_GRACE_SECONDS)
+
+    async def _end(self, grace: float) -> None:
+        await (self._process.stop(grace) if grace else self._process.kill())
+        await self._ended
+        self._channel.close()
+
+    async def _receive(self) -> list[FromWorker]:
+        """The next packet; WorkerFailed if the worker says that it ends, or has ended."""
+        packet = asyncio.ensure_future(self._channel.receive())
+        await asyncio.wait({packet, self._ended}, return_when=asyncio.FIRST_COMPLETED)
+        if not packet.done():
+            await asyncio.wait({packet}, timeout=0.3)  # its last words
+        if not packet.done():
+            packet.cancel()
+            raise WorkerFailed(f"the worker {describe_exit(self._ended.result())}")
+        messages = packet.result()
+        for message in messages:
+            if isinstance(message, Fatal):
+                raise WorkerFailed(message.message)
+        return messages
+
+    @property
+    def name(self) -> str:
+        """What is measured: `off`, or the drafter with K."""
+        ready = self.ready
+        if not self.speculates:
+            return "off"
+        auto = len(self._config.speculative.draft_counts) > 1
+        return f"{ready.speculative_method} K={'auto' if auto else ready.num_speculative_tokens}"
+
+    @property
+    def speculates(self) -> bool:
+        """Whether there is a drafter."""
+        return self.ready.speculative_method != "off"
+
+    async def measure(
+        self,
+        batch_size: int,
+        load: Workload,
+        peak: float | None = None,
+        tick: Callable[[], object] = lambda: None,
+    ) -> dict[str, Any]:
+        """The figures of one batch size."""
+
+        async def iterations(num_tokens: int, count: int) -> list[Timing]:
+            timings = []
+            for _ in range(count):
+                timings.append(await self._run(batch_size, load, num_tokens))
+                tick()
+            return sorted(timings, key=lambda timing: timing.seconds)
+
+        for _ in range(load.num_warmup):
+            await self._run(batch_size, load, min(9, load.output_len + 1))
+            tick()
+        prefill, *_ = await iterations(1, load.num_iters)
+        count = load.num_whole_runs(batch_size, self.speculates)
+        timings = await iterations(load.output_len + 1, count)
+        whole = Timing.mean(timings) if self.speculates else timings[0]
+        noise = noise_of([timing.seconds for timing in timings], self.speculates)
+        found = figures(self.ready, batch_size, load, prefill, whole, peak, noise)
+        return found | {"num_runs": count}
+
+    async def _run(self, batch_size: int, load: Workload, num_tokens: int) -> Timing:
+        self._num_runs += 1
+        seed = load.seed + self._num_runs * batch_size  # synthetic acceptance draws anew, too
+        vocab_size = self.ready.vocab_size
+        requests: list[ToWorker] = [
+            AddRequest(
+                f"{self._num_runs}-{number}",
+                prompt,
+                SamplingParams(seed=seed + number, max_tokens=num_tokens, temperature=0.0),
+            )
+            for number, prompt in enumerate(prompts(load, self._num_runs, batch_size, vocab_size))
+        ]
+        timing = Timing()
+        open_requests, began = batch_size, time.perf_counter()
+        self._channel.send(requests)
+        while open_requests:
+            for message in await self._receive():
+                if isinstance(message, StepOutputs):
+                    open_requests -= _count(timing, message)
+        timing.seconds = time.perf_counter() - began
+        if timing.num_tokens != batch_size * num_tokens:
+            raise MeasurementFailed(
+                f"{timing.num_tokens} tokens came instead of {batch_size * num_tokens}"
+            )
+        return timing
+
+
+def prompts(load: Workload, run: int, batch_size: int, vocab_size: int) -> list[list[int]]:
+    """Random ids for each request of a run."""
+    draw = random.Random(f"{load.seed} {'' if load.same_prompts else run}")
+    most = vocab_size - 10
+    return [
+        [draw.randrange(min(10, most - 1), most) for _ in range(load.input_len)]
+        for _ in range(batch_size)
+    ]
+
+
+def _count(timing: Timing, step: StepOutputs) -> int:
+    """Add a step; returns how many requests it ended."""
+    stats, ended, tokens = step.stats, 0, 0
+    for output in step.outputs:
+        if output.error is not None:
+            raise MeasurementFailed(output.error)
+        tokens += len(output.token_ids)
+        ended += output.finish_reason is not None
+    timing.num_tokens += tokens
+    timing.num_steps += tokens > 0
+    timing.num_rows += stats.num_drafts + stats.num_plain_steps
+    timing.num_drafts += stats.num_drafts
+    timing.num_draft_tokens += stats.num_draft_tokens
+    timing.num_accepted += stats.num_accepted_tokens
+    return ended
+
+
+def noise_of(seconds: Sequence[float], speculates: bool) -> float | None:
+    """Seconds by which a result may be off: of the fastest run, how much longer the slowest took;
+    of a mean, two standard errors. None: one run does not say."""
+    if len(seconds) < 2:
+        return None
+    if not speculates:
+        return max(seconds) - min(seconds)
+    return 2 * statistics.stdev(seconds) / math.sqrt(len(seconds))
+
+
+def figures(
+    ready: Ready,
+    batch_size: int,
+    load: Workload,
+    prefill: Timing,
+    whole: Timing,
+    peak: float | None,
+    noise: float | None = None,
+) -> dict[str, Any]:
+    """What one batch size's two timings say; `noise`: of `whole`, in seconds."""
+    seconds = whole.seconds - prefill.seconds
+    steps = whole.num_steps - prefill.num_steps
+    tokens = whole.num_tokens - prefill.num_tokens
+    if seconds <= 0 or steps <= 0:
+        raise MeasurementFailed(f"batch {batch_size}: too short to measure; raise --output-len")
+    rows = max(1, whole.num_rows - prefill.num_rows)
+    found: dict[str, Any] = {
+        "batch": batch_size,
+        "prefill_s": round(prefill.seconds, 4),
+        "decode_tok_s": round(tokens / seconds, 1),
+        "per_user_tok_s": round(tokens / seconds / batch_size, 1),
+        "whole_tok_s": round(whole.num_tokens / whole.seconds, 1),
+        "step_ms": round(1e3 * seconds / steps, 3),
+        "tokens_per_step": round(tokens / rows, 3),
+        "spread": None if noise is None else round(noise / seconds, 4),
+        "num_iters": load.num_iters,
+        "acceptance": None,
+        "roofline": None,
+    }
+    if whole.num_draft_tokens:
+        found["acceptance"] = round(whole.num_accepted / whole.num_draft_tokens, 4)
+    read = bytes_per_step(ready, batch_size, load, whole, steps)
+    if peak and read:
+        found["roofline"] = round(read / peak / (seconds / steps), 4)
+        found["bytes_per_step"] = round(read)
+    return found
+
+
+def bytes_per_step(
+    ready: Ready, batch_size: int, load: Workload, whole: Timing, steps: int
+) -> float:
+    """Weights, the drafter's once for each draft, and the KV cache of the mean context."""
+    if not ready.weight_bytes:
+        return 0.0
+    context = load.input_len + (load.output_len + 1) / 2
+    drafts = whole.num_draft_tokens / whole.num_drafts if whole.num_drafts else 0.0
+    drafting = drafts * min(1.0, whole.num_drafts / max(1, steps * batch_size))
+    return (
+        ready.weight_bytes
+        + drafting * ready.draft_weight_bytes
+        + batch_size * context * ready.kv_bytes_per_token
+    )
+
+
+def heading(peak: float | None) -> str:
+    """The table's first line."""
+    share = f"of {peak / 1e12:.2f} TB/s" if peak else "roofline"
+    return (
+        f"{'batch':>6} {'tokens/s':>10} {'each':>8} {'ms/step':>8} {'tok/step':>8} "
+        f"{'spread':>8} {share:>13}"
+    )
+
+
+def line(row: dict[str, Any]) -> str:
+    """One batch size."""
+    share = "-" if row["roofline"] is None else f"{100 * row['roofline']:.1f} %"
+    spread = "-" if row["spread"] is None else f"{100 * row['spread']:.1f} %"
+    return (
+        f"{row['batch']:>6} {row['decode_tok_s']:>10,.1f} {row['per_user_tok_s']:>8.1f} "
+        f"{row['step_ms']:>8.3f} {row['tokens_per_step']:>8.3f} {spread:>8} {share:>13}"
+    )
+
+
+def gains(runs: list[dict[str, Any]]) -> list[str]:
+    """For each batch size, how much faster the last run is than the first; nothing for one run.
+
+    A difference that is no larger than the spreads of both is none.
+    """
+    if len(runs) < 2:
+        return []
+    pairs = zip(runs[0]["results"], runs[-1]["results"], strict=True)
+    return [_gain(off, on, runs[0]["name"], runs[-1]["name"]) for off, on in pairs]
+
+
+def _gain(off: dict[str, Any], on: dict[str, Any], off_name: str, on_name: str) -> str:
+    ratio = on["decode_tok_s"] / off["decode_tok_s"]
+    found = f"batch {off['batch']}: {on_name} is {ratio:.2f} × {off_name}"
+    if off["spread"] is None or on["spread"] is None:
+        return f"{found}; how much of it is noise, one iteration does not say: raise --num-iters"
+    noise = f"spreads of {100 * off['spread']:.1f} % and {100 * on['spread']:.1f} %"
+    if abs(ratio - 1) > off["spread"] + on["spread"]:
+        return f"{found} ({noise})"
+    return f"batch {off['batch']}: no difference beyond noise ({ratio:.2f} ×; {noise})"

@@ -1,0 +1,178 @@
+"""`slipstream bench offline`: decode speed of the engine by batch size, without HTTP and text."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import sys
+from contextlib import AsyncExitStack
+from typing import Any
+
+from ...configs.bars import share_bars_between_threads
+from ...configs.load import add_flags, load_config
+from ...configs.options import ConfigError
+from ...configs.schema import Config
+from .output import add_output, check_file, tables_aside, write_figures
+
+SUMMARY = "decode speed of the engine by batch size, with and without speculation"
+_SPARE = 64  # positions behind the longest request, which drafts may reach
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to measure, and the engine's flags as for `slipstream serve`."""
+    group = parser.add_argument_group("bench", "What is measured.")
+    group.add_argument("--batch-sizes", metavar="LIST", default="1,8,32", help="(default: 1,8,32)")
+    for flag, default, text in (
+        ("--input-len", 128, "random prompt tokens of each request"),
+        ("--output-len", 256, "decode steps' tokens of each request"),
+        (
+            "--num-iters",
+            2,
+            "runs of each batch size: the fastest counts; with a drafter the mean, of 8 requests",
+        ),
+        ("--num-warmup", 1, "runs before, which do not count"),
+        ("--bench-seed", 0, "seed of the prompts"),
+    ):
+        group.add_argument(
+            flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
+        )
+    group.add_argument(
+        "--same-prompts",
+        action="store_true",
+        help="in all runs of a batch size; with --enable-prefix-caching the first computes them",
+    )
+    group.add_argument(
+        "--compare-off",
+        action="store_true",
+        help="measure without speculation, too, in an engine that has no drafter",
+    )
+    group.add_argument(
+        "--peak-bandwidth",
+        type=float,
+        metavar="BYTES/S",
+        help="what the device reads at most (default: as measured for the card, if it is known)",
+    )
+    add_output(group)
+    group.add_argument("--plot", metavar="FILE", help="draw tokens/s by batch size as PNG")
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start an engine for each setting, measure all batch sizes, print; the exit status."""
+    from ..engine.engine_client import WorkerFailed
+    from .offline import MeasurementFailed, Workload
+    from .plot import check_plot
+
+    try:
+        batch_sizes = [int(part) for part in args.batch_sizes.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--batch-sizes must be whole numbers, not {args.batch_sizes!r}"
+        ) from None
+    given = vars(args)
+    for name in ("input_len", "output_len", "num_iters"):
+        if given[name] < 1:
+            flag = name.replace("_", "-")
+            raise ConfigError(f"--{flag} must be at least 1, not {given[name]}")
+    if min(batch_sizes) < 1:
+        raise ConfigError(f"--batch-sizes must be at least 1, not {args.batch_sizes}")
+    if args.num_warmup < 0:
+        raise ConfigError(f"--num-warmup must be at least 0, not {args.num_warmup}")
+    check_plot(args.plot)
+    check_file("--output", args.output)
+    load = Workload(
+        tuple(batch_sizes),
+        args.input_len,
+        args.output_len,
+        args.num_iters,
+        args.num_warmup,
+        args.bench_seed,
+        args.same_prompts,
+    )
+    try:
+        with tables_aside(args.output):
+            figures = _figures(_configs(args, load), load, args)
+    except (WorkerFailed, MeasurementFailed) as error:
+        print(f"slipstream bench offline: error: {error}", file=sys.stderr)
+        return 1
+    write_figures(args.output, figures)
+    return 0
+
+
+def _figures(configs: list[Config], load: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Measure each configuration, print what there is to compare, draw the plot."""
+    from .offline import gains
+    from .plot import plot_offline
+
+    runs = [asyncio.run(_measure(config, load, args)) for config in configs]
+    for text in gains(runs):
+        print(text)
+    figures = {
+        "kind": "offline",
+        "model": configs[0].server.served_model_name[0],
+        "input_len": load.input_len,
+        "output_len": load.output_len,
+        "runs": runs,
+    }
+    if args.plot:
+        plot_offline(figures, args.plot)
+    return figures
+
+
+def _configs(args: argparse.Namespace, load: Any) -> list[Config]:
+    """The given configuration, and the same without speculation if both are wanted."""
+    flags = dict(vars(args))
+    needed = load.input_len + load.output_len + 1 + _SPARE
+    flags.setdefault("max_model_len", str(needed))
+    flags.setdefault("max_num_seqs", str(max(load.batch_sizes)))
+    flags.setdefault("enable_prefix_caching", False)
+    flags.setdefault("load_format", "auto")
+    config = load_config(flags, os.environ)
+    if config.scheduler.max_num_seqs < max(load.batch_sizes):
+        raise ConfigError("--max-num-seqs is smaller than the largest of --batch-sizes")
+    configs = [config]
+    if args.compare_off and config.speculative.method != "off":
+        configs.insert(0, load_config(flags | {"speculative_config": "off"}, os.environ))
+    return configs
+
+
+async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[str, Any]:
+    from tqdm import tqdm
+
+    from ..progress import StartupProgress
+    from .offline import OfflineBench, heading, line, peak_bandwidth
+
+    share_bars_between_threads()
+    async with AsyncExitStack() as stack:
+        with StartupProgress() as progress:
+            bench = await stack.enter_async_context(OfflineBench(config, progress))
+        ready = bench.ready
+        peak = args.peak_bandwidth or peak_bandwidth(ready.device_name)
+        phases = ", ".join(f"{name} {s:.1f}" for name, s in ready.startup_seconds.items())
+        print(f"{bench.name}: start-up {bench.startup_seconds:.1f} s ({phases})")
+        print(heading(peak), flush=True)
+        rows = []
+        with tqdm(
+            total=load.num_runs(bench.speculates), desc=bench.name, leave=False, disable=None
+        ) as bar:
+            for batch_size in load.batch_sizes:
+                row = await bench.measure(batch_size, load, peak, lambda: bar.update())
+                rows.append(row)
+                bar.clear()
+                print(line(row), flush=True)
+        return {
+            "name": bench.name,
+            "speculative_method": ready.speculative_method,
+            "num_speculative_tokens": ready.num_speculative_tokens,
+            "device": ready.device_name or ready.device,
+            "dtype": ready.dtype,
+            "attention_backend": ready.attention_backend,
+            "startup_s": round(bench.startup_seconds, 3),
+            "startup_phases_s": {k: round(v, 3) for k, v in ready.startup_seconds.items()},
+            "weight_bytes": ready.weight_bytes,
+            "draft_weight_bytes": ready.draft_weight_bytes,
+            "kv_bytes_per_token": ready.kv_bytes_per_token,
+            "peak_bandwidth": peak,
+            "results": rows,
+        }

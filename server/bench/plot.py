@@ -1,0 +1,59 @@
+"""Draws what a benchmark found, as PNG. matplotlib is optional and imported only here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...configs.options import ConfigError
+from .output import check_file
+
+
+def check_plot(path: str | None) -> None:
+    """ConfigError before anything is measured if it could not be drawn."""
+    if path is None:
+        return
+    check_file("--plot", path)
+    if not path.endswith(".png"):
+        raise ConfigError(f"--plot {path}: must end in .png")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install 'slipstream[bench]'") from None
+
+
+def _axes(width: float = 7.0) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots()
+
+
+def plot_offline(figures: dict[str, Any], path: str) -> None:
+    """Tokens a second by batch size, a line for each run."""
+    figure, axes = _axes()
+    for run in figures["runs"]:
+        rows = run["results"]
+        batches = [row["batch"] for row in rows]
+        axes.plot(batches, [row["decode_tok_s"] for row in rows], marker="o", label=run["name"])
+    axes.set(xscale="log", yscale="log", xlabel="batch size", ylabel="decode tokens/s")
+    axes.set_title(str(figures["model"]))
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def plot_serve(figures: dict[str, Any], path: str) -> None:
+    """The share of requests below each latency, for the four latencies."""
+    figure, axes = _axes()
+    for name, values in figures["samples"].items():
+        ordered = sorted(values)
+        if ordered:
+            shares = [(place + 1) / len(ordered) for place in range(len(ordered))]
+            axes.plot([1e3 * value for value in ordered], shares, label=name)
+    axes.set(xscale="log", xlabel="milliseconds", ylabel="share at most so long")
+    axes.set_title(f"{figures['model']}, {figures['output_throughput']:.0f} tokens/s")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,305 @@
+"""Loads an OpenAI-compatible server and measures what its clients see.
+
+Times are taken when bytes arrive, before they are parsed; tokens are counted by the reply's usage,
+never by chunks, of which one may carry several tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import re
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import msgspec
+
+from .load import Ask
+
+_SAMPLE = re.compile(r"^(\w+):spec_decode_num_(\w+?)(?:_total)?(?:\{([^}]*)\})? (\S+)$", re.M)
+_POSITION = re.compile(r'position="(\d+)"')
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Any = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+
+
+class _Usage(msgspec.Struct):
+    completion_tokens: int
+    prompt_tokens: int = 0
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it brings text, as the first chunk of a chat does not."""
+        for choice in self.choices:
+            d = choice.delta
+            if choice.text or (d and (d.content or d.reasoning_content or d.reasoning)):
+                return True
+            if d and d.tool_calls:
+                return True
+        return False
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+@dataclass
+class Target:
+    """The server, and how it is asked."""
+
+    url: str  # of the endpoint
+    model: str
+    chat: bool
+    headers: dict[str, str] = field(default_factory=dict)
+    extra_body: dict[str, Any] = field(default_factory=dict)
+    temperature: float = 0.0
+    ignore_eos: bool = False
+    timeout: float = 600.0
+
+    def body(self, ask: Ask) -> dict[str, Any]:
+        """The request's JSON."""
+        body: dict[str, Any] = {
+            "model": self.model,
+            "max_tokens": ask.output_len,
+            "temperature": self.temperature,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if not self.chat:
+            body["prompt"] = ask.prompt
+        elif isinstance(ask.prompt, str):
+            body["messages"] = [{"role": "user", "content": ask.prompt}]
+        else:
+            body["messages"] = ask.prompt
+        if self.ignore_eos:
+            body["ignore_eos"] = True
+        return body | self.extra_body
+
+
+@dataclass
+class Outcome:
+    """What became of one request; times in seconds."""
+
+    error: str | None = None
+    late: float = 0.0  # sent so long after it was due
+    ttft: float = 0.0
+    latency: float = 0.0  # to the last text
+    gaps: list[float] = field(default_factory=list)  # between chunks of text
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds for each token behind the first; None if there is no other."""
+        more = self.output_tokens - 1
+        return (self.latency - self.ttft) / more if more > 0 else None
+
+
+def key_wanted(headers: dict[str, str]) -> str:
+    """What to do about a status of 401."""
+    given = any(name.lower() == "authorization" for name in headers)
+    why = "does not accept this key" if given else "wants a key"
+    return f"the server {why} (HTTP 401): give one with --api-key, or in OPENAI_API_KEY"
+
+
+async def ask_once(client: httpx.AsyncClient, target: Target, ask: Ask) -> Outcome:
+    """Send one request and read its stream; never raises for what the server does."""
+    outcome = Outcome()
+    began = time.perf_counter()
+    try:
+        async with client.stream(
+            "POST", target.url, json=target.body(ask), headers=target.headers
+        ) as reply:
+            if reply.status_code == 401:
+                outcome.error = key_wanted(target.headers)
+                return outcome
+            if reply.status_code != 200:
+                text = (await reply.aread()).decode("utf-8", "replace")
+                outcome.error = f"HTTP {reply.status_code}: {text[:200]}"
+                return outcome
+            await _read(reply, outcome, began)
+    except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
+        outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
+    return outcome
+
+
+async def _read(reply: httpx.Response, outcome: Outcome, began: float) -> None:
+    rest, last, done = b"", 0.0, False
+    async for data in reply.aiter_raw():
+        now = time.perf_counter()
+        *lines, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n")
+        for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            payload = line[5:].strip()
+            if payload == b"[DONE]":
+                done = True
+                continue
+            chunk = _decode(payload)
+            if chunk.error is not None:
+                outcome.error = f"in the stream: {str(chunk.error)[:200]}"
+                return
+            if chunk.usage is not None:
+                outcome.prompt_tokens = chunk.usage.prompt_tokens
+                outcome.output_tokens = chunk.usage.completion_tokens
+            if chunk.speaks:
+                if last:
+                    outcome.gaps.append(now - last)
+                else:
+                    outcome.ttft = now - began
+                last = now
+    outcome.latency = (last or time.perf_counter()) - began
+    if not done:
+        outcome.error = "the stream ended without [DONE]"
+    elif not outcome.output_tokens:
+        outcome.error = "the reply has no usage, or no tokens"
+
+
+async def run_load(
+    client: httpx.AsyncClient,
+    target: Target,
+    asks: Sequence[Ask],
+    due: Iterable[float],
+    max_concurrency: int | None,
+    tick: Callable[[], object] = lambda: None,
+) -> tuple[list[Outcome], float]:
+    """Send all requests when they are due, at most so many at once; outcomes and seconds."""
+    slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
+    began = time.perf_counter()
+
+    async def one(ask: Ask, at: float) -> Outcome:
+        if slots is None:
+            late = time.perf_counter() - began - at
+            outcome = await ask_once(client, target, ask)
+        else:
+            async with slots:  # waiting for a slot is the load's own doing
+                late = 0.0
+                outcome = await ask_once(client, target, ask)
+        outcome.late = max(0.0, late)
+        tick()
+        return outcome
+
+    tasks = []
+    for ask, at in zip(asks, due, strict=True):
+        await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
+        tasks.append(asyncio.create_task(one(ask, at)))
+    outcomes = await asyncio.gather(*tasks)
+    return outcomes, time.perf_counter() - began
+
+
+def percentile(ordered: Sequence[float], share: float) -> float:
+    """Of sorted values, by linear interpolation; share from 0 to 100."""
+    place = (len(ordered) - 1) * share / 100
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def summary(values: Iterable[float]) -> dict[str, float] | None:
+    """Mean, median, p90 and p99 in milliseconds."""
+    ordered = sorted(values)
+    if not ordered:
+        return None
+    found = {"mean": statistics.fmean(ordered)}
+    found |= {
+        name: percentile(ordered, p) for name, p in (("median", 50), ("p90", 90), ("p99", 99))
+    }
+    return {name: round(1e3 * value, 3) for name, value in found.items()}
+
+
+def figures(
+    outcomes: Sequence[Outcome], seconds: float, goodput: dict[str, float]
+) -> dict[str, Any]:
+    """All figures of a run; `goodput` holds limits in milliseconds for ttft, tpot and e2el."""
+    good = [outcome for outcome in outcomes if outcome.error is None]
+    tokens = sum(outcome.output_tokens for outcome in good)
+    prompts = sum(outcome.prompt_tokens for outcome in good)
+    samples = {
+        "ttft": [outcome.ttft for outcome in good],
+        "tpot": [tpot for outcome in good if (tpot := outcome.tpot) is not None],
+        "itl": [gap for outcome in good for gap in outcome.gaps],
+        "e2el": [outcome.latency for outcome in good],
+    }
+    errors: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.error is not None:
+            errors[outcome.error] = errors.get(outcome.error, 0) + 1
+    found: dict[str, Any] = {
+        "completed": len(good),
+        "failed": len(outcomes) - len(good),
+        "errors": errors,
+        "duration_s": round(seconds, 3),
+        "total_input_tokens": prompts,
+        "total_output_tokens": tokens,
+        "request_throughput": round(len(good) / seconds, 3),
+        "output_throughput": round(tokens / seconds, 2),
+        "total_token_throughput": round((tokens + prompts) / seconds, 2),
+        "max_client_delay_ms": round(1e3 * max((o.late for o in outcomes), default=0.0), 3),
+    }
+    found |= {f"{name}_ms": summary(values) for name, values in samples.items()}
+    if goodput:
+        kept = sum(_keeps(outcome, goodput) for outcome in good)
+        found["goodput"] = {"slo_ms": goodput, "request_throughput": round(kept / seconds, 3)}
+    return found | {"samples": samples}
+
+
+def _keeps(outcome: Outcome, limits: dict[str, float]) -> bool:
+    seen = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
+    return all(1e3 * seen[name] <= limit for name, limit in limits.items())
+
+
+async def drafting_counters(client: httpx.AsyncClient, base_url: str) -> dict[str, float] | None:
+    """The speculative counters of /metrics, whatever their prefix; None if there are none."""
+    try:
+        reply = await client.get(f"{base_url}/metrics")
+    except httpx.HTTPError:
+        return None
+    found: dict[str, float] = {}
+    for _, name, labels, value in _SAMPLE.findall(reply.text):
+        if name.endswith("_created"):
+            continue
+        position = _POSITION.search(labels)
+        key = f"{name} {position[1]}" if position else name
+        found[key] = found.get(key, 0.0) + float(value)
+    return found or None
+
+
+def acceptance(
+    before: dict[str, float] | None, after: dict[str, float] | None
+) -> dict[str, Any] | None:
+    """What became of the drafts between the two; None if nothing was drafted."""
+    if before is None or after is None:
+        return None
+    delta = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    drafts, tokens = delta.get("drafts", 0.0), delta.get("draft_tokens", 0.0)
+    if drafts <= 0 or tokens <= 0:
+        return None
+    accepted = delta.get("accepted_tokens", 0.0)
+    prefix = "accepted_tokens_per_pos "
+    by_position = {int(k.removeprefix(prefix)): v for k, v in delta.items() if k.startswith(prefix)}
+    return {
+        "drafts": drafts,
+        "draft_tokens": tokens,
+        "accepted_tokens": accepted,
+        "acceptance_rate": round(accepted / tokens, 4),
+        "mean_acceptance_length": round(1 + accepted / drafts, 4),
+        "per_position": [round(by_position[p] / drafts, 4) for p in sorted(by_position)],
+    }

@@ -1,0 +1,219 @@
+"""`slipstream bench serve`: load any OpenAI-compatible server and measure what its clients see."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from ...configs.logs import one_line
+from ...configs.options import ConfigError
+from ...configs.preset import preset_model
+from .output import add_output, check_file, tables_aside, write_figures
+
+SUMMARY = "latency, throughput and acceptance of any OpenAI-compatible server under load"
+_LATENCIES = ("ttft", "tpot", "e2el")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags with the names of `vllm bench serve` where they mean the same."""
+    add = parser.add_argument
+    add("--base-url", metavar="URL", help="the server (default: http://HOST:PORT)")
+    add("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="(default: 8000)")
+    add(
+        "--backend", choices=("openai", "openai-chat"), default="openai", help="completions or chat"
+    )
+    add("--endpoint", metavar="PATH", help="(default: the backend's, /v1/...)")
+    add("--model", help="its name there (default: the first that /v1/models lists)")
+    add("--api-key", metavar="KEY", help="the server's key (default: OPENAI_API_KEY, if it is set)")
+    add("--header", metavar="NAME=VALUE", action="append", default=[], help="one more header")
+    add("--extra-body", metavar="JSON", default="{}", help="more fields of every request")
+    add("--temperature", type=float, default=0.0, help="(default: 0)")
+    add("--ignore-eos", action="store_true", help="go on behind the end of text")
+    add(
+        "--dataset-name",
+        choices=("random", "lognormal", "sharegpt", "custom"),
+        default="random",
+        help="random: ids of given lengths; lognormal: random ids whose lengths imitate "
+        "ShareGPT's; sharegpt: a file in ShareGPT's JSON; custom: JSONL of prompts",
+    )
+    add("--dataset-path", metavar="FILE", help="for sharegpt and custom")
+    add("--tokenizer", help="to count sharegpt's tokens (default: a token is four characters)")
+    for flag, default, text in (
+        ("--num-prompts", 100, "requests"),
+        ("--num-warmups", 1, "requests before, which do not count"),
+        ("--random-input-len", 128, "tokens"),
+        ("--random-output-len", 128, "tokens; also custom's, where a line has none"),
+        ("--max-len", 1024, "longest prompt and reply of lognormal and sharegpt, tokens"),
+        ("--seed", 0, "of lengths, prompts and arrivals"),
+    ):
+        add(flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})")
+    add("--random-range-ratio", type=float, default=0.0, help="lengths differ by this share")
+    add("--request-rate", type=float, default=float("inf"), help="requests/s (default: inf)")
+    add("--burstiness", type=float, default=1.0, help="shape of the gaps; 1 is Poisson")
+    add("--max-concurrency", type=int, metavar="INT", help="at most so many at once (closed loop)")
+    add("--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits for ttft, tpot, e2el")
+    add("--timeout", type=float, default=600.0, help="seconds without a byte (default: 600)")
+    add_output(parser)
+    add("--plot", metavar="FILE", help="draw the latencies as PNG")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; 1 if any request failed."""
+    from .plot import check_plot
+
+    for name, least in (("num_prompts", 1), ("num_warmups", 0), ("max_concurrency", 1)):
+        value = vars(args)[name]
+        if value is not None and value < least:
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
+    if not (args.request_rate > 0 and args.burstiness > 0):
+        raise ConfigError("--request-rate and --burstiness must be above 0")
+    if not 0 <= args.random_range_ratio < 1:
+        raise ConfigError("--random-range-ratio must be from 0 to below 1")
+    check_plot(args.plot)
+    check_file("--output", args.output)
+    limits, asks = _limits(args.goodput), _asks(args)
+    with tables_aside(args.output):
+        found = asyncio.run(_measure(args, limits, asks))
+        if found is None:
+            return 1
+        _show(args, found)
+    write_figures(args.output, {k: v for k, v in found.items() if k != "samples"})
+    return 1 if found["failed"] else 0
+
+
+def _limits(goodput: list[str]) -> dict[str, float]:
+    limits = {}
+    for item in goodput:
+        name, _, text = item.partition(":")
+        try:
+            limits[name] = float(text)
+        except ValueError:
+            limits[name] = -1.0
+        if name not in _LATENCIES or limits[name] <= 0:
+            raise ConfigError(f"--goodput {item}: must be one of {', '.join(_LATENCIES)} : ms")
+    return limits
+
+
+def _asks(args: argparse.Namespace) -> list[Any]:
+    from . import load
+
+    chat, count, seed = (
+        args.backend == "openai-chat",
+        args.num_prompts + args.num_warmups,
+        args.seed,
+    )
+    if args.dataset_name == "random":
+        lengths = args.random_input_len, args.random_output_len
+        return load.random_asks(count, *lengths, args.random_range_ratio, chat, seed)
+    if args.dataset_name == "lognormal":
+        return load.lognormal_asks(count, args.max_len, chat, seed)
+    if not args.dataset_path:
+        raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path")
+    path = Path(args.dataset_path)
+    if args.dataset_name == "custom":
+        return load.jsonl_asks(path, count, args.random_output_len, seed)
+    if args.tokenizer is None:
+        return load.sharegpt_asks(path, count, lambda t: -(-len(t) // 4), args.max_len, seed)
+    from ..text.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(preset_model(args.tokenizer), None)
+    return load.sharegpt_asks(
+        path, count, lambda text: len(tokenizer.encode(text, False)), args.max_len, seed
+    )
+
+
+async def _measure(
+    args: argparse.Namespace, limits: dict[str, float], asks: list[Any]
+) -> dict[str, Any] | None:
+    """The figures, or None after a printed error."""
+    import httpx
+
+    from ..progress import CountProgress
+    from . import serve as bench
+    from .load import arrivals
+
+    base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
+    headers = dict(item.partition("=")[::2] for item in args.header)
+    if key := args.api_key or os.environ.get("OPENAI_API_KEY"):
+        headers.setdefault("Authorization", f"Bearer {key}")
+    no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(limits=no_limit, timeout=args.timeout) as client:
+        target = await _target(client, args, base, headers)
+        for ask in asks[: args.num_warmups]:
+            warm = await bench.ask_once(client, target, ask)
+            if warm.error:
+                _failed(f"the first request failed: {warm.error}")
+                return None
+        before = await bench.drafting_counters(client, base)
+        asks = asks[args.num_warmups :]
+        due = arrivals(len(asks), args.request_rate, args.burstiness, args.seed)
+        with CountProgress("bench serve", len(asks), "requests") as bar:
+            outcomes, seconds = await bench.run_load(
+                client, target, asks, due, args.max_concurrency, bar.update
+            )
+        after = await bench.drafting_counters(client, base)
+    found = {"kind": "serve", "url": target.url, "model": target.model}
+    found |= {"dataset": args.dataset_name, "request_rate": str(args.request_rate)}
+    found |= {"max_concurrency": args.max_concurrency, "seed": args.seed}
+    found |= bench.figures(outcomes, seconds, limits)
+    found["speculation"] = bench.acceptance(before, after)
+    return found
+
+
+async def _target(client: Any, args: argparse.Namespace, base: str, headers: dict[str, str]) -> Any:
+    import httpx
+
+    from .serve import Target, key_wanted
+
+    model = args.model
+    if model is None:
+        try:
+            reply = await client.get(f"{base}/v1/models", headers=headers)
+            if reply.status_code == 401:
+                raise ConfigError(key_wanted(headers))
+            if reply.status_code != 200:
+                raise ConfigError(f"{base}/v1/models: HTTP {reply.status_code}")
+            model = reply.json()["data"][0]["id"]
+        except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            raise ConfigError(f"{base}/v1/models: {type(error).__name__}: {error}") from None
+    chat = args.backend == "openai-chat"
+    path = args.endpoint or ("/v1/chat/completions" if chat else "/v1/completions")
+    try:
+        extra = json.loads(args.extra_body)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not JSON: {error}") from None
+    return Target(base + path, model, chat, headers, extra, args.temperature, args.ignore_eos)
+
+
+def _failed(why: str) -> None:
+    print(f"slipstream bench serve: error: {one_line(why)}", file=sys.stderr)
+
+
+def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    """Print the tables and draw the plot."""
+    from .plot import plot_serve
+
+    for name in ("completed", "failed", "duration_s", "total_input_tokens", "total_output_tokens"):
+        print(f"{name:24} {found[name]:>12}")
+    for name in ("request_throughput", "output_throughput", "max_client_delay_ms"):
+        print(f"{name:24} {found[name]:>12.2f}")
+    print(f"{'milliseconds':24} {'mean':>12} {'median':>12} {'p90':>12} {'p99':>12}")
+    for name in ("ttft", "tpot", "itl", "e2el"):
+        if values := found[f"{name}_ms"]:
+            print(f"{name:24} " + " ".join(f"{value:>12.2f}" for value in values.values()))
+    if "goodput" in found:
+        print(f"{'goodput, requests/s':24} {found['goodput']['request_throughput']:>12.2f}")
+    if found["speculation"]:
+        spoken = found["speculation"]
+        print(f"{'acceptance rate':24} {spoken['acceptance_rate']:>12.4f}")
+        print(f"{'tokens per verify step':24} {spoken['mean_acceptance_length']:>12.4f}")
+    for error, count in found["errors"].items():
+        print(f"{count} × {one_line(error)}", file=sys.stderr)  # a server's words
+    if args.plot:
+        plot_serve(found, args.plot)

@@ -1,0 +1,1 @@
+"""Renders chats with the model's template, safely."""

@@ -1,0 +1,1 @@
+"""Measures drafters in a live engine and keeps prompts for their training."""

@@ -1,0 +1,219 @@
+"""Prompts for a drafter's training and measurement: from a JSONL file, or those this package holds.
+
+A prompt is a chat or a text here, and token ids once `tokenize_prompts` has seen it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ..chat_templates.chat_template import ChatTemplate, ChatTemplateError
+from ..text.tokenizer import Tokenizer
+
+_FOLDER = Path(__file__).parent / "prompt_sets"
+_SLOT = re.compile(r"\{(\w+)\}")
+_ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+class PromptError(Exception):
+    """Prompts that cannot be used; one sentence that says where and why."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Messages of a chat, or a text, or token ids."""
+
+    messages: tuple[dict[str, Any], ...] = ()
+    text: str = ""
+    token_ids: tuple[int, ...] = ()  # of the target's own tokenizer, as --capture-traffic writes
+    domain: str = ""
+    is_heldout: bool = False
+    where: str = ""  # file and line, for errors
+
+
+def user_prompt(text: str, domain: str, is_heldout: bool = False) -> Prompt:
+    """A chat of one message."""
+    return Prompt(({"role": "user", "content": text},), domain=domain, is_heldout=is_heldout)
+
+
+# --- files ----------------------------------------------------------------------------------------
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a JSONL file; PromptError names the first line that is wrong.
+
+    A line is `{"messages": [...]}` (OpenAI's chat form), `{"prompt": "..."}`, `{"text": "..."}` or
+    `{"token_ids": [...]}`, each with an optional `"domain"` and `"split"` ("train" or "heldout"). A
+    chat that ends with the assistant's words is cut before them: the target writes its own.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise PromptError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    except UnicodeDecodeError:
+        raise PromptError(f"{path}: this is not UTF-8 text") from None
+    prompts = [
+        _read_line(f"{path}, line {number}", line)
+        for number, line in enumerate(lines, 1)
+        if line.strip()
+    ]
+    if not prompts:
+        raise PromptError(f"{path} holds no prompt")
+    return prompts
+
+
+def _read_line(where: str, line: str) -> Prompt:
+    try:
+        entry = json.loads(line)
+    except ValueError as error:
+        raise PromptError(f"{where}: this is not JSON ({error})") from None
+    if not isinstance(entry, dict):
+        raise PromptError(f"{where}: must be a JSON object")
+    kinds = [key for key in ("messages", "prompt", "text", "token_ids") if key in entry]
+    if len(kinds) != 1:
+        raise PromptError(f'{where}: must hold one of "messages", "prompt", "text", "token_ids"')
+    domain, split = entry.get("domain", ""), entry.get("split", "train")
+    if not isinstance(domain, str):
+        raise PromptError(f'{where}: "domain" must be text')
+    if split not in ("train", "heldout"):
+        raise PromptError(f'{where}: "split" must be "train" or "heldout", not {split!r}')
+    shared: dict[str, Any] = {
+        "domain": domain,
+        "is_heldout": split == "heldout",
+        "where": where,
+    }
+    if kinds == ["messages"]:
+        return Prompt(messages=_messages(where, entry["messages"]), **shared)
+    if kinds == ["token_ids"]:
+        ids = entry["token_ids"]
+        if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
+            raise PromptError(f'{where}: "token_ids" must be a list of token ids')
+        return Prompt(token_ids=tuple(ids), **shared)
+    text = entry[kinds[0]]
+    if not isinstance(text, str) or not text:
+        raise PromptError(f'{where}: "{kinds[0]}" must be text that is not empty')
+    return Prompt(text=text, **shared)
+
+
+def _messages(where: str, value: Any) -> tuple[dict[str, Any], ...]:
+    if not isinstance(value, list) or not value:
+        raise PromptError(f'{where}: "messages" must be a list that is not empty')
+    for index, message in enumerate(value):
+        if not isinstance(message, dict) or message.get("role") not in _ROLES:
+            raise PromptError(
+                f'{where}: message {index} needs a "role", one of {", ".join(_ROLES)}'
+            )
+        if not isinstance(message.get("content"), str):
+            raise PromptError(f'{where}: message {index} needs a "content" that is text')
+    while value and value[-1]["role"] == "assistant":
+        value = value[:-1]
+    if not value:
+        raise PromptError(f"{where}: there is nothing before the assistant's words")
+    return tuple(value)
+
+
+def hold_out(prompts: Sequence[Prompt], seed: int, most: int = 80) -> list[Prompt]:
+    """Mark a twentieth of the prompts (at least one, at most `most`), unless some are marked."""
+    if any(prompt.is_heldout for prompt in prompts):
+        return list(prompts)
+    if len(prompts) < 2:
+        raise PromptError("training needs at least two prompts, one of them to be held out")
+    count = min(max(1, len(prompts) // 20), most)
+    chosen = set(random.Random(seed).sample(range(len(prompts)), count))
+    return [dataclasses.replace(prompt, is_heldout=i in chosen) for i, prompt in enumerate(prompts)]
+
+
+# --- built in -------------------------------------------------------------------------------------
+
+
+def heldout_prompts() -> list[Prompt]:
+    """80 chats of eight domains on which drafters are measured."""
+    sets: dict[str, list[str]] = yaml.safe_load((_FOLDER / "heldout.yaml").read_text())
+    return [user_prompt(text, domain, True) for domain, texts in sets.items() for text in texts]
+
+
+def training_prompts(count: int, seed: int = 0) -> list[Prompt]:
+    """Up to `count` different chats made from this package's templates, as many of each domain."""
+    content = yaml.safe_load((_FOLDER / "training.yaml").read_text())
+    slots: dict[str, list[str]] = content["slots"]
+    draws = {
+        domain: _draw(templates, slots, random.Random(f"{seed} {domain}"))
+        for domain, templates in content["templates"].items()
+    }
+    prompts: list[Prompt] = []
+    while draws and len(prompts) < count:
+        for domain in list(draws):
+            text = next(draws[domain], None)
+            if text is None:
+                del draws[domain]
+            elif len(prompts) < count:
+                prompts.append(user_prompt(text, domain))
+    return prompts
+
+
+def _draw(
+    templates: Sequence[str], slots: Mapping[str, Sequence[str]], rng: random.Random
+) -> Iterator[str]:
+    """Filled templates, none twice; ends when new ones have become rare."""
+    seen: set[str] = set()
+    misses = 0
+    while misses < 200:
+        text = _fill(rng.choice(templates), slots, rng)
+        misses = misses + 1 if text in seen else 0
+        if text not in seen:
+            seen.add(text)
+            yield text
+
+
+def _fill(template: str, slots: Mapping[str, Sequence[str]], rng: random.Random) -> str:
+    """The template with words in its slots; one that occurs twice takes two."""
+    names = _SLOT.findall(template)
+    words = {name: rng.sample(slots[name], names.count(name)) for name in sorted(set(names))}
+    text = _SLOT.sub(lambda match: words[match[1]].pop(), template)
+    return text[0].upper() + text[1:]
+
+
+# --- tokens ---------------------------------------------------------------------------------------
+
+
+def tokenize_prompts(
+    prompts: Sequence[Prompt], tokenizer: Tokenizer, template: ChatTemplate
+) -> list[list[int]]:
+    """Token ids of each prompt; PromptError if the model's template refuses one."""
+    rendered: list[str] = []
+    for prompt in prompts:
+        try:
+            rendered.append(template.render(prompt.messages) if prompt.messages else prompt.text)
+        except ChatTemplateError as error:
+            where = f"{prompt.where}: " if prompt.where else ""
+            raise PromptError(f"{where}{str(error).rstrip('.')}") from None
+    chats = [i for i, prompt in enumerate(prompts) if prompt.messages]
+    texts = [i for i, prompt in enumerate(prompts) if prompt.text]
+    ids = [list(prompt.token_ids) for prompt in prompts]
+    for found, prompt in zip(ids, prompts, strict=True):
+        if found and max(found) >= tokenizer.vocab_size:
+            raise PromptError(f"{prompt.where}: the model has no token {max(found)}")
+    for members, adds_special in ((chats, False), (texts, True)):
+        batch = tokenizer.encode_batch([rendered[i] for i in members], adds_special)
+        for index, encoded in zip(members, batch, strict=True):
+            ids[index] = encoded
+    return ids
+
+
+def user_frame(tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[int]]:
+    """Token ids that a chat has before and behind a user's first words."""
+    mark = "<<words>>"
+    text = template.render([{"role": "user", "content": mark}])
+    before, _, behind = text.partition(mark)
+    if not behind:
+        raise PromptError("the chat template ends with the user's words, so none can be invented")
+    return tokenizer.encode(before, False), tokenizer.encode(behind, False)

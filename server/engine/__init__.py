@@ -1,0 +1,1 @@
+"""The worker as the server sees it: start, requests, death, restart."""

@@ -1,0 +1,356 @@
+"""Owns the worker as the server sees it: its start, the requests it has, its death and its return.
+
+It knows nothing of text or HTTP. Every request that is submitted ends: with a finish reason, by an
+abort, or with EngineDead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ...configs.schema import Config
+from ...runner.messages import (
+    AbortRequests,
+    AddRequest,
+    ChangeSpeculator,
+    Fatal,
+    FromWorker,
+    Ready,
+    ResetPrefixCache,
+    SetVocabulary,
+    Shutdown,
+    StepOutputs,
+    StepStats,
+    ToWorker,
+)
+from ..health import Health, State
+from ..request_stream import EngineDead, RequestStream, ShutDown, Turn
+from .drafter_changes import DrafterChanges
+from .drafter_choice import DrafterChoice
+from .worker_watch import ProgressCallback, Worker
+from .worker_watchdog import Watchdog
+
+__all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
+
+log = logging.getLogger("slipstream.engine")
+
+StatsCallback = Callable[[StepStats], None]
+_SHUTTING_DOWN = "the server is shutting down"
+STOP_SECONDS = 5.0  # for the step in flight when the worker is told to stop
+
+
+class WorkerFailed(Exception):
+    """The worker did not start; the text is one sentence for the user."""
+
+    def __init__(self, message: str, of_drafter: bool = False) -> None:
+        super().__init__(message)
+        self.of_drafter = of_drafter  # the drafter alone is at fault
+
+
+@dataclass(frozen=True)
+class Backoff:
+    """How long to wait before the worker is started again: 1, 2, 4 ... 30 seconds."""
+
+    first: float = 1.0
+    longest: float = 30.0
+    healthy_after: float = 60.0  # seconds of service after which the count begins anew
+
+    def delay(self, failures: int) -> float:
+        """Seconds before the next start, after so many failures in a row (from 1)."""
+        return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
+
+
+class EngineClient:
+    """One worker process and the requests it runs. All methods are for the event loop's thread."""
+
+    def __init__(
+        self, config: Config, *, engine: str | None = None, backoff: Backoff | None = None
+    ) -> None:
+        self.health = Health()
+        self.stats: StatsCallback | None = None  # called once a step, on the event loop
+        self._config = config
+        self._engine = engine
+        self._backoff = backoff or Backoff()
+        self._ready: Ready | None = None
+        self._worker: Worker | None = None
+        self._streams: dict[str, RequestStream] = {}
+        self._turn = Turn()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._outbox: list[ToWorker] = []
+        self._vocabulary: SetVocabulary | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._drafter = DrafterChoice(config.speculative)
+        self._changes = DrafterChanges(self._post_change, self._drafter.keep)
+        self._watchdog = Watchdog(
+            config.server.worker_timeout, lambda: bool(self._streams) or self._changes.is_owed
+        )
+
+    @property
+    def ready(self) -> Ready:
+        """What the worker said when it was ready; only after `start`."""
+        assert self._ready is not None, "start() has not returned"
+        return self._ready
+
+    @property
+    def state(self) -> State:
+        """The health's state."""
+        return self.health.state
+
+    @property
+    def num_open(self) -> int:
+        """Requests submitted and not yet ended."""
+        return len(self._streams)
+
+    @property
+    def worker_pid(self) -> int | None:
+        """The worker's process id, if there is one."""
+        return None if self._worker is None else self._worker.process.pid
+
+    @property
+    def drafter(self) -> str | None:
+        """The drafter's folder or id, as configured or kept since."""
+        return self._drafter.current.model
+
+    @property
+    def drafter_fallback(self) -> str | None:
+        """Why it is not the one that was configured or kept, if that could not be loaded."""
+        return self._drafter.fallback
+
+    async def start(self, progress: ProgressCallback | None = None) -> Ready:
+        """Start the worker and wait until it serves. WorkerFailed if it cannot."""
+        try:
+            self._ready = await self._launch(progress)
+        except WorkerFailed as error:
+            self.health.change("failed", str(error))
+            raise
+        self.health.change("ready")
+        self._supervisor = asyncio.create_task(self._supervise(), name="engine-supervisor")
+        self._supervisor.add_done_callback(self._unsupervised)
+        return self._ready
+
+    def submit(self, request: AddRequest) -> RequestStream:
+        """Hand a request to the worker; EngineDead if there is none that serves."""
+        if self.state != "ready":
+            raise self._dead()
+        assert request.request_id not in self._streams, f"{request.request_id} is running"
+        stream = RequestStream(request.request_id, self._turn)
+        self._streams[request.request_id] = stream
+        self._idle.clear()
+        self._post(request)
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request and end its stream; nothing happens if it has ended."""
+        stream = self._forget(request_id)
+        if stream is not None:
+            stream.close()
+            self._post(AbortRequests([request_id]))
+
+    def set_vocabulary(self, vocabulary: SetVocabulary) -> None:
+        """Tell this worker, and each that follows it, what the tokens spell."""
+        self._vocabulary = vocabulary
+        if self._worker is not None:
+            self._worker.channel.send([vocabulary])
+
+    def reset_prefix_cache(self) -> None:
+        """Drop every cached block that no request holds."""
+        self._post(ResetPrefixCache())
+
+    async def change_speculator(self, action: str, model: str = "") -> None:
+        """Load another drafter, try its weights, keep or revert them; callers wait for each other.
+
+        Raises SpeculatorRefused if nothing changed, EngineDead if the worker ends, or if it is not
+        the one that was to load the drafter.
+        """
+        await self._changes.ask(action, model)
+
+    async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
+        """Refuse new requests, let the open ones finish for so long, then end the worker.
+
+        `grace` is how long the step in flight may take; 0 kills the worker, as does a cancellation.
+        """
+        await self.drain(drain_timeout)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            await asyncio.gather(self._supervisor, return_exceptions=True)
+        self._fail_streams(_SHUTTING_DOWN, ShutDown)
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.channel.send([*self._outbox, Shutdown()])
+            try:
+                await worker.end(grace)
+            except asyncio.CancelledError:  # there is no time for its step in flight
+                await worker.end()
+                raise
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests and return once the open ones have ended, or after `timeout` s."""
+        if self.state != "failed":
+            self.health.change("draining", _SHUTTING_DOWN)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout)
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _post(self, message: ToWorker) -> None:
+        """Send at the end of this turn of the event loop, all of the turn's messages together."""
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outbox.append(message)
+
+    def _post_change(self, message: ChangeSpeculator) -> None:
+        if self.state != "ready":
+            raise self._dead()
+        self._post(message)
+
+    def _flush(self) -> None:
+        messages, self._outbox = self._outbox, []
+        if messages and self._worker is not None:
+            self._worker.channel.send(messages)
+
+    def _dispatch(self, outputs: StepOutputs) -> None:
+        streams = self._streams
+        for output in outputs.outputs:
+            stream = streams.get(output.request_id)
+            if stream is None:
+                continue  # aborted while the step ran
+            stream.put(output)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+        if outputs.speculator is not None:
+            self._changes.answer(outputs.speculator)
+        if self.stats is not None:
+            try:
+                self.stats(outputs.stats)
+            except Exception:  # counting must not end requests
+                log.exception("the metrics of a step were lost")
+
+    def _forget(self, request_id: str) -> RequestStream | None:
+        stream = self._streams.pop(request_id, None)
+        if not self._streams:
+            self._idle.set()
+        return stream
+
+    def _fail_streams(self, message: str, kind: type[EngineDead] = EngineDead) -> None:
+        for request_id in list(self._streams):
+            stream = self._forget(request_id)
+            assert stream is not None
+            stream.fail(kind(message, self.health.report.retry_after))
+        self._changes.fail(kind(message, self.health.report.retry_after))
+
+    def _dead(self) -> EngineDead:
+        report = self.health.report
+        kind = ShutDown if report.state == "draining" else EngineDead
+        return kind(report.detail or f"the engine is {report.state}", report.retry_after)
+
+    # --- life of the worker -------------------------------------------------------------------
+
+    async def _launch(self, progress: ProgressCallback | None) -> Ready:
+        """Start a worker and wait for its Ready; it is ended if that does not come."""
+        config = replace(self._config, speculative=self._drafter.current)
+        try:
+            worker = Worker.begin(config, self._engine)
+        except OSError as error:  # no file descriptors, processes, memory or space
+            raise WorkerFailed(f"the worker cannot be started ({error})") from error
+        outcome = await worker.started(progress)
+        if isinstance(outcome, Fatal):
+            raise WorkerFailed(outcome.message, outcome.of_drafter)
+        self._worker = worker
+        if self._vocabulary is not None:
+            worker.channel.send([self._vocabulary])
+        return outcome
+
+    async def _supervise(self) -> None:
+        """Serve; when the worker dies, end its requests at once and start another."""
+        failures = 0
+        while True:
+            assert self._worker is not None
+            worker, began = self._worker, time.monotonic()
+            reason = await self._why_ended(worker)
+            self._worker = None
+            if time.monotonic() - began >= self._backoff.healthy_after:
+                failures = 0
+            failures += 1
+            try:
+                self._announce(reason, failures)
+                self._fail_streams(f"the engine stopped: {reason}")
+            finally:
+                await _end(worker)
+            if self.state == "draining":
+                return
+            failures = await self._restart(failures)
+
+    async def _why_ended(self, worker: Worker) -> str:
+        """Serve until the worker ends, or cannot be listened to; the reason, as a sentence."""
+        self._watchdog.feed()
+        try:
+            outcome = await worker.watch(self._on_message, self._hung())
+        except Exception as error:  # a bug, or a message that cannot be read
+            log.exception("the worker's messages cannot be handled")
+            return f"its messages cannot be handled ({type(error).__name__})"
+        assert isinstance(outcome, Fatal)
+        return outcome.message
+
+    def _unsupervised(self, task: asyncio.Task[None]) -> None:
+        """The supervisor's end was not asked for: only a bug ends it, and it must show."""
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        log.critical("the worker is not watched any more; restart the server", exc_info=error)
+        self.health.change("failed", "the worker is not watched any more; restart the server")
+        self._fail_streams("the engine stopped: the worker is not watched any more")
+
+    async def _hung(self) -> str:
+        await self._watchdog.bite()
+        return f"the worker finished no step in {self._config.server.worker_timeout:g} s"
+
+    async def _restart(self, failures: int) -> int:
+        """Try until a worker serves; returns the failures so far."""
+        while True:
+            await asyncio.sleep(self._backoff.delay(failures))
+            try:
+                self._ready = await self._launch(None)
+            except WorkerFailed as error:
+                if error.of_drafter and self._drafter.fall_back(str(error)):
+                    self.health.lose_drafter()
+                    continue
+                failures += 1
+                self._announce(str(error), failures)
+                continue
+            except Exception as error:  # a bug, perhaps of this moment: go on trying
+                log.exception("the worker cannot be started")
+                failures += 1
+                self._announce(f"the worker cannot be started ({error!r})", failures)
+                continue
+            if self.state != "draining":
+                self.health.change("ready")
+                log.info("the worker serves again")
+            return failures
+
+    def _announce(self, reason: str, failures: int) -> None:
+        """Tell log and health that the worker is gone."""
+        delay = self._backoff.delay(failures)
+        log.error("%s; starting the worker again in %g s", reason, delay)
+        if self.state != "draining":
+            self.health.change("restarting", f"the engine is restarting: {reason}", delay)
+
+    def _on_message(self, message: FromWorker) -> Fatal | None:
+        self._watchdog.feed()
+        match message:
+            case StepOutputs():
+                self._dispatch(message)
+            case Fatal():
+                return message
+        return None
+
+
+async def _end(worker: Worker) -> None:
+    try:
+        await worker.end()
+    except Exception:
+        log.exception("what the worker held was not given back")

@@ -1,0 +1,1 @@
+"""From prompts to a stream of outputs, the same for every endpoint."""

@@ -1,0 +1,79 @@
+"""Renders a chat request's messages with the model's template, whatever of it the client chose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..chat_templates.chat_template import ChatTemplateError
+from ..chat_templates.content_guard import RenderedChat
+from ..errors import InvalidRequest
+from ..off_loop import by_size
+from ..openai_types.chat import ChatCompletionRequest
+from .services import Services
+
+_MAX_ECHO = 1000  # characters of an error, which a template may have made of the messages
+# What a client's chat_template_kwargs must not replace.
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"}
+
+
+async def render_chat(
+    services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
+) -> RenderedChat:
+    """The prompt; whatever the template objects to is the client's 400.
+
+    A long chat is rendered off the event loop, a template of the request's own in a child process.
+    """
+    try:
+        if services.template.knows(body.chat_template):
+            return await by_size(body.num_bytes, _rendered, services, body, tools)
+        arguments = await by_size(body.num_bytes, _arguments, services, body, tools)
+        return await services.template_children.render(arguments)
+    except ChatTemplateError as error:
+        reason = str(error)
+        if len(reason) > _MAX_ECHO:
+            reason = reason[:_MAX_ECHO] + "…"
+        raise InvalidRequest(reason, "messages", "invalid_value") from None
+
+
+def _arguments(
+    services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
+) -> dict[str, Any]:
+    """What the template is rendered with, checked."""
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        raise InvalidRequest(
+            "'continue_final_message' and 'add_generation_prompt' cannot both be true.",
+            "continue_final_message",
+            "invalid_value",
+        )
+    kwargs = dict(body.chat_template_kwargs or {})
+    if reserved := _RESERVED & kwargs.keys():
+        raise InvalidRequest(
+            f"'chat_template_kwargs' cannot set {sorted(reserved)[0]!r}.",
+            "chat_template_kwargs",
+            "invalid_value",
+        )
+    if body.reasoning_effort is not None:
+        kwargs.setdefault("reasoning_effort", body.reasoning_effort)
+    if body.chat_template is not None and not services.config.server.trust_request_chat_template:
+        raise InvalidRequest(
+            "The server takes no chat templates from clients; it would with "
+            "--trust-request-chat-template.",
+            "chat_template",
+            "invalid_value",
+        )
+    return {
+        "messages": [message.model_dump(exclude_none=True) for message in body.messages],
+        "tools": tools,
+        "documents": body.documents,
+        "add_generation_prompt": not continued and body.add_generation_prompt is not False,
+        "continue_final_message": continued,
+        "chat_template": body.chat_template,
+        "chat_template_kwargs": kwargs,
+    }
+
+
+def _rendered(
+    services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
+) -> RenderedChat:
+    return services.template.render_chat(**_arguments(services, body, tools), guard=services.guard)

@@ -1,0 +1,74 @@
+"""OpenAI's usage object from a request's counts, and what became of its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from msgspec import UNSET, UnsetType
+
+from ..openai_types.common import Speculative
+from ..openai_types.replies import (
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    ReplyMetrics,
+    SpeculativeMetrics,
+    Usage,
+)
+from ..text.choice import Choice
+from .generation import TokenCounts
+from .services import Services
+
+
+def usage(counts: TokenCounts, reasoning_tokens: int = 0) -> Usage:
+    """All choices together; the prompt counts once."""
+    return Usage(
+        prompt_tokens=counts.prompt,
+        completion_tokens=counts.completion,
+        total_tokens=counts.prompt + counts.completion,
+        prompt_tokens_details=PromptTokensDetails(counts.cached),
+        completion_tokens_details=CompletionTokensDetails(
+            reasoning_tokens=reasoning_tokens,
+            accepted_prediction_tokens=counts.accepted_prediction,
+            rejected_prediction_tokens=counts.rejected_prediction,
+        ),
+    )
+
+
+def reply_metrics(
+    services: Services, asked: Speculative | None, choices: Sequence[Choice]
+) -> ReplyMetrics | UnsetType:
+    """What a reply tells of its drafts; unset where nobody asked or nothing drafts."""
+    level = services.config.server.per_request_spec_decode_metrics
+    if asked is not None and asked.metrics is not None:
+        level = asked.metrics
+    most = services.engine.ready.num_speculative_tokens
+    if level == "none" or not most:
+        return UNSET
+    steps = [step for choice in choices for step in choice.spec_steps]
+    return ReplyMetrics(speculative_metrics(steps, most, level == "detailed"))
+
+
+def speculative_metrics(
+    steps: Sequence[tuple[int, int]], most: int, detailed: bool = False
+) -> SpeculativeMetrics:
+    """From (accepted, drafted) of each verification step; `most` is K."""
+    histogram = [0] * (most + 1)
+    by_length: dict[int, list[int]] = {}
+    for accepted, drafted in steps:
+        histogram[accepted] += 1
+        by_length.setdefault(drafted, [0] * (drafted + 1))[accepted] += 1
+    num_accepted, num_drafted = (sum(step[column] for step in steps) for column in (0, 1))
+    metrics = SpeculativeMetrics(
+        mean_acceptance_length=1 + num_accepted / max(1, len(steps)),
+        draft_acceptance_rate=num_accepted / max(1, num_drafted),
+        acceptance_histogram=histogram,
+        acceptance_histogram_by_draft_length={str(k): by_length[k] for k in sorted(by_length)},
+        num_spec_steps=len(steps),
+        num_accepted_draft_tokens=num_accepted,
+        num_draft_tokens=num_drafted,
+        num_spec_tokens=most,
+    )
+    if detailed:
+        metrics.per_step_accepted = [accepted for accepted, _ in steps]
+        metrics.per_step_drafted = [drafted for _, drafted in steps]
+    return metrics

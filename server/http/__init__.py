@@ -1,0 +1,1 @@
+"""HTTP below the routes: connections, bodies, middleware, server-sent events, keys, traces."""

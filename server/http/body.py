@@ -1,0 +1,141 @@
+"""Reads a request's JSON body into its model; whatever is wrong with it is the client's 400.
+
+msgspec does the parsing: it refuses NaN, lone surrogates, bytes that are no UTF-8, and numbers no
+machine can hold. Depth is bounded, since what comes after recurses over it; so is the number of
+values, since parsing holds Python's lock. A large body is parsed and checked off the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import re
+from itertools import islice
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from ..errors import (
+    BodyTooSlow,
+    MalformedBody,
+    UnsupportedEncoding,
+    UnsupportedMediaType,
+    invalid_value,
+)
+from ..json_size import MAX_DEPTH, too_deep, too_many
+from ..off_loop import by_size
+from ..openai_types.common import SizedBody
+
+logger = logging.getLogger("slipstream.http")
+
+Model = TypeVar("Model", bound=BaseModel)
+
+_MAX_NAMES = 1000
+_MAX_NAMES_AT_ONCE = 20
+_PIECE = 1 << 20  # bytes looked through in one go
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_HALF = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
+_LONE_SURROGATE = "a string of it holds half of a surrogate pair, which is no character"
+
+
+class BodyReader:
+    """Reads bodies; remembers which unknown parameters the log has."""
+
+    def __init__(self, timeout: float = 60.0) -> None:
+        """`timeout` in seconds, for a whole body; 0 waits for ever."""
+        self._timeout = timeout or None
+        self._logged: set[str] = set()
+
+    async def read(self, request: Request, model: type[Model]) -> Model:
+        """The body as `model`. Unknown fields are accepted and logged once each."""
+        data = await self._bytes(request)
+        return await by_size(len(data), self._parsed, data, model)
+
+    def _parsed(self, data: bytes, model: type[Model]) -> Model:
+        body = validated(parse_json(data), model)
+        if isinstance(body, SizedBody):
+            body.note_size(len(data))
+        for name in islice(body.model_extra or (), _MAX_NAMES_AT_ONCE):
+            name = name[:80]
+            if name not in self._logged and len(self._logged) < _MAX_NAMES:
+                self._logged.add(name)
+                logger.warning("the parameter %r is not known and has no effect", name)
+        return body
+
+    async def _bytes(self, request: Request) -> bytes:
+        content_type = request.headers.get("content-type", "")
+        kind = content_type.partition(";")[0].strip().lower()
+        if kind and kind != "application/json" and not kind.endswith("+json"):
+            raise UnsupportedMediaType(content_type)
+        coding = request.headers.get("content-encoding", "identity").strip().lower()
+        if coding not in ("", "identity"):
+            raise UnsupportedEncoding(coding)
+        try:
+            async with asyncio.timeout(self._timeout):
+                return await request.body()
+        except TimeoutError:
+            raise BodyTooSlow(self._timeout or 0) from None
+
+
+def validated(value: Any, model: type[Model]) -> Model:
+    """`value` as `model`, or InvalidRequest that names the parameter."""
+    if not isinstance(value, dict):
+        raise MalformedBody("it is not a JSON object")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise invalid_value(error, value) from None
+
+
+def parse_json(data: bytes) -> Any:
+    """JSON bytes as plain values; MalformedBody if they are none."""
+    if not data.strip():
+        raise MalformedBody("it is empty")
+    if (excess := too_many(data)) is not None:
+        raise MalformedBody(f"it has {excess}")
+    try:
+        value = _decoded(data)
+    except RecursionError:
+        raise MalformedBody("it is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise MalformedBody(_why_malformed(data, error)) from None
+    if too_deep(data, value):
+        raise MalformedBody(f"it is nested more than {MAX_DEPTH} levels deep")
+    return value
+
+
+def _decoded(data: bytes) -> Any:
+    """What the JSON says. The collector would look at all lists again and again while they grow;
+    no other thread runs meanwhile."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return msgspec.json.decode(data)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _why_malformed(data: bytes, error: Exception) -> str:
+    try:
+        data.decode()
+    except UnicodeDecodeError as bad:  # msgspec counts from the beginning of a string
+        if data[bad.start] == 0xED and data[bad.start + 1 : bad.start + 2] >= b"\xa0":
+            return _LONE_SURROGATE
+        return f"it is not UTF-8: byte 0x{data[bad.start]:02x} in position {bad.start}"
+    if _has_lone_surrogate(data):
+        return _LONE_SURROGATE
+    return str(error).rstrip(".")
+
+
+def _has_lone_surrogate(data: bytes) -> bool:
+    """Whether an escape is half of a pair: msgspec calls some of these something else."""
+    data = data.replace(b"\\\\", b"")  # an escaped backslash begins no escape
+    for start in range(0, len(data), _PIECE):
+        found = _HALF.search(data, start, start + _PIECE + 12)  # the other half may follow
+        if found is not None and found.start() < start + _PIECE:
+            return True
+    return False

@@ -1,0 +1,328 @@
+"""Owns one client's connection: what a client that stalls, floods or talks nonsense is told.
+
+uvicorn's protocol does the HTTP; it waits for ever for a client that has begun something. Here such
+a client is cut: one that sends its request too slowly, and one that does not read its reply. Both
+are looked for a few times within the time-out, so a connection costs one timer in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from contextlib import suppress
+from functools import partial
+from typing import Any, cast
+
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from ..errors import APIError, HeadTooLarge, HeadTooSlow, MalformedRequest, error_body
+from .sse import WRITER
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 256
+MAX_CONNECTIONS = 8192
+_OTHER_FILES = 256  # that the process opens beside connections
+MAX_PIPELINED = 32  # requests that wait while another is answered
+_HEAD_LIMIT = f"{MAX_HEAD_BYTES >> 10} KiB"
+_TOO_MANY = f"More than {MAX_PIPELINED} requests came before the first of them was answered."
+_LOOKS = 4  # within one time-out
+_WITHOUT_CHUNKS = ("0.9", "1.0")  # versions of HTTP
+
+
+class TooManyConnections(APIError):
+    """Every connection that the server can have open is in use by a request."""
+
+    status = 503
+    type = "service_unavailable"
+    code = "too_many_connections"
+
+    def __init__(self) -> None:
+        super().__init__("The server has no connection free. Try again in 1 s.")
+
+
+class _ChunkWriter:
+    """Writes chunks of one reply to the socket, past the layers that saw its beginning."""
+
+    __slots__ = ("_cycle", "_flow", "_write")
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._flow = cycle.flow
+        self._write = cycle.transport.write
+
+    def may_write(self) -> bool:
+        """Whether the reply is chunked and open, and the client reads it."""
+        cycle = self._cycle
+        open_ = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
+        return bool(open_ and cycle.chunked_encoding and not cycle.flow.write_paused)
+
+    def write(self, data: bytes) -> bool:
+        """Send a chunk; false when the next one must wait."""
+        cycle = self._cycle
+        if not cycle.disconnected:
+            self._write(b"%x\r\n%b\r\n" % (len(data), data))
+        return not (self._flow.write_paused or cycle.disconnected)
+
+
+def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
+    """The application for a client older than HTTP/1.1, whose protocol has no chunks.
+
+    A reply without a length is sent as it is, and ends where its connection does.
+    """
+
+    async def serve(scope: Any, receive: Any, send: Any) -> None:
+        ends_with_connection = False
+
+        async def send_whole(message: Any) -> None:
+            nonlocal ends_with_connection
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                ends_with_connection = b"content-length" not in names
+                if ends_with_connection:
+                    cycle.chunked_encoding = False
+            elif ends_with_connection:
+                cycle.expected_content_length = len(message.get("body", b""))  # all that it has
+            await send(message)
+
+        await app(scope, receive, send_whole)
+
+    return serve
+
+
+class Connection(HttpToolsProtocol):
+    """uvicorn's HTTP/1.1 connection with time-outs and with errors in OpenAI's form.
+
+    Two things are cut when they take `timeout` seconds: to send a request's head, or its body when
+    the reply has gone out already (a route that waits for a body watches that itself); and to read
+    any byte of a reply that is ready. Then the socket is closed, and the request that wrote to it
+    is aborted as after any disconnect.
+
+    Two faults of uvicorn's are mended: of pipelined requests the one that runs is told of a
+    disconnect, not the last one; and a request that offers an upgrade keeps its body.
+    """
+
+    def __init__(
+        self, *arguments: Any, timeout: float = 0.0, most: int = MAX_CONNECTIONS, **options: Any
+    ) -> None:
+        """`timeout` in seconds; 0 waits for ever. At most `most` connections are open at once."""
+        super().__init__(*arguments, **options)
+        self._timeout = timeout
+        self._most = most
+        self._since = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self._head_since: float | None = None  # the client owes the rest of a head since then
+        self._head_bytes = 0  # of packets that held nothing but a part of this head
+        self._refusal: APIError | None = None  # why a callback made the parser stop
+        self._in_body = False  # a head came, and the end of its body is due
+        self._got_body = False  # by the packet that is parsed
+        self._framing_bytes = 0  # of packets without any of the body that is due
+        self._unread: tuple[int, float] | None = None  # bytes that wait for the client, since when
+        self._late_since: float | None = None  # a body still comes though the reply has gone out
+        self._running: RequestResponseCycle | None = None  # of pipelined ones: the one being served
+
+    # --- what uvicorn calls -----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client is there."""
+        super().connection_made(transport)
+        self._head_since = self._since = self.loop.time()
+        if len(self.connections) > self._most:
+            self._make_room()
+        if self._timeout > 0:
+            self._timer = self.loop.call_later(self._timeout / _LOOKS, self._look)
+
+    def _make_room(self) -> None:
+        """Close the oldest connections without a request, or this one if all have one.
+
+        Several at once, since to find them takes a while.
+        """
+        others = cast("set[Connection]", self.connections) - {self}
+        idle = [c for c in others if c._has_answered and not c.transport.is_closing()]
+        idle.sort(key=lambda connection: connection._since)
+        for connection in idle[: 1 + len(idle) // 64]:
+            connection.transport.close()
+        if not idle:
+            self._refuse(TooManyConnections())
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        super().connection_lost(exc)
+        self.pipeline.clear()
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+
+    def data_received(self, data: bytes) -> None:
+        """A packet came."""
+        began = self._head_since
+        self._got_body = False
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self._refuse(self._refusal or MalformedRequest())
+            return
+        if self._head_since is not None and self._head_since == began:
+            self._head_bytes += len(data)
+        self._framing_bytes = self._framing_bytes + len(data) if self._lacks_body else 0
+        most = max(self._head_bytes, self._framing_bytes)
+        if most > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(HeadTooLarge(_HEAD_LIMIT))
+
+    @property
+    def _lacks_body(self) -> bool:
+        """Whether the newest packet had but extensions of a chunk, or headers behind the body."""
+        return self._in_body and not self._got_body
+
+    def on_message_begin(self) -> None:
+        """A request's first byte came."""
+        super().on_message_begin()
+        if self._head_since is None:  # else it counts from the connection's beginning
+            self._head_since = self.loop.time()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header came. One behind the body is dropped: a proxy may not have checked it."""
+        if self._head_since is None:
+            return
+        super().on_header(name, value)
+        if len(self.headers) > MAX_HEADERS:
+            self._stop(HeadTooLarge(f"{MAX_HEADERS} headers"))
+
+    def on_body(self, body: bytes) -> None:
+        """A part of a body came."""
+        self._got_body = True
+        super().on_body(body)
+
+    def _stop(self, error: APIError) -> None:
+        """In a callback: the parser ends with an error of its own, and this is the answer."""
+        self._refusal = error
+        raise ValueError(error.message)
+
+    def on_headers_complete(self) -> None:
+        """A request's head is there."""
+        self._head_since = None
+        self._head_bytes = 0
+        self._in_body = True
+        size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if size > MAX_HEAD_BYTES:  # in a packet or two, which nobody counted
+            self._stop(HeadTooLarge(_HEAD_LIMIT))
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._stop(MalformedRequest(_TOO_MANY))
+        if not self.parser.should_upgrade():  # else `_feed` brings it again, without the offer
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """A request's last byte came."""
+        self._in_body = False
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        cast(dict[str, Any], cycle.scope).setdefault("extensions", {})[WRITER] = _ChunkWriter(cycle)
+        has_chunks = cycle.scope["http_version"] not in _WITHOUT_CHUNKS
+        super()._start_asgi_task(cycle, app if has_chunks else _without_chunks(app, cycle))
+
+    def _feed(self, data: bytes) -> None:
+        """Parse a packet. Some clients offer HTTP/2 with every request: served without it.
+
+        After an offer the parser takes what follows, the body included, for another protocol.
+        """
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            rest = data[upgrade.args[0] :]
+            line = self.parser.get_method() + b" " + self.url + b" HTTP/1.1\r\n"
+            hidden = {b"upgrade", b"connection", b"http2-settings"}
+            lines = [b"%s: %s\r\n" % each for each in self.headers if each[0] not in hidden]
+            self.parser = httptools.HttpRequestParser(self)
+            self._feed(line + b"".join(lines) + b"\r\n" + rest)
+
+    # --- time-outs --------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        now = self.loop.time()
+        if self._reads_nothing(now):
+            self.transport.abort()  # `close` would wait for the bytes that nobody reads
+            return
+        if self._is_past(self._head_since, now) and not self.transport.is_closing():
+            if self._head_bytes:
+                self._refuse(HeadTooSlow(self._timeout))
+            else:
+                self.transport.close()
+        elif self._sends_for_nothing(now):
+            self.transport.close()
+        self._timer = self.loop.call_later(self._timeout / _LOOKS, self._look)
+
+    def _is_past(self, since: float | None, now: float) -> bool:
+        return since is not None and now - since >= self._timeout
+
+    def _reads_nothing(self, now: float) -> bool:
+        """Whether no byte left for a time-out, at moments when none is added either."""
+        size = self.transport.get_write_buffer_size()
+        adds = not (self.flow.write_paused or self._has_answered or self.transport.is_closing())
+        if not size or adds:
+            self._unread = None
+        elif self._unread is None or size + self._in_kernel() != self._unread[0]:
+            self._unread = (size + self._in_kernel(), now)
+        return self._unread is not None and self._is_past(self._unread[1], now)
+
+    def _in_kernel(self) -> int:
+        """Bytes that the client's side has not acknowledged; 0 where that cannot be known."""
+        try:
+            from fcntl import ioctl
+            from termios import TIOCOUTQ
+
+            found = ioctl(self.transport.get_extra_info("socket"), TIOCOUTQ, bytes(4))
+        except (ImportError, OSError, ValueError):
+            return 0
+        return int(struct.unpack("i", found)[0])
+
+    def _sends_for_nothing(self, now: float) -> bool:
+        """Whether a body still comes a time-out after its reply went out."""
+        if not (self._has_answered and self._running is not None and self._running.more_body):
+            self._late_since = None
+        elif self._late_since is None:
+            self._late_since = now
+        return self._is_past(self._late_since, now)
+
+    @property
+    def _has_answered(self) -> bool:
+        return self._running is None or self._running.response_complete
+
+    def _refuse(self, error: APIError) -> None:
+        """Answer what never became a request, and close. Not while an answer is on its way."""
+        if self._has_answered or (self._running and not self._running.response_started):
+            body = error_body(error)
+            head = (
+                f"HTTP/1.1 {error.status} {error.reason}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n"
+            )
+            self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
+def connection_factory(timeout: float) -> Any:
+    """What uvicorn takes as its protocol class."""
+    return partial(Connection, timeout=timeout, most=_most_connections())
+
+
+def _most_connections() -> int:
+    """As many as leave files for all else that the process opens; the system's limit is raised."""
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
+    except ImportError:  # Windows
+        return MAX_CONNECTIONS
+    wanted = MAX_CONNECTIONS + _OTHER_FILES
+    soft, hard = getrlimit(RLIMIT_NOFILE)
+    if soft == RLIM_INFINITY or soft >= wanted:
+        return MAX_CONNECTIONS
+    raised = wanted if hard == RLIM_INFINITY else min(wanted, hard)
+    with suppress(OSError, ValueError):  # a container may forbid it
+        setrlimit(RLIMIT_NOFILE, (raised, hard))
+        soft = raised
+    return max(soft - _OTHER_FILES, soft // 2)

@@ -1,0 +1,209 @@
+"""What happens to every request before and after its route: id, count, faults, keys, body size.
+
+Plain ASGI, each a small wrapper, because they are also around every chunk of every stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...configs.logs import ACCESS_LOGGER
+from ...configs.logs import request_id as current_request
+from ..errors import (
+    AuthenticationFailed,
+    BodiesTooLarge,
+    BodyTooLarge,
+    as_api_error,
+    error_response,
+)
+from ..metrics import Metrics
+from .keys import KeyRing
+
+access_log = logging.getLogger(ACCESS_LOGGER)
+
+ADMIN_PATHS = {"/v1/speculator"}  # they ask for a key of their own
+OPEN_PATHS = {"/", "/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
+_MAX_BODIES = 16  # of the largest size, at once
+_MAX_LOGGED_PATH = 512  # characters
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestScope:
+    """Outermost: gives the request its id, counts the response, writes the access log.
+
+    `root_path` is the prefix that a proxy strips; requests that still carry it are served, too.
+    """
+
+    def __init__(
+        self, app: ASGIApp, metrics: Metrics, log: bool = False, root_path: str = ""
+    ) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._log = log
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if self._root_path:
+            scope["root_path"] = self._root_path
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+        current_request.set(request_id)
+        began = time.monotonic()
+        status = 499  # nothing was sent: the client went away
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                headers["openai-processing-ms"] = str(round(1000 * (time.monotonic() - began)))
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            route = scope.get("route")
+            handler = getattr(route, "path", None) or "other"
+            self._metrics.http(scope["method"] if handler != "other" else "any", handler, status)
+            if self._log:
+                self._write(scope, status, time.monotonic() - began, request_id)
+
+    @staticmethod
+    def _write(scope: Scope, status: int, seconds: float, request_id: str) -> None:
+        client = scope.get("client") or ("",)
+        path = _logged_path(scope)
+        fields = {
+            "method": scope["method"],
+            "path": path,
+            "status": status,
+            "seconds": round(seconds, 6),
+            "client": client[0],
+        }
+        access_log.info(
+            "%s %s %d %.3f s",
+            *(scope["method"], path, status, seconds),
+            extra={"request_id": request_id, "fields": fields},
+        )
+
+
+def _logged_path(scope: Scope) -> str:
+    """The path as the client sent it, still percent-encoded: no space or line break, and short."""
+    raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+    path = raw.decode("latin-1")
+    return path if len(path) <= _MAX_LOGGED_PATH else f"{path[:_MAX_LOGGED_PATH]}…"
+
+
+class Faults:
+    """Turns what no route handled into a 500 with OpenAI's error object; the log has the trace."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            response = error_response(as_api_error(error))
+            if started or scope["type"] != "http":
+                raise
+            await response(scope, receive, send)
+
+
+class Keys:
+    """Lets only bearers of a key through; everything is open when there are no keys."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = KeyRing(keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if self._keys and scope["type"] == "http" and not _is_open(scope):
+            try:
+                self._keys.check(Headers(scope=scope))
+            except AuthenticationFailed as error:
+                await error_response(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether a request needs no key, or one that its route checks."""
+    path = route_path(scope)
+    return (
+        scope["method"] == "OPTIONS"
+        or path in OPEN_PATHS
+        or path.startswith("/docs/")  # the files that the page loads
+        or path in ADMIN_PATHS
+    )
+
+
+def route_path(scope: Scope) -> str:
+    """The path without the prefix of a proxy."""
+    path: str = scope["path"]
+    prefix: str = scope.get("root_path", "").rstrip("/")
+    return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
+
+
+class BodyLimit:
+    """Refuses bodies over a size, by their header or while they come.
+
+    All bodies of requests that have not ended are bounded together, too: each is kept until then.
+    """
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._max_total = _MAX_BODIES * max_bytes
+        self._total = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        stated = Headers(scope=scope).get("content-length", "")
+        if stated.isascii() and stated.isdecimal() and int(stated[:20]) > self._max_bytes:
+            await error_response(BodyTooLarge(self._max_bytes))(scope, receive, send)
+            return
+        seen = 0
+
+        async def counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                size = len(message.get("body", b""))
+                seen += size
+                self._total += size
+                if seen > self._max_bytes:
+                    raise BodyTooLarge(self._max_bytes)
+                if self._total > self._max_total:
+                    raise BodiesTooLarge(self._max_total)
+            return message
+
+        try:
+            await self._app(scope, counted, send)
+        finally:
+            self._total -= seen

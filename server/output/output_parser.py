@@ -1,0 +1,57 @@
+"""One model output as events: reasoning is split off first, then tool calls from what remains."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from ..tool_parsers.base import ContentDelta, Event, ParsedOutput, ToolParser
+from .reasoning import ReasoningParser
+
+
+class TokenIds(Protocol):
+    """What is needed of a tokenizer."""
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token as the vocabulary spells it."""
+        ...
+
+
+class OutputParser:
+    """Feeds a reasoning parser and a tool parser, either of which may be missing."""
+
+    def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
+        self._reasoning = reasoning
+        self._tools = tools
+
+    def push(self, text: str) -> list[Event]:
+        """The events that this text completes."""
+        events = self._reasoning.push(text) if self._reasoning else _content(text)
+        return self._through_tools(events)
+
+    def finish(self) -> list[Event]:
+        """The events that were waiting for more text; nothing may be pushed afterwards."""
+        events = self._through_tools(self._reasoning.finish() if self._reasoning else [])
+        return events + (self._tools.finish() if self._tools else [])
+
+    def parse(self, text: str) -> ParsedOutput:
+        """A whole output at once; the same as its stream, joined."""
+        return ParsedOutput().add(self.push(text)).add(self.finish())
+
+    def kept_ids(self, tokenizer: TokenIds) -> frozenset[int]:
+        """The special tokens that detokenization must keep, for these parsers to see them."""
+        parsers = filter(None, (self._reasoning, self._tools))
+        ids = (tokenizer.token_to_id(token) for p in parsers for token in p.special_tokens)
+        return frozenset(index for index in ids if index is not None)
+
+    def _through_tools(self, events: Iterable[Event]) -> list[Event]:
+        if self._tools is None:
+            return list(events)
+        out: list[Event] = []
+        for event in events:
+            out += self._tools.push(event.text) if isinstance(event, ContentDelta) else [event]
+        return out
+
+
+def _content(text: str) -> list[Event]:
+    return [ContentDelta(text)] if text else []

@@ -1,0 +1,193 @@
+"""Makes the worker's SamplingParams from a request body: defaults, the model's limits, token ids.
+
+It must not know whether the request is a completion or a chat.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ...runner.messages import MAX_BAD_WORD_TOKENS, GrammarSpec, Ready, SamplingParams
+from ..errors import InvalidRequest
+from ..openai_types.common import INT64, MAX_STOPS, GenerationBody, content_text
+from ..text.tokenizer import Tokenizer
+from .grammars import grammar_of
+
+_PREDICTED_CHARACTERS = 8  # of `prediction` that are looked at, for each token it may have
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    """Facts about the model that a request is checked against."""
+
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    max_logprobs: int
+
+    @classmethod
+    def of(cls, ready: Ready, tokenizer: Tokenizer, max_logprobs: int) -> ModelLimits:
+        """From what worker and tokenizer say."""
+        eos = frozenset(ready.eos_token_ids) | tokenizer.eos_ids
+        return cls(ready.max_model_len, ready.vocab_size, eos, max_logprobs)
+
+
+def sampling_params(
+    body: GenerationBody,
+    limits: ModelLimits,
+    tokenizer: Tokenizer,
+    seeds: random.Random,
+    *,
+    logprobs: int | None,
+    grammar: GrammarSpec | None = None,
+) -> SamplingParams:
+    """The parameters of child 0; `max_tokens` is still open (see `with_max_tokens`).
+
+    A request that names no seed gets a random one of 63 bits. Child i uses seed + i.
+    """
+    check_logprobs(body, logprobs, limits.max_logprobs)
+    check_stops(body)
+    if body.use_beam_search:
+        raise InvalidRequest(
+            "'use_beam_search' is not supported.", "use_beam_search", "invalid_value"
+        )
+    stop_ids = set(body.stop_token_ids or ())
+    check_token_ids(sorted(stop_ids), limits.vocab_size, "stop_token_ids")
+    check_token_ids(body.allowed_token_ids or (), limits.vocab_size, "allowed_token_ids")
+    speculative = body.speculative
+    return SamplingParams(
+        seed=seeds.getrandbits(63) if body.seed is None else body.seed & INT64,
+        max_tokens=0,
+        has_own_seed=body.seed is not None,
+        temperature=_or(body.temperature, 1.0),
+        top_p=_or(body.top_p, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        min_p=_or(body.min_p, 0.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        logit_bias=logit_bias(body.logit_bias, limits.vocab_size),
+        allowed_token_ids=body.allowed_token_ids,
+        bad_words_token_ids=bad_words(body.bad_words or (), tokenizer),
+        min_tokens=body.min_tokens or 0,
+        stop_token_ids=sorted(stop_ids | (set() if body.ignore_eos else limits.eos_token_ids)),
+        logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
+        grammar=grammar or grammar_of(body),
+        speculative_enabled=speculative is None or speculative.enabled is not False,
+        speculative_max_tokens=None if speculative is None else speculative.max_tokens,
+        prediction_token_ids=prediction(body, limits, tokenizer),
+    )
+
+
+def check_logprobs(body: GenerationBody, logprobs: int | None, limit: int) -> None:
+    """Refuse more alternatives than the server gives."""
+    name = "top_logprobs" if hasattr(body, "top_logprobs") else "logprobs"
+    for value, param in ((logprobs, name), (body.prompt_logprobs, "prompt_logprobs")):
+        if value is not None and value > limit:
+            raise InvalidRequest(
+                f"Invalid value for '{param}': at most {limit} are possible, got {value}.",
+                param,
+                "invalid_value",
+            )
+    if body.prompt_logprobs is not None and body.stream:
+        raise InvalidRequest(
+            "'prompt_logprobs' is not available with 'stream'.", "prompt_logprobs", "invalid_value"
+        )
+
+
+def check_stops(body: GenerationBody) -> None:
+    """Refuse more stop strings than are watched for, and stream options without a stream."""
+    if len(body.stops) > MAX_STOPS:
+        raise InvalidRequest(
+            f"Invalid value for 'stop': at most {MAX_STOPS} strings.", "stop", "invalid_value"
+        )
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest(
+            "'stream_options' is only allowed when 'stream' is true.",
+            "stream_options",
+            "invalid_value",
+        )
+
+
+def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
+    """Refuse ids that the model has no token for."""
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        wrong = next(i for i in ids if not 0 <= i < vocab_size)
+        raise InvalidRequest(
+            f"Invalid value for '{param}': {wrong} is no token id, there are {vocab_size} tokens.",
+            param,
+            "invalid_value",
+        )
+
+
+def logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
+    """OpenAI's map from ids as texts to -100 … 100."""
+    bias: dict[int, float] = {}
+    for key, value in (given or {}).items():
+        # isdecimal alone would let "٣" and a million digits through.
+        if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab_size):
+            raise InvalidRequest(
+                f"Invalid value for 'logit_bias': {key[:40]!r} is no token id, "
+                f"there are {vocab_size} tokens.",
+                "logit_bias",
+                "invalid_value",
+            )
+        if not -100 <= value <= 100:
+            raise InvalidRequest(
+                f"Invalid value for 'logit_bias': the bias of {key} must be in -100 … 100.",
+                "logit_bias",
+                "invalid_value",
+            )
+        bias[int(key)] = value
+    return bias
+
+
+def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
+    """The token sequences that spell each word, at the start of a text and after a space."""
+    spellings = [each for word in words for each in (word, " " + word.lstrip())]
+    if not spellings:
+        return []
+    found = tokenizer.encode_batch(spellings, add_special_tokens=False)
+    ids = [list(each) for each in dict.fromkeys(map(tuple, found)) if each]
+    if (count := sum(map(len, ids))) > MAX_BAD_WORD_TOKENS:
+        raise InvalidRequest(
+            f"Invalid value for 'bad_words': the words have {count} tokens, with and without a "
+            f"space before them; at most {MAX_BAD_WORD_TOKENS} are possible.",
+            "bad_words",
+            "invalid_value",
+        )
+    return ids
+
+
+def prediction(body: GenerationBody, limits: ModelLimits, tokenizer: Tokenizer) -> list[int]:
+    """The ids of `prediction`, no more than the model could ever emit."""
+    if body.prediction is None:
+        return []
+    text = content_text(body.prediction.content)[: _PREDICTED_CHARACTERS * limits.max_model_len]
+    return tokenizer.encode(text, add_special_tokens=False)[: limits.max_model_len]
+
+
+def with_max_tokens(params: SamplingParams, max_tokens: int, child: int = 0) -> SamplingParams:
+    """The parameters of one child. Only child 0 computes the prompt's logprobs."""
+    if params.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"Invalid value for 'min_tokens': {params.min_tokens} is more than the "
+            f"{max_tokens} tokens that may be generated.",
+            "min_tokens",
+            "invalid_value",
+        )
+    return msgspec.structs.replace(
+        params,
+        max_tokens=max_tokens,
+        seed=(params.seed + child) & INT64,
+        prompt_logprobs=params.prompt_logprobs if child == 0 else None,
+    )
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else float(value)

@@ -1,0 +1,1 @@
+"""Starts the server process and makes its HTTP application."""

@@ -1,0 +1,322 @@
+"""Owns the server process from the first check to the exit status: port, worker, HTTP, signals.
+
+It imports no torch and knows no routes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import errno
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from asyncio import Future
+from collections.abc import Callable, Coroutine, Iterator
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
+
+import uvicorn
+
+from ...configs.logs import configure_logging
+from ...configs.schema import Config, ServerConfig
+from ...runner.messages import SetVocabulary
+from ..engine.engine_client import STOP_SECONDS, EngineClient, WorkerFailed
+from ..progress import StartupProgress
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+log = logging.getLogger("slipstream.server")
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FORCED = 130  # exit status after a second Ctrl-C
+_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
+_UNSENT_BYTES = 128 << 10  # more than a fast network drains before the event loop comes round
+_CLOSE_SECONDS = 5  # for responses whose last bytes are still on their way after the drain
+# "module:function" that builds an engine in place of the real one, for tests of this process.
+_ENGINE_VARIABLE = "SLIPSTREAM_TEST_ENGINE"
+
+
+class LaunchError(Exception):
+    """The server cannot start; the text is one sentence for the user."""
+
+
+def serve(config: Config) -> int:
+    """Serve until SIGTERM or Ctrl-C; returns the exit status. Errors are printed, not raised."""
+    configure_logging(config.server.log_level, config.server.log_format, "server")
+    try:
+        with bind(config.server) as listener:
+            return _run(config, listener)
+    except (LaunchError, WorkerFailed) as error:
+        log.debug("the server cannot start", exc_info=True)
+        print(f"slipstream serve: error: {error}", file=sys.stderr)
+        return 1
+
+
+def _run(config: Config, listener: socket.socket) -> int:
+    launch = Launch(config, listener)
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.run(launch.run())
+    return uvloop.run(launch.run())
+
+
+def bind(server: ServerConfig) -> socket.socket:
+    """The listening address, taken before any work is done; LaunchError if it cannot be had."""
+    try:
+        family, kind, proto, _, address = socket.getaddrinfo(
+            server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, proto)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name could be so
+        why = getattr(error, "strerror", None) or "no name of a host is like that"
+        raise LaunchError(f"--host {server.host} is not an address: {why}") from None
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if unsent := getattr(socket, "TCP_NOTSENT_LOWAT", None):
+            # Accepted sockets inherit it. Else the kernel takes megabytes for a client that does
+            # not read, and what waits for it is noticed late.
+            listener.setsockopt(socket.IPPROTO_TCP, unsent, _UNSENT_BYTES)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _unusable(server, error) from None
+    return listener
+
+
+def _unusable(server: ServerConfig, error: OSError) -> LaunchError:
+    why = (error.strerror or str(error)).lower()
+    if error.errno == errno.EADDRNOTAVAIL:
+        return LaunchError(f"--host {server.host} is no address of this machine ({why})")
+    where = f"port {server.port} on {server.host}"
+    return LaunchError(f"{where} cannot be used ({why}): choose another with --port")
+
+
+class Launch:
+    """One run of the server, on its event loop."""
+
+    def __init__(self, config: Config, listener: socket.socket) -> None:
+        self._config = config
+        self._listener = listener
+        self._stop = asyncio.Event()
+        self._force = asyncio.Event()
+
+    async def run(self) -> int:
+        """Start everything, wait for a signal, drain; returns the exit status."""
+        client = EngineClient(self._config, engine=os.environ.get(_ENGINE_VARIABLE))
+        with self._signals():
+            try:
+                server = await self._unless_stopped(self._start(client))
+                if server is not None:
+                    await self._serve(server, client)
+            finally:
+                if not self._force.is_set():
+                    await self._first(client.shutdown(grace=STOP_SECONDS), self._force.wait())
+                await client.shutdown(grace=0.0)
+        return _FORCED if self._force.is_set() else 0
+
+    async def _start(self, client: EngineClient) -> uvicorn.Server:
+        """The worker and, while it loads, the app; then the HTTP server that is to run it. Before
+        both, what the model's files alone can say against it."""
+        await _in_daemon_thread(_check_model, self._config)
+        worker = asyncio.create_task(_start_worker(client))
+        await asyncio.sleep(0)  # let the worker's process begin
+        try:
+            making = _in_daemon_thread(_create_app, self._config, client)
+            # Whichever fails first ends the start at once.
+            _, (app, vocabulary) = await asyncio.gather(worker, making)
+            client.set_vocabulary(vocabulary)
+        finally:
+            worker.cancel()
+            await asyncio.gather(worker, return_exceptions=True)
+        return uvicorn.Server(_uvicorn_config(self._config, app))
+
+    async def _unless_stopped(
+        self, start: Coroutine[None, None, uvicorn.Server]
+    ) -> uvicorn.Server | None:
+        """The started server, or None when a signal came first."""
+        starting = asyncio.create_task(start)
+        stop = asyncio.create_task(self._stop.wait())
+        await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if starting.done():
+            return starting.result()
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return None
+
+    async def _serve(self, server: uvicorn.Server, client: EngineClient) -> None:
+        """Answer requests until a signal; then drain, end what is left, and close."""
+        with _settled_heap():
+            await self._answer(server, client)
+
+    async def _answer(self, server: uvicorn.Server, client: EngineClient) -> None:
+        try:
+            self._listener.listen(2048)
+        except OSError as error:  # someone else began to listen since `bind`
+            raise _unusable(self._config.server, error) from None
+        # `_serve` and not `serve`: uvicorn's own signal handlers would close before the drain.
+        serving = asyncio.create_task(server._serve([self._listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.01)
+        if server.started:
+            _say(_greeting(self._config, client, self._listener))
+        await self._first(serving, self._stop.wait())
+        if not serving.done():
+            log.info("finishing %d open requests; Ctrl-C again to stop now", client.num_open)
+            await self._first(client.drain(self._config.server.drain_timeout), self._force.wait())
+            server.should_exit = True
+            if not self._force.is_set():
+                await self._first(client.shutdown(grace=STOP_SECONDS), self._force.wait())
+            if not self._force.is_set():
+                await self._first(serving, self._force.wait())
+            if self._force.is_set():
+                server.force_exit = True
+                await client.shutdown(grace=0.0)
+        await serving
+
+    @staticmethod
+    async def _first(*awaitables: Coroutine[None, None, object] | asyncio.Task[None]) -> None:
+        """Return when one of them is done; coroutines that are not are cancelled and have ended."""
+        tasks = [a if isinstance(a, asyncio.Task) else asyncio.create_task(a) for a in awaitables]
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        ours = [task for task, given in zip(tasks, awaitables, strict=True) if task is not given]
+        for task in ours:
+            task.cancel()
+        await asyncio.gather(*ours, return_exceptions=True)
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGTERM, Ctrl-C and a closed terminal ask for a drain; another Ctrl-C ends it."""
+        loop = asyncio.get_running_loop()
+        asking = [signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup's wish is kept
+            asking.append(signal.SIGHUP)
+
+        def interrupted() -> None:
+            (self._force if self._stop.is_set() else self._stop).set()
+
+        for number in asking:
+            loop.add_signal_handler(number, self._stop.set)
+        loop.add_signal_handler(signal.SIGINT, interrupted)
+        try:
+            yield
+        finally:
+            for number in asking:
+                loop.remove_signal_handler(number)
+            loop.remove_signal_handler(signal.SIGINT)
+
+
+async def _start_worker(client: EngineClient) -> None:
+    with StartupProgress() as progress:
+        await client.start(progress)
+
+
+@contextlib.contextmanager
+def _settled_heap() -> Iterator[None]:
+    """Keep what the start made out of later collections: walking it would hold up every stream."""
+    thresholds = gc.get_threshold()
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
+
+
+def _in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+    """The call's result, to come; unlike an executor's, its thread never delays the exit."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:
+            outcome.set_exception(error)
+        else:
+            outcome.set_result(result)
+
+    outcome.set_running_or_notify_cancel()  # from now on a cancellation leaves the thread alone
+    threading.Thread(target=run, name=function.__name__, daemon=True).start()
+    return asyncio.wrap_future(outcome)
+
+
+def _check_model(config: Config) -> None:
+    """LaunchError if the model's files show that it cannot be served."""
+    from .model_files import ModelFilesError, check_model_files
+
+    try:
+        check_model_files(config)
+    except (ModelFilesError, OSError) as error:
+        raise LaunchError(str(error).rstrip(".")) from error
+
+
+def _create_app(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocabulary]:
+    """The app with its tokenizer, and what the worker must know of that.
+
+    LaunchError if the model's text side cannot be set up.
+    """
+    from ..text.tokenizer_source import TokenizerLoadError
+
+    source = config.model.tokenizer or config.model.model
+    try:
+        from .app import create_app
+
+        app = create_app(config, client, source)
+    except (TokenizerLoadError, ValueError, OSError) as error:
+        raise LaunchError(str(error).rstrip(".")) from error
+    tokenizer = app.state.services.tokenizer
+    return app, SetVocabulary(tokenizer.vocabulary(), sorted(tokenizer.eos_ids))
+
+
+def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
+    from ..http.connection import connection_factory
+
+    server = config.server
+    if server.log_level != "debug":
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    return uvicorn.Config(
+        app,
+        log_config=None,  # its loggers pass their lines on to ours
+        access_log=False,  # `RequestScope` writes it
+        ssl_keyfile=server.ssl_keyfile,
+        ssl_certfile=server.ssl_certfile,
+        http=connection_factory(server.client_timeout),
+        timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=_CLOSE_SECONDS,
+        server_header=False,
+        ws="none",
+        lifespan="off",  # the app has none, and a second Ctrl-C would show how it was cut
+    )
+
+
+def _say(text: str) -> None:
+    """Print a line; a full disk behind the output, or a reader that left, must not end a server."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w")  # else the end of the process tries the line again
+
+
+def _greeting(config: Config, client: EngineClient, listener: socket.socket) -> str:
+    """The line that says where, what and how, once requests are answered."""
+    host, port = listener.getsockname()[:2]
+    scheme = "https" if config.server.ssl_certfile else "http"
+    url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+    ready = client.ready
+    drafts = "off"
+    if ready.speculative_method != "off":
+        upto = "" if config.speculative.num_speculative_tokens else "up to "
+        drafts = f"{ready.speculative_method} with {upto}{ready.num_speculative_tokens} drafts"
+    name = config.server.served_model_name[0]
+    return f"Serving {name} at {url} ({ready.device}, {ready.dtype}, speculation: {drafts})"

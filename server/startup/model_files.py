@@ -1,0 +1,209 @@
+"""Looks at a local model's files before anything is loaded: are they whole, do they fit the flags?
+
+Reads headers only, in a fraction of a second, so that a broken download is refused at once and not
+after minutes of downloading or loading. What it does not know it leaves to the worker.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...configs.model.context import context_length
+from ...configs.model.hub import HubError, download_config
+from ...configs.model.model_config import (
+    GGUF_NUMBERS,
+    OTHER_WEIGHTS,
+    NotServed,
+    check_gguf_architecture,
+    check_numbers,
+    check_quantisation,
+    check_weights,
+    eos_token_ids,
+    is_file_name,
+    merged,
+    served_architecture,
+    short,
+    text_config,
+)
+from ...configs.paths import PathError, local_path
+from ...configs.schema import Config
+from ...configs.speculative import METHODS
+from ..text.gguf_metadata import GGUFError, check_gguf_tensors, read_gguf_metadata
+
+_MAX_HEADER = 100 << 20  # safetensors' own limit
+
+
+class ModelFilesError(Exception):
+    """A model cannot be served from its files; the text is one sentence for the user."""
+
+
+def check_model_files(config: Config) -> None:
+    """Raise ModelFilesError if a model's architecture or quantisation is not served, if a file of
+    the model or of its drafter is broken or missing, or if --max-model-len is beyond the model.
+
+    Of a model on the hub, only its config.json is downloaded.
+    """
+    model, drafts = config.model, config.speculative
+    overrides = json.loads(model.hf_overrides) if model.hf_overrides else {}
+    found = _checked(model.model, model.revision, model.load_format, overrides)
+    _check_length(model.max_model_len, found)
+    if drafts.method in METHODS and drafts.method != "off" and drafts.model:
+        whole = drafts.method == "draft_model"
+        _checked(drafts.model, None, drafts.load_format, {}, whole)
+
+
+def _local(name: str) -> Path | None:
+    try:
+        return local_path(name)
+    except PathError as error:
+        raise ModelFilesError(str(error)) from None
+
+
+def _checked(
+    name: str, revision: str | None, load_format: str, overrides: dict[str, Any], whole: bool = True
+) -> dict[str, Any]:
+    """What the model says of itself, in the words of a config.json; empty if it says nothing.
+
+    `whole`: it is a model of its own and not a draft head, which may name any architecture.
+    """
+    path = _local(name)
+    if path is None:
+        if name.count("/") != 1 or name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
+            return {}  # no hub id
+        try:
+            raw = merged(_json(download_config(name, revision)), overrides)
+        except HubError as error:
+            raise ModelFilesError(str(error)) from error
+        return _served(name, raw, whole)
+    named = load_format == "gguf" or (load_format == "auto" and not (path / "config.json").exists())
+    if path.is_dir() and named:
+        files = sorted(path.glob("*.gguf"))
+        path = files[0] if len(files) == 1 else path
+    if path.is_file():
+        return merged(_checked_gguf(path), overrides)
+    raw = {}
+    if (path / "config.json").is_file():
+        raw = _served(name, merged(_json(path / "config.json"), overrides), whole)
+    if load_format in ("auto", "safetensors"):
+        _check_folder(path, raw if whole else {})
+    return raw
+
+
+def _check_folder(folder: Path, config: dict[str, Any]) -> None:
+    """ModelFilesError if weights or generation_config.json are broken, or do not suit `config`."""
+    counts = [_check_safetensors(file) for file in _safetensors(folder)]
+    try:
+        if counts:
+            check_weights(config, *(sum(column) for column in zip(*counts, strict=True)))
+        for name in ("generation_config.json", "config.json"):
+            if (folder / name).is_file():
+                eos_token_ids(_json(folder / name).get("eos_token_id"), name)
+    except NotServed as error:
+        raise ModelFilesError(f"{folder} cannot be served: {error}") from error
+
+
+def _served(name: str, raw: dict[str, Any], whole: bool) -> dict[str, Any]:
+    """The config with its language part on top; ModelFilesError if it cannot be served."""
+    try:
+        if whole:
+            served_architecture(raw)
+        check_quantisation(raw)
+        config = text_config(raw)
+        if whole:
+            check_numbers(config)
+    except NotServed as error:
+        raise ModelFilesError(f"{name} cannot be served: {error}") from error
+    return config
+
+
+def _checked_gguf(path: Path) -> dict[str, Any]:
+    try:
+        metadata = read_gguf_metadata(path, long_arrays=False)
+        check_gguf_architecture(metadata.get("general.architecture"))
+        num_tensors = check_gguf_tensors(path)
+        config = _gguf_config(metadata)
+        check_numbers(config)
+        check_weights(config, num_tensors, path.stat().st_size)
+    except GGUFError as error:
+        raise ModelFilesError(str(error)) from error
+    except NotServed as error:
+        raise ModelFilesError(f"{path} cannot be served: {error}") from error
+    return config
+
+
+def _gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The header's numbers in the words of a config.json."""
+    architecture = metadata["general.architecture"]
+    scaling = f"{architecture}.rope.scaling"
+    rope = {
+        "rope_type": metadata.get(f"{scaling}.type"),
+        "factor": metadata.get(f"{scaling}.factor"),
+        "original_max_position_embeddings": metadata.get(f"{scaling}.original_context_length"),
+    }
+    config = {name: metadata.get(f"{architecture}.{key}") for name, key in GGUF_NUMBERS.items()}
+    return config | {"rope_parameters": rope}
+
+
+def _check_length(wanted: int | None, model: dict[str, Any]) -> None:
+    longest = context_length(model)
+    if longest is not None and wanted is not None and wanted > longest:
+        raise ModelFilesError(f"--max-model-len {wanted} is beyond the model's {longest} tokens")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelFilesError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:
+        raise ModelFilesError(f"{path} is not valid JSON: {error}.") from error
+    if not isinstance(value, dict):
+        raise ModelFilesError(f"{path} is not a JSON object.")
+    return value
+
+
+def _safetensors(folder: Path) -> Iterator[Path]:
+    """The weight files that will be read; ModelFilesError if one is missing."""
+    index = folder / "model.safetensors.index.json"
+    if not index.exists():
+        single = folder / "model.safetensors"
+        found = sorted(folder.glob("*.safetensors"))
+        own = [path for path in found if not path.match(OTHER_WEIGHTS)]
+        yield from [single] if single.exists() else own or found
+        return
+    files = _json(index).get("weight_map")
+    if not isinstance(files, dict) or not all(is_file_name(name) for name in files.values()):
+        raise ModelFilesError(f"{index} is not a valid safetensors index.")
+    paths = [folder / name for name in sorted(set(files.values()))]
+    missing = [path.name for path in paths if not path.exists()]
+    if missing:
+        raise ModelFilesError(f"{folder} lacks the weight file {', '.join(missing)}.")
+    yield from paths
+
+
+def _check_safetensors(path: Path) -> tuple[int, int]:
+    """The header's length, its JSON, and that the file ends where the last tensor does; returns the
+    number of tensors, and of their bytes."""
+
+    def broken(reason: str) -> ModelFilesError:
+        return ModelFilesError(f"{path} is not a readable safetensors file: {reason}.")
+
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(size - 8, _MAX_HEADER):
+                raise broken("its header is not whole")
+            header = json.loads(file.read(length))
+        tensors = [value for key, value in header.items() if key != "__metadata__"]
+        end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
+    except OSError as error:
+        raise broken(error.strerror or "an input error") from error
+    except (ArithmeticError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
+        raise broken("its header makes no sense") from None
+    if size != 8 + length + end:
+        raise broken(f"it has {size} bytes, and its header says {short(8 + length + end)}")
+    return len(tensors), end

@@ -1,0 +1,207 @@
+"""Owns one choice's way from token ids to text: detokenizer, stop strings, counts, logprobs.
+
+It knows nothing of HTTP or of the other choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ...runner.messages import RequestOutput, TokenLogprobs
+from ..errors import GenerationFailed, InvalidRequest
+from .stop_strings import StopChecker, StopStrings
+from .tokenizer import Tokenizer
+
+
+class TextOptions(NamedTuple):
+    """How ids become text."""
+
+    stop: list[str]
+    include_stop: bool = False
+    skip_special_tokens: bool = True
+    min_tokens: int = 0  # stop strings are not looked for before
+    keep: frozenset[int] = frozenset()  # special tokens shown all the same
+    stop_token_ids: frozenset[int] = frozenset()  # the client's; their ids are stop reasons
+    grammar_param: str | None = None  # the parameter at fault if the engine refuses the request
+
+
+class TokenEntry(NamedTuple):
+    """One emitted token with its log probabilities."""
+
+    offset: int  # where its text begins in the choice's text
+    hidden: bool  # its text is not in the output: stop token, stop string, skipped special tokens
+    logprobs: TokenLogprobs
+
+
+@dataclass(slots=True)
+class GenerationEvent:
+    """What one step brought for one choice."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenEntry] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def join(self, later: GenerationEvent) -> None:
+        """Add the event that follows this one."""
+        self.text += later.text
+        self.token_ids = self.token_ids + later.token_ids
+        self.logprobs = self.logprobs + later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+
+
+class Choice:
+    """The state of one choice while it is generated."""
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        options: TextOptions,
+        prompt_ids: Sequence[int] = (),
+        stops: StopStrings | None = None,
+    ) -> None:
+        """The text goes on behind `prompt_ids`: a space that begins it is not lost.
+
+        `stops` are those of `options`, prepared once for all choices of a request.
+        """
+        self.index = index
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
+        self.spec_steps: list[tuple[int, int]] = []  # (accepted, drafted) of each verify step
+        self.finish_reason: str | None = None
+        self.logprob_sum = 0.0
+        self._options = options
+        self._detokenizer = tokenizer.detokenizer(
+            options.skip_special_tokens, options.keep, prompt_ids
+        )
+        self._push = self._detokenizer.push
+        stops = stops or StopStrings(options.stop)
+        self._stops = StopChecker(stops, options.include_stop) if options.stop else None
+        self._num_read = 0  # tokens that came; `num_tokens` are those that left
+        self._raw_length = 0  # characters the tokens made
+        self._shown_length = 0  # characters that left
+        self._held: list[tuple[int, int, TokenEntry]] = []  # token id, where its text ends, entry
+
+    def read(self, output: RequestOutput) -> str:
+        """The text of an output without an end or log probabilities, if no stop strings are named.
+
+        As `feed`, for what nearly all outputs are.
+        """
+        if output.num_draft_tokens or output.num_cached_tokens:
+            self._count(output)
+        ids = output.token_ids
+        self._num_read += len(ids)
+        self.num_tokens += len(ids)
+        return self._push(ids)
+
+    def feed(self, output: RequestOutput) -> GenerationEvent:
+        """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error.
+
+        With log probabilities, the event's `token_ids` and `logprobs` are the same tokens: both
+        wait until no stop string can take the token's text away.
+        """
+        if output.finish_reason == "error":
+            message = output.error or "The engine could not finish this request."
+            if output.invalid_request:
+                param = self._options.grammar_param
+                raise InvalidRequest(message, param, "invalid_value" if param else None)
+            raise GenerationFailed(message)
+        self._count(output)
+        event = GenerationEvent(
+            self.index, "", output.token_ids, prompt_logprobs=output.prompt_logprobs
+        )
+        ids = output.token_ids
+        ended_by_token = output.stop_token_id is not None
+        visible = ids[:-1] if ended_by_token and not self._options.include_stop else ids
+        if self._stops is None and output.logprobs is None:
+            event.text = self._push(visible)
+        else:
+            self._push_each(event, visible, output.logprobs)
+        self._num_read += len(event.token_ids)
+        if event.finish_reason is None and output.finish_reason is not None:
+            self._end(event, output)
+        if output.logprobs is not None:
+            self._release(event)
+        self.num_tokens += len(event.token_ids)
+        self.finish_reason = event.finish_reason
+        return event
+
+    def _count(self, output: RequestOutput) -> None:
+        if output.num_cached_tokens and not self.num_cached_tokens:
+            self.num_cached_tokens = output.num_cached_tokens
+        if output.num_draft_tokens:
+            self.num_draft_tokens += output.num_draft_tokens
+            self.num_accepted_tokens += output.num_accepted_tokens
+            self.spec_steps.append((output.num_accepted_tokens, output.num_draft_tokens))
+
+    def _push_each(
+        self, event: GenerationEvent, visible: list[int], logprobs: list[TokenLogprobs] | None
+    ) -> None:
+        """Token by token, so that a stop string ends the output at the token that completes it."""
+        shown = []
+        pieces = self._detokenizer.push_tokens(visible)
+        for number in range(len(event.token_ids)):
+            piece = pieces[number] if number < len(pieces) else ""
+            if logprobs is not None:
+                token_id = event.token_ids[number]
+                hidden = number >= len(pieces) or token_id in self._detokenizer.dropped
+                self._hold(token_id, logprobs[number], len(piece), hidden)
+            self._raw_length += len(piece)
+            if self._stops is None or self._num_read + number < self._options.min_tokens:
+                shown.append(piece)
+                continue
+            text, matched = self._stops.push(piece, False)
+            shown.append(text)
+            if matched is not None:
+                self._stopped(event, matched)
+                event.token_ids = event.token_ids[: number + 1]
+                break
+        event.text = "".join(shown)
+        self._shown_length += len(event.text)
+
+    def _end(self, event: GenerationEvent, output: RequestOutput) -> None:
+        rest = self._detokenizer.flush()
+        event.finish_reason = output.finish_reason
+        if output.stop_token_id in self._options.stop_token_ids:
+            event.stop_reason = output.stop_token_id
+        if self._stops is not None:
+            rest, matched = self._stops.push(rest, True)
+            if matched is not None:
+                self._stopped(event, matched)
+        event.text += rest
+        self._shown_length += len(rest)
+
+    def _stopped(self, event: GenerationEvent, matched: str) -> None:
+        event.finish_reason = "stop"
+        event.stop_reason = matched
+
+    def _hold(self, token_id: int, entry: TokenLogprobs, length: int, hidden: bool) -> None:
+        self.logprob_sum += entry.logprob
+        end = self._raw_length + length
+        self._held.append((token_id, end, TokenEntry(self._raw_length, hidden, entry)))
+
+    def _release(self, event: GenerationEvent) -> None:
+        """Hand over the tokens whose text has left; at the end, all of them."""
+        shown = self._shown_length
+        if event.finish_reason is not None:
+            count = len(self._held)
+        else:
+            count = sum(end <= shown for _, end, _ in self._held)
+        left, self._held = self._held[:count], self._held[count:]
+        event.token_ids = [token_id for token_id, _, _ in left]
+        event.logprobs = [entry for _, _, entry in left]
+        if isinstance(event.stop_reason, str):
+            event.logprobs = [_without_stop(entry, shown) for entry in event.logprobs]
+
+
+def _without_stop(entry: TokenEntry, shown: int) -> TokenEntry:
+    """The entry of an output cut to `shown` characters: tokens of the stop string have no text."""
+    return entry if entry.offset < shown else entry._replace(offset=shown, hidden=True)

@@ -1,0 +1,168 @@
+"""Turns what is no tokenizer.json (GGUF, sentencepiece) into one, in a child process.
+
+Run as `python -m slipstream.server.text.tokenizer_convert SOURCE FOLDER`: only here may code of
+the server import transformers, which brings torch. The folder receives the files that a Hugging
+Face tokenizer folder has, so that the loader knows a single form.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from .gguf_metadata import read_gguf_metadata
+
+# Byte-level vocabularies that are split by the plain GPT-2 pattern: they need no transformers.
+_GPT2_SPLIT = {"gpt-2", "smollm"}
+_SINGLE_DIGITS = {"smollm"}  # of these, the ones that take digits one by one before that
+ORPHANED = 3  # exit status when the server ended meanwhile
+_CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
+# A GGUF carries one EOS; chat models also stop at the token that ends a turn.
+_END_OF_TURN = (
+    *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>"),
+    *("<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>", "<EOT>"),
+    "<｜end▁of▁sentence｜>",
+)
+
+
+def byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    """The GPT-2 kind of tokenizer that a GGUF header describes."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    vocab = {token: index for index, token in enumerate(tokens)}
+    model = models.BPE(
+        vocab=vocab, merges=merges, continuing_subword_prefix="", end_of_word_suffix=""
+    )
+    tokenizer = Tokenizer(model)
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    if metadata.get("tokenizer.ggml.pre") in _SINGLE_DIGITS:
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
+    tokenizer.decoder = decoders.ByteLevel()
+    kinds = metadata.get("tokenizer.ggml.token_type") or []
+    special = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _CONTROL]
+    user = [token for token, kind in zip(tokens, kinds, strict=False) if kind == _USER_DEFINED]
+    tokenizer.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in special])
+    tokenizer.add_tokens([AddedToken(t, normalized=False, special=False) for t in user])
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
+    if metadata.get("tokenizer.ggml.add_bos_token") and bos is not None:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[bos]}:0 $A:0", special_tokens=[(tokens[bos], bos)]
+        )
+    return tokenizer
+
+
+def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """The header's tokenizer settings in the words of tokenizer_config.json."""
+    tokens = metadata["tokenizer.ggml.tokens"]
+    config: dict[str, Any] = {}
+    for name, key in (
+        *(("bos_token", "bos"), ("eos_token", "eos")),
+        *(("unk_token", "unknown"), ("pad_token", "padding")),
+    ):
+        index = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if index is not None and index < len(tokens):
+            config[name] = tokens[index]
+    architecture = metadata.get("general.architecture", "")
+    if length := metadata.get(f"{architecture}.context_length"):
+        config["model_max_length"] = length
+    default = metadata.get("tokenizer.chat_template")
+    names = metadata.get("tokenizer.chat_templates") or []
+    if names and default is not None:
+        named = {name: metadata[f"tokenizer.chat_template.{name}"] for name in names}
+        templates = {"default": default, **named}
+        config["chat_template"] = [{"name": n, "template": t} for n, t in templates.items()]
+    elif default is not None:
+        config["chat_template"] = default
+    return config
+
+
+def gguf_eos_ids(metadata: dict[str, Any]) -> list[int]:
+    """EOS, and the control tokens that end a turn of this model's chat template."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    kinds = metadata.get("tokenizer.ggml.token_type") or []
+    template = metadata.get("tokenizer.chat_template") or ""
+    named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]
+    ids = [index for index in named if index is not None]
+    for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
+        if kind == _CONTROL and token in _END_OF_TURN and token in template:
+            ids.append(index)
+    return sorted(set(ids))
+
+
+def convert_gguf(source: Path, folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and generation_config.json for a GGUF file."""
+    metadata = read_gguf_metadata(source)
+    if "tokenizer.ggml.tokens" not in metadata:
+        raise SystemExit(f"{source} holds no tokenizer.")
+    plain = metadata.get("tokenizer.ggml.pre", "gpt-2") in _GPT2_SPLIT
+    config = gguf_config(metadata)
+    if metadata.get("tokenizer.ggml.model") == "gpt2" and plain:
+        byte_level_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    else:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        tokenizer.backend_tokenizer.save(str(folder / "tokenizer.json"))
+    _write(folder / "tokenizer_config.json", config)
+    _write(folder / "generation_config.json", {"eos_token_id": gguf_eos_ids(metadata)})
+
+
+def convert_folder(source: Path, folder: Path) -> None:
+    """Let transformers read whatever vocabulary the folder has and write it as tokenizer.json."""
+    if (source / "tekken.json").is_file():
+        convert_tekken(source, folder)
+    else:
+        from transformers import AutoTokenizer
+
+        AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    for name in ("generation_config.json", "config.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+
+
+def convert_tekken(source: Path, folder: Path) -> None:
+    """Mistral's own format: byte-level BPE as ranks; the rest is in files beside it."""
+    from transformers.integrations.mistral.tokenizer import MistralConverter
+
+    tokenizer: Tokenizer = MistralConverter(str(source / "tekken.json")).converted()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    known = {name: text for name, text in named.items() if tokenizer.token_to_id(text) is not None}
+    path = source / "tokenizer_config.json"
+    given = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    _write(
+        folder / "tokenizer_config.json", {**known, "add_bos_token": "bos_token" in known, **given}
+    )
+    for name in ("chat_template.jinja", "chat_template.json"):
+        if (source / name).is_file():
+            shutil.copy(source / name, folder / name)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+
+
+def main(source: str, folder: str) -> None:
+    """Convert SOURCE (a .gguf file or a folder) into FOLDER, which exists."""
+    if Path(source).is_file():
+        convert_gguf(Path(source), Path(folder))
+    else:
+        convert_folder(Path(source), Path(folder))
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # nothing is ever written: this returns when the parent is gone
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    main(*sys.argv[1:])

@@ -1,0 +1,147 @@
+"""Finds the tokenizer files of a model: folder, hub id or GGUF file.
+
+Whatever the source, the answer is a folder with a tokenizer.json. What has none is converted once,
+in a child process, and kept in the user's cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ...configs.model.hub import HubError, download
+from ...configs.paths import PathError, local_path
+from .gguf_metadata import GGUFError, read_gguf_metadata
+
+HUB_FILES = [
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "config.json"),
+    *("generation_config.json", "chat_template.jinja", "chat_template.json", "added_tokens.json"),
+    *("additional_chat_templates/*.jinja", "tokenizer.model", "spiece.model", "*.tiktoken"),
+    *("vocab.json", "merges.txt", "vocab.txt", "sentencepiece.bpe.model", "tiktoken.model"),
+    "tekken.json",
+]
+_VOCABULARIES = (
+    *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
+    *("sentencepiece.bpe.model", "tiktoken.model", "tekken.json"),
+)
+_CONVERTER_VERSION = "2"  # part of the cache key: raise it when the conversion changes
+_CONVERT_SECONDS = 300
+
+
+class TokenizerLoadError(Exception):
+    """No usable tokenizer; the message is one sentence for the user."""
+
+
+def find_tokenizer_folder(source: str, revision: str | None = None) -> Path:
+    """A folder that holds tokenizer.json for `source`. Raises TokenizerLoadError."""
+    try:
+        path = local_path(source)
+    except PathError as error:
+        raise TokenizerLoadError(f"{error}.") from None
+    if path is not None and path.is_file():
+        if path.suffix == ".gguf":
+            return converted(path)
+        raise TokenizerLoadError(f"{source} is a file, but not a .gguf file.")
+    if path is None:
+        if source.endswith(".gguf") or source.startswith(("/", ".", "~")):
+            raise TokenizerLoadError(f"{source} does not exist.")
+        path = _snapshot(source, revision)
+    return _in_folder(path)
+
+
+def _in_folder(path: Path) -> Path:
+    if (path / "tokenizer.json").is_file():
+        return path
+    if any((path / name).is_file() for name in _VOCABULARIES):
+        return converted(path)
+    if files := sorted(path.glob("*.gguf")):
+        return converted(files[0])
+    raise TokenizerLoadError(
+        f"{path} holds no tokenizer.json, tokenizer.model, tekken.json or .gguf file."
+    )
+
+
+def _snapshot(repo: str, revision: str | None) -> Path:
+    try:
+        return download(repo, revision, HUB_FILES)
+    except HubError as error:
+        raise TokenizerLoadError(str(error)) from error
+
+
+def cache_root() -> Path:
+    """Where converted tokenizers are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "slipstream" / "tokenizers"
+
+
+def converted(source: Path) -> Path:
+    """The folder made from a GGUF file or a vocabulary folder; converts on the first call."""
+    folder = cache_root() / _identity(source)
+    if (folder / "tokenizer.json").is_file():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
+    except OSError:  # no home, or a read-only one: keep it for this process only
+        scratch = Path(tempfile.mkdtemp(prefix="slipstream-tokenizer-"))
+        folder = scratch / "tokenizer"
+        scratch = scratch / "converting"
+        scratch.mkdir()
+    try:
+        _convert(source, scratch)
+        scratch.rename(folder)
+    except OSError:  # another process was faster; its result is the same
+        if not (folder / "tokenizer.json").is_file():
+            raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return folder
+
+
+def _identity(source: Path) -> str:
+    """Changes with the path, size and time of the files a conversion reads."""
+    path = source.resolve()
+    names = [path] if path.is_file() else [path / name for name in HUB_FILES]
+    digest = hashlib.sha256(_CONVERTER_VERSION.encode())
+    for name in names:
+        if name.is_file():
+            stat = name.stat()
+            digest.update(f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}\0".encode())
+    return f"{path.stem}-{digest.hexdigest()[:16]}"
+
+
+def _convert(source: Path, folder: Path) -> None:
+    if source.is_file():
+        try:
+            read_gguf_metadata(source, long_arrays=False)
+        except GGUFError as error:  # said at once, not by a child after its imports
+            raise TokenizerLoadError(str(error)) from error
+    package = Path(__file__).parents[3]  # the folder that holds `slipstream`, link or installed
+    path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
+    module = f"{__package__}.tokenizer_convert"
+    command = [sys.executable, "-m", module, str(source.absolute()), str(folder)]
+    child_end, our_end = os.pipe()  # closes with this process: the child then ends, too
+    try:
+        child = subprocess.run(
+            command,
+            env={**os.environ, "PYTHONPATH": path, "TRANSFORMERS_VERBOSITY": "error"},
+            stdin=child_end,
+            capture_output=True,
+            text=True,
+            timeout=_CONVERT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise TokenizerLoadError(f"Converting the tokenizer of {source} took too long.") from error
+    finally:
+        os.close(child_end)
+        os.close(our_end)
+    if child.returncode or not (folder / "tokenizer.json").is_file():
+        lines = child.stderr.strip().splitlines() or [f"status {child.returncode}"]
+        reason = re.sub(r"^[\w.]+(Error|Exception): ", "", lines[-1]).rstrip(".")
+        raise TokenizerLoadError(f"The tokenizer of {source} cannot be converted: {reason}.")

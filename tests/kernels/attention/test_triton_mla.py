@@ -1,0 +1,78 @@
+"""The MLA projections in Triton's interpreter equal their references; outputs poisoned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention import mla
+
+pytestmark = pytest.mark.usefixtures("triton_interpreter")
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3}  # the interpreter has no bf16 product
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> Tensor:
+        return empty(*args, **kwargs).fill_(float("nan"))  # type: ignore[call-overload, no-any-return]
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("rows", "heads", "nope", "latent", "value"),
+    [(1, 2, 128, 512, 128), (5, 3, 24, 40, 20), (70, 2, 16, 32, 16)],
+)
+def test_projections_equal_their_references(
+    rows: int, heads: int, nope: int, latent: int, value: int, dtype: torch.dtype
+) -> None:
+    from slipstream.kernels.attention.triton.mla import project_heads
+
+    # views, as a model cuts them: the rope part lies behind each head's query
+    query = torch.randn(rows, heads, nope + 8).to(dtype)[..., :nope]
+    w_uk = (torch.randn(heads, nope, latent) / nope**0.5).to(dtype)
+    w_uv = (torch.randn(heads, value, latent) / latent**0.5).to(dtype)
+    attended = torch.randn(rows, heads, latent).to(dtype)
+    for got, expected in (
+        (project_heads(query, w_uk), mla.absorb_query_reference(query.float(), w_uk.float())),
+        (
+            project_heads(attended, w_uv.transpose(1, 2)),
+            mla.expand_value_reference(attended.float(), w_uv.float()),
+        ),
+    ):
+        assert got.dtype == dtype and got.is_contiguous() and got.shape == expected.shape
+        error = (got.float() - expected).norm() / expected.norm()
+        assert error < TOLERANCE[dtype]
+
+
+def test_the_public_functions_take_triton_for_few_rows_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from slipstream.kernels.attention.triton import mla as kernels
+
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    calls = []
+    project = kernels.project_heads
+
+    def counted(x: Tensor, weight: Tensor) -> Tensor:
+        calls.append(tuple(x.shape))
+        out: Tensor = project(x, weight)
+        return out
+
+    monkeypatch.setattr(kernels, "project_heads", counted)
+    w_uk, w_uv = torch.randn(2, 16, 32), torch.randn(2, 16, 32)
+    for rows in (3, 257):
+        query, latent = torch.randn(rows, 2, 16), torch.randn(rows, 2, 32)
+        torch.testing.assert_close(
+            mla.absorb_query(query, w_uk), mla.absorb_query_reference(query, w_uk),
+            rtol=1e-4, atol=1e-4,
+        )  # fmt: skip
+        torch.testing.assert_close(
+            mla.expand_value(latent, w_uv), mla.expand_value_reference(latent, w_uv),
+            rtol=1e-4, atol=1e-4,
+        )  # fmt: skip
+    assert calls == [(3, 2, 16), (3, 2, 32)]

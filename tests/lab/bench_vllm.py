@@ -1,0 +1,110 @@
+"""Prints vLLM's decode speed for random weights, to stand beside `slipstream bench offline`.
+
+`python tests/lab/bench_vllm.py NAME MODEL SPEC BATCHES KV_GIB [GATE] [INPUT_LEN] [OUTPUT_LEN]`,
+vLLM 0.26 importable; set VLLM_USE_V2_MODEL_RUNNER=1 VLLM_USE_FLASHINFER_SAMPLER=0
+VLLM_ENABLE_V1_MULTIPROCESSING=0. MODEL is a folder with a config.json; SPEC is `none` or
+DRAFTER:K:r1/../rK (EAGLE-3, synthetic unconditional acceptance by position); BATCHES such as
+1,32,256. As in our bench, prompts have 128 random ids and the time of one token is taken from the
+time of 257; other lengths are INPUT_LEN and OUTPUT_LEN.
+Long prompts are the same in all runs and kept in the prefix cache, as with our --same-prompts
+--enable-prefix-caching. With GATE, a folder, it writes GATE/NAME.ready once it has started and
+measures when GATE/NAME.go is there: several engines can start at once. An empty GATE is none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+PROMPT, TOKENS, LONG = 128, 256, 2048
+
+
+def start(model: str, spec: str, kv_gib: float, max_model_len: int, keeps_prompts: bool) -> Any:
+    """An engine."""
+    options: dict[str, Any] = {}
+    if spec != "none":
+        drafter, num_drafts, rates = spec.split(":")
+        options["speculative_config"] = {
+            "method": "eagle3",
+            "model": drafter,
+            "num_speculative_tokens": int(num_drafts),
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": [float(rate) for rate in rates.split("/")],
+        }
+    return import_module("vllm").LLM(
+        model=model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
+        max_num_seqs=256,
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=int(kv_gib * 2**30),
+        enable_prefix_caching=keeps_prompts,
+        disable_log_stats=True,
+        **options,
+    )
+
+
+def measure(
+    engine: Any, batch: int, prompt_len: int, decoded: int, speculates: bool
+) -> dict[str, Any]:
+    """The best of two runs of 257 tokens, or with drafts the mean of such runs of at least 16
+    requests in all, less the best of three of one."""
+    make_params = import_module("vllm").SamplingParams
+    vocab = engine.model_config.get_vocab_size()
+    draw = random.Random(0)
+    prompts = [
+        {"prompt_token_ids": [draw.randrange(10, vocab - 10) for _ in range(prompt_len)]}
+        for _ in range(batch)
+    ]
+    best = {}
+    whole_runs = 2 * (max(1, 8 // batch) if speculates else 1)
+    for tokens, runs in ((1, 3), (decoded + 1, whole_runs)):
+        params = make_params(temperature=0.0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        times = []
+        for _ in range(runs):
+            began = time.time()
+            replies = engine.generate(prompts, params, use_tqdm=False)
+            times.append(time.time() - began)
+        assert all(len(reply.outputs[0].token_ids) == tokens for reply in replies)
+        best[tokens] = sum(times) / runs if speculates and tokens > 1 else min(times)
+    speed = batch * decoded / (best[decoded + 1] - best[1])
+    return {"batch": batch, "prefill_s": round(best[1], 4), "decode_tok_s": round(speed, 1)}
+
+
+def main() -> None:
+    name, model, spec, batches, kv_gib, *more = sys.argv[1:]
+    gate, prompt_len, decoded = [*more, *["", PROMPT, TOKENS][len(more) :]]
+    prompt_len, decoded = int(prompt_len), int(decoded)
+    began = time.time()
+    # As long as in the figures that were published, unless it does not suffice.
+    longest, keeps_prompts = max(4096, prompt_len + decoded + 65), prompt_len >= LONG
+    engine = start(model, spec, float(kv_gib), longest, keeps_prompts)
+    print(json.dumps({"name": name, "start_s": round(time.time() - began, 1)}), flush=True)
+    if gate:
+        folder = Path(gate)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.ready").touch()
+        while not (folder / f"{name}.go").exists():
+            time.sleep(0.2)
+    for batch in map(int, batches.split(",")):
+        print(
+            json.dumps(
+                {"name": name} | measure(engine, batch, prompt_len, decoded, spec != "none")
+            ),
+            flush=True,
+        )
+    if gate:
+        (folder / f"{name}.done").touch()
+    sys.stdout.flush()
+    os._exit(0)  # its threads would keep the process
+
+
+if __name__ == "__main__":
+    main()

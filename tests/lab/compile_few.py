@@ -1,0 +1,55 @@
+"""Compiles few kernels in forks, finds them again, and runs jobs that fail.
+
+Run by `test_compile_ahead.py` in a process of its own, with an empty cache.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from concurrent.futures import Executor, ThreadPoolExecutor
+
+import torch
+from triton.runtime import driver
+
+from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
+from slipstream.kernels.compile_log import watch_compilations
+from slipstream.kernels.device import Card, pretend_card
+
+
+def outcomes() -> list[str]:
+    """What became of a job that exits, of one that is fine, and of one that raises."""
+    executor = ForkingExecutor(2)
+    jobs = [executor.submit(sys.exit, 3), executor.submit(int), executor.submit(int, "x")]
+    executor.shutdown()
+    assert executor._running == {}
+    return [type(job.exception()).__name__ for job in jobs] + [str(jobs[1].result())]
+
+
+def compile_few(executor: Executor) -> dict[str, int]:
+    """Three launches of two kinds: how many rows there are makes no kind of its own."""
+    log = watch_compilations()
+    before = len(log.compiled)
+    norm = importlib.import_module("slipstream.kernels.linear.triton.norm_rope")
+    with compiling_only(executor) as kernels:
+        for rows, size in ((64, 128), (19, 128), (64, 256)):
+            x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
+            norm.rms_norm(x, x[0], 1e-5)
+    norm._rms_norm_kernel.device_caches.clear()  # what is found again is on disk
+    failed = sum(kernel.future.exception() is not None for kernel in kernels.values())
+    # What a fork found out is its own; its result says whether it had to compile.
+    compiled = len(log.compiled) - before or sum(
+        kernel.future.result() is True for kernel in kernels.values()
+    )
+    return {"kinds": len(kernels), "failed": failed, "compiled": compiled}
+
+
+if __name__ == "__main__":
+    card = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
+    pretend_card(card)
+    driver.set_active(without_driver(card))
+    forks = compile_few(ForkingExecutor(2))
+    again = compile_few(ForkingExecutor(2))
+    found = {"jobs": outcomes(), "forks": forks, "again": again}
+    print(json.dumps(found | {"threads": compile_few(ThreadPoolExecutor(2))}))

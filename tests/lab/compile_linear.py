@@ -1,0 +1,214 @@
+"""Compiles the linear kernels of few rows for sm_90a without a GPU, as `compile_sm90` does.
+
+Without arguments: each kernel and mode once. With `all`: every choice of the built-in table, with
+its registers, spills and shared memory.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import compile_sm90 as base
+import torch
+import triton
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from slipstream.kernels.linear.linear_choice import (
+    H100_WINNERS,
+    Choice,
+    Gemv,
+    Shape,
+    Skinny,
+    default_choice,
+)
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+kernels: list[Any] = []
+t = base.t
+
+
+def compile_and_keep(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    kernel = base.compile_instead(self, *args, grid=grid, warmup=warmup, **kwargs)
+    kernels.append(kernel)
+    return kernel
+
+
+def meta(*shape: int, dtype: torch.dtype = base.BF16) -> torch.Tensor:
+    """A large tensor that takes no memory: launches only look at type and alignment."""
+    return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype)
+
+
+class Weights(torch.Tensor):
+    """Claims to be contiguous although all its rows are one."""
+
+    def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def stride(self, dim: int | None = None) -> Any:  # type: ignore[override]
+        strides = (self.shape[1], 1)
+        return strides if dim is None else strides[dim]
+
+
+def weights(outputs: int, inputs: int) -> Any:
+    return meta(outputs, inputs).as_subclass(Weights)
+
+
+def one(shape: Shape, choice: Choice, num_rows: int, options: dict[str, Any]) -> None:
+    """Compile what a model runs for this layer."""
+    from slipstream.kernels.linear.triton import gemv, skinny
+
+    x, weight = t(num_rows, shape.inputs), weights(shape.outputs, shape.inputs)
+    bias = t(shape.outputs) if options.get("bias") else None
+    if isinstance(choice, Gemv):
+        norm = (t(shape.inputs), 1e-5) if shape.role in ("qkv", "gate_up") else None
+        if shape.role == "head":
+            gemv.linear(x, weight, None, choice)
+            gemv.sample_head(x, weight, choice, head_rows(1, options.get("noise", False)))
+        elif shape.role == "gate_up":
+            gemv.gated_linear(x, weight, bias, "silu", choice, norm)
+        else:
+            residual = t(1, shape.outputs) if shape.role in ("o", "down") else None
+            gemv.linear(x, weight, bias, choice, norm, residual)
+    elif isinstance(choice, Skinny):
+        tma = options.get("tma", True)
+        if shape.role == "head":
+            skinny.linear(x, weight, None, choice, tma)
+            head = head_rows(num_rows, options.get("noise", False))
+            skinny.sample_head(x, weight, choice, head, tma)
+        elif shape.role == "gate_up":
+            skinny.gated_linear(x, weight, bias, "silu", choice, tma)
+        else:
+            skinny.linear_parts(x, weight, bias, choice, tma)
+
+
+def head_rows(rows: int, noise: bool) -> Any:
+    from slipstream.kernels.linear.triton.head_sample import HeadRows
+
+    longs, heat = t(rows, dtype=base.I64), t(rows, dtype=torch.float32)
+    columns = (longs, longs, t(rows, dtype=torch.bool), heat) if noise else (None,) * 4
+    return HeadRows(rows, torch.device("cpu"), *columns, 3)
+
+
+def resources(kernel: Any) -> tuple[int, int]:
+    """(registers, bytes of spills) of a compiled kernel."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [str(CUOBJDUMP), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    assert found is not None, text
+    return int(found[1]), int(found[2])
+
+
+def parts_of(num_parts: int) -> None:
+    """What sums parts: norm, rotary embedding with and without norms and KV write."""
+    norm = base.module("norm_rope")
+    norm.fused_add_rms_norm(t(num_parts, 16, 4096, dtype=torch.float32), t(16, 4096), t(4096), 1e-5)
+    positions, cos_sin = t(16, dtype=base.I64), t(64, 128, dtype=torch.float32)
+    qkv = t(num_parts, 16, 48, 128, dtype=torch.float32).split([32, 8, 8], dim=2)
+    norm.rotary_store_kv(positions, *qkv, cos_sin, t(2, 9, 16, 8, 128), positions)
+    norm.rotary_qkv(positions, *qkv, cos_sin, base.BF16, False, (t(128), t(128), 1e-6))
+
+
+def rotary_attention() -> None:
+    """Rotary embedding, KV write and attention in one, by tiles of queries and forms of input."""
+    for dim, heads, group, queries, parts, options in [
+        (128, 8, 4, 1, 0, {}),
+        (128, 2, 8, 4, 4, {"norms": (t(128), t(128), 1e-6), "sliding_window": 9, "softcap": 50.0}),
+        (80, 3, 3, 1, 2, {"interleaved": True}),
+    ]:
+        shape = (4 * queries, heads * (group + 2), dim)
+        qkv = t(parts, *shape, dtype=torch.float32) if parts else t(*shape)
+        sections = qkv.split([heads * group, heads, heads], dim=-2)
+        cache, table = t(2, 9, 16, heads, dim), t(4, 256, dtype=base.I32)
+        plan = base.module("attention_plan").plan_for(sections[0], cache, table, 4, queries)
+        assert plan.fused
+        plan = replace(plan, early=dim == 128, heads_first=queries > 1)
+        slots, angles = t(4 * queries, dtype=base.I64), t(64, dim, dtype=torch.float32)
+        where = (table, t(5, dtype=base.I32), t(4, dtype=base.I32))
+        run = base.module("rotary_attention").rotary_attention
+        run(
+            *sections,
+            slots,
+            angles,
+            cache,
+            slots,
+            *where,
+            0.1,
+            plan,
+            t(64, dtype=base.I32),
+            **options,
+        )
+
+
+def check_instructions() -> None:
+    """Weights as the left operand of wgmma, through TMA; weights in flight before the wait."""
+    for kernel in kernels:
+        ptx, name = kernel.asm["ptx"], kernel.metadata.name
+        before, wait, _ = ptx.partition("griddepcontrol.wait")
+        assert wait and "griddepcontrol.launch_dependents" in ptx, name
+        assert resources(kernel)[1] == 0, f"{name} spills"
+        if name == "_skinny_kernel":
+            assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
+            assert "prefetch.global.L2" in before
+        if name == "_gemv_kernel":
+            assert "ld.global" in before
+
+
+def few() -> None:
+    """Each kernel and mode once."""
+    for role in ("qkv", "o", "gate_up", "head"):
+        shape = Shape(role, 256, 192)
+        one(shape, Gemv(4, 128, 4), 1, {"bias": True, "noise": True})
+        one(shape, Skinny(64, 64, 3, 4, 1 + shape.may_split, 16), 9, {"bias": True, "noise": True})
+    rotary_attention()
+    check_instructions()
+    one(Shape("down", 256, 192), Skinny(64, 64, 3, 4, 3, 32), 20, {"tma": False})
+    one(Shape("head", 256, 192), Gemv(4, 64, 4, 4), 1, {})
+    parts_of(2)
+
+
+def everything() -> None:
+    """The built-in table, and the rule for other shapes; prints what each needs."""
+    cases = [(shape, choice, rows) for (shape, rows), choice in H100_WINNERS.items()]
+    for shape in (Shape("qkv", 3072, 2048), Shape("gate_up", 16384, 2048), Shape("o", 2048, 2048)):
+        cases += [(shape, default_choice(shape, rows), rows) for rows in (1, 16, 32, 64)]
+    for shape, choice, rows in cases:
+        for options in ({}, {"noise": True}) if shape.role == "head" else ({},):
+            report(
+                f"{shape} {rows} rows {choice} {options or ''}", one, shape, choice, rows, options
+            )
+    for num_parts in (2, 3, 4):
+        report(f"{num_parts} parts", parts_of, num_parts)
+
+
+def report(name: str, run: Callable[..., None], *args: Any) -> None:
+    kernels.clear()
+    run(*args)
+    for kernel in kernels:
+        registers, spills = resources(kernel)
+        mark = "  SPILLS" if spills else ""
+        needs = f"{registers} registers, {spills} B stack, {kernel.metadata.shared} B shared"
+        print(f"{kernel.metadata.name}: {name}: {needs}{mark}", flush=True)
+
+
+if __name__ == "__main__":
+    base.original = JITFunction.run
+    driver.set_active(base.NoDriver())
+    JITFunction.run = compile_and_keep
+    base.module("launch")._is_hopper = lambda device: True
+    if sys.argv[1:] == ["all"]:
+        everything()
+    else:
+        few()
+        for name, count in base.done.items():
+            print(name, count)

@@ -1,0 +1,222 @@
+"""Compiles the Triton kernels for sm_90a on a machine without a GPU; prints one line a kernel.
+
+Run by `test_triton_compile.py` in a process of its own, since Triton decides at import time between
+compiling and interpreting. Launches become compilations; tensors are never read.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from slipstream import kernels
+
+SHARED_MEMORY = 232448  # bytes a block may use on an H100
+BF16, I32, I64 = torch.bfloat16, torch.int32, torch.int64
+done: dict[str, int] = {}
+
+
+class NoDriver:
+    """Answers what the compiler asks of a device."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: Any = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+    kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
+    shared = kernel.metadata.shared
+    assert shared <= SHARED_MEMORY, f"{self.fn.__name__} wants {shared} bytes of shared memory"
+    done[self.fn.__name__] = done.get(self.fn.__name__, 0) + 1
+    return kernel
+
+
+def t(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def module(name: str) -> Any:
+    [path] = Path(next(iter(kernels.__path__))).glob(f"*/triton/{name}.py")
+    room = path.parents[1].name
+    return importlib.import_module(f"slipstream.kernels.{room}.triton.{name}")
+
+
+def attention() -> None:
+    run = module("paged_attention").paged_attention
+    for dim, heads, group, queries, options in [
+        (128, 8, 4, 1, {}),
+        (128, 8, 4, 4, {"splits": 4}),
+        (128, 8, 4, 200, {}),
+        (64, 3, 3, 1, {"sinks": t(9)}),
+        (256, 4, 2, 1, {"sliding_window": 512, "softcap": 50.0}),
+        (512, 2, 8, 100, {}),
+        (64, 2, 4, 100, {"dtype": torch.float32}),
+        (512, 2, 4, 100, {"dtype": torch.float32}),
+        (576, 1, 16, 1, {"is_mla": True, "head_dim_v": 512}),
+        (576, 1, 128, 4, {"is_mla": True, "head_dim_v": 512, "splits": 2}),
+    ]:
+        dtype = options.pop("dtype", BF16)
+        shape = (9, 64, heads, dim) if "is_mla" in options else (2, 9, 16, heads, dim)
+        cache, query = t(*shape, dtype=dtype), t(4 * queries, heads * group, dim, dtype=dtype)
+        starts, lens = t(5, dtype=I32), t(4, dtype=I32)
+        run(query, cache, t(4, 256, dtype=I32), starts, lens, 0.1, queries, **options)
+
+
+def layers() -> None:
+    norm = module("norm_rope")
+    for kind in (I32, I64):
+        module("embedding").embedding(t(4, dtype=kind), t(100, 4096))
+    norm.rms_norm(t(4, 4096), t(4096), 1e-5)
+    norm.rms_norm(t(4, 32, 128), t(128), 1e-5)
+    norm.fused_add_rms_norm(t(4, 4096), t(4, 4096), t(4096), 1e-5)
+    rows, parts = t(4, dtype=I64), t(2, 4, 4096, dtype=torch.float32)
+    norm.fused_add_rms_norm(parts, t(9, 4096), t(4096), 1e-5, rows)
+    streams = module("streams")
+    for hidden, residual in ((parts, t(4, 4096)), (t(4, 4096), t(4, 4096)), (t(4, 4096), None)):
+        streams.write_stream(hidden, residual, t(4, 12288)[:, 4096:8192])
+    module("embedding").embedding(rows, t(9, 8192)[:, :4096])
+    for weights in (None, (t(4096), t(4096))):
+        streams.norm_pair(t(100, 4096), t(4, 4096), weights, 1e-5, rows.int())
+        streams.norm_pair(t(4, 4096), t(4, 4096), weights, 1e-5)
+    positions, cos_sin = t(4, dtype=I64), t(64, 128, dtype=torch.float32)
+    query, key = t(4, 32, 128), t(4, 8, 128)
+    norm.rotary_embedding(positions, query, key, cos_sin)
+    norm.rotary_embedding(positions, query, None, cos_sin, True)
+    cache = t(2, 9, 16, 8, 128)
+    norm.rotary_store_kv(positions, query, key, key, cos_sin, cache, positions)
+    module("store_kv").store_kv(key, key, cache, positions)
+    module("store_kv").store_kv(t(4, 1, 576), None, t(9, 64, 1, 576), positions)
+    module("activation").silu_and_mul(t(4, 28672))
+    module("activation").gelu_tanh_and_mul(t(4, 28672))
+
+
+def batch() -> None:
+    ints = {name: t(64, dtype=I32) for name in ("idx_mapping", "query_start_loc", "cu_num_logits")}
+    ints |= {name: t(64, dtype=I32) for name in ("seq_lens", "num_draft_tokens", "input_ids")}
+    ints |= {name: t(64, dtype=I32) for name in ("expanded_idx_mapping", "expanded_local_pos")}
+    longs = ("positions", "logits_indices", "draft_ids", "logits_positions")
+    step = SimpleNamespace(
+        **ints,
+        **{name: t(64, dtype=I64) for name in longs},
+    )
+    requests = SimpleNamespace(
+        all_token_ids=t(8, 4096, dtype=I32),
+        draft_tokens=t(8, 4, dtype=I64),
+        **{n: t(8, dtype=I32) for n in ("prefill_len", "total_len", "num_computed_tokens")},
+        **{n: t(8, dtype=I64) for n in ("last_sampled_tokens", "next_prefill_tokens")},
+    )
+    gather = module("gather_batch")
+    gather.prepare_inputs(requests, step, 3, 12, 12, 4, 16)
+    tables = [t(8, 256, dtype=I32)]
+    gather.gather_block_tables(tables, step.idx_mapping, tables, 3, 4)
+    slots = t(1, 64, dtype=I64)
+    sizes = (3, 12, 16)
+    gather.compute_slot_mappings(tables, [16], step.query_start_loc, step.positions, slots, *sizes)
+    sampled, three = t(3, 5, dtype=I64), t(3, dtype=I32)
+    for counts in (None, t(8, 100, dtype=I32)):
+        gather.post_update(
+            requests, step.idx_mapping, step.query_start_loc, sampled, three, three, counts
+        )
+    packed, counts = t(4, 8, dtype=I64), t(2, 8, dtype=I32)
+    flags = t(3, dtype=torch.bool)
+    module("padded_step").commit_step(requests, step, sampled, three, three, flags, packed, counts)
+    staging(requests, step, three)
+    positions, lens = t(4, dtype=I64), t(4, dtype=I32)
+    for writes in (None, t(4, dtype=I64)):
+        module("prepare_draft").advance_draft_decode(positions, lens, 64, writes)
+    module("prepare_draft").map_draft_slots(tables, [16], lens, positions, slots)
+
+
+def staging(requests: SimpleNamespace, step: SimpleNamespace, counts: torch.Tensor) -> None:
+    kernels = module("stage_drafts")
+    of = SimpleNamespace(**vars(step), num_sampled=counts, num_rejected=counts)
+    requests.temperature, requests.seed = t(8, dtype=torch.float32), t(8, dtype=I64)
+    requests.max_drafts = t(8, dtype=I32)
+    longs = ("last_token_indices", "decode_positions", "noise_positions", "seed")
+    ints = ("idx_mapping", "seq_lens", "allowed", "decode_ids")
+    drafter = SimpleNamespace(
+        input_ids=t(64, dtype=I32), positions=t(64, dtype=I64), step=t(8, dtype=I64),
+        query_start_loc=t(9, dtype=I32), draft_tokens=t(8, 4, dtype=I64),
+        temperature=t(8, dtype=torch.float32),
+        **{name: t(8, dtype=I64) for name in longs}, **{name: t(8, dtype=I32) for name in ints},
+    )  # fmt: skip
+    kernels.stage_draft_rows(of, requests, drafter, 3, 16, 4096)
+    kernels.store_draft_rows(drafter, t(8, dtype=I32), requests.draft_tokens, 4, 2)
+    draw, kept = module("draw_drafts"), t(2, 4, 128256, dtype=torch.float32)
+    for to_target in (None, t(32000, dtype=I64)):
+        draw.take_drafts(t(4, dtype=I64), drafter, to_target)
+        for stored in (None, kept):
+            draw.draw_drafts(t(4, 32000), drafter, to_target, stored)
+
+
+def latent() -> None:
+    project = module("mla").project_heads
+    for rows in (1, 40, 256):
+        project(t(rows, 16, 192)[..., :128], t(16, 128, 512))
+        project(t(rows, 16, 512), t(16, 128, 512).transpose(1, 2))
+
+
+def sampling() -> None:
+    from slipstream.kernels.drafts.ngram_scan import Haystack, Predictions
+    from slipstream.kernels.linear.head_sample import Draws
+    from slipstream.kernels.sampling.verify import VerifyRows
+
+    logits, longs = t(8, 128256, dtype=torch.float32), t(8, dtype=I64)
+    ints, flags = t(8, dtype=I32), t(8, dtype=torch.bool)
+    module("sample").gumbel_sample(logits, longs, longs, 3)
+    module("head_sample").gather_draws(ints, t(8, dtype=torch.float32), longs)
+    for draws in (None, Draws(longs, longs, flags, t(8, dtype=torch.float32))):
+        module("head_sample").pick_rows(logits, draws)
+        module("head_sample").pick_rows(logits.bfloat16(), draws)
+    module("sample").gumbel_sample(logits, longs, longs, longs, flags)
+    for q in (None, t(4, 3, 32000, dtype=torch.float32)):
+        keys = (longs, longs, flags, False, True, 4)
+        rows = VerifyRows(logits, longs, q, ints, ints, t(5, dtype=I32), *keys)
+        module("verify").rejection_sample(rows)
+        heat, raw = t(8, dtype=torch.float32), logits.bfloat16()
+        raw_rows = replace(rows, logits=raw, temperature=heat, seeded=longs, drawn=longs)
+        module("verify").rejection_sample(raw_rows)
+        module("emit_drawn").emit_matching(rows, longs)
+        module("emit_drawn").emit_by_chance(rows, longs, t(3, dtype=torch.float32))
+    for any_top_p in (False, True):
+        top_p = t(8, dtype=torch.float32)
+        module("top_k_top_p").apply_top_k_top_p(logits, longs, top_p, any_top_p)
+    emitted, four, floats = t(4, 4, dtype=I64), t(4, dtype=I32), t(8, dtype=torch.float32)
+    for largest in (None, floats):
+        finish = module("finish_samples").finish_samples
+        finish(emitted, longs, floats, largest, t(5, dtype=I32), four, four, ints)
+    text = t(8, 4096, dtype=I32)
+    for prediction in (None, Predictions(ints, longs, longs, 8)):
+        haystack = Haystack(text, ints, prediction)
+        module("ngram_scan").ngram_scan(haystack, longs, ints, 2, 4, 5)
+
+
+def experts() -> None:
+    for tokens in (1, 300):
+        ids, weights = t(tokens, 6, dtype=I64), t(tokens, 6, dtype=torch.float32)
+        module("moe").run_experts(t(tokens, 512), t(16, 256, 512), t(16, 512, 128), weights, ids)
+
+
+if __name__ == "__main__":
+    original = JITFunction.run
+    driver.set_active(NoDriver())
+    JITFunction.run = compile_instead
+    for part in sys.argv[1:] or ["attention", "layers", "batch", "latent", "sampling", "experts"]:
+        globals()[part]()
+    for name, count in done.items():
+        print(name, count)

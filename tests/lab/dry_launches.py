@@ -1,0 +1,214 @@
+"""Prints what a start on an H100 would compile, and what steps of other sizes would add to it.
+
+Run by `test_compile_ahead.py` in a process of its own, since Triton decides at import time between
+compiling and interpreting. Nothing is compiled: kinds of launches are counted. `dry_launches.py
+MODEL DRAFTER`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import random
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from triton.runtime import driver
+
+from slipstream.configs.schema import (
+    Config,
+    GraphConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from slipstream.kernels.compile_ahead import compiling_only, without_driver
+from slipstream.kernels.device import Card, pretend_card
+from slipstream.runner.messages import SamplingParams
+from slipstream.runner.scheduling.plan import NewRequest, ScheduledRow, StepPlan
+from slipstream.runner.startup import dry_start
+from slipstream.runner.startup.compile_ahead import STAGES
+
+H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
+PROMPTS = ([1], [2], [3, 1], [16], [33, 1, 1], [90], [17, 40, 5], [65] * 3)
+KINDS = (
+    SamplingParams(seed=0, max_tokens=8, temperature=0.0),
+    SamplingParams(seed=1, max_tokens=8, has_own_seed=True),
+    SamplingParams(seed=2, max_tokens=8, top_p=0.5, top_k=3),
+)
+# Every option that changes how tokens are chosen, each alone, greedy and drawn by either seed.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {}, {"logprobs": 0}, {"logprobs": 2, "prompt_logprobs": 2}, {"top_k": 3}, {"top_p": 0.5},
+    {"min_p": 0.1}, {"logit_bias": {3: 1.0}}, {"presence_penalty": 0.5},
+    {"frequency_penalty": 0.5}, {"repetition_penalty": 1.2}, {"allowed_token_ids": [3, 4]},
+    {"bad_words_token_ids": [[3, 4], [5]]}, {"min_tokens": 3, "stop_token_ids": [2]},
+)  # fmt: skip
+DRAWS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.0}, {"temperature": 0.7}, {"temperature": 0.7, "has_own_seed": True}
+)  # fmt: skip
+
+
+class Counting(Executor):
+    """Says that everything was compiled, and keeps what each kernel was to be compiled for."""
+
+    def __init__(self) -> None:
+        self.kinds: list[str] = []
+        self.kernels: set[Any] = set()
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        source = inspect.getclosurevars(fn).nonlocals["src"]
+        self.kernels.add(source.fn)
+        names = source.fn.arg_names
+        by_16 = [names[at[0]] for at, value in source.attrs.items() if value]
+        constants = {names[at[0]]: value for at, value in source.constants.items()}
+        types = [kind for kind in source.signature.values() if kind != "constexpr"]
+        kind = f"{source.name}({constants}, by 16: {by_16}, {types})"
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+        future: Future[Any] = Future()
+        future.set_result(True)
+        return future
+
+
+def serve(
+    runner: Any,
+    prompts: list[int],
+    kinds: Sequence[SamplingParams],  # of the requests in turn
+    step_id: int,
+    has_grammar: bool = False,
+) -> None:
+    """A prefill of each of these lengths in one batch, and three decodes."""
+    drafts: int = runner.facts.needs.num_speculative_tokens
+    words = -(-runner.facts.vocab_size // 32)
+
+    def run(plan: StepPlan) -> None:
+        mask = None
+        if has_grammar and plan.rows:
+            num_logits = sum(row.num_draft_tokens + 1 for row in plan.rows)
+            mask = np.full((num_logits, words), -1, dtype=np.int32)
+        runner.forward(plan)
+        handle = runner.sample(plan, mask)
+        if handle.done() and (error := handle.error()) is not None:
+            raise error
+
+    new = [
+        NewRequest(slot, [0] * length, length, 0, [list(range(1, 40))], kinds[slot % len(kinds)])
+        for slot, length in enumerate(prompts)
+    ]
+    rows = [ScheduledRow(slot, length, 0, 0, False, 0) for slot, length in enumerate(prompts)]
+    run(StepPlan(step_id, new_requests=new, rows=rows))
+    for step in range(3):
+        rows = [
+            ScheduledRow(slot, drafts + 1, drafts, length + step, False, step + 1)
+            for slot, length in enumerate(prompts)
+        ]
+        run(StepPlan(step_id + 1 + step, rows=rows))
+    run(StepPlan(step_id + 4, freed_slots=list(range(len(prompts)))))
+
+
+class Stages:
+    """Which kinds were met by the end of each stage, and all in the end."""
+
+    def __init__(self, counting: Counting) -> None:
+        self._counting = counting
+        self.kinds: dict[str, set[str]] = {}
+
+    def reached(self, stage: str) -> None:
+        """Called by the dry start."""
+        self.kinds[stage] = set(self._counting.kinds)
+
+    def early(self, assumed: Stages) -> list[str]:
+        """Kinds that come in an earlier stage than a dry start assumed: the worker, which waits for
+        a stage at a time, would have to compile them itself."""
+        assert list(self.kinds) == list(assumed.kinds) == list(STAGES)
+        return sorted(
+            f"{stage}: {kind}"
+            for stage, kinds in self.kinds.items()
+            for kind in kinds - assumed.kinds[stage]
+        )
+
+
+def each_option() -> list[list[SamplingParams]]:
+    """Each option with each way to draw, by turns alone and beside a request that only draws."""
+    plain = SamplingParams(seed=1, max_tokens=8, has_own_seed=True)
+    kinds = [
+        SamplingParams(seed=3, max_tokens=8, **option, **draw)
+        for option in OPTIONS
+        for draw in DRAWS
+    ]
+    return [[kind, plain] if index % 2 else [kind] for index, kind in enumerate(kinds)]
+
+
+def many(num_reqs: int, chance: random.Random) -> list[list[int]]:
+    """Prompts that end together, of which each row then verifies drafts; by buckets, at random."""
+    counts = [2, 17, num_reqs, chance.randint(1, num_reqs), chance.randint(1, num_reqs)]
+    return [[chance.randint(1, 4) for _ in range(count)] for count in counts]
+
+
+def forget(counting: Counting) -> None:
+    """Let the next start find nothing."""
+    for kernel in counting.kernels:
+        kernel.device_caches.clear()
+
+
+def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> dict[str, Any]:
+    """How many kinds of launches a start has, those that come earlier in a server with limits of
+    its own and none of its blocks left out, and those that came after its start."""
+    speculative = SpeculativeConfig()
+    scheduler = SchedulerConfig(max_num_seqs=39, max_num_batched_tokens=200)
+    if drafter is not None:
+        scheduler = SchedulerConfig(max_num_seqs=44, max_num_batched_tokens=200)
+        speculative = SpeculativeConfig(
+            method="eagle3", model=drafter, num_speculative_tokens=3, load_format="dummy"
+        )
+    config = Config(
+        model=ModelConfig(model=model, load_format="dummy", device="cuda"),
+        scheduler=scheduler,
+        speculative=speculative,
+        # Other kernels in every bucket of rows, and sizes that are no powers of two.
+        graph=GraphConfig(
+            linear_backend="triton",
+            cudagraph_capture_sizes=(1, 3, 24, 40, 120),
+            enforce_eager=enforce_eager,
+        ),
+    )
+    counting = Counting()
+    with compiling_only(counting):
+        assumed = Stages(counting)
+        dry_start.dry_start(dry_start.any_limits(config), assumed.reached, config.scheduler)
+        started = set(counting.kinds)
+    forget(counting)
+    counting = Counting()
+    with compiling_only(counting), patch.object(dry_start, "shorten"):
+        own = Stages(counting)
+        runner = dry_start.dry_start(config, own.reached)
+        of_all_kinds = many(scheduler.max_num_seqs, random.Random(7))
+        batches = [(prompts, [KINDS[index % 3]]) for index, prompts in enumerate(PROMPTS)]
+        batches += [(prompts, [params]) for prompts in of_all_kinds for params in KINDS]
+        batches += [([5, 3], kinds) for kinds in each_option()]
+        with torch.inference_mode():
+            for index, (prompts, kinds) in enumerate(batches):
+                assert sum(prompts) <= scheduler.max_num_batched_tokens
+                serve(runner, prompts, kinds, 1 + 10 * index)
+            for index, kinds in enumerate(each_option()[:12]):
+                serve(runner, [5, 3], kinds, 1 + 10 * (len(batches) + index), has_grammar=True)
+    forget(counting)
+    later = sorted(set(counting.kinds) - started)
+    return {"started": len(started), "early": own.early(assumed), "later": later}
+
+
+def main(model: str, drafter: str) -> None:
+    """A line of JSON for the model alone, one for both, and one for both without graphs."""
+    pretend_card(H100)
+    driver.set_active(without_driver(H100))
+    for case in ((model, None), (model, drafter), (model, drafter, True)):
+        print(json.dumps(launches(*case)))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,235 @@
+"""GGUF files: config from metadata, dequantised weights, rotary pairs and names undone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import dequantize, quantize
+from torch import Tensor
+
+from slipstream.configs.schema import ModelConfig
+from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.loading.gguf_weights import GGUFFile
+from slipstream.runner.loading.weights import resolve_model
+
+from ..model_harness import Sequences, load
+
+HIDDEN, HEADS, KV_HEADS, LAYERS, VOCAB = 64, 4, 2, 2, 70
+NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_name(name: str) -> str:
+    stem, _, suffix = name.rpartition(".")
+    if stem in TOP:
+        return f"{TOP[stem]}.{suffix}"
+    _, _, layer, rest = stem.split(".", 3)
+    return f"blk.{layer}.{NAMES[rest]}.{suffix}"
+
+
+def interleave(weight: Tensor, heads: int) -> Tensor:
+    """What converters to GGUF do to llama's q and k rows: halves of a head become pairs."""
+    half = weight.shape[0] // heads // 2
+    order = [
+        head * 2 * half + part * half + i
+        for head in range(heads)
+        for i in range(half)
+        for part in range(2)
+    ]
+    return weight[order]
+
+
+def write_gguf(
+    path: Path, arch: str, oracle: Any, kinds: list[str], divisors: Tensor | None = None
+) -> None:
+    """A GGUF file whose matrices take turns in `kinds`; the oracle gets the rounded values."""
+    config = oracle.config
+    writer = GGUFWriter(path, arch)
+    writer.add_block_count(LAYERS)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if arch == "qwen3":
+        writer.add_key_length(config.head_dim)
+    if config.rope_parameters["rope_type"] == "yarn":
+        from gguf import RopeScalingType
+
+        writer.add_rope_scaling_type(RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
+        writer.add_rope_scaling_orig_ctx_len(
+            config.rope_parameters["original_max_position_embeddings"]
+        )
+    writer.add_token_list([f"t{i}" for i in range(2000)])  # long: stepped over, not parsed
+    writer.add_token_types([1] * 2000)
+    writer.add_eos_token_id(3)
+    writer.add_eot_token_id(5)
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors.numpy())
+    for number, (name, value) in enumerate(sorted(oracle.state_dict().items())):
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        stored = value
+        if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            stored = interleave(value, HEADS if "q_proj" in name else KV_HEADS)
+        if value.ndim == 1 or kinds[number % len(kinds)] == "F32":
+            writer.add_tensor(gguf_name(name), stored.numpy())
+            continue
+        kind = GGMLQuantizationType[kinds[number % len(kinds)]]
+        quantised = quantize(stored.numpy(), kind)
+        writer.add_tensor(gguf_name(name), quantised, raw_dtype=kind)
+        rounded = torch.from_numpy(np.array(dequantize(quantised, kind)))
+        if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = HEADS if "q_proj" in name else KV_HEADS
+            rounded = rounded[interleave(torch.arange(len(rounded)), heads).argsort()]
+        value.copy_(rounded)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def make_oracle(family: str, **settings: Any) -> Any:
+    torch.manual_seed(2)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=96,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        max_position_embeddings=128,
+        **settings,
+    )
+    config._attn_implementation = "eager"
+    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in oracle.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return oracle
+
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 9000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "family", "settings"),
+    [
+        ("llama", "Llama", {"tie_word_embeddings": True}),
+        ("llama", "Llama", {"rope_parameters": YARN}),
+        ("qwen2", "Qwen2", {}),
+        ("qwen3", "Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+    ],
+)
+def test_a_gguf_model_equals_transformers(
+    arch: str, family: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    oracle = make_oracle(family, **settings)
+    path = tmp_path / "model.gguf"
+    kinds = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"]
+    write_gguf(path, arch, oracle, kinds)
+    ids = [1, 60, 33, 8, 8, 25]
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    got = Sequences(load(path), 1, 8).step([(0, ids)])[0][0]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert resolve_model(ModelConfig(model=str(path))).eos_token_ids == [3, 5]
+    assert resolve_model(ModelConfig(model=str(path))).hf_config.eos_token_id == [3, 5]
+    file = GGUFFile(path)
+    outlines = {name: tensor.shape for name, tensor in file.outlines()}
+    assert outlines == {name: tensor.shape for name, tensor in file.tensors()}
+
+
+def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:
+    scaled = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
+    oracle = make_oracle("Llama", rope_parameters=scaled)
+    plain = 10000.0 ** (-torch.arange(0, 16, 2).float() / 16)
+    divisors = plain / oracle.model.rotary_emb.inv_freq
+    assert divisors.max() > 4
+    write_gguf(tmp_path / "m.gguf", "llama", oracle, ["F32"], divisors)
+    ids = list(range(40))
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    got = Sequences(load(tmp_path / "m.gguf"), 1, 64).step([(0, ids)])[0][0]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0"])
+def test_every_form_dequantises_as_the_gguf_package_does(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("slipstream.runner.loading.gguf_weights._PIECE", 100)  # several pieces
+    quantisation = GGMLQuantizationType[kind]
+    from gguf.constants import GGML_QUANT_SIZES
+
+    per_block, block_bytes = GGML_QUANT_SIZES[quantisation]
+    generator = np.random.default_rng(0)
+    raw = generator.integers(0, 50, (48, 512 // per_block * block_bytes), dtype=np.uint8)
+    writer = GGUFWriter(tmp_path / "k.gguf", "llama")
+    writer.add_head_count(2)
+    writer.add_tensor("blk.0.ffn_up.weight", raw, raw_dtype=quantisation)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    [(name, tensor)] = GGUFFile(tmp_path / "k.gguf").tensors()
+    assert name == "model.layers.0.mlp.up_proj.weight"
+    expected = torch.from_numpy(np.array(dequantize(raw, quantisation)))
+    assert tensor.shape == (48, 512) and torch.equal(tensor, expected)
+
+
+def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
+    writer = GGUFWriter(tmp_path / "x.gguf", "mamba")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match="'mamba' is not supported; supported: llama"):
+        load(tmp_path / "x.gguf")
+
+
+def test_a_plain_header_needs_no_transformers(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "llama", make_oracle("Llama"), ["F32"])
+    code = (
+        "import sys; from slipstream.configs.schema import ModelConfig\n"
+        "from slipstream.runner.loading.weights import resolve_model\n"
+        f"config = resolve_model(ModelConfig({str(tmp_path / 'm.gguf')!r})).hf_config\n"
+        "assert 'transformers' not in sys.modules and config.model_type == 'llama'"
+    )
+    subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)

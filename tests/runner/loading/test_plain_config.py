@@ -1,0 +1,105 @@
+"""Configs that are read without transformers equal what transformers makes of them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from slipstream.runner.loading.plain_config import plain_config
+from slipstream.runner.models.llama import _sliding_window, _traits
+from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 512,
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "bos_token_id": 1, "eos_token_id": [2, 3], "hidden_act": "silu",
+}  # fmt: skip
+LLAMA3 = {
+    "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+    "original_max_position_embeddings": 1024,
+}  # fmt: skip
+PLAIN = [
+    LLAMA,
+    LLAMA | {"rope_scaling": LLAMA3, "head_dim": 64, "attention_bias": True},
+    LLAMA | {"rope_scaling": None, "tie_word_embeddings": True, "mlp_bias": True},
+    LLAMA | {"model_type": "mistral", "sliding_window": 512},
+    LLAMA | {"model_type": "mistral", "sliding_window": None, "head_dim": 48},
+    LLAMA | {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 32},
+    LLAMA | {"model_type": "qwen3", "use_sliding_window": False, "head_dim": 64},
+]
+NAMES = [name for name in LLAMA if name not in ("torch_dtype", "rope_theta")]
+
+
+@pytest.mark.parametrize("raw", PLAIN, ids=lambda raw: raw["model_type"])
+def test_a_plain_config_is_what_transformers_makes_of_it(raw: dict[str, Any]) -> None:
+    ours, theirs = plain_config(raw), CONFIG_MAPPING[raw["model_type"]].from_dict(dict(raw))
+    assert ours is not None
+    for name in NAMES:
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert str(ours.dtype).removeprefix("torch.") == str(theirs.dtype).removeprefix("torch.")
+    assert _traits(ours) == _traits(theirs)
+    for layer in range(3):
+        assert _sliding_window(ours, layer) == _sliding_window(theirs, layer)
+    dims = [getattr(c, "head_dim", None) or c.hidden_size // 4 for c in (ours, theirs)]
+    assert dims[0] == dims[1]
+    mine, exact = (inverse_frequencies(rope_parameters(c), dims[0]) for c in (ours, theirs))
+    assert torch.equal(mine[0], exact[0]) and mine[1] == exact[1]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": "gemma3_text"},
+        {"model_type": "mistral"},  # its window is not stated
+        {"model_type": "qwen3", "use_sliding_window": False},  # nor is the size of its heads
+        {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0}},
+        {"num_attention_heads": 3},
+        {"vocab_size": "512"},
+        {"num_hidden_layers": True},
+        {"tie_word_embeddings": None},
+        {"eos_token_id": None},
+        {"quantization_config": {"quant_method": "fp8"}},
+        {"layer_types": ["full_attention"] * 3},
+        {"hidden_act": "gelu"},
+    ],
+    ids=str,
+)
+def test_whatever_is_not_plain_or_not_stated_is_left_to_transformers(
+    change: dict[str, Any],
+) -> None:
+    assert plain_config(LLAMA | change) is None
+
+
+@pytest.mark.parametrize("name", ["rms_norm_eps", "rope_theta", "num_key_value_heads"])
+def test_a_value_that_is_missing_is_left_to_transformers(name: str) -> None:
+    assert plain_config({key: value for key, value in LLAMA.items() if key != name}) is None
+
+
+def test_a_draft_head_needs_no_end_of_text() -> None:
+    without = {key: value for key, value in LLAMA.items() if key != "eos_token_id"}
+    assert plain_config(without) is None
+    assert plain_config(without, needs_eos=False) is not None
+
+
+def test_a_plain_config_is_read_without_transformers() -> None:
+    code = (
+        "import sys; from slipstream.runner.loading.weights import make_hf_config\n"
+        f"config = make_hf_config({LLAMA!r}, 'here')\n"
+        "print(config.hidden_size, 'transformers' in sys.modules)\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{code}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert result.stdout.split() == ["128", "False"], result.stderr

@@ -1,0 +1,56 @@
+"""Decisions of the scheduler that need no state: how large one step may be."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slipstream.configs.schema import SchedulerConfig
+from slipstream.runner.scheduling.kv_blocks import BlockGroup
+from slipstream.runner.scheduling.plan import ScheduledRow
+from slipstream.runner.scheduling.policy import CPU_STEP_TOKENS, batch_order, sort_rows, step_tokens
+from slipstream.runner.scheduling.request import Request
+
+from ..schedule_bench import Bench, add
+
+KINDS = st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans())
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.lists(KINDS, min_size=1, max_size=6), st.booleans())
+def test_rows_are_brought_in_batch_order_and_equal_ones_stay(
+    kinds: list[tuple[int, int, bool]], alike: bool
+) -> None:
+    request = Request.from_message(add("a", [1]), 0, 9)
+    entries = [
+        (request, index, ScheduledRow(index, drafts + 1 if drafts else tokens, drafts, 0, chunk, 0))
+        for index, (tokens, drafts, chunk) in enumerate(kinds[:1] * 5 if alike else kinds)
+    ]
+    expected = sorted(entries, key=lambda entry: (*batch_order(entry[2], 4), entry[1]))
+    rows = sort_rows(entries, 4)
+    assert entries == expected and rows == [row for _, _, row in expected]
+
+
+@pytest.mark.parametrize(
+    ("config", "is_cpu", "expected"),
+    [
+        (SchedulerConfig(max_num_seqs=8), True, CPU_STEP_TOKENS),
+        (SchedulerConfig(max_num_seqs=8), False, 2048),
+        (SchedulerConfig(max_num_seqs=100), True, 500),  # all may decode with 4 drafts
+        (SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), True, 64),
+        (SchedulerConfig(max_num_seqs=8, enable_chunked_prefill=False), True, 2048),
+    ],
+)
+def test_step_budget(config: SchedulerConfig, is_cpu: bool, expected: int) -> None:
+    assert step_tokens(config, is_cpu, num_drafts=4) == expected
+
+
+def test_a_long_prompt_leaves_gaps_for_aborts_on_a_cpu() -> None:
+    bench = Bench(groups=(BlockGroup(400, 8),), max_model_len=2048, max_num_batched_tokens=2048)
+    bench.engine.handle([add("long", [1 + i % 20 for i in range(1500)], max_tokens=1)])
+    bench.step()
+    (row,) = bench.runner.plans[0].rows
+    assert row.num_tokens == CPU_STEP_TOKENS
+    bench.run()
+    assert bench.received["long"].finish_reason == "length"

@@ -1,0 +1,76 @@
+"""Libraries are loaded by products that steps will compute: each shape and size, torch's only."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_target import tiny_llama
+from torch.nn import functional as F
+
+from slipstream.kernels.linear.linear_choice import Choice, Shape, Skinny
+from slipstream.kernels.linear.linear_tuned import LinearChooser
+from slipstream.runner.models.layers import Linear
+from slipstream.runner.startup.first_use import first_operations, first_products, load_libraries
+
+
+class OursUpTo16(LinearChooser):
+    """Our kernels for the output head, up to 16 rows."""
+
+    def choose(self, shape: Shape, num_rows: int) -> Choice:
+        ours = shape.role == "head" and num_rows <= 16
+        return Skinny(64, 64, 4, 4, 1, 16) if ours else None
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """(outputs, rows) of each product so far."""
+    found: list[tuple[int, int]] = []
+
+    def record(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+        found.append((weight.shape[0], x.shape[0]))
+        return linear(x, weight, bias)
+
+    linear = F.linear
+    monkeypatch.setattr(F, "linear", record)
+    return found
+
+
+def test_each_shape_is_multiplied_once_at_each_size(products: list[tuple[int, int]]) -> None:
+    model = tiny_llama()  # two layers alike
+    shapes = {layer.shape for layer in model.modules() if isinstance(layer, Linear)}
+    assert first_products([model, model], [3, 40, 3]) == len(products) == 2 * len(shapes)
+    assert len(shapes) == 5 and {rows for _, rows in products} == {3, 40}
+
+
+def test_what_our_kernels_compute_is_left_to_them(products: list[tuple[int, int]]) -> None:
+    model = tiny_llama()
+    for layer in model.modules():
+        if isinstance(layer, Linear):
+            layer.chooser = OursUpTo16({})
+    first_products([model], [16, 17])
+    vocab = model.lm_head.out_features
+    assert (vocab, 17) in products and (vocab, 16) not in products
+    assert len(products) == 9
+
+
+def test_memory_that_does_not_suffice_is_found_by_whoever_sizes_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    monkeypatch.setattr(F, "linear", fail)
+    assert first_products([tiny_llama()], [1]) == 0
+
+
+def test_neither_random_numbers_nor_weights_change() -> None:
+    model = tiny_llama()
+    before = [buffer.clone() for buffer in model.buffers()]
+    state = torch.get_rng_state()
+    with torch.inference_mode():
+        load_libraries([model, None], 24, None, 99)
+        first_operations(torch.device("cpu"), 99)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.buffers(), strict=True))

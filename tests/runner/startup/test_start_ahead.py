@@ -1,0 +1,237 @@
+"""What the stamp of a compiled start depends on, where none is compiled ahead, and how it is waited
+for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slipstream.configs.schema import (
+    CacheConfig,
+    Config,
+    GraphConfig,
+    ModelConfig,
+    SchedulerConfig,
+    ServerConfig,
+    SpeculativeConfig,
+)
+from slipstream.kernels.device import Card
+from slipstream.runner.startup import compile_ahead as start_ahead
+from slipstream.runner.startup.compile_ahead import (
+    ATTENTION,
+    GRAPHS,
+    STAGES,
+    STEPS,
+    CompileAhead,
+    is_wanted,
+    start_key,
+)
+
+CARD = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
+Start = Callable[[str], CompileAhead]
+
+
+def folder(at: Path, **values: Any) -> str:
+    at.mkdir(exist_ok=True)
+    (at / "config.json").write_text(json.dumps({"hidden_size": 64} | values))
+    return str(at)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    drafts = SpeculativeConfig(
+        method="eagle3", model=folder(tmp_path / "head"), num_speculative_tokens=3
+    )
+    return Config(model=ModelConfig(model=folder(tmp_path / "llama")), speculative=drafts)
+
+
+def test_limits_names_and_seeds_leave_the_stamp_as_it_is(config: Config, tmp_path: Path) -> None:
+    copy = folder(tmp_path / "copy", _name_or_path="elsewhere", eos_token_id=[1, 2])
+    others = [
+        replace(config, server=ServerConfig(port=9)),
+        replace(config, scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192)),
+        replace(config, cache=CacheConfig(kv_cache_memory_bytes=1 << 30)),
+        replace(config, cache=CacheConfig(gpu_memory_utilization=0.5)),
+        replace(config, graph=GraphConfig(cudagraph_capture_sizes=(1, 2))),
+        replace(config, model=replace(config.model, model=copy, seed=5, max_logprobs=3)),
+        replace(config, speculative=replace(config.speculative, model=copy, watchdog=False)),
+    ]
+    assert {start_key(other) for other in others} == {start_key(config)}
+
+
+def test_what_kernels_depend_on_makes_another_stamp(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wider = folder(tmp_path / "wider", hidden_size=128)
+    drafts = config.speculative
+    others = [
+        config,
+        replace(config, model=replace(config.model, model=wider)),
+        replace(config, model=replace(config.model, model="owner/name")),
+        replace(config, model=replace(config.model, model="owner/name", revision="v2")),
+        replace(config, model=replace(config.model, dtype="float16")),
+        replace(config, model=replace(config.model, max_model_len=100)),
+        replace(config, cache=CacheConfig(block_size=32)),
+        replace(config, graph=GraphConfig(linear_backend="torch")),
+        replace(config, graph=GraphConfig(attention_backend="reference")),
+        replace(config, graph=GraphConfig(enforce_eager=True)),
+        replace(config, speculative=SpeculativeConfig()),
+        replace(config, speculative=replace(drafts, num_speculative_tokens=5)),
+        replace(config, speculative=replace(drafts, model=wider)),
+    ]
+    keys = {start_key(other) for other in others}
+    monkeypatch.setenv("SLIPSTREAM_PDL", "0")
+    assert len(keys | {start_key(config)}) == len(others) + 1
+
+
+def test_a_start_without_a_card_or_on_the_cpu_has_no_process_beside_it(
+    config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    there = tmp_path / "driver"
+    there.touch()
+    monkeypatch.setattr(start_ahead, "_MIN_CORES", 1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.delenv(start_ahead.OFF, raising=False)
+    monkeypatch.setattr(start_ahead, "_DRIVERS", (str(there),))
+    assert is_wanted(config)
+    assert not is_wanted(replace(config, model=replace(config.model, device="cpu")))
+    monkeypatch.setenv(start_ahead.OFF, "0")
+    assert not is_wanted(config)
+    monkeypatch.setenv(start_ahead.OFF, "1")
+    monkeypatch.setattr(start_ahead, "_DRIVERS", (str(tmp_path / "none"),))
+    assert not is_wanted(config)
+
+
+@pytest.fixture
+def start(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
+    """Starts, in place of the dry start, a script that has `gates`, the write ends by stage."""
+
+    def begin(script: str) -> CompileAhead:
+        program = tmp_path / "python"
+        program.write_text(
+            f"#!{sys.executable}\nimport json, os, sys, time\n"
+            "gates = [int(gate) for gate in sys.argv[4:]]\n"
+            "config, card = sys.stdin.readline(), json.loads(sys.stdin.readline())\n" + script
+        )
+        program.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(program))
+        ahead = CompileAhead(config)
+        ahead.tell(CARD)
+        return ahead
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    return begin
+
+
+def waits(ahead: CompileAhead) -> list[float]:
+    """Seconds that each stage is waited for."""
+    found = []
+    for stage in STAGES:
+        before = ahead.seconds
+        ahead.wait_for(stage)
+        found.append(ahead.seconds - before)
+    return found
+
+
+def test_a_stage_ends_with_the_last_of_its_compilations(start: Start, tmp_path: Path) -> None:
+    """Of its processes one runs on when the next stage has begun, or ended."""
+    ahead = start(
+        f"""
+open({str(tmp_path / "began")!r}, "w").close()
+if os.fork() == 0:  # compiles for the first stage
+    time.sleep(0.8)
+    os._exit(0)
+os.close(gates[0])
+if os.fork() == 0:
+    os._exit(0)
+os.close(gates[1])
+if os.fork() == 0:
+    time.sleep(1.6)
+    os._exit(0)
+os.close(gates[2])
+print(json.dumps({{"num_compiled": 3}}))
+"""
+    )
+    while not (tmp_path / "began").exists():
+        time.sleep(0.01)
+    first, second, third = waits(ahead)
+    assert first > 0.2 and second < 0.5 and third > 0.2
+    assert ahead.is_compiling
+    report = ahead.wait()
+    assert report is not None and report.num_compiled == 3 and not report.error
+    assert ahead.seconds >= first + second + third
+    assert not ahead.is_compiling and waits(ahead) == [0, 0, 0] and ahead.wait() is None
+    assert len(list((tmp_path / "cache").iterdir())) == 1  # the stamp
+
+
+def test_a_start_on_other_cores_finds_what_was_compiled(start: Start) -> None:
+    """How many processes compile changes nothing about what they leave."""
+    ahead = start("print(json.dumps({}))")
+    assert ahead.wait() is not None
+    again = start("time.sleep(60)")
+    assert not again.is_compiling and again.wait() is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(ahead.num_processes + 3)))
+        others = start("time.sleep(60)")
+        assert others.num_processes == ahead.num_processes + 3
+        assert not others.is_compiling
+
+
+def test_a_process_that_dies_is_waited_for_no_more(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead = start("os._exit(7)")
+    assert sum(waits(ahead)) < 10
+    with caplog.at_level(logging.WARNING):
+        report = ahead.wait()
+    assert report is not None and "status 7" in report.error
+    assert "not all kernels were compiled ahead" in caplog.text
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_process_that_hangs_is_ended_after_the_longest_wait(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start_ahead, "MAX_WAIT_SECONDS", 0.3)
+    ahead = start("time.sleep(60)")
+    began = time.monotonic()
+    ahead.wait_for(ATTENTION)
+    assert 0.2 < time.monotonic() - began < 5
+    ahead.wait_for(GRAPHS)
+    ahead.wait_for(STEPS)
+    report = ahead.wait()
+    assert report is not None and "more than" in report.error
+    assert time.monotonic() - began < 5 and not ahead.is_compiling
+
+
+def test_a_start_that_was_compiled_waits_for_nothing(start: Start) -> None:
+    first = start("""print("{}")""")
+    assert first.wait() is not None
+    second = start("time.sleep(60)")
+    assert not second.is_compiling and waits(second) == [0, 0, 0] and second.wait() is None
+
+
+def test_a_start_goes_on_where_no_process_can_be_had(
+    config: Config,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    ahead = CompileAhead(config)
+    ahead.tell(CARD)
+    assert not ahead.is_compiling and waits(ahead) == [0, 0, 0] and ahead.wait() is None
+    assert len(list(Path("/proc/self/fd").iterdir())) == num_open
+    assert "no kernels are compiled ahead" in caplog.text
+    assert not (tmp_path / "cache").exists()

@@ -1,0 +1,82 @@
+"""Which steps are timed at start-up, and that nothing runs once the time is over."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from slipstream.configs.schema import Config, SchedulerConfig, SpeculativeConfig
+from slipstream.runner.scheduling.plan import StepPlan
+from slipstream.runner.step import step_timing
+from slipstream.runner.step.step_timing import measure_steps
+
+
+class SlowRunner:
+    """Every step takes as long by the clock that `step_timing` looks at, and is noted."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+        self.now, self._seconds = 0.0, seconds
+        self.plans: list[StepPlan] = []
+        self.facts = SimpleNamespace(
+            device="cuda",
+            needs=SimpleNamespace(num_lookahead_tokens=3),
+            kv_groups=[SimpleNamespace(num_blocks=100, block_size=16)],
+            max_model_len=1000,
+        )
+        clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
+        monkeypatch.setattr(step_timing, "time", clock)
+
+    def execute(self, plan: StepPlan) -> SimpleNamespace:
+        self.plans.append(plan)
+        self.now += self._seconds
+        return SimpleNamespace(get=lambda: [])
+
+    def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
+        """Nothing reads them."""
+
+    def synchronize(self) -> None:
+        """Every step has ended."""
+
+
+CONFIG = Config(
+    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
+    speculative=SpeculativeConfig("eagle3", "head", num_speculative_tokens=3),
+)
+
+
+def started(runner: SlowRunner) -> list[int]:
+    """Of which sizes requests were started, in order."""
+    return [len(plan.new_requests) for plan in runner.plans if plan.new_requests]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes", "cells"),
+    [
+        (10.0, [1], [(1, 0), (1, 3)]),  # some are measured however long they take
+        (0.15, [1, 8], [(1, 0), (1, 3), (8, 0)]),  # over within a size
+        (0.25, [1], [(1, 0), (1, 3)]),  # over with a size
+        (0.001, [1, 8, 4, 2], [(n, k) for n in (1, 8, 4, 2) for k in (0, 3)]),
+    ],
+)
+def test_no_requests_are_started_once_the_time_is_over(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, sizes: list[int], cells: list[tuple[int, int]]
+) -> None:
+    runner = SlowRunner(monkeypatch, seconds)
+    found = measure_steps(runner, CONFIG)
+    assert list(found) == cells
+    assert all(each == pytest.approx(seconds) for each in found.values())
+    assert started(runner) == sizes
+    assert [plan.freed_slots for plan in runner.plans if plan.freed_slots] == [
+        list(range(size)) for size in sizes
+    ]
+
+
+def test_a_size_of_which_no_step_fits_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = SlowRunner(monkeypatch, 0.001)
+    config = Config(
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7),
+        speculative=CONFIG.speculative,
+    )
+    found = measure_steps(runner, config)
+    assert list(found) == [(1, 0), (1, 3), (4, 0), (2, 0)] and started(runner) == [1, 4, 2]

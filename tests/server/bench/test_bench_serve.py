@@ -1,0 +1,254 @@
+"""`bench serve`: what is counted, when, and what a server's faults become."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import statistics
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from slipstream.configs.options import ConfigError
+from slipstream.server.bench import serve as bench
+from slipstream.server.bench.load import (
+    Ask,
+    arrivals,
+    jsonl_asks,
+    lognormal_asks,
+    random_asks,
+    sharegpt_asks,
+)
+from slipstream.server.commands import main
+
+
+class Pieces(httpx.AsyncByteStream):
+    """A body in given pieces, seconds apart."""
+
+    def __init__(self, *pieces: bytes, seconds: float = 0.03) -> None:
+        self._pieces, self._seconds = pieces, seconds
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for piece in self._pieces:
+            await asyncio.sleep(self._seconds)
+            yield piece
+
+
+def data(**fields: Any) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def text(content: str) -> bytes:
+    return data(choices=[{"index": 0, "delta": {"content": content}}])
+
+
+USAGE = data(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 9})
+DONE = b"data: [DONE]\n\n"
+TARGET = bench.Target("http://test/v1/chat/completions", "m", chat=True)
+
+
+async def outcome_of(*pieces: bytes, status: int = 200) -> bench.Outcome:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(status, stream=Pieces(*pieces))
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        return await bench.ask_once(client, TARGET, Ask("hi", 9))
+
+
+async def test_tokens_are_counted_by_usage_and_times_by_text() -> None:
+    role = data(choices=[{"index": 0, "delta": {"role": "assistant", "content": ""}}])
+    split = text("second")
+    outcome = await outcome_of(role, text("first"), split[:9], split[9:], USAGE, DONE)
+    assert outcome.error is None
+    assert (outcome.prompt_tokens, outcome.output_tokens) == (7, 9)
+    assert outcome.ttft >= 0.055  # two pieces: the role is no text
+    assert len(outcome.gaps) == 1 and outcome.gaps[0] >= 0.055
+    # The usage and the end came later, and are not part of it.
+    assert outcome.latency == pytest.approx(outcome.ttft + outcome.gaps[0])
+    assert outcome.tpot == pytest.approx(outcome.gaps[0] / 8)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status", "words"),
+    [
+        ((b'{"error": "full"}',), 503, "HTTP 503"),
+        ((text("a"), data(error={"message": "lost"})), 200, "lost"),
+        ((text("a"), USAGE), 200, "without [DONE]"),
+        ((text("a"), DONE), 200, "no usage"),
+        ((b"data: nonsense\n\n",), 200, "Error"),
+    ],
+)
+async def test_a_fault_of_the_server_is_a_failed_request(
+    pieces: tuple[bytes, ...], status: int, words: str
+) -> None:
+    outcome = await outcome_of(*pieces, status=status)
+    assert outcome.error is not None and words in outcome.error
+    found = bench.figures([outcome, await outcome_of(text("a"), USAGE, DONE)], 2.0, {})
+    assert (found["completed"], found["failed"]) == (1, 1)
+    assert found["total_output_tokens"] == 9 and found["output_throughput"] == 4.5
+
+
+async def test_a_closed_loop_holds_its_concurrency_and_an_open_one_its_times() -> None:
+    running, most = 0, 0
+
+    async def answer(request: httpx.Request) -> httpx.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return httpx.Response(200, stream=Pieces(text("a") + USAGE + DONE, seconds=0))
+
+    asks = [Ask("hi", 9)] * 8
+    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
+        outcomes, _ = await bench.run_load(client, TARGET, asks, [0.0] * 8, 2)
+        assert most == 2 and [o.error for o in outcomes] == [None] * 8
+        due = [0.05 * place for place in range(8)]
+        outcomes, seconds = await bench.run_load(client, TARGET, asks, due, None)
+    assert seconds >= 0.35 and len(outcomes) == 8
+
+
+def test_arrivals_have_the_rate_and_the_burstiness() -> None:
+    def gaps(burstiness: float, seed: int = 1) -> list[float]:
+        times = list(arrivals(4001, 20.0, burstiness, seed))
+        return [b - a for a, b in zip(times, times[1:], strict=False)]
+
+    poisson, bursts, even = gaps(1.0), gaps(0.25), gaps(16.0)
+    for found in (poisson, bursts, even):
+        assert statistics.fmean(found) == pytest.approx(1 / 20, rel=0.1)
+    assert statistics.stdev(poisson) == pytest.approx(1 / 20, rel=0.1)
+    assert statistics.stdev(bursts) == pytest.approx(2 / 20, rel=0.15)
+    assert statistics.stdev(even) == pytest.approx(0.25 / 20, rel=0.1)
+    assert poisson == gaps(1.0) != gaps(1.0, seed=2)
+    assert set(arrivals(5, math.inf, 1.0, 0)) == {0.0}
+
+
+def test_summaries_goodput_and_percentiles() -> None:
+    assert [bench.percentile([1.0, 2.0, 3.0, 4.0], p) for p in (0, 50, 90, 100)] == [
+        1.0,
+        2.5,
+        pytest.approx(3.7),
+        4.0,
+    ]
+    quick = bench.Outcome(None, 0.0, 0.1, 0.5, [0.4], 3, 5)
+    slow = bench.Outcome(None, 0.0, 0.9, 1.3, [0.4], 3, 5)
+    found = bench.figures([quick, slow], 2.0, {"ttft": 500.0, "tpot": 150.0})
+    assert found["goodput"]["request_throughput"] == 0.5
+    assert found["ttft_ms"] == {"mean": 500.0, "median": 500.0, "p90": 820.0, "p99": 892.0}
+    assert bench.figures([quick, slow], 2.0, {"e2el": 1.0})["goodput"]["request_throughput"] == 0
+
+
+@pytest.mark.parametrize("prefix", ["vllm", "slipstream"])
+async def test_acceptance_is_the_change_of_the_counters(prefix: str) -> None:
+    def exposition(drafts: int, accepted: list[int]) -> str:
+        labels = 'engine="0",model_name="m"'
+        lines = [
+            f"# HELP {prefix}:spec_decode_num_drafts_total Steps.",
+            f"{prefix}:spec_decode_num_drafts_total{{{labels}}} {drafts}.0",
+            f"{prefix}:spec_decode_num_drafts_created{{{labels}}} 1.7e9",
+            f"{prefix}:spec_decode_num_draft_tokens_total{{{labels}}} {2 * drafts}.0",
+            f"{prefix}:spec_decode_num_accepted_tokens_total{{{labels}}} {sum(accepted)}.0",
+        ]
+        lines += [
+            f"{prefix}:spec_decode_num_accepted_tokens_per_pos_total"
+            f'{{{labels},position="{place}"}} {count}.0'
+            for place, count in enumerate(accepted)
+        ]
+        return "\n".join(lines) + "\n"
+
+    answers = iter([exposition(10, [5, 1]), exposition(110, [85, 41]), "up 1\n"])
+    transport = httpx.MockTransport(lambda _: httpx.Response(200, text=next(answers)))
+    async with httpx.AsyncClient(transport=transport) as client:
+        before, after, none = [await bench.drafting_counters(client, "http://t") for _ in range(3)]
+    found = bench.acceptance(before, after)
+    assert found is not None
+    assert found["drafts"] == 100 and found["acceptance_rate"] == 0.6
+    assert found["mean_acceptance_length"] == 2.2 and found["per_position"] == [0.8, 0.4]
+    assert none is None and bench.acceptance(before, none) is None
+    assert bench.acceptance(before, before) is None
+
+
+def test_datasets(tmp_path: Path) -> None:
+    asks = random_asks(50, 100, 10, 0.5, False, 3)
+    assert (
+        asks == random_asks(50, 100, 10, 0.5, False, 3) != random_asks(50, 100, 10, 0.5, False, 4)
+    )
+    lengths = [len(ask.prompt) for ask in asks]
+    assert min(lengths) >= 50 and max(lengths) <= 150 and len(set(lengths)) > 10
+    many = lognormal_asks(2000, 2048, False, 0)
+    assert statistics.median(len(ask.prompt) for ask in many) == pytest.approx(110, rel=0.1)
+    assert max(ask.output_len for ask in many) <= 2048
+
+    file = tmp_path / "sharegpt.json"
+    turns = [{"from": "human", "value": "Why is it so?"}, {"from": "gpt", "value": "a b c d e"}]
+    file.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
+    found = sharegpt_asks(file, 3, lambda t: len(t.split()), 100, 0)
+    assert found == [Ask("Why is it so?", 5)] * 3
+    lines = tmp_path / "p.jsonl"
+    lines.write_text('{"prompt": "a", "output_len": 3}\n\n{"messages": [{"role": "user"}]}\n')
+    assert {ask.output_len for ask in jsonl_asks(lines, 2, 8, 0)} == {3, 8}
+    lines.write_text('{"other": 1}\n')
+    with pytest.raises(ConfigError, match="needs 'prompt' or 'messages'"):
+        jsonl_asks(lines, 2, 8, 0)
+
+
+def test_compare_reads_the_lines_of_another_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peer, ours = tmp_path / "peer.jsonl", tmp_path / "ours.json"
+    peer.write_text(
+        'INFO something\n{"name": "peer", "start_s": 3}\n'
+        '{"name": "peer", "batch": 1, "prefill_s": 0.1, "decode_tok_s": 100.0}\n'
+        '{"name": "peer", "batch": 8, "prefill_s": 0.2, "decode_tok_s": 700.0}\n'
+    )
+    row = {"batch": 1, "decode_tok_s": 125.0, "prefill_s": 0.05, "step_ms": 8.0}
+    ours.write_text(json.dumps({"kind": "offline", "runs": [{"name": "off", "results": [row]}]}))
+    out = tmp_path / "table.json"
+    assert main(["bench", "compare", str(peer), str(ours), "--output", str(out)]) == 0
+    shown = {(r["row"], r["figure"]): r["ratio"] for r in json.loads(out.read_text())}
+    assert shown == {("batch 1", "decode_tok_s"): 1.25, ("batch 1", "prefill_s"): 0.5}
+    assert "1.250" in capsys.readouterr().out
+    (tmp_path / "empty").write_text("nothing\n")
+    assert main(["bench", "compare", str(tmp_path / "empty"), str(ours)]) == 2
+    assert "holds no figures" in capsys.readouterr().err
+
+
+def test_a_key_that_lacks_or_is_wrong_names_the_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.headers.get("authorization") != "Bearer right":
+            return httpx.Response(401, json={"error": {"message": "no"}})
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        return httpx.Response(200, stream=Pieces(text("a"), USAGE, DONE, seconds=0))
+
+    real = httpx.AsyncClient
+    transport = httpx.MockTransport(answer)
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: real(transport=transport))
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    command = ["bench", "serve", "--num-prompts", "1", "--num-warmups"]
+    advice = "give one with --api-key, or in OPENAI_API_KEY\n"
+    assert main([*command, "0"]) == 2
+    assert capsys.readouterr().err.endswith(f"the server wants a key (HTTP 401): {advice}")
+    assert main([*command, "0", "--api-key", "wrong"]) == 2
+    assert f"the server does not accept this key (HTTP 401): {advice}" in capsys.readouterr().err
+    assert main([*command, "1", "--model", "m"]) == 1
+    assert f"wants a key (HTTP 401): {advice}" in capsys.readouterr().err
+    assert main([*command, "1", "--api-key", "right"]) == 0
+    monkeypatch.setenv("OPENAI_API_KEY", "right")
+    capsys.readouterr()
+    assert main([*command, "1"]) == 0
+    assert capsys.readouterr().err == "bench serve: 0 of 1 requests\nbench serve: 1 of 1 requests\n"
+
+
+@pytest.mark.parametrize("flags", [("--output", "/nowhere/x.json"), ("--plot", "/nowhere/x.png")])
+def test_what_cannot_be_written_is_told_before_anyone_is_asked(
+    flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "serve", *flags]) == 2
+    assert f"{flags[0]} {flags[1]}: its folder does not exist" in capsys.readouterr().err

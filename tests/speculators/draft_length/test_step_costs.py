@@ -1,0 +1,162 @@
+"""What steps are believed to take: measured well or badly, and corrected by real ones."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from slipstream.speculators.draft_length.step_costs import StepCosts
+
+from ..simulated_engine import (
+    GOOD,
+    H100,
+    LAWS,
+    POOR,
+    K,
+    Law,
+    Traffic,
+    controller,
+    fixed_speed,
+    measured,
+    simulate,
+    true_seconds,
+)
+
+
+def test_wrong_measurements_are_mended_by_real_steps() -> None:
+    wrong = {(n, k): 0.005 * (1 + 0.01 * k) for n, k in measured()}  # drafts look free
+    for num_reqs in (1, 256):
+        chooser = controller(num_reqs, StepCosts(wrong, K))
+        run = simulate(LAWS["poor"], num_reqs, chooser, 800)
+        assert run.chosen[-300:].count(0) >= 240
+        speeds = [fixed_speed(LAWS["poor"], num_reqs, k, 1) for k in range(K + 1)]
+        lost = [speeds[0] / speeds[k] - 1 for k in run.chosen[-300:]]
+        assert sum(lost) <= 0.02 * 300  # probes included
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3, 64])
+@pytest.mark.parametrize("factor", [0.3, 2.0, 5.0])
+@pytest.mark.parametrize("name", ["good", "poor"])
+def test_measurements_beside_other_work_are_put_right_soon(
+    name: str, factor: float, num_reqs: int
+) -> None:
+    """Drafts measured too dear would never be made, and so never be put right."""
+    random = np.random.default_rng(num_reqs)
+    disturbed = {
+        (n, k): seconds * (factor if k else 1.0) * np.exp(random.normal(0, 0.2))
+        for (n, k), seconds in measured().items()
+    }
+    costs = StepCosts(disturbed, K, is_trusted=False)
+    run = simulate(LAWS[name], num_reqs, controller(num_reqs, costs), 2000)
+    speeds = [fixed_speed(LAWS[name], num_reqs, k, 1) for k in range(K + 1)]
+    best = int(np.argmax(speeds))
+    assert run.speed >= 0.97 * speeds[best]
+    assert costs.is_certain(num_reqs, 0) and costs.is_certain(num_reqs, best)
+    assert costs.seconds(num_reqs, best) == pytest.approx(true_seconds(num_reqs, best), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_reqs", "traffic"),
+    [
+        ("good", 2, Traffic(caps=[3, 0])),  # K = 1 comes to half a draft each
+        ("poor", 64, Traffic(caps=[3, 0] * 32)),
+        ("poor", 8, Traffic(caps=[1, 2, 3, 3, 1, 2, 3, 3])),
+        ("poor", 64, Traffic(most_real=1)),
+        ("good", 64, Traffic(has_prompts=True)),
+        ("poor", 64, Traffic(has_prompts=True)),
+    ],
+)
+def test_trials_end_where_no_step_can_tell_the_cost(
+    name: str, num_reqs: int, traffic: Traffic
+) -> None:
+    """Guesses that happen to be right cost little more than if they were known to be."""
+    known = simulate(LAWS[name], num_reqs, controller(num_reqs), 2000, traffic)
+    costs = StepCosts(measured(), K, is_trusted=False)
+    run = simulate(LAWS[name], num_reqs, controller(num_reqs, costs), 2000, traffic)
+    tried = run.reasons[-500:].count("probe") - known.reasons[-500:].count("probe")
+    assert tried <= 20
+    assert run.speed >= 0.975 * known.speed
+
+
+@pytest.mark.parametrize(("num_reqs", "share"), [(64, 0.97), (256, 0.95)])
+def test_no_k_is_tried_that_could_not_pay(num_reqs: int, share: float) -> None:
+    """What fewer drafts are known to take, more take at least."""
+    costs = StepCosts(measured(), K, is_trusted=False)
+    run = simulate(LAWS["poor"], num_reqs, controller(num_reqs, costs), 300)
+    assert run.speed >= share * fixed_speed(LAWS["poor"], num_reqs, 0, 1)
+    assert not costs.is_certain(num_reqs, K)
+
+
+def test_costs_of_a_busy_time_are_forgotten_after_it() -> None:
+    """Steps took three times as long at first; drafts pay only when that is long over."""
+    law: Law = lambda at: POOR if at < 0.5 else GOOD  # noqa: E731
+    busy = Traffic(slowed=lambda step: 3.0 if step < 150 else 1.0)
+    costs = StepCosts({cell: 3 * t for cell, t in measured().items()}, K, is_trusted=False)
+    run = simulate(law, 1, controller(1, costs), 3000, busy)
+    assert run.chosen[-1000:].count(3) >= 950
+    assert costs.seconds(1, 3) == pytest.approx(true_seconds(1, 3), rel=0.1)
+
+
+def test_what_is_measured_well_is_not_tried_for_its_cost() -> None:
+    chooser = controller(1)
+    run = simulate(LAWS["good"], 1, chooser, 300)
+    assert set(run.chosen[-200:]) == {3} and "probe" not in run.reasons[-200:]
+
+
+def test_one_disturbed_step_of_four_decides_no_cost() -> None:
+    costs = StepCosts(measured(), K, is_trusted=False)
+    for seconds in (0.010, 0.011, 0.100, 0.010):
+        assert not costs.is_certain(8, 2)
+        costs.refine(8, 2, seconds, steady=2)
+    assert costs.is_certain(8, 2) and not costs.is_certain(8, 1)
+    assert costs.seconds(8, 2) == pytest.approx(0.010)
+    # The others were measured beside the same work; their proportions stay.
+    assert costs.seconds(8, 1) == pytest.approx(0.010 * H100[8][1] / H100[8][2])
+    for _ in range(10):  # it verified three and made another number
+        costs.refine(64, 3, 0.010)
+    assert not costs.is_certain(64, 3)
+
+
+def test_steps_with_drafts_for_some_decide_the_cost_of_their_k() -> None:
+    costs = StepCosts(measured(), K, is_trusted=False)
+    for _ in range(4):  # one of two requests wants none
+        costs.refine(2, 0.5, 2 * costs.seconds(2, 0.5), steady=1)
+    assert costs.is_certain(2, 1) and not costs.is_certain(2, 0)
+
+
+@pytest.mark.parametrize("slow", [1.0, 1.6])
+def test_unmeasured_sizes_lie_between_the_measured_ones(slow: float) -> None:
+    costs = StepCosts(measured((1, 64, 256)), K)
+    for _ in range(300):  # a context that makes every step longer
+        costs.refine(64, 3, slow * H100[64][3] / 1000)
+    for num_reqs in (1, 8, 32, 64, 128, 256):
+        for k in range(K + 1):
+            between = costs.seconds(num_reqs, k) / true_seconds(num_reqs, k)
+            assert 0.85 < between < (1.2 if slow == 1.0 else 1.8)
+    assert costs.seconds(64, 3) == pytest.approx(slow * H100[64][3] / 1000, rel=0.02)
+    assert costs.seconds(512, 1) == pytest.approx(2 * costs.seconds(256, 1))
+
+
+def test_beyond_the_largest_measured_size_drafts_cost_more_not_the_same_share() -> None:
+    costs = StepCosts({(1, 0): 0.05, (1, 4): 0.08}, 4)  # a slow start measured one request only
+    assert costs.seconds(8, 0) == pytest.approx(0.05 * 19 / 12)
+    assert costs.seconds(8, 4) == pytest.approx(0.08 * 52.9 / 17.2)
+
+
+def test_an_outlier_hardly_moves_a_cost() -> None:
+    costs = StepCosts(measured(), K)
+    costs.refine(8, 2, 100.0)
+    assert costs.seconds(8, 2) == pytest.approx(H100[8][2] / 1000, rel=0.03)
+
+
+def test_costs_rise_with_drafts_whatever_was_measured() -> None:
+    disturbed = {(1, 0): 0.040, (1, 2): 0.030, (1, 8): 0.090}
+    row = StepCosts(disturbed, 8).row(1)
+    assert list(row) == sorted(row) and row[8] == 0.090
+
+
+def test_without_a_measurement_the_first_step_gives_the_scale() -> None:
+    costs = StepCosts({}, K)
+    costs.refine(1, 0, 0.04)
+    assert costs.seconds(1, 0) == pytest.approx(0.04)
+    assert costs.seconds(1, 3) == pytest.approx(0.04 * (15 + 1.2) / 12)

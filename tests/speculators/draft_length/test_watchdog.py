@@ -1,0 +1,116 @@
+"""What the watchdog takes for a broken drafter, and when it lets it draft again."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import pytest
+
+from slipstream.speculators.draft_length.controller import DraftController
+from slipstream.speculators.draft_length.step_costs import StepCosts
+from slipstream.speculators.draft_length.watchdog import Watchdog
+
+K = 3
+
+
+class Clock:
+    """Time that a test moves."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def feed(watchdog: Watchdog, rate: float, drafts: int, text: Sequence[int] = ()) -> None:
+    """Drafts in steps of ten, so many of them accepted."""
+    for step in range(drafts // 10):
+        right = int(rate * 10 * (step + 1)) - int(rate * 10 * step)
+        texts = [text] if watchdog.wants_texts else []
+        watchdog.observe(10, right, texts)
+
+
+LOOP, PROSE = [7, 8, 9] * 60, list(range(180))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "text", "trouble"),
+    [
+        (0.6, 0.0, PROSE, "zero"),
+        (0.6, 0.05, PROSE, "drop"),
+        (0.6, 1.0, LOOP, "loop"),
+    ],
+)
+def test_a_broken_drafter_is_stopped_and_found_healthy_again(
+    before: float,
+    after: float,
+    text: list[int],
+    trouble: str,
+    clock: Clock,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    watchdog = Watchdog("eagle3", clock)
+    chooser = DraftController((3,), 1, StepCosts({}, K), watchdog=watchdog)
+    chooser.restart(0, None, greedy=True)
+    feed(watchdog, before, 2000, PROSE)
+    assert watchdog.is_healthy and chooser.choose([0]).reason == "fixed"
+    with caplog.at_level(logging.INFO):
+        feed(watchdog, after, 400, text)
+    assert (chooser.choose([0]).num_drafts, chooser.choose([0]).reason) == (0, "unhealthy")
+    assert watchdog.num_troubles[trouble] == 1 and sum(watchdog.num_troubles.values()) == 1
+    assert f"drafter eagle3, {100 * after:.0f} % accepted, 60 % before)" in caplog.text
+    assert "in 10 s a few are tried, and it is on again by itself" in caplog.text
+    clock.now += 11  # a probe, in vain
+    assert chooser.choose([0]).reason == "health_probe" and chooser.choose([0]).num_drafts > 0
+    with caplog.at_level(logging.INFO):
+        feed(watchdog, after, 40, text)
+    assert "stays off" in caplog.text and "the next probe is in 20 s" in caplog.text
+    assert chooser.choose([0]).reason == "unhealthy"
+    clock.now += 11  # the wait has become longer
+    assert chooser.choose([0]).reason == "unhealthy"
+    clock.now += 10
+    assert chooser.choose([0]).reason == "health_probe"
+    with caplog.at_level(logging.INFO):
+        feed(watchdog, before, 40, PROSE)
+    assert watchdog.is_healthy and chooser.choose([0]).reason == "fixed"
+    assert "speculation is on again" in caplog.text
+
+
+def test_zero_is_noticed_at_two_hundred_drafts_whenever_they_begin(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    watchdog = Watchdog("mtp", clock)
+    feed(watchdog, 0.5, 130)
+    feed(watchdog, 0.0, 190)
+    assert watchdog.is_healthy
+    feed(watchdog, 0.0, 10)
+    assert not watchdog.is_healthy and "% before" in caplog.text
+    caplog.clear()
+    feed(Watchdog("mtp", clock), 0.0, 200)
+    assert "(drafter mtp, 0 % accepted)." in caplog.text  # there was nothing before
+
+
+def test_a_right_drafter_of_a_text_that_goes_on_is_left_alone(clock: Clock) -> None:
+    watchdog = Watchdog("draft_model", clock)
+    feed(watchdog, 1.0, 2000, PROSE)
+    feed(watchdog, 0.9, 400, LOOP)  # loops, but the drafter errs: no degenerate pair
+    feed(watchdog, 0.3, 2000, PROSE)  # other traffic
+    assert watchdog.is_healthy
+
+
+def test_a_lower_level_that_stays_is_taken_as_the_traffic(clock: Clock) -> None:
+    watchdog = Watchdog("eagle", clock)
+    feed(watchdog, 0.8, 2000)
+    feed(watchdog, 0.1, 200)
+    assert not watchdog.is_healthy
+    for _ in range(3):
+        clock.now += 1000
+        assert watchdog.state() == "probe"
+        feed(watchdog, 0.1, 40)
+    assert watchdog.is_healthy
