@@ -25,8 +25,7 @@ import psutil
 
 _MOST_SECONDS = 120.0
 _LOOK_SECONDS = 0.002
-_HERE = Path(__file__).parent
-_ROOT = _HERE.parents[1]
+_ROOT = Path(__file__).parents[2]
 _TEXT = (
     "Slow streams cut deep valleys; quick ones polish stones. A river that carries two hundred "
     "boats must not wait for any one of them, and none of them may be lost: so the pilot counts "
@@ -146,7 +145,7 @@ def _drive(load: Load, port: int) -> list[_Stream]:
 
 def _start(load: Load, port: int) -> subprocess.Popen[bytes]:
     pace = asdict(load) | {"seconds_per_step": load.seconds_per_step}
-    paths = [str(_HERE), str(_ROOT / ".src"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(_ROOT / "tests" / "server"), str(_ROOT / ".src"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "SLIPSTREAM_TEST_ENGINE": "front_end_engine:build",
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -25,8 +25,8 @@ from slipstream.runner.attention.base import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
-from slipstream.runner.drafters import host as draft_host
 from slipstream.runner.graphs import dispatch as graph_dispatch
+from slipstream.runner.graphs import settings
 from slipstream.runner.graphs.manager import CudaGraphManager
 from slipstream.runner.graphs.recorder import RecordedGraphs
 from slipstream.runner.models import moe
@@ -189,8 +189,8 @@ def graph_engine(
         if graphs:
             patch.setattr(startup, "CudaGraphs", lambda device: recorder)
             patch.setattr(startup, "wanted_modes", lambda *args: modes)
-            patch.setattr(draft_host, "capture_sizes", lambda *args: captured)
-            patch.setattr(draft_host, "mixed_capture_sizes", lambda *args: captured)
+            patch.setattr(settings, "capture_sizes", lambda *args: captured)
+            patch.setattr(settings, "mixed_capture_sizes", lambda *args: captured)
         changes["scheduler"] = {"max_num_seqs": 4} | changes.pop("scheduler", {})
         engine = GraphEngine(model, speculative, **changes)
         engine.replays, engine.backend = replays, recorder

@@ -11,9 +11,11 @@ import pytest
 
 
 def bench_front_end() -> ModuleType:
-    """The script beside this file."""
+    """The script of `tests/lab`."""
     name = "bench_front_end"
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[2] / "lab" / f"{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

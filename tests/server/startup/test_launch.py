@@ -274,7 +274,7 @@ def test_converter_ends_with_the_server(tmp_path: Path) -> None:
         ],
         stdin=end,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[2])},
+        env={**os.environ, "PYTHONPATH": str(Path(launch.__file__).parents[3])},
     )
     os.close(end)
     os.close(held)  # as if this process had died

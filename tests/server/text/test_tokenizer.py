@@ -207,7 +207,7 @@ def test_named_tokens_are_special_even_if_the_vocabulary_forgot(tmp_path: Path) 
 def test_importing_the_tokenizer_brings_neither_torch_nor_transformers() -> None:
     code = "import sys, slipstream.server.text.tokenizer as t; sys.exit("
     code += "'transformers' in sys.modules or 'torch' in sys.modules)"
-    package = str(Path(tokenizer_source.__file__).parents[2])
+    package = str(Path(tokenizer_source.__file__).parents[3])
     child = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": package})
     assert child.returncode == 0
 
