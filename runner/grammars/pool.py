@@ -25,7 +25,17 @@ import msgspec
 from ..messages import GrammarSpec
 from ..process import describe_exit
 from .grammar import GrammarBackend, GrammarMatcher, MaskJob
-from .process import COMMAND, KILL, READY, START, Compiled, Vocabulary, is_readable, pack, read_message
+from .process import (
+    COMMAND,
+    KILL,
+    READY,
+    START,
+    Compiled,
+    Vocabulary,
+    is_readable,
+    pack,
+    read_message,
+)
 from .remote import GrammarProcess, fill_remote
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .request import Request
 from .policy import RowInFlight
+from .request import Request
 
 LIMIT_SECONDS = 0.2  # a step that some request decodes in
 PROMPT_SECONDS = 1.0  # a step that nobody decodes in: an abort or a new request waits for its end
