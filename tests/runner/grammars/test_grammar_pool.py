@@ -373,7 +373,7 @@ def test_a_shutdown_is_not_blamed_on_a_grammar_that_is_being_compiled(
 ) -> None:
     """The process of the grammar ends some time before the nursery does."""
     held: list[Any] = []
-    monkeypatch.setattr("slipstream.runner.grammar_pool._stop_nursery", held.append)
+    monkeypatch.setattr("slipstream.runner.grammars.pool._stop_nursery", held.append)
     backend = build()
     before = children(nursery_pid(backend))
     future = backend.compile(slow_to_compile())
