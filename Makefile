@@ -7,6 +7,8 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 CODE := configs examples kernels runner server speculators tests
 ARGS ?=
+# The tests start many processes; one that cannot keep compiled modules spends seconds compiling torch and transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test lint types pytest format docs setup setup-gpu clean
 
