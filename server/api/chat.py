@@ -38,7 +38,7 @@ from ..openai_types.replies import (
 from ..output.chat_output import MessageBuilder, MessageParser, PlainText
 from ..output.chat_tools import ChatFormat, chat_format
 from ..output.sampling import ModelLimits, sampling_params
-from ..text.choice import GenerationEvent, TextOptions, TokenEntry
+from ..text.choice_text import GenerationEvent, TextOptions, TokenEntry
 
 
 def chat_routes(services: Services) -> APIRouter:

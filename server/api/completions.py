@@ -34,7 +34,7 @@ from ..openai_types.replies import (
     encode,
 )
 from ..output.sampling import ModelLimits, check_token_ids, sampling_params
-from ..text.choice import GenerationEvent, TextOptions, TokenEntry
+from ..text.choice_text import GenerationEvent, TextOptions, TokenEntry
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 

@@ -24,7 +24,7 @@ from ..openai_types.chat import ChatCompletionRequest
 from ..openai_types.responses import CHAT_NAMES, ResponsesRequest
 from ..output.chat_output import MessageParser
 from ..output.chat_tools import ChatFormat, chat_format
-from ..text.choice import GenerationEvent
+from ..text.choice_text import GenerationEvent
 from .chat import prepare_chat
 from .response_items import ResponseItems
 

@@ -31,7 +31,7 @@ from ...runner.messages import (
 from ..health import Health, State
 from ..request_stream import EngineDead, RequestStream, ShutDown, Turn
 from .drafter_changes import DrafterChanges
-from .drafter_choice import DrafterChoice
+from .next_drafter import NextDrafter
 from .worker_watch import ProgressCallback, Worker
 from .worker_watchdog import Watchdog
 
@@ -85,7 +85,7 @@ class EngineClient:
         self._outbox: list[ToWorker] = []
         self._vocabulary: SetVocabulary | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._drafter = DrafterChoice(config.speculative)
+        self._drafter = NextDrafter(config.speculative)
         self._changes = DrafterChanges(self._post_change, self._drafter.keep)
         self._watchdog = Watchdog(
             config.server.worker_timeout, lambda: bool(self._streams) or self._changes.is_owed

@@ -20,7 +20,7 @@ from ..http.sse import Live, Write
 from ..metrics import RequestTiming
 from ..output.sampling import with_max_tokens
 from ..request_stream import OutputStream
-from ..text.choice import Choice, GenerationEvent, TextOptions
+from ..text.choice_text import ChoiceText, GenerationEvent, TextOptions
 from ..text.stop_strings import StopStrings
 from .services import Services
 
@@ -59,7 +59,11 @@ class TokenCounts:
 
 
 def _write_event(
-    choice: Choice, timing: RequestTiming, frame: Frame, write: Write, outputs: list[RequestOutput]
+    choice: ChoiceText,
+    timing: RequestTiming,
+    frame: Frame,
+    write: Write,
+    outputs: list[RequestOutput],
 ) -> bool:
     """Write one event for these outputs; false when the next one must wait."""
     event = choice.feed(outputs[0])
@@ -73,7 +77,7 @@ def _write_event(
 
 
 def _text_writer(
-    choice: Choice,
+    choice: ChoiceText,
     timing: RequestTiming,
     frame: Frame,
     fill: Callable[[str], bytes],
@@ -112,7 +116,7 @@ class Generation:
         text = job.text._replace(grammar_param=grammar.param or None) if grammar else job.text
         stops = StopStrings(text.stop)
         self.choices = [
-            Choice(index, services.tokenizer, text, job.prompts[index // job.n], stops)
+            ChoiceText(index, services.tokenizer, text, job.prompts[index // job.n], stops)
             for index in range(job.num_choices)
         ]
         self._ids = [f"{job.request_id}-{index}" for index in range(job.num_choices)]

@@ -16,7 +16,7 @@ from ..openai_types.replies import (
     PromptLogprobs,
     TopLogprob,
 )
-from ..text.choice import TokenEntry
+from ..text.choice_text import TokenEntry
 from ..text.tokenizer import Tokenizer
 
 _LEAST = -9999.0

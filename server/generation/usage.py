@@ -14,7 +14,7 @@ from ..openai_types.replies import (
     SpeculativeMetrics,
     Usage,
 )
-from ..text.choice import Choice
+from ..text.choice_text import ChoiceText
 from .generation import TokenCounts
 from .services import Services
 
@@ -35,7 +35,7 @@ def usage(counts: TokenCounts, reasoning_tokens: int = 0) -> Usage:
 
 
 def reply_metrics(
-    services: Services, asked: Speculative | None, choices: Sequence[Choice]
+    services: Services, asked: Speculative | None, choices: Sequence[ChoiceText]
 ) -> ReplyMetrics | UnsetType:
     """What a reply tells of its drafts; unset where nobody asked or nothing drafts."""
     level = services.config.server.per_request_spec_decode_metrics

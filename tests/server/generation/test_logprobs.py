@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from slipstream.runner.messages import RequestOutput
-from slipstream.server.text.choice import Choice, TextOptions
+from slipstream.server.text.choice_text import ChoiceText, TextOptions
 from slipstream.server.text.tokenizer import Tokenizer
 
 from ..api_fakes import EOS, MODEL, TOKENIZER, ScriptedEngine, http_client, make_app, reply_with
@@ -88,7 +88,7 @@ def test_the_space_that_begins_an_answer_is_not_lost() -> None:
     )
     tokenizer = Tokenizer(backend)
     prompt, answer_ids = [vocab["▁is"]], [vocab["▁Paris"], vocab["▁is"]]
-    choice = Choice(0, tokenizer, TextOptions([]), prompt)
+    choice = ChoiceText(0, tokenizer, TextOptions([]), prompt)
     event = choice.feed(RequestOutput("r", answer_ids, finish_reason="length"))
     assert tokenizer.decode(prompt) + event.text == tokenizer.decode(prompt + answer_ids)
     assert event.text == " Paris is"

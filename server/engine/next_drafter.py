@@ -14,7 +14,7 @@ from ...configs.schema import SpeculativeConfig
 log = logging.getLogger("slipstream.speculator")
 
 
-class DrafterChoice:
+class NextDrafter:
     """The drafter of an engine client."""
 
     def __init__(self, configured: SpeculativeConfig) -> None:

@@ -1,4 +1,4 @@
-"""Owns one choice's way from token ids to text: detokenizer, stop strings, counts, logprobs.
+"""The text of one OpenAI choice: detokenizes, looks for stop strings, counts, holds logprobs.
 
 It knows nothing of HTTP or of the other choices.
 """
@@ -55,8 +55,8 @@ class GenerationEvent:
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
-class Choice:
-    """The state of one choice while it is generated."""
+class ChoiceText:
+    """Turns the token ids of one OpenAI choice into text while they are generated."""
 
     def __init__(
         self,
