@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...configs.schema import Config
+from ...configs.schema import Config, SchedulerConfig
 from ...speculators.training.dataset import TrainingSequence
 from ...speculators.training.geometry import HeadGeometry, check_taps
 from ...speculators.training.objective import Batch
@@ -43,12 +43,14 @@ class _Piece:
 class TargetReader:
     """`speculators.training.dataset.HiddenSource` over an engine's own model and memory."""
 
-    def __init__(self, parts: RunnerParts, taps: tuple[int, ...], config: Config) -> None:
+    def __init__(
+        self, parts: RunnerParts, taps: tuple[int, ...], scheduler: SchedulerConfig
+    ) -> None:
         self._target = parts.target
         self._model = cast(Any, parts.target.model)
         self._taps = taps
-        self._max_tokens = config.scheduler.max_num_batched_tokens
-        self._max_reqs = config.scheduler.max_num_seqs
+        self._max_tokens = scheduler.max_num_batched_tokens
+        self._max_reqs = scheduler.max_num_seqs
         cache = parts.target.cache
         self._block_size = cache.block_size
         self._num_blocks = cache.num_blocks

@@ -180,7 +180,7 @@ class TrainingRun:
         replies = (s.token_ids[s.prompt_length :] for s in training)
         counts = count_tokens(replies, geometry.vocab_size)
         vocabulary = choose_draft_vocabulary(counts, geometry.draft_vocab_size)
-        reader = TargetReader(target.parts, self._taps, self.job.config)
+        reader = TargetReader(target.parts, self._taps, self.job.config.scheduler)
         learner = TrainingHead(geometry, config.train_seed)
         learner.start_from(*reader.starting_head(vocabulary.target_ids))
         _say(
