@@ -153,22 +153,6 @@ class SamplingState:
         values = [self._top_k_cpu[slot] for slot in slots]
         return max(values) if values and min(values) > 0 else None
 
-    def record(
-        self,
-        idx_mapping: Tensor,  # [>= N] int32, batch row -> slot; negative slots are skipped
-        sampled_token_ids: Tensor,  # [N, K + 1] int64, -1 beyond num_sampled
-        num_sampled: Tensor,  # [N] int32
-    ) -> None:
-        """Count every emitted token, once per step, after sampling (part of post_update)."""
-        if self.output_bin_counts is None:
-            return
-        num_reqs, width = sampled_token_ids.shape
-        slots = idx_mapping[:num_reqs].long()
-        offsets = torch.arange(width, device=slots.device)
-        emitted = (offsets < num_sampled[:, None]) & (slots >= 0)[:, None]
-        where = slots.clamp(min=0)[:, None] * self.vocab_size + sampled_token_ids.clamp(min=0)
-        self.output_bin_counts.view(-1).scatter_add_(0, where.flatten(), emitted.flatten().int())
-
     def _table(self, *shape: int) -> Tensor:
         return torch.full((self.max_num_reqs, *shape), -1, dtype=torch.int32, device=self._device)
 

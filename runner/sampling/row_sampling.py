@@ -6,8 +6,9 @@ no token itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from ..batch.input_batch import InputBatch
 from ..batch.request_table import RequestTable
 from ..batch.step_output import TokenLogprobTensors
 from .logits_processing import SamplingRows
-from .sampler import Sampler, SamplerOutput, SamplingPath
+from .sampler import Sampler, SamplerOutput, SamplingPath, split_requests
 
 # (hidden [L, H], vocabulary, draws) -> as `sampler.Pick`
 PickTokens = Callable[[Tensor, int, Draws | None], tuple[Tensor, Tensor]]
@@ -56,7 +57,7 @@ class RowSampling:
             seq_lens=batch.seq_lens[: batch.num_reqs],
             max_num_drafts=self._max_drafts,
         )
-        for first, last in self._pieces(batch.cu_num_logits_cpu):
+        for first, last in pairwise(split_requests(batch.cu_num_logits_cpu, self._max_rows)):
             rows = whole.requests(first, last)
             span = slice(batch.cu_num_logits_cpu[first], batch.cu_num_logits_cpu[last])
             hidden = hidden_states[batch.logits_indices[span]]
@@ -81,15 +82,6 @@ class RowSampling:
     def _path(self, rows: SamplingRows, table: RequestTable, mask: Tensor | None) -> SamplingPath:
         has_drafts = rows.cu_num_logits_cpu[-1] > len(rows.slots)
         return self.sampler.path(table.sampling.features(rows.slots), has_drafts, mask is not None)
-
-    def _pieces(self, cu_num_logits: list[int]) -> Iterator[tuple[int, int]]:
-        """Ranges [first, last) of batch rows whose logits fit."""
-        first = 0
-        for row in range(1, len(cu_num_logits)):
-            if cu_num_logits[row] - cu_num_logits[first] > self._max_rows:
-                yield first, row - 1
-                first = row - 1
-        yield first, len(cu_num_logits) - 1
 
 
 def _join(outputs: list[SamplerOutput]) -> SamplerOutput:

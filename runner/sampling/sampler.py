@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -79,12 +80,13 @@ class Sampler:
         """Tokens for every request of the step."""
         state = requests.sampling
         logits = logits[:, : state.vocab_size]
-        bounds = self._chunks(rows.cu_num_logits_cpu, logits.shape[1])
+        max_rows = self._max_chunk_bytes // (4 * state.vocab_size)
+        bounds = split_requests(rows.cu_num_logits_cpu, max_rows)
         if len(bounds) == 2:
             parts = [self._sample_chunk(logits, rows, requests, grammar_bitmask)]
         else:
             parts = []
-            for first, last in zip(bounds, bounds[1:], strict=False):
+            for first, last in pairwise(bounds):
                 of = slice(rows.cu_num_logits_cpu[first], rows.cu_num_logits_cpu[last])
                 bitmask = None if grammar_bitmask is None else grammar_bitmask[of]
                 part = rows.requests(first, last)
@@ -170,17 +172,6 @@ class Sampler:
             temperature=temperature,
         )
 
-    def _chunks(self, cu_num_logits: Sequence[int], vocab_size: int) -> list[int]:
-        """Batch rows at which chunks of whole requests begin, and N."""
-        max_rows = self._max_chunk_bytes // (4 * vocab_size)
-        bounds = [0]
-        if cu_num_logits[-1] <= max_rows:
-            return [0, len(cu_num_logits) - 1]
-        for row in range(1, len(cu_num_logits) - 1):
-            if cu_num_logits[row + 1] - cu_num_logits[bounds[-1]] > max_rows:
-                bounds.append(row)
-        return [*bounds, len(cu_num_logits) - 1]
-
     def _sample_chunk(
         self,
         raw: Tensor,
@@ -208,3 +199,15 @@ class Sampler:
             requests.prefill_len,
         )
         return sampled, num_sampled, num_rejected, has_nan
+
+
+def split_requests(cu_num_logits: Sequence[int], max_rows: int) -> list[int]:
+    """Batch rows at which chunks of whole requests begin, then N. A chunk has at most `max_rows`
+    logits rows, unless a single request has more."""
+    last = len(cu_num_logits) - 1
+    bounds = [0]
+    if cu_num_logits[-1] > max_rows:
+        for row in range(1, last):
+            if cu_num_logits[row + 1] - cu_num_logits[bounds[-1]] > max_rows:
+                bounds.append(row)
+    return [*bounds, last]

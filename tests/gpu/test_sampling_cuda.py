@@ -98,7 +98,6 @@ def test_a_mixed_batch_gives_the_cpus_tokens_and_never_waits(kind: str, rule: st
     torch.cuda.synchronize()
     with no_waiting():
         got = sampler[CUDA].sample(on_gpu, moved, tables[CUDA], mask)
-        tables[CUDA].sampling.record(moved.idx_mapping, got.sampled_token_ids, got.num_sampled)
     assert torch.equal(got.sampled_token_ids.cpu(), expected.sampled_token_ids)
     assert torch.equal(got.num_sampled.cpu(), expected.num_sampled)
     assert torch.equal(got.num_rejected.cpu(), expected.num_rejected)
@@ -107,10 +106,6 @@ def test_a_mixed_batch_gives_the_cpus_tokens_and_never_waits(kind: str, rule: st
     torch.testing.assert_close(
         got.logprobs.logprobs.cpu(), expected.logprobs.logprobs, atol=1e-4, rtol=1e-4
     )
-    tables[CPU].sampling.record(rows.idx_mapping, expected.sampled_token_ids, expected.num_sampled)
-    counts = [tables[d].sampling.output_bin_counts for d in (CPU, CUDA)]
-    assert counts[0] is not None and counts[1] is not None
-    assert torch.equal(counts[0], counts[1].cpu())
 
 
 def test_compiled_gumbel_sample_equals_the_reference() -> None:

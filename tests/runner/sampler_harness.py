@@ -82,7 +82,7 @@ class Table:
 
     def apply(self, rows: SamplingRows, output: SamplerOutput) -> list[list[int]]:
         """What post_update does to these columns; returns the emitted tokens per batch row."""
-        self.sampling.record(rows.idx_mapping, output.sampled_token_ids, output.num_sampled)
+        count_tokens(self.sampling, rows.idx_mapping, output)
         emitted = [
             ids[:count]
             for ids, count in zip(
@@ -94,6 +94,16 @@ class Table:
             self.all_token_ids[slot, at : at + len(tokens)] = torch.tensor(tokens)
             self.total_len[slot] += len(tokens)
         return emitted
+
+
+def count_tokens(sampling: SamplingState, slots: Tensor, output: SamplerOutput) -> None:
+    """Count the emitted tokens of each request, as `post_update` does on the device."""
+    if (counts := sampling.output_bin_counts) is None:
+        return
+    emitted = output.sampled_token_ids >= 0
+    rows = slots.long()[:, None].expand_as(emitted)[emitted]
+    one = counts.new_ones(()).expand(rows.shape[0])
+    counts.index_put_((rows, output.sampled_token_ids[emitted]), one, accumulate=True)
 
 
 def rows_of(

@@ -181,26 +181,6 @@ def test_min_tokens_is_judged_row_by_row() -> None:
     assert out.sampled_token_ids.tolist() == [[4, 4, 9, 9]]
 
 
-def test_emitted_tokens_are_counted_once_each() -> None:
-    penalised = SamplingParams(seed=0, max_tokens=9, temperature=0.0, presence_penalty=0.1)
-    plain = SamplingParams(seed=0, max_tokens=9, temperature=0.0)
-    table = Table.of([(penalised, [1, 2], [3, 3]), (plain, [1], [])], V)
-    logits = torch.zeros(4, V)
-    logits[:3, 10], logits[3, 11] = 5.0, 5.0
-    rows = rows_of(table, [0, 1], [[10, 10], []], 2)
-    table.apply(rows, sampler().sample(logits, rows, table))
-    counts = table.sampling.output_bin_counts
-    assert counts is not None
-    assert counts[0].nonzero().flatten().tolist() == [3, 10]
-    assert counts[0, 3] == 2 and counts[0, 10] == 3
-    # padded rows and rows without tokens count nothing
-    before = counts.clone()
-    ids = torch.tensor([[4, 4], [5, -1], [6, 6]])
-    table.sampling.record(torch.tensor([-1, 1, 0]).int(), ids, torch.tensor([2, 1, 0]).int())
-    before[1, 5] += 1
-    assert torch.equal(counts, before)
-
-
 def test_an_unfinished_prefill_emits_nothing() -> None:
     params = SamplingParams(seed=0, max_tokens=9)
     table = Table.of([(params, [1, 2, 3, 4], []), (params, [1, 2], [])], V)
