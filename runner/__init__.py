@@ -1,1 +1,4 @@
-"""The worker process: scheduler, KV blocks, model runner. Knows nothing about HTTP or text."""
+"""The worker side: the wire to the server, the scheduler, the KV cache and the model runner.
+
+It knows nothing about HTTP or text.
+"""

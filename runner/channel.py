@@ -1,11 +1,11 @@
-"""Owns the socket between the server and one worker: lists of messages, one packet each way a step.
+"""The socket between the server and one worker; each way, at most one packet of messages per step.
 
-A packet travels in frames of bounded size, so that no request can outgrow what the socket takes,
-and what requests share travels once.
+A packet is split into frames of bounded size, because ZeroMQ limits the size of a frame, and a
+prompt that several requests share is sent once.
 
-A pair of ZeroMQ PAIR sockets over a Unix socket in a private folder. The server's end lives on its
-event loop and the worker's end blocks or polls; neither knows what the messages mean. A worker that
-is started again gets a new channel, so nothing stale can arrive.
+The two ends are ZeroMQ PAIR sockets over a Unix socket in a private folder. The server's end runs
+on the event loop; the worker's end blocks or polls. Neither end knows what the messages mean. A
+restarted worker gets a new channel, so it cannot receive messages meant for its predecessor.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import zmq.asyncio
 from .messages import FromWorker, ToWorker, encoder, from_worker_decoder, to_worker_decoder
 from .shared_requests import share, unshare
 
-MAX_FRAME_BYTES = 16 << 20  # a peer that sends a larger one is cut off
-# ZeroMQ's input-output threads answer these, so a worker that computes for long still answers and
-# only one that is frozen does not.
+MAX_FRAME_BYTES = 16 << 20  # ZeroMQ disconnects a peer that sends a larger frame
+# ZeroMQ's I/O threads answer heartbeats. A worker that computes for long therefore stays connected;
+# only a frozen one is disconnected.
 HEARTBEAT_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 30_000
-_LINGER_MS = 2_000  # how long the worker's last words may take
-_MAX_PATH = 100  # a Unix socket's path must fit into 108 bytes
-# A context, its threads and sockets open about twenty. ZeroMQ aborts the whole process if it finds
-# none left at the wrong moment, so they are counted before.
+_LINGER_MS = 2_000  # how long `WorkerChannel.close` waits for unsent messages to leave
+_MAX_PATH = 100  # Linux limits the path of a Unix socket to 108 bytes
+# A ZeroMQ context with its threads and sockets opens about twenty file descriptors. ZeroMQ aborts
+# the whole process if it runs out of them, so their availability is checked first.
 _DESCRIPTORS = 32
 
 
 def _configure(socket: zmq.Socket[bytes], linger_ms: int) -> None:
     socket.set(zmq.LINGER, linger_ms)
-    socket.set(zmq.SNDHWM, 0)  # no limit: a step never waits for a slow reader
+    socket.set(zmq.SNDHWM, 0)  # unlimited queue: a step never waits for a slow reader
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
 
 
 def _frames(packet: bytes) -> list[memoryview]:
-    """The packet in pieces that the socket takes."""
+    """Split a packet into frames of at most `MAX_FRAME_BYTES`."""
     view = memoryview(packet)
     return [view[at : at + MAX_FRAME_BYTES] for at in range(0, len(packet), MAX_FRAME_BYTES)]
 
@@ -53,7 +53,7 @@ def _joined(frames: list[bytes]) -> bytes:
 
 
 def _check_descriptors() -> None:
-    """OSError if this process cannot open as many more as a channel needs."""
+    """Raise OSError if this process cannot open the file descriptors that a channel needs."""
     taken: list[int] = []
     try:
         while len(taken) < _DESCRIPTORS:
@@ -64,9 +64,9 @@ def _check_descriptors() -> None:
 
 
 class ServerChannel:
-    """The server's end, on the running event loop. Create it before the worker.
+    """The server's end, bound to the running event loop. Create it before the worker starts.
 
-    OSError if the machine lacks what it needs; nothing is left behind then.
+    Raises OSError, leaving nothing behind, if descriptors, disk space or permissions are lacking.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class ServerChannel:
             raise
 
     def _bind(self) -> tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]:
-        """The socket, and the one that tells about its connection."""
+        """The data socket, and the monitor socket that reports a disconnection."""
         socket: zmq.asyncio.Socket = self._context.socket(zmq.PAIR)
         _configure(cast("zmq.Socket[bytes]", socket), 0)
         socket.set(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
@@ -97,14 +97,14 @@ class ServerChannel:
         return socket, monitor
 
     def send(self, messages: list[ToWorker]) -> None:
-        """Queue one packet; never blocks. A packet to a worker that is gone is dropped."""
+        """Queue one packet without blocking. Drop it if the worker is gone."""
         frames = _frames(encoder.encode(list(share(messages))))
         sent = cast("asyncio.Future[None]", self._socket.send_multipart(frames, zmq.NOBLOCK))
         if sent.done() and isinstance(sent.exception(), zmq.Again):
-            return  # nobody at the other end: whoever watches the process reports it
+            return  # no worker is connected; the process watcher reports its death
 
     async def receive(self) -> list[FromWorker]:
-        """The next packet."""
+        """Wait for the next packet and return its messages."""
         return from_worker_decoder.decode(_joined(await self._socket.recv_multipart()))
 
     async def disconnected(self) -> None:
@@ -119,7 +119,7 @@ class ServerChannel:
 
 
 class WorkerChannel:
-    """The worker's end. `send` may be called from several threads while nobody receives."""
+    """The worker's end. Several threads may call `send` as long as no thread is in `receive`."""
 
     def __init__(self, endpoint: str) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
@@ -129,17 +129,20 @@ class WorkerChannel:
         self._lock = threading.Lock()
 
     def send(self, messages: list[FromWorker]) -> None:
-        """Queue one packet; blocks only until the server's end is there at all."""
+        """Queue one packet. Blocks only while the server's end does not exist yet."""
         with self._lock:
             self._socket.send_multipart(_frames(encoder.encode(messages)))
 
     def has_messages(self) -> bool:
-        """Whether `receive` would find any without waiting."""
-        # Not `poll`, which builds a poller: this is asked in every step.
+        """True if `receive` would return messages at once."""
+        # Runs in every step, so it avoids `poll`, which builds a poller object each time.
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
     def receive(self, timeout: float | None) -> list[ToWorker]:
-        """All messages that wait; if none, wait `timeout` seconds (None: as long as it takes)."""
+        """All messages that have arrived; if there are none, wait up to `timeout` seconds for some.
+
+        A `timeout` of None waits without a limit.
+        """
         messages: list[ToWorker] = []
         if not self.has_messages():
             if timeout == 0:
@@ -154,6 +157,6 @@ class WorkerChannel:
                 return messages
 
     def close(self) -> None:
-        """Close the socket once what was sent has left, or after two seconds."""
+        """Send what is queued, for at most two seconds, then close the socket."""
         self._socket.close()
         self._context.term()

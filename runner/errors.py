@@ -1,4 +1,4 @@
-"""Errors that a user or a machine can cause in the worker; a message is one sentence."""
+"""The worker's exceptions for faults of a user or a machine. Each message is one sentence."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ class ModelLoadError(RunnerError):
 
 
 class DrafterError(ModelLoadError):
-    """The drafter is at fault, not the model it drafts for: without it the model can be served."""
+    """The drafter cannot be loaded, but the model can be served without it."""
 
 
-# Their text says enough. RuntimeError: torch tells a device's faults so, with hints below.
+# Exceptions with messages fit for a user. torch reports device faults, with hints on the lines
+# after the first, as RuntimeError.
 _OF_DRAFTERS = (RunnerError, ConfigError, OSError, RuntimeError)
 
 
 def first_line(error: BaseException) -> str:
-    """Of its text, the first line that says something; "" if none does."""
+    """The first non-blank line of the error's message; "" if there is none."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def why_unreadable(error: Exception) -> str:
-    """What an error that reading a drafter ended in is told as: one sentence, without its stop.
+    """One sentence, without its full stop, saying why a drafter cannot be loaded.
 
-    Odd contents can end in any class of error: it is named, all lines are told, and logged where.
+    A malformed checkpoint can raise any class of error. For a class that is not meant for users
+    the sentence names the class and holds the whole message, and the traceback is logged.
     """
     if isinstance(error, _OF_DRAFTERS) and not isinstance(error, RecursionError):
         return first_line(error).rstrip(".") or repr(error)

@@ -1,4 +1,4 @@
-"""What crosses the process boundary, as msgspec structs: one list of messages per step, each way.
+"""The messages between server and worker, as msgspec structs: lists of them, one per step each way.
 
 Token ids and numbers only: the worker never sees text, the server never sees tensors.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-# How long the lists of one request may be. The server's door says so; the worker refuses the rest.
+# Limits on the lists of one request. The server documents and checks them; the worker checks again.
 MAX_BIASES = 1024
 MAX_STOP_TOKEN_IDS = 2048  # the client's and the model's
 MAX_BAD_WORD_TOKENS = 1 << 14  # of all words, in each spelling
@@ -22,11 +22,12 @@ class GrammarSpec(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How one request is sampled; already validated and in token space. `seed` is always set."""
+    """The sampling parameters of one request, validated and in token ids. `seed` is always set."""
 
     seed: int
     max_tokens: int
-    has_own_seed: bool = False  # its client named the seed: the text must repeat in any company
+    # the client chose it: output must not depend on the rest of the batch
+    has_own_seed: bool = False
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0 = off
@@ -43,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: int | None = None
     grammar: GrammarSpec | None = None
     speculative_enabled: bool = True
-    speculative_max_tokens: int | None = None  # at most so many drafts per step
+    speculative_max_tokens: int | None = None  # maximum number of drafts per step; None = no limit
     prediction_token_ids: list[int] = []  # OpenAI's `prediction`, for the n-gram drafter
 
 
@@ -57,11 +58,11 @@ class AddRequest(msgspec.Struct, tag="add", omit_defaults=True):
     prompt_token_ids: list[int]
     sampling: SamplingParams
     priority: int = 0
-    cache_salt: str = ""  # KV blocks are shared only between requests of the same one
+    cache_salt: str = ""  # requests share cached KV blocks only if their salts are equal
 
 
 class Child(msgspec.Struct, array_like=True, frozen=True):
-    """What one of several `AddRequest`s does not share with the others."""
+    """The part of an `AddRequest` that differs between the children of one HTTP request."""
 
     request_id: str
     prompt: int  # index of its prompt
@@ -71,16 +72,20 @@ class Child(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AddChildren(msgspec.Struct, tag="children", omit_defaults=True):
-    """Several `AddRequest`s that share their parameters, each prompt once (see `shared`)."""
+    """Several `AddRequest`s with the same parameters; each distinct prompt is held once.
+
+    `shared_requests.share` makes it.
+    """
 
     prompts: list[list[int]]
-    sampling: SamplingParams  # of the first child
+    sampling: SamplingParams  # those of the first child
     children: list[Child]
     priority: int = 0
     cache_salt: str = ""
 
     def requests(self) -> list[AddRequest]:
-        """The requests; they share their prompts and parameters, which nobody changes."""
+        """The requests it stands for. They share prompt and parameter objects; treat these as
+        constant."""
         return [
             AddRequest(
                 child.request_id,
@@ -109,17 +114,17 @@ class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
 
 
 class SetVocabulary(msgspec.Struct, tag="vocabulary"):
-    """What the tokens spell, so that grammars can be compiled; comes before any request."""
+    """The bytes of every token, which compiling grammars needs. Sent before any request."""
 
-    tokens: list[bytes]  # in id order; empty where a token spells no text, as control tokens
-    eos_token_ids: list[int]  # they end a grammar's text
+    tokens: list[bytes]  # in id order; empty for a token without text, such as a control token
+    eos_token_ids: list[int]  # the tokens that may follow a complete grammar
 
 
 class ChangeSpeculator(msgspec.Struct, tag="change_speculator"):
-    """Exchange the drafter's weights between two steps; `StepOutputs.speculator` answers each.
+    """Swap the drafter's weights between two steps. `StepOutputs.speculator` answers each message.
 
-    "load" reads the checkpoint `model` and sees whether it fits, "try" brings in what was loaded,
-    and "keep" or "revert" must end it.
+    `action` "load" reads the checkpoint `model` and checks that it fits; "try" swaps it in; then
+    "keep" or "revert" must end the trial.
     """
 
     action: str
@@ -139,7 +144,8 @@ ToWorker = (
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """Start-up progress: `phase` is "download", "load" (both in bytes), "kv_cache" or "capture"."""
+    """Start-up progress. `phase` is "download" or "load" (both count bytes), "kv_cache" or
+    "capture"."""
 
     phase: str
     done: int
@@ -148,7 +154,7 @@ class Progress(msgspec.Struct, tag="progress"):
 
 
 class Ready(msgspec.Struct, tag="ready"):
-    """The worker serves; facts that the server needs."""
+    """The worker is ready; its fields are what the server needs to know about it."""
 
     max_model_len: int
     vocab_size: int
@@ -161,19 +167,19 @@ class Ready(msgspec.Struct, tag="ready"):
     speculative_method: str
     num_speculative_tokens: int
     startup_seconds: dict[str, float]  # by phase
-    device_name: str = ""  # of a GPU, as its driver spells it
-    # What a decode step reads at least; 0 = unknown, as with weights packed for the CPU.
+    device_name: str = ""  # the GPU's name as its driver reports it
+    # Bytes of weights that every decode step reads; 0 = unknown (weights packed for the CPU).
     weight_bytes: int = 0
-    draft_weight_bytes: int = 0  # of the drafter, once a draft
+    draft_weight_bytes: int = 0  # the drafter's, read once per draft
     kv_bytes_per_token: int = 0
-    lowered_claims: list[str] = []  # attention back end of each claim that did not hold
+    lowered_claims: list[str] = []  # attention back ends whose claims failed their start-up test
 
 
 class Fatal(msgspec.Struct, tag="fatal"):
-    """The worker ends; `message` is one sentence for the user."""
+    """The worker is about to exit; `message` is one sentence for the user."""
 
     message: str
-    of_drafter: bool = False  # it could not start because of its drafter alone
+    of_drafter: bool = False  # only the drafter kept it from starting
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
@@ -187,19 +193,20 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 
 
 class RequestOutput(msgspec.Struct, omit_defaults=True, gc=False):
-    """What one step brought for one request."""
+    """What one step yields for one request."""
 
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one per token in `token_ids`
-    prompt_logprobs: list[TokenLogprobs | None] | None = None  # whole prompt, once; first is None
+    # Those of the whole prompt, sent once; the first token's is None.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "error"
-    stop_token_id: int | None = None  # which stop token ended it (its id is in `token_ids`)
+    stop_token_id: int | None = None  # the stop token that ended it, the last of `token_ids`
     error: str | None = None  # one sentence, with finish_reason "error"
     invalid_request: bool = False  # with `error`: the request is at fault (HTTP 400)
     num_cached_tokens: int = 0  # prompt tokens from the prefix cache; set in the first output
     num_draft_tokens: int = 0  # drafts verified in this step
-    num_accepted_tokens: int = 0  # of those, accepted
+    num_accepted_tokens: int = 0  # drafts accepted in this step
 
 
 class StepStats(msgspec.Struct):
@@ -212,26 +219,26 @@ class StepStats(msgspec.Struct):
     prefix_cache_hits: int = 0  # tokens found
     num_preemptions: int = 0
     num_prompt_tokens: int = 0  # prompt tokens computed
-    num_drafts: int = 0  # verify steps with at least one draft, per request
+    num_drafts: int = 0  # rows that verified at least one draft
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     accepted_per_pos: list[int] = []  # [K] accepted drafts at position i
-    num_plain_steps: int = 0  # per request: sampling rows that carried no draft
+    num_plain_steps: int = 0  # sampling rows without a draft
     num_generated_tokens: int = 0
-    current_k: int | None = None  # drafts made after the step; None = nobody could have any
+    current_k: int | None = None  # drafts made after the step; None = no request could have any
     k_reason: str = ""
-    drafter_healthy: bool | None = None  # None = not said
-    drafter_troubles: dict[str, int] = {}  # newly noticed, by kind
+    drafter_healthy: bool | None = None  # None = not reported in this step
+    drafter_troubles: dict[str, int] = {}  # problems noticed since the last report, by kind
 
 
 class SpeculatorChanged(msgspec.Struct):
-    """What became of a `ChangeSpeculator`."""
+    """The answer to a `ChangeSpeculator`."""
 
-    error: str | None = None  # one sentence; nothing has changed then
+    error: str | None = None  # one sentence; the drafter is then unchanged
 
 
 class StepOutputs(msgspec.Struct, tag="step"):
-    """All that one step brought."""
+    """All that one step yields."""
 
     outputs: list[RequestOutput]
     stats: StepStats

@@ -1,7 +1,7 @@
-"""Owns the worker as a process: how it starts, how it ends, and that it never outlives the server.
+"""Starts and ends the worker process, and guarantees that it never outlives the server.
 
 It knows nothing of engines and imports nothing heavy: the child imports torch, the parent must not.
-The child reads its orders from its standard input; while that stays open the parent lives.
+The child reads its orders from its standard input and exits when that is closed.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
 class WorkerOrders(msgspec.Struct, frozen=True):
-    """What a worker is told at its start."""
+    """The start-up arguments of a worker, sent as one line of JSON on its standard input."""
 
     endpoint: str
     parent_pid: int
     config: Config
-    engine: str | None = None  # "module:function" in place of `engine.build_engine`, for tests
-    name: str = "slip-worker"  # shown by ps; 15 bytes at most
+    engine: str | None = None  # "module:function" that tests call instead of `engine.build_engine`
+    name: str = "slip-worker"  # the process name that ps shows; at most 15 bytes
 
 
 class WorkerProcess:
-    """A running worker. `stop` or `kill` must be awaited before it is dropped."""
+    """A running worker process. Await `stop` or `kill` before dropping it."""
 
     def __init__(self, orders: WorkerOrders) -> None:
         package = __package__ or ""
         root = sys.modules[package.partition(".")[0]].__path__[0]
         paths = [str(Path(root).parent), os.environ.get("PYTHONPATH", "")]
         line = msgspec.json.encode(orders) + b"\n"
-        # -P: the current folder may hold a `kernels`, and transformers imports one if it finds it.
-        # A process group of its own: Ctrl-C in a terminal is for the server, which drains first.
+        # -P keeps the current folder off sys.path: it may hold a package named `kernels`, which
+        # transformers would import. The worker gets its own process group, so that Ctrl-C in a
+        # terminal reaches only the server, which drains first.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", f"{package}.engine.worker"],
             stdin=subprocess.PIPE,
@@ -56,7 +57,7 @@ class WorkerProcess:
             self._process.stdin.write(line)
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it died at once: `wait` tells how
+            pass  # the child died at once; `wait` reports its status
 
     @property
     def pid(self) -> int:
@@ -64,17 +65,18 @@ class WorkerProcess:
         return self._process.pid
 
     async def wait(self) -> int:
-        """The exit status (minus the signal's number if a signal ended it), once it has ended."""
+        """Wait for the process to end and return its exit status, or minus the fatal signal's
+        number."""
         while (status := self._process.poll()) is None:
             await asyncio.sleep(_POLL_SECONDS)
         return status
 
     async def stop(self, grace: float) -> int:
-        """Wait `grace` seconds for an end that was asked for, then end it; returns the status.
+        """Wait `grace` seconds for the worker to exit by itself, then force it; return its status.
 
-        The middle step closes the worker's standard input, which ends it as SIGTERM would: it
-        ignores the signal itself, because service managers send that to every process at once
-        and the worker must live on while the server drains.
+        Closing the worker's standard input comes first, because the worker ignores SIGTERM. Service
+        managers send that to every process at once, and the worker must keep running while the
+        server drains. If it still runs a second later, it is killed.
         """
         for seconds in (grace, 1.0):
             try:
@@ -86,7 +88,7 @@ class WorkerProcess:
         return await self.kill()
 
     async def kill(self) -> int:
-        """End it now."""
+        """Kill the process and return its status."""
         self._process.kill()
         self._close_stdin()
         return await self.wait()
@@ -113,13 +115,16 @@ def describe_exit(status: int) -> str:
 
 
 def follow_parent() -> None:
-    """Have the kernel end this process when its parent ends, where the kernel is Linux."""
+    """On Linux, have the kernel kill this process when its parent ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def receive_orders(stdin: IO[bytes]) -> WorkerOrders:
-    """Read the orders, and from then on end with the parent, however that ends."""
+    """Read the orders, and start a thread that exits this process when the parent closes the pipe.
+
+    Also ignores SIGINT, SIGTERM and SIGHUP.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line = stdin.readline()
@@ -130,18 +135,19 @@ def receive_orders(stdin: IO[bytes]) -> WorkerOrders:
     if sys.platform == "linux":
         libc = ctypes.CDLL(None)
         libc.prctl(_PR_SET_NAME, orders.name.encode(), 0, 0, 0)
-    if os.getppid() != orders.parent_pid:  # it died before the request above
+    if os.getppid() != orders.parent_pid:  # the parent died before `follow_parent`
         os._exit(1)
 
     descriptor = stdin.fileno()
 
     def end_with_parent() -> None:
-        # Not through `stdin`: a lock that this thread held would make a clean exit fatal.
+        # Reads the descriptor, not `stdin`: this thread would hold the stream's lock, and Python
+        # aborts at exit if a daemon thread holds it.
         try:
             while os.read(descriptor, 4096):
                 pass
         finally:
-            os._exit(1)  # the parent closed the pipe or is gone, or nobody could tell
+            os._exit(1)  # the parent closed the pipe or died, or reading failed
 
     threading.Thread(target=end_with_parent, name="parent-watch", daemon=True).start()
     return orders

@@ -1,7 +1,7 @@
-"""Packs requests that share their prompt and parameters, so that each part travels once.
+"""Packs requests that share prompt and parameters into one message, so that each part is sent once.
 
-The children of one HTTP request (`n`, several prompts) differ in their names, seeds and bounds
-only. Sent one by one, 128 children of a long prompt would be 128 copies of it.
+The children of one HTTP request (`n`, or several prompts) differ only in their ids, seeds and
+token limits. Sent one by one, 128 children would carry 128 copies of a long prompt.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import msgspec
 
 from .messages import AddChildren, AddRequest, Child, SamplingParams, ToWorker
 
-_OWN = {"seed", "max_tokens", "prompt_logprobs"}  # what `Child` carries
+_OWN = {"seed", "max_tokens", "prompt_logprobs"}  # the parameters that `Child` carries
 
 
 def share(messages: Iterable[ToWorker]) -> Iterator[ToWorker | AddChildren]:
-    """The messages in their order; neighbours that share their parameters become one message."""
+    """Yield the messages in order, with adjacent requests of equal parameters packed into one."""
     group: list[AddRequest] = []
     for message in messages:
         if isinstance(message, AddRequest) and (not group or _are_alike(group[0], message)):
@@ -32,7 +32,7 @@ def share(messages: Iterable[ToWorker]) -> Iterator[ToWorker | AddChildren]:
 
 
 def unshare(messages: Iterable[ToWorker | AddChildren]) -> Iterator[ToWorker]:
-    """What `share` was given."""
+    """Undo `share`: yield the original messages."""
     for message in messages:
         if isinstance(message, AddChildren):
             yield from message.requests()
@@ -67,8 +67,10 @@ def _are_alike(first: AddRequest, other: AddRequest) -> bool:
 
 
 def _share_parameters(first: SamplingParams, other: SamplingParams) -> bool:
-    """Whether they differ in nothing but what `Child` carries; lists must be the same objects,
-    since comparing long ones would take time on the event loop."""
+    """True if the two differ only in what `Child` carries.
+
+    Lists must be the same objects, since comparing long ones would block the event loop.
+    """
     for field in msgspec.structs.fields(SamplingParams):
         if field.name not in _OWN:
             mine, others = getattr(first, field.name), getattr(other, field.name)

@@ -1,1 +1,1 @@
-"""The engine and the worker process: requests in, steps in order, results out."""
+"""The engine and its worker process: they take requests in, run steps in order and send outputs."""

@@ -1,7 +1,7 @@
-"""The engine joins scheduler, grammars and model runner: it keeps up to two steps in flight.
+"""The engine joins scheduler, grammars and model runner, and keeps up to two steps in flight.
 
-It owns the order in which things happen, and nothing else: requests are the scheduler's, tensors
-the model runner's. It knows nothing about processes, channels or text.
+It decides only in which order things happen: the scheduler owns requests, the model runner owns
+tensors. It knows nothing about processes, channels or text.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from .swap import DraftSwap
 
 logger = logging.getLogger(__name__)
 
-NEWS_POLL_SECONDS = 0.02  # how often a step that waits for results asks whether messages wait
+NEWS_POLL_SECONDS = 0.02  # interval at which a wait for results checks for new messages
 
 
 class Engine:
-    """One model being served. Any exception out of `step` is fatal for the worker."""
+    """Serves one model. Any exception that leaves `step` is fatal for the worker."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Engine:
         ready: Ready,
         max_in_flight: int,
         grammar_backend: GrammarBackend | None = None,
-        drafts: DraftPlanner | None = None,  # None: no drafter
+        drafts: DraftPlanner | None = None,  # None without a drafter
     ) -> None:
         self.ready = ready
         self.drafts = drafts
@@ -60,15 +60,16 @@ class Engine:
         self._scheduler = scheduler
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[StepPlan, Handle, list[int]]] = deque()
-        self._forwarded: StepPlan | None = None  # launched up to its logits, which wait for a mask
+        # The step that has been launched up to its logits and waits for its grammar masks.
+        self._forwarded: StepPlan | None = None
         self._grammars = RequestGrammars(scheduler, grammar_backend)
 
     def set_grammar_backend(self, backend: GrammarBackend) -> None:
-        """Make structured output possible; the backend prepares itself off this thread."""
+        """Enable structured output. The backend prepares itself in another thread."""
         self._grammars.set_backend(backend)
 
     def handle(self, messages: list[ToWorker]) -> None:
-        """Take in messages of the server. `Shutdown` is the worker's business."""
+        """Process messages from the server, except `Shutdown`, which the worker's loop handles."""
         for message in messages:
             match message:
                 case AddRequest():
@@ -85,7 +86,7 @@ class Engine:
                     self.set_grammar_backend(build_grammar_backend(tokens, "raw", eos, vocab_size))
 
     def _add(self, message: AddRequest) -> None:
-        """Queue a request. Whatever goes wrong with it ends it alone."""
+        """Queue a request. A fault in it ends only this request."""
         try:
             request = self._scheduler.add(message)
             if request is not None and message.sampling.grammar is not None:
@@ -96,16 +97,16 @@ class Engine:
             self._scheduler.reject(message.request_id, sentence)
 
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """True if `step` has anything to do."""
         scheduler = self._scheduler
         waits = self._in_flight or self._swap.is_busy
         return bool(scheduler.has_requests or waits or scheduler.has_news)
 
     def step(self, interrupted: Callable[[], bool] = lambda: False) -> list[StepOutputs]:
-        """Launch the next step, then bring in what has to be brought in.
+        """Launch the next step, then collect the results that are due.
 
-        Returns before that if `interrupted` while it waits for results, so that an abort need not
-        wait for a long step; the next call goes on with it.
+        If `interrupted` returns True while it waits for results, it returns early, so that an abort
+        need not wait for a long step; the next call resumes the wait.
         """
         self._grammars.admit_compiled()
         outputs: list[StepOutputs] = []
@@ -125,7 +126,7 @@ class Engine:
         return outputs
 
     def shutdown(self) -> None:
-        """Let steps in flight end and free the model."""
+        """Wait for the steps in flight, then free the model."""
         while self._in_flight:
             _, handle, _ = self._in_flight.popleft()
             handle.get()
@@ -136,9 +137,10 @@ class Engine:
     # --- steps ----------------------------------------------------------------------------------
 
     def _launch_next(self) -> bool:
-        """Start the next step if there is room for one and something to do.
+        """Launch the next step if the pipeline has room and a request can run.
 
-        With a grammar in it, its masks need the results of the step before: False for now.
+        Returns True if it was launched whole. A step with a grammar is launched only up to its
+        logits, since its masks need the results of the previous step: that returns False.
         """
         if self._forwarded is not None or len(self._in_flight) >= self._max_in_flight:
             return False
@@ -155,7 +157,7 @@ class Engine:
         return True
 
     def _sample_forwarded(self, plan: StepPlan) -> None:
-        """Start the rest of a step whose masks can be made now."""
+        """Make the grammar masks of a forwarded step and launch its sampling."""
         drafts: list[list[int]] = [[] for _ in plan.rows]
         if plan.needs_draft_ids:
             drafts = self._runner.take_draft_token_ids(plan)
@@ -166,7 +168,7 @@ class Engine:
     def _bring_in(
         self, num_left: int, outputs: list[StepOutputs], interrupted: Callable[[], bool]
     ) -> bool:
-        """Land steps until so many are in flight; False if interrupted before."""
+        """Land steps until `num_left` are in flight; False if interrupted before that."""
         while len(self._in_flight) > num_left:
             _, handle, _ = self._in_flight[0]
             while not handle.wait(NEWS_POLL_SECONDS):
@@ -191,13 +193,14 @@ class Engine:
         return outputs
 
     def _texts(self, plan: StepPlan) -> list[Sequence[int]]:
-        """The tokens of the requests in a step that has not been applied."""
+        """The token ids of each request in a step that has not been applied yet; stale rows are
+        left out."""
         requests = [self._scheduler.request_of(plan.step_id, i) for i in range(len(plan.rows))]
         return [request.token_ids for request in requests if request is not None]
 
 
 def build_engine(config: Config, progress: Callable[[Progress], None]) -> Engine:
-    """Load the model, allocate its KV cache and join it with a scheduler. Imports torch."""
+    """Load the model, allocate its KV cache and build an engine over it. Imports torch."""
     with start_ahead(config) as ahead:
         from ..startup.build import build_model_runner
 
@@ -206,7 +209,7 @@ def build_engine(config: Config, progress: Callable[[Progress], None]) -> Engine
 
 
 def join(runner: ModelRunner, config: Config) -> Engine:
-    """An engine over a runner that is ready."""
+    """Build an engine over a model runner that is ready for steps."""
     facts, needs = runner.facts, runner.facts.needs
     num_drafts, lookahead = needs.num_speculative_tokens, needs.num_lookahead_tokens
     kv = KVBlocks(

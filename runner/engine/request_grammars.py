@@ -1,6 +1,6 @@
-"""Owns the grammars of the engine's requests: compiled while they wait, then a mask for each step.
+"""Owns the grammars of the engine's requests: compiles them while the requests wait, fills masks.
 
-A fault in a grammar ends its request alone.
+A fault in a grammar ends only the request that brought it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 COMPILE_POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a grammar
-# A grammar that takes too long to compile is refused by the backend; this long a wait is not its
-# request's fault, as others were before it.
+# The backend refuses a grammar that takes too long to compile, and blames the request. After this
+# wait the queue is to blame: other grammars were compiled first.
 MAX_WAIT_SECONDS = 60.0
 BUSY_ERROR = "The server was too busy with other grammars to compile this one; try again later."
 
 
 class RequestGrammars:
-    """Those of one scheduler's requests; without a backend, requests with a grammar fail."""
+    """The grammars of one scheduler's requests. Without a backend, requests with a grammar fail."""
 
     def __init__(self, scheduler: Scheduler, backend: GrammarBackend | None = None) -> None:
         self._scheduler = scheduler
@@ -37,16 +37,19 @@ class RequestGrammars:
 
     @property
     def is_compiling(self) -> bool:
-        """A request waits for its grammar."""
+        """True while some request waits for its grammar."""
         return bool(self._compiling)
 
     def set_backend(self, backend: GrammarBackend) -> None:
-        """Make structured output possible; the backend prepares itself off this thread."""
+        """Enable structured output. The backend prepares itself in another thread."""
         self._backend = backend
         backend.prepare()
 
     def compile(self, request: Request, spec: GrammarSpec) -> None:
-        """Compile off the loop; the request stays unscheduled until `admit_compiled`."""
+        """Start compiling in the background.
+
+        The request is not scheduled until `admit_compiled`.
+        """
         if self._backend is None:
             self._scheduler.fail(request, "Structured output is not available for this model.")
             return
@@ -54,12 +57,13 @@ class RequestGrammars:
         self._compiling[request.request_id] = (self._backend.compile(spec), deadline)
 
     def wait(self) -> None:
-        """Wait a little for a grammar; for a step that has nothing else to do."""
+        """Wait briefly for a grammar; called by a step that has nothing else to do."""
         futures = [future for future, _ in self._compiling.values()]
         wait(futures, COMPILE_POLL_SECONDS, "FIRST_COMPLETED")
 
     def admit_compiled(self) -> None:
-        """Let requests run whose grammars are there."""
+        """Let requests run once their grammars are compiled, and fail those that waited too
+        long."""
         for request_id, (future, deadline) in list(self._compiling.items()):
             request = self._scheduler.get(request_id)
             if request is None:  # aborted meanwhile
@@ -76,8 +80,12 @@ class RequestGrammars:
     def bitmask(
         self, plan: StepPlan, drafts: list[list[int]], vocab_size: int
     ) -> tuple[np.ndarray, list[int]]:
-        """One mask line per logits row of a plan whose rows verify `drafts`, and for each row of
-        the plan how many drafts it cuts."""
+        """Fill the grammar masks of a step.
+
+        `drafts` holds the draft ids that each row of the plan verifies. Returns the mask, [L,
+        ceil(V / 32)] int32 with one line per logits row, and for each row of the plan the number of
+        drafts that its grammar forbids.
+        """
         shape = (sum(len(ids) + 1 for ids in drafts), -(-vocab_size // 32))
         bitmask = np.full(shape, ALL_ALLOWED, dtype=np.int32)
         jobs: list[tuple[int, Request, MaskJob]] = []
@@ -103,21 +111,21 @@ class RequestGrammars:
             self._backend.shutdown()
 
     def _masked_request(self, plan: StepPlan, index: int) -> Request | None:
-        """Whose row this is if a grammar masks it: not a prefill chunk, and not stale."""
+        """The request of a row if a grammar masks it; None for prefill chunks and stale rows."""
         request = self._scheduler.request_of(plan.step_id, index)
         if request is None or request.matcher is None or plan.rows[index].is_prefill:
             return None
         return request
 
     def _end(self, request: Request, error: Exception) -> None:
-        """A fault in a grammar ends its request alone."""
+        """End a request because filling its mask failed."""
         is_theirs = isinstance(error, GrammarTooSlow)
         log = logger.info if is_theirs else logger.error
         log("the grammar of %s failed: %r", request.request_id, error)
         self._scheduler.fail(request, f"The grammar failed: {error}.", is_theirs)
 
     def _unblock(self, request: Request, future: Future[GrammarMatcher]) -> None:
-        """A grammar that does not compile ends its request alone."""
+        """Let a request run with its compiled grammar, or end it if compiling failed."""
         try:
             matcher = future.result()
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What the engine needs of a model runner: its facts, its steps, the handles on their results."""
+"""The model runner as the engine sees it: its facts, its steps, and handles on their results."""
 
 from __future__ import annotations
 
@@ -16,17 +16,20 @@ if TYPE_CHECKING:
 
 
 class Handle(Protocol):
-    """Results of a launched step."""
+    """A launched step and its results, to come."""
 
     def wait(self, timeout: float) -> bool:
-        """True once `get` waits no longer than a copy takes; False if `timeout` seconds pass."""
+        """True once `get` needs no more than a short copy; False after `timeout` seconds."""
 
     def get(self) -> list[RowResult]:
-        """Wait for them: one per row of the plan, in its order. Raises what the step raised."""
+        """Wait for the results, one per row of the plan in its order.
+
+        Raises what the step raised.
+        """
 
 
 class RunnerFacts(Protocol):
-    """What a model runner tells about itself once it is ready."""
+    """What a model runner reports about itself once it is ready."""
 
     @property
     def max_model_len(self) -> int: ...
@@ -63,30 +66,30 @@ class RunnerFacts(Protocol):
 
 
 class ModelRunner(ExchangesDrafter, Protocol):
-    """What the engine needs of the model runner. Steps run in the order of their launch."""
+    """The calls that the engine makes. Steps run in the order in which they are launched."""
 
     @property
     def facts(self) -> RunnerFacts: ...
 
     def execute(self, plan: StepPlan) -> Handle:
-        """Launch a whole step."""
+        """Launch a whole step and return a handle on its results."""
 
     def forward(self, plan: StepPlan) -> None:
         """Launch a step up to its logits; `sample` must follow before any other launch."""
 
     def take_draft_token_ids(self, plan: StepPlan) -> list[list[int]]:
-        """Real ids of the drafts that each row of the plan will verify; -1 where there is none.
+        """The draft ids that each row of the plan will verify; -1 where no draft was found.
 
-        Waits for the step that made them. Called between `forward` and `sample`, and only if
+        Waits for the step that made them. May be called only between `forward` and `sample`, if
         `plan.needs_draft_ids`.
         """
 
     def sample(self, plan: StepPlan, grammar_bitmask: np.ndarray | None) -> Handle:
-        """Launch the rest of the step.
+        """Launch the rest of a forwarded step.
 
-        `grammar_bitmask` is [L, ceil(V / 32)] int32: for each row of the plan one line per draft
-        that `take_draft_token_ids` listed (-1 included), and one more.
+        `grammar_bitmask` is [L, ceil(V / 32)] int32, None without a grammar. Each row of the plan
+        has one line per draft that `take_draft_token_ids` listed (-1 included), plus one.
         """
 
     def shutdown(self) -> None:
-        """Free everything."""
+        """Free the model and all device memory."""

@@ -1,7 +1,7 @@
-"""Serves requests to exchange a running drafter's weights, between two steps and without a stop.
+"""Swaps a running drafter's weights between two steps, without stopping the worker.
 
-A checkpoint is read in a thread while steps run on. Its weights are exchanged for the running ones,
-which are kept until it is settled which stay. Imports no torch; see `draft_exchange`.
+A thread reads the new checkpoint while steps continue. The weights are then swapped, and the old
+ones are kept until "keep" or "revert" arrives. Imports no torch; see `drafters.exchange`.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ if TYPE_CHECKING:
     from ..scheduling.draft_planner import DraftPlanner
 
 _POLL_SECONDS = 0.02  # how long an otherwise idle step waits for a checkpoint
-_LOAD_SECONDS = 300.0  # a checkpoint that is not loaded by then, its download included, is given up
-_END_SECONDS = 2.0  # at the worker's end, for a load that goes on
+_LOAD_SECONDS = 300.0  # time limit for loading a checkpoint, its download included
+_END_SECONDS = 2.0  # at shutdown, how long to wait for a load that has not finished
 _METHODS = ("eagle", "eagle3")
 
 
 class ExchangesDrafter(Protocol):
-    """What a model runner does for it."""
+    """The part of a model runner that swapping a drafter needs."""
 
     @property
     def speculator(self) -> Any:
-        """The drafter; None without one."""
+        """The drafter, or None."""
 
     def exchange_drafter(self, swap: Callable[[], None]) -> None:
-        """Run `swap`, which gives the drafter other weights, between two steps."""
+        """Run `swap`, which changes the drafter's weights, between two steps."""
 
 
 class DraftSwap:
-    """Serves `ChangeSpeculator` messages; the engine polls it once a step."""
+    """Serves `ChangeSpeculator` messages; the engine polls it once per step."""
 
     def __init__(
         self,
@@ -47,33 +47,35 @@ class DraftSwap:
         news: Callable[[], StepOutputs],
         forget_kv: Callable[[], None],
     ) -> None:
-        self._runner = runner  # the exchange runs in the order of its steps
-        self._drafts = drafts  # what chooses K must learn anew
-        self._news = news  # an answer comes with the scheduler's gauges
-        self._forget_kv = forget_kv  # the prefix cache's draft KV is the other head's
+        self._runner = runner
+        self._drafts = drafts  # forgets its measurements after a swap
+        self._news = news  # an answer is sent with the scheduler's gauges
+        self._forget_kv = forget_kv  # empties the prefix cache: its draft KV is the old head's
         self._loading: Future[Exchange | str] | None = None
         self._gives_up_at = 0.0  # time.monotonic()
-        self._exchange: Exchange | None = None  # holds the loaded head; while it is tried, the old
+        # The weights that are not in use: the loaded head's, or during a trial the old head's.
+        self._exchange: Exchange | None = None
         self._is_tried = False
-        self._asked: list[str] = []  # actions that wait for a moment between two steps
+        self._asked: list[str] = []  # actions to do between two steps
         self._answers: list[SpeculatorChanged] = []
 
     @property
     def is_busy(self) -> bool:
-        """`poll` has something to do or to wait for."""
+        """True if `poll` has something to do or to wait for."""
         return self._loading is not None or bool(self._asked or self._answers)
 
     def start(self, message: ChangeSpeculator) -> None:
-        """Begin what the message asks for; `poll` does the rest and gives the answer."""
+        """Begin the action of a message; `poll` finishes it and returns the answer."""
         if message.action == "load":
             self._load(message.model)
         else:
             self._asked.append(message.action)
 
     def poll(self, is_idle: bool, is_between: bool) -> list[StepOutputs]:
-        """The answers so far; waits a little for one if nothing else is to be done.
+        """Return the answers that are ready.
 
-        `is_between`: no step is half launched, whose drafts would change under it.
+        `is_idle`: the engine has nothing else to do, so a short wait is allowed. `is_between`: no
+        step is half launched, so the drafter may be swapped.
         """
         if self._loading is not None:
             if is_idle:
@@ -82,8 +84,10 @@ class DraftSwap:
                 self._take(self._loading.result())
                 self._loading = None
             elif time.monotonic() > self._gives_up_at:
-                self._loading = None  # what it may still load goes with its thread
-                self._answer(f"the drafter was not loaded in {_LOAD_SECONDS:g} s and is given up")
+                self._loading = None  # what it may still load is freed when its thread ends
+                self._answer(
+                    f"loading the drafter took more than {_LOAD_SECONDS:g} s and was cancelled"
+                )
         if is_between and self._loading is None:
             for action in self._asked:
                 self._answer(self._do(action))
@@ -92,15 +96,16 @@ class DraftSwap:
         return [self._told(answer) for answer in answers]
 
     def shutdown(self) -> None:
-        """Let a load end, if it does so soon: the interpreter ends under it otherwise."""
+        """Wait up to two seconds for a load, because exiting during one can crash the
+        interpreter."""
         if self._loading is not None:
             wait([self._loading], _END_SECONDS)
 
     def _load(self, model: str) -> None:
         speculator = self._runner.speculator
-        config = getattr(speculator, "config", None)  # only drafters with a model keep theirs
+        config = getattr(speculator, "config", None)  # only drafters with a model have one
         if config is None or config.method not in _METHODS:
-            self._answer(f"only drafters of the methods {', '.join(_METHODS)} can be exchanged")
+            self._answer(f"only drafters of the methods {', '.join(_METHODS)} can be swapped")
         elif self._loading is not None or self._exchange is not None:
             self._answer("another drafter is being tried")
         else:
@@ -112,11 +117,12 @@ class DraftSwap:
             self._answer(loaded)
         else:
             self._exchange = loaded
-            self._start_anew()  # both are measured from the same start, and though one was stopped
+            # The trial compares both heads, so their measurements must begin at the same time.
+            self._reset_measurements()
             self._answer(None)
 
     def _do(self, action: str) -> str | None:
-        """Try, keep or revert; a sentence if there is nothing to do it with."""
+        """Do "try", "keep" or "revert". Returns an error sentence if that is impossible now."""
         if action == "try":
             if self._exchange is None or self._is_tried:
                 return "no drafter is loaded that could be tried"
@@ -133,9 +139,9 @@ class DraftSwap:
     def _swap(self, exchange: Exchange) -> None:
         self._runner.exchange_drafter(exchange.swap)
         self._forget_kv()
-        self._start_anew()
+        self._reset_measurements()
 
-    def _start_anew(self) -> None:
+    def _reset_measurements(self) -> None:
         if self._drafts is not None:
             self._drafts.new_drafter()
 
@@ -151,8 +157,11 @@ class DraftSwap:
 
 
 def _in_thread(load: Callable[[Any, str], Exchange | str], *args: Any) -> Future[Exchange | str]:
-    """Its result, to come. Unlike an executor's, the thread may hang: it delays no end, and the
-    next load has another."""
+    """Run `load` in a daemon thread and return a future of its result.
+
+    Unlike an executor's thread it may hang: it delays no shutdown, and the next load gets a
+    thread of its own.
+    """
     future: Future[Exchange | str] = Future()
     run = threading.Thread(
         target=lambda: future.set_result(load(*args)), name="load-drafter", daemon=True
@@ -162,23 +171,23 @@ def _in_thread(load: Callable[[Any, str], Exchange | str], *args: Any) -> Future
 
 
 def _load(speculator: Any, model: str) -> Exchange | str:
-    """The loaded head, or a sentence that says why there is none.
+    """Load a head; on failure return a sentence that says why.
 
-    No exception leaves the loader's thread: its frames hold the refused head, whose memory the next
-    one needs.
+    It raises nothing, because the frames of an exception would keep the refused head in memory,
+    which the next load needs.
     """
     try:
         from ..drafters.exchange import load_other
 
         return load_other(speculator, model)
-    except Exception as error:  # whatever a checkpoint may hold: it ends no worker
+    except Exception as error:  # a malformed checkpoint can raise anything
         sentence = why_unreadable(error)
         _free_frames(error)
         return sentence
 
 
 def _free_frames(error: BaseException | None) -> None:
-    """Let go of what they hold at once; one that holds the error itself waits for the collector."""
+    """Free what the frames of an error and its causes hold, without waiting for the collector."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__context__

@@ -1,6 +1,6 @@
-"""Owns the worker process's main loop: drain messages, run a step, send what it brought.
+"""The worker process's main loop: read messages, run a step, send its outputs.
 
-It knows no tensors: everything that computes is behind the engine, which is imported late.
+It knows no tensors: the engine does all computing, and is imported late.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from ..messages import Fatal, Progress, Ready, Shutdown, StepOutputs, ToWorker
 from ..process import WorkerOrders, receive_orders
 
 log = logging.getLogger("slipstream.worker")
-# What a user or the machine can cause; anything else is a bug and keeps its class' name.
+# Errors that a user or the machine can cause. Any other is a bug, so its class is named.
 _OF_USERS = (RunnerError, ConfigError, OSError, ImportError)
 
 
 class WorkerEngine(Protocol):
-    """What the loop needs of an engine."""
+    """The engine as the main loop sees it."""
 
     ready: Ready
 
     def handle(self, messages: list[ToWorker]) -> None:
-        """Take in requests and aborts; never raises for a fault of one request."""
+        """Process messages; never raises for a fault of a single request."""
 
     def has_work(self) -> bool:
-        """True while a step would do something, a step in flight included."""
+        """True while `step` would do something; steps in flight count."""
 
     def step(self, interrupted: Callable[[], bool]) -> Sequence[StepOutputs]:
-        """Run one step and return what is finished; or, if `interrupted`, leave it running."""
+        """Run one step and return finished outputs; if `interrupted`, return before it has
+        ended."""
 
     def shutdown(self) -> None:
         """Stop threads and free devices."""
@@ -48,7 +49,7 @@ BuildEngine = Callable[[Config, Callable[[Progress], None]], WorkerEngine]
 
 
 def find_engine(path: str | None) -> BuildEngine:
-    """The engine's builder: ours, or `module:function` for tests."""
+    """The function that builds the engine: ours, or the `module:function` that a test names."""
     if path is None:
         from .engine import build_engine
 
@@ -58,14 +59,15 @@ def find_engine(path: str | None) -> BuildEngine:
 
 
 def tune_garbage_collector() -> None:
-    """Look for cycles seldom: a step makes hundreds of lists, all of which go without it."""
+    """Run Python's cycle collector seldom: a step makes hundreds of lists, and none is in a
+    cycle."""
     gc.collect()
-    gc.freeze()  # what start-up made stays: later collections need not walk it
+    gc.freeze()  # objects from start-up stay, so later collections can skip them
     gc.set_threshold(50_000, 20, 20)
 
 
 def run(engine: WorkerEngine, channel: WorkerChannel) -> None:
-    """Serve until a Shutdown message. Blocks while there is nothing to do."""
+    """Serve until a `Shutdown` message arrives. Blocks while there is nothing to do."""
     while True:
         messages = channel.receive(0.0 if engine.has_work() else None)
         if any(isinstance(message, Shutdown) for message in messages):
@@ -79,14 +81,14 @@ def run(engine: WorkerEngine, channel: WorkerChannel) -> None:
 
 
 def sentence(error: BaseException) -> str:
-    """What went wrong, in one line for a user."""
+    """One line for a user that says what went wrong."""
     text = first_line(error)
-    spoken = isinstance(error, (*_OF_USERS, RuntimeError))  # torch tells a device's faults so
+    spoken = isinstance(error, (*_OF_USERS, RuntimeError))  # torch's class for device faults
     return text if text and spoken else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def serve(orders: WorkerOrders) -> int:
-    """Build the engine, say so, run it; returns the exit status."""
+    """Build the engine, report `Ready`, and run it until shutdown; returns the exit status."""
     channel = WorkerChannel(orders.endpoint)
     engine: WorkerEngine | None = None
     try:
@@ -97,7 +99,7 @@ def serve(orders: WorkerOrders) -> int:
         run(engine, channel)
         return 0
     except Exception as error:
-        # A bad flag or file needs no traceback; everything else does, and is asked for by users.
+        # A bad flag or file needs no traceback; every other error does, for a bug report.
         expected = engine is None and isinstance(error, _OF_USERS)
         log.log(logging.DEBUG if expected else logging.ERROR, "the worker ends", exc_info=True)
         channel.send([Fatal(sentence(error), isinstance(error, DrafterError))])
@@ -109,7 +111,7 @@ def serve(orders: WorkerOrders) -> int:
 
 
 def main() -> int:
-    """Entry point of `python -m slipstream.runner.engine.worker`; orders on standard input."""
+    """Entry point of `python -m slipstream.runner.engine.worker`; reads its orders from stdin."""
     faulthandler.enable()
     orders = receive_orders(sys.stdin.buffer)
     server = orders.config.server
