@@ -5,6 +5,8 @@ Token ids and numbers only: the worker never sees text, the server never sees te
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import msgspec
 
 # Limits on the lists of one request. The server documents and checks them; the worker checks again.
@@ -198,8 +200,8 @@ class RequestOutput(msgspec.Struct, omit_defaults=True, gc=False):
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one per token in `token_ids`
-    # Those of the whole prompt, sent once; the first token's is None.
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    # Those of the whole prompt, sent once, as `pack_logprobs` gives them.
+    prompt_logprobs: list[bytes] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "error"
     stop_token_id: int | None = None  # the stop token that ended it, the last of `token_ids`
     error: str | None = None  # one sentence, with finish_reason "error"
@@ -250,3 +252,23 @@ FromWorker = Progress | Ready | Fatal | StepOutputs
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker | AddChildren])
 from_worker_decoder = msgspec.msgpack.Decoder(list[FromWorker])
+_logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprobs])
+_PIECE_VALUES = 20_000  # log probabilities in a piece: it is decoded within some milliseconds
+
+
+def pack_logprobs(items: Sequence[TokenLogprobs]) -> list[bytes]:
+    """Log probabilities of neighbouring prompt tokens as bytes.
+
+    Those of a long prompt are a hundred megabytes of objects: whoever passes them on need not make
+    them, and whoever wants them makes them piece by piece.
+    """
+    count = max(1, _PIECE_VALUES // (len(items[0].top_ids) + 1)) if items else 1
+    return [encoder.encode(items[at : at + count]) for at in range(0, len(items), count)]
+
+
+def unpack_logprobs(pieces: Iterable[bytes]) -> list[TokenLogprobs | None]:
+    """Those of the whole prompt; its first token has none."""
+    found: list[TokenLogprobs | None] = [None]
+    for piece in pieces:
+        found += _logprobs_decoder.decode(piece)
+    return found

@@ -18,6 +18,7 @@ _NUM_THREADS = 2
 _SWITCH_SECONDS = 0.001  # how long the event loop waits for the lock at each of its steps
 
 _LOGPROBS_BYTES = 64  # what a token's log probabilities count as
+_PACKED_BYTES = 4  # what a byte of packed ones counts as
 
 Result = TypeVar("Result")
 
@@ -36,9 +37,9 @@ async def off_loop(function: Callable[..., Result], *arguments: object) -> Resul
     return await loop.run_in_executor(_threads, context.run, function, *arguments)
 
 
-def logprobs_size(*lists: Sequence[object] | None) -> int:
-    """The size for `by_size` of a reply with the log probabilities of these tokens."""
-    return _LOGPROBS_BYTES * sum(len(tokens or ()) for tokens in lists)
+def logprobs_size(packed: Sequence[bytes] | None, *lists: Sequence[object]) -> int:
+    """The size for `by_size` of a reply with the log probabilities of a prompt and of tokens."""
+    return _PACKED_BYTES * sum(map(len, packed or ())) + _LOGPROBS_BYTES * sum(map(len, lists))
 
 
 async def by_size(size: int, function: Callable[..., Result], *arguments: object) -> Result:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 import msgspec
 
 from ..grammars.grammar import GrammarMatcher
-from ..messages import RequestOutput, StepStats, TokenLogprobs
+from ..messages import RequestOutput, StepStats, TokenLogprobs, pack_logprobs
 from .plan import RowResult, ScheduledRow
 from .request import Request
 
@@ -84,8 +84,7 @@ def make_output(request: Request, result: RowResult, verdict: Verdict) -> Reques
         request.has_emitted = True
         output.num_cached_tokens = request.num_cached_tokens or 0
         if request.sampling.prompt_logprobs is not None and verdict.error is None:
-            assert len(request.prompt_logprobs) == request.prompt_len - 1
-            output.prompt_logprobs = [None, *request.prompt_logprobs]
+            output.prompt_logprobs = request.prompt_logprobs
             request.prompt_logprobs = []
     return output
 
@@ -122,7 +121,9 @@ def take_prompt(request: Request, row: ScheduledRow, result: RowResult) -> int:
     Each position counts once, though preemption may compute it again.
     """
     if result.prompt_logprobs and not result.has_nan and request.wants_prompt_logprobs:
-        request.prompt_logprobs.extend(TokenLogprobs(*item) for item in result.prompt_logprobs)
+        request.prompt_logprobs += pack_logprobs(
+            [TokenLogprobs(*item) for item in result.prompt_logprobs]
+        )
     start = max(request.num_counted_prompt_tokens, row.num_computed_tokens)
     end = min(row.num_computed_tokens + row.num_tokens, request.prompt_len)
     if end > start:

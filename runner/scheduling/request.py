@@ -15,7 +15,6 @@ from ..messages import (
     MAX_STOP_TOKEN_IDS,
     AddRequest,
     SamplingParams,
-    TokenLogprobs,
 )
 from .kv_blocks import RequestBlocks
 from .prefix_cache import BlockHashes
@@ -66,7 +65,7 @@ class Request:
     num_cached_tokens: int | None = None  # of the first admission
     num_counted_prompt_tokens: int = 0  # prompt tokens already in the statistics
     has_emitted: bool = False
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # as far as they are computed
 
     @classmethod
     def from_message(cls, message: AddRequest, arrival: int, max_model_len: int) -> Request:

@@ -12,7 +12,7 @@ from functools import partial
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
-from ...runner.messages import TokenLogprobs
+from ...runner.messages import unpack_logprobs
 from ..errors import InvalidRequest
 from ..generation.chunk_template import PLACE, ChunkTemplate
 from ..generation.generation import Generation, Job
@@ -37,7 +37,7 @@ from ..openai_types.replies import (
 )
 from ..output.chat_output import MessageBuilder, MessageParser, PlainText
 from ..output.chat_tools import ChatFormat, chat_format
-from ..output.sampling import ModelLimits, sampling_params
+from ..output.sampling import ModelLimits, check_prompt_logprobs, sampling_params
 from ..text.choice_text import GenerationEvent, TextOptions, TokenEntry
 
 
@@ -92,6 +92,7 @@ async def prepare_chat(
     prompt = await render_chat(services, body, form.tools)
     ids = await tokenize_chat(services, prompt, bool(body.add_special_tokens), fit)
     ids = truncated(ids, fit)
+    check_prompt_logprobs(sampling, len(ids), limits)
     default = services.config.server.default_max_tokens
     if default is not None:
         default = max(default, body.min_tokens or 0)
@@ -175,7 +176,7 @@ class _Reply:
     async def whole(self, generation: Generation) -> ChatCompletion:
         """The reply once everything is there."""
         found = [_Whole() for _ in range(self.job.num_choices)]
-        of_prompt: list[TokenLogprobs | None] = []
+        of_prompt: list[bytes] = []
         async with aclosing(generation.events()) as events:
             async for item in events:
                 part = found[item.index]
@@ -191,7 +192,7 @@ class _Reply:
     def _answer(
         self,
         found: list[_Whole],
-        of_prompt: list[TokenLogprobs | None],
+        of_prompt: list[bytes],
         generation: Generation,
     ) -> ChatCompletion:
         answer = ChatCompletion(
@@ -206,7 +207,8 @@ class _Reply:
         if self._body.return_token_ids:
             answer.prompt_token_ids = self.job.prompts[0]
         if self._body.prompt_logprobs is not None:
-            answer.prompt_logprobs = prompt_logprobs(of_prompt, self._services.tokenizer)
+            known = unpack_logprobs(of_prompt)
+            answer.prompt_logprobs = prompt_logprobs(known, self._services.tokenizer)
         return answer
 
     def _logprobs(self, entries: list[TokenEntry]) -> ChatLogprobs:

@@ -13,10 +13,11 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from msgspec import UNSET, UnsetType
 
-from ...runner.messages import TokenLogprobs
+from ...runner.messages import unpack_logprobs
 from ..errors import InvalidRequest
 from ..generation.chunk_template import PLACE, ChunkTemplate
 from ..generation.generation import Generation, Job
+from ..generation.large_replies import encode_in_pieces
 from ..generation.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
 from ..generation.prompt_ids import Fit, room, tokenize, truncated
 from ..generation.respond import respond
@@ -33,7 +34,12 @@ from ..openai_types.replies import (
     ReplyMetrics,
     encode,
 )
-from ..output.sampling import ModelLimits, check_token_ids, sampling_params
+from ..output.sampling import (
+    ModelLimits,
+    check_prompt_logprobs,
+    check_token_ids,
+    sampling_params,
+)
 from ..text.choice_text import GenerationEvent, TextOptions, TokenEntry
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -78,6 +84,8 @@ async def _prepare(services: Services, body: CompletionRequest) -> Job:
     wanted = max(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, 1)
     fit = Fit(limits.max_model_len, "prompt", body.truncate_prompt_tokens, wanted)
     prompts = await _prompt_ids(services, body, limits, fit)
+    param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+    check_prompt_logprobs(sampling, n * sum(map(len, prompts)), limits, param)
     rooms = [room(ids, fit) for ids in prompts]
     return Job(
         request_id=f"cmpl-{uuid.uuid4().hex}",
@@ -138,7 +146,7 @@ class _Whole:
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     entries: list[TokenEntry] = field(default_factory=list)
-    prompt: list[TokenLogprobs | None] | None = None
+    prompt: list[bytes] | None = None  # log probabilities, packed
     finish_reason: str | None = None
     stop_reason: int | str | None = None
 
@@ -146,7 +154,8 @@ class _Whole:
         self.text.append(event.text)
         self.token_ids += event.token_ids
         self.entries += event.logprobs
-        self.prompt = self.prompt or event.prompt_logprobs
+        if event.prompt_logprobs is not None:
+            self.prompt = event.prompt_logprobs
         self.finish_reason = event.finish_reason
         self.stop_reason = event.stop_reason
 
@@ -178,7 +187,8 @@ class _Reply:
         if self._only_echo:
             for choice in generation.choices:
                 choice.num_tokens = 0
-        size = logprobs_size(*(each for part in found for each in (part.entries, part.prompt)))
+        of_prompts = [piece for part in found for piece in part.prompt or ()]
+        size = logprobs_size(of_prompts, *(part.entries for part in found))
         answer = await by_size(size, self._answer, found, generation)
         answer.usage = usage(generation.counts())
         answer.metrics = self._metrics(generation)
@@ -224,15 +234,16 @@ class _Reply:
             choice.prompt_logprobs = self._prompt_logprobs(of_prompt)
         return choice
 
-    def _prompt_logprobs(self, found: list[TokenLogprobs | None] | None) -> PromptLogprobs:
-        return prompt_logprobs(found or [], self._services.tokenizer)
+    def _prompt_logprobs(self, found: list[bytes] | None) -> PromptLogprobs:
+        known = [] if found is None else unpack_logprobs(found)
+        return prompt_logprobs(known, self._services.tokenizer)
 
     def _with_echo(
         self,
         text: str,
         entries: list[TokenEntry],
         prompt: int,
-        of_prompt: list[TokenLogprobs | None] | None,
+        of_prompt: list[bytes] | None,
     ) -> tuple[str, CompletionLogprobs | None]:
         """Text and logprobs of a choice's beginning, after the prompt if that is echoed."""
         tokenizer = self._services.tokenizer
@@ -243,7 +254,8 @@ class _Reply:
         logprobs = completion_logprobs(entries, tokenizer, len(echoed), as_ids)
         if self._body.echo:
             ids = self.job.prompts[prompt]
-            before = echoed_logprobs(ids, of_prompt or [], tokenizer, echoed, as_ids)
+            known = [] if of_prompt is None else unpack_logprobs(of_prompt)
+            before = echoed_logprobs(ids, known, tokenizer, echoed, as_ids)
             logprobs = joined(before, logprobs)
         return echoed + text, logprobs
 
@@ -265,7 +277,7 @@ class _Reply:
     async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
         """The reply as events."""
         body = self._body
-        of_prompts: dict[int, list[TokenLogprobs | None] | None] = {}
+        of_prompts: dict[int, list[bytes] | None] = {}
         waiting: dict[int, list[GenerationEvent]] = {}
         async with aclosing(generation.events()) as events:
             async for item in events:
@@ -310,7 +322,7 @@ class _Reply:
         self,
         items: Sequence[GenerationEvent],
         generation: Generation,
-        of_prompt: list[TokenLogprobs | None] | None,
+        of_prompt: list[bytes] | None,
     ) -> bytes:
         return b"".join(self._framed_chunk(item, generation, of_prompt) for item in items)
 
@@ -318,7 +330,7 @@ class _Reply:
         self,
         item: GenerationEvent,
         generation: Generation,
-        of_prompt: list[TokenLogprobs | None] | None,
+        of_prompt: list[bytes] | None,
     ) -> bytes:
         """An event for what came; empty if there is nothing to tell."""
         index = item.index
@@ -326,8 +338,9 @@ class _Reply:
             if self._is_plain:
                 self._silent[index] = 0
                 return self._template(index, generation).fill(item.text)
+        is_first = index not in self._starts  # it may echo the prompt
         choice = self._chunk(item, self._starts, of_prompt)
-        return b"" if choice is None else self._framed(choice, generation)
+        return b"" if choice is None else self._framed(choice, generation, is_first)
 
     def _template(self, index: int, generation: Generation) -> ChunkTemplate:
         if (known := self._templates.get(index)) is None:
@@ -335,18 +348,20 @@ class _Reply:
             known = self._templates[index] = ChunkTemplate(self._framed(choice, generation))
         return known
 
-    def _framed(self, choice: CompletionChoice, generation: Generation) -> bytes:
+    def _framed(
+        self, choice: CompletionChoice, generation: Generation, may_be_large: bool = False
+    ) -> bytes:
         chunk = self._completion([choice])
         if self._body.wants_usage:
             running = self._body.wants_running_usage
             chunk.usage = usage(generation.counts()) if running else None
-        return event(encode(chunk))
+        return event(encode_in_pieces(chunk) if may_be_large else encode(chunk))
 
     def _chunk(
         self,
         item: GenerationEvent,
         starts: dict[int, int],
-        of_prompt: list[TokenLogprobs | None] | None,
+        of_prompt: list[bytes] | None,
     ) -> CompletionChoice | None:
         """One choice's part of a chunk; None if there is nothing to tell."""
         body, index = self._body, item.index

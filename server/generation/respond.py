@@ -8,8 +8,8 @@ from typing import Any, Protocol
 from fastapi import Request, Response
 
 from ..http.sse import EventStream, Live, unless_disconnected
-from ..openai_types.replies import encode
 from .generation import Generation
+from .large_replies import encode_reply
 
 
 class Reply(Protocol):
@@ -47,4 +47,4 @@ async def respond(
         return EventStream(generation, reply.stream(generation), reply.live(generation))
     with generation:
         answer = await unless_disconnected(request, reply.whole(generation))
-    return Response(encode(answer), media_type="application/json")
+    return Response(await encode_reply(answer), media_type="application/json")

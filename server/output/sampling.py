@@ -17,6 +17,8 @@ from ..openai_types.common import INT64, MAX_STOPS, GenerationBody, content_text
 from ..text.tokenizer import Tokenizer
 from .grammars import grammar_of
 
+# Log probabilities of prompt tokens in one reply. Each takes 400 bytes while it is put together.
+MAX_PROMPT_LOGPROBS = 1 << 20
 _PREDICTED_CHARACTERS = 8  # of `prediction` that are looked at, for each token it may have
 
 
@@ -97,6 +99,27 @@ def check_logprobs(body: GenerationBody, logprobs: int | None, limit: int) -> No
     if body.prompt_logprobs is not None and body.stream:
         raise InvalidRequest(
             "'prompt_logprobs' is not available with 'stream'.", "prompt_logprobs", "invalid_value"
+        )
+
+
+def check_prompt_logprobs(
+    params: SamplingParams, num_tokens: int, limits: ModelLimits, param: str = "prompt_logprobs"
+) -> None:
+    """Refuse a reply with too many log probabilities of prompt tokens.
+
+    `num_tokens` are those that the reply reports, each choice's echo counted.
+    """
+    top = params.prompt_logprobs
+    if top is None:
+        return
+    count = num_tokens * (min(top, limits.vocab_size) + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequest(
+            f"The reply would hold {count} log probabilities: of {num_tokens} prompt tokens, "
+            f"{top} alternatives and the token itself each. At most {MAX_PROMPT_LOGPROBS} are "
+            "possible: ask for fewer alternatives, or send a shorter prompt.",
+            param,
+            "invalid_value",
         )
 
 

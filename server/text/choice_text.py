@@ -45,7 +45,7 @@ class GenerationEvent:
     logprobs: list[TokenEntry] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    prompt_logprobs: list[bytes] | None = None  # packed
 
     def join(self, later: GenerationEvent) -> None:
         """Add the event that follows this one."""

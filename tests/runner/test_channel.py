@@ -26,6 +26,7 @@ from slipstream.runner.messages import (
     StepStats,
     TokenLogprobs,
     encoder,
+    pack_logprobs,
 )
 from slipstream.runner.shared_requests import share, unshare
 
@@ -124,7 +125,7 @@ async def test_packets_larger_than_the_socket_takes_arrive_whole_both_ways(
     server.send([*many])
     assert worker.receive(10.0) == many  # one packet
     entry = TokenLogprobs(1, -1.0, 1, list(range(20)), [-1.0] * 20)
-    output = RequestOutput("a", [1], prompt_logprobs=[entry] * 2_000)
+    output = RequestOutput("a", [1], prompt_logprobs=pack_logprobs([entry] * 2_000))
     worker.send([StepOutputs([output], StepStats())])
     (answer,) = await server.receive()
     assert isinstance(answer, StepOutputs) and answer.outputs == [output]

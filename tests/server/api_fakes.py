@@ -15,7 +15,14 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from slipstream.configs.schema import Config, ModelConfig, ServerConfig
-from slipstream.runner.messages import AddRequest, Ready, RequestOutput, StepStats, TokenLogprobs
+from slipstream.runner.messages import (
+    AddRequest,
+    Ready,
+    RequestOutput,
+    StepStats,
+    TokenLogprobs,
+    pack_logprobs,
+)
 from slipstream.server.chat_templates.chat_template import ChatTemplate
 from slipstream.server.health import Health, State
 from slipstream.server.http.sse import WRITER
@@ -88,7 +95,7 @@ def reply_with(
                 output.num_cached_tokens = 2
                 if sampling.prompt_logprobs is not None:
                     found = logprobs_of(request.prompt_token_ids, sampling.prompt_logprobs)
-                    output.prompt_logprobs = [None, *found[1:]]
+                    output.prompt_logprobs = pack_logprobs(found[1:])
             if start + run >= len(tokens):
                 output.finish_reason = "stop" if stopped else "length"
                 output.stop_token_id = EOS if stopped else None

@@ -17,7 +17,12 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.runner.messages import AddRequest, RequestOutput, SamplingParams
+from slipstream.runner.messages import (
+    AddRequest,
+    RequestOutput,
+    SamplingParams,
+    unpack_logprobs,
+)
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import DraftInputs
 from slipstream.speculators.eagle import EagleSpeculator
@@ -366,7 +371,7 @@ def test_trap_20_prompt_logprobs_survive_the_drafter(drafters: Drafters, method:
 def prompt_logprob(outputs: list[RequestOutput]) -> float:
     found = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
     assert len(found) == 1
-    return sum(entry.logprob for entry in found[0] if entry is not None)
+    return sum(entry.logprob for entry in unpack_logprobs(found[0]) if entry is not None)
 
 
 # --- per request ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slipstream.runner.messages import RequestOutput, StepStats
+from slipstream.runner.messages import RequestOutput, StepStats, unpack_logprobs
 from slipstream.runner.scheduling.finish import append_tokens, count_outputs, make_output
 from slipstream.runner.scheduling.plan import RowResult
 from slipstream.runner.scheduling.request import Request
@@ -138,8 +138,9 @@ def test_prompt_logprobs_come_once_and_whole_over_chunks() -> None:
     bench.add("a", prompt, max_tokens=3, prompt_logprobs=0, stop_token_ids=[])
     bench.run()
     first, *others = bench.received["a"].outputs
-    assert first.prompt_logprobs is not None and first.prompt_logprobs[0] is None
-    assert [item.token_id for item in first.prompt_logprobs[1:] if item] == prompt[1:]
+    assert first.prompt_logprobs is not None
+    nothing, *items = unpack_logprobs(first.prompt_logprobs)
+    assert nothing is None and [item.token_id for item in items if item] == prompt[1:]
     assert all(output.prompt_logprobs is None for output in others)
 
 

@@ -10,7 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from slipstream.runner.messages import AbortRequests, AddRequest, ResetPrefixCache
+from slipstream.runner.messages import (
+    AbortRequests,
+    AddRequest,
+    ResetPrefixCache,
+    unpack_logprobs,
+)
 from slipstream.runner.scheduling.kv_blocks import BlockGroup
 
 from ..schedule_bench import PARITY, Bench, add, expected_output
@@ -189,8 +194,10 @@ def check_outputs(bench: Bench, message: AddRequest, spec: dict[str, Any]) -> No
     assert received is not None
     bench.expect(message)
     if spec["prompt_logprobs"] is not None:
-        logprobs = received.outputs[0].prompt_logprobs
-        assert logprobs is not None and logprobs[0] is None
+        packed = received.outputs[0].prompt_logprobs
+        assert packed is not None
+        logprobs = unpack_logprobs(packed)
+        assert logprobs[0] is None and len(logprobs) == len(message.prompt_token_ids)
         ids = [item.token_id for item in logprobs if item is not None]
         assert ids == message.prompt_token_ids[1:]
         assert received.outputs[0].num_cached_tokens == 0
