@@ -1,1 +1,1 @@
-"""Configuration: frozen dataclasses, their loader, presets. Imports nothing else of ours."""
+"""The configuration: frozen dataclasses, their loader, presets. Imports no other folder of ours."""

@@ -1,7 +1,7 @@
-"""Owns the lock of tqdm's progress bars, ours and those of libraries: shared by threads alone.
+"""Gives all tqdm progress bars, ours and those of libraries, a lock for threads only.
 
-By itself tqdm makes a lock that processes could share. Where Python does not fork, a helper process
-watches such a lock, and prints that it leaked when ours is killed, as by a second Ctrl-C.
+By default tqdm creates a lock that processes can share. Where Python does not fork, a helper
+process tracks that lock, and prints that it leaked when ours is killed, as by a second Ctrl-C.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ import threading
 
 
 def share_bars_between_threads() -> None:
-    """Call before the process's first bar; no other process of ours draws any."""
+    """Set tqdm's lock; call this before the process draws its first bar.
+
+    A lock between threads is enough, because only one of our processes draws bars."""
     from tqdm import tqdm
 
     if not hasattr(tqdm, "_lock"):

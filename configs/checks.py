@@ -1,4 +1,4 @@
-"""Owns the rules that a complete configuration must keep: ranges, and values that agree."""
+"""Checks a complete configuration: values in range, files that exist, options that agree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _MAX = {"port": 65535, "seed": 2**63 - 1, "gpu_memory_utilization": 1.0, "block_
 
 
 def check(config: Config) -> Config:
-    """The configuration itself, or ConfigError: one sentence that names the flag and its value."""
+    """Return the configuration unchanged; raises ConfigError at the first rule it breaks."""
     _check_ranges(config)
     _check_parallel(config)
     _check_server(config)
@@ -65,20 +65,21 @@ def _check_ranges(config: Config) -> None:
         _fail("gpu_memory_utilization", config.cache.gpu_memory_utilization, "must be above 0")
     sizes = config.graph.cudagraph_capture_sizes
     if sizes is not None and (not sizes or min(sizes) < 1):
-        _fail("cudagraph_capture_sizes", ",".join(map(str, sizes)), "must be token counts from 1")
+        _fail("cudagraph_capture_sizes", ",".join(map(str, sizes)), "each must be at least 1")
 
 
 def _check_parallel(config: Config) -> None:
     for name in ("tensor_parallel_size", "data_parallel_size"):
         size = getattr(config.parallel, name)
         if size > 1:
-            _fail(name, size, "only 1 is possible, since this version serves from one device")
+            _fail(name, size, "must be 1, because this version runs on a single device")
 
 
 def _check_server(config: Config) -> None:
     server = config.server
     if not re.fullmatch(r"[a-zA-Z_][a-zA-Z0-9_]*", server.metrics_prefix):
-        _fail("metrics_prefix", server.metrics_prefix, "must be letters, digits and underscores")
+        rule = "must consist of letters, digits and underscores, and not start with a digit"
+        _fail("metrics_prefix", server.metrics_prefix, rule)
     if server.root_path and not server.root_path.startswith("/"):
         _fail("root_path", server.root_path, "must start with /")
     for name in ("chat_template", "ssl_keyfile", "ssl_certfile"):
@@ -98,23 +99,24 @@ def _check_server(config: Config) -> None:
 
 
 def _check_tls(keyfile: str, certfile: str) -> None:
-    """Load the pair as the server will."""
+    """Load key and certificate as the server will; raises ConfigError if they do not fit."""
     import ssl
 
-    asked = False
+    is_encrypted = False
 
-    def password() -> str:
-        nonlocal asked
-        asked = True  # else OpenSSL would ask at the terminal, and again when the server starts
+    def password() -> str:  # without it, OpenSSL would prompt on the terminal
+        nonlocal is_encrypted
+        is_encrypted = True
         return ""
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         context.load_cert_chain(certfile, keyfile, password)
-    except OSError as error:  # ssl.SSLError is one
+    except OSError as error:  # the base class of ssl.SSLError
         key, cert = shown(keyfile)[1:-1], shown(certfile)[1:-1]
-        if asked:
-            _fail("ssl_keyfile", key, "is encrypted, and a server cannot ask for its password")
+        if is_encrypted:
+            rule = "is encrypted; decrypt it first, because the server cannot ask for its password"
+            _fail("ssl_keyfile", key, rule)
         reason = getattr(error, "reason", None) or ""
         if reason == "KEY_VALUES_MISMATCH":
             raise ConfigError(
@@ -123,8 +125,8 @@ def _check_tls(keyfile: str, certfile: str) -> None:
         try:
             context.load_verify_locations(certfile)
         except OSError:
-            _fail("ssl_certfile", cert, "is no certificate in PEM form")
-        why = reason.lower().replace("_", " ") or "is it a key in PEM form?"
+            _fail("ssl_certfile", cert, "is not a certificate in PEM format")
+        why = reason.lower().replace("_", " ") or "it may not be a key in PEM format"
         raise ConfigError(
             f"--ssl-keyfile {key} cannot be used with --ssl-certfile {cert} ({why})"
         ) from None
@@ -134,7 +136,7 @@ def _is_http_url(text: str) -> bool:
     try:
         url = urlsplit(text)
         known = url.scheme in ("http", "https") and url.port != 0
-    except ValueError:  # half an IPv6 address, or a port that is no number
+    except ValueError:  # an incomplete IPv6 address, or a port that is not a number
         return False
     return known and bool(url.hostname) and not re.search(r"\s", text)
 
@@ -145,8 +147,8 @@ def _check_model(config: Config) -> None:
     if path is None and model.count("/") != 1:
         presets = preset_names()
         raise ConfigError(
-            f"the model {model!r} is no folder, no .gguf file, no hub id (owner/name) and no "
-            f"preset ({', '.join(presets)}){did_you_mean(model, presets)}"
+            f"unknown model {model!r}: it must be a folder, a .gguf file, a hub id (owner/name) "
+            f"or a preset ({', '.join(presets)}){did_you_mean(model, presets)}"
         )
     if config.model.hf_overrides is not None:
         try:
@@ -159,22 +161,26 @@ def _check_model(config: Config) -> None:
 
 def _check_drafter(config: Config) -> None:
     method, drafter = config.speculative.method, config.speculative.model
-    if drafter is None or method not in METHODS:  # a class of one's own reads the name itself
+    if drafter is None or method not in METHODS:  # a user's own class interprets the name itself
         return
     path = _check_location("drafter", drafter)
     if path is None and drafter.count("/") != 1:
         raise ConfigError(
-            f"the drafter {drafter!r} is no folder, no .gguf file and no hub id (owner/name)"
+            f"unknown drafter {drafter!r}: it must be a folder, a .gguf file or a hub id "
+            "(owner/name)"
         )
     lacks_config = path is not None and not (path / "config.json").is_file()
     if method in ("eagle", "eagle3") and lacks_config:
         raise ConfigError(
-            f"the drafter {drafter!r} is no folder with a config.json, which method {method} needs"
+            f"the drafter {drafter!r} must be a folder with a config.json for method {method}"
         )
 
 
 def _check_location(what: str, name: str) -> Path | None:
-    """The local file or folder. Refuses a path where there is nothing, or no model can be."""
+    """The local file or folder that `name` means, or None if it may be a hub id.
+
+    Raises ConfigError for a path that does not exist or cannot be a model; `what` is "model" or
+    "drafter", for the message."""
     try:
         path = local_path(name)
     except PathError as error:
@@ -185,7 +191,7 @@ def _check_location(what: str, name: str) -> Path | None:
     if path is None:
         return None
     if path.is_file() and path.suffix != ".gguf":
-        raise ConfigError(f"the {what} {name!r} is a file, but no .gguf file")
+        raise ConfigError(f"the {what} {name!r} is a file, but not a .gguf file")
     if (
         path.is_dir()
         and not os.access(path / "config.json", os.R_OK)
@@ -200,10 +206,11 @@ def _check_budget(config: Config) -> None:
     per_request = 1 if spec.method == "off" else spec.max_drafts + 1
     needed = scheduler.max_num_seqs * per_request
     if scheduler.max_num_batched_tokens < needed:
-        why = (
-            f"--max-num-seqs {scheduler.max_num_seqs} with {per_request} tokens each need {needed}"
+        rule = (
+            f"must be at least {needed}, since each of --max-num-seqs {scheduler.max_num_seqs} "
+            f"requests may need {per_request} tokens in a step"
         )
-        _fail("max_num_batched_tokens", scheduler.max_num_batched_tokens, f"too small, since {why}")
+        _fail("max_num_batched_tokens", scheduler.max_num_batched_tokens, rule)
     longest = config.model.max_model_len
     if (
         not scheduler.enable_chunked_prefill

@@ -1,4 +1,4 @@
-"""The vocabulary of graph capture: modes and batch descriptors. Plain values, no torch."""
+"""Defines CUDA graph modes and batch descriptors, as plain values without torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import Enum, IntEnum
 
 
 class CUDAGraphMode(Enum):
-    """What is captured; a pair is (uniform decode batches, all other batches)."""
+    """Which parts of a step run in CUDA graphs; a pair is (uniform decode, all other batches)."""
 
     NONE = 0
     PIECEWISE = 1
@@ -16,27 +16,27 @@ class CUDAGraphMode(Enum):
     FULL_AND_PIECEWISE = (2, 1)
 
     def decode_mode(self) -> CUDAGraphMode:
-        """Mode of uniform decode (or verify) batches."""
+        """The mode of uniform batches, in which every request decodes or verifies alike."""
         return CUDAGraphMode(self.value[0]) if isinstance(self.value, tuple) else self
 
     def mixed_mode(self) -> CUDAGraphMode:
-        """Mode of every other batch."""
+        """The mode of all batches that are not uniform."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
     def without_pieces(self) -> CUDAGraphMode:
-        """What is left of this mode for a pass that is replayed whole or runs eagerly."""
+        """This mode without PIECEWISE, for a pass that supports only full graphs or none."""
         if self is CUDAGraphMode.FULL:
             return self
         full = self.decode_mode() is CUDAGraphMode.FULL
         return CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
 
     def separate_routine(self) -> bool:
-        """True if uniform and other batches are captured separately."""
+        """Whether uniform batches and others have modes, and so captures, of their own."""
         return isinstance(self.value, tuple)
 
 
 class AttentionCGSupport(IntEnum):
-    """Which batches an attention back end can run inside a FULL graph."""
+    """Which batches an attention back end can run inside a FULL graph; higher includes lower."""
 
     NEVER = 0
     UNIFORM_SINGLE_TOKEN_DECODE = 1
@@ -45,17 +45,17 @@ class AttentionCGSupport(IntEnum):
 
 
 class StepMode(Enum):
-    """How one step runs; decided once, when its rows are gathered."""
+    """How one step runs; the decision is made once, when its rows are gathered."""
 
     EAGER = "eager"  # no graph
     PIECEWISE = "piecewise"  # graphs between the attention layers
     FORWARD = "forward"  # one graph of the forward pass; the host gathers rows, builds attention
-    WHOLE = "whole"  # that graph gathers and builds, too; those of sampling and drafting follow it
+    WHOLE = "whole"  # that graph also gathers and builds; graphs of sampling and drafting follow
 
 
 @dataclass(frozen=True)
 class BatchExecutionDescriptor:
-    """How a (padded) batch runs. `mode` is NONE, PIECEWISE or FULL."""
+    """The mode and padded sizes with which a batch runs; `mode` is NONE, PIECEWISE or FULL."""
 
     mode: CUDAGraphMode
     num_tokens: int  # M*, padded token rows
@@ -63,7 +63,7 @@ class BatchExecutionDescriptor:
     uniform_token_count: int | None = None  # every request has this query length; None = any
 
     def serves(self, num_tokens: int, num_reqs: int, uniform_token_count: int | None) -> bool:
-        """True if a batch of these sizes can be padded into this descriptor."""
+        """Whether a batch of these sizes can be padded to this descriptor's sizes."""
         return (
             self.num_tokens >= num_tokens
             and (self.num_reqs is None or self.num_reqs >= num_reqs)

@@ -1,4 +1,4 @@
-"""Owns where API keys come from: settings, and files such as the secrets of a container engine."""
+"""Collects API keys from settings and from key files, such as container secrets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from .options import ConfigError, all_options
 from .paths import shown
 from .schema import Config
 
-_MAX_BYTES = 1 << 20  # of a file with keys; a larger one is another file
+_MAX_BYTES = 1 << 20  # size of a key file; a larger one was probably named by mistake
 
 
 def with_keys(config: Config) -> Config:
-    """The configuration with the keys of its key files beside those it has; else ConfigError.
+    """Add the keys in the configuration's key files to the keys that it lists.
 
-    No error shows a key: its text goes to a terminal or a log.
+    Raises ConfigError if a file cannot be read or holds no key, or if an HTTP header could not
+    carry a key. The error never shows a key, because it goes to a terminal or a log.
     """
     server = config.server
     api_key = _checked("api_key", server.api_key)
@@ -31,7 +32,9 @@ def with_keys(config: Config) -> Config:
 
 
 def _read(name: str, path: str) -> tuple[str, ...]:
-    """The keys in a file, one a line. A file without any would open the server: an error."""
+    """The keys in a file, one per line.
+
+    Raises ConfigError if there are none, because the server would then be open to everyone."""
     label = f"{all_options()[name].flag} {shown(path)[1:-1]}"
     try:
         with Path(path).open("rb") as file:
@@ -40,26 +43,26 @@ def _read(name: str, path: str) -> tuple[str, ...]:
         why = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{label} cannot be read: {why.lower()}") from None
     if len(content) > _MAX_BYTES:
-        raise ConfigError(f"{label} is larger than 1 MiB: it must hold one key a line")
+        raise ConfigError(f"{label} is larger than 1 MiB; it must contain one key per line")
     try:
         lines = content.decode("utf-8-sig").splitlines()
     except UnicodeDecodeError:
-        raise ConfigError(f"{label} is not UTF-8 text: it must hold one key a line") from None
+        raise ConfigError(f"{label} is not UTF-8 text; it must contain one key per line") from None
     keys = tuple(line.strip() for line in lines if line.strip())
     if not keys:
-        raise ConfigError(f"{label} holds no key: it must hold one key a line")
+        raise ConfigError(f"{label} contains no key; it must contain one key per line")
     return _checked(name, keys)
 
 
 def _checked(name: str, keys: tuple[str, ...]) -> tuple[str, ...]:
-    """The keys without spaces around; ConfigError for one that no HTTP header can carry."""
+    """The keys, stripped of surrounding spaces; ConfigError if an HTTP header cannot carry one."""
     for key in keys:
         if any(unicodedata.category(character) == "Cc" for character in key.strip()):
-            why = "a key holds a control character, which no HTTP header can carry"
+            why = "a key contains a control character, which an HTTP header cannot carry"
             raise ConfigError(f"{all_options()[name].flag}: {why}")
         try:
             key.encode("utf-8", "surrogateescape")
         except UnicodeEncodeError:
-            why = "a key holds half of a surrogate pair, which is not a character"
+            why = "a key contains half of a surrogate pair, which is not a character"
             raise ConfigError(f"{all_options()[name].flag}: {why}") from None
     return tuple(key.strip() for key in keys)

@@ -1,7 +1,7 @@
-"""Owns how a configuration comes about: flags over environment over file over preset over defaults.
+"""Builds the configuration: flags override the environment, then come file, preset and defaults.
 
-`add_flags` puts a flag per field on a parser, `load_config` reads all layers and checks the result,
-`flag_table` is the same list for the documentation.
+`add_flags` adds one flag per field to a parser, `load_config` merges all layers and checks the
+result, and `flag_table` lists the flags for the documentation.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _SPEC = "speculative_config"
 _SPEC_DOC = (
     'a method such as ngram or off, or a JSON object such as {"method":"eagle3","model":"M"}'
 )
-_CONFIG_DOC = "YAML file with the same names as the flags"
+_CONFIG_DOC = "YAML file of settings, named as the flags are"
 Layer = dict[str, Any]  # option name -> value; _SPEC -> SpeculativeConfig
 
 
 class _KeepsLines(argparse.HelpFormatter):
-    """Wraps each line of a help text that has several for itself, the rest of it set in."""
+    """A help formatter that keeps the line breaks of a help text and indents what it wraps."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         if "\n" not in text:
@@ -52,7 +52,10 @@ class _KeepsLines(argparse.HelpFormatter):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add MODEL, --config, --speculative-config and a flag per field."""
     parser.formatter_class = _KeepsLines
-    parser.epilog = "SIZE: a number such as 4000, 4k (4000) or 4K (4096); m, M, g and G likewise."
+    parser.epilog = (
+        "SIZE is a number such as 4000, 4k (4000) or 4K (4096); m, M, g and G work alike. "
+        "A flag that accepts several values can be repeated, or its values separated by commas."
+    )
     presets = ", ".join(preset_names())
     parser.add_argument(
         "model_argument",
@@ -91,15 +94,16 @@ def _add_flag(group: argparse._ArgumentGroup, option: Option) -> None:
 
 
 def _kind(option: Option) -> str:
-    """What stands for the value in the help. Every integer may have a suffix, but in a port or a
-    seed nobody expects one."""
+    """The placeholder of the value in the help.
+
+    Every integer flag accepts a suffix, but only sizes show it: no one writes a port as 8k."""
     if option.kind is int and option.name.endswith(("_len", "_bytes", "_tokens")):
         return "SIZE"
     return option.kind.__name__.upper()
 
 
 def _speculative_keys() -> str:
-    """A line for each key of the object."""
+    """One line of help for each key of `--speculative-config`."""
     options = section_options("speculative", SpeculativeConfig)
     return "\n".join(f"{o.name}: {_doc(o)}{_shown_default(o)}" for o in options)
 
@@ -118,7 +122,7 @@ def _shown_default(option: Option) -> str:
 
 
 def _default(option: Option) -> str | None:
-    """The default for people, or None where the doc says all there is to say."""
+    """`default: ...` for the help, or None if the option has no default value to show."""
     if option.default is None or option.default == () or option.default == "":
         return None
     if option.kind is bool:
@@ -130,7 +134,10 @@ def load_config(
     flags: argparse.Namespace | Mapping[str, Any] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Config:
-    """The checked configuration from parsed flags and an environment, or ConfigError."""
+    """The checked configuration from parsed flags and environment variables.
+
+    Raises ConfigError for a value that is unknown, of the wrong type, out of range, or at odds
+    with another."""
     given = dict(vars(flags)) if isinstance(flags, argparse.Namespace) else dict(flags or {})
     environ = environ or {}
     file = given.get("config") or environ.get("SLIPSTREAM_CONFIG")
@@ -170,7 +177,7 @@ def _flag_layer(given: Mapping[str, Any]) -> Layer:
         if name not in given:
             continue
         value = given[name]
-        if option.many and isinstance(value, list):  # a repeated flag, each perhaps with commas
+        if option.many and isinstance(value, list):  # a repeated flag; each value may have commas
             parts = [read_text(option, option.flag, text) for text in value]
             layer[name] = tuple(item for part in parts for item in part)
         else:
@@ -178,7 +185,9 @@ def _flag_layer(given: Mapping[str, Any]) -> Layer:
     if "model_argument" in given:
         positional = given["model_argument"]
         if layer.get("model", positional) != positional:
-            raise ConfigError(f"--model {layer['model']} and MODEL {positional} name two models")
+            raise ConfigError(
+                f"--model {layer['model']} and MODEL {positional} differ; give only one of them"
+            )
         layer["model"] = positional
     if _SPEC in given:
         layer[_SPEC] = read_speculative("--speculative-config", given[_SPEC])
@@ -186,7 +195,9 @@ def _flag_layer(given: Mapping[str, Any]) -> Layer:
 
 
 def _environment_layer(environ: Mapping[str, str]) -> Layer:
-    """Unknown SLIPSTREAM_* names are ignored: Kubernetes sets some for a service of that name."""
+    """The options set by SLIPSTREAM_* variables.
+
+    Unknown variables are ignored, because Kubernetes sets some for a service named slipstream."""
     layer: Layer = {}
     for name, option in all_options().items():
         text = environ.get(option.variable, "")
@@ -198,7 +209,7 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def read_file(path: Path) -> Layer:
-    """The settings in a YAML file; ConfigError for an unknown key or a wrong type."""
+    """The settings in a YAML file; raises ConfigError for an unknown key or a wrong type."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -206,11 +217,11 @@ def read_file(path: Path) -> Layer:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark is not None else ""
-        raise ConfigError(f"--config {path}: this is not YAML{where}") from None
+        raise ConfigError(f"--config {path}: not valid YAML{where}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise ConfigError(f"--config {path}: must hold one name: value a line")
+        raise ConfigError(f"--config {path}: each line must have the form name: value")
     return _mapping_layer(content, str(path))
 
 
@@ -231,15 +242,16 @@ def _mapping_layer(content: Mapping[Any, Any], where: str) -> Layer:
 
 
 def flag_table() -> str:
-    """All flags as a Markdown document; `python -m slipstream.configs.load` prints it."""
+    """All flags as the Markdown of docs/flags.md; `python -m slipstream.configs.load` prints it."""
     lines = [
         "# Flags",
         "",
         "Every flag is also a key of the `--config` file (`max_model_len`) and an environment",
-        "variable (`SLIPSTREAM_MAX_MODEL_LEN`). Flags win over the environment, it over the file,",
-        "it over the preset, it over the default.",
+        "variable (`SLIPSTREAM_MAX_MODEL_LEN`). A flag overrides the environment, which overrides",
+        "the file, which overrides the preset, which overrides the default. A flag that accepts",
+        "several values can be repeated, or its values separated by commas.",
         "",
-        "| flag | default | what it is |",
+        "| flag | default | description |",
         "| --- | --- | --- |",
         f"| `--config FILE` | | {_CONFIG_DOC} |",
         f"| `-sc`, `--speculative-config METHOD` or `JSON` | the preset's, or off | {_SPEC_DOC} |",
@@ -250,13 +262,18 @@ def flag_table() -> str:
             spellings.append(option.flag.replace("--", "--no-", 1))
         names = ", ".join(f"`{spelling}`" for spelling in spellings)
         shown = (_default(option) or "").removeprefix("default: ")
-        lines.append(f"| {names} | {shown} | {_doc(option)} |".replace("|  |", "| |"))
-    lines += ["", "The keys of `--speculative-config`:", "", "| key | default | what it is |"]
+        lines.append(_row(names, shown, _doc(option)))
+    lines += ["", "The keys of `--speculative-config`:", "", "| key | default | description |"]
     lines.append("| --- | --- | --- |")
     for option in section_options("speculative", SpeculativeConfig):
         shown = "" if option.default is None else str(option.default)
-        lines.append(f"| `{option.name}` | {shown} | {_doc(option)} |".replace("|  |", "| |"))
+        lines.append(_row(f"`{option.name}`", shown, _doc(option)))
     return "\n".join(lines) + "\n"
+
+
+def _row(*cells: str) -> str:
+    escaped = [cell.replace("|", r"\|") for cell in cells]  # a bar would end the cell
+    return f"| {' | '.join(escaped)} |".replace("|  |", "| |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Owns how log lines look, the same in server and worker, and which request they tell of.
+"""Formats log lines alike in server and worker, and adds the id of the request they belong to.
 
-The access log is written by a thread: the event loop only queues its lines.
+A thread writes the access log, so that the event loop only queues its lines.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from contextvars import ContextVar
 from logging.handlers import QueueHandler, QueueListener
 
 ACCESS_LOGGER = "slipstream.access"
-# The HTTP request that the running task serves; lines it logs carry the id.
+# The id of the HTTP request that the running task serves; its log lines carry the id.
 request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
+    """Formats each record as a JSON object on one line."""
 
     def __init__(self, process: str) -> None:
         super().__init__()
@@ -43,9 +43,10 @@ class _JsonFormatter(logging.Formatter):
 
 
 class _TextFormatter(logging.Formatter):
-    """One line for people, a request's id at its end, and the lines of a trace set in below it.
+    """Formats a record as one line of text, with a traceback's lines indented below it.
 
-    What a client sent may be part of a message: it can neither begin a line nor steer a terminal.
+    A message may contain text of a client. Its unprintable characters are escaped, so that it can
+    neither forge a log line nor control a terminal.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -61,22 +62,22 @@ class _TextFormatter(logging.Formatter):
 
 
 def one_line(text: str) -> str:
-    """The text with an escape such as `\\n` or `\\x1b` in place of each unprintable character."""
+    """The text with each unprintable character replaced by an escape such as `\\n` or `\\x1b`."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def configure_logging(level: str, form: str, process: str) -> None:
-    """Send the logs of this process to stderr; `form` is "text" or "json".
+    """Send the logs of this process to stderr; `form` is "text" or "json", `process` its name.
 
-    A record's `fields` (a dict given as `extra`) become members of the JSON object.
+    A record's `fields`, a dict passed in `extra`, become members of the JSON object.
     """
     handler = logging.StreamHandler()
     text = _TextFormatter(f"%(asctime)s %(levelname)-7s {process} %(name)s: %(message)s")
     handler.setFormatter(_JsonFormatter(process) if form == "json" else text)
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
-    if level == "info":  # a line for each request to the hub would run through the progress bars
+    if level == "info":  # a line for each request to the hub would break up the progress bars
         for name in ("httpx", "httpx2"):
             logging.getLogger(name).setLevel(logging.WARNING)
     _queue_access_log(handler)
@@ -91,7 +92,7 @@ def _queue_access_log(handler: logging.Handler) -> None:
 
 
 class _LazyQueueHandler(QueueHandler):
-    """Starts the writing thread with the first line, so that a process without a log has none."""
+    """Starts the writing thread at the first line; a process that logs nothing has no thread."""
 
     def __init__(
         self, lines: queue.SimpleQueue[logging.LogRecord], listener: QueueListener
@@ -101,11 +102,11 @@ class _LazyQueueHandler(QueueHandler):
         self._started = False
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        """Leave the record as it is: it never leaves the process, and the thread formats it."""
+        """Return the record unformatted: the thread formats it, in this same process."""
         return record
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue the line; the first one starts the thread, which ends with the process."""
+        """Queue the record; the first one starts the thread, which stops when the process exits."""
         if not self._started:
             self._started = True
             self._listener.start()

@@ -1,7 +1,7 @@
-"""Owns the list of options, one per configuration field, and the reading of one value.
+"""Lists the options, one per configuration field, and parses a single value of one.
 
-It does not know where a value came from: the caller hands over a label (`--port`,
-`SLIPSTREAM_PORT`, `port in my.yaml`) that starts the sentence of an error.
+This file does not know where a value came from: the caller passes a label (`--port`,
+`SLIPSTREAM_PORT`, `port in my.yaml`), and every error starts with it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ _NOUNS = {int: "an integer", float: "a number", bool: "true or false", str: "tex
 
 
 class ConfigError(Exception):
-    """A configuration that cannot be served: one sentence that names option and value."""
+    """The configuration is invalid; the text is one sentence that names the option and value."""
 
 
 @dataclass(frozen=True)
 class Option:
-    """One configuration field, seen from the outside."""
+    """One configuration field as a user sees it."""
 
-    name: str  # max_model_len
-    section: str  # model
-    kind: type  # int, float, bool or str: of the value, or of each element of a tuple
-    many: bool  # a tuple
-    optional: bool  # None is a value
+    name: str  # for example max_model_len
+    section: str  # the field of `Config` that holds it, for example model
+    kind: type  # int, float, bool or str; of each element if the value is a tuple
+    many: bool  # the value is a tuple
+    optional: bool  # the value may be None
     default: Any
     doc: str
     choices: tuple[str, ...]
@@ -68,12 +68,12 @@ def all_options() -> dict[str, Option]:
 
 
 def section_options(section: str, cls: type) -> list[Option]:
-    """The options of one section."""
+    """The options that the dataclass `cls` declares with `schema.option`."""
     hints = get_type_hints(cls)
     options = []
     for field in dataclasses.fields(cls):
         meta = field.metadata
-        if "doc" not in meta:  # `schema.internal`
+        if "doc" not in meta:  # declared with `schema.internal`
             continue
         kind, many, optional = _shape(hints[field.name])
         options.append(
@@ -93,7 +93,7 @@ def section_options(section: str, cls: type) -> list[Option]:
 
 
 def _shape(hint: Any) -> tuple[type, bool, bool]:
-    """(element type, is a tuple, may be None) of a field's type."""
+    """Split a field's type into (element type, whether it is a tuple, whether None is allowed)."""
     optional = get_origin(hint) in (Union, types.UnionType)
     if optional:
         (hint,) = [arg for arg in get_args(hint) if arg is not type(None)]
@@ -104,17 +104,19 @@ def _shape(hint: Any) -> tuple[type, bool, bool]:
 
 
 def read_text(option: Option, label: str, text: str) -> Any:
-    """A flag's or variable's value. Tuples are comma separated, `8k` is 8000 and `8K` is 8192."""
+    """Parse the text of a flag or environment variable; raises ConfigError if it is invalid.
+
+    Commas separate the elements of a tuple; `8k` is 8000 and `8K` is 8192."""
     if option.many:
         parts = [part.strip() for part in text.split(",") if part.strip()]
-        if not parts:  # a shell's unset variable must not open a server: --api-key "$KEY"
+        if not parts:  # --api-key "$KEY" with KEY unset must not open the server to everyone
             raise _empty(option, label)
         return tuple(_checked(option, label, part, _parse(option.kind, part)) for part in parts)
     return _checked(option, label, text, _parse(option.kind, text))
 
 
 def read_value(option: Option, label: str, value: Any) -> Any:
-    """A value from YAML or JSON, which has a type of its own already."""
+    """Check a value from YAML or JSON, which already has a type; raises ConfigError."""
     if value is None and option.optional:
         return None
     if option.many:
@@ -122,7 +124,7 @@ def read_value(option: Option, label: str, value: Any) -> Any:
         if any(isinstance(v, str) and not v.strip() for v in values):
             raise _empty(option, label)
         return tuple(_checked(option, label, v, _exact(option.kind, v)) for v in values)
-    if option.kind is str and isinstance(value, dict):  # an object where the flag takes JSON text
+    if option.kind is str and isinstance(value, dict):  # the flag takes this object as JSON text
         return json.dumps(value)
     return _checked(option, label, value, _exact(option.kind, value))
 
@@ -144,7 +146,7 @@ def _checked(option: Option, label: str, given: Any, value: Any) -> Any:
 
 
 def _parse(kind: type, text: str) -> Any:
-    """The value in `text`, or None if it is not of that kind."""
+    """The value that `text` spells, or None if it does not spell one of that type."""
     if kind is bool:
         word = text.strip().lower()
         return True if word in _TRUE else False if word in _FALSE else None
@@ -160,7 +162,7 @@ def _parse(kind: type, text: str) -> Any:
 
 
 def _exact(kind: type, value: Any) -> Any:
-    """The value if it has that type (an int is a fine float, `8k` a fine int), else None."""
+    """The value if it has that type or converts without loss (1 to 1.0, "8k" to 8000), or None."""
     if isinstance(value, str) and kind is int:
         return _parse(int, value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
@@ -171,6 +173,6 @@ def _exact(kind: type, value: Any) -> Any:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """` (did you mean ...?)`, or nothing when no known word is close."""
+    """` (did you mean ...?)` with the closest known word, or an empty string if none is close."""
     close = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""

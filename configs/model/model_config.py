@@ -1,7 +1,7 @@
-"""Owns what is decided from a config.json alone: which architectures and quantisations are served.
+"""Decides from config.json alone whether a model is supported: architecture, quantisation, sizes.
 
-The server asks before it starts a worker or downloads weights; the worker asks again.
-`runner/models/registry.py` says which class serves each architecture.
+The server checks before it downloads weights or starts a worker; the worker checks again.
+`runner/models/registry.py` maps each architecture to the class that implements it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# model_type -> the architecture it means where a config names none
+# model_type -> architecture, for configs without `architectures`
 ARCHITECTURE_OF_TYPE: dict[str, str] = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
@@ -23,16 +23,14 @@ ARCHITECTURE_OF_TYPE: dict[str, str] = {
     "gemma4": "Gemma4ForConditionalGeneration",
 }
 ARCHITECTURES = tuple(ARCHITECTURE_OF_TYPE.values())
-QUANTISATIONS = ("fp8",)  # in blocks, as DeepSeek V3's
+QUANTISATIONS = ("fp8",)  # block-wise, as in DeepSeek V3
 # GGUF architecture -> model_type
 GGUF_TYPES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
 
-
-# Left out of downloads and folders: the same weights once more, in Mistral's own form.
+# Ignored in downloads and folders: a second copy of the weights, in Mistral's own format.
 OTHER_WEIGHTS = "consolidated*.safetensors"
 
-
-# name in a config.json -> key of a GGUF header behind the architecture's name
+# name in a config.json -> key of a GGUF header, after the architecture's name and a dot
 GGUF_NUMBERS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -47,11 +45,13 @@ GGUF_NUMBERS = {
 
 
 class NotServed(Exception):
-    """The model cannot be served; the text is one sentence."""
+    """The model is not supported, or its config is invalid; the text is one sentence."""
 
 
 def served_architecture(config: Mapping[str, Any]) -> str:
-    """The architecture of a config.json's content that is served; NotServed if there is none."""
+    """The first supported architecture that a config names, or its model_type implies.
+
+    Raises NotServed if there is none."""
     named = config.get("architectures") or []
     if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
         raise NotServed(f"architectures must be a list of names, not {short(named)}.")
@@ -70,7 +70,7 @@ def served_architecture(config: Mapping[str, Any]) -> str:
 
 
 def check_quantisation(config: Mapping[str, Any]) -> None:
-    """NotServed if the weights are quantised in a form that cannot be read."""
+    """Raise NotServed if the weights are quantised in a format that is not supported."""
     settings = config.get("quantization_config") or config.get("compression_config")
     if not settings:
         return
@@ -78,7 +78,7 @@ def check_quantisation(config: Mapping[str, Any]) -> None:
     if method not in QUANTISATIONS:
         raise NotServed(
             f"the quantisation {short(method)} is not supported; supported: "
-            f"{', '.join(QUANTISATIONS)} in safetensors, and the forms of GGUF files."
+            f"{', '.join(QUANTISATIONS)} in safetensors, and those of GGUF files."
         )
     block = settings.get("weight_block_size")
     if block is not None and not is_block_size(block):
@@ -86,7 +86,7 @@ def check_quantisation(config: Mapping[str, Any]) -> None:
 
 
 def is_block_size(value: object) -> bool:
-    """Whether it is a list of rows and columns."""
+    """Whether the value is a list of two positive integers: the rows and columns of a block."""
     return (
         isinstance(value, list)
         and len(value) == 2
@@ -95,12 +95,14 @@ def is_block_size(value: object) -> bool:
 
 
 def is_file_name(value: object) -> bool:
-    """Whether it names a file of the model's own folder, as entries of an index must."""
+    """Whether the value is a plain file name, so that it cannot point outside the model's folder.
+
+    The file names in a checkpoint's index must be plain."""
     return isinstance(value, str) and value not in ("", ".", "..") and not set(value) & set("/\\\0")
 
 
 def check_gguf_architecture(name: object) -> str:
-    """The model_type of a GGUF architecture; NotServed if it is not supported."""
+    """The model_type of a GGUF architecture; raises NotServed if it is not supported."""
     if not isinstance(name, str) or name not in GGUF_TYPES:
         raise NotServed(
             f"GGUF architecture {short(name)} is not supported; supported: "
@@ -109,8 +111,8 @@ def check_gguf_architecture(name: object) -> str:
     return GGUF_TYPES[name]
 
 
-# Of numbers that a config states, the largest that are taken for true: those beyond would fill all
-# memory before a file could contradict them. Every one of them is many times that of known models.
+# Largest values accepted in a config, each many times that of any known model. A larger one would
+# exhaust the memory before the weights could contradict it.
 _MOST = {
     "num_hidden_layers": 1024,
     "vocab_size": 1 << 24,
@@ -139,7 +141,10 @@ _REALS = ("rms_norm_eps", "rope_theta")
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with its language part, if it has one of its own, laid over it."""
+    """The config with the entries of its `text_config`, if it has one, put in place of its own.
+
+    Multimodal models state the sizes of their language model there. Raises NotServed if
+    `text_config` is not an object."""
     text = config.get("text_config")
     if text is not None and not isinstance(text, Mapping):
         raise NotServed(f"its text_config must be an object, not {short(text)}.")
@@ -147,8 +152,7 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_numbers(config: Mapping[str, Any]) -> None:
-    """NotServed if a number of a text config cannot be one of a model; what is missing may be
-    filled in by defaults."""
+    """Raise NotServed if a number of a text config is out of range; missing numbers are fine."""
     for name, most in _MOST.items():
         value = config.get(name)
         least = 1 if name in _ABOVE_ZERO else 0
@@ -180,7 +184,9 @@ def _check_positive(name: str, value: object) -> None:
 
 
 def check_weights(config: Mapping[str, Any], num_tensors: int, num_bytes: int) -> None:
-    """NotServed if a text config describes a model that these weights are much too small for."""
+    """Raise NotServed if a text config describes a far larger model than the weights can hold.
+
+    The weights have `num_tensors` tensors and `num_bytes` bytes in all."""
     layers = config.get("num_hidden_layers")
     if isinstance(layers, int) and layers > num_tensors:
         raise NotServed(
@@ -195,7 +201,9 @@ def check_weights(config: Mapping[str, Any], num_tensors: int, num_bytes: int) -
 
 
 def eos_token_ids(value: object, where: str) -> list[int]:
-    """The ids of an eos_token_id, which may be one or a list; NotServed if they are none."""
+    """The ids in an `eos_token_id`, which is a token id, a list of them, or None.
+
+    Raises NotServed for anything else; `where` names its file."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     if not all(type(i) is int and 0 <= i < 2**31 for i in ids):
         raise NotServed(
@@ -205,7 +213,7 @@ def eos_token_ids(value: object, where: str) -> list[int]:
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid over `base`, objects merged key by key: --hf-overrides over a config.json."""
+    """A copy of `base` with the entries of `over`, objects merged key by key (--hf-overrides)."""
     out = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(out.get(key), dict)
@@ -214,7 +222,7 @@ def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def short(value: object) -> str:
-    """A value from a file in one line of at most 80 characters."""
+    """A value from a file as one line of at most 80 ASCII characters, for an error."""
     try:
         text = ascii(value)
     except RecursionError:

@@ -1,4 +1,4 @@
-"""Places where no model is, whatever one may find there; for tests of what is said of them."""
+"""Names and paths that cannot be a model, for tests of the errors about them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ CONFIG = '{"model_type": "llama", "vocab_size": 61, "hidden_size": 32}'
 
 
 def odd_paths(folder: Path) -> dict[str, str]:
-    """Name -> words of the sentence about it. Opening some of them would wait for ever."""
+    """Make odd files in `folder`; return name -> words of the error about it.
+
+    Some of the files are pipes, so opening them would block forever."""
     os.mkfifo(folder / "pipe")
     (folder / "loop").symlink_to(folder / "back")
     (folder / "back").symlink_to(folder / "loop")
@@ -22,11 +24,11 @@ def odd_paths(folder: Path) -> dict[str, str]:
         "/dev/null": "'/dev/null' is neither a file nor a folder",
         f"/{'a' * 10_000}": f"'/{'a' * 99}…{'a' * 100}' is too long to be the name of",
         f"owner/{'a' * 10_000}": "is too long to be the name of a file or a model",
-        "/tmp/\ud800": "'/tmp/\\ud800' is nothing that a file or a model can be called",
-        "/tmp/\0": "'/tmp/\\x00' is nothing that a file or a model can be called",
+        "/tmp/\ud800": "'/tmp/\\ud800' is not a valid name of a file or a model",
+        "/tmp/\0": "'/tmp/\\x00' is not a valid name of a file or a model",
         f"{folder}/pipe": "pipe' is neither a file nor a folder",
         f"{folder}/loop": "loop' is a link that leads back to itself",
-        f"{folder}/config-pipe": "config.json' is no file that can be read",
-        f"{folder}/weights-pipe": "model.safetensors' is no file that can be read",
+        f"{folder}/config-pipe": "config.json' is not a regular file",
+        f"{folder}/weights-pipe": "model.safetensors' is not a regular file",
         f"{folder}/empty": "no config.json",
     }

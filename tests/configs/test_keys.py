@@ -1,4 +1,4 @@
-"""Files with API keys: read at the start, one key a line, and never a way to an open server."""
+"""Key files: read at start-up, one key per line, and an empty one never opens the server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_keys_of_a_file_join_the_others(secrets: Path) -> None:
     assert load(SLIPSTREAM_API_KEY_FILE="").server.api_key == ()  # compose: an unset variable
 
 
-def test_a_pipe_will_do(tmp_path: Path) -> None:
+def test_a_pipe_works_as_a_key_file(tmp_path: Path) -> None:
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=("a\nb\n",), daemon=True)
@@ -54,8 +54,8 @@ def test_a_pipe_will_do(tmp_path: Path) -> None:
     ("content", "words"),
     [
         (None, "cannot be read: no such file"),
-        (b"", "holds no key"),
-        (b" \n\t\r\n", "holds no key"),
+        (b"", "contains no key"),
+        (b" \n\t\r\n", "contains no key"),
         (b"\xff\xfe\x00", "is not UTF-8"),
         (b"a\x00b", "control character"),
         (b"k\n" * (1 << 20), "larger than 1 MiB"),

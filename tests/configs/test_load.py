@@ -1,4 +1,4 @@
-"""How a configuration comes about: layers, precedence, errors."""
+"""Loading a configuration: layers, precedence, errors, and the help made from the options."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load(*arguments: str, **environ: str) -> Config:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> str:
-    """A model that exists and is no preset."""
+    """A model folder that exists and is not a preset."""
     (tmp_path / "config.json").write_text("{}")
     return str(tmp_path)
 
@@ -45,7 +45,7 @@ def yaml_file(tmp_path: Path, text: str) -> str:
     return str(path)
 
 
-def test_default_preset_bounds_chats_and_a_model_of_ones_own_does_not(folder: str) -> None:
+def test_default_preset_limits_chats_and_another_model_does_not(folder: str) -> None:
     assert load_config().server.default_max_tokens == 1024
     assert load_config({"default_max_tokens": 8}).server.default_max_tokens == 8
     assert load_config({"model": folder}).server.default_max_tokens is None
@@ -81,7 +81,7 @@ def test_flags_win_over_environment_over_file_over_preset_over_defaults(tmp_path
     assert config.server.host == "127.0.0.1"  # default
 
 
-def test_another_model_takes_nothing_from_the_default_preset(folder: str) -> None:
+def test_another_model_inherits_nothing_from_the_default_preset(folder: str) -> None:
     config = load(folder)
     assert config.speculative == SpeculativeConfig()
     assert config.model.load_format == "auto"
@@ -160,7 +160,7 @@ def test_booleans_in_the_environment_are_words() -> None:
     assert not load(SLIPSTREAM_ENABLE_PREFIX_CACHING="0").cache.enable_prefix_caching
 
 
-def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() -> None:
+def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignored() -> None:
     config = load(SLIPSTREAM_PORT="tcp://10.0.0.1:80", SLIPSTREAM_SERVICE_HOST="10.0.0.1")
     assert config.server.port == 8000
 
@@ -181,10 +181,10 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
             ["--reasoning-parser", "foo"],
             "--reasoning-parser must be one of auto, none, deepseek_r1",
         ),
-        (["-tp", "2"], "--tensor-parallel-size 2: only 1 is possible"),
-        (["-dp", "2"], "--data-parallel-size 2: only 1 is possible"),
+        (["-tp", "2"], "--tensor-parallel-size 2: must be 1, because"),
+        (["-dp", "2"], "--data-parallel-size 2: must be 1, because"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
-        (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: too small.* need 3000"),
+        (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: must be at least 3000"),
         (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization 0.0: must be above 0"),
         (["--gpu-memory-utilization", "1.5"], "must be at most 1.0"),
         (["--drain-timeout", "soon"], "--drain-timeout must be a number, not 'soon'"),
@@ -193,7 +193,7 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
         (["--ssl-keyfile", __file__], "given together"),
         (
             ["--ssl-keyfile", __file__, "--ssl-certfile", __file__],
-            "--ssl-certfile /.*test_load.py: is no certificate in PEM form",
+            "--ssl-certfile /.*test_load.py: is not a certificate in PEM format",
         ),
         (["--api-key", ""], "^--api-key is empty; leave it out to serve without a key$"),
         (["--api-key", "a", "--api-key", " "], "^--api-key is empty; leave it out to serve"),
@@ -211,14 +211,14 @@ def test_what_kubernetes_sets_for_a_service_called_slipstream_is_left_alone() ->
         (["--root-path", "api"], "--root-path api: must start with /"),
         (["--hf-overrides", "[1]"], r"--hf-overrides \[1\]: must be a JSON object"),
         (["--cudagraph-capture-sizes", "0,1"], "--cudagraph-capture-sizes 0,1"),
-        (["--model", "a/b", "c/d"], "a/b and MODEL c/d name two models"),
+        (["--model", "a/b", "c/d"], "a/b and MODEL c/d differ; give only one of them"),
         (["/no/such/folder"], "'/no/such/folder' does not exist"),
         (["missing.gguf"], "'missing.gguf' does not exist"),
         (
             ["nomodel"],
-            r"'nomodel' is no folder,.* hub id \(owner/name\) and no preset \(smollm2-135m",
+            r"unknown model 'nomodel': .* a hub id \(owner/name\) or a preset \(smollm2-135m",
         ),
-        (["smollm2"], r"no preset \(smollm2-135m\) \(did you mean smollm2-135m\?\)"),
+        (["smollm2"], r"a preset \(smollm2-135m\) \(did you mean smollm2-135m\?\)"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: no such file"),
         (["--no-enable-chunked-prefill", "--max-model-len", "4096"], "--max-model-len 4096"),
     ],
@@ -241,8 +241,8 @@ def test_errors_name_flag_and_value(arguments: list[str], words: str) -> None:
         ("api_key: ''", "api_key in .*my.yaml is empty; leave it out to serve without a key"),
         ("api_key: [a, '']", "api_key in .*my.yaml is empty"),
         ("otlp_traces_endpoint: foo", "--otlp-traces-endpoint 'foo': must be a URL"),
-        ("- port", "must hold one name: value a line"),
-        ("a: b: c", "this is not YAML in line 1"),
+        ("- port", "each line must have the form name: value"),
+        ("a: b: c", "not valid YAML in line 1"),
         ("speculative_config: {method: ngrm}", "did you mean ngram"),
     ],
 )
@@ -260,7 +260,7 @@ def test_errors_name_the_variable() -> None:
         load(SLIPSTREAM_API_KEY=",")  # "$ONE,$OTHER" of two that are not set
 
 
-def test_an_empty_variable_and_an_empty_list_are_no_value(tmp_path: Path) -> None:
+def test_an_empty_variable_or_list_counts_as_unset(tmp_path: Path) -> None:
     config = load(SLIPSTREAM_API_KEY="", SLIPSTREAM_OTLP_TRACES_ENDPOINT="", SLIPSTREAM_PORT="")
     assert config.server.api_key == () and config.server.otlp_traces_endpoint is None
     file = yaml_file(tmp_path, "api_key: []\nserved_model_name: []\n")
@@ -269,7 +269,7 @@ def test_an_empty_variable_and_an_empty_list_are_no_value(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("url", ["http://localhost:4318/v1/traces", "https://u:p@[::1]/v1/traces"])
-def test_an_http_url_takes_traces(url: str) -> None:
+def test_an_http_url_is_accepted_for_traces(url: str) -> None:
     assert load("--otlp-traces-endpoint", url).server.otlp_traces_endpoint == url
 
 
@@ -293,7 +293,7 @@ needs_openssl = pytest.mark.skipif(
 
 
 @needs_openssl
-def test_a_key_and_its_certificate_are_taken(tls: Path) -> None:
+def test_a_key_and_its_certificate_are_accepted(tls: Path) -> None:
     pair = ("--ssl-keyfile", str(tls / "key.pem"), "--ssl-certfile", str(tls / "cert.pem"))
     assert load(*pair).server.ssl_keyfile == pair[1]
 
@@ -303,9 +303,9 @@ def test_a_key_and_its_certificate_are_taken(tls: Path) -> None:
     ("key", "cert", "words"),
     [
         ("other.pem", "cert.pem", "--ssl-keyfile .*other.pem is not the key of the certificate"),
-        ("locked.pem", "cert.pem", "--ssl-keyfile .*locked.pem: is encrypted, and a server cannot"),
+        ("locked.pem", "cert.pem", "--ssl-keyfile .*locked.pem: is encrypted; decrypt it first"),
         ("cert.pem", "cert.pem", "--ssl-keyfile .*cert.pem cannot be used with --ssl-certfile"),
-        ("key.pem", "key.pem", "--ssl-certfile .*key.pem: is no certificate in PEM form"),
+        ("key.pem", "key.pem", "--ssl-certfile .*key.pem: is not a certificate in PEM format"),
     ],
 )
 def test_tls_files_that_cannot_serve_are_refused(
@@ -322,7 +322,7 @@ def test_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["mtp", *sorted(NEED_MODEL)])
-def test_a_drafter_that_is_not_there_is_refused(method: str, folder: str, tmp_path: Path) -> None:
+def test_a_missing_drafter_is_refused(method: str, folder: str, tmp_path: Path) -> None:
     def refused(drafter: str) -> str:
         with pytest.raises(ConfigError) as caught:
             load("-sc", json.dumps({"method": method, "model": drafter}))
@@ -332,7 +332,7 @@ def test_a_drafter_that_is_not_there_is_refused(method: str, folder: str, tmp_pa
     assert refused("/nope") == (
         "the drafter '/nope' does not exist: there is no such file or folder"
     )
-    assert "'nope' is no folder, no .gguf file and no hub id (owner/name)" in refused("nope")
+    assert "unknown drafter 'nope': it must be a folder, a .gguf file or a" in refused("nope")
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "empty' has no config.json and no .gguf file" in refused(str(empty))
@@ -341,9 +341,9 @@ def test_a_drafter_that_is_not_there_is_refused(method: str, folder: str, tmp_pa
     if method not in ("eagle", "eagle3"):
         assert load("-sc", wanted).speculative.model == str(empty)
     else:
-        told = f"empty' is no folder with a config.json, which method {method} needs"
+        told = f"empty' must be a folder with a config.json for method {method}"
         assert told in refused(str(empty))
-        assert "a.gguf' is no folder with a config.json" in refused(str(empty / "a.gguf"))
+        assert "a.gguf' must be a folder with a config.json" in refused(str(empty / "a.gguf"))
     for there in (folder, "owner/name"):  # the hub is asked later
         load("-sc", json.dumps({"method": method, "model": there}))
     load("-sc", '{"method": "my.drafters:Mine", "model": "anything at all"}')
@@ -417,13 +417,13 @@ def test_the_largest_chosen_number_of_drafts_can_be_given() -> None:
         ("", r"must be a method \(off, ngram, .*\) or a JSON object, not ''"),
         ("5", r"must be a method \(off, ngram, .*\) or a JSON object, not 5"),
         ("ngrams", r"or a JSON object, not 'ngrams' \(did you mean ngram\?\)"),
-        ("eagle3", "model must name the drafter of method eagle3$"),
+        ("eagle3", "model must name the drafter for method eagle3$"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "from 1 to 32, not 0"),
         ('{"method": "ngram", "num_speculative_tokens": "x"}', "must be an integer, not 'x'"),
         ('{"method": "ngram", "prompt_lookup_min": 5}', r"at least prompt_lookup_min \(5\)"),
         ('{"method": "ngram", "prompt_lookup_min": 0}', "prompt_lookup_min must be at least 1"),
         ('{"method": "ngram", "model": "x"}', "no model"),
-        ('{"method": "eagle3"}', "model must name the drafter of method eagle3$"),
+        ('{"method": "eagle3"}', "model must name the drafter for method eagle3$"),
         ('{"method": "mtp", "position_offset": 2}', "position_offset must be 0 or 1"),
         ('{"method": "mtp", "aux_hidden_state_boundaries": [3, 1]}', "increasing"),
         ('{"method": "mtp", "draft_sampling": "no"}', "must be one of auto, greedy"),
@@ -431,11 +431,11 @@ def test_the_largest_chosen_number_of_drafts_can_be_given() -> None:
         ('{"method":"mtp","num_speculative_tokens":2,"max_speculative_tokens":3}', "be left out"),
         (
             '{"method":"mtp","num_speculative_tokens":4,"synthetic_acceptance_rates":[0.5]}',
-            "be 4 falling rates",
+            "be 4 rates from 0 to 1",
         ),
         (
             '{"method":"mtp","num_speculative_tokens":2,"synthetic_acceptance_rates":[0.5,0.6]}',
-            "falling",
+            "none above the one before it",
         ),
     ],
 )
@@ -464,14 +464,11 @@ def test_the_help_lists_the_keys_of_the_speculative_config_and_their_defaults(
     assert [line.partition(":")[0] for line in told] == [
         field.name for field in dataclasses.fields(SpeculativeConfig)
     ]
-    assert "model: the drafter's folder or id" in told
-    assert (
-        "draft_sampling: how drafts are drawn: auto, greedy, probabilistic (default: auto)" in told
-    )
-    assert "prompt_lookup_max: n-gram: longest suffix to look for (default: 4)" in told
-    watchdog = "watchdog: stop a drafter that seems broken, and try it again later (default: on)"
-    assert watchdog in told
-    assert re.search(r"\n {24}\w[^\n]*\n {24}\w", shown)  # other texts go on right below
+    drawn = "draft_sampling: how drafts are sampled: auto, greedy, probabilistic (default: auto)"
+    lookup = "prompt_lookup_max: ngram: longest suffix to search for, in tokens (default: 4)"
+    watchdog = "watchdog: turn off a drafter that seems broken, and retry it later (default: on)"
+    assert {"model: the drafter's folder or Hugging Face id", drawn, lookup, watchdog} <= {*told}
+    assert re.search(r"\n {24}\w[^\n]*\n {24}\w", shown)  # other texts wrap without indentation
 
 
 def test_flag_page_is_up_to_date() -> None:
@@ -490,4 +487,4 @@ def test_the_help_says_where_suffixes_are_usual() -> None:
     shown = " ".join(parser.format_help().split())
     for flag in ("max-model-len", "kv-cache-memory-bytes", "max-num-batched-tokens"):
         assert f"--{flag} SIZE" in shown and f"--{flag} INT" not in shown
-    assert "--port INT" in shown and shown.endswith("m, M, g and G likewise.")
+    assert "--port INT" in shown and shown.endswith("its values separated by commas.")

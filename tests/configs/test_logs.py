@@ -1,4 +1,4 @@
-"""Log lines: JSON members, the request they belong to, and an access log written by a thread."""
+"""Log lines: JSON members, request ids, escaping, and the access log's thread."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ except ValueError:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_text_of_a_client_neither_begins_a_line_nor_steers_the_terminal(form: str) -> None:
+def test_text_of_a_client_cannot_forge_a_line_or_control_the_terminal(form: str) -> None:
     command = [sys.executable, "-c", FORGERY, form]
     environ = os.environ | {"PYTHONIOENCODING": "utf-8"}
     done = subprocess.run(command, capture_output=True, check=True, env=environ)
@@ -89,7 +89,7 @@ def test_no_request_is_the_default() -> None:
     assert request_id.get() == ""
 
 
-OF_THE_HUB = """
+HUB_REQUESTS = """
 import logging, sys
 from slipstream.configs.logs import configure_logging
 
@@ -100,7 +100,7 @@ for name in ("httpx", "httpx2"):
 
 
 @pytest.mark.parametrize(("level", "lines"), [("info", 0), ("debug", 2)])
-def test_requests_to_the_hub_are_logged_for_debugging_alone(level: str, lines: int) -> None:
-    command = [sys.executable, "-c", OF_THE_HUB, level]
+def test_requests_to_the_hub_are_logged_only_at_debug_level(level: str, lines: int) -> None:
+    command = [sys.executable, "-c", HUB_REQUESTS, level]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     assert told.count("HTTP Request") == lines

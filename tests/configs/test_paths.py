@@ -1,4 +1,4 @@
-"""What is said of places where no model can be, by whoever is asked to find one there."""
+"""Errors about names that cannot be a model, from everything that looks for one."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ ERRORS = (ModelLoadError, ModelFilesError, TokenizerLoadError)
 
 
 @pytest.mark.parametrize("find", FINDERS)
-def test_each_odd_place_is_one_sentence(tmp_path: Path, find: Callable[[str], object]) -> None:
+def test_each_odd_name_gives_one_sentence(tmp_path: Path, find: Callable[[str], object]) -> None:
     for name, words in odd_paths(tmp_path).items():
         if words == "no config.json" and find is not FINDERS[0]:
-            continue  # what others lack there is another sentence
+            continue  # the server's checks report something else that the folder lacks
         with pytest.raises(ERRORS) as caught:
             find(name)
         told = str(caught.value)
@@ -50,10 +50,10 @@ def test_the_command_line_is_refused_before_anything_starts(
         assert words in told and told.count("\n") == 1 and len(told) < 400
 
 
-def test_what_is_there_is_found_and_what_is_not_may_be_an_id(tmp_path: Path) -> None:
+def test_existing_paths_are_found_and_others_may_be_hub_ids(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "config.json")
-    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "gone")  # said by whoever needs it
+    (tmp_path / "tokenizer.json").symlink_to(tmp_path / "gone")  # reported by whoever reads it
     assert local_path(str(tmp_path)) == tmp_path
     assert local_path(str(tmp_path / "config.json")) == tmp_path / "config.json"
     for name in (
@@ -66,9 +66,7 @@ def test_what_is_there_is_found_and_what_is_not_may_be_an_id(tmp_path: Path) -> 
         assert local_path(name) is None
 
 
-def test_a_folder_that_may_not_be_read_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unreadable_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied")
 

@@ -1,4 +1,4 @@
-"""How long a model's sequences may be, by its config."""
+"""The context length that a model's config states."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_no_arguments_print_the_help(capsys: pytest.CaptureFixture[str]) -> None
         (["serve", "--api-key", ""], "error: --api-key is empty; leave it out"),
         (["serve", "--otlp-traces-endpoint", "foo"], "--otlp-traces-endpoint 'foo': must be a URL"),
         (["serve", "/no/such/model"], "/no/such/model"),
-        (["serve", "smollm"], "no preset (smollm2-135m) (did you mean smollm2-135m?)"),
+        (["serve", "smollm"], "a preset (smollm2-135m) (did you mean smollm2-135m?)"),
         (["serve", "-sc", '{"method":"eagle3","model":"/no/such"}'], "drafter '/no/such' does not"),
         (["serve", "--reasoning-parser", "foo"], "--reasoning-parser must be one of auto, none, "),
     ],
