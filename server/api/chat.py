@@ -49,7 +49,7 @@ def chat_routes(services: Services) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         arrived = time.monotonic()
         body = await services.bodies.read(request, ChatCompletionRequest)
-        form = await by_size(body.num_bytes, chat_format, services.output_format, body)
+        form = await by_size(body.analysis_bytes, chat_format, services.output_format, body)
         job, prompt = await prepare_chat(services, body, form)
         reply = _Reply(services, body, job, [form.parser(prompt) for _ in range(job.n)], form)
         return await respond(
@@ -83,7 +83,7 @@ async def prepare_chat(
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         grammar=form.grammar,
     )
-    size = body.num_bytes
+    size = body.analysis_bytes
     sampling = await by_size(size, params, body, limits, services.tokenizer, services.seeds)
     wanted = body.max_completion_tokens
     if wanted is None:

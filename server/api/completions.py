@@ -76,7 +76,7 @@ async def _prepare(services: Services, body: CompletionRequest) -> Job:
     _check(body, n, best_of)
     logprobs = body.logprobs
     params = partial(sampling_params, logprobs=0 if logprobs is None and best_of > n else logprobs)
-    size = body.num_bytes
+    size = body.analysis_bytes
     sampling = await by_size(size, params, body, limits, services.tokenizer, services.seeds)
     if body.echo and logprobs is not None:
         wanted = max(logprobs, body.prompt_logprobs or 0)

@@ -79,7 +79,7 @@ def response_routes(services: Services) -> APIRouter:
 
 async def _prepare(services: Services, body: ResponsesRequest) -> tuple[Job, ChatFormat, str]:
     try:
-        chat, form = await by_size(body.num_bytes, _as_chat, services, body)
+        chat, form = await by_size(body.analysis_bytes, _as_chat, services, body)
         job, prompt = await prepare_chat(services, chat, form)
     except InvalidRequest as error:
         raise _renamed(error) from None

@@ -131,3 +131,7 @@ class ChatCompletionRequest(GenerationBody):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: Many[dict[str, Any]] | None = None
+
+    @property
+    def has_schema(self) -> bool:
+        return bool(self.tools or self.functions) or super().has_schema

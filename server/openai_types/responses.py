@@ -130,6 +130,10 @@ class ResponsesRequest(SizedBody):
     background: bool | None = None
 
     @property
+    def has_schema(self) -> bool:
+        return bool(self.tools) or (self.text is not None and self.text.format is not None)
+
+    @property
     def wants_logprobs(self) -> bool:
         """Whether the text comes with the log probabilities of its tokens."""
         return "message.output_text.logprobs" in (self.include or ())

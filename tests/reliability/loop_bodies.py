@@ -41,6 +41,15 @@ def tool(**parameters: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": "f", "parameters": shape}}
 
 
+def choices(size: int) -> dict[str, Any]:
+    """A schema of so many bytes. What stands beside a choice is work for each of its branches."""
+    schema: dict[str, Any] = {}
+    for _ in range(12):
+        schema = {"anyOf": [{}, {}], "properties": {"a": schema}}
+    schema["anyOf"] += [{}] * ((size - len(json.dumps(schema))) // 4)
+    return schema
+
+
 def calling(arguments: str) -> list[dict[str, Any]]:
     """A conversation with a call."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
@@ -195,6 +204,8 @@ BODIES: dict[str, tuple[str, Make]] = {
             }
         ),
     ),
+    "nested choices of 2 kB": (TEXT, lambda: text(guided_json=choices(2_000))),
+    "nested choices of 15 kB": (CHAT, lambda: chat(tools=[tool(**choices(5_000))] * 3)),
     "regex of 8 MB": (TEXT, lambda: text(guided_regex="a" * (8 * MB))),
     "grammar of 8 MB": (TEXT, lambda: text(guided_grammar='root ::= "' + "a" * (8 * MB) + '"')),
     # large answers

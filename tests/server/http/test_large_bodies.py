@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from slipstream.server import json_size
+from slipstream.server.errors import InvalidRequest
+from slipstream.server.json_schema.shape import Budget
 from slipstream.server.json_size import too_many
 from slipstream.server.openai_types.chat import ChatCompletionRequest
 from slipstream.server.openai_types.completions import CompletionRequest
 from slipstream.server.openai_types.responses import ResponsesRequest
+from slipstream.server.output.grammars import json_schema_grammar
 from slipstream.server.text import bounded_encoding
 from slipstream.server.text.bounded_encoding import TooManyTokens
 from slipstream.server.text.tokenizer import Tokenizer
@@ -237,3 +241,76 @@ async def test_bad_words_have_a_limit_on_their_tokens() -> None:
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "bad_words"
     assert "at most 16384 are possible" in error["message"]
+
+
+def nested_choices(size: int) -> dict[str, Any]:
+    """A schema of nearly so many bytes. What stands beside a choice is work for each branch."""
+    schema: dict[str, Any] = {"enum": []}
+    for _ in range(12):
+        schema = {"anyOf": [{}, {}], "properties": {"a": schema}}
+    room = size - len(json.dumps(schema, separators=(",", ":")))
+    schema["anyOf"] += [{}] * (room // 3)
+    return schema
+
+
+def with_schema(field: str, schema: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a body that hold this schema."""
+    function = {"name": "f", "parameters": schema, "strict": True}
+    return {
+        "response_format": {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "s", "schema": schema, "strict": True},
+            }
+        },
+        "structured_outputs": {"structured_outputs": {"json": schema}},
+        "guided_json": {"guided_json": schema},
+        "tools": {"tools": [{"type": "function", "function": function}], "tool_choice": "required"},
+        "functions": {"functions": [function]},
+        "text": {"text": {"format": {"type": "json_schema", "name": "s", "schema": schema}}},
+    }[field]
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        *(("/v1/completions", field) for field in ("structured_outputs", "guided_json")),
+        ("/v1/completions", "response_format"),
+        *(("/v1/chat/completions", field) for field in ("response_format", "tools", "functions")),
+        ("/v1/chat/completions", "guided_json"),
+        ("/v1/responses", "text"),
+    ],
+)
+async def test_schemas_above_two_kilobytes_are_analysed_off_the_loop(
+    path: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    spend = Budget.spend
+
+    def noted(self: Budget, parts: int) -> None:
+        threads.append(threading.current_thread().name)
+        spend(self, parts)
+
+    monkeypatch.setattr(Budget, "spend", noted)
+    texts = {"/v1/completions": {"prompt": "a"}, "/v1/responses": {"input": "a"}}
+    async with http_client(make_app(ScriptedEngine())) as client:
+        for size, name in ((2_300, "long"), (1_500, threading.current_thread().name)):
+            threads.clear()
+            body = texts.get(path, {"messages": HI})
+            body = {"model": MODEL, **body, **with_schema(field, nested_choices(size))}
+            data = json.dumps(body, separators=(",", ":"))
+            assert size - 10 < len(data) < size + 300
+            await client.post(path, content=data)
+            assert len(threads) > 20 and {each.split("_")[0] for each in threads} == {name}
+
+
+def test_a_schema_that_is_analysed_on_the_loop_takes_little() -> None:
+    """10 ms on two busy cores; the bound here allows for a machine that runs other tests, too."""
+    schema = nested_choices(2_000)
+    best = 1.0
+    for _ in range(5):
+        began = time.thread_time()
+        with pytest.raises(InvalidRequest):
+            json_schema_grammar(schema, "guided_json")
+        best = min(best, time.thread_time() - began)
+    assert best < 0.05
