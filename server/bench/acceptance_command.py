@@ -1,4 +1,4 @@
-"""`slipstream bench acceptance`: measure a drafter on held-out prompts before it is used."""
+"""`slipstream bench acceptance`: measure a drafter's acceptance on held-out prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ..drafters.acceptance import MeasuredPrompt
     from ..engine.engine_client import EngineClient
 
-SUMMARY = "acceptance of a drafter by position and domain, on held-out prompts"
+SUMMARY = "measure a drafter's acceptance by position and domain, on held-out prompts"
 _TARGET = (
     *("model", "tokenizer", "revision", "dtype", "load_format", "max_model_len", "device"),
     *("gpu_memory_utilization", "max_num_seqs", "chat_template", "enforce_eager", "log_level"),
@@ -27,28 +27,33 @@ _TARGET = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """DRAFTER_DIR and what to measure it on."""
-    parser.add_argument("drafter", metavar="DRAFTER_DIR", help="the drafter's folder or hub id")
+    """Add DRAFTER_DIR and the flags that say how to measure it."""
     parser.add_argument(
-        "--method", metavar="STR", default="eagle3", help="speculative method (default: eagle3)"
+        "drafter", metavar="DRAFTER_DIR", help="the drafter's folder or Hugging Face id"
+    )
+    parser.add_argument(
+        "--method", metavar="STR", default="eagle3", help="drafting method (default: eagle3)"
     )
     parser.add_argument(
         "--data",
         metavar="FILE",
         default="builtin",
-        help="JSONL of prompts, of which those with split heldout count if there are any; or "
+        help="JSONL file of prompts, measured on those with the split heldout if there are any; or "
         "builtin for 80 chats of eight domains (default)",
     )
     for flag, kind, default, text in (
-        ("--num-speculative-tokens", int, 4, "drafts per step (K)"),
-        ("--max-tokens", int, 128, "longest reply"),
-        ("--concurrency", int, 8, "replies at once"),
+        ("--num-speculative-tokens", int, 4, "draft length K"),
+        ("--max-tokens", int, 128, "longest reply, in tokens"),
+        ("--concurrency", int, 8, "replies generated at once"),
     ):
         parser.add_argument(
             flag, type=kind, metavar="INT", default=default, help=f"{text} (default: {default})"
         )
     parser.add_argument(
-        "--temperatures", metavar="LIST", default="0,1", help="temperatures (default: 0,1)"
+        "--temperatures",
+        metavar="LIST",
+        default="0,1",
+        help="temperatures to measure at (default: 0,1)",
     )
     add_output(parser, "--json")
     group = parser.add_argument_group("target", "The model, as for `slipstream serve`.")
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         "method": args.method,
         "model": args.drafter,
         "num_speculative_tokens": args.num_speculative_tokens,
-        "watchdog": False,  # a poor drafter is to be measured, not stopped
+        "watchdog": False,  # it would turn off a poor drafter, which must be measured
     }
     flags = {name: given[name] for name in _TARGET if name in given}
     config = load_config(flags | {"speculative_config": json.dumps(speculative)}, os.environ)
@@ -132,9 +137,9 @@ async def _measure(
 
 
 def prompts_to_measure(config: Config, data: str) -> tuple[list[MeasuredPrompt], set[int]]:
-    """The prompts of the file `data`, or the built-in ones, and the tokens that end a reply.
+    """The tokenized prompts of the file `data`, or of "builtin", and the tokens that end a reply.
 
-    Raises PromptError, TokenizerLoadError, OSError.
+    Raises PromptError, TokenizerLoadError or OSError.
     """
     from ..chat_templates.chat_template import ChatTemplate
     from ..drafters.acceptance import MeasuredPrompt
@@ -160,7 +165,7 @@ async def _at(
     stop: list[int],
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Measure and print at one temperature; the figures for JSON."""
+    """Measure at one temperature and print the table; returns the figures for the JSON."""
     from ..drafters.acceptance import measure_acceptance, table, total
     from ..progress import CountProgress
 

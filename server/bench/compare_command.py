@@ -1,7 +1,7 @@
-"""`slipstream bench compare A B`: the figures of two runs side by side, and their ratio.
+"""`slipstream bench compare A B`: print the figures of two runs side by side, with their ratio.
 
-Reads what `bench offline`, `serve` and `acceptance` write, and JSON lines `{"name", "batch",
-"decode_tok_s", ...}` as scripts around other engines print them; other lines are passed over.
+It reads what `bench offline`, `bench serve` and `bench acceptance` write, and JSON lines with
+`name`, `batch` and `decode_tok_s` that scripts around other engines print; it skips other lines.
 """
 
 from __future__ import annotations
@@ -14,23 +14,21 @@ from typing import Any
 from ...configs.options import ConfigError
 from .output import add_output, check_file, tables_aside, write_figures
 
-SUMMARY = (
-    "the figures of two runs side by side: offline, serve, acceptance, or lines of another engine"
-)
+SUMMARY = "compare the figures of two runs: of offline, serve, acceptance, or another engine"
 Runs = dict[str, dict[str, dict[str, float]]]  # run -> row -> figure -> value
 _OFFLINE = ("decode_tok_s", "prefill_s", "step_ms")
 _SERVE = ("request_throughput", "output_throughput", "ttft_ms", "tpot_ms", "itl_ms", "e2el_ms")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The two files."""
-    parser.add_argument("first", metavar="A", help="the figures to compare with: the peer's")
-    parser.add_argument("second", metavar="B", help="ours; the ratio is B over A")
+    """Add the two files and --output."""
+    parser.add_argument("first", metavar="A", help="figures of the baseline")
+    parser.add_argument("second", metavar="B", help="figures to compare; the ratio is B / A")
     add_output(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table."""
+    """Print the table; returns the exit status."""
     check_file("--output", args.output)
     first, second = read(Path(args.first)), read(Path(args.second))
     rows = compare(first, second)
@@ -43,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read(path: Path) -> Runs:
-    """The figures in a file; ConfigError if there are none."""
+    """The figures in a file; raises ConfigError if it cannot be read or holds none."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -63,7 +61,7 @@ def read(path: Path) -> Runs:
         return {f"temperature {run['temperature']:g}": _domains(run) for run in whole["runs"]}
     runs = _lines(text)
     if not runs:
-        raise ConfigError(f"{path} holds no figures of a benchmark")
+        raise ConfigError(f"{path} contains no benchmark figures")
     return runs
 
 
@@ -99,27 +97,27 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(first: Runs, second: Runs) -> list[dict[str, Any]]:
-    """A row for every figure that both have; each of A's runs with the run of B beside it.
+    """One row for every figure that both files have; `ratio` is None if A's value is 0.
 
-    Runs of one name belong together; otherwise they are paired in their order.
+    Runs of the same name are compared. If no names agree, runs are paired in order.
     """
     names = [name for name in first if name in second]
     pairs = [(n, n) for n in names] or list(zip(first, second, strict=False))
     rows = []
-    for ours, theirs in pairs:
-        for row, values in first[ours].items():
-            others = second[theirs].get(row, {})
+    for name_a, name_b in pairs:
+        for row, values in first[name_a].items():
+            others = second[name_b].get(row, {})
             shown = _OFFLINE if row.startswith("batch") else tuple(values)
             for figure in (f for f in shown if f in values and f in others):
                 a, b = values[figure], others[figure]
                 ratio = b / a if a else None
-                found = {"runs": [ours, theirs], "row": row, "figure": figure}
+                found = {"runs": [name_a, name_b], "row": row, "figure": figure}
                 rows.append(found | {"a": a, "b": b, "ratio": ratio})
     return rows
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """For people."""
+    """The rows as an aligned text table."""
     lines = [f"{'':28} {'figure':>16} {'A':>14} {'B':>14} {'B / A':>8}"]
     for row in rows:
         name = f"{' | '.join(dict.fromkeys(row['runs']))}, {row['row']}"

@@ -1,7 +1,7 @@
-"""Measures decode speed through a real worker: its own loop, its channel, and nothing above that.
+"""Measures the decode speed of a real worker through its channel, without HTTP and text.
 
-A batch is timed twice, with one token a request and with `output_len + 1`; the difference is what
-`output_len` decode tokens a request take, without the prompts. Tokens are counted when they arrive.
+A batch is timed with one output token per request and again with `output_len + 1`. The difference
+is the time of `output_len` decode tokens per request, without the prompts.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from ...runner.messages import (
 from ...runner.process import WorkerOrders, WorkerProcess, describe_exit
 from ..engine.engine_client import WorkerFailed
 
-# Bytes a second that a kernel which only reads reaches (docs/measurements.md), by the card's name.
+# GPU name -> bytes per second, as measured with a kernel that only reads (docs/measurements.md).
 PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12, "NVIDIA H200": 4.235e12}
-_GRACE_SECONDS = 5.0
-_EVEN = 8  # requests that an iteration runs, at least, with drafts
+_GRACE_SECONDS = 5.0  # that the worker gets to exit
+_MIN_REQUESTS = 8  # per iteration when drafting, since acceptance varies between requests
 
 
 class MeasurementFailed(Exception):
-    """The engine refused a request or lost tokens; the text is one sentence."""
+    """The engine rejected a request, lost tokens, or ran too short a time; one sentence."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What every batch size runs."""
+    """What is run for every batch size; lengths are in tokens."""
 
     batch_sizes: tuple[int, ...]
     input_len: int = 128
@@ -53,15 +53,17 @@ class Workload:
     num_iters: int = 3
     num_warmup: int = 1
     seed: int = 0
-    same_prompts: bool = False  # in every run of a batch size
+    same_prompts: bool = False  # use the same prompts in every run of a batch size
 
     def num_whole_runs(self, batch_size: int, speculates: bool) -> int:
-        """Of `output_len` tokens. How many drafts are accepted is luck, which few requests do not
-        even out."""
-        return self.num_iters * (-(-_EVEN // batch_size) if speculates else 1)
+        """The number of timed runs with `output_len + 1` tokens.
+
+        With drafts, an iteration repeats a small batch until it has run at least 8 requests,
+        because the number of accepted drafts varies between requests."""
+        return self.num_iters * (-(-_MIN_REQUESTS // batch_size) if speculates else 1)
 
     def num_runs(self, speculates: bool) -> int:
-        """Batches that are run in all."""
+        """The total number of batches to run, including warm-up."""
         return sum(
             self.num_warmup + self.num_iters + self.num_whole_runs(batch_size, speculates)
             for batch_size in self.batch_sizes
@@ -70,31 +72,33 @@ class Workload:
 
 @dataclass
 class Timing:
-    """One batch, from its submission to its last token."""
+    """Time and counts of one batch, from its submission to its last token."""
 
     seconds: float = 0.0
-    num_steps: int = 0  # that generated something
+    num_steps: int = 0  # steps that generated tokens
     num_tokens: int = 0
-    num_rows: int = 0  # rows of decode steps: a request's steps that verified or only sampled
-    num_accepted: int = 0
-    num_drafts: int = 0  # rows that verified drafts
+    num_rows: int = 0  # batch rows of decode steps, with or without drafts
+    num_accepted: int = 0  # accepted draft tokens
+    num_drafts: int = 0  # batch rows that verified drafts
     num_draft_tokens: int = 0
 
     @classmethod
     def mean(cls, timings: Sequence[Timing]) -> Timing:
-        """Of several batches alike; counts are rounded."""
+        """The mean of several timings; counts are rounded to integers."""
         sums = [sum(values) for values in zip(*map(astuple, timings), strict=True)]
         seconds, *counts = [value / len(timings) for value in sums]
         return cls(seconds, *map(round, counts))
 
 
 def peak_bandwidth(device_name: str) -> float | None:
-    """Bytes a second, if the card was measured."""
+    """Peak memory bandwidth of a GPU in bytes per second; None if it was never measured."""
     return PEAK_BANDWIDTH.get(device_name)
 
 
 class OfflineBench:
-    """A worker of its own; as an async context it is started, and ended again."""
+    """Measures batches on a worker that it starts and stops; use it as an async context manager.
+
+    Raises WorkerFailed if the worker cannot start or dies, MeasurementFailed as said there."""
 
     def __init__(
         self,
@@ -143,11 +147,11 @@ class OfflineBench:
         self._channel.close()
 
     async def _receive(self) -> list[FromWorker]:
-        """The next packet; WorkerFailed if the worker says that it ends, or has ended."""
+        """The next packet of messages; raises WorkerFailed if the worker failed or exited."""
         packet = asyncio.ensure_future(self._channel.receive())
         await asyncio.wait({packet, self._ended}, return_when=asyncio.FIRST_COMPLETED)
         if not packet.done():
-            await asyncio.wait({packet}, timeout=0.3)  # its last words
+            await asyncio.wait({packet}, timeout=0.3)  # it may have sent the reason
         if not packet.done():
             packet.cancel()
             raise WorkerFailed(f"the worker {describe_exit(self._ended.result())}")
@@ -159,7 +163,7 @@ class OfflineBench:
 
     @property
     def name(self) -> str:
-        """What is measured: `off`, or the drafter with K."""
+        """The name of the run: `off`, or the drafting method with K, as in `eagle3 K=auto`."""
         ready = self.ready
         if not self.speculates:
             return "off"
@@ -168,7 +172,7 @@ class OfflineBench:
 
     @property
     def speculates(self) -> bool:
-        """Whether there is a drafter."""
+        """Whether the worker has a drafter."""
         return self.ready.speculative_method != "off"
 
     async def measure(
@@ -178,7 +182,10 @@ class OfflineBench:
         peak: float | None = None,
         tick: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
-        """The figures of one batch size."""
+        """Warm up and time one batch size; returns its figures.
+
+        Calls `tick` after each run. `peak` is the bandwidth for the roofline, in bytes per second.
+        The fastest run counts, or with a drafter the mean of the long runs."""
 
         async def iterations(num_tokens: int, count: int) -> list[Timing]:
             timings = []
@@ -200,7 +207,7 @@ class OfflineBench:
 
     async def _run(self, batch_size: int, load: Workload, num_tokens: int) -> Timing:
         self._num_runs += 1
-        seed = load.seed + self._num_runs * batch_size  # synthetic acceptance draws anew, too
+        seed = load.seed + self._num_runs * batch_size  # also varies synthetic acceptance
         vocab_size = self.ready.vocab_size
         requests: list[ToWorker] = [
             AddRequest(
@@ -220,13 +227,13 @@ class OfflineBench:
         timing.seconds = time.perf_counter() - began
         if timing.num_tokens != batch_size * num_tokens:
             raise MeasurementFailed(
-                f"{timing.num_tokens} tokens came instead of {batch_size * num_tokens}"
+                f"the worker sent {timing.num_tokens} tokens instead of {batch_size * num_tokens}"
             )
         return timing
 
 
 def prompts(load: Workload, run: int, batch_size: int, vocab_size: int) -> list[list[int]]:
-    """Random ids for each request of a run."""
+    """Random token ids for each request; they differ between runs unless `load.same_prompts`."""
     draw = random.Random(f"{load.seed} {'' if load.same_prompts else run}")
     most = vocab_size - 10
     return [
@@ -236,7 +243,7 @@ def prompts(load: Workload, run: int, batch_size: int, vocab_size: int) -> list[
 
 
 def _count(timing: Timing, step: StepOutputs) -> int:
-    """Add a step; returns how many requests it ended."""
+    """Add one step's outputs to `timing`; returns how many requests ended in it."""
     stats, ended, tokens = step.stats, 0, 0
     for output in step.outputs:
         if output.error is not None:
@@ -253,8 +260,10 @@ def _count(timing: Timing, step: StepOutputs) -> int:
 
 
 def noise_of(seconds: Sequence[float], speculates: bool) -> float | None:
-    """Seconds by which a result may be off: of the fastest run, how much longer the slowest took;
-    of a mean, two standard errors. None: one run does not say."""
+    """The uncertainty of a batch's time, in seconds; None for a single run.
+
+    Without drafts, where the fastest run counts, it is the slowest time minus the fastest; with
+    drafts, where the mean counts, it is two standard errors."""
     if len(seconds) < 2:
         return None
     if not speculates:
@@ -271,12 +280,15 @@ def figures(
     peak: float | None,
     noise: float | None = None,
 ) -> dict[str, Any]:
-    """What one batch size's two timings say; `noise`: of `whole`, in seconds."""
+    """The figures of one batch size: the decode part is `whole` minus `prefill`.
+
+    `noise` is the uncertainty of `whole` in seconds, `peak` the memory bandwidth in bytes per
+    second. Raises MeasurementFailed if the difference is not positive."""
     seconds = whole.seconds - prefill.seconds
     steps = whole.num_steps - prefill.num_steps
     tokens = whole.num_tokens - prefill.num_tokens
     if seconds <= 0 or steps <= 0:
-        raise MeasurementFailed(f"batch {batch_size}: too short to measure; raise --output-len")
+        raise MeasurementFailed(f"batch {batch_size}: too short to measure; increase --output-len")
     rows = max(1, whole.num_rows - prefill.num_rows)
     found: dict[str, Any] = {
         "batch": batch_size,
@@ -303,7 +315,8 @@ def figures(
 def bytes_per_step(
     ready: Ready, batch_size: int, load: Workload, whole: Timing, steps: int
 ) -> float:
-    """Weights, the drafter's once for each draft, and the KV cache of the mean context."""
+    """Bytes that a decode step must read: weights, the drafter's once per draft, and the KV cache
+    of the mean context; 0 if the worker does not report its weights' size."""
     if not ready.weight_bytes:
         return 0.0
     context = load.input_len + (load.output_len + 1) / 2
@@ -317,16 +330,16 @@ def bytes_per_step(
 
 
 def heading(peak: float | None) -> str:
-    """The table's first line."""
+    """The header of the table; the last column is the share of `peak`."""
     share = f"of {peak / 1e12:.2f} TB/s" if peak else "roofline"
     return (
-        f"{'batch':>6} {'tokens/s':>10} {'each':>8} {'ms/step':>8} {'tok/step':>8} "
+        f"{'batch':>6} {'tokens/s':>10} {'per user':>8} {'ms/step':>8} {'tok/step':>8} "
         f"{'spread':>8} {share:>13}"
     )
 
 
 def line(row: dict[str, Any]) -> str:
-    """One batch size."""
+    """The row of the table for one batch size."""
     share = "-" if row["roofline"] is None else f"{100 * row['roofline']:.1f} %"
     spread = "-" if row["spread"] is None else f"{100 * row['spread']:.1f} %"
     return (
@@ -336,9 +349,9 @@ def line(row: dict[str, Any]) -> str:
 
 
 def gains(runs: list[dict[str, Any]]) -> list[str]:
-    """For each batch size, how much faster the last run is than the first; nothing for one run.
+    """A sentence per batch size: how much faster the last run is than the first; empty for one run.
 
-    A difference that is no larger than the spreads of both is none.
+    A difference no larger than the sum of both spreads is called noise.
     """
     if len(runs) < 2:
         return []
@@ -350,7 +363,7 @@ def _gain(off: dict[str, Any], on: dict[str, Any], off_name: str, on_name: str) 
     ratio = on["decode_tok_s"] / off["decode_tok_s"]
     found = f"batch {off['batch']}: {on_name} is {ratio:.2f} × {off_name}"
     if off["spread"] is None or on["spread"] is None:
-        return f"{found}; how much of it is noise, one iteration does not say: raise --num-iters"
+        return f"{found}; the noise of a single iteration is unknown, increase --num-iters"
     noise = f"spreads of {100 * off['spread']:.1f} % and {100 * on['spread']:.1f} %"
     if abs(ratio - 1) > off["spread"] + on["spread"]:
         return f"{found} ({noise})"

@@ -1,4 +1,4 @@
-"""`slipstream bench offline`: decode speed of the engine by batch size, without HTTP and text."""
+"""`slipstream bench offline`: measure the engine's decode speed by batch size, without HTTP."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from ...configs.options import ConfigError
 from ...configs.schema import Config
 from .output import add_output, check_file, tables_aside, write_figures
 
-SUMMARY = "decode speed of the engine by batch size, with and without speculation"
-_SPARE = 64  # positions behind the longest request, which drafts may reach
+SUMMARY = "measure the engine's decode speed by batch size, with and without speculation"
+_SPARE = 64  # positions after the longest request, for drafts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to measure, and the engine's flags as for `slipstream serve`."""
+    """Add the flags of the benchmark, and the engine's as for `slipstream serve`."""
     group = parser.add_argument_group("bench", "What is measured.")
-    group.add_argument("--batch-sizes", metavar="LIST", default="1,8,32", help="(default: 1,8,32)")
+    group.add_argument(
+        "--batch-sizes", metavar="LIST", default="1,8,32", help="batch sizes (default: 1,8,32)"
+    )
     for flag, default, text in (
-        ("--input-len", 128, "random prompt tokens of each request"),
-        ("--output-len", 256, "decode steps' tokens of each request"),
+        ("--input-len", 128, "length of each request's random prompt, in tokens"),
+        ("--output-len", 256, "decode tokens measured for each request"),
         (
             "--num-iters",
             2,
-            "runs of each batch size: the fastest counts; with a drafter the mean, of 8 requests",
+            "timed runs of each batch size, of which the fastest counts; with a drafter, the mean "
+            "counts, and small batches are repeated to 8 requests",
         ),
-        ("--num-warmup", 1, "runs before, which do not count"),
-        ("--bench-seed", 0, "seed of the prompts"),
+        ("--num-warmup", 1, "runs before the timed ones"),
+        ("--bench-seed", 0, "random seed of the prompts"),
     ):
         group.add_argument(
             flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
@@ -40,26 +43,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--same-prompts",
         action="store_true",
-        help="in all runs of a batch size; with --enable-prefix-caching the first computes them",
+        help="use the same prompts in all runs of a batch size, so that with "
+        "--enable-prefix-caching only the first run computes them",
     )
     group.add_argument(
         "--compare-off",
         action="store_true",
-        help="measure without speculation, too, in an engine that has no drafter",
+        help="also measure an engine without a drafter, before the other",
     )
     group.add_argument(
         "--peak-bandwidth",
         type=float,
         metavar="BYTES/S",
-        help="what the device reads at most (default: as measured for the card, if it is known)",
+        help="peak memory bandwidth, for the roofline (default: measured, for H100 and H200)",
     )
     add_output(group)
-    group.add_argument("--plot", metavar="FILE", help="draw tokens/s by batch size as PNG")
+    group.add_argument("--plot", metavar="FILE", help="draw tokens/s over batch size as PNG")
     add_flags(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Start an engine for each setting, measure all batch sizes, print; the exit status."""
+    """Measure all batch sizes with each configuration and print; returns the exit status."""
     from ..engine.engine_client import WorkerFailed
     from .offline import MeasurementFailed, Workload
     from .plot import check_plot
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         batch_sizes = [int(part) for part in args.batch_sizes.split(",")]
     except ValueError:
         raise ConfigError(
-            f"--batch-sizes must be whole numbers, not {args.batch_sizes!r}"
+            f"--batch-sizes must be integers separated by commas, not {args.batch_sizes!r}"
         ) from None
     given = vars(args)
     for name in ("input_len", "output_len", "num_iters"):
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
             flag = name.replace("_", "-")
             raise ConfigError(f"--{flag} must be at least 1, not {given[name]}")
     if min(batch_sizes) < 1:
-        raise ConfigError(f"--batch-sizes must be at least 1, not {args.batch_sizes}")
+        raise ConfigError(f"--batch-sizes must each be at least 1, not {args.batch_sizes}")
     if args.num_warmup < 0:
         raise ConfigError(f"--num-warmup must be at least 0, not {args.num_warmup}")
     check_plot(args.plot)
@@ -101,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _figures(configs: list[Config], load: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Measure each configuration, print what there is to compare, draw the plot."""
+    """Measure each configuration, print the comparison, and draw the plot if one is wanted."""
     from .offline import gains
     from .plot import plot_offline
 
@@ -121,7 +125,7 @@ def _figures(configs: list[Config], load: Any, args: argparse.Namespace) -> dict
 
 
 def _configs(args: argparse.Namespace, load: Any) -> list[Config]:
-    """The given configuration, and the same without speculation if both are wanted."""
+    """The configuration of the flags; with --compare-off, the same without speculation first."""
     flags = dict(vars(args))
     needed = load.input_len + load.output_len + 1 + _SPARE
     flags.setdefault("max_model_len", str(needed))
@@ -130,7 +134,7 @@ def _configs(args: argparse.Namespace, load: Any) -> list[Config]:
     flags.setdefault("load_format", "auto")
     config = load_config(flags, os.environ)
     if config.scheduler.max_num_seqs < max(load.batch_sizes):
-        raise ConfigError("--max-num-seqs is smaller than the largest of --batch-sizes")
+        raise ConfigError("--max-num-seqs must be at least the largest of --batch-sizes")
     configs = [config]
     if args.compare_off and config.speculative.method != "off":
         configs.insert(0, load_config(flags | {"speculative_config": "off"}, os.environ))
@@ -138,6 +142,7 @@ def _configs(args: argparse.Namespace, load: Any) -> list[Config]:
 
 
 async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine, measure and print each batch size; returns the run's figures."""
     from tqdm import tqdm
 
     from ..progress import StartupProgress

@@ -1,4 +1,4 @@
-"""Owns the file that takes a benchmark's figures as JSON: `--output FILE` of `slipstream bench`."""
+"""Writes a benchmark's figures as JSON: the flag `--output FILE` of `slipstream bench`."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ _STANDARD_OUTPUT = "-"
 
 
 def add_output(parser: argparse._ActionsContainer, *older: str) -> None:
-    """The flag, the same in all benchmarks; `older` are former spellings that still work."""
-    text = "write JSON there; - is the output, and tables then go to the standard error"
+    """Add --output to a benchmark's parser; `older` are former spellings that still work."""
+    text = "write the figures as JSON to this file, or to standard output (-, tables then go to"
+    text += " standard error)"
     parser.add_argument("--output", *older, dest="output", metavar="FILE", help=text)
 
 
 def check_file(flag: str, path: str | None) -> None:
-    """ConfigError before anything is measured if a file could not be written there."""
+    """Raise ConfigError if the file cannot be written, before any time is spent on measuring."""
     if not path or path == _STANDARD_OUTPUT:
         return
     file = Path(path)
     if not file.parent.is_dir():
         raise ConfigError(f"{flag} {path}: its folder does not exist")
     if file.is_dir():
-        raise ConfigError(f"{flag} {path}: it is a folder, and must be a file")
+        raise ConfigError(f"{flag} {path}: it must be a file, but is a folder")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ConfigError(f"{flag} {path}: it cannot be written: permission denied")
+        raise ConfigError(f"{flag} {path}: it cannot be written (permission denied)")
 
 
 @contextlib.contextmanager
 def tables_aside(path: str | None) -> Iterator[None]:
-    """Where the figures go to the standard output, what is printed here goes to the error."""
+    """Print to standard error within this context if the figures go to standard output."""
     if path != _STANDARD_OUTPUT:
         yield
         return
@@ -46,7 +47,10 @@ def tables_aside(path: str | None) -> Iterator[None]:
 
 
 def write_figures(path: str | None, figures: Any) -> None:
-    """Write them, if a file was asked for. If that fails now they are printed, and ConfigError."""
+    """Write the figures to `path`, if one is given; `-` is standard output.
+
+    If the file cannot be written, prints them instead, so that they are not lost, and raises
+    ConfigError."""
     if not path:
         return
     text = json.dumps(figures, indent=2) + "\n"
@@ -55,7 +59,7 @@ def write_figures(path: str | None, figures: Any) -> None:
         return
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:  # the disk is full, or the folder is gone since the check
+    except OSError as error:  # for example, the disk is full or the folder was removed
         print(text, end="", flush=True)
         why = (error.strerror or str(error)).lower()
         raise ConfigError(f"--output {path}: {why}; the figures were printed instead") from None

@@ -1,4 +1,4 @@
-"""Draws what a benchmark found, as PNG. matplotlib is optional and imported only here."""
+"""Draws the figures of a benchmark as PNG. matplotlib is optional and imported only here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .output import check_file
 
 
 def check_plot(path: str | None) -> None:
-    """ConfigError before anything is measured if it could not be drawn."""
+    """Raise ConfigError if the plot cannot be drawn, before any time is spent on measuring."""
     if path is None:
         return
     check_file("--plot", path)
@@ -31,7 +31,7 @@ def _axes(width: float = 7.0) -> tuple[Any, Any]:
 
 
 def plot_offline(figures: dict[str, Any], path: str) -> None:
-    """Tokens a second by batch size, a line for each run."""
+    """Plot decode tokens per second over batch size, one line per run, and save it as PNG."""
     figure, axes = _axes()
     for run in figures["runs"]:
         rows = run["results"]
@@ -45,14 +45,14 @@ def plot_offline(figures: dict[str, Any], path: str) -> None:
 
 
 def plot_serve(figures: dict[str, Any], path: str) -> None:
-    """The share of requests below each latency, for the four latencies."""
+    """Plot the cumulative distribution of each latency, and save it as PNG."""
     figure, axes = _axes()
     for name, values in figures["samples"].items():
         ordered = sorted(values)
         if ordered:
             shares = [(place + 1) / len(ordered) for place in range(len(ordered))]
             axes.plot([1e3 * value for value in ordered], shares, label=name)
-    axes.set(xscale="log", xlabel="milliseconds", ylabel="share at most so long")
+    axes.set(xscale="log", xlabel="milliseconds", ylabel="cumulative share")
     axes.set_title(f"{figures['model']}, {figures['output_throughput']:.0f} tokens/s")
     axes.grid(alpha=0.3)
     axes.legend()

@@ -1,7 +1,7 @@
-"""Loads an OpenAI-compatible server and measures what its clients see.
+"""Puts an OpenAI-compatible server under load and measures the latencies that its clients see.
 
-Times are taken when bytes arrive, before they are parsed; tokens are counted by the reply's usage,
-never by chunks, of which one may carry several tokens.
+Times are taken when bytes arrive, before they are parsed. Tokens are counted from the reply's
+usage, not from its chunks, because one chunk may carry several tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from .load import Ask
+from .load import BenchRequest
 
 _SAMPLE = re.compile(r"^(\w+):spec_decode_num_(\w+?)(?:_total)?(?:\{([^}]*)\})? (\S+)$", re.M)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -47,8 +47,8 @@ class _Chunk(msgspec.Struct):
     error: Any = None
 
     @property
-    def speaks(self) -> bool:
-        """Whether it brings text, as the first chunk of a chat does not."""
+    def has_text(self) -> bool:
+        """Whether the chunk carries output; the first chunk of a chat carries only the role."""
         for choice in self.choices:
             d = choice.delta
             if choice.text or (d and (d.content or d.reasoning_content or d.reasoning)):
@@ -63,9 +63,9 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 @dataclass
 class Target:
-    """The server, and how it is asked."""
+    """The endpoint under load, and what every request to it has in common."""
 
-    url: str  # of the endpoint
+    url: str
     model: str
     chat: bool
     headers: dict[str, str] = field(default_factory=dict)
@@ -74,21 +74,21 @@ class Target:
     ignore_eos: bool = False
     timeout: float = 600.0
 
-    def body(self, ask: Ask) -> dict[str, Any]:
-        """The request's JSON."""
+    def body(self, request: BenchRequest) -> dict[str, Any]:
+        """The JSON body of a streaming request; `extra_body` overrides its fields."""
         body: dict[str, Any] = {
             "model": self.model,
-            "max_tokens": ask.output_len,
+            "max_tokens": request.output_len,
             "temperature": self.temperature,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if not self.chat:
-            body["prompt"] = ask.prompt
-        elif isinstance(ask.prompt, str):
-            body["messages"] = [{"role": "user", "content": ask.prompt}]
+            body["prompt"] = request.prompt
+        elif isinstance(request.prompt, str):
+            body["messages"] = [{"role": "user", "content": request.prompt}]
         else:
-            body["messages"] = ask.prompt
+            body["messages"] = request.prompt
         if self.ignore_eos:
             body["ignore_eos"] = True
         return body | self.extra_body
@@ -96,37 +96,39 @@ class Target:
 
 @dataclass
 class Outcome:
-    """What became of one request; times in seconds."""
+    """The result of one request; times are in seconds since it was sent."""
 
     error: str | None = None
-    late: float = 0.0  # sent so long after it was due
-    ttft: float = 0.0
-    latency: float = 0.0  # to the last text
-    gaps: list[float] = field(default_factory=list)  # between chunks of text
+    late: float = 0.0  # seconds that the client sent it after it was due
+    ttft: float = 0.0  # to the first chunk with text
+    latency: float = 0.0  # to the last chunk with text
+    gaps: list[float] = field(default_factory=list)  # between consecutive chunks with text
     prompt_tokens: int = 0
     output_tokens: int = 0
 
     @property
     def tpot(self) -> float | None:
-        """Seconds for each token behind the first; None if there is no other."""
+        """Seconds per output token after the first; None if there is only one."""
         more = self.output_tokens - 1
         return (self.latency - self.ttft) / more if more > 0 else None
 
 
 def key_wanted(headers: dict[str, str]) -> str:
-    """What to do about a status of 401."""
+    """The error for HTTP status 401: whether a key is missing or wrong, and how to pass one."""
     given = any(name.lower() == "authorization" for name in headers)
-    why = "does not accept this key" if given else "wants a key"
-    return f"the server {why} (HTTP 401): give one with --api-key, or in OPENAI_API_KEY"
+    why = "does not accept this API key" if given else "requires an API key"
+    return f"the server {why} (HTTP 401); pass one with --api-key or OPENAI_API_KEY"
 
 
-async def ask_once(client: httpx.AsyncClient, target: Target, ask: Ask) -> Outcome:
-    """Send one request and read its stream; never raises for what the server does."""
+async def send_request(client: httpx.AsyncClient, target: Target, request: BenchRequest) -> Outcome:
+    """Send one request and read its stream to the end.
+
+    A failure of the server or the connection is the outcome's `error`, not an exception."""
     outcome = Outcome()
     began = time.perf_counter()
     try:
         async with client.stream(
-            "POST", target.url, json=target.body(ask), headers=target.headers
+            "POST", target.url, json=target.body(request), headers=target.headers
         ) as reply:
             if reply.status_code == 401:
                 outcome.error = key_wanted(target.headers)
@@ -160,7 +162,7 @@ async def _read(reply: httpx.Response, outcome: Outcome, began: float) -> None:
             if chunk.usage is not None:
                 outcome.prompt_tokens = chunk.usage.prompt_tokens
                 outcome.output_tokens = chunk.usage.completion_tokens
-            if chunk.speaks:
+            if chunk.has_text:
                 if last:
                     outcome.gaps.append(now - last)
                 else:
@@ -170,43 +172,46 @@ async def _read(reply: httpx.Response, outcome: Outcome, began: float) -> None:
     if not done:
         outcome.error = "the stream ended without [DONE]"
     elif not outcome.output_tokens:
-        outcome.error = "the reply has no usage, or no tokens"
+        outcome.error = "the reply reports no usage or no output tokens"
 
 
 async def run_load(
     client: httpx.AsyncClient,
     target: Target,
-    asks: Sequence[Ask],
+    requests: Sequence[BenchRequest],
     due: Iterable[float],
     max_concurrency: int | None,
     tick: Callable[[], object] = lambda: None,
 ) -> tuple[list[Outcome], float]:
-    """Send all requests when they are due, at most so many at once; outcomes and seconds."""
+    """Send each request when it is due, with at most `max_concurrency` open at once.
+
+    `due` has seconds from the start; a request waits longer if too many are open. Calls `tick`
+    after each reply. Returns the outcomes in order and the duration in seconds."""
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     began = time.perf_counter()
 
-    async def one(ask: Ask, at: float) -> Outcome:
+    async def one(request: BenchRequest, at: float) -> Outcome:
         if slots is None:
             late = time.perf_counter() - began - at
-            outcome = await ask_once(client, target, ask)
+            outcome = await send_request(client, target, request)
         else:
             async with slots:  # waiting for a slot is the load's own doing
                 late = 0.0
-                outcome = await ask_once(client, target, ask)
+                outcome = await send_request(client, target, request)
         outcome.late = max(0.0, late)
         tick()
         return outcome
 
     tasks = []
-    for ask, at in zip(asks, due, strict=True):
+    for request, at in zip(requests, due, strict=True):
         await asyncio.sleep(max(0.0, began + at - time.perf_counter()))
-        tasks.append(asyncio.create_task(one(ask, at)))
+        tasks.append(asyncio.create_task(one(request, at)))
     outcomes = await asyncio.gather(*tasks)
     return outcomes, time.perf_counter() - began
 
 
 def percentile(ordered: Sequence[float], share: float) -> float:
-    """Of sorted values, by linear interpolation; share from 0 to 100."""
+    """The percentile `share`, from 0 to 100, of sorted values, by linear interpolation."""
     place = (len(ordered) - 1) * share / 100
     low = math.floor(place)
     high = min(low + 1, len(ordered) - 1)
@@ -214,7 +219,7 @@ def percentile(ordered: Sequence[float], share: float) -> float:
 
 
 def summary(values: Iterable[float]) -> dict[str, float] | None:
-    """Mean, median, p90 and p99 in milliseconds."""
+    """Mean, median, p90 and p99, in milliseconds, of values in seconds; None without values."""
     ordered = sorted(values)
     if not ordered:
         return None
@@ -228,7 +233,10 @@ def summary(values: Iterable[float]) -> dict[str, float] | None:
 def figures(
     outcomes: Sequence[Outcome], seconds: float, goodput: dict[str, float]
 ) -> dict[str, Any]:
-    """All figures of a run; `goodput` holds limits in milliseconds for ttft, tpot and e2el."""
+    """All figures of a run that lasted `seconds`; failed requests count only as failures.
+
+    `goodput` maps ttft, tpot and e2el to limits in milliseconds. The raw latencies, in seconds,
+    are in "samples"."""
     good = [outcome for outcome in outcomes if outcome.error is None]
     tokens = sum(outcome.output_tokens for outcome in good)
     prompts = sum(outcome.prompt_tokens for outcome in good)
@@ -267,7 +275,9 @@ def _keeps(outcome: Outcome, limits: dict[str, float]) -> bool:
 
 
 async def drafting_counters(client: httpx.AsyncClient, base_url: str) -> dict[str, float] | None:
-    """The speculative counters of /metrics, whatever their prefix; None if there are none."""
+    """The counters of drafts in the server's /metrics, under any prefix; None if there are none.
+
+    Counters of several models are added up."""
     try:
         reply = await client.get(f"{base_url}/metrics")
     except httpx.HTTPError:
@@ -285,7 +295,10 @@ async def drafting_counters(client: httpx.AsyncClient, base_url: str) -> dict[st
 def acceptance(
     before: dict[str, float] | None, after: dict[str, float] | None
 ) -> dict[str, Any] | None:
-    """What became of the drafts between the two; None if nothing was drafted."""
+    """Draft acceptance between two readings of the counters; None if nothing was drafted.
+
+    `mean_acceptance_length` is tokens per verify step, and `per_position` the share of verify steps
+    that accepted the draft at each position."""
     if before is None or after is None:
         return None
     delta = {name: value - before.get(name, 0.0) for name, value in after.items()}

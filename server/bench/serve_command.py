@@ -1,4 +1,4 @@
-"""`slipstream bench serve`: load any OpenAI-compatible server and measure what its clients see."""
+"""`slipstream bench serve`: measure any OpenAI-compatible server under load."""
 
 from __future__ import annotations
 
@@ -15,56 +15,120 @@ from ...configs.options import ConfigError
 from ...configs.preset import preset_model
 from .output import add_output, check_file, tables_aside, write_figures
 
-SUMMARY = "latency, throughput and acceptance of any OpenAI-compatible server under load"
-_LATENCIES = ("ttft", "tpot", "e2el")
+SUMMARY = "measure latency, throughput and acceptance of any OpenAI-compatible server under load"
+_LATENCIES = ("ttft", "tpot", "e2el")  # those that --goodput can limit
+# key of the figures -> label in the printed table
+_COUNTS = {
+    "completed": "requests completed",
+    "failed": "requests failed",
+    "duration_s": "duration, s",
+    "total_input_tokens": "input tokens",
+    "total_output_tokens": "output tokens",
+}
+_RATES = {
+    "request_throughput": "requests/s",
+    "output_throughput": "output tokens/s",
+    "max_client_delay_ms": "max. client delay, ms",
+}
+_LATENCY_LABELS = {
+    "ttft": "TTFT (first token)",
+    "tpot": "TPOT (per token)",
+    "itl": "ITL (between chunks)",
+    "e2el": "E2EL (whole request)",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags with the names of `vllm bench serve` where they mean the same."""
+    """Add the flags, named as in `vllm bench serve` where they mean the same."""
     add = parser.add_argument
-    add("--base-url", metavar="URL", help="the server (default: http://HOST:PORT)")
-    add("--host", default="127.0.0.1", help="(default: 127.0.0.1)")
-    add("--port", type=int, default=8000, help="(default: 8000)")
+    add("--base-url", metavar="URL", help="URL of the server (default: http://HOST:PORT)")
+    add("--host", default="127.0.0.1", help="host of the server (default: 127.0.0.1)")
+    add("--port", type=int, default=8000, help="port of the server (default: 8000)")
     add(
-        "--backend", choices=("openai", "openai-chat"), default="openai", help="completions or chat"
+        "--backend",
+        choices=("openai", "openai-chat"),
+        default="openai",
+        help="API to use: completions (openai) or chat (openai-chat) (default: openai)",
     )
-    add("--endpoint", metavar="PATH", help="(default: the backend's, /v1/...)")
-    add("--model", help="its name there (default: the first that /v1/models lists)")
-    add("--api-key", metavar="KEY", help="the server's key (default: OPENAI_API_KEY, if it is set)")
-    add("--header", metavar="NAME=VALUE", action="append", default=[], help="one more header")
-    add("--extra-body", metavar="JSON", default="{}", help="more fields of every request")
-    add("--temperature", type=float, default=0.0, help="(default: 0)")
-    add("--ignore-eos", action="store_true", help="go on behind the end of text")
+    add("--endpoint", metavar="PATH", help="path of the endpoint (default: as for --backend)")
+    add("--model", help="name of the model (default: the first one in the server's /v1/models)")
+    add("--api-key", metavar="KEY", help="API key of the server (default: $OPENAI_API_KEY)")
+    add(
+        "--header",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="additional HTTP header; repeat for several",
+    )
+    add(
+        "--extra-body",
+        metavar="JSON",
+        default="{}",
+        help="JSON object of additional fields for every request",
+    )
+    add("--temperature", type=float, default=0.0, help="sampling temperature (default: 0)")
+    add("--ignore-eos", action="store_true", help="generate past the end-of-text token")
     add(
         "--dataset-name",
         choices=("random", "lognormal", "sharegpt", "custom"),
         default="random",
-        help="random: ids of given lengths; lognormal: random ids whose lengths imitate "
-        "ShareGPT's; sharegpt: a file in ShareGPT's JSON; custom: JSONL of prompts",
+        help="random: random tokens of given lengths; lognormal: random tokens with lengths like "
+        "ShareGPT's; sharegpt: a file in ShareGPT's JSON format; custom: a JSONL file of prompts "
+        "(default: random)",
     )
-    add("--dataset-path", metavar="FILE", help="for sharegpt and custom")
-    add("--tokenizer", help="to count sharegpt's tokens (default: a token is four characters)")
+    add("--dataset-path", metavar="FILE", help="file of the dataset sharegpt or custom")
+    add(
+        "--tokenizer",
+        help="tokenizer that counts sharegpt's tokens (default: assume four characters per token)",
+    )
     for flag, default, text in (
-        ("--num-prompts", 100, "requests"),
-        ("--num-warmups", 1, "requests before, which do not count"),
-        ("--random-input-len", 128, "tokens"),
-        ("--random-output-len", 128, "tokens; also custom's, where a line has none"),
-        ("--max-len", 1024, "longest prompt and reply of lognormal and sharegpt, tokens"),
-        ("--seed", 0, "of lengths, prompts and arrivals"),
+        ("--num-prompts", 100, "number of requests to measure"),
+        ("--num-warmups", 1, "requests sent before, which are not measured"),
+        ("--random-input-len", 128, "random: prompt length in tokens"),
+        ("--random-output-len", 128, "random, and custom lines that set none: tokens to generate"),
+        ("--max-len", 1024, "lognormal and sharegpt: longest prompt and longest reply, in tokens"),
+        ("--seed", 0, "random seed of lengths, prompts and arrivals"),
     ):
         add(flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})")
-    add("--random-range-ratio", type=float, default=0.0, help="lengths differ by this share")
-    add("--request-rate", type=float, default=float("inf"), help="requests/s (default: inf)")
-    add("--burstiness", type=float, default=1.0, help="shape of the gaps; 1 is Poisson")
-    add("--max-concurrency", type=int, metavar="INT", help="at most so many at once (closed loop)")
-    add("--goodput", metavar="NAME:MS", nargs="+", default=[], help="limits for ttft, tpot, e2el")
-    add("--timeout", type=float, default=600.0, help="seconds without a byte (default: 600)")
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="random: vary lengths by this fraction in both directions (default: 0)",
+    )
+    add(
+        "--request-rate",
+        type=float,
+        default=float("inf"),
+        help="requests sent per second (default: inf, all at once)",
+    )
+    add(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        help="shape of the gamma-distributed gaps between requests: 1 is Poisson, less comes in "
+        "bursts (default: 1)",
+    )
+    add("--max-concurrency", type=int, metavar="INT", help="most requests open at once")
+    add(
+        "--goodput",
+        metavar="NAME:MS",
+        nargs="+",
+        default=[],
+        help="count requests within these limits of ttft, tpot or e2el, in milliseconds",
+    )
+    add(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds without data after which a request fails (default: 600)",
+    )
     add_output(parser)
-    add("--plot", metavar="FILE", help="draw the latencies as PNG")
+    add("--plot", metavar="FILE", help="draw the latency distributions as PNG")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 1 if any request failed."""
+    """Measure and print; returns the exit status, which is 1 if any request failed."""
     from .plot import check_plot
 
     for name, least in (("num_prompts", 1), ("num_warmups", 0), ("max_concurrency", 1)):
@@ -74,12 +138,12 @@ def run(args: argparse.Namespace) -> int:
     if not (args.request_rate > 0 and args.burstiness > 0):
         raise ConfigError("--request-rate and --burstiness must be above 0")
     if not 0 <= args.random_range_ratio < 1:
-        raise ConfigError("--random-range-ratio must be from 0 to below 1")
+        raise ConfigError("--random-range-ratio must be at least 0 and below 1")
     check_plot(args.plot)
     check_file("--output", args.output)
-    limits, asks = _limits(args.goodput), _asks(args)
+    limits, requests = _limits(args.goodput), _requests(args)
     with tables_aside(args.output):
-        found = asyncio.run(_measure(args, limits, asks))
+        found = asyncio.run(_measure(args, limits, requests))
         if found is None:
             return 1
         _show(args, found)
@@ -96,11 +160,14 @@ def _limits(goodput: list[str]) -> dict[str, float]:
         except ValueError:
             limits[name] = -1.0
         if name not in _LATENCIES or limits[name] <= 0:
-            raise ConfigError(f"--goodput {item}: must be one of {', '.join(_LATENCIES)} : ms")
+            raise ConfigError(
+                f"--goodput {item}: must be {', '.join(_LATENCIES[:-1])} or {_LATENCIES[-1]}, a "
+                "colon and a positive number of milliseconds"
+            )
     return limits
 
 
-def _asks(args: argparse.Namespace) -> list[Any]:
+def _requests(args: argparse.Namespace) -> list[Any]:
     from . import load
 
     chat, count, seed = (
@@ -110,28 +177,30 @@ def _asks(args: argparse.Namespace) -> list[Any]:
     )
     if args.dataset_name == "random":
         lengths = args.random_input_len, args.random_output_len
-        return load.random_asks(count, *lengths, args.random_range_ratio, chat, seed)
+        return load.random_requests(count, *lengths, args.random_range_ratio, chat, seed)
     if args.dataset_name == "lognormal":
-        return load.lognormal_asks(count, args.max_len, chat, seed)
+        return load.lognormal_requests(count, args.max_len, chat, seed)
     if not args.dataset_path:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path")
     path = Path(args.dataset_path)
     if args.dataset_name == "custom":
-        return load.jsonl_asks(path, count, args.random_output_len, seed)
+        return load.jsonl_requests(path, count, args.random_output_len, seed)
     if args.tokenizer is None:
-        return load.sharegpt_asks(path, count, lambda t: -(-len(t) // 4), args.max_len, seed)
+        return load.sharegpt_requests(path, count, lambda t: -(-len(t) // 4), args.max_len, seed)
     from ..text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(preset_model(args.tokenizer), None)
-    return load.sharegpt_asks(
+    return load.sharegpt_requests(
         path, count, lambda text: len(tokenizer.encode(text, False)), args.max_len, seed
     )
 
 
 async def _measure(
-    args: argparse.Namespace, limits: dict[str, float], asks: list[Any]
+    args: argparse.Namespace, limits: dict[str, float], requests: list[Any]
 ) -> dict[str, Any] | None:
-    """The figures, or None after a printed error."""
+    """Send the warm-up requests, then the measured ones.
+
+    Returns the figures, or None, after printing the error, if a warm-up request failed."""
     import httpx
 
     from ..progress import CountProgress
@@ -145,17 +214,17 @@ async def _measure(
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=no_limit, timeout=args.timeout) as client:
         target = await _target(client, args, base, headers)
-        for ask in asks[: args.num_warmups]:
-            warm = await bench.ask_once(client, target, ask)
+        for request in requests[: args.num_warmups]:
+            warm = await bench.send_request(client, target, request)
             if warm.error:
-                _failed(f"the first request failed: {warm.error}")
+                _failed(f"a warm-up request failed: {warm.error}")
                 return None
         before = await bench.drafting_counters(client, base)
-        asks = asks[args.num_warmups :]
-        due = arrivals(len(asks), args.request_rate, args.burstiness, args.seed)
-        with CountProgress("bench serve", len(asks), "requests") as bar:
+        requests = requests[args.num_warmups :]
+        due = arrivals(len(requests), args.request_rate, args.burstiness, args.seed)
+        with CountProgress("bench serve", len(requests), "requests") as bar:
             outcomes, seconds = await bench.run_load(
-                client, target, asks, due, args.max_concurrency, bar.update
+                client, target, requests, due, args.max_concurrency, bar.update
             )
         after = await bench.drafting_counters(client, base)
     found = {"kind": "serve", "url": target.url, "model": target.model}
@@ -199,21 +268,20 @@ def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Print the tables and draw the plot."""
     from .plot import plot_serve
 
-    for name in ("completed", "failed", "duration_s", "total_input_tokens", "total_output_tokens"):
-        print(f"{name:24} {found[name]:>12}")
-    for name in ("request_throughput", "output_throughput", "max_client_delay_ms"):
-        print(f"{name:24} {found[name]:>12.2f}")
-    print(f"{'milliseconds':24} {'mean':>12} {'median':>12} {'p90':>12} {'p99':>12}")
-    for name in ("ttft", "tpot", "itl", "e2el"):
+    for name, label in _COUNTS.items():
+        print(f"{label:24} {found[name]:>12}")
+    for name, label in _RATES.items():
+        print(f"{label:24} {found[name]:>12.2f}")
+    print(f"{'latency, ms':24} {'mean':>12} {'median':>12} {'p90':>12} {'p99':>12}")
+    for name, label in _LATENCY_LABELS.items():
         if values := found[f"{name}_ms"]:
-            print(f"{name:24} " + " ".join(f"{value:>12.2f}" for value in values.values()))
+            print(f"{label:24} " + " ".join(f"{value:>12.2f}" for value in values.values()))
     if "goodput" in found:
         print(f"{'goodput, requests/s':24} {found['goodput']['request_throughput']:>12.2f}")
-    if found["speculation"]:
-        spoken = found["speculation"]
-        print(f"{'acceptance rate':24} {spoken['acceptance_rate']:>12.4f}")
-        print(f"{'tokens per verify step':24} {spoken['mean_acceptance_length']:>12.4f}")
+    if drafts := found["speculation"]:
+        print(f"{'acceptance rate':24} {drafts['acceptance_rate']:>12.4f}")
+        print(f"{'tokens per verify step':24} {drafts['mean_acceptance_length']:>12.4f}")
     for error, count in found["errors"].items():
-        print(f"{count} × {one_line(error)}", file=sys.stderr)  # a server's words
+        print(f"{count} × {one_line(error)}", file=sys.stderr)  # may contain text of the server
     if args.plot:
         plot_serve(found, args.plot)

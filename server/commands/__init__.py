@@ -1,8 +1,8 @@
-"""Owns the command line `slipstream COMMAND`; each command is one file of this folder.
+"""The command line `slipstream COMMAND`; each command is one file of this folder.
 
-A command's file has SUMMARY, `add_arguments(parser)` and `run(args) -> exit status`, and imports
-nothing but the standard library and `configs` at its top, so that `--help` is quick. Adding a
-command is adding its file.
+A command's file defines SUMMARY, `add_arguments(parser)` and `run(args)`, which returns the exit
+status. At its top it imports only the standard library and `configs`, so that `--help` is fast.
+Adding a file here adds a command.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INTERRUPTED = 130  # exit status after Ctrl-C
 
 
 class Command(Protocol):
-    """What a command's file offers."""
+    """The names that a command's file defines."""
 
     SUMMARY: str
     add_arguments: Callable[[argparse.ArgumentParser], None]
@@ -32,7 +32,7 @@ class Command(Protocol):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one sentence, without the usage of a hundred flags before it."""
+    """An argument parser that reports an error in one sentence, without the long usage text."""
 
     def error(self, message: str) -> NoReturn:
         match = re.match(r"unrecognized arguments: (\S+)", message)
@@ -46,13 +46,13 @@ class _Parser(argparse.ArgumentParser):
         known = [flag for action in _actions(self) for flag in action.option_strings]
         if argument.startswith("-"):
             flag = argument.partition("=")[0]
-            return f"there is no flag {flag}{did_you_mean(flag, known)}"
+            return f"unknown flag {flag}{did_you_mean(flag, known)}"
         hint = did_you_mean(f"--{argument}", known)
-        return f"the argument {argument!r} is one too many{hint}"
+        return f"unexpected argument {argument!r}{hint}"
 
 
 def _actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """Those of a parser and of its commands."""
+    """All actions of a parser and of its subparsers."""
     found = list(parser._actions)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -71,7 +71,7 @@ class _Version(argparse.Action):
 
 
 def command_names() -> list[str]:
-    """The files of this folder."""
+    """The names of all commands, sorted: the files of this folder."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__) if not m.name.startswith("_"))
 
 
@@ -80,7 +80,7 @@ def _load(name: str) -> Command:
 
 
 def build_parser(only: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, or of one, whose file alone is then imported."""
+    """The parser of all commands, or of the command `only`, so that no other file is imported."""
     parser = _Parser(
         prog="slipstream",
         description="An OpenAI-compatible LLM inference server built for speculative decoding.",
@@ -99,26 +99,27 @@ def build_parser(only: str | None = None) -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script: returns the exit status (2 for a wrong command line, 130 for Ctrl-C).
+    """Run a command line; returns the exit status (2 for a wrong command line, 130 for Ctrl-C).
 
-    Without `argv` it is this process's program, and Ctrl-C prints nothing even as Python ends.
+    Without `argv` this is the console script: it reads sys.argv, and ensures that Ctrl-C prints no
+    traceback even while Python shuts down.
     """
     is_program = argv is None
     try:
         if is_program:
-            # Registered first, so it runs last: then Python frees its memory, deaf to Ctrl-C.
+            # Registered first, so it runs last. After it, Python only frees memory.
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)
         return _run(sys.argv[1:] if argv is None else argv)
     except KeyboardInterrupt:
         return _INTERRUPTED
     finally:
-        if is_program:  # what is left are threads that end their work
+        if is_program:  # threads may still be finishing their work
             signal.signal(signal.SIGINT, lambda *_: os._exit(_INTERRUPTED))
 
 
 def _run(argv: Sequence[str]) -> int:
-    """The exit status of a command line."""
-    from ...configs.options import ConfigError  # late, so that Ctrl-C finds `main` soon
+    """Parse and run a command line; returns the exit status."""
+    from ...configs.options import ConfigError  # imported late, so that `main` starts at once
 
     arguments = list(argv)
     if not arguments:

@@ -1,4 +1,4 @@
-"""`python -m slipstream.server.commands` is the console script."""
+"""Makes `python -m slipstream.server.commands` run the console script."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""`slipstream bench KIND`: measurements. Each kind is a module with the interface of a command."""
+"""`slipstream bench KIND`: benchmarks. Each kind is a module with the interface of a command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import importlib
 from typing import Any
 
-SUMMARY = "measure speed, latency under load, or acceptance"
+SUMMARY = "measure decode speed, latency under load, or draft acceptance"
 _KINDS = {
     name: f"..bench.{module}"
     for name, module in (
@@ -19,7 +19,7 @@ _KINDS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A parser for each kind."""
+    """Add a subparser for each kind of benchmark."""
     kinds = parser.add_subparsers(dest="kind", metavar="KIND", required=True)
     for name, path in _KINDS.items():
         module: Any = importlib.import_module(path, __package__)
@@ -31,5 +31,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the kind; returns the exit status."""
+    """Run the chosen benchmark; returns the exit status."""
     return int(args.run_kind(args))

@@ -1,4 +1,4 @@
-"""`slipstream serve`: start the server and stay until it is told to stop."""
+"""`slipstream serve`: run the server until a signal stops it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SUMMARY = "serve a model over HTTP with the OpenAI API"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL and a flag for every configuration field."""
+    """Add MODEL and a flag for every configuration field."""
     add_flags(parser)
 
 

@@ -1,7 +1,7 @@
 """`slipstream train`: train a drafter for a model on the model's own replies.
 
-This process reads prompts, renders and tokenizes them; a child process, which has torch, does the
-rest and goes on with what an earlier run of the same command left.
+This process reads, renders and tokenizes the prompts. A child process, which has torch, generates
+the replies and trains; it resumes what an earlier run of the same command left.
 """
 
 from __future__ import annotations
@@ -35,31 +35,36 @@ _TARGET = (
     *("attention_backend", "chat_template", "log_level"),
 )
 _SECTIONS = {"reply": ReplyConfig, "head": HeadConfig, "training": TrainingConfig}
-# What differs from serving: the head needs memory too, and the prompts hardly share prefixes.
+# Defaults that differ from serving's: training the head needs GPU memory, too.
 _DEFAULTS = {"gpu_memory_utilization": "0.5", "max_num_seqs": "64"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """--data, --output, --method, and a flag for each field that matters here."""
+    """Add --data, --output, --method, and a flag for each field that training uses."""
     parser.add_argument(
         "--data",
         metavar="FILE",
         default=_BUILT_IN,
-        help="JSONL of prompts (chat or text), or builtin for those this package holds (default)",
+        help="JSONL file of prompts (chats or texts), or builtin for the package's own (default)",
     )
     parser.add_argument(
         "--num-prompts",
         metavar="INT",
-        help=f"how many built-in prompts (default: {_BUILT_IN_COUNT})",
+        help=f"number of built-in prompts to use (default: {_BUILT_IN_COUNT})",
     )
-    parser.add_argument("--output", metavar="DIR", required=True, help="folder for the drafter")
     parser.add_argument(
-        "--method", metavar="{eagle3}", default="eagle3", help="kind of drafter (default: eagle3)"
+        "--output", metavar="DIR", required=True, help="folder to write the drafter to"
+    )
+    parser.add_argument(
+        "--method",
+        metavar="{eagle3}",
+        default="eagle3",
+        help="drafting method to train for (default: eagle3)",
     )
     parser.add_argument(
         "--prepare-only",
         action="store_true",
-        help="write DIR/work/job.json for `python -m slipstream.runner.training.train` and stop",
+        help="only write DIR/work/job.json, for `python -m slipstream.runner.training.train`",
     )
     target = parser.add_argument_group("target", "The model, as for `slipstream serve`.")
     for name in _TARGET:
@@ -113,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _job(given: dict[str, Any]) -> TrainJob:
-    """The job as far as flags tell."""
+    """The job as the flags describe it; `_prepare` adds what depends on the tokenizer."""
     flags: dict[str, Any] = dict(_DEFAULTS)
     flags |= {name: given[name] for name in _TARGET if name in given}
     flags |= {"speculative_config": "off", "enable_prefix_caching": False}
@@ -137,7 +142,10 @@ def _job(given: dict[str, Any]) -> TrainJob:
 
 
 def _prepare(job: TrainJob, given: dict[str, Any]) -> Path:
-    """Write the job and its prompts, in token space, to the output folder."""
+    """Tokenize the prompts and write them and the job to the output folder.
+
+    Returns the path of the job's file. Raises PromptError, TokenizerLoadError, ChatTemplateError or
+    OSError."""
     from ..chat_templates.chat_template import ChatTemplate
     from ..drafters.training_prompts import tokenize_prompts, user_frame
     from ..text.tokenizer import Tokenizer
@@ -172,13 +180,13 @@ def _read(given: dict[str, Any], seed: int) -> list[Prompt]:
     data, count = given["data"], given["num_prompts"]
     if data != _BUILT_IN:
         if count is not None:
-            raise ConfigError("--num-prompts is for --data builtin")
+            raise ConfigError("--num-prompts applies only to --data builtin")
         return hold_out(read_prompts(Path(data)), seed)
     number = _BUILT_IN_COUNT
     if count is not None:
         number = int(count) if count.isascii() and count.isdigit() else 0
         if number < 1:
-            raise ConfigError(f"--num-prompts must be a number from 1, not {count!r}")
+            raise ConfigError(f"--num-prompts must be a positive integer, not {count!r}")
     return heldout_prompts() + training_prompts(number, seed)
 
 
@@ -193,7 +201,9 @@ def _text_side(job: TrainJob, tokenizers: Any, templates: Any) -> tuple[Any, Any
 
 
 def _write(job: TrainJob, prompts: str) -> Path:
-    """ConfigError if the folder holds a run with other prompts or replies."""
+    """Write the job and its prompts to the output folder; returns the path of the job's file.
+
+    Raises ConfigError if the folder holds a run with another model, other prompts or replies."""
     import msgspec
 
     work = Path(job.folder) / "work"
@@ -202,14 +212,14 @@ def _write(job: TrainJob, prompts: str) -> Path:
     if (work / "replies.jsonl").exists() or (work / "invented.jsonl").exists():
         earlier = msgspec.json.decode(path.read_bytes(), type=TrainJob)
         same = (work / "prompts.jsonl").read_text(encoding="utf-8") == prompts
-        # a time limit only decides how many replies there are
+        # A time limit changes the number of replies, not the replies.
         theirs, ours = (
             dataclasses.replace(j.reply, max_generate_minutes=None) for j in (earlier, job)
         )
         if not same or theirs != ours or earlier.config.model != job.config.model:
             raise ConfigError(
-                f"--output {job.folder} holds a run with another model, other prompts or other "
-                "replies: choose another folder, or remove its work/"
+                f"--output {job.folder} contains a run with another model, other prompts or other "
+                "reply settings; choose another folder, or remove its work/"
             )
     (work / "prompts.jsonl").write_text(prompts, encoding="utf-8")
     path.write_bytes(msgspec.json.encode(job))
@@ -217,14 +227,16 @@ def _write(job: TrainJob, prompts: str) -> Path:
 
 
 def _train(job: Path) -> int:
-    """Run the child; signals are for it, since it knows how to stop."""
+    """Run the training process and return its exit status.
+
+    Signals that stop this process are left to the child, which saves a checkpoint first."""
     package = __package__.partition(".")[0]
     paths = [str(Path(sys.modules[package].__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", f"{package}.runner.training.train", str(job)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
     )
-    # Ctrl-C reaches both; SIGTERM reaches this process alone.
+    # Ctrl-C reaches both processes; SIGTERM reaches only this one, so it is passed on.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     status = child.wait()

@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from slipstream.server.bench.load import Ask
+from slipstream.server.bench.load import BenchRequest
 from slipstream.server.bench.serve import Target, percentile, run_load
 
 BOUND = 0.05
@@ -91,7 +91,7 @@ def client(
         async with httpx.AsyncClient(limits=no_limit, timeout=120) as session:
             target = Target(f"{url}/v1/completions", "m", False, ignore_eos=True)
             for tokens in rounds(args):
-                asks = [Ask(prompt, tokens) for prompt in words]
+                asks = [BenchRequest(prompt, tokens) for prompt in words]
                 start.wait()
                 began, used = time.perf_counter(), time.process_time()
                 outcomes, seconds = await run_load(session, target, asks, [0.0] * streams, None)

@@ -1,4 +1,4 @@
-"""`bench offline`: only decode steps count, and what they read."""
+"""`bench offline`: decode speed without prefill, its roofline, its noise, and the comparison."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ready(**facts: Any) -> Ready:
     return Ready(2048, 1000, 10, 16, [2], "cuda", "bfloat16", "triton", "off", 0, {}, **facts)
 
 
-def test_figures_leave_the_prompts_out_and_count_what_was_generated() -> None:
+def test_figures_exclude_prompts_and_count_generated_tokens() -> None:
     load = Workload((4,), input_len=100, output_len=20)
     prefill, whole = Timing(1.0, 1, 4, 4), Timing(3.0, 11, 84, 44)
     facts = ready(weight_bytes=10_000, kv_bytes_per_token=5)
@@ -50,7 +50,7 @@ def test_figures_leave_the_prompts_out_and_count_what_was_generated() -> None:
         figures(facts, 4, load, whole, prefill, None)
 
 
-def test_a_drafter_reads_its_weights_once_a_draft() -> None:
+def test_a_drafter_reads_its_weights_once_per_draft() -> None:
     load = Workload((4,), input_len=100, output_len=20)
     whole = Timing(3.0, 11, 84, 44, num_accepted=40, num_drafts=40, num_draft_tokens=120)
     facts = ready(weight_bytes=10_000, draft_weight_bytes=1_000)
@@ -70,12 +70,12 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
             await bench.measure(n, load, tick=lambda: ticks.append(1)) for n in load.batch_sizes
         ]
         assert bench.startup_seconds > 0 and bench.name == "ngram K=2"
-    assert len(ticks) == load.num_runs(True) == 4 + 4  # 8 requests to even luck out
+    assert len(ticks) == load.num_runs(True) == 4 + 4  # 8 requests, since acceptance varies
     for batch, row in zip((4, 6), rows, strict=True):
         assert row["num_runs"] == 2
         assert row["batch"] == batch and row["roofline"] is None
-        # 30 tokens are ten steps of 20 ms, one of which is the prompt's: none can be quicker.
-        # But the prompt's own run is taken off, and that may have been slow.
+        # 30 tokens take ten steps of at least 20 ms, one of them the prompt's. The time of the
+        # prompt's own run is subtracted, though, and that run may have been slow.
         assert row["decode_tok_s"] <= batch * 29 / (9 * 0.02) * 1.5
         assert row["step_ms"] >= 14
         assert row["tokens_per_step"] == pytest.approx(29 / 9, abs=0.01)
@@ -84,7 +84,7 @@ async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatc
     assert gains(runs[:1]) == []
 
 
-def test_luck_with_drafts_is_evened_out() -> None:
+def test_small_batches_with_drafts_are_repeated_to_average_acceptance() -> None:
     load = Workload((1, 3, 16), num_iters=3, num_warmup=1)
     assert [load.num_whole_runs(n, True) for n in load.batch_sizes] == [24, 9, 3]
     assert [load.num_whole_runs(n, False) for n in load.batch_sizes] == [3, 3, 3]
@@ -93,12 +93,12 @@ def test_luck_with_drafts_is_evened_out() -> None:
     assert Timing.mean([lucky, unlucky]) == Timing(1.5, 15, 28, 15, 13, 15, 45)
 
 
-def test_only_same_prompts_are_the_same_in_every_run() -> None:
+def test_prompts_differ_between_runs_unless_same_prompts_is_set() -> None:
     fresh, same = Workload((2,), 40), Workload((2,), 40, same_prompts=True)
     runs = [prompts(load, run, 2, 500) for load in (fresh, same) for run in (1, 2)]
     assert runs[0] != runs[1] and runs[2] == runs[3]
     assert all(len(prompt) == 40 and max(prompt) < 490 for run in runs for prompt in run)
-    assert runs[2][0] != runs[2][1]  # no request finds another's blocks
+    assert runs[2][0] != runs[2][1]  # so no request reuses another's blocks
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_only_same_prompts_are_the_same_in_every_run() -> None:
         (95.0, (0.0, 0.06), "no difference beyond noise (0.95 ×;"),
     ],
 )
-def test_a_gain_within_the_spread_is_called_none(
+def test_a_gain_within_the_spreads_is_called_noise(
     speed: float, spreads: tuple[float, float], said: str
 ) -> None:
     rows = [
@@ -131,8 +131,8 @@ def test_a_gain_within_the_spread_is_called_none(
     assert found.startswith(f"batch 8: {said}")
 
 
-def test_the_spread_is_what_the_result_may_be_off() -> None:
-    """Of the fastest run, what the slowest took longer; of a mean, two standard errors."""
+def test_the_spread_is_the_uncertainty_of_the_result() -> None:
+    """Slowest minus fastest run where the fastest counts; two standard errors of a mean."""
     assert noise_of([1.0], False) is noise_of([1.0], True) is None
     assert noise_of([1.0, 1.25, 1.5], False) == 0.5
     assert noise_of([1.0, 3.0] * 8, True) == pytest.approx(2 * (16 / 15) ** 0.5 / 4)
@@ -145,7 +145,7 @@ def test_the_spread_is_what_the_result_may_be_off() -> None:
     assert alone["spread"] is None and line(alone).split()[5] == "-"
 
 
-def test_plots_are_written_and_a_missing_package_is_a_sentence(
+def test_plots_are_written_and_a_missing_package_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"batch": n, "decode_tok_s": 10.0 * n} for n in (1, 8)]
@@ -188,10 +188,13 @@ def test_figures_and_plot_name_the_model(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--batch-sizes", "1,x"], "--batch-sizes must be whole numbers"),
-        (["--batch-sizes", "0"], "--batch-sizes must be at least 1"),
+        (["--batch-sizes", "1,x"], "--batch-sizes must be integers separated by commas"),
+        (["--batch-sizes", "0"], "--batch-sizes must each be at least 1"),
         (["--output-len", "0"], "--output-len must be at least 1"),
-        (["--batch-sizes", "8", "--max-num-seqs", "4"], "--max-num-seqs is smaller"),
+        (
+            ["--batch-sizes", "8", "--max-num-seqs", "4"],
+            "--max-num-seqs must be at least",
+        ),
         (["--plot", "x.pdf"], "must end in .png"),
         (["--output", "/nowhere/x.json"], "--output /nowhere/x.json: its folder does not exist"),
         (["--plot", "/nowhere/x.png"], "--plot /nowhere/x.png: its folder does not exist"),
@@ -205,7 +208,7 @@ def test_wrong_arguments_are_one_sentence_before_anything_is_measured(
     assert words in capsys.readouterr().err
 
 
-def test_the_bandwidth_of_a_card_is_known_or_not_claimed() -> None:
+def test_peak_bandwidth_is_known_only_for_measured_gpus() -> None:
     assert peak_bandwidth("NVIDIA H100 80GB HBM3") == 3.08e12
     assert peak_bandwidth("NVIDIA H200") == 4.235e12
     assert peak_bandwidth("something else") is None

@@ -1,4 +1,4 @@
-"""`bench serve`: what is counted, when, and what a server's faults become."""
+"""`bench serve`: what it counts and times, and how it reports a server's errors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import pytest
 from slipstream.configs.options import ConfigError
 from slipstream.server.bench import serve as bench
 from slipstream.server.bench.load import (
-    Ask,
+    BenchRequest,
     arrivals,
-    jsonl_asks,
-    lognormal_asks,
-    random_asks,
-    sharegpt_asks,
+    jsonl_requests,
+    lognormal_requests,
+    random_requests,
+    sharegpt_requests,
 )
 from slipstream.server.commands import main
 
 
 class Pieces(httpx.AsyncByteStream):
-    """A body in given pieces, seconds apart."""
+    """A response body in pieces that arrive `seconds` apart."""
 
     def __init__(self, *pieces: bytes, seconds: float = 0.03) -> None:
         self._pieces, self._seconds = pieces, seconds
@@ -56,7 +56,7 @@ async def outcome_of(*pieces: bytes, status: int = 200) -> bench.Outcome:
         return httpx.Response(status, stream=Pieces(*pieces))
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        return await bench.ask_once(client, TARGET, Ask("hi", 9))
+        return await bench.send_request(client, TARGET, BenchRequest("hi", 9))
 
 
 async def test_tokens_are_counted_by_usage_and_times_by_text() -> None:
@@ -65,9 +65,9 @@ async def test_tokens_are_counted_by_usage_and_times_by_text() -> None:
     outcome = await outcome_of(role, text("first"), split[:9], split[9:], USAGE, DONE)
     assert outcome.error is None
     assert (outcome.prompt_tokens, outcome.output_tokens) == (7, 9)
-    assert outcome.ttft >= 0.055  # two pieces: the role is no text
+    assert outcome.ttft >= 0.055  # two pieces: the role carries no text
     assert len(outcome.gaps) == 1 and outcome.gaps[0] >= 0.055
-    # The usage and the end came later, and are not part of it.
+    # The usage and [DONE] came later and do not count.
     assert outcome.latency == pytest.approx(outcome.ttft + outcome.gaps[0])
     assert outcome.tpot == pytest.approx(outcome.gaps[0] / 8)
 
@@ -78,11 +78,11 @@ async def test_tokens_are_counted_by_usage_and_times_by_text() -> None:
         ((b'{"error": "full"}',), 503, "HTTP 503"),
         ((text("a"), data(error={"message": "lost"})), 200, "lost"),
         ((text("a"), USAGE), 200, "without [DONE]"),
-        ((text("a"), DONE), 200, "no usage"),
+        ((text("a"), DONE), 200, "reports no usage"),
         ((b"data: nonsense\n\n",), 200, "Error"),
     ],
 )
-async def test_a_fault_of_the_server_is_a_failed_request(
+async def test_an_error_of_the_server_is_a_failed_request(
     pieces: tuple[bytes, ...], status: int, words: str
 ) -> None:
     outcome = await outcome_of(*pieces, status=status)
@@ -92,7 +92,7 @@ async def test_a_fault_of_the_server_is_a_failed_request(
     assert found["total_output_tokens"] == 9 and found["output_throughput"] == 4.5
 
 
-async def test_a_closed_loop_holds_its_concurrency_and_an_open_one_its_times() -> None:
+async def test_a_closed_loop_keeps_its_concurrency_and_an_open_one_its_times() -> None:
     running, most = 0, 0
 
     async def answer(request: httpx.Request) -> httpx.Response:
@@ -103,12 +103,12 @@ async def test_a_closed_loop_holds_its_concurrency_and_an_open_one_its_times() -
         running -= 1
         return httpx.Response(200, stream=Pieces(text("a") + USAGE + DONE, seconds=0))
 
-    asks = [Ask("hi", 9)] * 8
+    requests = [BenchRequest("hi", 9)] * 8
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        outcomes, _ = await bench.run_load(client, TARGET, asks, [0.0] * 8, 2)
+        outcomes, _ = await bench.run_load(client, TARGET, requests, [0.0] * 8, 2)
         assert most == 2 and [o.error for o in outcomes] == [None] * 8
         due = [0.05 * place for place in range(8)]
-        outcomes, seconds = await bench.run_load(client, TARGET, asks, due, None)
+        outcomes, seconds = await bench.run_load(client, TARGET, requests, due, None)
     assert seconds >= 0.35 and len(outcomes) == 8
 
 
@@ -173,27 +173,29 @@ async def test_acceptance_is_the_change_of_the_counters(prefix: str) -> None:
 
 
 def test_datasets(tmp_path: Path) -> None:
-    asks = random_asks(50, 100, 10, 0.5, False, 3)
+    requests = random_requests(50, 100, 10, 0.5, False, 3)
     assert (
-        asks == random_asks(50, 100, 10, 0.5, False, 3) != random_asks(50, 100, 10, 0.5, False, 4)
+        requests
+        == random_requests(50, 100, 10, 0.5, False, 3)
+        != random_requests(50, 100, 10, 0.5, False, 4)
     )
-    lengths = [len(ask.prompt) for ask in asks]
+    lengths = [len(request.prompt) for request in requests]
     assert min(lengths) >= 50 and max(lengths) <= 150 and len(set(lengths)) > 10
-    many = lognormal_asks(2000, 2048, False, 0)
-    assert statistics.median(len(ask.prompt) for ask in many) == pytest.approx(110, rel=0.1)
-    assert max(ask.output_len for ask in many) <= 2048
+    many = lognormal_requests(2000, 2048, False, 0)
+    assert statistics.median(len(request.prompt) for request in many) == pytest.approx(110, rel=0.1)
+    assert max(request.output_len for request in many) <= 2048
 
     file = tmp_path / "sharegpt.json"
     turns = [{"from": "human", "value": "Why is it so?"}, {"from": "gpt", "value": "a b c d e"}]
     file.write_text(json.dumps([{"conversations": turns}, {"conversations": turns[:1]}]))
-    found = sharegpt_asks(file, 3, lambda t: len(t.split()), 100, 0)
-    assert found == [Ask("Why is it so?", 5)] * 3
+    found = sharegpt_requests(file, 3, lambda t: len(t.split()), 100, 0)
+    assert found == [BenchRequest("Why is it so?", 5)] * 3
     lines = tmp_path / "p.jsonl"
     lines.write_text('{"prompt": "a", "output_len": 3}\n\n{"messages": [{"role": "user"}]}\n')
-    assert {ask.output_len for ask in jsonl_asks(lines, 2, 8, 0)} == {3, 8}
+    assert {request.output_len for request in jsonl_requests(lines, 2, 8, 0)} == {3, 8}
     lines.write_text('{"other": 1}\n')
     with pytest.raises(ConfigError, match="needs 'prompt' or 'messages'"):
-        jsonl_asks(lines, 2, 8, 0)
+        jsonl_requests(lines, 2, 8, 0)
 
 
 def test_compare_reads_the_lines_of_another_engine(
@@ -214,10 +216,10 @@ def test_compare_reads_the_lines_of_another_engine(
     assert "1.250" in capsys.readouterr().out
     (tmp_path / "empty").write_text("nothing\n")
     assert main(["bench", "compare", str(tmp_path / "empty"), str(ours)]) == 2
-    assert "holds no figures" in capsys.readouterr().err
+    assert "contains no benchmark figures" in capsys.readouterr().err
 
 
-def test_a_key_that_lacks_or_is_wrong_names_the_flag(
+def test_the_error_for_a_missing_or_wrong_key_names_the_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
@@ -232,13 +234,15 @@ def test_a_key_that_lacks_or_is_wrong_names_the_flag(
     monkeypatch.setattr(httpx, "AsyncClient", lambda **_: real(transport=transport))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
     command = ["bench", "serve", "--num-prompts", "1", "--num-warmups"]
-    advice = "give one with --api-key, or in OPENAI_API_KEY\n"
+    advice = "pass one with --api-key or OPENAI_API_KEY\n"
     assert main([*command, "0"]) == 2
-    assert capsys.readouterr().err.endswith(f"the server wants a key (HTTP 401): {advice}")
+    assert capsys.readouterr().err.endswith(f"the server requires an API key (HTTP 401); {advice}")
     assert main([*command, "0", "--api-key", "wrong"]) == 2
-    assert f"the server does not accept this key (HTTP 401): {advice}" in capsys.readouterr().err
+    assert (
+        f"the server does not accept this API key (HTTP 401); {advice}" in capsys.readouterr().err
+    )
     assert main([*command, "1", "--model", "m"]) == 1
-    assert f"wants a key (HTTP 401): {advice}" in capsys.readouterr().err
+    assert f"requires an API key (HTTP 401); {advice}" in capsys.readouterr().err
     assert main([*command, "1", "--api-key", "right"]) == 0
     monkeypatch.setenv("OPENAI_API_KEY", "right")
     capsys.readouterr()
@@ -247,7 +251,7 @@ def test_a_key_that_lacks_or_is_wrong_names_the_flag(
 
 
 @pytest.mark.parametrize("flags", [("--output", "/nowhere/x.json"), ("--plot", "/nowhere/x.png")])
-def test_what_cannot_be_written_is_told_before_anyone_is_asked(
+def test_an_unwritable_file_is_reported_before_any_request(
     flags: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "serve", *flags]) == 2
