@@ -1,1 +1,1 @@
-"""Decides what runs in each step; owns requests and KV blocks. Pure Python, no tensors."""
+"""Decides what runs in each step, and owns requests and KV blocks. Pure Python, no tensors."""

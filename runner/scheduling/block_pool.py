@@ -1,7 +1,7 @@
-"""Who owns a KV block of one group: free list, reference counts, cached contents. Pure bookkeeping.
+"""Tracks the KV blocks of one group: the free list, reference counts and cached contents.
 
-Block 0 is the null block: it is never given out, tables use it where nothing may be read. Knows
-nothing about requests, tokens or tensors.
+Block 0 is the null block. It is never given out; tables hold it where nothing may be read. The
+pool knows nothing about requests, tokens or tensors.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ NULL_BLOCK = 0
 
 
 class BlockPool:
-    """Blocks 1 .. num_blocks - 1. A block is referenced, or free; a free one may still be cached.
+    """Blocks 1 .. num_blocks - 1. A block is referenced or free; a free block may still be cached.
 
-    Free blocks without contents are given out first, then cached ones, least recently used first.
+    Free blocks without contents are given out first, then cached ones in LRU order.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -28,21 +28,21 @@ class BlockPool:
 
     @property
     def num_usable(self) -> int:
-        """Blocks that can be given out at all."""
+        """Number of blocks in the pool, without the null block."""
         return self.num_blocks - 1
 
     @property
     def num_free(self) -> int:
-        """Blocks that no request holds."""
+        """Number of blocks that no request holds."""
         return len(self._empty) + len(self._cached_free)
 
     def ref_count(self, block: int) -> int:
-        """How many tables hold the block."""
+        """Number of block tables that hold the block."""
         return self._ref_counts[block]
 
     def allocate(self, count: int) -> list[int]:
-        """Give out `count` blocks with one reference each; the caller has checked `num_free`."""
-        assert count <= self.num_free, "the caller checks num_free"
+        """Give out `count` blocks with one reference each. The caller checks `num_free` first."""
+        assert count <= self.num_free, "the caller must check num_free"
         empty, ref_counts, blocks = self._empty, self._ref_counts, []
         for _ in range(count):
             if empty:
@@ -55,7 +55,7 @@ class BlockPool:
         return blocks
 
     def take(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block; null blocks are skipped."""
+        """Add one reference to each block. Null blocks are skipped."""
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -64,7 +64,10 @@ class BlockPool:
             self._ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Drop one reference of each block; the first released are the first to be evicted."""
+        """Drop one reference to each block. Null blocks are skipped.
+
+        Cached blocks are evicted in the order in which they were released.
+        """
         for block in blocks:
             if block == NULL_BLOCK:
                 continue
@@ -78,11 +81,14 @@ class BlockPool:
                 self._cached_free[block] = None
 
     def lookup(self, block_hash: bytes) -> int | None:
-        """The block with these contents, if there is one."""
+        """The block with these contents, or None."""
         return self._by_hash.get(block_hash)
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """Make a held block findable. A second block with the same contents stays private."""
+        """Let `lookup` find a held block.
+
+        If another block already has these contents, do nothing.
+        """
         assert self._ref_counts[block] > 0 and self._hashes[block] in (None, block_hash)
         if block_hash not in self._by_hash:
             self._by_hash[block_hash] = block
@@ -96,7 +102,7 @@ class BlockPool:
         self._cached_free.clear()
 
     def forget_contents(self) -> None:
-        """Forget the contents of every block; who holds one keeps it."""
+        """Forget the contents of every block. Requests keep the blocks that they hold."""
         self.reset_cache()
         for block in list(self._by_hash.values()):
             self._forget(block)

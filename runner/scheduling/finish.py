@@ -1,10 +1,11 @@
-"""What a row's result means for its request: which tokens it keeps, why it ends, how it is counted.
+"""Applies a row's result to its request: which tokens it keeps, whether it ends, what is counted.
 
-Counting rule. A row that keeps t tokens counts as one verify row (it had real drafts) or one plain
-row, with t - 1 accepted drafts. When a stop cuts inside the accepted run, the last kept token was a
-draft but counts as the row's own token, and the accepted drafts after it do not count. So in every
-step, exactly: accepted + verify rows + plain rows = generated, and sum(accepted_per_pos) = accepted
-<= drafted. Drafted counts every real draft that was verified, cut or not: they were paid for.
+Counting rule. A row that keeps t tokens counts as one verify row if it had real drafts, otherwise
+as one plain row, and has t - 1 accepted drafts. If a stop falls within the accepted drafts, the
+last kept token was a draft but counts as the row's own token, and the drafts after it do not count
+as accepted. In every step, therefore, exactly: accepted + verify rows + plain rows = generated, and
+sum(accepted_per_pos) = accepted <= drafted. "Drafted" counts every real draft that was verified,
+kept or not, because verifying it had its cost.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
-    """What is kept of a row's tokens, and whether the request ends with them."""
+    """How many of a row's tokens are kept, and whether and why the request ends with them."""
 
     num_kept: int
     finish_reason: str | None = None
@@ -32,13 +33,13 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
 
 
 def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
-    """Append emitted tokens up to the first that ends the request, advancing its grammar."""
+    """Append emitted tokens, up to the first that ends the request, and advance its grammar."""
     known, matcher = request.token_ids, request.matcher
     if (
         matcher is None
         and len(known) + len(token_ids) < request.max_total_len
         and request.stops.isdisjoint(token_ids)
-    ):  # mostly
+    ):  # the usual case
         known += token_ids
         return Verdict(len(token_ids))
     for index, token_id in enumerate(token_ids):
@@ -46,7 +47,7 @@ def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
             error = f"Token {token_id} violates the request's grammar."
             return Verdict(index, "error", error=error)
         known.append(token_id)
-        # The sampler masks stop tokens before min_tokens; one that slips through does not count.
+        # The sampler masks stop tokens before min_tokens; if one slips through, ignore it.
         late = request.num_output_tokens > request.sampling.min_tokens
         is_stop = token_id in request.stops and late
         if is_stop or (matcher is not None and matcher.is_terminated):
@@ -57,7 +58,10 @@ def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
 
 
 def accepts(matcher: GrammarMatcher, token_id: int) -> bool:
-    """Advance a grammar; a fault in it counts as a refusal, which ends its request alone."""
+    """Advance a grammar; False if it refuses the token.
+
+    A fault in it is logged and is a refusal.
+    """
     try:
         return matcher.accept(token_id)
     except Exception:
@@ -66,7 +70,7 @@ def accepts(matcher: GrammarMatcher, token_id: int) -> bool:
 
 
 def make_output(request: Request, result: RowResult, verdict: Verdict) -> RequestOutput:
-    """The message for a row's kept tokens."""
+    """Build the message to the server for a row's kept tokens."""
     kept, token_ids = verdict.num_kept, result.token_ids
     if kept != len(token_ids):
         token_ids = token_ids[:kept]
@@ -92,7 +96,7 @@ def make_output(request: Request, result: RowResult, verdict: Verdict) -> Reques
 def count_outputs(stats: StepStats, outputs: Iterable[RequestOutput]) -> None:
     """Add the kept tokens of a step's rows to its counters."""
     generated = drafts = drafted = accepted = plain = 0
-    by_accepted = [0] * (len(stats.accepted_per_pos) + 1)  # rows by how many drafts they accepted
+    by_accepted = [0] * (len(stats.accepted_per_pos) + 1)  # number of rows by accepted drafts
     for output in outputs:
         if not output.token_ids:
             continue
@@ -109,16 +113,16 @@ def count_outputs(stats: StepStats, outputs: Iterable[RequestOutput]) -> None:
     stats.num_drafts += drafts
     stats.num_draft_tokens += drafted
     stats.num_accepted_tokens += accepted
-    reached = 0  # rows that accepted the draft at a position
+    reached = 0  # rows that accepted the draft at `position`
     for position in reversed(range(len(stats.accepted_per_pos))):
         reached += by_accepted[position + 1]
         stats.accepted_per_pos[position] += reached
 
 
 def take_prompt(request: Request, row: ScheduledRow, result: RowResult) -> int:
-    """Take in what a row brought of the prompt; returns how many prompt tokens to count for it.
+    """Keep a row's prompt log probabilities; return how many prompt tokens to count for it.
 
-    Each position counts once, though preemption may compute it again.
+    Each position counts once, even if it is computed again after a preemption.
     """
     if result.prompt_logprobs and not result.has_nan and request.wants_prompt_logprobs:
         request.prompt_logprobs += pack_logprobs(

@@ -1,6 +1,7 @@
-"""Which KV blocks each request holds, over all KV groups. Pure Python; tensors are in `kv_cache`.
+"""Tracks which KV blocks each request holds, over all KV groups. Pure Python, no tensors.
 
-Knows token counts and hashes, not scheduling: it says whether there is room, never who must go.
+It knows token counts and hashes, not scheduling: it says whether a request fits, never which other
+request must make room. The tensors are in `batch.kv_cache`.
 """
 
 from __future__ import annotations
@@ -14,38 +15,38 @@ from ...configs.options import ConfigError
 from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import BlockHashes
 
-NEVER = sys.maxsize  # more tokens than there will ever be
+NEVER = sys.maxsize  # a token count that is never reached
 
 
 @dataclass(frozen=True)
 class BlockGroup:
     """Layers that share a block table."""
 
-    num_blocks: int  # null block included
+    num_blocks: int  # including the null block
     block_size: int
     sliding_window: int | None = None  # a query at p sees keys p - window + 1 .. p
-    # Holds KV of a drafter, which at p depends on the token at p + 1: a block can be used again
-    # only where the token after it is the same, too.
+    # The group holds a drafter's KV, which at position p depends on the token at p + 1. A cached
+    # block can therefore be reused only if the token after it is the same, too.
     needs_next_token: bool = False
 
 
 @dataclass(slots=True)
 class RequestBlocks:
-    """One request's blocks. Entries out of a sliding window are the null block."""
+    """One request's blocks. Entries that have left a sliding window are the null block."""
 
     tables: list[list[int]]  # [num_groups][blocks]
-    num_published: list[int]  # [num_groups] leading blocks offered to the prefix cache
-    num_slid: list[int]  # [num_groups] leading blocks given back, out of the window
-    epoch: int  # of the prefix cache when the request was admitted; see `forget_contents`
-    # So that a step asks only for what changes something; `KVBlocks` keeps them.
-    capacity: int = 0  # tokens that fit; `extend` to no more does nothing
-    slides_at: int = NEVER  # `slide` to fewer confirmed tokens does nothing
-    publishes_at: int = NEVER  # `publish` of fewer confirmed tokens does nothing
+    num_published: list[int]  # [num_groups] leading blocks already in the prefix cache
+    num_slid: list[int]  # [num_groups] leading blocks released because they left the window
+    epoch: int  # the prefix cache's epoch at admission; see `KVBlocks.forget_contents`
+    # Thresholds that `KVBlocks` maintains, so that a step can skip calls that would do nothing.
+    capacity: int = 0  # `extend` to at most this many tokens does nothing
+    slides_at: int = NEVER  # `slide` with fewer confirmed tokens does nothing
+    publishes_at: int = NEVER  # `publish` with fewer confirmed tokens does nothing
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch:
-    """Blocks found in the prefix cache; not yet held."""
+    """Blocks found in the prefix cache, on which no reference is held yet."""
 
     num_tokens: int
     tables: list[list[int]]  # [num_groups][blocks]
@@ -59,9 +60,9 @@ def ceil_div(a: int, b: int) -> int:
 class KVBlocks:
     """The block tables of all requests.
 
-    `max_step_tokens` bounds how far one step can write past what is confirmed (drafts' lookahead
-    included); with it a sliding-window group knows how many blocks one request can need at once.
-    Raises ValueError if one request of `max_model_len` tokens does not fit.
+    `max_step_tokens` is the most tokens, the drafts' lookahead included, that one step can write
+    beyond the confirmed ones. It determines how many blocks of a sliding-window group a request
+    can need at once. Raises ConfigError if one request of `max_model_len` tokens does not fit.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class KVBlocks:
         self._sizes = [group.block_size for group in groups]
         self.max_model_len = max_model_len
         self._caching = enable_prefix_caching
-        self._epoch = 0  # grows when all contents so far are forgotten
+        self._epoch = 0  # increases when `forget_contents` empties the cache
         self._step = lcm(*(group.block_size for group in groups))
         self._max_live = [self._live_bound(group, max_step_tokens) for group in groups]
         for group, pool, need in zip(self.groups, self.pools, self._max_live, strict=True):
@@ -96,14 +97,15 @@ class KVBlocks:
 
     @property
     def usage(self) -> float:
-        """Share of all blocks that requests hold, 0 .. 1."""
+        """Fraction of all blocks that requests hold, 0 .. 1."""
         total = sum(pool.num_usable for pool in self.pools)
         return 1.0 - sum(pool.num_free for pool in self.pools) / total
 
     # --- prefix cache ---------------------------------------------------------------------------
 
     def match(self, hashes: BlockHashes, num_tokens: int) -> PrefixMatch:
-        """The longest cached prefix that leaves at least one of `num_tokens` tokens to compute."""
+        """Find the longest cached prefix that leaves at least one of `num_tokens` tokens to
+        compute."""
         if not self._caching:
             return self.no_match()
         limit = max(0, num_tokens - 1) // self._step * self._step
@@ -112,11 +114,14 @@ class KVBlocks:
         return PrefixMatch(length, self._cut(found, length))
 
     def no_match(self) -> PrefixMatch:
-        """What a request that may not use the cache starts from."""
+        """The match of a request that may not use the prefix cache: zero tokens."""
         return PrefixMatch(0, [[] for _ in self.groups])
 
     def _lookup(self, hashes: BlockHashes, limit: int) -> list[list[int | None]]:
-        """Per group the cached block of each full block; full attention stops at the first miss."""
+        """For each group, the cached block or None for every full block below `limit`.
+
+        Without a sliding window the list ends at the first miss.
+        """
         found: list[list[int | None]] = []
         for group, pool in zip(self.groups, self.pools, strict=True):
             count = limit // group.block_size
@@ -131,11 +136,12 @@ class KVBlocks:
         return found
 
     def _longest(self, found: list[list[int | None]], limit: int) -> int:
-        """The longest prefix within `limit` whose needed blocks are cached in every group."""
+        """Length of the longest prefix up to `limit` for which every group has the blocks it
+        needs."""
         usable = []
         for group, row in zip(self.groups, found, strict=True):
             limit = min(limit, len(row) * group.block_size)
-            runs = [0]  # runs[i] = cached blocks in a row that end before block i
+            runs = [0]  # runs[i] = number of consecutive cached blocks that end before block i
             for block in row:
                 runs.append(0 if block is None else runs[-1] + 1)
             usable.append(runs)
@@ -163,7 +169,7 @@ class KVBlocks:
     # --- one request ----------------------------------------------------------------------------
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
-        """Whether `num_tokens` tokens of a new request fit beside what others hold now."""
+        """True if `num_tokens` tokens of a new request fit next to the blocks held now."""
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             table = match.tables[index]
             live = sum(block != NULL_BLOCK for block in table)
@@ -174,7 +180,7 @@ class KVBlocks:
         return True
 
     def admit(self, match: PrefixMatch) -> RequestBlocks:
-        """Hold the matched blocks for a new request."""
+        """Take references on the matched blocks and return a new request's `RequestBlocks`."""
         for pool, table in zip(self.pools, match.tables, strict=True):
             pool.take(table)
         sizes = zip(self.groups, match.tables, strict=True)
@@ -190,7 +196,7 @@ class KVBlocks:
         return blocks
 
     def _capacity(self, blocks: RequestBlocks) -> int:
-        if len(self._sizes) == 1:  # as of most models
+        if len(self._sizes) == 1:  # most models have one group
             return len(blocks.tables[0]) * self._sizes[0]
         pairs = zip(blocks.tables, self._sizes, strict=True)
         return min([len(table) * size for table, size in pairs])
@@ -212,7 +218,10 @@ class KVBlocks:
         return min([(count + 1) * size for count, size in pairs])
 
     def extend(self, blocks: RequestBlocks, num_tokens: int) -> list[list[int]] | None:
-        """Append blocks until `num_tokens` tokens fit: the new ids by group, or None, unchanged."""
+        """Append blocks until `num_tokens` tokens fit; return the new block ids of each group.
+
+        If there are too few free blocks, changes nothing and returns None.
+        """
         new: list[list[int]] = []
         for size, pool, table in zip(self._sizes, self.pools, blocks.tables, strict=True):
             count = ceil_div(num_tokens, size) - len(table)
@@ -221,7 +230,7 @@ class KVBlocks:
             elif count <= pool.num_free:
                 new.append(pool.allocate(count))
             else:
-                for index, ids in enumerate(new):  # undo the groups before this one
+                for index, ids in enumerate(new):  # undo the groups done so far
                     self.pools[index].release(ids)
                 return None
         for table, ids in zip(blocks.tables, new, strict=True):
@@ -230,9 +239,9 @@ class KVBlocks:
         return new
 
     def slide(self, blocks: RequestBlocks, num_confirmed: int) -> None:
-        """Give back blocks that no query at or after position `num_confirmed` can see.
+        """Release the blocks that no query at or after position `num_confirmed` can see.
 
-        Steps in flight start there or later, so what they read stays.
+        Steps in flight start there or later, so the blocks that they read are kept.
         """
         for index, group in enumerate(self.groups):
             if group.sliding_window is None:
@@ -246,9 +255,10 @@ class KVBlocks:
         blocks.slides_at = self._slides_at(blocks)
 
     def publish(self, blocks: RequestBlocks, hashes: BlockHashes, num_confirmed: int) -> None:
-        """Let full blocks below `num_confirmed` (tokens confirmed, KV written) be found.
+        """Publish full blocks in the prefix cache, up to `num_confirmed` confirmed tokens.
 
-        The token at `num_confirmed` must be known where a group needs it.
+        Their KV must have been written. For a group with `needs_next_token` the token at position
+        `num_confirmed` must be known, too.
         """
         if not self._caching or blocks.epoch != self._epoch:
             blocks.publishes_at = NEVER
@@ -268,16 +278,17 @@ class KVBlocks:
         blocks.publishes_at = self._publishes_at(blocks)
 
     def release(self, blocks: RequestBlocks) -> None:
-        """Give back everything a request holds, its last blocks first (they are evicted first)."""
+        """Release all blocks of a request, the last ones first, so that they are evicted first."""
         for pool, table in zip(self.pools, blocks.tables, strict=True):
             pool.release(reversed(table))
             table.clear()
         blocks.capacity = 0
 
     def forget_contents(self) -> None:
-        """Forget every cached block, held ones too, because another drafter would write other KV.
+        """Empty the prefix cache, held blocks included. Called when another drafter takes over.
 
-        Requests that hold blocks now keep them, but never publish any: both drafters wrote to them.
+        Requests keep the blocks that they hold but never publish them, because both drafters wrote
+        KV into them.
         """
         self._epoch += 1
         for pool in self.pools:

@@ -1,4 +1,4 @@
-"""The scheduler's decisions that need no state of its own: queue order, row sizes, batch order."""
+"""The scheduler's stateless decisions: queue order, row sizes and batch order."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from ...configs.schema import SchedulerConfig
 from .plan import ScheduledRow
 from .request import Request
 
-# Whose a scheduled row is, and the request's incarnation then. Once that is another, the request
-# has finished or has been preempted: the row is stale, and its result must not be applied.
+# A request, its incarnation when the row was scheduled, and the row. If the request's incarnation
+# has changed since, it finished or was preempted: the row is stale and its result is discarded.
 RowInFlight = tuple[Request, int, ScheduledRow]
 
-CPU_STEP_TOKENS = 256  # about a second on two cores, which larger steps do not use better
+CPU_STEP_TOKENS = 256  # about a second on two cores; larger steps are no faster per token
 
 
 def step_tokens(config: SchedulerConfig, is_cpu: bool, num_drafts: int) -> int:
-    """The token budget of one step: what is configured, but on a CPU no more than a second's work.
+    """The token budget of one step: the configured one, on a CPU limited to about a second of work.
 
-    A step cannot be interrupted: until it ends no other request gets a token, and what an aborted
-    one holds stays taken. Every request that may run still has room for its drafts. `StepTimes`
-    makes steps in which a request decodes shorter still.
+    A step cannot be interrupted: until it ends, no other request gets a token and the memory of
+    aborted requests is not freed. Even the limited budget lets every running request verify all
+    its drafts. `StepTimes` shortens steps further while some request decodes.
     """
     if not is_cpu or not config.enable_chunked_prefill:
         return config.max_num_batched_tokens
@@ -31,7 +31,7 @@ def step_tokens(config: SchedulerConfig, is_cpu: bool, num_drafts: int) -> int:
 
 
 class RequestQueue:
-    """Requests by (priority, arrival)."""
+    """Requests sorted by (priority, arrival)."""
 
     def __init__(self) -> None:
         self._items: list[Request] = []
@@ -46,11 +46,11 @@ class RequestQueue:
         return self._items[index]
 
     def add(self, request: Request) -> None:
-        """Insert at its place."""
+        """Insert a request at its place in the order."""
         insort(self._items, request, key=lambda item: item.order)
 
     def remove(self, request: Request) -> None:
-        """Take out a request that is in the queue."""
+        """Remove a request, which must be in the queue."""
         index = bisect_left(self._items, request.order, key=lambda item: item.order)
         assert self._items[index] is request
         del self._items[index]
@@ -58,21 +58,22 @@ class RequestQueue:
 
 @dataclass(frozen=True, slots=True)
 class RowLimits:
-    """What bounds a row beside the token budget.
+    """The limits on a row's size other than the token budget.
 
-    With `uniform_drafts` a request near its max_tokens still gets K drafts, useless as they are:
-    the batch stays uniform and its FULL graph fits. Without, it gets only drafts it can use.
+    With `uniform_drafts` a request near its max_tokens still gets K drafts, though it cannot use
+    them all, because the FULL graph needs a uniform batch. Otherwise it gets only as many drafts
+    as it can use.
     """
 
     max_model_len: int
     num_speculative_tokens: int
     uniform_drafts: bool = False
-    ignore_caps: bool = False  # schedule K rows for a request that drafts fewer: they hold -1
+    ignore_caps: bool = False  # requests with fewer drafts get K rows, too, filled up with -1
 
     def of_step(self, running: Iterable[Request]) -> RowLimits:
-        """The limits of a step of these requests.
+        """The limits for a step of these requests.
 
-        One request with a cap on drafts must not cost the others their FULL graph.
+        If their caps on drafts differ, ignores the caps so that the step can use a FULL graph.
         """
         if not self.uniform_drafts or not self.num_speculative_tokens:
             return self
@@ -81,16 +82,17 @@ class RowLimits:
 
 
 def next_row(request: Request, limits: RowLimits, available: int) -> ScheduledRow | None:
-    """The running request's share of this step, at most `available` (> 0) tokens.
+    """The running request's row in this step, of at most `available` (> 0) tokens.
 
-    None if its finish is already certain, or if what is in flight may fill it up to max_model_len.
-    A decode row emits up to drafts + 1 tokens after `max_len` known ones, and that may not pass
-    max_model_len (so no position passes max_model_len - 2). max_total_len is held against the lower
-    bound instead: a token too many is cut, a row too few would stall the request.
+    None if the request is already certain to finish, or if the steps in flight may fill it up to
+    max_model_len. A decode row emits up to drafts + 1 tokens after the `max_len` tokens known at
+    most, and their sum may not exceed max_model_len, so no position exceeds max_model_len - 2.
+    max_total_len is compared with the lower bound of known tokens instead: a surplus token is
+    cut later, whereas a missing row would stall the request.
     """
     if request.num_prefilled < request.prefill_len:
         return prefill_row(request, available)
-    known = len(request.token_ids)  # what properties of the request say, read once
+    known = len(request.token_ids)  # inlines properties of the request, for speed
     max_len = known + request.num_placeholders
     missing = request.max_total_len - known - request.num_sampling_in_flight
     if missing <= 0:
@@ -114,7 +116,7 @@ def next_row(request: Request, limits: RowLimits, available: int) -> ScheduledRo
 
 
 def prefill_row(request: Request, available: int) -> ScheduledRow:
-    """The next chunk of the known tokens. The last chunk samples, so it is no prefill row."""
+    """The next chunk of the known tokens. The last chunk samples, so its `is_prefill` is False."""
     remaining = request.prefill_len - request.num_prefilled
     return ScheduledRow(
         slot=request.slot,
@@ -127,9 +129,10 @@ def prefill_row(request: Request, available: int) -> ScheduledRow:
 
 
 def batch_order(row: ScheduledRow, decode_query_len: int) -> tuple[int, int]:
-    """Sort key of a batch row: drafted rows, full length first; then short extends; then prefills.
+    """Sort key of a batch row: rows with drafts, longest first; then short extends; then prefills.
 
-    So rows that a back end treats as decodes (at most K + 1 tokens) are a prefix of the batch.
+    The rows that a back end treats as decodes (at most K + 1 tokens) are thus a prefix of the
+    batch.
     """
     if row.num_draft_tokens:
         return 0, decode_query_len - row.num_tokens
@@ -139,10 +142,10 @@ def batch_order(row: ScheduledRow, decode_query_len: int) -> tuple[int, int]:
 
 
 def sort_rows(entries: list[RowInFlight], decode_query_len: int) -> list[ScheduledRow]:
-    """Bring a step's entries in batch order; returns their rows."""
+    """Sort a step's entries into batch order, in place, and return their rows."""
     rows = [row for _, _, row in entries]
     tokens, drafts = rows[0].num_tokens, rows[0].num_draft_tokens
-    for row in rows:  # mostly they are alike
+    for row in rows:  # usually all rows are alike and need no sorting
         if row.num_tokens != tokens or row.num_draft_tokens != drafts or row.is_prefill:
             break
     else:

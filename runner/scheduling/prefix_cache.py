@@ -1,8 +1,8 @@
-"""Names for the contents of KV blocks: chained hashes over token ids.
+"""Identifies the contents of KV blocks by chained hashes over token ids.
 
 A block's hash covers every token before it, so equal hashes mean equal prefixes. A drafter's KV at
-a position also depends on the token after it: the hash of a block with such KV covers one token
-more. Knows nothing about who holds a block.
+a position also depends on the next token, so the hash of a block with such KV covers one token
+more. Knows nothing about which requests hold a block.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from struct import Struct
 
 
 class BlockHashes:
-    """Hashes of the full blocks of one token list, which may only grow; made when asked for.
+    """Hashes of the full blocks of a token list that only grows. Computed on demand.
 
-    `extra_key` separates what must not be shared although the tokens are equal.
+    `extra_key` keeps equal token lists with different keys from sharing blocks.
     """
 
     def __init__(self, token_ids: list[int], extra_key: bytes = b"") -> None:
@@ -25,9 +25,9 @@ class BlockHashes:
         self._chains: dict[tuple[int, bool], list[bytes]] = {}  # (block size, shifted) -> hashes
 
     def first(self, num_blocks: int, block_size: int, next_token: bool = False) -> list[bytes]:
-        """At least the first `num_blocks` hashes for this block size.
+        """Return at least the first `num_blocks` hashes for this block size.
 
-        With `next_token` a block's hash also covers the token after the block, which must be known.
+        With `next_token` a block's hash also covers the token after it, which must be known.
         """
         chain = self._chains.get((block_size, next_token))
         if chain is None:
@@ -35,7 +35,7 @@ class BlockHashes:
         known = len(chain)
         if known >= num_blocks:
             return chain
-        # Each block's content is moved on by one token; the root then covers the first one.
+        # With `next_token` each block's content is shifted by one token; the root covers the first.
         token_ids, shift = self._token_ids, int(next_token)
         assert num_blocks * block_size + shift <= len(token_ids)
         pack = _packer(block_size)
@@ -55,5 +55,5 @@ class BlockHashes:
 
 @cache
 def _packer(block_size: int) -> Callable[..., bytes]:
-    """What makes bytes of a block's token ids; far faster than an `array`."""
+    """A function that packs a block's token ids into bytes; far faster than `array`."""
     return Struct(f"<{block_size}i").pack

@@ -1,6 +1,6 @@
-"""A request on the CPU: its tokens, where it stands, and bounds of what is in flight.
+"""A request as the scheduler sees it: its tokens, its state, and bounds on what is in flight.
 
-The scheduler owns every instance and is the only writer.
+The scheduler owns every instance, and only it and the functions that it calls write to them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from .prefix_cache import BlockHashes
 
 
 class RequestStatus(Enum):
-    """Where a request is."""
+    """The state of a request."""
 
-    WAITING = "waiting"  # not in a slot: new, or preempted
-    RUNNING = "running"  # in a slot
-    FINISHED = "finished"  # forgotten; results still in flight are stale
+    WAITING = "waiting"  # has no slot: it is new, or was preempted
+    RUNNING = "running"  # has a slot
+    FINISHED = "finished"  # removed; results still in flight are stale
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """One request.
 
-    Two bounds frame what is unknown while steps are in flight. Each sampling row in flight emits at
-    least one token and at most 1 + its drafts; so `len(token_ids) + num_sampling_in_flight` is a
-    lower and `len(token_ids) + num_placeholders` an upper bound of the tokens after them.
+    While steps are in flight, the number of tokens is known only within bounds. Each sampling row
+    in flight emits between one and 1 + its drafts tokens. Once all have landed, there will be at
+    least `len(token_ids) + num_sampling_in_flight` tokens and at most
+    `len(token_ids) + num_placeholders`.
     """
 
     request_id: str
@@ -42,34 +43,34 @@ class Request:
     sampling: SamplingParams
     priority: int
     arrival: int
-    token_ids: list[int]  # prompt, then output; only confirmed tokens
+    token_ids: list[int]  # prompt, then confirmed output
     hashes: BlockHashes
-    max_total_len: int  # prompt + output never get longer than this
-    max_drafts: int | None  # its own cap per step; 0 = speculation off, None = no cap
-    stops: frozenset[int] = frozenset()  # the tokens that end it
+    max_total_len: int  # limit on prompt + output tokens
+    max_drafts: int | None  # its own limit on drafts per step; 0 = no speculation, None = no limit
+    stops: frozenset[int] = frozenset()  # the tokens that end its output
     status: RequestStatus = RequestStatus.WAITING
-    is_blocked: bool = False  # its grammar is being compiled: not to be scheduled
+    is_blocked: bool = False  # not schedulable until its grammar is compiled
     matcher: GrammarMatcher | None = None
     # While RUNNING:
     slot: int = -1
-    incarnation: int = 0  # grows when it leaves its slot: results of an older one are stale
-    prefill_len: int = 0  # tokens known when it entered the slot
-    num_prefilled: int = 0  # of those, scheduled or found in the prefix cache
-    num_confirmed_tokens: int = 0  # tokens whose KV, the drafter's too, is surely there and valid
-    num_chunks_in_flight: int = 0  # rows that do not sample
-    num_sampling_in_flight: int = 0  # and those that do
-    num_placeholders: int = 0  # tokens that they may emit
-    num_rests: int = 0  # steps since its last row that left it out for the sake of others
+    incarnation: int = 0  # increases when it leaves its slot; results of an older one are stale
+    prefill_len: int = 0  # number of tokens known when it entered the slot
+    num_prefilled: int = 0  # how many of them are scheduled or came from the prefix cache
+    num_confirmed_tokens: int = 0  # tokens with valid KV, the drafter's included
+    num_chunks_in_flight: int = 0  # rows in flight that do not sample
+    num_sampling_in_flight: int = 0  # rows in flight that sample
+    num_placeholders: int = 0  # most tokens that those rows can emit
+    num_rests: int = 0  # consecutive steps that skipped it; see `StepTimes`
     blocks: RequestBlocks | None = None
     # For its outputs:
-    num_cached_tokens: int | None = None  # of the first admission
+    num_cached_tokens: int | None = None  # prefix-cache hits at its first admission
     num_counted_prompt_tokens: int = 0  # prompt tokens already in the statistics
     has_emitted: bool = False
     prompt_logprobs: list[bytes] = field(default_factory=list)  # as far as they are computed
 
     @classmethod
     def from_message(cls, message: AddRequest, arrival: int, max_model_len: int) -> Request:
-        """A new request as it arrives."""
+        """Create a request from the server's message."""
         token_ids = list(message.prompt_token_ids)
         sampling = message.sampling
         return cls(
@@ -88,48 +89,50 @@ class Request:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Sort key: smaller runs first and is preempted last."""
+        """Sort key. The smallest runs first and is preempted last."""
         return self.priority, self.arrival
 
     @property
     def num_output_tokens(self) -> int:
-        """Confirmed output tokens."""
+        """Number of confirmed output tokens."""
         return len(self.token_ids) - self.prompt_len
 
     @property
     def max_len(self) -> int:
-        """Upper bound of the known tokens once every step in flight has landed."""
+        """Upper bound of the number of tokens once every step in flight has landed."""
         return len(self.token_ids) + self.num_placeholders
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether known tokens remain to be scheduled before it can decode."""
+        """True while known tokens must still be scheduled before it can decode."""
         return self.num_prefilled < self.prefill_len
 
     @property
     def num_computed_tokens(self) -> int:
-        """Upper bound, steps in flight included. Once it decodes, the newest token alone is not
-        computed."""
+        """Upper bound of the tokens with KV once the steps in flight have landed.
+
+        While it decodes, all tokens but the newest have KV.
+        """
         return self.num_prefilled if self.is_prefilling else self.max_len - 1
 
     @property
     def num_rows_in_flight(self) -> int:
-        """Its rows in steps that have not landed."""
+        """Number of its rows in steps that have not landed."""
         return self.num_chunks_in_flight + self.num_sampling_in_flight
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether the prompt's logprobs are asked for and not yet delivered."""
+        """True if the client wants the prompt's log probabilities and has not got them yet."""
         return self.sampling.prompt_logprobs is not None and not self.has_emitted
 
     def why_impossible(self, max_model_len: int) -> str | None:
-        """Why it can never run, as a sentence for its client; None if it can."""
+        """A sentence for the client that says why the request can never run; None if it can."""
         if not self.prompt_len:
             return "The prompt has no tokens."
         if self.prompt_len >= max_model_len:
             return (
-                f"The prompt has {self.prompt_len} tokens; with one token of output that is "
-                f"more than max_model_len {max_model_len}."
+                f"The prompt has {self.prompt_len} tokens, which leaves no room for output: "
+                f"max_model_len is {max_model_len}."
             )
         if self.sampling.max_tokens < 1:
             return "max_tokens must be at least 1."
@@ -141,5 +144,5 @@ class Request:
             ("prediction", len(sampling.prediction_token_ids), max_model_len),
         ):
             if count > limit:
-                return f"{name} has {count} tokens; at most {limit} are possible."
+                return f"{name} has {count} tokens, but the limit is {limit}."
         return None

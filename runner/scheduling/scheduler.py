@@ -1,8 +1,8 @@
-"""The scheduler: which requests get how many tokens in each step, and what a step's results mean.
+"""The scheduler: decides which requests get how many tokens in each step, and applies results.
 
-Owns every request, its slot and, through `KVBlocks`, its blocks. Pure Python: it knows nothing
+It owns every request, its slot and, through `KVBlocks`, its blocks. Pure Python: it knows nothing
 about tensors or text. Steps may be in flight: `schedule` works with the upper bounds in `Request`,
-`apply` takes back what was not emitted.
+and `apply` lowers them to what was emitted.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from .step_time import StepBudget, StepTimes
 logger = logging.getLogger(__name__)
 
 NAN_ERROR = "The model produced NaN for this request."
-DEAD_END_ERROR = "No token satisfies this request's grammar together with its other options."
+DEAD_END_ERROR = "The request's grammar and its other options leave no token to choose."
 
 
 class Scheduler:
     """Continuous batching over permanent slots and paged KV.
 
     Running requests are served first, in (priority, arrival) order, then waiting ones. When blocks
-    run out the last running one is preempted: it gives everything back and is computed again later.
+    run out, the last running request is preempted: it releases its blocks and is recomputed later.
     """
 
     def __init__(
@@ -43,12 +43,12 @@ class Scheduler:
         num_speculative_tokens: int = 0,
         num_lookahead_tokens: int = 0,
         uniform_drafts: bool = False,
-        times: StepTimes | None = None,  # None: steps are not bounded by time
+        times: StepTimes | None = None,  # None: the duration of steps is not bounded
     ) -> None:
         if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
             raise ConfigError(
-                f"Without chunked prefill max_num_batched_tokens ({config.max_num_batched_tokens}) "
-                f"must be at least max_model_len ({max_model_len})."
+                f"Without chunked prefill, max_num_batched_tokens {config.max_num_batched_tokens} "
+                f"must be at least max_model_len {max_model_len}."
             )
         self.kv = kv
         self.running = RequestQueue()
@@ -60,21 +60,23 @@ class Scheduler:
         self._limits = RowLimits(max_model_len, num_speculative_tokens, uniform_drafts)
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs))  # a heap
-        self._freed_slots: list[int] = []  # to be told to the runner
-        self._num_grammars = 0  # of unfinished requests
+        self._freed_slots: list[int] = []  # for the next plan
+        self._num_grammars = 0  # unfinished requests with a compiled grammar
         self._in_flight: dict[int, list[RowInFlight]] = {}  # step id -> rows in batch order
         self._next_step_id = 0
         self._num_arrived = 0
-        self._outputs: list[RequestOutput] = []  # of what ended outside a step
+        self._outputs: list[RequestOutput] = []  # not yet taken
         self._has_news = False  # gauges changed outside a step
         self._stats = self._new_stats()
 
     # --- requests -------------------------------------------------------------------------------
 
     def add(self, message: AddRequest) -> Request | None:
-        """Queue a request; None if it can never run, then an error output follows."""
+        """Queue a request. If it can never run, return None; an error output follows."""
         if message.request_id in self._requests:
-            logger.error("request %s is already here; ignored", message.request_id)
+            logger.error(
+                "request %s is ignored: a request with this id is running", message.request_id
+            )
             return None
         request = Request.from_message(message, self._num_arrived, self._limits.max_model_len)
         self._num_arrived += 1
@@ -87,17 +89,20 @@ class Scheduler:
         return request
 
     def get(self, request_id: str) -> Request | None:
-        """The request with this id, if it is unfinished."""
+        """The unfinished request with this id, or None."""
         return self._requests.get(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forget requests, steps in flight or not; unknown ids are ignored. No output follows."""
+        """Remove requests, even with steps in flight.
+
+        Unknown ids are ignored; no output follows.
+        """
         for request_id in request_ids:
             if request := self._requests.get(request_id):
                 self._remove(request)
 
     def unblock(self, request: Request, matcher: GrammarMatcher) -> None:
-        """Its grammar is compiled: from now on it may be scheduled."""
+        """Let a request be scheduled, now that its grammar is compiled."""
         request.matcher = matcher
         request.is_blocked = False
         self._num_grammars += 1
@@ -108,7 +113,7 @@ class Scheduler:
         self._refuse(request.request_id, error, invalid_request)
 
     def reject(self, request_id: str, error: str) -> None:
-        """End a request that could not be added, or not whole, with an error output."""
+        """End a request that could not be added completely, with an error output."""
         if request := self._requests.get(request_id):
             self._remove(request)
         self._refuse(request_id, error)
@@ -120,22 +125,23 @@ class Scheduler:
         self._outputs.append(output)
 
     def request_of(self, step_id: int, row_index: int) -> Request | None:
-        """Whose a row of a step in flight is; None if the row is stale."""
+        """The request of a row of a step in flight; None if the row is stale."""
         request, incarnation, _ = self._in_flight[step_id][row_index]
         return request if request.incarnation == incarnation else None
 
     @property
     def has_requests(self) -> bool:
-        """Whether any request is unfinished."""
+        """True if any request is unfinished."""
         return bool(self._requests)
 
     @property
     def has_news(self) -> bool:
-        """Whether `take_news` has something to tell."""
+        """True if `take_news` has something to report."""
         return self._has_news
 
     def set_num_speculative_tokens(self, count: int) -> None:
-        """Draft up to `count` tokens from the next step on; at most the K given at the start."""
+        """Schedule up to `count` drafts per request from the next step on; at most the initial
+        K."""
         assert 0 <= count <= self._max_drafts
         limits = self._limits
         if count != limits.num_speculative_tokens:
@@ -144,7 +150,7 @@ class Scheduler:
     # --- a step ---------------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan | None:
-        """Plan the next step; None if nothing can run now (wait for results, or for requests)."""
+        """Plan the next step. None if nothing can run until results or requests arrive."""
         plan = StepPlan(self._next_step_id)
         entries: list[RowInFlight] = []
         budget = self._new_budget()
@@ -160,7 +166,7 @@ class Scheduler:
             plan.has_grammar = any(
                 request.matcher is not None and not row.is_prefill for request, _, row in entries
             )
-            # A bitmask is laid out by real drafts, so other rows' drafts must be known too.
+            # The masks have one line per real draft, so the drafts of all rows must be known.
             has_drafts = any(row.num_draft_tokens for row in plan.rows)
             plan.needs_draft_ids = plan.has_grammar and has_drafts
         self._in_flight[plan.step_id] = entries
@@ -177,15 +183,16 @@ class Scheduler:
     def _schedule_running(
         self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
     ) -> bool:
-        """Rows of running requests; whether blocks sufficed for all."""
+        """Schedule running requests; True if there were enough blocks for all of them."""
         num_preemptions = self._stats.num_preemptions
         limits = self._limits.of_step(self.running)
         lookahead, later = self._num_lookahead_tokens, len(self.running)
         for request in list(self.running):
             blocks = request.blocks
             if budget.tokens <= 0 or blocks is None:
-                break  # those behind a preempted one are preempted, too
-            # Leave a token for each later one, so that a long chunk does not stop their decoding.
+                break  # a preempted request, and so all after it are preempted, too
+            # Leave one token for each later request, so that a long chunk does not stop their
+            # decoding.
             later -= 1
             available = budget.limit(request, max(1, budget.tokens - later))
             row = next_row(request, limits, available) if available else None
@@ -207,27 +214,28 @@ class Scheduler:
     ) -> list[list[int]] | None:
         """Extend the request's blocks for a row, preempting from the end of the running queue.
 
-        None if the request itself is last: then it waits for its own results or is preempted.
+        Returns None if the request itself is the last: it is preempted, or if it has rows in
+        flight, it waits for them.
         """
         if request.num_confirmed_tokens >= blocks.slides_at:
             self.kv.slide(blocks, request.num_confirmed_tokens)
         while (new_blocks := self.kv.extend(blocks, self._end(row))) is None:
             victim = self.running[-1]
             if victim is request and request.num_rows_in_flight:
-                return None  # what is in flight may give room back
+                return None  # the rows in flight may release blocks
             self._preempt(victim)
             if victim is request:
                 return None
         return new_blocks
 
     def _end(self, row: ScheduledRow) -> int:
-        """Tokens that must have a place in KV for this row, its drafts' lookahead included."""
+        """Number of tokens that need KV blocks for this row, including the drafts' lookahead."""
         lookahead = 0 if row.is_prefill else self._num_lookahead_tokens
         end = row.num_computed_tokens + row.num_tokens + lookahead
         return min(end, self._limits.max_model_len)
 
     def _commit(self, request: Request, row: ScheduledRow, entries: list[RowInFlight]) -> None:
-        """Move the request's bounds past a row."""
+        """Add a row to the step and to the request's bounds."""
         if request.num_prefilled < request.prefill_len:
             request.num_prefilled += row.num_tokens
         if row.is_prefill:
@@ -255,12 +263,12 @@ class Scheduler:
     def _admit(self, request: Request, plan: StepPlan, budget: StepBudget) -> ScheduledRow | None:
         """Give a waiting request a slot and blocks for its first row; None if it must wait.
 
-        Its whole known length must fit now, though blocks come chunk by chunk: else half
-        prefilled requests would preempt one another.
+        Blocks are allocated chunk by chunk, but all of its known tokens must fit now. Otherwise
+        half-prefilled requests would preempt one another.
         """
         known = len(request.token_ids)
         if request.wants_prompt_logprobs:
-            match = self.kv.no_match()  # every prompt position must be computed
+            match = self.kv.no_match()  # log probabilities need every prompt position computed
         else:
             match = self.kv.match(request.hashes, known)
         if not self._config.enable_chunked_prefill and known - match.num_tokens > budget.tokens:
@@ -282,7 +290,7 @@ class Scheduler:
         row = prefill_row(request, budget.limit(request, budget.tokens))
         request.blocks = self.kv.admit(match)
         fits = self.kv.extend(request.blocks, self._end(row))
-        assert fits is not None, "can_admit promised room"
+        assert fits is not None, "can_admit said that it fits"
         plan.new_requests.append(
             NewRequest(
                 slot=request.slot,
@@ -296,7 +304,7 @@ class Scheduler:
         return row
 
     def _preempt(self, request: Request) -> None:
-        """Take slot and blocks away; what it published stays in the prefix cache."""
+        """Move a running request back to the waiting queue. Its published blocks stay cached."""
         self._vacate(request)
         request.status = RequestStatus.WAITING
         request.num_prefilled = request.num_confirmed_tokens = request.num_placeholders = 0
@@ -307,7 +315,7 @@ class Scheduler:
         self._stats.num_preemptions += 1
 
     def _remove(self, request: Request) -> None:
-        """Forget a request, whatever its state."""
+        """Remove a request in any state."""
         if request.status is RequestStatus.RUNNING:
             self._vacate(request)
         else:
@@ -318,10 +326,10 @@ class Scheduler:
         self._has_news = True
 
     def _vacate(self, request: Request) -> None:
-        """Give back slot and blocks.
+        """Release a request's slot and blocks.
 
-        Steps in flight may still write to them: before any later step does, and only at positions
-        that were never published.
+        Steps in flight may still write to them. That is safe: they do so before any later step, and
+        only at positions that were never published.
         """
         assert request.blocks is not None
         self.running.remove(request)
@@ -335,7 +343,7 @@ class Scheduler:
     # --- results --------------------------------------------------------------------------------
 
     def apply(self, plan: StepPlan, results: list[RowResult]) -> StepOutputs:
-        """Take in the results of the oldest step in flight; steps are applied in order."""
+        """Apply the results of the oldest step in flight and return its outputs."""
         assert plan.step_id == next(iter(self._in_flight)), "steps are applied in order"
         entries = self._in_flight.pop(plan.step_id)
         if self._times is not None:
@@ -346,7 +354,7 @@ class Scheduler:
         return self._take_outputs()
 
     def take_news(self) -> StepOutputs:
-        """What happened outside steps: errors, and gauges after aborts."""
+        """Outputs and statistics from outside steps: errors, and gauges after aborts."""
         return self._take_outputs()
 
     def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
@@ -366,7 +374,7 @@ class Scheduler:
             request.num_placeholders -= most
             verdict = append_tokens(request, result.token_ids)
             assert verdict.num_kept <= result.num_draft_tokens + 1
-            # The newest token's KV is not written; after a cut nothing behind it may be cached.
+            # The newest token has no KV yet. If the output was cut, KV after it must not be cached.
             num_valid = len(request.token_ids) - 1
         num_valid -= row.num_behind
         request.num_confirmed_tokens = num_valid
@@ -378,7 +386,7 @@ class Scheduler:
             self._report(request, result, verdict)
 
     def _report(self, request: Request, result: RowResult, verdict: Verdict) -> None:
-        """Report a row's kept tokens, and the request's end if this is it."""
+        """Output a row's kept tokens, and remove the request if it has ended."""
         self._outputs.append(make_output(request, result, verdict))
         if verdict.finish_reason is not None:
             self._remove(request)

@@ -1,8 +1,8 @@
-"""Owns how many seconds a step takes on a CPU, and what fits into one without stopping streams.
+"""Bounds the duration of steps on a CPU, so that streams do not stall.
 
-A step cannot be interrupted: until it ends, no stream gets a token. On a CPU a prompt's tokens and
-long contexts cost so much that a step of fixed size may take seconds. The costs are learned from
-the steps themselves, so they follow the model, the machine and whatever else runs on it.
+A step cannot be interrupted: until it ends, no stream gets a token. On a CPU, prompts and long
+contexts are so expensive that a step with a fixed token budget may take seconds. The costs are
+learned from the steps themselves, so they follow the model, the machine and its other load.
 """
 
 from __future__ import annotations
@@ -15,53 +15,55 @@ from dataclasses import dataclass
 from .policy import RowInFlight
 from .request import Request
 
-LIMIT_SECONDS = 0.2  # a step that some request decodes in
-PROMPT_SECONDS = 1.0  # a step that nobody decodes in: an abort or a new request waits for its end
-# Each unit of work is chosen to cost about as much as one token does.
+LIMIT_SECONDS = 0.2  # limit of a step in which some request decodes
+PROMPT_SECONDS = 1.0  # limit of a step without decodes, which delays aborts and new requests
+# Scale factors that make one unit of each kind of work cost about as much as one token.
 _FIXED, _KEYS, _PAIRS = 10.0, 1 / 400, 1 / 1000
 _GUESS = 0.002  # seconds per unit, until the first step has ended
-_RATE = 0.3  # the share of a wrong prediction's logarithm that is corrected at once
-_OUTLIER = 0.7  # a logarithm beyond this counts as this: something else held the machine
-_LONG = 0.125  # a context is long if reading it takes this share of LIMIT_SECONDS
-# Units by what they are spent on. Decodes and prompts have costs of their own, since a matrix of
-# many rows is quicker by row than one of a few.
-_FIXED_AT, _ROWS_AT, _KEYS_AT = range(3)  # of the step, of decodes: tokens, keys read
-_TOKENS_AT, _READS_AT, _PAIRS_AT, _LOGPROBS_AT = range(3, 7)  # of prompts
+_RATE = 0.3  # learning rate: the fraction of the log of a prediction's error that is corrected
+_OUTLIER = 0.7  # clip for that logarithm: a larger error means that something else used the machine
+_LONG = 0.125  # a context is long if reading it costs more than this fraction of LIMIT_SECONDS
+# Indices into `Work`. Decodes and prompts have separate costs, because a product with a large
+# matrix costs less per row.
+_FIXED_AT, _ROWS_AT, _KEYS_AT = range(3)  # per step; decodes: tokens, keys read
+# prompts: tokens, keys, pairs, logprobs
+_TOKENS_AT, _READS_AT, _PAIRS_AT, _LOGPROBS_AT = range(3, 7)
 Work = Sequence[float]  # [7]
 
 
 def decode_work(num_tokens: int, context: int) -> Work:
-    """The work of a row that decodes or verifies `num_tokens` after `context` others."""
+    """The work of a decode or verify row of `num_tokens` that attends to `context` earlier
+    tokens."""
     return 0.0, num_tokens, _KEYS * context, 0.0, 0.0, 0.0, 0.0
 
 
 def prompt_work(num_tokens: float, context: float, num_logprobs: float = 0.0) -> Work:
-    """The work of `num_tokens` of a prompt that attend to `context` others."""
+    """The work of `num_tokens` of a prompt that attend to `context` earlier tokens."""
     pairs = num_tokens * (context + num_tokens / 2)
     return 0.0, 0.0, 0.0, num_tokens, _KEYS * context, _PAIRS * pairs, num_logprobs
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """What one step has left: tokens, and seconds for prompts where `times` bounds them."""
+    """The remaining budget of a step: tokens, and with `times` also seconds for prompts."""
 
     tokens: int
-    times: StepTimes | None = None  # None: the step is not bounded by time
+    times: StepTimes | None = None  # None: the step's duration is not bounded
     seconds: float = 0.0
-    resting: frozenset[str] = frozenset()  # ids of requests that this step leaves out
+    resting: frozenset[str] = frozenset()  # ids of requests that skip this step
     has_prompt: bool = False
 
     @property
     def is_spent(self) -> bool:
-        """Whether no further prompt fits."""
+        """True if no further prompt fits."""
         if self.tokens <= 0:
             return True
         return self.has_prompt and self.seconds < LIMIT_SECONDS / 10
 
     def limit(self, request: Request, available: int) -> int:
-        """How many of the `available` (> 0) tokens the request may have; takes their time off.
+        """How many of the `available` (> 0) tokens the request may have. Deducts their time.
 
-        The first prompt always gets a token, so that it proceeds.
+        The first prompt of a step always gets at least one token, so that it makes progress.
         """
         if self.times is None:
             return available
@@ -73,7 +75,7 @@ class StepBudget:
         context, logprobs = request.num_prefilled, float(request.wants_prompt_logprobs)
         read = self.times.seconds(prompt_work(0, context))
         each = self.times.seconds(prompt_work(1, context + most / 2, logprobs)) - read
-        # Reading the context must not take more than half of a prompt's time.
+        # Reading the context may use at most half of a prompt's time.
         count = max(1, min(most, int(max(self.seconds - read, read) / each)))
         self.seconds -= read + count * each
         self.has_prompt = True
@@ -87,19 +89,20 @@ class StepTimes:
         self._clock = clock
         self._seconds = [_GUESS] * 7  # per unit of `Work`
         self._is_guess = True
-        self._begun: dict[int, tuple[float, Work]] = {}  # step id -> when it was launched, its work
+        self._begun: dict[int, tuple[float, Work]] = {}  # step id -> launch time, its work
         self._ended_at = -math.inf
 
     def seconds(self, work: Work) -> float:
-        """How long this much work takes."""
+        """The predicted duration of `work`."""
         return sum([each * units for each, units in zip(self._seconds, work, strict=True)])
 
     def budget(
         self, tokens: int, running: Iterable[Request], num_drafts: int, has_waiting: bool
     ) -> StepBudget:
-        """What fits into the next step of these requests, beside those that decode.
+        """The budget that the decodes of the next step leave for prompts.
 
-        Prompts lengthen it to LIMIT_SECONDS, or by half of the decodes' time where that is more.
+        Prompts may lengthen the step to LIMIT_SECONDS or to 1.5 times the decodes' time, whichever
+        is longer.
         """
         decodes, has_prompts = [], has_waiting
         for request in running:
@@ -123,8 +126,9 @@ class StepTimes:
     ) -> float:
         """Let requests with long contexts take turns, so that short ones run in every step.
 
-        Without short ones nobody rests: the step is as long as these requests make it, and turns
-        would only add steps. Returns the seconds of those that run.
+        If all contexts are long, nobody rests: turns would not help any short request and would
+        only add steps. Appends the ids of resting requests to `resting` and returns the predicted
+        seconds of those that run.
         """
         bound = _LONG * LIMIT_SECONDS / (_KEYS * self._seconds[_KEYS_AT])
         long = [entry for entry in decodes if len(entry[0].token_ids) > bound]
@@ -142,7 +146,7 @@ class StepTimes:
         return taken
 
     def begin(self, step_id: int, entries: Iterable[RowInFlight]) -> None:
-        """A step is launched; it runs once the one before has ended."""
+        """Note the launch of a step, which runs once the previous one has ended."""
         total = [_FIXED, *[0.0] * 6]
         for request, _, row in entries:
             count, context = row.num_tokens, row.num_computed_tokens
@@ -154,7 +158,7 @@ class StepTimes:
         self._begun[step_id] = self._clock(), total
 
     def end(self, step_id: int) -> None:
-        """Its results are there."""
+        """Note that a step's results have arrived, and learn from its duration."""
         now, (begun_at, work) = self._clock(), self._begun.pop(step_id)
         seconds = now - max(begun_at, self._ended_at)
         self._ended_at = now
@@ -162,10 +166,11 @@ class StepTimes:
             self._learn(work, seconds)
 
     def _learn(self, work: Work, seconds: float) -> None:
-        """Correct the costs of prompts if the step has some, else those of decodes.
+        """Correct the costs of prompts if the step had any, otherwise those of decodes.
 
-        A prompt took what the step took longer than its decodes alone. Each cost moves by its part
-        of the predicted time, since what hardly counted tells hardly anything.
+        A prompt's time is the step's time minus the prediction for its decodes. Each cost is
+        corrected in proportion to its part of the predicted time, since a step says little about
+        the cost of work that it hardly contained.
         """
         parts = [each * units for each, units in zip(self._seconds, work, strict=True)]
         if self._is_guess:

@@ -23,7 +23,8 @@ def test_step_n_plus_1_is_launched_before_the_results_of_step_n_are_asked_for() 
         bench.add("a", [1, 2, 3], max_tokens=20, stop_token_ids=[])
         landed = []
         for _ in range(4):
-            before = len(bench.received.get("a").outputs) if "a" in bench.received else 0  # type: ignore[union-attr]
+            # type: ignore[union-attr]
+            before = len(bench.received.get("a").outputs) if "a" in bench.received else 0
             bench.step()
             after = len(bench.received["a"].outputs) if "a" in bench.received else 0
             landed.append(after - before)
@@ -242,10 +243,10 @@ def test_shutdown_lets_steps_in_flight_end() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"bad_words_token_ids": [[1] * 20_000]}, "bad_words has 20000 tokens; at most 16384"),
+        ({"bad_words_token_ids": [[1] * 20_000]}, "bad_words has 20000 tokens, but the limit"),
         ({"logit_bias": dict.fromkeys(range(1025), 1.0)}, "logit_bias has 1025 tokens"),
         ({"stop_token_ids": list(range(2049))}, "stop_token_ids has 2049 tokens"),
-        ({"prediction_token_ids": [1] * 65}, "prediction has 65 tokens; at most 64"),
+        ({"prediction_token_ids": [1] * 65}, "prediction has 65 tokens, but the limit is 64"),
     ],
 )
 def test_a_list_that_is_too_long_ends_its_request_alone(
