@@ -1,1 +1,1 @@
-"""Tests at start-up what an attention back end claims to support under graphs."""
+"""Tests at start-up whether attention back ends work under CUDA graphs as they claim."""

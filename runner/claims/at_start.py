@@ -1,7 +1,7 @@
-"""Tests the back end's claims at start-up, before graph modes are chosen from them.
+"""Tests the attention back end's claims at start-up, before graph modes are chosen from them.
 
-Bounded: one trial of a few requests for each kind of layer, only the batches that will be captured,
-and the drafter's layers share what was measured for the target's.
+The cost is bounded: there is one trial of a few requests per kind of layer, only batches that will
+be captured are tried, and the drafter's layers reuse results of equal target layers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_LEN, _MAX_REQS = 4096, 4
 
 
 def claim_setup(max_num_reqs: int, max_model_len: int, block_size: int) -> ClaimSetup:
-    """Trials as large as this server's batches get, within bounds."""
+    """The size of trials: this server's largest batch, but at most 4 requests of 4096 tokens."""
     return ClaimSetup(
         max_len=min(max_model_len, _MAX_LEN),
         num_reqs=min(max_num_reqs, _MAX_REQS),
@@ -38,14 +38,17 @@ def claim_setup(max_num_reqs: int, max_model_len: int, block_size: int) -> Claim
 
 
 def claim_cases(mode: CUDAGraphMode, lengths: Sequence[int]) -> list[ClaimCase]:
-    """The kinds of batches that `mode` would put into FULL graphs; of lengths, the ends."""
+    """The kinds of batches that `mode` would capture in FULL graphs.
+
+    Of the uniform query `lengths` only the shortest and the longest are tried.
+    """
     mixed = [ClaimCase(None)] if mode.mixed_mode() is CUDAGraphMode.FULL else []
     uniform = mode.decode_mode() is CUDAGraphMode.FULL and mode.separate_routine()
     return mixed + [ClaimCase(length) for length in {min(lengths), max(lengths)} if uniform]
 
 
 class ClaimsAtStart:
-    """Lowers `supports` of builders whose graphs differ from eager runs on this device."""
+    """Lowers a builder's `supports` where its graphs differ from eager runs on this device."""
 
     def __init__(
         self,
@@ -54,10 +57,10 @@ class ClaimsAtStart:
         setup: ClaimSetup,
         dtype: torch.dtype,
         device: torch.device,
-        cases: Sequence[ClaimCase],  # that target and draft prefill will capture
+        cases: Sequence[ClaimCase],  # the batches that target and draft prefill will capture
         compare: Compare = relative_error,
     ) -> None:
-        self.lowered: list[LoweredClaim] = []  # for the metric
+        self.lowered: list[LoweredClaim] = []  # reported as a metric
         self._cases = cases
         self._backend = backend
         self._pool = pool
@@ -68,7 +71,7 @@ class ClaimsAtStart:
         self._errors: dict[tuple[_Kind, ClaimCase], float] = {}
 
     def verify(self, groups: Iterable[_Group]) -> None:
-        """Set `supports` of all builders to what holds for their layers.
+        """Lower `supports` of every builder to what its layers passed.
 
         Target verify and draft prefill share a builder and its claim; draft decode has its own.
         """
@@ -113,7 +116,7 @@ class ClaimsAtStart:
                 self._errors[kind, case] = _measure(trial, case)
             return self._errors[kind, case]
 
-        # Trials draw random numbers and capture into a pool of their own.
+        # Trials must not change the random state or keep graph memory.
         devices = [self._device] if self._device.type == "cuda" else []
         with torch.random.fork_rng(devices), self._pool.throw_away(), paused_garbage_collector():
             verified = verify_claim(
@@ -125,18 +128,18 @@ class ClaimsAtStart:
 
 
 def _measure(trial: ClaimTrial, case: ClaimCase) -> float:
-    """The case's error; a batch that cannot be captured at all has an infinite one."""
+    """Relative error of a case; infinite if its batch cannot be captured at all."""
     try:
         return trial.measure(case)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
-        logger.warning("capture of %s attention with %s failed: %s", trial.backend, case, error)
+        logger.warning("capturing %s attention for %s failed: %s", trial.backend, case, error)
         return float("inf")
 
 
 def _kind(layer: AttentionLayer) -> _Kind:
-    """What kernels and plans depend on."""
+    """The properties of a layer that kernels and plans depend on."""
     sinks = layer.sinks is not None
     return (
         layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim_v, layer.is_mla,

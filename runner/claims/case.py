@@ -1,6 +1,6 @@
-"""Measures one case of a back end's claim: graph against eager at ragged, growing lengths.
+"""Measures how far a back end's graph differs from eager runs, at ragged, growing lengths.
 
-One attention layer over a small KV cache of its own; used at start-up and by the GPU tests.
+Each trial has one attention layer over a small KV cache. Start-up and the GPU tests use it.
 """
 
 from __future__ import annotations
@@ -24,21 +24,22 @@ from ..graphs.manager import CudaGraphManager, relative_error
 from .claims import ClaimCase, LoweredClaim, verify_claim
 
 Compare = Callable[[Tensor, Tensor], float]  # (replayed, expected) -> error
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}  # relative error
+# Largest relative error that passes, by dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
 class ClaimSetup:
-    """What the trial batches look like."""
+    """The shape of trial batches."""
 
     max_len: int = 4096
-    num_reqs: int = 4  # of the graph; batches of fewer requests are padded
+    num_reqs: int = 4  # requests in the graph; smaller batches are padded
     mixed_tokens: int = 64  # token rows of the mixed case
     block_size: int = 16
 
 
 class ClaimTrial:
-    """Buffers of the trial, allocated once; `measure` runs one case."""
+    """Holds a trial's buffers, allocated once; `measure` runs one case."""
 
     def __init__(
         self,
@@ -78,7 +79,10 @@ class ClaimTrial:
         )
 
     def measure(self, case: ClaimCase) -> float:
-        """Largest relative error of the case's graph against eager runs, lengths 64 -> max_len."""
+        """Capture the case's graph; return its largest error relative to eager runs.
+
+        The sequence lengths grow from 64 to `max_len`.
+        """
         length, num_reqs = case.uniform_token_count, self.setup.num_reqs
         num_tokens = self.setup.mixed_tokens if length is None else num_reqs * length
         desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, num_tokens, num_reqs, length)
@@ -114,13 +118,14 @@ class ClaimTrial:
         return worst
 
     def _growing(self) -> list[tuple[int, int]]:
-        """(live requests, longest length), growing; the graph is also replayed with padding."""
+        """(number of real requests, longest length) of each replay; some leave padding."""
         longest, full = self.setup.max_len, self.setup.num_reqs
         steps = [(full, 64), (full, 700), (max(1, full - 1), longest // 2), (1, longest)]
         return [(live, min(n, longest)) for live, n in (*steps, (full, longest), (full, 65))]
 
     def query_lens(self, length: int | None, live: int) -> list[int]:
-        """Query lengths of `live` requests: uniform, or (None) one prefill chunk and decodes."""
+        """Query lengths of `live` requests: all `length`, or for None one prefill chunk and
+        decodes."""
         if length is not None:
             return [length] * live
         rest = self.setup.mixed_tokens - live
@@ -129,7 +134,7 @@ class ClaimTrial:
     def fill(
         self, desc: BatchExecutionDescriptor, query_lens: Sequence[int], lens: Sequence[int]
     ) -> CommonAttentionMetadata:
-        """Write one batch into the buffers, padded as a step pads it."""
+        """Write a batch into the buffers, padded as in a real step."""
         num_reqs, live = self.setup.num_reqs, len(lens)
         starts = torch.zeros(num_reqs + 1, dtype=torch.int32)
         starts[1 : live + 1] = torch.tensor(query_lens).cumsum(0)
@@ -166,7 +171,7 @@ class ClaimTrial:
         )
 
     def forward(self, num_tokens: int, state: AttentionState) -> Tensor:
-        """The layer on the first rows of the buffers; returns its rows of `output`."""
+        """Run the layer on the first `num_tokens` rows; return these rows of `output`."""
         value = None if self.value is None else self.value[:num_tokens]
         out = state.attend(
             self.layer.layer_id, self.query[:num_tokens], self.key[:num_tokens], value
@@ -174,7 +179,7 @@ class ClaimTrial:
         return self.output[:num_tokens].copy_(out)
 
     def state(self, metadata: AttentionMetadata) -> AttentionState:
-        """The attention state of the trial's one layer."""
+        """Wrap the metadata in an attention state for the trial's single layer."""
         number = self.layer.layer_id
         return AttentionState(
             [metadata],
@@ -197,7 +202,8 @@ def check_claim(
     device: torch.device,
     on_lowered: Callable[[LoweredClaim], None] | None = None,
 ) -> AttentionCGSupport:
-    """What of the back end's claim holds for this layer on this device (see `verify_claim`)."""
+    """The part of the back end's claim that this layer passes on this device; see
+    `verify_claim`."""
     trial = ClaimTrial(backend, layer, setup, dtype, device, pool)
     cases = [ClaimCase(length) for length in (None, *uniform_token_counts)]
     return verify_claim(

@@ -1,7 +1,7 @@
-"""Tests a back end's claim (`AttentionBuilder.supports`): graph == eager, or it is lowered.
+"""Tests a back end's claim (`AttentionBuilder.supports`), and lowers it if graphs differ.
 
-Over-claiming corrupts silently (#45425), so the claim is a tested property, not a constant. Knows
-no back end by name and no device: it takes a function that measures one case.
+A claim that is too high corrupts output silently (vllm#45425), so it is tested, not trusted. This
+file knows no back end by name and no device: it takes a function that measures one case.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ClaimCase:
-    """A kind of batch: uniform of that query length, or (None) any mix of lengths."""
+    """A kind of batch: all rows of that query length, or for None any mix of lengths."""
 
     uniform_token_count: int | None
 
     def needs(self) -> AttentionCGSupport:
-        """The least claim under which this case runs in a FULL graph."""
+        """The lowest claim with which this case runs in a FULL graph."""
         if self.uniform_token_count is None:
             return AttentionCGSupport.ALWAYS
         if self.uniform_token_count == 1:
@@ -36,7 +36,7 @@ class ClaimCase:
 
 @dataclass(frozen=True)
 class LoweredClaim:
-    """A claim that did not hold; handed to the metric `attention_claims_lowered_total`."""
+    """A claim that failed its test; counted by the metric `attention_claims_lowered_total`."""
 
     backend: str
     claimed: AttentionCGSupport
@@ -46,8 +46,8 @@ class LoweredClaim:
 
     def __str__(self) -> str:
         return (
-            f"{self.backend} attention claims {self.claimed.name}, but with {self.case} a graph "
-            f"differs from eager by {self.error:.1e}: using {self.verified.name}"
+            f"{self.backend} attention claims {self.claimed.name}, but for {self.case} a graph "
+            f"differs from eager by {self.error:.1e}; using {self.verified.name} instead"
         )
 
 
@@ -59,9 +59,10 @@ def verify_claim(
     tolerance: float,
     on_lowered: Callable[[LoweredClaim], None] | None = None,
 ) -> AttentionCGSupport:
-    """The part of `claimed` that holds. Lowering it is one log line and one call of `on_lowered`.
+    """Measure the cases and return the highest claim up to `claimed` that they support.
 
-    Cases that the claim does not cover are not measured. An error that is NaN counts as a failure.
+    A lowered claim is logged once and passed to `on_lowered`. Cases that the claim does not cover
+    are not measured. An error that is NaN counts as a failure.
     """
     verified, failure = claimed, None
     for case in sorted(cases, key=lambda case: -case.needs()):

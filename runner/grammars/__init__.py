@@ -1,1 +1,1 @@
-"""Structured output: compiles grammars in processes of their own and asks them for token masks."""
+"""Structured output: compiles grammars in separate processes and gets token masks from them."""

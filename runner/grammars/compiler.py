@@ -1,7 +1,7 @@
-"""Compiles grammars with xgrammar, in a process that may die of them (see `grammar_process`).
+"""Compiles grammars with xgrammar, in a process that a grammar may crash (see `process`).
 
 The worker never imports this file: the library is C++ that recurses over what clients write, and
-neither a compilation nor a mask can be interrupted.
+neither compiling nor filling a mask can be interrupted.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from ..messages import GrammarSpec
 from .grammar import ALL_ALLOWED, TOO_SLOW
 from .text import is_lark, prepare_grammar
 
-MAX_WHITESPACE = 12  # between JSON tokens: room for indentation, no endless blanks
-MAX_FIRST_MASK_SECONDS = 0.1  # such a grammar would be ended at its first token
+MAX_WHITESPACE = 12  # between JSON tokens: enough to indent, but a model cannot emit it endlessly
+MAX_FIRST_MASK_SECONDS = 0.1  # a slower grammar would be stopped at its first token anyway
 _MAX_THREADS = 8
-VOCAB_TYPES = ("raw", "byte_fallback", "byte_level")  # by the library's numbers
+VOCAB_TYPES = ("raw", "byte_fallback", "byte_level")  # the index is the library's number
 
 
 class Compiler:
-    """One vocabulary's compiler.
+    """Compiles grammars for one vocabulary.
 
-    `vocab` is in id order and has b"" for what spells no text; `vocab_size` is the width of the
+    `vocab` is in id order and has b"" for tokens without text. `vocab_size` is the width of the
     logits. See `build_grammar_backend` for `vocab_type`.
     """
 
@@ -42,7 +42,7 @@ class Compiler:
         self._library = load_library()
         self._eos_ids = list(eos_ids)
         self._vocab_size = vocab_size
-        self.line_length = -(-vocab_size // 32)  # int32s of a mask
+        self.line_length = -(-vocab_size // 32)  # length of a mask in int32s
         facts = {
             "vocab_type": VOCAB_TYPES.index(vocab_type),
             "vocab_size": vocab_size,
@@ -53,28 +53,28 @@ class Compiler:
             list(vocab[:vocab_size]), json.dumps(facts)
         )
         threads = min(_MAX_THREADS, max(1, (os.cpu_count() or 1) // 4))
-        # Its cache is what `warm` leaves to the processes forked from this one.
+        # Processes forked from this one inherit the cache that `warm` fills.
         self._compiler = self._library.GrammarCompiler(info, threads, True, -1)
 
     def warm(self) -> None:
-        """Compile what most grammars have parts of."""
+        """Fill the cache by compiling the grammar of any JSON object, parts of which most need."""
         self._compile(GrammarSpec("json_object"))
 
     def compile(self, spec: GrammarSpec) -> Any:
-        """A compiled grammar, for `matcher`. ValueError if the grammar is invalid."""
+        """Compile a grammar, for `matcher`. Raises ValueError if it is invalid."""
         prepared = prepare_grammar(spec)
         try:
             return self._compile(prepared)
-        except Exception as error:  # the library raises RuntimeError and errors of its own
+        except Exception as error:  # the library raises RuntimeError and its own classes
             raise ValueError(_reason(error)) from error
 
     def matcher(self, compiled: Any) -> XGrammarMatcher:
-        """A matcher at the start of the grammar."""
+        """Create a matcher at the start of the grammar."""
         made = self._library.GrammarMatcher(compiled, self._eos_ids, False, -1, None)
         return XGrammarMatcher(made, self._vocab_size)
 
     def check_first_mask(self, compiled: Any) -> None:
-        """ValueError unless some token may come first, and that is found in time."""
+        """Raise ValueError if no token may come first, or if finding out takes too long."""
         line = np.empty(self.line_length, dtype=np.int32)
         matcher, began = self.matcher(compiled), time.thread_time()
         matcher.fill(line)
@@ -107,7 +107,7 @@ class Compiler:
 
 
 class XGrammarMatcher:
-    """One request's position in a grammar, checked at the door; see `GrammarMatcher`."""
+    """One request's position in a grammar. Checks its arguments; see `GrammarMatcher`."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -121,7 +121,7 @@ class XGrammarMatcher:
     def accept(self, token_id: int) -> bool:
         """See `GrammarMatcher`."""
         if not 0 <= token_id < self._vocab_size:
-            raise ValueError(f"{token_id} is not a token id: a placeholder reached the grammar")
+            raise ValueError(f"{token_id} is not a valid token id")
         if self._matcher.is_terminated():
             return False
         return bool(self._matcher.accept_token(token_id, False))
@@ -132,23 +132,24 @@ class XGrammarMatcher:
 
     def fill(self, line: np.ndarray) -> None:
         """See `GrammarMatcher`."""
-        # Without a need to mask the library leaves the line as it is.
+        # The library does not write to the line if every token is allowed.
         line.fill(ALL_ALLOWED)
         if not self._matcher.is_terminated():
             self._matcher.fill_next_token_bitmask(line.reshape(1, -1), 0, False)
 
 
 def load_library() -> Any:
-    """xgrammar's classes, without the imports of its package: torch, transformers and pydantic.
+    """Import xgrammar's classes without its package's own imports (torch, transformers, pydantic).
 
-    They would cost each process that compiles seconds and 250 MB, and are only for arguments of
-    their types. A stand-in for the package finds its modules without running its `__init__`.
+    Those would cost every compiling process seconds and 250 MB, and serve only for arguments of
+    their types. A stand-in module for the package lets Python find its submodules without running
+    its `__init__`.
     """
     found = importlib.util.find_spec("xgrammar")
     if found is None or found.submodule_search_locations is None:
         raise ImportError("structured output needs the package xgrammar")
     if "xgrammar" not in sys.modules:
-        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # tvm_ffi does without it
+        sys.modules.setdefault("torch", None)  # type: ignore[arg-type]  # tvm_ffi works without it
         package = ModuleType("xgrammar")
         package.__path__ = list(found.submodule_search_locations)
         package.__spec__ = found
@@ -158,5 +159,5 @@ def load_library() -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error's text, without the place in the library that wrote it."""
+    """The first line of an error's message, without the library's source position."""
     return re.sub(r"\[[\d:]+\] /\S+:\d+: ", "", first_line(error))

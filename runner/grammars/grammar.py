@@ -1,7 +1,7 @@
-"""Structured output: what compiles grammars and says which tokens each logits row may have.
+"""The interface of structured output: matchers, which know the allowed tokens, and their back end.
 
-The model side sees only bitmasks: bit t of a line is set if token t is allowed, and a padded
-vocabulary's extra ids never are. How grammars are compiled is behind `GrammarBackend`.
+The model runner sees only bitmasks: bit t of a line is set if token t is allowed. The extra ids of
+a padded vocabulary are never allowed. A `GrammarBackend` hides how grammars are compiled.
 """
 
 from __future__ import annotations
@@ -18,48 +18,49 @@ from ..messages import GrammarSpec
 
 ALL_ALLOWED = -1  # an int32 with every bit set
 TOO_SLOW = (
-    "finding the tokens that may come next takes too long; an ambiguous grammar does that, "
-    "in which the same text can be read in many ways"
+    "finding the allowed next tokens takes too long, probably because the grammar is ambiguous: "
+    "it can read the same text in many ways"
 )
 
 
 class GrammarTooSlow(ValueError):
-    """Masks of this grammar take longer than other requests can wait."""
+    """Filling this grammar's masks takes longer than other requests can wait."""
 
 
 class GrammarMatcher(Protocol):
-    """Where one request stands in its grammar."""
+    """One request's position in its grammar."""
 
     @property
     def is_terminated(self) -> bool:
-        """Whether the grammar has been left through a stop token: nothing more may follow."""
+        """True after a stop token has ended the grammar; no token may follow."""
 
     def accept(self, token_id: int) -> bool:
-        """Advance by a token; False, without a change, if the grammar forbids it.
+        """Advance by a token. If the grammar forbids it, change nothing and return False.
 
-        Raises ValueError for an id that is none (-1 is a placeholder, not a token).
+        Raises ValueError for an invalid token id, such as the placeholder -1.
         """
 
     def rollback(self, num_tokens: int) -> None:
-        """Undo the last accepted tokens."""
+        """Undo the last `num_tokens` accepted tokens."""
 
     def fill(self, line: np.ndarray) -> None:
         """Write the mask of the next token into `line`, [ceil(V / 32)] int32."""
 
 
 class GrammarBackend(ABC):
-    """Compiles grammars."""
+    """Compiles grammars and fills the masks of steps."""
 
     @abstractmethod
     def prepare(self) -> None:
-        """Begin with what the first grammar will need. Returns at once."""
+        """Start preparing what the first grammar needs, without blocking."""
 
     @abstractmethod
     def compile(self, spec: GrammarSpec) -> Future[GrammarMatcher]:
-        """A matcher at the start of the grammar, later; the future raises ValueError if invalid."""
+        """Start compiling; the future yields a matcher at the grammar's start, or raises ValueError
+        if the grammar is invalid."""
 
     def fill(self, jobs: Sequence[MaskJob]) -> None:
-        """Fill the masks of a step; a fault of one grammar becomes the `error` of its job."""
+        """Fill the masks of a step. A fault in a grammar is stored in its job's `error`."""
         for job in jobs:
             try:
                 job.num_cut = fill_rows(job.matcher, job.draft_ids, job.lines)
@@ -77,17 +78,18 @@ class MaskJob:
 
     matcher: GrammarMatcher
     draft_ids: Sequence[int]
-    lines: np.ndarray  # [drafts + 1, ceil(V / 32)] int32, to be filled
-    num_cut: int = 0  # real drafts that the grammar forbids
+    lines: np.ndarray  # [drafts + 1, ceil(V / 32)] int32, written by `fill`
+    num_cut: int = 0  # number of real drafts that the grammar forbids
     error: Exception | None = None
 
 
 def fill_rows(matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarray) -> int:
-    """Fill one request's mask lines [drafts + 1, ceil(V / 32)]; the matcher ends where it began.
+    """Fill one request's mask lines, [drafts + 1, ceil(V / 32)]; restore the matcher's position.
 
-    Line j holds what may follow drafts 0 .. j-1. From the first draft that the grammar forbids, or
-    that is none (-1), the drafts are cut: the line there masks it, so the sampler rejects it, and
-    the lines behind, never reached, repeat it. Returns how many real drafts are cut.
+    Line j allows the tokens that may follow drafts 0 .. j-1. The drafts are cut at the first one
+    that the grammar forbids or that is a placeholder (-1): the line at its position masks it, so
+    the sampler rejects it, and later lines, which are never reached, repeat that line. Returns the
+    number of real drafts that are cut.
     """
     num_filled, num_cut = fill_lines(matcher, draft_ids, lines)
     lines[num_filled:] = lines[num_filled - 1]
@@ -97,7 +99,10 @@ def fill_rows(matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarr
 def fill_lines(
     matcher: GrammarMatcher, draft_ids: Sequence[int], lines: np.ndarray
 ) -> tuple[int, int]:
-    """As `fill_rows`, but only the lines up to the first cut: how many those are, and the cuts."""
+    """Like `fill_rows`, but fills only the lines up to the first cut.
+
+    Returns how many lines it filled and how many real drafts are cut.
+    """
     num_accepted = 0
     for index in range(len(lines)):
         matcher.fill(lines[index])
@@ -115,6 +120,6 @@ def fill_lines(
 
 
 def is_allowed(line: np.ndarray, token_id: int) -> bool:
-    """Whether a mask line allows a token; an id that is none (-1) is never allowed."""
+    """True if a mask line allows the token. An invalid id, such as -1, is never allowed."""
     in_range = 0 <= token_id < 32 * len(line)
     return in_range and bool(int(line[token_id // 32]) >> (token_id % 32) & 1)

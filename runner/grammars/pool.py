@@ -1,6 +1,6 @@
-"""Structured output in processes: one for each grammar, found again while the grammar is in use.
+"""Runs grammars in processes: one process per grammar, reused while the grammar is in use.
 
-Owns the nursery that they are forked from (see `grammar_process`), and decides which live.
+The pool owns the nursery that they are forked from (see `process`) and decides which ones live.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from .remote import GrammarProcess, fill_remote
 logger = logging.getLogger(__name__)
 
 MAX_COMPILE_SECONDS = 30.0
-MAX_COMPILING = 16  # grammars at once; those that take long yield to the others
+MAX_COMPILING = 16  # grammars compiled at once; slow ones run at a lower priority
 MAX_PROCESSES = 128
-MAX_IDLE = 16  # processes that are kept though no request uses their grammar
-MAX_IDLE_BYTES = 512 << 20  # of grammars in those
-_START_SECONDS = 120.0  # for the nursery, on a disk that is slow
+MAX_IDLE = 16  # processes kept although no request uses their grammar
+MAX_IDLE_BYTES = 512 << 20  # most memory of their compiled grammars
+_START_SECONDS = 120.0  # time limit for starting the nursery, even from a slow disk
 _STOP_SECONDS = 1.0
 _ENDED = "the server is shutting down"
-_JSON_OBJECT = ("json_object", "")  # ready from the start, and kept: it never waits for others
+_JSON_OBJECT = ("json_object", "")  # compiled at the start and kept, so that it never has to wait
 
 
 def build_grammar_backend(
@@ -57,11 +57,11 @@ def build_grammar_backend(
     eos_ids: Sequence[int],
     vocab_size: int,
 ) -> GrammarBackend:
-    """A backend for a vocabulary in id order. Control tokens must be empty: they spell no text.
+    """Create a backend for a vocabulary in id order, without blocking. Control tokens are b"".
 
-    `vocab_type` says how pieces spell bytes: "raw" (they are the bytes), "byte_fallback" (<0x0A>
-    and a metaspace, as sentencepiece has it) or "byte_level" (GPT-2's alphabet). `vocab_size` is
-    the width of the logits, which may be padded beyond the vocabulary. Returns at once.
+    `vocab_type` says how tokens are written: "raw" (they are the bytes), "byte_fallback" (<0x0A>
+    and a metaspace, as in sentencepiece) or "byte_level" (GPT-2's alphabet). `vocab_size` is the
+    width of the logits, which may be padded beyond the vocabulary.
     """
     assert vocab_type in ("raw", "byte_fallback", "byte_level")
     tokens = [piece.encode() if isinstance(piece, str) else piece for piece in vocab[:vocab_size]]
@@ -69,17 +69,18 @@ def build_grammar_backend(
 
 
 class GrammarPool(GrammarBackend):
-    """Compiles each grammar in a process of its own, which is killed when nobody waits for it."""
+    """Compiles each grammar in its own process, which is killed when no request waits for it."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._eos_ids = frozenset(vocabulary.eos_ids)
         self._lock = threading.RLock()
-        self._processes: dict[tuple[str, str], GrammarProcess] = {}  # least recently asked first
+        self._processes: dict[tuple[str, str], GrammarProcess] = {}  # least recently used first
         self._numbers = itertools.count()
         self._nursery: Future[Nursery] | None = None
         self._is_closed = False
-        # The kernel ends a child with the thread that started it, so one thread starts and stays.
+        # The kernel kills a child when the thread that started it ends, so one thread starts them
+        # all.
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="grammar-nursery")
         self._pool = ThreadPoolExecutor(MAX_COMPILING, thread_name_prefix="grammar")
 
@@ -94,7 +95,8 @@ class GrammarPool(GrammarBackend):
                 future.set_result(process.matcher(self._vocabulary.vocab_size))
                 return future
             process.waiting.append(future)
-        # Not a closure over the future: it would keep it, and its matcher, until a collection.
+        # Not a closure over the future, whose reference cycle would keep the matcher until a
+        # collection.
         future.add_done_callback(functools.partial(self._leave, process))
         return future
 
@@ -115,7 +117,7 @@ class GrammarPool(GrammarBackend):
     # --- one grammar's life -----------------------------------------------------------------------
 
     def _find(self, spec: GrammarSpec) -> GrammarProcess:
-        """The process of a grammar, from now on the one most recently asked."""
+        """Find or start the process of a grammar, and mark it as the most recently used."""
         key = (spec.kind, spec.value)
         process = self._processes.pop(key, None)
         if process is not None and process.is_dead:
@@ -130,7 +132,8 @@ class GrammarPool(GrammarBackend):
         return process
 
     def _bring_up(self, process: GrammarProcess, nursery: Future[Nursery]) -> None:
-        """Start a process and wait until it has compiled, on a thread of the pool's."""
+        """On a thread of the pool, start a process, wait for its compilation and set the
+        futures."""
         error: Exception | None = None
         try:
             self._wait_for_room(process)
@@ -154,7 +157,7 @@ class GrammarPool(GrammarBackend):
                 future.set_exception(error or RuntimeError(_ENDED))
 
     def _compiled(self, process: GrammarProcess, nursery: Nursery) -> Compiled:
-        """What a new process says of its grammar. ValueError if it does not live to say it."""
+        """Start a process and return its answer. Raises ValueError if the grammar crashed it."""
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             process.sock = ours
@@ -175,10 +178,12 @@ class GrammarPool(GrammarBackend):
                     raise RuntimeError(_ENDED) from None
             if not nursery.is_alive:
                 raise RuntimeError("the compiler's process has ended") from None
-            raise ValueError("the compiler crashed: it is too large, or nested too deep") from None
+            raise ValueError(
+                "it crashed the compiler: it is too large or nested too deep"
+            ) from None
 
     def _leave(self, process: GrammarProcess, future: Future[GrammarMatcher]) -> None:
-        """Nobody waits for a future any more; a compilation that is of no more use is ended."""
+        """Callback of a future: if it was cancelled and no other waits, end the compilation."""
         with self._lock:
             if not future.cancelled() or process.is_ready or process.is_over:
                 return
@@ -188,7 +193,7 @@ class GrammarPool(GrammarBackend):
                 self._end(process)
 
     def _end(self, process: GrammarProcess) -> None:
-        """Kill a process, in whatever state it is."""
+        """Kill a process in any state and forget it."""
         with self._lock:
             if process.sock is not None:
                 process.sock.close()
@@ -205,7 +210,7 @@ class GrammarPool(GrammarBackend):
             nursery.result().kill(number)
 
     def _wait_for_room(self, process: GrammarProcess) -> None:
-        """End what is idle and too much; wait while every other process is in use."""
+        """End surplus idle processes, then wait until there is room for another process."""
         while not process.is_over:
             with self._lock:
                 others = [other for other in self._processes.values() if other.sock is not None]
@@ -224,7 +229,7 @@ class GrammarPool(GrammarBackend):
     # --- the nursery ------------------------------------------------------------------------------
 
     def _live_nursery(self) -> Future[Nursery]:
-        """The nursery, started if there is none or it has ended."""
+        """The nursery; starts it if there is none or it has ended."""
         nursery = self._nursery
         if nursery is not None and nursery.done():
             if nursery.exception() is not None:
@@ -247,7 +252,10 @@ def _stop_nursery(nursery: Future[Nursery]) -> None:
 
 
 class Nursery:
-    """The process that the others are forked from. Starting it blocks; RuntimeError if it fails."""
+    """The process that grammar processes are forked from.
+
+    Creating it blocks until the process has started, and raises RuntimeError if that fails.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         package = __package__ or ""
@@ -258,7 +266,8 @@ class Nursery:
             file.write(msgspec.msgpack.encode(vocabulary))
             file.seek(0)
             fds = (theirs.fileno(), file.fileno())
-            # -P: the current folder may hold a package of a name that something imports.
+            # -P keeps the current folder, which may hold a package of an imported name, off
+            # sys.path.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", f"{package}.process",
                  *map(str, fds), str(os.getpid())],
@@ -278,10 +287,10 @@ class Nursery:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it can still start processes.
+        """True if it can still start processes.
 
-        Its end of the control socket closes before the kernel ends the processes that it started,
-        so whoever sees one of those end also sees the end of the nursery.
+        Its end of the control socket closes before the kernel kills the processes that it started.
+        So when one of those is seen to end with the nursery, the nursery is no longer alive here.
         """
         try:
             return self._process.poll() is None and not is_readable(self._control)
@@ -289,18 +298,18 @@ class Nursery:
             return False
 
     def start(self, number: int, sock: socket.socket) -> None:
-        """Fork a process, to be known by this number, that serves the socket."""
+        """Fork a process that serves the socket; `number` identifies it in `kill`."""
         socket.send_fds(self._control, [COMMAND.pack(START, number)], [sock.fileno()])
 
     def kill(self, number: int) -> None:
-        """Kill a process, if it still runs."""
+        """Kill a process if it still runs."""
         try:
             self._control.sendall(COMMAND.pack(KILL, number))
         except OSError:
-            pass  # the nursery is gone, and what it started with it
+            pass  # the nursery and its processes are gone
 
     def stop(self) -> str:
-        """End it and all that it started; returns how it ended."""
+        """End the nursery and its processes; returns a phrase that says how it ended."""
         self._control.close()
         try:
             self._process.wait(_STOP_SECONDS)
@@ -311,7 +320,7 @@ class Nursery:
 
 
 def _anonymous_file() -> IO[bytes]:
-    """A file without a name, in memory where the system has that."""
+    """An unnamed temporary file, in memory where the system supports it."""
     if hasattr(os, "memfd_create"):
         return open(os.memfd_create("vocabulary"), "w+b")
     return tempfile.TemporaryFile()

@@ -1,9 +1,9 @@
-"""The processes that compile grammars and match tokens: one a grammar, forked from a nursery.
+"""The processes that compile grammars and match tokens: one per grammar, forked from a nursery.
 
-The nursery (`main`) holds the library and the vocabulary, has one thread, and only forks and kills.
-A forked process compiles one grammar and then answers with masks for every request that uses it.
-Whatever the library does with a client's grammar (crash, hang, take all memory) ends that process
-alone; the worker, which holds all requests, never runs it.
+The nursery (`main`) loads the library and the vocabulary, has one thread, and only forks and kills.
+A forked process compiles one grammar and then fills masks for every request that uses it. If a
+client's grammar makes the library crash, hang or exhaust memory, only that process ends; the
+worker, which holds all requests, never runs the library.
 """
 
 from __future__ import annotations
@@ -29,68 +29,69 @@ from ..process import follow_parent
 from .compiler import Compiler, XGrammarMatcher
 from .grammar import fill_lines
 
-MAX_MEMORY_BYTES = 2 << 30  # of address space, beyond what the nursery has
-STACK_BYTES = 64 << 20  # of the thread that compiles: the library recurses
-_LESS_PRIORITY = 5  # nice: a busy core is shared 1 to 3 with the engine
-_LEAST_PRIORITY = 15  # of compilations that take long, so that others are not held up
+MAX_MEMORY_BYTES = 2 << 30  # address space of a grammar's process beyond the nursery's
+STACK_BYTES = 64 << 20  # stack of the compiling thread, in which the library recurses
+_LESS_PRIORITY = 5  # niceness of a compilation: on a busy core the engine gets three times as much
+_LEAST_PRIORITY = 15  # niceness of one that takes long, so that it does not delay others
 _LONG_SECONDS = 1.0
-_TOGETHER_NS = 2_000_000  # answers of so much work are sent at once
-_OOM_SCORE = 800  # of 1000: the kernel ends these processes before the worker
+_TOGETHER_NS = 2_000_000  # answers that took less than this in total are sent together
+_OOM_SCORE = 800  # of 1000: when out of memory, the kernel kills these processes before the worker
 
-COMMAND = struct.Struct("<cq")  # START with a descriptor, or KILL; and the number of a process
+COMMAND = struct.Struct("<cq")  # START (with a descriptor) or KILL, and the number of a process
 START, KILL, READY = b"s", b"k", b"r"
-LENGTH = struct.Struct("<I")  # before every message of msgpack
-ROW = struct.Struct("<iII")  # drafts cut (or FAILED), lines (or bytes of text) behind, microseconds
+LENGTH = struct.Struct("<I")  # precedes every msgpack message
+# A row's answer: drafts cut (or FAILED), lines (or bytes of error text) that follow, microseconds.
+ROW = struct.Struct("<iII")
 FAILED = -1
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """What the nursery is told at its start; see `build_grammar_backend`."""
+    """The nursery's start-up arguments; see `build_grammar_backend`."""
 
-    tokens: list[bytes]  # as text, for vocabularies that are, in UTF-8
+    tokens: list[bytes]  # tokens that are text are in UTF-8
     vocab_type: str
     eos_ids: list[int]
     vocab_size: int
 
 
 class Compiled(msgspec.Struct, array_like=True, frozen=True):
-    """What became of a grammar."""
+    """The result of compiling a grammar."""
 
     pid: int  # 0 if no process could be started for it
-    error: str = ""  # why it is invalid, or why no process could be started
-    num_bytes: int = 0  # of the compiled grammar
+    error: str = ""  # why the grammar is invalid, or why no process could be started
+    num_bytes: int = 0  # size of the compiled grammar
 
 
 class RowJob(msgspec.Struct, array_like=True, frozen=True, gc=False):
-    """One request's part of a step: where it is now, and which drafts its lines are for."""
+    """One request's part of a step: how its position moves, and the drafts to fill masks for."""
 
-    matcher_id: int  # a new one begins at the grammar's start
+    matcher_id: int  # an unknown id creates a matcher at the grammar's start
     num_rolled_back: int  # tokens to undo first
-    accepted: list[int]  # tokens to advance by then
+    accepted: list[int]  # tokens to accept after that
     draft_ids: list[int]
 
 
 class StepJob(msgspec.Struct, array_like=True, frozen=True):
-    """Rows of a step, to be answered in this order; `dropped` are matchers that nobody uses."""
+    """The rows of a step, answered in this order. `dropped` lists matchers that can be freed."""
 
     rows: list[RowJob]
     dropped: list[int]
 
 
 def pack(message: msgspec.Struct) -> bytes:
-    """A message with its length before it."""
+    """Encode a message, preceded by its length."""
     text = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(text)) + text
 
 
 def read_message(sock: socket.socket) -> bytes:
-    """The next message; EOFError if the other side is gone."""
+    """Read the next message. Raises EOFError if the other side is gone."""
     (length,) = LENGTH.unpack(read_exactly(sock, LENGTH.size))
     return read_exactly(sock, length)
 
 
 def read_exactly(sock: socket.socket, size: int) -> bytes:
-    """So many bytes; EOFError if the other side is gone."""
+    """Read `size` bytes. Raises EOFError if the other side is gone."""
     data = bytearray()
     while len(data) < size:
         part = sock.recv(min(size - len(data), 1 << 20))
@@ -101,7 +102,7 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def is_readable(sock: socket.socket) -> bool:
-    """Whether bytes wait in a socket, or the other side is gone. ValueError if it is closed."""
+    """True if a socket has bytes to read or its other side is gone. ValueError if it is closed."""
     poll = select.poll()
     poll.register(sock, select.POLLIN)
     return bool(poll.poll(0))
@@ -111,12 +112,13 @@ def is_readable(sock: socket.socket) -> bool:
 
 
 def main() -> NoReturn:
-    """The nursery: it is told descriptors of a socket and the vocabulary, and the parent's id."""
+    """The nursery. Its arguments are descriptors of a socket and a vocabulary, and its parent's
+    id."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the worker, which decides when
+        signal.signal(number, signal.SIG_IGN)  # the worker decides when it ends
     control_fd, vocabulary_fd, parent = map(int, sys.argv[1:4])
     follow_parent()
-    if os.getppid() != parent:  # it died before the request above
+    if os.getppid() != parent:  # the parent died before `follow_parent`
         os._exit(1)
     control = socket.socket(fileno=control_fd)
     with open(vocabulary_fd, "rb") as file:
@@ -125,7 +127,7 @@ def main() -> NoReturn:
     compiler.warm()
     del words
     gc.collect()
-    gc.freeze()  # what is never walked is never copied into the processes
+    gc.freeze()  # the collector no longer touches these pages, so forked processes share them
     _wait_for_one_thread()
     control.sendall(READY)
     Nursery(control, compiler).run()
@@ -133,7 +135,7 @@ def main() -> NoReturn:
 
 
 def _wait_for_one_thread() -> None:
-    """The library's threads of a compilation may still be ending, and must not be forked."""
+    """Wait for the library's compiling threads to end, since forking needs a single thread."""
     for _ in range(200):
         try:
             if len(os.listdir("/proc/self/task")) == 1:
@@ -144,7 +146,7 @@ def _wait_for_one_thread() -> None:
 
 
 class Nursery:
-    """Forks a process for each grammar, and kills it when told to."""
+    """Forks a process for each grammar, and kills it on request."""
 
     def __init__(self, control: socket.socket, compiler: Compiler) -> None:
         self._control = control
@@ -152,7 +154,7 @@ class Nursery:
         self._pids: dict[int, int] = {}  # number -> pid
 
     def run(self) -> None:
-        """Obey until the worker is gone; then none of the processes is left."""
+        """Obey commands until the worker is gone, then kill all processes."""
         while True:
             command, fds, _, _ = socket.recv_fds(self._control, COMMAND.size, 1)
             if len(command) < COMMAND.size:
@@ -187,7 +189,7 @@ class Nursery:
 
     def _kill(self, number: int) -> None:
         pid = self._pids.pop(number, None)
-        if pid is not None:  # and not reaped, so the id is still its own
+        if pid is not None:  # not reaped yet, so the system has not reused the id
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
 
@@ -201,7 +203,7 @@ class Nursery:
 
 
 def live(sock: socket.socket, compiler: Compiler) -> None:
-    """Compile the grammar that comes first, then answer steps until the worker is gone."""
+    """Read and compile a grammar, then fill the masks of steps until the worker is gone."""
     _limit()
     try:
         spec = msgspec.msgpack.decode(read_message(sock), type=GrammarSpec)
@@ -228,11 +230,11 @@ def _limit() -> None:
         with open("/proc/self/oom_score_adj", "w") as score:
             score.write(str(_OOM_SCORE))
     except OSError:
-        pass  # not Linux, or not allowed: the limits are a second line of defence
+        pass  # not Linux, or not permitted; these limits are only a second line of defence
 
 
 def _compile_aside(compiler: Compiler, spec: GrammarSpec) -> tuple[Any, Compiled]:
-    """Compile on a thread of its own: it has the stack for it, and less priority than masks."""
+    """Compile on a new thread, which has a large stack and a lower priority than masks."""
     compiled: Any = None
     answer = Compiled(os.getpid(), "the compiler failed")
 
@@ -244,7 +246,7 @@ def _compile_aside(compiler: Compiler, spec: GrammarSpec) -> tuple[Any, Compiled
             compiler.check_first_mask(compiled)
             answer = Compiled(os.getpid(), "", int(compiled.memory_size_bytes()))
         except MemoryError:
-            answer = Compiled(os.getpid(), "it takes too much memory to compile")
+            answer = Compiled(os.getpid(), "compiling it takes too much memory")
         except Exception as error:
             answer = Compiled(os.getpid(), first_line(error) or type(error).__name__)
 
@@ -259,15 +261,15 @@ def _compile_aside(compiler: Compiler, spec: GrammarSpec) -> tuple[Any, Compiled
 
 
 def lower_priority(less: int, thread: int = 0) -> None:
-    """Lower a thread's priority (0: this one's), where threads have one of their own."""
+    """On Linux, add `less` to the niceness of a thread (0: the current thread)."""
     if sys.platform == "linux":
         thread = thread or threading.get_native_id()
-        nice = os.getpriority(os.PRIO_PROCESS, thread) + less  # never less than it had
+        nice = os.getpriority(os.PRIO_PROCESS, thread) + less
         os.setpriority(os.PRIO_PROCESS, thread, min(19, nice))
 
 
 class Matching:
-    """The positions of the requests that use this grammar."""
+    """Keeps a matcher for each request that uses this grammar."""
 
     def __init__(self, compiler: Compiler, compiled: Any) -> None:
         self._compiler = compiler
@@ -275,8 +277,10 @@ class Matching:
         self._matchers: dict[int, XGrammarMatcher] = {}
 
     def answer(self, job: StepJob, sock: socket.socket) -> None:
-        """Send each row's answer, the quick ones together and a slow one's without delay, so that
-        the worker knows by its place which row takes long."""
+        """Send each row's answer: quick ones together, but none delayed by a slow row.
+
+        The worker can thus tell from the first missing answer which row is slow.
+        """
         for matcher_id in job.dropped:
             self._matchers.pop(matcher_id, None)
         answers: list[bytes] = []
@@ -298,7 +302,8 @@ class Matching:
             sock.sendall(b"".join(answers))
 
     def _fill(self, row: RowJob) -> tuple[int, np.ndarray]:
-        """How many drafts are cut, and the lines [up to drafts + 1, ceil(V / 32)] that differ."""
+        """The number of drafts cut, and the mask lines [up to drafts + 1, ceil(V / 32)] to the
+        cut."""
         matcher = self._matchers.get(row.matcher_id)
         if matcher is None:
             matcher = self._matchers[row.matcher_id] = self._compiler.matcher(self._compiled)
@@ -306,7 +311,7 @@ class Matching:
             matcher.rollback(row.num_rolled_back)
         for token_id in row.accepted:
             if not matcher.accept(token_id):
-                raise ValueError(f"token {token_id} violates it")
+                raise ValueError(f"token {token_id} violates the grammar")
         lines = np.empty((len(row.draft_ids) + 1, self._compiler.line_length), dtype=np.int32)
         num_filled, num_cut = fill_lines(matcher, row.draft_ids, lines)
         return num_cut, lines[:num_filled]

@@ -1,7 +1,7 @@
-"""The worker's side of the process that holds one grammar, and of a request's position in it.
+"""The worker's side of a grammar's process, and of each request's position in the grammar.
 
-Each step costs one message each way for each grammar in it. A mask that takes longer than other
-requests can wait ends the process, and with it the requests that use this grammar.
+A step costs one message each way per grammar. If a mask takes longer than other requests can wait,
+the process is killed and the requests that use this grammar end.
 """
 
 from __future__ import annotations
@@ -19,69 +19,69 @@ from ..messages import GrammarSpec
 from .grammar import TOO_SLOW, GrammarMatcher, GrammarTooSlow, MaskJob, is_allowed
 from .process import FAILED, ROW, Compiled, RowJob, StepJob, is_readable, pack
 
-MAX_STALL_SECONDS = 0.12  # that masks may hold up a step before the slow ones are ended
-# What a process may compute in one step: this, and so much more for each mask line. The first mask
-# of a state is not cached yet, and may take some ten times as long as later ones.
+MAX_STALL_SECONDS = 0.12  # a step waits this long for masks before slow processes are killed
+# Processor time that a process may use in one step: STEP_SECONDS, plus MAX_LINE_SECONDS per mask
+# line. The first mask of a state is not cached yet and may take ten times as long as later ones.
 STEP_SECONDS = 0.1
 MAX_LINE_SECONDS = 0.01
-MAX_SILENT_SECONDS = 5.0  # for a process that gets no time on a core
-# What a request's masks may take in all: this, and so much more for each line.
+MAX_SILENT_SECONDS = 5.0  # time limit for a process that gets no time on a core
+# Time that all masks of a request may take: BURST_SECONDS, plus STEADY_LINE_SECONDS per line.
 BURST_SECONDS = 1.0
 STEADY_LINE_SECONDS = 0.015
-_TICK_SECONDS = 0.005  # no more than a line may take: rows that come faster are quick enough
+_TICK_SECONDS = 0.005  # the socket's time-out, after which limits are checked
 
 
 class GrammarProcess:
-    """One grammar: first being compiled, then answering; at most once in use by one thread.
+    """The process that compiles one grammar and fills its masks. One thread at a time uses it.
 
-    `end` is called when it must be killed.
+    The pool's `end` is called when the process must be killed.
     """
 
     def __init__(self, spec: GrammarSpec, number: int, end: Callable[[GrammarProcess], None]):
         self.spec = spec
         self.number = number
         self.waiting: list[Future[GrammarMatcher]] = []
-        self.is_ready = False  # compiled
+        self.is_ready = False  # the grammar is compiled
         self.is_over = False
-        self.num_bytes = 0  # of the compiled grammar
+        self.num_bytes = 0  # size of the compiled grammar
         self.sock: socket.socket | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self._end = end
         self._pid = 0
         self._num_matchers = 0
         self._num_dropped = 0
-        self._dropped: deque[int] = deque()  # by whichever thread collects garbage
+        self._dropped: deque[int] = deque()  # filled by whichever thread collects garbage
         self._buffer = bytearray()
 
     @property
     def is_idle(self) -> bool:
-        """Compiled, and no request uses it."""
+        """True if the grammar is compiled and no request uses it."""
         return self.is_ready and self._num_matchers == self._num_dropped + len(self._dropped)
 
     @property
     def is_dead(self) -> bool:
-        """It was compiled and its process has ended, though nobody ended it."""
+        """True if the process ended unexpectedly after it had compiled the grammar."""
         if not self.is_ready or self.sock is None:
             return False
-        return is_readable(self.sock)  # between steps it has nothing to say, so this is its end
+        return is_readable(self.sock)  # between steps it sends nothing, so this is the end of file
 
     def serve(self, sock: socket.socket, compiled: Compiled) -> None:
-        """It is compiled, and answers on this socket."""
+        """Note that the grammar is compiled and its process answers on this socket."""
         self._pid, self.num_bytes = compiled.pid, compiled.num_bytes
         sock.settimeout(_TICK_SECONDS)
         self.is_ready = True
 
     def matcher(self, vocab_size: int) -> RemoteMatcher:
-        """A matcher at the start of the grammar."""
+        """Create a matcher at the start of the grammar."""
         self._num_matchers += 1
         return RemoteMatcher(self, self._num_matchers, vocab_size)
 
     def drop(self, matcher_id: int) -> None:
-        """A matcher is of no more use."""
+        """Note that a matcher was freed; the process hears of it with the next step."""
         self._dropped.append(matcher_id)
 
     def ask(self, jobs: Sequence[MaskJob]) -> float:
-        """Send a step's jobs. Returns the processor time that the process had used, for `take`."""
+        """Send a step's jobs. Returns the processor time used by the process so far, for `take`."""
         dropped = []
         while self._dropped:
             dropped.append(self._dropped.popleft())
@@ -91,11 +91,14 @@ class GrammarProcess:
             try:
                 self.sock.sendall(pack(StepJob(rows, dropped)))
             except OSError:
-                self._end(self)  # `take` finds out
+                self._end(self)  # `take` notices
         return _cpu_seconds(self._pid)
 
     def take(self, jobs: Sequence[MaskJob], began: float, cpu_began: float) -> None:
-        """Fill the jobs' lines from the answers; after a fault they have an error, all the rest."""
+        """Fill the jobs' lines from the answers.
+
+        After a fault, all remaining jobs get its error.
+        """
         self._buffer.clear()
         num_lines = 0
         for index, job in enumerate(jobs):
@@ -104,7 +107,7 @@ class GrammarProcess:
             try:
                 self._take_row(job, began, most)
             except (OSError, GrammarTooSlow) as error:
-                error = error.with_traceback(None)  # whose frames hold the jobs and matchers
+                error = error.with_traceback(None)  # its frames would keep jobs and matchers alive
                 for rest in jobs[index:]:
                     rest.error = error
                 self._end(self)
@@ -123,7 +126,8 @@ class GrammarProcess:
             job.error = GrammarTooSlow(TOO_SLOW)
 
     def _read(self, size: int, began: float, most: float) -> bytes:
-        """The next bytes. OSError if it is gone, GrammarTooSlow if it must be ended."""
+        """Read `size` bytes. OSError if the process is gone or silent, GrammarTooSlow if too
+        slow."""
         while len(self._buffer) < size:
             try:
                 part = b"" if self.sock is None or self.is_over else self.sock.recv(1 << 18)
@@ -140,7 +144,11 @@ class GrammarProcess:
         return data
 
     def _check_time(self, elapsed: float, most: float) -> None:
-        """What it computed counts, not the time that a busy machine gave to others."""
+        """Raise an error if the process has computed or been silent for too long.
+
+        GrammarTooSlow is judged by processor time, because on a busy machine other processes may
+        have used the elapsed time.
+        """
         if elapsed <= MAX_STALL_SECONDS:
             return
         if _cpu_seconds(self._pid) > most:
@@ -150,10 +158,10 @@ class GrammarProcess:
 
 
 class RemoteMatcher:
-    """One request's position; see `GrammarMatcher`.
+    """One request's position in a grammar; see `GrammarMatcher`.
 
-    Whether a token is accepted is known from the lines that were last asked for; the process hears
-    of it with the next question.
+    Tokens are accepted or refused by the mask lines that arrived last. The process learns which
+    tokens were accepted with the next request for masks.
     """
 
     def __init__(self, process: GrammarProcess, matcher_id: int, vocab_size: int) -> None:
@@ -161,11 +169,12 @@ class RemoteMatcher:
         self._id = matcher_id
         self._vocab_size = vocab_size
         self._is_terminated = False
-        self._num_rolled_back = 0  # that the process has not heard of
-        self._accepted: list[int] = []  # after that, likewise
-        self._lines: np.ndarray | None = None  # [n, ceil(V / 32)] from here on, along the drafts
+        self._num_rolled_back = 0  # tokens to undo that the process has not been told of
+        self._accepted: list[int] = []  # tokens accepted after that, likewise
+        # [n, ceil(V / 32)] masks from the present position on, along the drafts
+        self._lines: np.ndarray | None = None
         self._draft_ids: Sequence[int] = ()
-        self._seconds, self._num_lines = 0.0, 0  # of all masks so far
+        self._seconds, self._num_lines = 0.0, 0  # totals over all masks so far
 
     def __del__(self) -> None:
         self.process.drop(self._id)
@@ -178,7 +187,7 @@ class RemoteMatcher:
     def accept(self, token_id: int) -> bool:
         """See `GrammarMatcher`."""
         if not 0 <= token_id < self._vocab_size:
-            raise ValueError(f"{token_id} is not a token id: a placeholder reached the grammar")
+            raise ValueError(f"{token_id} is not a valid token id")
         if self._is_terminated:
             return False
         if self._lines is None:
@@ -209,14 +218,14 @@ class RemoteMatcher:
             raise job.error
 
     def take_row(self, draft_ids: Sequence[int]) -> RowJob:
-        """What the process must hear to answer for these drafts."""
+        """The message that asks the process for the masks of these drafts."""
         row = RowJob(self._id, self._num_rolled_back, self._accepted, list(draft_ids))
         self._num_rolled_back, self._accepted = 0, []
         self._lines = None
         return row
 
     def take_lines(self, draft_ids: Sequence[int], lines: np.ndarray, seconds: float) -> bool:
-        """Keep the answer; False if the request's masks have taken too long in all."""
+        """Keep the mask lines of an answer; False if the request's masks took too long in total."""
         self._lines, self._draft_ids = lines, draft_ids
         self._seconds += seconds
         self._num_lines += len(lines)
@@ -224,13 +233,13 @@ class RemoteMatcher:
 
 
 def matcher_of(job: MaskJob) -> RemoteMatcher:
-    """The job's matcher, which came from here."""
+    """The job's matcher, which `GrammarProcess.matcher` made."""
     assert isinstance(job.matcher, RemoteMatcher)
     return job.matcher
 
 
 def fill_remote(jobs: Sequence[MaskJob]) -> None:
-    """Fill the masks of a step: every process works on its part at once."""
+    """Fill the masks of a step. The grammars' processes work in parallel."""
     began = time.monotonic()
     parts: dict[GrammarProcess, list[MaskJob]] = {}
     for job in jobs:
@@ -241,10 +250,10 @@ def fill_remote(jobs: Sequence[MaskJob]) -> None:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used; where that is not known, the time."""
+    """Processor time that a process has used; where unknown, the time of the clock."""
     if sys.platform != "linux":
         return time.monotonic()
     try:
-        return time.clock_gettime((~pid << 3) | 2)  # the kernel's name of that process' clock
+        return time.clock_gettime((~pid << 3) | 2)  # Linux's id of that process's CPU clock
     except OSError:
-        return 0.0  # it has ended
+        return 0.0  # the process has ended

@@ -1,8 +1,8 @@
-"""Checks the text of grammars before the compiler sees it, and writes the grammar of a choice.
+"""Checks and normalises grammar text before the compiler sees it, and writes grammars of choices.
 
-The compiler recurses over nesting, so nesting is bounded here on every route into it; and it takes
-the two halves of a surrogate pair for two characters, so pairs are joined here. Nothing in this
-file recurses or backtracks: clients choose what it reads.
+The compiler recurses over nesting, so this file bounds the nesting in every kind of grammar. The
+compiler also reads the two halves of a surrogate pair as two characters, so they are joined here.
+Clients choose the text, so nothing in this file recurses or backtracks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 from ..messages import GrammarSpec
 
-MAX_GRAMMAR_CHARS = 1 << 17  # longer ones can take minutes to compile
-MAX_NESTING = 200  # of groups in a pattern or grammar
-MAX_JSON_NESTING = 600  # of brackets; a level of a schema is up to three of them
+MAX_GRAMMAR_CHARS = 1 << 17  # a longer grammar can take minutes to compile
+MAX_NESTING = 200  # depth of groups in a pattern or grammar
+MAX_JSON_NESTING = 600  # depth of brackets; one level of a schema uses up to three
 
 _CLASS = r"\[\^?\]?(?:\\.|[^\]\\])*+\]?"
 _STRING = r'"(?:\\.|[^"\\\n])*+"?'
@@ -34,7 +34,10 @@ _ESCAPE = re.compile(
 
 
 def prepare_grammar(spec: GrammarSpec) -> GrammarSpec:
-    """The grammar as the compiler reads it correctly; ValueError if it must not see it."""
+    """Rewrite a grammar so that the compiler reads it correctly.
+
+    Raises ValueError if the compiler must not see it: it is malformed, too long or too deep.
+    """
     if len(spec.value) > MAX_GRAMMAR_CHARS:
         raise ValueError(f"it is longer than {MAX_GRAMMAR_CHARS} characters")
     match spec.kind:
@@ -52,22 +55,22 @@ def prepare_grammar(spec: GrammarSpec) -> GrammarSpec:
 
 
 def is_lark(grammar: str) -> bool:
-    """Whether a grammar is written as Lark's (`start: …`), not as EBNF (`root ::= …`)."""
+    """True for Lark syntax (`start: …`), False for EBNF (`root ::= …`)."""
     return "::=" not in grammar and _LARK_RULE.search(grammar) is not None
 
 
 def choice_grammar(choices: Sequence[str]) -> str:
-    """A grammar (EBNF) that allows exactly these strings."""
+    """An EBNF grammar that allows exactly these strings."""
     if not choices or not all(isinstance(choice, str) and choice for choice in choices):
         raise ValueError("a choice needs at least one string, and none may be empty")
     if any("\ud800" <= character <= "\udfff" for choice in choices for character in choice):
         raise ValueError("a choice holds half of a surrogate pair, which is not a character")
-    # Not with JSON's own escapes: above U+FFFF those are two halves, here they would be characters.
+    # No \u escapes: JSON writes characters above U+FFFF as two halves, which EBNF reads as two.
     return "root ::= " + " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 
 
 def join_surrogates(text: str) -> str:
-    """The text with escaped surrogate pairs as the characters they mean; ValueError at a half."""
+    """Replace escaped surrogate pairs with their characters. Raises ValueError at a lone half."""
 
     def replace(match: re.Match[str]) -> str:
         high, low, half = match.groups()
@@ -97,7 +100,7 @@ def _prepare_rules(grammar: str) -> str:
 
 
 def _prepare_json(text: str) -> str:
-    """A schema or structural tag, with each pattern and grammar in it prepared."""
+    """Prepare every pattern and grammar in a schema or structural tag."""
     _check_nesting(_JSON_TOKEN, text, MAX_JSON_NESTING)
     try:
         root = json.loads(text)
@@ -113,7 +116,10 @@ def _prepare_json(text: str) -> str:
 
 
 def _prepare_member(name: str, value: Any) -> Any:
-    """A member of an object; as "pattern" may also be a property's name, its kind decides, too."""
+    """Prepare one member of a JSON object if its name and type make it a pattern or grammar.
+
+    The type matters because a property may also be called "pattern".
+    """
     if name in ("pattern", "regex") and isinstance(value, str):
         return _prepare_regex(value)
     if name in ("grammar", "ebnf") and isinstance(value, str):
@@ -124,7 +130,7 @@ def _prepare_member(name: str, value: Any) -> Any:
 
 
 def _objects(root: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a JSON value; what it holds is looked at after the caller changed it."""
+    """Yield every object in a JSON value, visiting its members after the caller has changed it."""
     stack = [root]
     while stack:
         part = stack.pop()

@@ -74,9 +74,7 @@ class Scheduler:
     def add(self, message: AddRequest) -> Request | None:
         """Queue a request. If it can never run, return None; an error output follows."""
         if message.request_id in self._requests:
-            logger.error(
-                "request %s is ignored: a request with this id is running", message.request_id
-            )
+            logger.error("request %s is ignored: its id is in use", message.request_id)
             return None
         request = Request.from_message(message, self._num_arrived, self._limits.max_model_len)
         self._num_arrived += 1
@@ -93,10 +91,7 @@ class Scheduler:
         return self._requests.get(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Remove requests, even with steps in flight.
-
-        Unknown ids are ignored; no output follows.
-        """
+        """Remove requests in any state, without an output. Unknown ids are ignored."""
         for request_id in request_ids:
             if request := self._requests.get(request_id):
                 self._remove(request)
@@ -140,8 +135,7 @@ class Scheduler:
         return self._has_news
 
     def set_num_speculative_tokens(self, count: int) -> None:
-        """Schedule up to `count` drafts per request from the next step on; at most the initial
-        K."""
+        """Verify up to `count` drafts per request from the next step on; at most the initial K."""
         assert 0 <= count <= self._max_drafts
         limits = self._limits
         if count != limits.num_speculative_tokens:
@@ -351,11 +345,7 @@ class Scheduler:
         for (request, incarnation, row), result in zip(entries, results, strict=True):
             if request.incarnation == incarnation:
                 self._apply_row(request, row, result)
-        return self._take_outputs()
-
-    def take_news(self) -> StepOutputs:
-        """Outputs and statistics from outside steps: errors, and gauges after aborts."""
-        return self._take_outputs()
+        return self.take_news()
 
     def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
         if row.num_computed_tokens < request.prompt_len:
@@ -391,7 +381,11 @@ class Scheduler:
         if verdict.finish_reason is not None:
             self._remove(request)
 
-    def _take_outputs(self) -> StepOutputs:
+    def take_news(self) -> StepOutputs:
+        """Take the outputs and statistics gathered since the last call.
+
+        Outside a step these are errors, and gauges that aborts changed.
+        """
         stats, self._stats = self._stats, self._new_stats()
         stats.num_running = len(self.running)
         stats.num_waiting = len(self.waiting)

@@ -115,7 +115,7 @@ def test_a_compiler_that_crashes_costs_one_request(pool: GrammarPool) -> None:
     before = children(nursery_pid(pool))
     future = pool.compile(slow_to_compile())
     os.kill(new_child(pool, before), signal.SIGSEGV)
-    with pytest.raises(ValueError, match="the compiler crashed"):
+    with pytest.raises(ValueError, match="crashed the compiler"):
         future.result(LONG_SECONDS)
     assert other.accept(ord("{")) and still_works(pool)
 
@@ -189,7 +189,7 @@ def test_a_grammar_that_takes_all_memory_ends_alone(pool: GrammarPool) -> None:
     patterns = {f"k{n}": {"type": "string", "pattern": "^[a-z]{3,60}$"} for n in range(400)}
     future = pool.compile(GrammarSpec("json_schema", json.dumps({"properties": patterns})))
     resource.prlimit(new_child(pool, before), resource.RLIMIT_AS, (1 << 20, 1 << 20))
-    with pytest.raises(ValueError, match=r"the compiler crashed|memory|bad_alloc"):
+    with pytest.raises(ValueError, match=r"crashed the compiler|memory|bad_alloc"):
         future.result(LONG_SECONDS)
     assert still_works(pool)
 
