@@ -73,7 +73,7 @@ def test_a_missing_draft_cuts_and_is_not_counted() -> None:
 def test_trap_14_a_placeholder_never_passes_for_a_token(backend: GrammarBackend) -> None:
     matcher = backend.compile(GrammarSpec("regex", "a+")).result()
     for token_id in (-1, VOCAB_SIZE):
-        with pytest.raises(ValueError, match="not a token id"):
+        with pytest.raises(ValueError, match="not a valid token id"):
             matcher.accept(token_id)
 
 
