@@ -15,6 +15,8 @@ from ...configs.options import ConfigError
 # Median and sigma of two log-normal distributions with long tails and means near 220 and 200
 # tokens. They imitate the lengths of ShareGPT's first turns, not the text.
 _INPUT, _OUTPUT = (110.0, 1.2), (145.0, 0.8)
+# Of `mixed`, in tokens: a long prompt, the reply to it, and the system prompt that chats share.
+_LONG_TOKENS, _LONG_REPLY, _SHARED_TOKENS = 3000, 64, 2000
 _FIRST_ID, _NUM_IDS = 1000, 9000  # a range of ids that are plain tokens in common vocabularies
 _WORDS = ("river", "stone", "paper", "window", "garden", "silver", "morning", "letter", "harbour")
 
@@ -56,6 +58,27 @@ def lognormal_requests(count: int, most: int, chat: bool, seed: int) -> list[Ben
     return [
         BenchRequest(_prompt(draw, length(*_INPUT), chat), length(*_OUTPUT)) for _ in range(count)
     ]
+
+
+def mixed_requests(count: int, most: int, chat: bool, seed: int) -> list[BenchRequest]:
+    """Make half chats (`lognormal_requests`), a quarter long prompts with short replies, and a
+    quarter chats behind one shared system prompt, in random order."""
+    draw = random.Random(seed)
+    chats = iter(lognormal_requests(count, most, chat, seed + 1))
+    shared = _prompt(draw, _SHARED_TOKENS, chat)
+    requests = []
+    for kind in draw.choices(("chat", "long", "shared"), weights=(2, 1, 1), k=count):
+        request = next(chats)
+        if kind == "long":
+            request = BenchRequest(_prompt(draw, _LONG_TOKENS, chat), _LONG_REPLY)
+        elif kind == "shared":
+            request = BenchRequest(_joined(shared, request.prompt), request.output_len)
+        requests.append(request)
+    return requests
+
+
+def _joined(shared: Any, prompt: Any) -> Any:
+    return f"{shared} {prompt}" if isinstance(shared, str) else shared + prompt
 
 
 def _prompt(draw: random.Random, length: int, chat: bool) -> str | list[int]:

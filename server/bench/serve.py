@@ -182,13 +182,15 @@ async def run_load(
     due: Iterable[float],
     max_concurrency: int | None,
     tick: Callable[[], object] = lambda: None,
+    began: float | None = None,
 ) -> tuple[list[Outcome], float]:
     """Send each request when it is due, with at most `max_concurrency` open at once.
 
-    `due` has seconds from the start; a request waits longer if too many are open. Calls `tick`
+    `due` has seconds from `began` (`time.perf_counter`; None: now); a request waits longer if too
+    many are open. Calls `tick`
     after each reply. Returns the outcomes in order and the duration in seconds."""
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
 
     async def one(request: BenchRequest, at: float) -> Outcome:
         if slots is None:

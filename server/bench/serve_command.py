@@ -70,11 +70,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", action="store_true", help="generate past the end-of-text token")
     add(
         "--dataset-name",
-        choices=("random", "lognormal", "sharegpt", "custom"),
+        choices=("random", "lognormal", "mixed", "sharegpt", "custom"),
         default="random",
         help="random: random tokens of given lengths; lognormal: random tokens with lengths like "
-        "ShareGPT's; sharegpt: a file in ShareGPT's JSON format; custom: a JSONL file of prompts "
-        "(default: random)",
+        "ShareGPT's; mixed: chats, long prompts and a shared system prompt at once; sharegpt: a "
+        "file in ShareGPT's JSON format; custom: a JSONL file of prompts (default: random)",
     )
     add("--dataset-path", metavar="FILE", help="file of the dataset sharegpt or custom")
     add(
@@ -123,6 +123,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=600.0,
         help="seconds without data after which a request fails (default: 600)",
     )
+    add(
+        "--client-processes",
+        type=int,
+        metavar="INT",
+        help="processes that send the requests (default: by cores and requests at once)",
+    )
     add_output(parser)
     add("--plot", metavar="FILE", help="draw the latency distributions as PNG")
 
@@ -131,7 +137,8 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; returns the exit status, which is 1 if any request failed."""
     from .plot import check_plot
 
-    for name, least in (("num_prompts", 1), ("num_warmups", 0), ("max_concurrency", 1)):
+    least_values = {"num_warmups": 0, "num_prompts": 1, "max_concurrency": 1, "client_processes": 1}
+    for name, least in least_values.items():
         value = vars(args)[name]
         if value is not None and value < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, not {value}")
@@ -180,6 +187,8 @@ def _requests(args: argparse.Namespace) -> list[Any]:
         return load.random_requests(count, *lengths, args.random_range_ratio, chat, seed)
     if args.dataset_name == "lognormal":
         return load.lognormal_requests(count, args.max_len, chat, seed)
+    if args.dataset_name == "mixed":
+        return load.mixed_requests(count, args.max_len, chat, seed)
     if not args.dataset_path:
         raise ConfigError(f"--dataset-name {args.dataset_name} needs --dataset-path")
     path = Path(args.dataset_path)
@@ -204,6 +213,7 @@ async def _measure(
     import httpx
 
     from ..progress import CountProgress
+    from . import client_processes as clients
     from . import serve as bench
     from .load import arrivals
 
@@ -221,16 +231,18 @@ async def _measure(
                 return None
         before = await bench.drafting_counters(client, base)
         requests = requests[args.num_warmups :]
-        due = arrivals(len(requests), args.request_rate, args.burstiness, args.seed)
+        due = list(arrivals(len(requests), args.request_rate, args.burstiness, args.seed))
+        load = clients.Load(target, requests, due, args.max_concurrency, args.timeout)
+        count = args.client_processes
+        count = count or clients.default_processes(len(requests), args.max_concurrency)
         with CountProgress("bench serve", len(requests), "requests") as bar:
-            outcomes, seconds = await bench.run_load(
-                client, target, requests, due, args.max_concurrency, bar.update
-            )
+            measured = await asyncio.to_thread(clients.send_from, count, load, bar.update)
         after = await bench.drafting_counters(client, base)
     found = {"kind": "serve", "url": target.url, "model": target.model}
     found |= {"dataset": args.dataset_name, "request_rate": str(args.request_rate)}
     found |= {"max_concurrency": args.max_concurrency, "seed": args.seed}
-    found |= bench.figures(outcomes, seconds, limits)
+    found |= {"client_processes": count, "client_cpu_share": round(measured.cpu_share, 3)}
+    found |= bench.figures(measured.outcomes, measured.seconds, limits)
     found["speculation"] = bench.acceptance(before, after)
     return found
 
@@ -266,6 +278,7 @@ def _failed(why: str) -> None:
 
 def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Print the tables and draw the plot."""
+    from .client_processes import BOTTLENECK_SHARE
     from .plot import plot_serve
 
     for name, label in _COUNTS.items():
@@ -281,6 +294,13 @@ def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
     if drafts := found["speculation"]:
         print(f"{'acceptance rate':24} {drafts['acceptance_rate']:>12.4f}")
         print(f"{'tokens per verify step':24} {drafts['mean_acceptance_length']:>12.4f}")
+    share = found["client_cpu_share"]
+    if share >= BOTTLENECK_SHARE and found["duration_s"] >= 1:
+        print(
+            f"the client may have been the bottleneck: one of its {found['client_processes']} "
+            f"processes used {share:.0%} of a core; raise --client-processes",
+            file=sys.stderr,
+        )
     for error, count in found["errors"].items():
         print(f"{count} × {one_line(error)}", file=sys.stderr)  # may contain text of the server
     if args.plot:
