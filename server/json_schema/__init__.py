@@ -1,8 +1,9 @@
 """Prepares JSON schemas for the grammar compiler, which ignores what it cannot express.
 
-Every schema is rewritten to one that admits no more than the given one. What cannot be enforced is
-refused, or left out where the client asked for no guarantee. Clients choose size and depth of what
-is read here, so a `Budget` bounds the work, and walks use a stack of their own.
+Every schema is rewritten to one that allows no more values than the given one. Keywords that cannot
+be enforced are rejected if the client wants a guarantee (strict), and dropped if it does not.
+Clients choose size and depth of a schema, so a `Budget` bounds the work, and tree walks keep their
+own stack instead of recursing.
 """
 
 from .prepare import prepare_schema

@@ -1,7 +1,7 @@
-"""Choices of a schema: listed values, and one or any of several schemas.
+"""Rewrites the choices in a schema: `enum`, `const`, `anyOf`, `oneOf` and `allOf`.
 
-The compiler looks at one of these alone, so what stands beside it moves into the branches. It
-treats `oneOf` as `anyOf`, which is right only where no value satisfies two branches.
+The compiler reads only one of these and ignores the keywords beside it, so those move into the
+branches. It treats `oneOf` as `anyOf`, which is correct only if no value satisfies two branches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHOOSERS = ("enum", "const", "anyOf", "oneOf", "allOf")
 
 
 def unwrap_all_of_one(schema: Schema, context: Context) -> None:
-    """What stands in an allOf of one is said beside it, where everything else looks."""
+    """Replace an `allOf` of a single schema by that schema's keywords, in place."""
     while len(schema.get("allOf", ())) == 1:
         context.budget.spend(1)
         branch = schema.pop("allOf")[0]
@@ -30,13 +30,16 @@ def unwrap_all_of_one(schema: Schema, context: Context) -> None:
 
 
 def choose(schema: Schema, context: Context) -> None:
-    """Leave one chooser, and an `anyOf` nothing beside it."""
+    """Leave the schema with one choice at most, and an `anyOf` with no keyword beside it.
+
+    Raises SchemaError if no branch can be satisfied, and, if strict, for combinations that cannot
+    be enforced."""
     choosers = [name for name in _CHOOSERS if name in schema]
     if len(choosers) > 1:
         context.refuse(schema, set(choosers[1:]), f"cannot be enforced beside {choosers[0]!r}")
     chooser = choosers[0] if choosers else ""
     if chooser == "allOf":
-        context.refuse(schema, {"allOf"}, "can be enforced with one schema only")
+        context.refuse(schema, {"allOf"}, "can be enforced only with a single schema")
     if chooser not in ("anyOf", "oneOf"):
         return
     given = schema.pop(chooser)
@@ -45,12 +48,12 @@ def choose(schema: Schema, context: Context) -> None:
     branches = [_merged(shared, branch, context) for branch in given]
     left = [branch for branch in branches if not _is_void(branch, context)]
     if not left:
-        raise SchemaError(f"nothing satisfies any schema of {chooser!r}")
+        raise SchemaError(f"no value satisfies any schema of {chooser!r}")
     schema["anyOf"] = make_exclusive(left, context) if chooser == "oneOf" else left
 
 
 def _merged(shared: Schema, branch: Any, context: Context) -> Any:
-    """A branch and what stood beside it, as one schema."""
+    """One schema with the keywords of a branch and those `shared`, that stood beside the choice."""
     if not shared or branch is False:
         return branch
     if branch is True:
@@ -58,7 +61,10 @@ def _merged(shared: Schema, branch: Any, context: Context) -> Any:
     context.budget.spend(len(shared) + len(branch) + len(shared.get("properties", ())) // 8)
     torn = _torn(shared, branch) or _torn(branch, shared)
     if torn and context.strict:
-        raise SchemaError(f"{torn!r} cannot be enforced beside a choice apart from what it goes by")
+        raise SchemaError(
+            f"{torn!r} cannot be enforced apart from the keywords that it depends on: one of them "
+            "is beside a choice, the other inside"
+        )
     merged = {**shared, **branch}
     for name in shared.keys() & branch.keys():
         ours, theirs = shared[name], branch[name]
@@ -74,7 +80,9 @@ def _merged(shared: Schema, branch: Any, context: Context) -> Any:
 
 
 def _torn(ours: Schema, theirs: Schema) -> str | None:
-    """A keyword of ours that goes by others in its own schema, and would go by theirs if merged."""
+    """A keyword in `ours` that would change its meaning when merged with `theirs`, or None.
+
+    For example, `additionalProperties` depends on the `properties` of its own schema."""
     if ours.get("additionalProperties", True) not in (True, {}):
         foreign = theirs.get("properties", {}).keys() - ours.get("properties", {}).keys()
         if foreign or theirs.get("patternProperties"):
@@ -90,7 +98,7 @@ def _torn(ours: Schema, theirs: Schema) -> str | None:
 
 
 def _is_void(branch: Any, context: Context) -> bool:
-    """Whether its listed values are all of another type than it asks for."""
+    """Whether a branch is false, or lists only values that contradict its own `type`."""
     if not isinstance(branch, dict):
         return branch is False
     name = "enum" if "enum" in branch else "const" if "const" in branch else None
@@ -98,7 +106,7 @@ def _is_void(branch: Any, context: Context) -> bool:
 
 
 def _fitting(schema: Schema, name: str, context: Context) -> list[Any]:
-    """The listed values of the types that the schema asks for."""
+    """The values that the schema lists under `name` and whose type its `type` allows."""
     values = schema["enum"] if name == "enum" else [schema["const"]]
     context.budget.spend(len(values))
     kinds = schema.get("type", TYPES)
@@ -110,9 +118,10 @@ def _fitting(schema: Schema, name: str, context: Context) -> list[Any]:
 
 
 def filter_values(schema: Schema, context: Context) -> bool:
-    """Of listed values keep those of the right type; other limits on them are not looked at.
+    """Reduce a schema with `enum` or `const` to the listed values of the right type, in place.
 
-    False if the schema lists none.
+    Returns False if the schema lists no values. Raises SchemaError if none has the right type, and,
+    if strict, for other keywords beside the list.
     """
     name = next((name for name in ("enum", "const") if name in schema), None)
     if name is None:
@@ -122,7 +131,7 @@ def filter_values(schema: Schema, context: Context) -> bool:
     if beside:
         context.refuse(schema, beside, f"cannot be enforced beside {name!r}")
     if not values:
-        raise SchemaError(f"no value of {name!r} has the type that the schema asks for")
+        raise SchemaError(f"no value of {name!r} has the type that the schema requires")
     schema.clear()
     schema.update(listed(values, context))
     return True

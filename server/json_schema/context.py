@@ -1,4 +1,4 @@
-"""What the steps of one schema's preparation share: strictness, the budget, and references."""
+"""The state that all steps of a schema's preparation share: strictness, budget and references."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ _PLAIN = re.compile(r"#/(?:\$defs|definitions)/([\w.\- ]+)")
 
 
 class Context:
-    """One schema while it is prepared."""
+    """The state of one schema's preparation; `root` is the schema that references point into."""
 
     def __init__(self, root: Schema, strict: bool, budget: Budget, prefix: str) -> None:
         self.root = root
         self.strict = strict
         self.budget = budget
         self._prefix = prefix
-        self.pending: list[tuple[str, Any]] = []  # definitions to prepare: name, schema as given
-        self._names: dict[str, str] = {}  # pointer -> name of its definition
+        self.pending: list[tuple[str, Any]] = []  # definitions yet to prepare: name, given schema
+        self._names: dict[str, str] = {}  # JSON pointer -> name of its definition in `$defs`
         self._taken: set[str] = set()
         self._targets: dict[str, Any] = {}
 
     def refuse(self, schema: Schema, names: Iterable[str], why: str) -> None:
-        """Raise if strict, else take the keywords out of the schema."""
+        """Raise SchemaError about the keywords `names` if strict, else remove them in place."""
         found = sorted(names)
         if self.strict:
             raise SchemaError(f"{' and '.join(map(repr, found))} {why}")
@@ -34,11 +34,15 @@ class Context:
             schema.pop(name, None)
 
     def target(self, reference: str) -> Any:
-        """The schema that a reference leads to, past references; SchemaError if there is none."""
+        """The schema that a reference points to, following further references.
+
+        Raises SchemaError if there is none, or the references form a circle."""
         return self._followed(reference)[1]
 
     def link(self, reference: str) -> str:
-        """A reference to the definition that this reference's target will have."""
+        """The reference, in the prepared schema, to the definition of this reference's target.
+
+        Adds the target to `pending` if it is new."""
         pointer, schema = self._followed(reference)
         if pointer not in self._names:
             plain = _PLAIN.fullmatch(pointer)
@@ -54,7 +58,7 @@ class Context:
         seen = set()
         while True:
             if reference in seen:
-                raise SchemaError(f"'$ref' {reference[:100]!r} leads to itself")
+                raise SchemaError(f"'$ref' {reference[:100]!r} refers to itself")
             seen.add(reference)
             self.budget.spend(1)
             found = self._find(reference)
@@ -68,8 +72,9 @@ class Context:
         return self._targets[reference]
 
     def _walk(self, reference: str) -> Any:
+        shown = reference[:100]
         if reference != "#" and not reference.startswith("#/"):
-            raise SchemaError(f"'$ref' leads out of this schema, to {reference[:100]!r}")
+            raise SchemaError(f"'$ref' must stay within the schema, not point to {shown!r}")
         found: Any = self.root
         parts = reference[2:].split("/") if reference != "#" else []
         self.budget.spend(len(parts))
@@ -81,7 +86,7 @@ class Context:
             else:
                 found = found.get(key) if isinstance(found, dict) else None
             if found is None:
-                raise SchemaError(f"'$ref' leads nowhere: there is no {reference[:100]!r}")
+                raise SchemaError(f"'$ref' points to {shown!r}, which does not exist")
         if reference != "#" and not _PLAIN.fullmatch(reference):
-            check_shape(found, self.budget)  # it may be where no keyword holds a schema
+            check_shape(found, self.budget)  # not checked before if no known keyword contains it
         return found

@@ -1,7 +1,7 @@
-"""Limits of numbers, as the compiler can hold them.
+"""Rewrites the limits of numbers into forms that the compiler enforces.
 
-It writes numbers between limits with up to six decimals, and multiples of whole numbers only where
-both ends are open. Between two limits the multiples are listed.
+The compiler generates numbers between limits with up to six decimals, and multiples only of
+integers without limits. Multiples between two limits are therefore listed one by one.
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from typing import Any
 from .context import Context
 from .shape import Schema, SchemaError
 
-MAX_LISTED = 1000  # multiples
-_MAX_DIVISOR = 1024  # the compiler's automaton has a state for each remainder
+MAX_LISTED = 1000  # multiples that are listed at most
+_MAX_DIVISOR = 1024  # the compiler's automaton has one state per remainder
 _DECIMALS = 6
-_INT64 = (-(2**63) + 1, 2**63 - 1)  # the compiler's integers; one less on either side for its sums
+_INT64 = (-(2**63) + 1, 2**63 - 1)  # the compiler's integers, with room for its arithmetic
 
 
 def limit_number(schema: Schema, context: Context) -> Schema:
-    """A schema of one number type with limits that hold."""
+    """The schema, of type number or integer, with limits that the compiler enforces.
+
+    Raises SchemaError if no number satisfies it, and, if strict, for an unenforceable multipleOf.
+    Changes `schema` in place where it can."""
     _replace_flags(schema)
     factor = Fraction(str(schema["multipleOf"])) if "multipleOf" in schema else None
     if factor is not None and factor.denominator == 1:
         schema["type"] = "integer"
     elif factor is not None and schema["type"] == "integer":
-        factor = Fraction(factor.numerator)  # of the multiples, only these are whole
+        factor = Fraction(factor.numerator)  # the integers among the multiples of a / b: those of a
     if schema["type"] == "integer":
         _limit_integer(schema)
     low, high = _range(schema)
@@ -43,7 +46,7 @@ def limit_number(schema: Schema, context: Context) -> Schema:
         context.budget.spend(int((high - low) / factor))
         return _multiples(schema, low, high, factor)
     why = (
-        f"can be enforced for whole numbers up to {_MAX_DIVISOR} without limits, or between a "
+        f"can be enforced only for integers up to {_MAX_DIVISOR} without limits, or between a "
         f"minimum and a maximum with up to {MAX_LISTED} multiples"
     )
     context.refuse(schema, {"multipleOf"}, why)
@@ -51,7 +54,7 @@ def limit_number(schema: Schema, context: Context) -> Schema:
 
 
 def _replace_flags(schema: Schema) -> None:
-    """In older schemas, `exclusiveMinimum: true` says that `minimum` itself is out."""
+    """Turn the boolean exclusiveMinimum and exclusiveMaximum of older drafts into numbers."""
     for flag, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(schema.get(flag), bool):
             if schema.pop(flag) and bound in schema:
@@ -59,7 +62,7 @@ def _replace_flags(schema: Schema) -> None:
 
 
 def _limit_integer(schema: Schema) -> None:
-    """Whole limits, both inclusive, of the compiler's size."""
+    """Make the limits of an integer inclusive 64-bit integers, in place."""
     lows = [math.ceil(schema["minimum"])] if "minimum" in schema else []
     highs = [math.floor(schema["maximum"])] if "maximum" in schema else []
     if "exclusiveMinimum" in schema:
@@ -75,7 +78,8 @@ def _limit_integer(schema: Schema) -> None:
 
 
 def _range(schema: Schema) -> tuple[Fraction | None, Fraction | None]:
-    """The ends, inclusive, of numbers with six decimals."""
+    """The lowest and highest allowed number with at most six decimals (integers: none); None is
+    no limit."""
     step = Fraction(1, 1 if schema["type"] == "integer" else 10**_DECIMALS)
     lows, highs = [], []
     if "minimum" in schema:
@@ -95,7 +99,7 @@ def _exact(value: Any) -> Fraction:
 
 def _refuse_empty(schema: Schema, low: Fraction | None, high: Fraction | None) -> None:
     if low is not None and high is not None and low > high:
-        raise SchemaError(f"no {schema['type']} of up to six decimals lies between its limits")
+        raise SchemaError(f"no {schema['type']} with up to six decimals lies between its limits")
 
 
 def _multiples(schema: Schema, low: Fraction, high: Fraction, factor: Fraction) -> Schema:
@@ -107,15 +111,17 @@ def _multiples(schema: Schema, low: Fraction, high: Fraction, factor: Fraction) 
 
 
 def listed(values: list[Any], context: Context) -> Schema:
-    """A schema of these values alone, of those that the compiler can write."""
+    """A schema that allows exactly those of the values that the compiler represents exactly.
+
+    Raises SchemaError if there are none."""
     able = [value for value in values if _is_exact(value, context)]
     if not able:
-        raise SchemaError("its numbers are too large for integers of 64 bits")
+        raise SchemaError("its integers do not fit into 64 bits")
     return _written(able)
 
 
 def _is_exact(value: Any, context: Context) -> bool:
-    """Whether no integer in it is so large that the compiler would round it."""
+    """Whether every integer in the value fits into the compiler's 64 bits, so that none is rounded."""
     stack = [value]
     while stack:
         item = stack.pop()
@@ -129,7 +135,9 @@ def _is_exact(value: Any, context: Context) -> bool:
 
 
 def _written(values: list[Any]) -> Schema:
-    """Fractions as ranges of one number: the compiler would write 0.1 as 0.10000000000000001."""
+    """A schema of the values, with each fraction as a range that contains only itself.
+
+    In an enum, the compiler would write 0.1 as 0.10000000000000001."""
     short = [v for v in values if isinstance(v, float) and not v.is_integer() and _is_short(v)]
     taken = set(short)
     rest = [v for v in values if not (isinstance(v, float) and v in taken)]

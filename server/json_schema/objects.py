@@ -1,7 +1,8 @@
-"""Limits of objects, as the compiler can hold them.
+"""Rewrites the limits of objects into forms that the compiler enforces.
 
-It writes the listed properties in order, then any others. It does not see that another property's
-name matches a pattern, was there before, or is one of the listed in other words.
+The compiler generates the listed properties in order, then any additional ones. It does not check
+whether an additional property's name matches a pattern, repeats an earlier name, or is an escaped
+spelling of a listed one.
 """
 
 from __future__ import annotations
@@ -14,11 +15,15 @@ from .regex_text import are_apart, json_pattern, may_match
 from .sequences import clamp_counts
 from .shape import KNOWN, Schema, SchemaError, pattern_weight
 
-_OF_NAMES = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"}
+_NAME_KEYWORDS = {"type", "enum", "const", "pattern", "minLength", "maxLength", "format"}
 
 
 def limit_object(schema: Schema, context: Context) -> None:
-    """Objects admit what they list and no more, except where counts or names ask for more."""
+    """Rewrite a schema of type object in place.
+
+    The result allows only the listed properties, unless the schema explicitly wants others or needs
+    them for its counts. Raises SchemaError if no object satisfies it, and, if strict, for keywords
+    that cannot be enforced."""
     clamp_counts(schema, "Properties", context)
     others = schema.pop("unevaluatedProperties", None)
     if others is not None:
@@ -34,7 +39,9 @@ def limit_object(schema: Schema, context: Context) -> None:
 
 
 def _limit_names(schema: Schema, context: Context) -> None:
-    """`propertyNames`: listed names become properties, others stay where nothing is listed."""
+    """Enforce `propertyNames`: names in an enum become properties, other rules are kept.
+
+    They can be kept only if the schema lists no properties."""
     names = schema.pop("propertyNames", True)
     if isinstance(names, dict) and "$ref" in names and len(names.keys() & KNOWN) == 1:
         names = context.target(names["$ref"])
@@ -43,13 +50,13 @@ def _limit_names(schema: Schema, context: Context) -> None:
     if names is False:
         names = {"enum": []}
     known = {name: value for name, value in names.items() if name in KNOWN}
-    wrong = not known.keys() <= _OF_NAMES or known.get("type", "string") != "string"
+    wrong = not known.keys() <= _NAME_KEYWORDS or known.get("type", "string") != "string"
     fixed = "enum" in known or "const" in known
     if wrong or (schema.keys() & ({"patternProperties"} if fixed else _LISTING)):
         schema["propertyNames"] = names
         context.refuse(schema, {"propertyNames"}, "cannot be enforced here")
     elif not fixed and schema.get("additionalProperties", True) is False:
-        return  # there are no names
+        return  # no property is allowed, so there are no names to check
     elif not fixed:
         schema["propertyNames"] = {**known, "type": "string"}
     else:
@@ -71,7 +78,10 @@ def _list_names(schema: Schema, names: list[str], context: Context) -> None:
 
 
 def _limit_patterns(schema: Schema, context: Context) -> None:
-    """Patterns of names that match no listed property of another schema, nor each other's names."""
+    """Keep the `patternProperties` that no name can confuse.
+
+    A pattern must not match a listed property with a different schema, nor share a name with a
+    pattern of a different schema. Others are an error if strict, else dropped."""
     given = schema.get("patternProperties")
     if given is None:
         return
@@ -89,11 +99,11 @@ def _limit_patterns(schema: Schema, context: Context) -> None:
         )
         context.budget.spend(len(kept))
         if clash is not None and inner in (True, {}):
-            continue  # it asks nothing of that property, and is not needed for it
+            continue  # the pattern demands nothing, so the listed property needs no second rule
         if clash is not None:
-            wrong = f"the pattern {pattern[:60]!r} matches the property {clash[:60]!r}, too"
+            wrong = f"the pattern {pattern[:60]!r} also matches the property {clash[:60]!r}"
         elif not all(other == inner or are_apart(pattern, each) for each, other in kept.items()):
-            wrong = f"a name may match the pattern {pattern[:60]!r} and another one"
+            wrong = f"a name may match both the pattern {pattern[:60]!r} and another one"
         else:
             kept[pattern] = inner
             continue
@@ -103,18 +113,21 @@ def _limit_patterns(schema: Schema, context: Context) -> None:
 
 
 def _count_properties(schema: Schema, context: Context) -> None:
-    """Names may come twice, so only as many are sure as are listed, and one more."""
+    """Enforce `minProperties` and `maxProperties` as far as the compiler can.
+
+    It may repeat the name of an additional property, so the only distinct names that are certain
+    are the required ones and one more."""
     least = schema.get("minProperties", 0)
     sure = len(set(schema.get("required", ())))
     if schema.get("maxProperties", sure) < sure:
-        raise SchemaError("more properties are required than 'maxProperties' allows")
+        raise SchemaError("'required' lists more properties than 'maxProperties' allows")
     if least <= sure:
         schema.pop("minProperties", None)
     limited = {"minProperties", "maxProperties"} & schema.keys()
     named = schema.keys() & {"patternProperties", "propertyNames"}
     is_open = schema.get("additionalProperties", True) is not False or bool(named)
     if not is_open and least > len(schema.get("properties", {})):
-        raise SchemaError("'minProperties' is more than the properties that are allowed")
+        raise SchemaError("'minProperties' exceeds the number of properties that are allowed")
     if least <= sure + 1 or not is_open:
         if limited and not named:
             schema.setdefault("additionalProperties", True)
@@ -124,12 +137,14 @@ def _count_properties(schema: Schema, context: Context) -> None:
         if least <= len(schema.get("properties", {})):
             return
         del schema["additionalProperties"]
-    why = f"can be enforced up to {sure + 1} here, because names may repeat"
+    why = f"can be enforced only up to {sure + 1} here, because names may repeat"
     context.refuse(schema, {"minProperties"}, why)
 
 
 def _list_required(schema: Schema, context: Context) -> None:
-    """Properties that must be there are listed, with the schema that holds for their names."""
+    """List the required properties that are missing from `properties`.
+
+    Each gets the schema of the pattern that matches its name, else that of additionalProperties."""
     properties, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
     missing = [name for name in schema.get("required", ()) if name not in properties]
     if not missing:
@@ -146,7 +161,9 @@ def _list_required(schema: Schema, context: Context) -> None:
 
 
 def _close(schema: Schema, context: Context) -> None:
-    """Write the patterns; beside them the compiler would take any name as another property's."""
+    """Rewrite the patterns for the compiler, and forbid additional properties beside them.
+
+    Otherwise the compiler would accept any name as an additional property."""
     given = schema.get("patternProperties")
     if given is None:
         return
@@ -169,7 +186,7 @@ def _close(schema: Schema, context: Context) -> None:
 
 
 def _drop_impossible(schema: Schema, context: Context) -> None:
-    """A property that no value satisfies may not come."""
+    """Remove properties with the schema false, which may never appear."""
     given = schema.get("properties", {})
     never = [name for name, inner in given.items() if inner is False]
     if not never:
@@ -178,7 +195,7 @@ def _drop_impossible(schema: Schema, context: Context) -> None:
         if name in schema.get("required", ()):
             raise SchemaError(f"{name[:100]!r} is required, but no value satisfies it")
     if schema.get("additionalProperties", False) is not False:
-        why = f"{never[0][:100]!r} cannot be left out where any other property may come"
+        why = f"{never[0][:100]!r} cannot be forbidden where additional properties are allowed"
         if context.strict:
             raise SchemaError(why)
     schema["properties"] = {name: v for name, v in given.items() if v is not False}

@@ -1,7 +1,7 @@
-"""Proves that no value satisfies two schemas of a `oneOf`, or makes them so.
+"""Proves that no generated value satisfies two branches of a `oneOf`, or makes them exclusive.
 
-A value is made from one branch as the compiler writes it: objects without a word about other
-properties have none. It must not satisfy another branch as the client gave it.
+The compiler generates a value from one branch; for example, an object has no additional properties
+unless the branch mentions them. That value must not satisfy another branch as the client wrote it.
 """
 
 from __future__ import annotations
@@ -20,20 +20,22 @@ _WHY = "cannot be enforced, because a value may satisfy several of its schemas"
 
 @dataclass
 class _Facts:
-    """What is known of a branch's values."""
+    """What is known about the values of a branch."""
 
-    kinds: set[str]  # that satisfy the branch
-    made: set[str]  # that are made from it: a limit without a type makes its own type alone
-    values: set[bytes] | None = None  # all there are, as JSON
-    fixed: dict[str, set[bytes]] = field(default_factory=dict)  # property -> the values it may have
+    kinds: set[str]  # types of the values that satisfy the branch
+    made: set[str]  # types of the values generated from it; without `type`, that of its limits
+    values: set[bytes] | None = None  # all values as JSON, if the branch lists them
+    fixed: dict[str, set[bytes]] = field(default_factory=dict)  # property -> its listed values
     required: set[str] = field(default_factory=set)
-    names: set[str] | None = None  # all properties that may come; None if any may
+    names: set[str] | None = None  # all properties that may appear; None if any may
     low: float = float("-inf")
     high: float = float("inf")
 
 
 def make_exclusive(branches: list[Any], context: Context) -> list[Any]:
-    """Branches that no value shares. If strict, SchemaError where that cannot be seen."""
+    """The branches, changed if needed so that no generated value satisfies two of them.
+
+    Raises SchemaError, if strict, where this cannot be proved."""
     if len(branches) == 1 or not context.strict:
         return branches
     opened = [_opened(branch, context) for branch in branches]
@@ -62,7 +64,7 @@ def _requiring(schema: Any, name: str) -> Schema:
 
 
 def _opened(branch: Any, context: Context) -> Schema | None:
-    """A branch past references and an allOf of one; None if it chooses once more."""
+    """The branch after following references and an `allOf` of one; None if it is another choice."""
     for _ in range(10):
         if not isinstance(branch, dict):
             return None
@@ -109,7 +111,7 @@ def _values(schema: Schema, context: Context) -> set[bytes] | None:
 
 
 def _canonical(value: Any) -> bytes:
-    """JSON text that is the same for equal values."""
+    """JSON text that is identical for values that are equal in JSON Schema, such as 1 and 1.0."""
     return msgspec.json.encode(_plain(value), order="deterministic")
 
 
@@ -122,7 +124,7 @@ def _plain(value: Any) -> Any:
 
 
 def _discriminator(known: list[_Facts], context: Context) -> str | None:
-    """A property that has other values in every branch."""
+    """A property whose listed values differ from branch to branch, or None."""
     for name in known[0].fixed:
         context.budget.spend(len(known))
         if not all(each.kinds == {"object"} and name in each.fixed for each in known):
@@ -134,7 +136,7 @@ def _discriminator(known: list[_Facts], context: Context) -> str | None:
 
 
 def _misses(ours: _Facts, theirs: _Facts) -> bool:
-    """Whether no value that is made from `ours` satisfies `theirs`, as far as can be seen."""
+    """Whether provably no value generated from `ours` satisfies `theirs`."""
     if not _wide(ours.made) & _wide(theirs.kinds):
         return True
     if ours.values is not None and theirs.values is not None:
@@ -152,7 +154,7 @@ def _misses(ours: _Facts, theirs: _Facts) -> bool:
 
 
 def _lacks(ours: _Facts, theirs: _Facts) -> bool:
-    """Whether our objects never have a property that theirs must have."""
+    """Whether objects of `ours` can never have some property that `theirs` requires."""
     return ours.names is not None and bool(theirs.required - ours.names)
 
 

@@ -1,4 +1,4 @@
-"""Takes a schema apart and rewrites each of its subschemas; the steps are in the other files."""
+"""Walks through a schema and rewrites each subschema; the other files contain the single steps."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ _LIMITS = {"array": limit_array, "object": limit_object, "string": limit_string}
 def prepare_schema(
     schema: Schema | bool, strict: bool, budget: Budget | None = None, prefix: str = ""
 ) -> Schema | bool:
-    """The schema as the compiler can enforce it. SchemaError if it cannot, or nothing fits it.
+    """Rewrite a schema into one that the compiler enforces; the given one is not changed.
 
-    Without `strict`, what cannot be enforced is left out. `budget` may be shared by the schemas of
-    a request, whose shape `Budget.of` has checked. Definitions end up in `$defs`, under names that
-    begin with `prefix`; notes and unknown keywords are dropped.
+    Raises SchemaError if no value satisfies it, and, if `strict`, for keywords that cannot be
+    enforced; without `strict` those are dropped. Annotations and unknown keywords are dropped, too.
+    All schemas of a request may share a `budget` made by `Budget.of`, which checks their shape.
+    Definitions end up in `$defs` under names that start with `prefix`.
     """
     budget = budget or Budget.of(schema)
     if schema is False:
@@ -71,7 +72,7 @@ def _prepared(schema: Any, context: Context) -> Any:
 
 
 def _places(schema: Schema) -> Iterator[tuple[Any, Any]]:
-    """Where the schemas directly below are; containers are copies, so that they may be changed."""
+    """The (container, key) of each direct subschema; containers are copied first, to be changed."""
     for name in MAPS:
         if name in schema:
             schema[name] = dict(schema[name])
@@ -84,7 +85,7 @@ def _places(schema: Schema) -> Iterator[tuple[Any, Any]]:
 
 
 def _rewritten(given: Schema, context: Context) -> tuple[Schema, bool]:
-    """The schema anew, and whether the schemas in it need no rewriting."""
+    """A rewritten copy of one schema, and whether its subschemas are final already."""
     context.budget.spend(1 + len(given))
     schema = {name: value for name, value in given.items() if name in KNOWN}
     unwrap_all_of_one(schema, context)
@@ -119,7 +120,7 @@ def _drop_unenforced(schema: Schema, context: Context) -> None:
 
 
 def _link(schema: Schema, context: Context) -> bool:
-    """Whether the schema is a reference, which then leads to a definition of the prepared one."""
+    """Redirect a reference to a definition in the prepared schema; False if it is not a reference."""
     if "$ref" not in schema:
         return False
     others = [name for name in CHOOSERS if name in schema and name != "$ref"]
@@ -134,10 +135,10 @@ def _link(schema: Schema, context: Context) -> bool:
 
 
 def _kinds(schema: Schema) -> list[str]:
-    """The types that a value may have; empty for any. A limit binds its own type alone, and the
+    """The types that a value may have; empty for any.
 
-    compiler would ignore it without that type.
-    """
+    A schema with a limit but no `type` gets the limit's type, because the compiler would ignore the
+    limit otherwise. That allows fewer values than the schema, never more."""
     given = schema.get("type")
     if given is None:
         kind = next((TYPE_OF[name] for name in schema if name in TYPE_OF), None)
@@ -145,12 +146,12 @@ def _kinds(schema: Schema) -> list[str]:
     kinds = list(dict.fromkeys([given] if isinstance(given, str) else given))
     unknown = [kind for kind in kinds if kind not in TYPES]
     if unknown or not kinds:
-        raise SchemaError(f"{(unknown or [given])[0]!r} is not a type")
+        raise SchemaError(f"{(unknown or [given])[0]!r} is not a JSON type")
     return [kind for kind in kinds if kind != "integer" or "number" not in kinds]
 
 
 def _by_type(schema: Schema, kinds: list[str]) -> Schema:
-    """A schema of several types; where it has limits, one branch for each type with its own."""
+    """A schema of several types (or any); if it has limits, an `anyOf` with one branch per type."""
     if schema.keys() <= {"type"}:
         return {"type": kinds} if kinds else {}
     branches = []

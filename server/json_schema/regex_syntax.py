@@ -1,7 +1,7 @@
-"""Reads regular expressions of clients into a tree, and refuses what a grammar cannot hold.
+"""Parses the regular expressions of clients, and rejects what a grammar cannot express.
 
-The dialect is ECMAScript's with Unicode, which is JSON Schema's. Lookaround, backreferences, word
-boundaries, flags and properties of characters are refused: the compiler matches something else.
+The dialect is ECMAScript's with Unicode, as in JSON Schema. Lookaround, backreferences, word
+boundaries, flags and character properties are rejected, because the compiler misreads them.
 """
 
 from __future__ import annotations
@@ -13,53 +13,53 @@ LAST = 0x10FFFF
 MAX_NESTING = 50
 MAX_PATTERN = 8_000  # characters
 MAX_REPEAT = 1_000_000
-MAX_RANGES = 500  # of a class
+MAX_RANGES = 500  # ranges in a character class
 
-Ranges = tuple[tuple[int, int], ...]  # sorted, apart from each other
+Ranges = tuple[tuple[int, int], ...]  # inclusive code points; sorted and not adjacent
 
 
 class RegexError(ValueError):
-    """A pattern that cannot be enforced; why, as a clause."""
+    """A pattern cannot be enforced; the text is the predicate of a sentence about the pattern."""
 
 
 class HalfSurrogate(RegexError):
-    """A pattern that names half of a surrogate pair, which is not a character."""
+    """A pattern contains half of a surrogate pair, which is not a character."""
 
     def __init__(self) -> None:
-        super().__init__("holds half of a surrogate pair, which is not a character")
+        super().__init__("contains half of a surrogate pair, which is not a character")
 
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of these ranges."""
+    """Matches one character of these ranges."""
 
     ranges: Ranges
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """`^` or `$`."""
+    """Matches the start of the text (`^`) or its end (`$`)."""
 
     at_start: bool
 
 
 @dataclass(frozen=True)
 class Seq:
-    """One part after the other."""
+    """Matches its parts one after the other."""
 
     parts: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Alt:
-    """One of the branches."""
+    """Matches any one of its branches."""
 
     branches: tuple[Node, ...]
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A part `low` to `high` times; None is without end."""
+    """Matches a part `low` to `high` times; None is no upper limit."""
 
     part: Node
     low: int
@@ -70,7 +70,7 @@ Node = Chars | Anchor | Seq | Alt | Repeat
 
 
 def union(ranges: list[tuple[int, int]]) -> Ranges:
-    """Ranges that hold the same characters, sorted and joined."""
+    """Sort the ranges and join those that overlap or are adjacent."""
     found: list[tuple[int, int]] = []
     for low, high in sorted(ranges):
         if found and low <= found[-1][1] + 1:
@@ -81,7 +81,7 @@ def union(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def complement(ranges: Ranges) -> Ranges:
-    """All other characters."""
+    """The ranges of all other code points."""
     found, start = [], 0
     for low, high in ranges:
         if start < low:
@@ -113,17 +113,19 @@ _GROUP = re.compile(r"\?(?::|P?<[A-Za-z_]\w*>)")
 
 
 def parse_regex(text: str) -> Node:
-    """The tree of a pattern; RegexError if it cannot be enforced."""
+    """The syntax tree of a pattern; raises RegexError if the pattern is invalid or unsupported."""
     if len(text) > MAX_PATTERN:
         raise RegexError(f"is longer than {MAX_PATTERN} characters")
     reader = _Reader(text)
     node = reader.alternatives(0)
     if reader.at < len(text):
-        raise RegexError("has a ')' too many")
+        raise RegexError("has an unmatched ')'")
     return node
 
 
 class _Reader:
+    """A recursive-descent parser; `at` is the index of the next character in `text`."""
+
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
@@ -134,7 +136,7 @@ class _Reader:
     def _next(self) -> str:
         char = self._peek()
         if not char:
-            raise RegexError("ends too early")
+            raise RegexError("ends unexpectedly")
         self.at += 1
         return char
 
@@ -163,7 +165,7 @@ class _Reader:
                 self.at = group.end()
             inner = self.alternatives(depth + 1)
             if self._next() != ")":
-                raise RegexError("has a group that is not closed")
+                raise RegexError("has an unclosed group")
             return inner
         if char in "^$":
             return Anchor(char == "^")
@@ -174,7 +176,7 @@ class _Reader:
         if char == "\\":
             return Chars(self._escape())
         if char in "*+?" or _COUNT.match(self.text, self.at - 1):
-            raise RegexError(f"has a {char!r} that repeats nothing")
+            raise RegexError(f"has nothing to repeat before {char!r}")
         return Chars(_of(char))
 
     def _repeated(self, node: Node) -> Node:
@@ -192,7 +194,7 @@ class _Reader:
             raise RegexError("repeats an anchor")
         if (high is not None and low > high) or max(low, high or 0) > MAX_REPEAT:
             raise RegexError("has a repetition out of range")
-        self.at += self._peek() == "?"  # lazy: the same texts
+        self.at += self._peek() == "?"  # a lazy repetition matches the same texts
         if self._peek() in ("*", "+", "?") or _COUNT.match(self.text, self.at):
             raise RegexError("repeats a repetition")
         return Repeat(node, low, high)
@@ -216,7 +218,7 @@ class _Reader:
         return _of(char)
 
     def _whole(self, code: int) -> int:
-        """The character of an escape; the second half of a pair is read as well."""
+        """The code point of an escape; reads a second escape if this is half of a surrogate pair."""
         if code > LAST:
             raise RegexError("names a character that does not exist")
         if not 0xD800 <= code < 0xE000:
@@ -245,7 +247,7 @@ class _Reader:
                 found.extend(first)
         self.at += 1
         if not found or len(found) > MAX_RANGES:
-            raise RegexError("has an empty or a very large class of characters")
+            raise RegexError("has an empty or very large character class")
         return complement(union(found)) if negated else union(found)
 
     def _member(self) -> Ranges:
@@ -261,9 +263,10 @@ _ESCAPE = re.compile(
 
 
 def join_surrogates(text: str) -> str:
-    """A regular expression or grammar with the characters that pairs of escapes stand for.
+    """Replace each pair of surrogate escapes in a pattern or grammar by the character it encodes.
 
-    The compiler would take each half for a character. HalfSurrogate if one stands alone.
+    The compiler would treat each half as a character. Raises HalfSurrogate for a half without its
+    other half.
     """
 
     def whole(found: re.Match[str]) -> str:

@@ -1,8 +1,8 @@
-"""Writes patterns for the grammar compiler, and asks what they match without running them.
+"""Rewrites patterns for the grammar compiler, and tests what they match in bounded time.
 
-The compiler matches whole strings, does not escape quotes and backslashes inside them, and ignores
-anchors in the middle. So patterns are written anew: without anchors, and as the text of the JSON
-string rather than the string.
+The compiler matches whole strings, does not escape quotes and backslashes in them, and ignores
+anchors inside a pattern. The rewritten patterns therefore have no anchors, and match the JSON text
+of a string instead of the string.
 """
 
 from __future__ import annotations
@@ -25,22 +25,25 @@ from .regex_syntax import (
 from .shape import Budget
 
 _SURROGATES = (0xD800, 0xDFFF)
-# What a JSON string cannot hold as it is.
+# Characters that a JSON string can contain only as escapes.
 _ESCAPED = union([(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), _SURROGATES])
 _UNESCAPED = r'[^"\\\x00-\x1f]'
 _SHORT = {0x22: '"', 0x5C: "\\", 8: "b", 9: "t", 10: "n", 12: "f", 13: "r"}
 _SPECIAL = set("^$.*+?\\()[]{}|/-")
-_MAX_STATES = 2000  # of our own automata
-_MAX_NAME = 256  # characters of a property's name that is looked at
-_MAX_TOTAL = 10_000_000  # characters that counted repetitions may come to
-# Matches nothing, but keeps the compiler from making one automaton of the pattern: those miscount
-# repeated groups and cannot hold long repetitions, and they leave out what must be escaped.
+_MAX_STATES = 2000  # of an automaton of ours
+_MAX_NAME = 256  # characters of a property's name that `may_match` searches
+_MAX_TOTAL = 10_000_000  # nodes of a pattern with its counted repetitions written out
+# Matches only the empty text, and keeps the compiler from turning the pattern into a single
+# automaton. Its automata miscount repeated groups, cannot express long repetitions, and leave out
+# characters that must be escaped.
 _NO_AUTOMATON = "é{0}"
 
 
 @lru_cache(maxsize=256)
 def json_pattern(text: str) -> str:
-    """`text` as a pattern of the JSON text between the quotes; RegexError if there is none."""
+    """Rewrite a pattern to match the JSON text between the quotes of a string.
+
+    Raises RegexError if the pattern cannot be enforced or matches nothing."""
     body = _written(whole_regex(text))
     if body is None:
         raise RegexError("matches nothing")
@@ -49,16 +52,19 @@ def json_pattern(text: str) -> str:
 
 @lru_cache(maxsize=256)
 def length_pattern(low: int, high: int | None) -> str:
-    """The same for strings of `low` to `high` characters, none of which must be escaped in JSON.
+    """A pattern for the JSON text of strings with `low` to `high` characters (None: no limit).
 
-    The compiler counts one class of characters quickly. With escapes beside it, each mask of a
-    string of up to 200 characters took half a second.
+    It allows only characters that need no escape in JSON. The compiler counts a single character
+    class fast, but with escapes in it, each mask of a string of up to 200 characters took half a
+    second.
     """
     return f"^{_UNESCAPED}{{{low},{'' if high is None else high}}}{_NO_AUTOMATON}$"
 
 
 def whole_regex(text: str) -> Node:
-    """The tree of a pattern that whole texts match; RegexError if it cannot be enforced."""
+    """The syntax tree, without anchors, of a pattern that must match a whole text.
+
+    Raises RegexError if it has anchors inside or expands to too many nodes."""
     node = _without_anchors(parse_regex(text), True, True)
     if _total(node) > _MAX_TOTAL:
         raise RegexError("repeats too much")
@@ -66,7 +72,7 @@ def whole_regex(text: str) -> Node:
 
 
 def _without_anchors(node: Node, starts: bool, ends: bool) -> Node:
-    """The tree without `^` and `$`, which match where a whole string starts and ends."""
+    """Remove `^` and `$` where the node starts or ends the whole text; elsewhere, RegexError."""
     match node:
         case Anchor(at_start):
             if not (starts if at_start else ends):
@@ -104,7 +110,7 @@ def _total(node: Node) -> int:
 
 
 def _written(node: Node) -> str | None:
-    """The pattern of a tree; None if it matches nothing."""
+    """The compiler's pattern for a tree; None if it matches nothing."""
     match node:
         case Chars(ranges):
             return _chars(ranges)
@@ -143,10 +149,10 @@ def _chars(ranges: Ranges) -> str | None:
 
 
 def _plain(ranges: Ranges) -> list[str]:
-    """Alternatives for characters that stand for themselves.
+    """Alternatives of a pattern for characters that need no escape in JSON.
 
-    Characters with a meaning in a class are never an end of a range in one: the compiler's
-    classes lose their escapes.
+    A character with a special meaning never ends a range inside a class, because the compiler drops
+    escapes in classes.
     """
     inside: list[str] = []
     alone: list[str] = []
@@ -154,15 +160,15 @@ def _plain(ranges: Ranges) -> list[str]:
         while low <= high and chr(low) in _SPECIAL:
             alone.append(_literal(chr(low)))
             low += 1
-        behind: list[str] = []
+        last: list[str] = []
         while low <= high and chr(high) in _SPECIAL:
-            behind.append(_literal(chr(high)))
+            last.append(_literal(chr(high)))
             high -= 1
         if low == high:
             inside.append(chr(low))
         elif low < high:
             inside.append(f"{chr(low)}-{chr(high)}")
-        alone += behind
+        alone += last
     if not inside:
         return alone
     one = len(inside) == 1 and len(inside[0]) == 1
@@ -186,7 +192,7 @@ def _common(ours: Ranges, theirs: Ranges) -> Ranges:
 
 
 def may_match(pattern: str, text: str, budget: Budget) -> bool:
-    """Whether a pattern is found in a text, as JSON Schema searches; True if that is not known."""
+    """Whether a pattern matches somewhere in a text; True if that cannot be decided cheaply."""
     try:
         automaton = _automaton(pattern)
     except RegexError:
@@ -198,7 +204,9 @@ def may_match(pattern: str, text: str, budget: Budget) -> bool:
 
 
 def are_apart(first: str, second: str) -> bool:
-    """Whether no string begins as both patterns ask, so that none matches both."""
+    """Whether the patterns demand different beginnings, so that no string matches both.
+
+    False if that cannot be proved."""
     try:
         ours, theirs = _beginning(first), _beginning(second)
     except RegexError:
@@ -207,7 +215,9 @@ def are_apart(first: str, second: str) -> bool:
 
 
 def _beginning(pattern: str) -> list[Ranges]:
-    """Which characters a match may have, one after the other, from the start of the string."""
+    """The characters allowed at each of the first positions of a string that matches.
+
+    Empty if the pattern does not start with `^`; it ends at the first part of variable length."""
     node = parse_regex(pattern)
     parts = list(node.parts) if isinstance(node, Seq) else [node]
     if not parts or parts[0] != Anchor(True):
@@ -224,10 +234,13 @@ def _beginning(pattern: str) -> list[Ranges]:
 
 
 class _Automaton:
-    """States of a pattern; each says what it needs and where it leads."""
+    """A nondeterministic automaton of a pattern.
+
+    A state is (condition, next states): it consumes a character of the ranges, or none if the
+    condition is an anchor or None."""
 
     def __init__(self) -> None:
-        self.steps: list[tuple[Ranges | Anchor | None, list[int]]] = [(None, [])]  # 0 is the end
+        self.steps: list[tuple[Ranges | Anchor | None, list[int]]] = [(None, [])]  # 0: accepting
         self.start = 0
 
     def add(self, need: Ranges | Anchor | None, targets: list[int]) -> int:
@@ -237,7 +250,9 @@ class _Automaton:
         return len(self.steps) - 1
 
     def build(self, node: Node, after: int) -> int:
-        """The state from which `node` leads to `after`."""
+        """Add the states that match `node` and continue at `after`; returns the first of them.
+
+        Raises OverflowError if there are too many."""
         match node:
             case Chars(ranges):
                 return self.add(ranges, [after])
@@ -260,7 +275,7 @@ class _Automaton:
                         after = self.add(None, [end, self.build(part, after)])
                 for _ in range(low):
                     before, after = after, self.build(part, after)
-                    if after == before:  # it is empty
+                    if after == before:  # the part is empty
                         break
                 return after
 

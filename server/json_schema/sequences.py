@@ -1,4 +1,4 @@
-"""Limits of strings and of arrays, as the compiler can hold them."""
+"""Rewrites the limits of strings and arrays into forms that the compiler enforces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .regex_syntax import HalfSurrogate, RegexError
 from .regex_text import json_pattern, length_pattern
 from .shape import Schema, SchemaError, pattern_weight
 
-MAX_COUNT = 1_000_000  # of items, characters or properties
+MAX_COUNT = 1_000_000  # largest count of items, characters or properties
 
 _OCTET = "(?:25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _DATE = (
@@ -21,8 +21,8 @@ _TIME = (
 _LABEL = "[a-z0-9]{1,30}(?:-[a-z0-9]{1,20})?"
 _NAME = "[A-Za-z0-9_+%-]{1,30}"
 _POINTER = "(?:/(?:[^/~]|~[01])*)*"
-# The compiler has these formats, too, but takes days that no calendar has, addresses with zeros
-# in front, names that are too long, and quotes that end the string.
+# The compiler knows these formats, too, but accepts impossible days, addresses with leading zeros,
+# names that are too long, and quotes that end the string.
 _SPELLED = {
     "date": _DATE,
     "time": _TIME,
@@ -38,7 +38,9 @@ _UNKNOWN_TO_IT = {"idn-email", "idn-hostname", "iri", "iri-reference", "regex"}
 
 
 def clamp_counts(schema: Schema, kind: str, context: Context) -> None:
-    """Counts as whole numbers of the compiler's size; nobody can use more of them."""
+    """Turn the limits min`kind` and max`kind` into integers up to MAX_COUNT, in place.
+
+    No reply is long enough to need more. Raises SchemaError if the minimum exceeds the maximum."""
     low, high = f"min{kind}", f"max{kind}"
     for name in (low, high):
         if name in schema:
@@ -48,11 +50,11 @@ def clamp_counts(schema: Schema, kind: str, context: Context) -> None:
     if high in schema:
         schema[high] = min(schema[high], MAX_COUNT)
         if schema.get(low, 0) > schema[high]:
-            raise SchemaError(f"{low!r} is more than {high!r}")
+            raise SchemaError(f"{low!r} is greater than {high!r}")
 
 
 def limit_string(schema: Schema, context: Context) -> None:
-    """One pattern of the JSON text, for whatever limits the string has."""
+    """Replace length limits, format or pattern by one pattern for the JSON text, in place."""
     clamp_counts(schema, "Length", context)
     _spell_format(schema, context)
     lengths = {"minLength", "maxLength"} & schema.keys()
@@ -71,7 +73,9 @@ def limit_string(schema: Schema, context: Context) -> None:
 
 
 def write_pattern(schema: Schema, context: Context) -> None:
-    """Replace the pattern by the compiler's form of it."""
+    """Rewrite the schema's pattern for the compiler, in place.
+
+    One that cannot be enforced is an error if strict, else it is dropped."""
     context.budget.spend(pattern_weight(schema["pattern"]))
     try:
         schema["pattern"] = json_pattern(schema["pattern"])
@@ -83,7 +87,7 @@ def write_pattern(schema: Schema, context: Context) -> None:
 
 
 def _spell_format(schema: Schema, context: Context) -> None:
-    """Keep a format that can be held; any that JSON Schema does not define is a note."""
+    """Refuse a format that cannot be enforced, and drop one that JSON Schema does not define."""
     name = schema.get("format")
     if name in _UNKNOWN_TO_IT:
         context.refuse(schema, {"format"}, f"cannot be enforced as {name!r}")
@@ -92,7 +96,10 @@ def _spell_format(schema: Schema, context: Context) -> None:
 
 
 def limit_array(schema: Schema, context: Context) -> None:
-    """The items in today's words, and never closed by silence."""
+    """Rewrite the items of all drafts into `prefixItems` and `items`, in place.
+
+    Without rules for further items, an array with `prefixItems` has none, and any other array may
+    have any. Raises SchemaError if `minItems` cannot be reached."""
     clamp_counts(schema, "Items", context)
     if isinstance(schema.get("items"), list):
         schema["prefixItems"] = schema.pop("items")
@@ -112,5 +119,5 @@ def limit_array(schema: Schema, context: Context) -> None:
         schema["prefixItems"] = prefix
     if schema["items"] is False:
         if schema.get("minItems", 0) > len(prefix):
-            raise SchemaError("'minItems' is more than the items that are allowed")
+            raise SchemaError("'minItems' exceeds the number of items that are allowed")
         schema.pop("maxItems", None)

@@ -1,4 +1,4 @@
-"""Checks that a schema's keywords have values of the right kind, and bounds the work on it."""
+"""Checks that a schema's keywords have values of the right type, and bounds the work on it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 Schema = dict[str, Any]
 
 MAX_DEPTH = 200
-MAX_GRAMMAR_CHARS = 1 << 17  # as the worker has it: more can take minutes to compile
-MAX_PARTS = 10_000  # of the work: beyond it, the text is too long for the compiler anyway
-MAX_GIVEN_PARTS = 50_000  # of what a client sends, much of which may never be referred to
+MAX_GRAMMAR_CHARS = 1 << 17  # the worker's limit; a longer grammar can take minutes to compile
+MAX_PARTS = 10_000  # parts of work; a schema with more is too long for the compiler anyway
+MAX_GIVEN_PARTS = 50_000  # parts that a client may send; many may never be referred to
 _FREE_PARTS = 1500
-_GROWTH = 5  # parts of work for each part that was sent: what stands beside a choice multiplies
+_GROWTH = 5  # parts of work per part sent, because keywords beside a choice go into every branch
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")
 LISTS = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -20,7 +20,7 @@ SINGLE = (
     *("additionalProperties", "unevaluatedProperties", "propertyNames"),
 )
 TYPES = ("string", "number", "integer", "boolean", "null", "array", "object")
-# Each keyword binds values of one type alone; in this order, a schema without a type gets one.
+# Type -> the keywords that limit values of that type and no other.
 KEYWORDS: dict[str, tuple[str, ...]] = {
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
     "string": ("minLength", "maxLength", "pattern", "format"),
@@ -40,7 +40,7 @@ UNENFORCED = {
     *("dependentSchemas", "dependencies", "uniqueItems", "$dynamicRef", "$recursiveRef"),
 }
 CHOOSERS = ("enum", "const", "anyOf", "oneOf", "allOf", "$ref")
-KNOWN = {"type", *CHOOSERS, *TYPE_OF, *UNENFORCED}  # all else is a note
+KNOWN = {"type", *CHOOSERS, *TYPE_OF, *UNENFORCED}  # other keywords are annotations
 _COUNTS = {
     *("minLength", "maxLength", "minItems", "maxItems"),
     *("minProperties", "maxProperties", "minContains", "maxContains"),
@@ -48,18 +48,20 @@ _COUNTS = {
 
 
 class SchemaError(ValueError):
-    """A schema that cannot be enforced, or that nothing satisfies; one sentence."""
+    """A schema is invalid, cannot be enforced, or has no value that satisfies it; one sentence."""
 
 
 class Budget:
-    """How many parts may still be looked at or made: subschemas, list entries, properties."""
+    """Counts the parts that may still be processed: subschemas, list entries, properties."""
 
     def __init__(self, parts: int) -> None:
         self._parts = self._left = parts
 
     @classmethod
     def of(cls, *schemas: Any) -> Budget:
-        """For the work on schemas of this size. SchemaError as `check_shape`."""
+        """Check the schemas' shape, and return a budget for the work on them that suits their size.
+
+        Raises SchemaError as `check_shape`."""
         given = cls(MAX_GIVEN_PARTS)
         for schema in schemas:
             check_shape(schema, given)
@@ -67,23 +69,23 @@ class Budget:
 
     @property
     def spent(self) -> int:
-        """The parts so far."""
+        """The number of parts counted so far."""
         return self._parts - self._left
 
     def spend(self, parts: int) -> None:
-        """Count parts; SchemaError once there are too many."""
+        """Count `parts`; raises SchemaError if the budget is exceeded."""
         self._left -= parts
         if self._left < 0:
             raise SchemaError(
-                f"it is too large: it comes to more than {self._parts} parts, counting what a "
+                f"it is too large: it has more than {self._parts} parts, counting those that a "
                 "choice repeats"
             )
 
 
 def check_shape(schema: Any, budget: Budget | None = None) -> None:
-    """SchemaError where a schema's keywords have values of a kind that no schema allows there.
+    """Raise SchemaError if a keyword of a schema has a value of the wrong type.
 
-    What reads schemas, here and in the tool parsers, may then take them apart without looking.
+    After it, code that reads schemas, here and in the tool parsers, need not check types again.
     """
     budget = budget or Budget(MAX_GIVEN_PARTS)
     stack: list[tuple[Any, int]] = [(schema, 0)]
@@ -95,7 +97,7 @@ def check_shape(schema: Any, budget: Budget | None = None) -> None:
         if not isinstance(part, dict):
             raise SchemaError("a schema must be an object or a boolean")
         if depth > MAX_DEPTH:
-            raise SchemaError(f"it is nested more than {MAX_DEPTH} deep")
+            raise SchemaError(f"it is nested more than {MAX_DEPTH} levels deep")
         for name, value in part.items():
             budget.spend(_weight(name, value))
             stack.extend((below, depth + 1) for below in _below(name, value))
@@ -110,12 +112,12 @@ def _weight(name: str, value: Any) -> int:
 
 
 def pattern_weight(pattern: str) -> int:
-    """The parts that a pattern counts for."""
+    """The number of parts that a pattern counts as."""
     return 1 + len(pattern) // 2
 
 
 def _below(name: str, value: Any) -> list[Any]:
-    """The schemas that a keyword holds."""
+    """The subschemas in a keyword's value; raises SchemaError if its type is wrong."""
     if name in MAPS:
         if not isinstance(value, dict):
             raise SchemaError(f"{name!r} must be an object")
@@ -127,7 +129,7 @@ def _below(name: str, value: Any) -> list[Any]:
     if name in SINGLE:
         return [value]
     if _is_wrong(name, value):
-        raise SchemaError(f"{name!r} has a value of a wrong kind")
+        raise SchemaError(f"{name!r} has a value of the wrong type")
     return []
 
 
@@ -142,12 +144,12 @@ def _is_wrong(name: str, value: Any) -> bool:
     if name in _COUNTS:
         return not is_number(value) or value < 0 or value != int(value)
     if name in KEYWORDS["number"]:
-        if isinstance(value, bool):  # as older schemas have it
+        if isinstance(value, bool):  # allowed in older drafts of JSON Schema
             return not name.startswith("exclusive")
         return not is_number(value) or (name == "multipleOf" and value <= 0)
     return False
 
 
 def is_number(value: Any) -> bool:
-    """Whether a JSON value is a number; in Python booleans are integers."""
+    """Whether a JSON value is a number; booleans, which are integers in Python, are not."""
     return isinstance(value, int | float) and not isinstance(value, bool)

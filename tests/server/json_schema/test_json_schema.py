@@ -1,4 +1,4 @@
-"""Whatever a schema says is enforced or refused: checked with the grammar library itself."""
+"""Every rule of a schema is enforced or refused; checked with the grammar library itself."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def an_object(**more: Any) -> dict[str, Any]:
     [
         ({"type": "integer", "multipleOf": 5}, "10", "3"),
         ({"minimum": 3, "maximum": 9}, "3", "2"),
-        ({"minimum": 3}, "3", '"x"'),  # less than allowed, never more
+        ({"minimum": 3}, "3", '"x"'),  # a limit implies its type: fewer values, never more
         ({"minLength": 3}, '"abc"', '"a"'),
         ({"pattern": "^a+$"}, '"aa"', '"b"'),
         ({"items": INT, "maxItems": 1}, "[1]", "[1, 2]"),
@@ -74,7 +74,7 @@ def an_object(**more: Any) -> dict[str, Any]:
         ({"type": "array", "items": INT, "uniqueItems": False}, "[1, 1]", '["x"]'),
     ],
 )  # fmt: skip
-def test_a_schema_admits_what_it_says_and_no_more(
+def test_a_prepared_schema_allows_no_more_than_the_given_one(
     backend: GrammarBackend, schema: dict[str, Any], good: str, bad: str
 ) -> None:
     before = json.dumps(schema)
@@ -105,7 +105,7 @@ def test_a_schema_admits_what_it_says_and_no_more(
         ({"type": "string", "pattern": "^a+$", "allOf": [{"maxLength": 3}]}, "'maxLength'"),
     ],
 )
-def test_what_cannot_be_enforced_is_refused_or_without_a_promise_left_out(
+def test_unenforceable_keywords_are_refused_if_strict_and_dropped_otherwise(
     backend: GrammarBackend, schema: dict[str, Any], word: str
 ) -> None:
     with pytest.raises(SchemaError, match=word):
@@ -134,7 +134,7 @@ def test_what_cannot_be_enforced_is_refused_or_without_a_promise_left_out(
         {"const": 12345678901234567890},
     ],
 )
-def test_what_nothing_satisfies_is_refused_in_any_case(schema: Any) -> None:
+def test_unsatisfiable_schemas_are_refused_even_if_not_strict(schema: Any) -> None:
     for strict in (True, False):
         with pytest.raises(SchemaError):
             prepare_schema(schema, strict)
@@ -162,13 +162,13 @@ def test_depth_is_bounded() -> None:
         {"$ref": "#"},
     ],
 )
-def test_a_reference_that_leads_nowhere_is_refused_in_any_case(schema: Any, strict: bool) -> None:
+def test_a_broken_reference_is_refused_even_if_not_strict(schema: Any, strict: bool) -> None:
     with pytest.raises(SchemaError, match=r"'\$ref'"):
         prepare_schema(schema, strict)
 
 
 def repeated(levels: int) -> Any:
-    """What stands beside the choice belongs into both branches, at each level again."""
+    """A schema whose keywords beside a choice go into both branches, at every level again."""
     schema: Any = {}
     for _ in range(levels):
         schema = {"anyOf": [{}, {}], "properties": {"a": schema}}
@@ -191,15 +191,15 @@ def test_the_work_on_a_schema_is_bounded(schema: Any) -> None:
     began = time.process_time()
     with pytest.raises(SchemaError, match="too large"):
         prepare_schema(schema, strict=True)
-    assert time.process_time() - began < 2  # one of 16 levels took minutes
+    assert time.process_time() - began < 2  # without a budget, 16 levels took minutes
 
 
-def test_what_stands_beside_a_choice_may_repeat_a_little() -> None:
+def test_a_few_repetitions_by_choices_fit_the_budget() -> None:
     prepared: Any = prepare_schema(repeated(4), strict=True)
     assert len(json.dumps(prepared)) < 4000
 
 
-def test_a_reference_to_the_whole_schema_still_means_it_inside_of_another() -> None:
+def test_a_reference_to_the_root_keeps_its_meaning_inside_another_schema() -> None:
     tree = an_object(properties={"next": {"$ref": "#"}}, additionalProperties=False)
     tool = {"function": {"name": "f", "parameters": tree}}
     schema = json.loads(forced_grammar([tool]).value)
@@ -208,7 +208,7 @@ def test_a_reference_to_the_whole_schema_still_means_it_inside_of_another() -> N
     assert schema["$defs"]["f.schema"]["properties"]["next"] == inner
 
 
-def test_values_that_look_like_references_stay_as_they_are() -> None:
+def test_values_that_look_like_references_are_not_changed() -> None:
     value = {"$ref": "#/$defs/n"}
     schema = an_object(properties={"a": {"const": value}, "b": value}, **{"$defs": {"n": INT}})
     prepared: Any = prepare_schema(schema, True, prefix="f.")
@@ -256,13 +256,13 @@ def test_the_error_and_the_grammar_name_the_parameter() -> None:
         3,
     ],
 )
-def test_keywords_with_values_of_a_wrong_kind_are_refused_wherever_they_stand(schema: Any) -> None:
+def test_keywords_with_values_of_the_wrong_type_are_refused_everywhere(schema: Any) -> None:
     for strict in (True, False):
         with pytest.raises(SchemaError):
             prepare_schema(schema, strict)
 
 
-def test_shape_check_takes_every_schema_that_is_one() -> None:
+def test_the_shape_check_accepts_valid_schemas() -> None:
     deep: Any = True
     for _ in range(100):
         deep = {"anyOf": [{"properties": {"a": deep}}, {"items": [{}, False]}], "x-note": [1]}

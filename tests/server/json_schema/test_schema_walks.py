@@ -1,6 +1,6 @@
-"""What a prepared schema lets a model write satisfies the client's, or the schema is refused.
+"""Every text that a prepared schema allows satisfies the client's schema, or it is refused.
 
-Random texts of the compiled grammar are checked by a validator that knows nothing of this server.
+An independent validator checks random texts of the compiled grammar.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def test_whatever_the_grammar_allows_satisfies_the_schema(compiler: Any, schema:
 
 
 def random_schema(rng: random.Random) -> dict[str, Any]:
-    """Keywords at random, often some of them inside of a choice."""
+    """A schema of random keywords, some of them inside a choice."""
     leaf = [INT, {"type": "null"}, {"type": "boolean"}, {"enum": ["x", "y"]}, True]
     names = ["a", "b", "ab", "S_1"]
     small, some = rng.choice(leaf), {name: rng.choice(leaf) for name in names if rng.random() < 0.6}
@@ -145,21 +145,21 @@ def random_schema(rng: random.Random) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_schemas_are_held_or_refused(compiler: Any, seed: int) -> None:
-    rng, held = random.Random(seed), 0
+def test_random_schemas_are_enforced_or_refused(compiler: Any, seed: int) -> None:
+    rng, enforced = random.Random(seed), 0
     for _ in range(25):
         schema = random_schema(rng)
         try:
             prepared = prepare_schema(schema, strict=True)
         except SchemaError:
             continue
-        held += 1
+        enforced += 1
         grammar = compiled_schema(compiler, prepared)
         validator = jsonschema_rs.Draft202012Validator(schema)
         for _ in range(3):
             text = walk(grammar, rng)
             assert validator.is_valid(json.loads(text)), (schema, text)
-    assert held > 5
+    assert enforced > 5
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_random_schemas_are_held_or_refused(compiler: Any, seed: int) -> None:
         ({"type": "string", "format": "iri"}, "'format'"),
     ],
 )
-def test_what_the_compiler_would_not_hold_is_refused_if_strict(
+def test_what_the_compiler_would_not_enforce_is_refused_if_strict(
     compiler: Any, schema: Any, word: str
 ) -> None:
     with pytest.raises(SchemaError, match=word):
