@@ -121,7 +121,7 @@ def listed(values: list[Any], context: Context) -> Schema:
 
 
 def _is_exact(value: Any, context: Context) -> bool:
-    """Whether every integer in the value fits into the compiler's 64 bits, so that none is rounded."""
+    """Whether all integers in the value fit into 64 bits; the compiler would round others."""
     stack = [value]
     while stack:
         item = stack.pop()

@@ -120,7 +120,7 @@ def _drop_unenforced(schema: Schema, context: Context) -> None:
 
 
 def _link(schema: Schema, context: Context) -> bool:
-    """Redirect a reference to a definition in the prepared schema; False if it is not a reference."""
+    """Point a reference to a definition of the prepared schema; False if it is no reference."""
     if "$ref" not in schema:
         return False
     others = [name for name in CHOOSERS if name in schema and name != "$ref"]

@@ -218,7 +218,7 @@ class _Reader:
         return _of(char)
 
     def _whole(self, code: int) -> int:
-        """The code point of an escape; reads a second escape if this is half of a surrogate pair."""
+        """The code point of an escape; reads the second escape too if this is half of a pair."""
         if code > LAST:
             raise RegexError("names a character that does not exist")
         if not 0xD800 <= code < 0xE000:
