@@ -1,1 +1,1 @@
-"""Attention back ends behind one interface: `base` has it, one file an implementation."""
+"""Attention back ends. `base` defines their interface; each other file holds one implementation."""

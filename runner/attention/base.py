@@ -1,7 +1,7 @@
 """The attention interface: what a back end builds per step, and what a model calls per layer.
 
-A model's forward pass takes one `AttentionState` as an argument and calls `attend` per layer; there
-is no global. A builder owns persistent buffers and *writes in place*: graphs bake addresses.
+A model's forward pass gets an `AttentionState` as an argument and calls `attend` for each layer.
+A builder owns persistent buffers and writes to them in place, because graphs bake their addresses.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...kernels.linear.norm_rope import rotary_embedding
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """One attention layer's constants. `layer_id` is unique over target and drafter."""
+    """The constants of one attention layer. `layer_id` is unique across target and drafter."""
 
     layer_id: int
     num_heads: int
@@ -28,26 +28,32 @@ class AttentionLayer:
     head_dim: int
     scale: float
     head_dim_v: int | None = None  # None = head_dim
-    sliding_window: int | None = None  # a token sees itself and the window - 1 tokens before it
+    # a token attends to itself and the window - 1 tokens before it
+    sliding_window: int | None = None
     softcap: float | None = None
-    is_mla: bool = False  # one cached row of head_dim; V is its first head_dim_v values
-    kv_source: int | None = None  # layer_id whose cache this layer reads; it writes none
-    sinks: Tensor | None = None  # [num_heads] per-head sink logits
+    # the cache has one row of head_dim per token; V is its first head_dim_v values
+    is_mla: bool = False
+    kv_source: int | None = None  # layer_id of the layer whose cache this one reads; it writes none
+    sinks: Tensor | None = None  # [num_heads] sink logits
 
 
 @dataclass(frozen=True)
 class Rotary:
-    """Rotary embedding that a back end may fuse with its KV write."""
+    """The rotary embedding of a layer's query and key, which a back end may fuse with its KV
+    write."""
 
     positions: Tensor  # [M*] int64
     cos_sin_cache: Tensor  # [max_position, rot_dim]
     interleaved: bool = False
-    norms: HeadNorms | None = None  # of query and key heads, before they are rotated
+    norms: HeadNorms | None = None  # applied to query and key heads before the rotation
 
     def prepare(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Query, key and value for `attend`; they may be float32 parts [S, M, heads, D]."""
+        """Rotate query and key; return query, key and value for `attend`.
+
+        They may also be given as S float32 partial sums, [S, M, heads, D].
+        """
         if key is None or value is None or (query.dim() == 3 and self.norms is None):
             assert self.norms is None
             return *self.rotate(query, key), value
@@ -56,31 +62,31 @@ class Rotary:
         return rotary_qkv(positions, query, key, value, table, dtype, self.interleaved, norms)
 
     def rotate(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """query [M, Hq, D] and key [M, Hkv, D], rotated; M rows from the first on."""
+        """Rotate query [M, Hq, D] and key [M, Hkv, D], which are the first M token rows."""
         positions = self.positions[: query.shape[0]]
         return rotary_embedding(positions, query, key, self.cos_sin_cache, self.interleaved)
 
 
 @dataclass(frozen=True)
 class CommonAttentionMetadata:
-    """What every back end needs of one step, for one KV group; rows are padded to one count.
+    """One step's batch as every back end sees it, for one KV group, with padded rows.
 
-    Padded requests have query length 0 and `seq_lens` 0, padded tokens have slot -1 (spec 1.6).
+    Padded requests have query length 0 and `seq_lens` 0; padded tokens have slot -1.
     """
 
-    num_reqs: int  # N*, rows of the tensors below
+    num_reqs: int  # N*, including padding
     num_actual_tokens: int  # M*, token rows
     max_query_len: int
-    max_seq_len: int  # a bound, not necessarily reached
+    max_seq_len: int  # upper bound
     query_start_loc: Tensor  # [N* + 1] int32, non-decreasing; padded entries repeat the last
     query_start_loc_cpu: Tensor  # the same on the host
-    seq_lens: Tensor  # [N*] int32, cached tokens including this step's
+    seq_lens: Tensor  # [N*] int32, tokens in the KV cache once this step has written its own
     seq_lens_cpu_upper_bound: Tensor  # [N*] int32
     block_table: Tensor  # [N*, max_blocks] int32
     slot_mapping: Tensor  # [M*] int64, -1 = do not write
 
     def with_rows(self, num_reqs: int, num_tokens: int) -> CommonAttentionMetadata:
-        """The first `num_reqs` requests and `num_tokens` tokens of every row-indexed field."""
+        """Cut every field to its first `num_reqs` requests and `num_tokens` tokens."""
         return replace(
             self,
             num_reqs=num_reqs,
@@ -95,9 +101,9 @@ class CommonAttentionMetadata:
 
 
 class AttentionMetadata(ABC):
-    """One KV group's attention for one forward pass."""
+    """The attention of one KV group in one forward pass."""
 
-    # False if this step does not fit what its FULL graph has baked: run it eagerly, padded.
+    # False if the step differs from what its FULL graph has baked; it then runs eagerly, padded.
     can_replay: bool = True
 
     @abstractmethod
@@ -109,7 +115,7 @@ class AttentionMetadata(ABC):
         value: Tensor | None,  # [M*, num_kv_heads, head_dim_v]; None for MLA and read only
         kv_cache: Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]; MLA: no first 2
     ) -> Tensor:  # [M*, num_heads, head_dim_v]
-        """Write key and value at the slots of this step, then attend over the cache."""
+        """Write key and value into the cache at this step's slots, then attend over the cache."""
 
     def rotate_and_attend(
         self,
@@ -120,48 +126,51 @@ class AttentionMetadata(ABC):
         kv_cache: Tensor,
         rotary: Rotary,
     ) -> Tensor:
-        """`attend` after rotating query and key; a back end with a fused kernel overrides it."""
+        """Rotate query and key, then `attend`. A back end with a fused kernel overrides it."""
         query, key, value = rotary.prepare(query, key, value, kv_cache.dtype)
         return self.attend(layer, query, key, value, kv_cache)
 
 
 class AttentionBuilder(ABC):
-    """Builds one KV group's metadata; one builder per group and role (target, draft)."""
+    """Builds the metadata of one KV group. Target and drafter have separate builders."""
 
-    supports: AttentionCGSupport  # verified by tests, see design 3.5
-    # `build` for a uniform batch launches device work only and bakes nothing of a step but its
-    # bounds: a graph may hold it, and with it a whole step, or all draft decodes of one. What it
-    # writes is always in the same place: the drafter's graph of the step, whose state was made
-    # before its capture, reads what the target's graph has built.
+    supports: AttentionCGSupport  # which batches work in graphs; `claims` tests it at start-up
+    # True if `build` for a uniform batch only launches device work and bakes nothing of a step but
+    # its
+    # bounds. Then a graph may contain it, together with a whole step or all draft decodes of one.
+    # It
+    # must always write to the same addresses: the drafter's graph reads what the target's graph
+    # built, through a state made before the capture.
     builds_on_device: bool = False
 
     @abstractmethod
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> AttentionMetadata:
-        """Metadata for this step. With a FULL `desc`, updates in place what its graph has baked."""
+        """Build this step's metadata. With a FULL `desc`, update the buffers that its graph
+        reads."""
 
     def build_for_capture(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor
     ) -> AttentionMetadata:
-        """Fresh, unplanned metadata for a warm-up or a capture; never shared between the two."""
+        """Build new metadata for a warm-up or a capture. The two must not share it."""
         return self.build(common, desc)
 
 
 class AttentionBackend(ABC):
-    """A family of kernels. `name` is the value of `--attention-backend`."""
+    """A family of attention kernels. `name` is its value for `--attention-backend`."""
 
     name: str
 
     @classmethod
     def block_size(cls, wanted: int) -> int:
-        """Tokens per KV block that this back end needs, where `--block-size` asks for `wanted`."""
+        """The block size that this back end uses if `--block-size` is `wanted`."""
         return wanted
 
     @classmethod
     @abstractmethod
     def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
-        """None if it can run these layers on this device, else one sentence that says why not."""
+        """A phrase that says why it cannot run these layers on this device; None if it can."""
 
     @abstractmethod
     def create_builder(
@@ -174,28 +183,28 @@ class AttentionBackend(ABC):
         dtype: torch.dtype,
         device: torch.device,
     ) -> AttentionBuilder:
-        """The builder of one KV group; allocates its workspaces at their maximum size."""
+        """Create the builder of one KV group, with workspaces of the maximum size."""
 
 
 @dataclass(frozen=True)
 class AttentionState:
-    """Attention of one forward pass over all KV groups; handed to the model as an argument."""
+    """The attention of one forward pass over all KV groups, passed to the model as an argument."""
 
     metadata: Sequence[AttentionMetadata]  # by group
     layers: Mapping[int, AttentionLayer]  # by layer_id
     group_of_layer: Mapping[int, int]  # layer_id -> group
-    kv_caches: Mapping[int, Tensor]  # by layer_id; a KV-shared layer maps to its source's tensor
+    kv_caches: Mapping[int, Tensor]  # by layer_id; layers that share KV map to the same tensor
 
     @property
     def can_replay(self) -> bool:
         """False if the step must run eagerly although its descriptor is FULL."""
-        # A group of which a drafter uses no layer has no metadata.
+        # A group without a layer of the drafter has no metadata (None) in the drafter's state.
         return all(one.can_replay for one in self.metadata if one is not None)
 
     def attend(
         self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None
     ) -> Tensor:
-        """Store and attend for one layer; shapes as in `AttentionMetadata.attend`."""
+        """`AttentionMetadata.attend` of one layer."""
         metadata = self.metadata[self.group_of_layer[layer_id]]
         return metadata.attend(self.layers[layer_id], query, key, value, self.kv_caches[layer_id])
 
@@ -207,7 +216,7 @@ class AttentionState:
         value: Tensor | None,
         rotary: Rotary,
     ) -> Tensor:
-        """`attend` on query and key that are not rotated yet."""
+        """`AttentionMetadata.rotate_and_attend` of one layer."""
         metadata = self.metadata[self.group_of_layer[layer_id]]
         return metadata.rotate_and_attend(
             self.layers[layer_id], query, key, value, self.kv_caches[layer_id], rotary
@@ -216,7 +225,8 @@ class AttentionState:
 
 @dataclass(frozen=True)
 class AttentionStatePair:
-    """Two independent states of one descriptor: one ran eagerly, one was recorded (design 3.4)."""
+    """Two independent states of one descriptor: one for the eager warm-up run, one for the
+    capture."""
 
     warmup: AttentionState
     captured: AttentionState

@@ -1,4 +1,4 @@
-"""Chooses the attention back end. Imports late: a missing package breaks only its own back end."""
+"""Chooses the attention back end. Imports it late: a missing package disables only its back end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _BACKENDS = {
 
 
 class UnusableBackend(RunnerError):
-    """The attention back end that the user asked for cannot run this model here."""
+    """The attention back end that the user chose cannot run this model on this machine."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(f"--attention-backend {name} cannot be used: {reason}")
@@ -32,11 +32,11 @@ class UnusableBackend(RunnerError):
 def choose_backend(
     name: str, layers: Sequence[AttentionLayer], device: torch.device
 ) -> AttentionBackend:
-    """The back end for `--attention-backend name`; raises `UnusableBackend` if it cannot run.
+    """Create the back end for `--attention-backend name`, or raise `UnusableBackend`.
 
-    With "auto" the first of the preferred ones that can; one log line says which and why.
+    "auto" takes the first preferred back end that can run. A log line says which one and why.
     """
-    candidates = _preferred(layers, device) if name == "auto" else [(name, "as asked")]
+    candidates = _preferred(layers, device) if name == "auto" else [(name, "as configured")]
     refused: list[str] = []
     for candidate, why in candidates:
         backend, reason = _load(candidate, layers, device)
@@ -49,23 +49,23 @@ def choose_backend(
 
 
 def _preferred(layers: Sequence[AttentionLayer], device: torch.device) -> list[tuple[str, str]]:
-    """What "auto" tries, in order, and why it would be right.
+    """The back ends that "auto" tries in order, each with the reason for choosing it.
 
-    FlashInfer is not among them: it must know exact lengths on the host, so every step waits.
+    FlashInfer is left out: it needs exact lengths on the host, so every step waits for the GPU.
     """
     reference = ("reference", "plain torch, which runs anywhere")
     if not is_card(device):
-        return [("reference", "plain torch, since this is no CUDA device")]
-    triton = ("triton", "which puts any batch of this model into a graph")
+        return [("reference", "plain torch, for devices without CUDA")]
+    triton = ("triton", "which supports graphs for any batch of this model")
     if all(layer.is_mla for layer in layers):
-        return [("flash_mla", "the kernels made for latent attention on SM90"), triton, reference]
+        return [("flash_mla", "with kernels for latent attention on SM90"), triton, reference]
     return [triton, reference]
 
 
 def _load(
     name: str, layers: Sequence[AttentionLayer], device: torch.device
 ) -> tuple[AttentionBackend | None, str]:
-    """The back end, or None and why not."""
+    """Import and check a back end: returns it, or None and the reason."""
     module_name, class_name = _BACKENDS[name]
     try:
         module = import_module(f".{module_name}", __package__)

@@ -1,8 +1,8 @@
 """FlashMLA (package `sgl-flash-mla`): dense MLA decode on SM90, planned on the device.
 
-A `FlashMLASchedMeta` is empty until its first call, which launches the planning kernel. One object
-serves all layers of a step and no second step: its plan holds for this step's lengths only. Under
-capture that first call is in the graph, since every `build` makes a fresh object (#42444).
+A `FlashMLASchedMeta` is empty until its first call, which launches the planning kernel. All layers
+of a step share one object, but its plan is valid only for this step's lengths. Every `build`
+therefore makes a new one, so that under capture the graph contains the planning (vllm#42444).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ ROW, ROW_V = 576, 512  # a cached row, and the part of it that is V
 
 
 class FlashMLAMetadata(AttentionMetadata):
-    """A batch of one query length L; M* = N* x L token rows."""
+    """Attention of a batch in which every request has query length L; M* = N* x L token rows."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class FlashMLAMetadata(AttentionMetadata):
         self._query_len = query_len
         self._create_schedule = create_schedule
         self._decode = decode
-        # A plan also depends on the number of heads, which the kernel does not check (#39775).
+        # A plan also depends on the number of heads, which the kernel does not check (vllm#39775).
         self._schedules: dict[int, Any] = {}  # by num_heads
         self._lens: Tensor | None = None  # [N*] int32
 
@@ -61,8 +61,9 @@ class FlashMLAMetadata(AttentionMetadata):
         if key is not None:
             store_kv(key, None, kv_cache, common.slot_mapping)
         if self._lens is None:
-            # Padded requests have length 0, for which the kernel is not defined: L rows of the null
-            # block instead. Inside the graph, so that it follows lengths that change on the device.
+            # The kernel is undefined for padded requests, which have length 0: let them read L rows
+            # of
+            # the null block. This runs inside the graph, because lengths change on the device.
             self._lens = common.seq_lens.clamp(min=length)
         if layer.num_heads not in self._schedules:
             self._schedules[layer.num_heads] = self._create_schedule()
@@ -82,10 +83,10 @@ class FlashMLAMetadata(AttentionMetadata):
 
 
 class FlashMLABuilder(AttentionBuilder):
-    """Uniform batches run on FlashMLA, any others on the Triton kernel."""
+    """Runs uniform batches on FlashMLA and all others on the Triton kernel."""
 
     supports = AttentionCGSupport.UNIFORM_BATCH
-    builds_on_device = True  # each build has a schedule of its own, which its first call plans
+    builds_on_device = True  # the first call of each build's schedule plans it on the device
 
     def __init__(
         self,
@@ -95,7 +96,8 @@ class FlashMLABuilder(AttentionBuilder):
     ) -> None:
         self._create_schedule = create_schedule
         self._decode = decode
-        self._max_uniform_len = max_uniform_len  # longer queries are prefills: no decode kernel
+        # longer queries are prefills, not for a decode kernel
+        self._max_uniform_len = max_uniform_len
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
@@ -109,7 +111,7 @@ class FlashMLABuilder(AttentionBuilder):
 def uniform_query_len(
     common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None
 ) -> int | None:
-    """The query length that all rows share: a FULL graph's promise, else from the host's copy."""
+    """The query length that all rows share, or None: a FULL graph's own, else from the host."""
     if desc is not None and desc.mode is CUDAGraphMode.FULL:
         return desc.uniform_token_count
     length, num_reqs = common.max_query_len, common.num_reqs
@@ -120,7 +122,7 @@ def uniform_query_len(
 
 
 class FlashMLABackend(AttentionBackend):
-    """DeepSeek's latent attention on an H100 or H200."""
+    """Runs DeepSeek's latent attention on an H100 or H200."""
 
     name = "flash_mla"
 
@@ -133,16 +135,14 @@ class FlashMLABackend(AttentionBackend):
         for layer in layers:
             if not layer.is_mla or (layer.head_dim, layer.head_dim_v) != (ROW, ROW_V):
                 return (
-                    f"it runs latent attention with rows of {ROW} only, and this model has others"
+                    f"it only supports latent attention with rows of {ROW}, which this model lacks"
                 )
             if layer.sliding_window or layer.softcap or layer.sinks is not None:
-                return "it knows no sliding window, soft cap or sinks"
+                return "it does not support sliding windows, soft caps or sinks"
         if device.type != "cuda":
             return "it needs a CUDA device"
         if torch.cuda.get_device_capability(device)[0] != 9:
-            return (
-                f"dense FlashMLA is for SM90 only, and this is {torch.cuda.get_device_name(device)}"
-            )
+            return f"it needs an SM90 GPU; this one is {torch.cuda.get_device_name(device)}"
         return _missing()
 
     def create_builder(
@@ -164,7 +164,7 @@ class FlashMLABackend(AttentionBackend):
 
 
 def _missing() -> str | None:
-    """Why the package cannot be used, or None. PyPI's `flash-mla` is a stub without kernels."""
+    """Why the package cannot be used, or None. (PyPI's `flash-mla` is a stub without kernels.)"""
     try:
         module = importlib.import_module("flash_mla")
     except ImportError as error:

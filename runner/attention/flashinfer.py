@@ -1,10 +1,10 @@
 """FlashInfer (package `flashinfer-python`): decode and prefill wrappers, planned on the host.
 
-`plan()` needs the exact lengths on the host, and under asynchronous scheduling the host has bounds
-only. A plan for a bound may hold tiles that start behind the last key, where the kernels compute a
-negative size. So `build` copies the lengths from the device and waits for it, once a step: this
-back end gives up the overlap of scheduling and running. What a graph has baked of a plan (its
-layout) is compared after every `plan()`; a step that differs runs eagerly.
+`plan()` needs exact lengths on the host, but under asynchronous scheduling the host knows only
+upper bounds. A plan for a bound may contain tiles after the last key, for which the kernels compute
+a negative size. So `build` copies the lengths from the GPU and waits for them once per step; this
+back end gives up the overlap of scheduling and running. A graph bakes the layout of a plan, which
+is compared after every `plan()`; if it differs, the step runs eagerly.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .base import (
 
 logger = logging.getLogger(__name__)
 _HEAD_DIMS = (64, 128, 256)
-_FLOAT_WORKSPACE = 256 << 20  # bytes, partial results of split KV; shared by all wrappers
-_INT_WORKSPACE = 2 << 20  # bytes a wrapper, its plan
+_FLOAT_WORKSPACE = 256 << 20  # bytes for partial results of split KV, shared by all wrappers
+_INT_WORKSPACE = 2 << 20  # bytes for the plan of each wrapper
 
 
 class FlashInferMetadata(AttentionMetadata):
-    """A planned wrapper and the slots of this step."""
+    """A planned wrapper, and the slots that this step writes."""
 
     def __init__(self, wrapper: Any, slot_mapping: Tensor, can_replay: bool) -> None:
         self._wrapper = wrapper
@@ -59,7 +59,7 @@ class FlashInferMetadata(AttentionMetadata):
 
 
 class FlashInferBuilder(AttentionBuilder):
-    """One wrapper for each captured (requests, query length), one for everything eager."""
+    """Has one wrapper per captured (requests, query length), and one for all eager steps."""
 
     supports = AttentionCGSupport.UNIFORM_BATCH
 
@@ -84,13 +84,13 @@ class FlashInferBuilder(AttentionBuilder):
         def ints(size: int) -> Tensor:
             return torch.zeros(size, dtype=torch.int32, device=device)
 
-        # Graphs bake these addresses; every wrapper uses their first elements.
+        # Graphs bake these addresses. Each wrapper uses the first elements of the buffers.
         self._query_indptr = ints(max_num_reqs + 1)
         self._page_indptr = ints(max_num_reqs + 1)
         self._page_indices = ints(pages)
         self._last_page_len = ints(max_num_reqs)
         self._wrappers: dict[tuple[int, int], Any] = {}  # by (num_reqs, query_len); (0, 0) = eager
-        self._baked: dict[tuple[int, int], list[int]] = {}  # plan layout that a graph holds
+        self._baked: dict[tuple[int, int], list[int]] = {}  # the plan layout that each graph bakes
         self._compiled = False
         self.num_eager_fallbacks = 0
 
@@ -102,7 +102,7 @@ class FlashInferBuilder(AttentionBuilder):
         can_replay = key not in self._baked or _layout(wrapper) == self._baked[key]
         if not can_replay:
             if self.num_eager_fallbacks == 0:
-                logger.warning("a FlashInfer plan differs from its graph's: such steps run eagerly")
+                logger.warning("a FlashInfer plan differs from its graph's; such steps run eagerly")
             self.num_eager_fallbacks += 1
         return FlashInferMetadata(wrapper, common.slot_mapping, can_replay)
 
@@ -116,16 +116,16 @@ class FlashInferBuilder(AttentionBuilder):
         return FlashInferMetadata(wrapper, common.slot_mapping, True)
 
     def _plan(self, common: CommonAttentionMetadata, key: tuple[int, int]) -> Any:
-        """Plan the wrapper for this step's exact lengths. Waits for the device."""
+        """Plan the wrapper for this step's exact lengths. Waits for the GPU."""
         num_reqs, query_len = key
         if query_len:
-            # The graph holds N* x L rows: padded requests ask L rows of the null block.
+            # The graph runs N* x L rows; padded requests read L rows of the null block.
             starts = torch.arange(num_reqs + 1, dtype=torch.int32) * query_len
         else:
             starts = common.query_start_loc_cpu
         num_rows = starts.shape[0] - 1
         seq_lens = common.seq_lens[:num_rows].cpu()  # the wait
-        # A padded request has length 0, which is no valid plan.
+        # A padded request has length 0, which `plan` does not accept.
         lens = torch.maximum(seq_lens, (starts[1:] - starts[:-1]).clamp(min=1))
         pages = (lens + self._block_size - 1) // self._block_size  # [N*]
         indptr = torch.zeros(num_rows + 1, dtype=torch.int32)
@@ -134,7 +134,7 @@ class FlashInferBuilder(AttentionBuilder):
         indices = _page_indices(common.block_table, indptr, pages)
         if not self._compiled:
             logger.info(
-                "FlashInfer compiles its kernels for head size %d the first time (about 30 s)",
+                "FlashInfer compiles its kernels for head size %d on first use (about 30 s)",
                 self._layer.head_dim,
             )
             self._compiled = True
@@ -178,7 +178,7 @@ class FlashInferBuilder(AttentionBuilder):
                 "NHD",
                 use_cuda_graph=True,
                 qo_indptr_buf=self._query_indptr[: num_reqs + 1],
-                backend="fa2",  # the module that tensor-core decode uses: compiled once
+                backend="fa2",  # shares its compiled module with tensor-core decode
                 **{f"{name}_buf": buffer for name, buffer in buffers.items()},
             )
         else:
@@ -199,12 +199,12 @@ def _graph_key(desc: BatchExecutionDescriptor | None) -> tuple[int, int]:
 
 
 def _layout(wrapper: Any) -> list[int]:
-    """The host-side part of a plan, which a launch takes as numbers."""
+    """The part of a plan that a launch passes as host numbers, and that a graph therefore bakes."""
     return [int(value) for value in wrapper._plan_info]
 
 
 def _page_indices(block_table: Tensor, indptr: Tensor, pages: Tensor) -> Tensor:
-    """Block ids of all requests in a row, [pages.sum()] int32 on the device.
+    """The block ids of all requests, concatenated, [pages.sum()] int32 on the device.
 
     block_table: [>= N*, max_blocks] on the device; indptr: [N* + 1], pages: [N*] on the host.
     """
@@ -215,7 +215,7 @@ def _page_indices(block_table: Tensor, indptr: Tensor, pages: Tensor) -> Tensor:
 
 
 class FlashInferBackend(AttentionBackend):
-    """Llama-like attention on a CUDA device."""
+    """Runs Llama-like attention on a CUDA device."""
 
     name = "flashinfer"
 
@@ -226,17 +226,18 @@ class FlashInferBackend(AttentionBackend):
     def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
         for layer in layers:
             if layer.is_mla:
-                return "its latent attention is not built in here; use flash_mla or triton"
+                return "it does not support latent attention; use flash_mla or triton"
             if layer.sinks is not None:
-                return "it knows no attention sinks here; use triton"
+                return "it does not support attention sinks; use triton"
             if layer.head_dim not in _HEAD_DIMS:
-                return f"head size {layer.head_dim} is none of {', '.join(map(str, _HEAD_DIMS))}"
-        kinds: dict[object, set[object]] = {}  # of the layers that share a plan
+                sizes = ", ".join(map(str, _HEAD_DIMS))
+                return f"it supports head sizes {sizes}, not {layer.head_dim}"
+        kinds: dict[object, set[object]] = {}  # kinds of layers, by the plan that they share
         for layer in layers:
             group = (layer.num_kv_heads, layer.head_dim, layer.sliding_window)
             kinds.setdefault(group, set()).add((layer.num_heads, layer.scale, layer.softcap))
         if any(len(kind) > 1 for kind in kinds.values()):
-            return "layers of one KV group differ in heads, scale or soft cap; use triton"
+            return "the layers of a KV group differ in heads, scale or soft cap; use triton"
         if device.type != "cuda":
             return "it needs a CUDA device"
         try:

@@ -1,4 +1,4 @@
-"""The reference attention back end: plain torch, the oracle everywhere, the default on the CPU."""
+"""The reference attention back end in plain torch: the tests' oracle, and the CPU's default."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .base import (
 
 
 class ReferenceMetadata(AttentionMetadata):
-    """One step's plan: page lists, masks and write slots, computed once for all layers."""
+    """One step's page lists, masks and write slots, computed once for all layers."""
 
     def __init__(self, plan: AttentionPlan, rows: Tensor | None, slots: Tensor) -> None:
         self._plan = plan
-        self._rows = rows  # [written] token rows with a slot, None = all
+        self._rows = rows  # [written] token rows that have a slot; None = all
         self._slots = slots  # [written] int64
 
     def attend(
@@ -53,7 +53,7 @@ class ReferenceMetadata(AttentionMetadata):
 
 
 class ReferenceBuilder(AttentionBuilder):
-    """Plans on the host, so on a GPU it waits for the device: never inside a graph."""
+    """Plans on the host. On a GPU it waits for the device, so no graph can contain it."""
 
     supports = AttentionCGSupport.NEVER
 

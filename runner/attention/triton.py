@@ -1,6 +1,6 @@
-"""The Triton attention back end: one kernel for decode, verify and prefill; any batch fits a graph.
+"""The Triton attention back end: one kernel for decode, verify and prefill; graphs fit any batch.
 
-It plans nothing on the host and keeps no state between steps, so metadata is only a set of views.
+It plans nothing on the host and keeps no state between steps, so its metadata is a set of views.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .base import (
     Rotary,
 )
 
-_MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512  # 16: the least that a matrix unit takes
+_MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512  # 16 is the smallest tile of a tensor core
 
 
 class TritonMetadata(AttentionMetadata):
-    """Views of the step buffers; a graph bakes their addresses and the bound on query lengths."""
+    """Views of the step buffers. A graph bakes their addresses and the bound on query lengths."""
 
     def __init__(
         self,
         common: CommonAttentionMetadata,
         max_query_len: int,
-        arrivals: Tensor | None = None,  # [>= N* x kv heads] int32 zeros, for one fused kernel
+        arrivals: Tensor | None = None,  # [>= N* x kv heads] int32 zeros; see `TritonBuilder`
     ) -> None:
         self._common = common
         self._max_query_len = max_query_len
@@ -103,8 +103,11 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonBuilder(AttentionBuilder):
-    """Builds nothing: the kernel reads the step buffers themselves. `arrivals` are zeros by which
-    programs of one kernel find out which of them ends last."""
+    """Builds nothing, since the kernel reads the step buffers directly.
+
+    `arrivals` are counters, zero between launches, by which the programs of the fused kernel find
+    out which of them finishes last.
+    """
 
     supports = AttentionCGSupport.ALWAYS
     builds_on_device = True
@@ -117,20 +120,21 @@ class TritonBuilder(AttentionBuilder):
     ) -> TritonMetadata:
         is_full = desc is not None and desc.mode is CUDAGraphMode.FULL
         is_uniform = desc is not None and desc.uniform_token_count is not None
-        # Other steps have any number of rows: that would be too many kinds of one kernel.
+        # Other steps have any number of rows, which would need too many variants of the fused
+        # kernel.
         arrivals = self._arrivals if is_full and is_uniform else None
         return TritonMetadata(common, max_query_len(common, desc), arrivals)
 
 
 def max_query_len(common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None) -> int:
-    """The bound on query lengths that a launch may bake: the descriptor's, not the dummy's."""
+    """The bound on query lengths that a launch may bake: for a FULL graph the descriptor's."""
     if desc is None or desc.mode is not CUDAGraphMode.FULL:
         return common.max_query_len
     return desc.uniform_token_count or desc.num_tokens
 
 
 class TritonBackend(AttentionBackend):
-    """Every model on a CUDA device (and, for tests, on the CPU through the references)."""
+    """Runs every model on a CUDA device, and in tests on the CPU through the references."""
 
     name = "triton"
 
@@ -141,11 +145,11 @@ class TritonBackend(AttentionBackend):
         for layer in layers:
             if layer.is_mla:
                 rest = layer.head_dim - (layer.head_dim_v or 0)
-                if rest < 16 or rest & (rest - 1):  # a tile of the kernel
-                    return f"its MLA kernel wants a rotary part of 16, 32, 64, ... and not {rest}"
+                if rest < 16 or rest & (rest - 1):  # must be a tile of the kernel
+                    return f"the rotary part of MLA must have 16, 32, 64, ... values, not {rest}"
             elif not _MIN_HEAD_DIM <= layer.head_dim <= _MAX_HEAD_DIM:
                 sizes = f"{_MIN_HEAD_DIM} to {_MAX_HEAD_DIM}"
-                return f"its kernel takes heads of {sizes} and not of {layer.head_dim}"
+                return f"it supports head sizes of {sizes}, not {layer.head_dim}"
         return None
 
     def create_builder(

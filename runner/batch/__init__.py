@@ -1,1 +1,1 @@
-"""The tensors of a step: request table, input batch, sampling parameters, KV cache, copies."""
+"""The tensors of a step: request table, input batch, sampling parameters, KV cache and copies."""

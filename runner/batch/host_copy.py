@@ -1,4 +1,4 @@
-"""Brings tensors to the host while the device works on, through pinned memory used over again."""
+"""Copies tensors to the host while the GPU continues, through reused pinned memory."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch import Tensor
 
 
 class CopyStream:
-    """The stream on which results leave the device, behind the stream that computes them.
+    """The stream that copies results to the host, after the stream that computes them.
 
-    Made once, where steps are launched: asking torch for the current stream, for pinned memory and
-    for a stream's context costs a small model's step a tenth of its time.
+    Created once, by the thread that launches steps. Asking torch for the current stream, pinned
+    memory and a stream context in every step would cost a small model a tenth of its step time.
     """
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self.main = torch.cuda.current_stream()  # that computes
+        self.main = torch.cuda.current_stream()  # the stream of the steps
         self._computed = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.pinned = PinnedPool()
 
     def copy(self, tensors: Sequence[Tensor], hosts: Sequence[Tensor]) -> torch.cuda.Event:
-        """Start the copies of what was launched so far; the event is reached when they are done."""
+        """Copy `tensors` to `hosts` after all work launched so far; the event marks the end."""
         self._computed.record(self.main)
         self.stream.wait_event(self._computed)
         copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -37,14 +37,14 @@ class CopyStream:
 
 
 class PinnedPool:
-    """Page-locked host tensors by kind, the newest given back first; as many as are in use."""
+    """Page-locked host tensors for reuse, by type and row shape. It grows with demand."""
 
     def __init__(self, pin: bool = True) -> None:
         self._pin = pin
         self._free: dict[tuple[torch.dtype, torch.Size], list[Tensor]] = {}
 
     def take(self, like: Tensor) -> Tensor:
-        """Uninitialised, of the type and shape of `like`, but perhaps with more rows."""
+        """An uninitialised tensor of the type and shape of `like`, perhaps with more rows."""
         if like.dim() == 0:
             return torch.empty((), dtype=like.dtype, pin_memory=self._pin)
         rows, free = like.shape[0], self._free.get((like.dtype, like.shape[1:]), [])
@@ -52,18 +52,18 @@ class PinnedPool:
             tensor = free.pop()
             if tensor.shape[0] >= rows:
                 return tensor
-        # Powers of two, so that few sizes exist; one that has become too small is dropped.
+        # Powers of two, so that few sizes exist. A tensor that was too small has been dropped.
         size = (1 << max(0, rows - 1).bit_length(), *like.shape[1:])
         return torch.empty(size, dtype=like.dtype, pin_memory=self._pin)
 
     def give(self, tensor: Tensor) -> None:
-        """Let it be taken again: nobody reads it any more, and no copy writes it."""
+        """Return a tensor for reuse. No copy may still write it, and nobody may still read it."""
         if tensor.dim():
             self._free.setdefault((tensor.dtype, tensor.shape[1:]), []).append(tensor)
 
 
 class HostCopy:
-    """Device tensors on their way to the host. Keeps the sources alive until they have arrived."""
+    """A copy of tensors to the host in progress. Keeps its sources alive until it has ended."""
 
     def __init__(self, tensors: Sequence[Tensor], stream: CopyStream | None) -> None:
         """Start the copies on `stream`; CPU tensors need no copy."""
@@ -83,18 +83,21 @@ class HostCopy:
 
     @property
     def event(self) -> torch.cuda.Event | None:
-        """Until then the sources must stay as they are; None: they may change at once."""
+        """The end of the copy. The sources must not change before it; None: they may change now."""
         return self._event
 
     def wait(self) -> list[Tensor]:
-        """The host tensors, once they have arrived."""
+        """Wait for the copy and return the host tensors."""
         if self._event is not None:
             self._event.synchronize()
         self._sources = ()
         return self._host
 
     def release(self) -> None:
-        """After `wait`: what it returned is not read any more, and may hold the next results."""
+        """Let the memory of the host tensors be reused.
+
+        Call after `wait`, and read them no more.
+        """
         if self._pool is not None:
             for taken in self._taken:
                 self._pool.give(taken)

@@ -1,6 +1,7 @@
-"""Owns the buffers of one step (fixed addresses, rows are batch rows) and fills them from a plan.
+"""The buffers of a step, at fixed addresses with one row per request or token, and their filling.
 
-It gathers from the request table through `idx_mapping`; it does not know models or samplers.
+They are gathered from the request table through `idx_mapping`. This file knows neither models nor
+samplers.
 """
 
 from __future__ import annotations
@@ -27,12 +28,16 @@ from .staging import StagingPool
 
 @dataclass(frozen=True)
 class InputBatch:
-    """One step: N of N* requests, M of M* tokens, L logits rows; tensors are views of buffers."""
+    """One step's batch: N requests padded to N*, M tokens padded to M*, and L logits rows.
+
+    Its tensors are views of the step buffers.
+    """
 
     num_reqs: int  # N
     num_tokens: int  # M
     num_logits: int  # L
-    uniform_token_count: int | None  # every request has this query length and none is in prefill
+    # the query length of all requests if equal and none is in prefill
+    uniform_token_count: int | None
     descriptor: BatchExecutionDescriptor
     mode: StepMode
     slots: list[int]  # [N] batch row -> slot
@@ -47,15 +52,18 @@ class InputBatch:
     cu_num_logits_cpu: list[int]  # [N + 1]
     expanded_idx_mapping: Tensor  # [L] int32, logits row -> slot
     expanded_local_pos: Tensor  # [L] int32, 0 .. n_draft
-    draft_ids: Tensor  # [L] int64, draft judged by that row, -1 = none
-    logits_positions: Tensor  # [L] int64, sequence position of that row
+    draft_ids: Tensor  # [L] int64, the draft that the row judges, -1 = none
+    logits_positions: Tensor  # [L] int64, sequence position of the row
     num_draft_tokens: Tensor  # [N] int32, drafts that are not -1
-    num_draft_tokens_cpu: list[int]  # [N] drafts in the layout, -1 included
+    num_draft_tokens_cpu: list[int]  # [N] drafts in the layout, including -1
     common: list[CommonAttentionMetadata]  # per group
 
 
 class InputBuffers:
-    """The step buffers, which kernels fill and graphs bake; sized for the largest capture."""
+    """The step buffers. Kernels fill them; graphs bake their addresses.
+
+    Sized for the largest step.
+    """
 
     def __init__(
         self,
@@ -76,7 +84,7 @@ class InputBuffers:
         self.max_num_tokens = tokens
         self.max_model_len = max_model_len
         self.block_sizes = list(block_sizes)
-        # One upload fills three padded series, to their ends. [3, max N* + 1]
+        # [3, max N* + 1] the next three arrays, padded, which one upload fills
         self._series = zeros(3, reqs + 1)
         self.idx_mapping = self._series[0, :reqs]
         self.query_start_loc = self._series[1]
@@ -93,12 +101,12 @@ class InputBuffers:
         self.block_tables = [zeros(reqs, blocks) for blocks in max_blocks]
         self.slot_mappings = zeros(len(block_sizes), tokens, dtype=torch.int64)
         self._pool = StagingPool(device)
-        # What the series hold for a WHOLE step, and the batch made of it.
+        # The contents of `_series` if a WHOLE step filled it, and that step's batch.
         self._placed: tuple[BatchExecutionDescriptor, list[int], list[int]] | None = None
         self._placed_batch: InputBatch | None = None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Every buffer by name; a poison test fills them before a step."""
+        """Every buffer by name; a test fills them with poison before a step."""
         return {
             name: value
             for name, value in vars(self).items()
@@ -108,14 +116,16 @@ class InputBuffers:
     def gather(
         self,
         rows: Sequence[ScheduledRow],
-        query_lens: Sequence[int],  # [N] tokens of each row; fewer than scheduled if trimmed
+        # [N] tokens of each row; fewer than scheduled if drafts are trimmed
+        query_lens: Sequence[int],
         num_drafts: Sequence[int],  # [N] drafts in the layout
         table: RequestTable,
         descriptor: BatchExecutionDescriptor,
         uniform_token_count: int | None,
         mode: StepMode = StepMode.EAGER,
     ) -> InputBatch:
-        """Fill the buffers for these rows, padded to `descriptor`; no wait for the device."""
+        """Fill the buffers for these rows, padded to `descriptor`, without waiting for the
+        device."""
         self._placed = None
         slots = [row.slot for row in rows]
         reqs_padded, tokens_padded = descriptor.num_reqs or len(rows), descriptor.num_tokens
@@ -143,9 +153,10 @@ class InputBuffers:
         descriptor: BatchExecutionDescriptor,
         uniform_token_count: int,
     ) -> InputBatch:
-        """As `gather`, for a WHOLE step: brings over who is in the batch if that changed.
+        """Like `gather` for a WHOLE step: upload the batch's slots and layout if they changed.
 
-        The rest of the buffers is filled at the replay. Bounds are the largest, as in a capture.
+        Its graph fills the other buffers (`gather_placed`). Bounds are the largest, as in a
+        capture.
         """
         key = (descriptor, slots, num_drafts)
         if key == self._placed and self._placed_batch is not None:
@@ -171,7 +182,7 @@ class InputBuffers:
         return self._placed_batch
 
     def gather_placed(self, table: RequestTable, descriptor: BatchExecutionDescriptor) -> None:
-        """The rest of `place`, for the graph of this descriptor: operations of the device alone."""
+        """Fill the buffers that `place` leaves out. The graph of the descriptor contains this."""
         num_reqs, num_tokens = descriptor.num_reqs, descriptor.num_tokens
         assert num_reqs is not None
         prepare_padded_inputs(table, self, num_reqs, num_tokens, num_tokens)
@@ -193,7 +204,7 @@ class InputBuffers:
         num_drafts: Sequence[int],
         descriptor: BatchExecutionDescriptor,
     ) -> np.ndarray:
-        """The three series, padded to their ends; [3, max N* + 1], also on the device."""
+        """Compute the padded series, [3, max N* + 1], upload it and return the host's copy."""
         num_reqs = len(slots)
         assert num_reqs <= (descriptor.num_reqs or num_reqs) <= self.max_num_reqs
         assert sum(query_lens) <= descriptor.num_tokens <= self.max_num_tokens
@@ -247,10 +258,10 @@ class InputBuffers:
         )
 
     def fill_dummy(self, descriptor: BatchExecutionDescriptor) -> list[CommonAttentionMetadata]:
-        """A batch that writes no KV, for warm-up and capture; lengths are bounds, tables null.
+        """Fill the buffers with a batch for warm-up and capture, which writes no KV.
 
-        Every request row is real, of the uniform length or of an even share of the tokens, and
-        attends to as many null-block positions as it has tokens.
+        No request row is padding: each has the uniform length or an even share of the tokens, and
+        attends to as many positions of the null block as it has tokens.
         """
         self._placed = None
         num_tokens = descriptor.num_tokens
@@ -280,7 +291,10 @@ class InputBuffers:
         max_query_len: int,
         capture: bool = False,
     ) -> list[CommonAttentionMetadata]:
-        """Metadata by group: whole buffers cut to these (padded) rows. A capture bakes bounds."""
+        """The metadata of each group, cut to these padded rows.
+
+        With `capture`, bounds are maximal.
+        """
         max_seq_len = self.max_model_len if capture else max(int(bounds.max()), 1)
         return [
             CommonAttentionMetadata(

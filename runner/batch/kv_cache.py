@@ -1,7 +1,7 @@
-"""Owns KV memory: which layers share a block table, how large a block is, and the tensors.
+"""Owns KV memory: which layers share a block table, the size of a block, and the tensors.
 
-Who owns a block is the business of `block_pool`. Block 0 of every group is the null block: padded
-block-table rows point at it, so it is never handed to a request.
+`scheduling.block_pool` tracks which requests hold a block. Block 0 of every group is the null
+block: padded rows of block tables point at it, so no request ever gets it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..attention.base import AttentionLayer, AttentionMetadata, AttentionState
 
 @dataclass(frozen=True)
 class KVCacheGroup:
-    """Layers of one shape and window; they share a block table. `layers[0]` stands for all."""
+    """Layers of equal cache shape and window, which share a block table."""
 
     index: int
-    layers: tuple[AttentionLayer, ...]  # readers included
+    layers: tuple[AttentionLayer, ...]  # including those that only read another layer's cache
     num_kv_heads: int
     head_dim: int
     is_mla: bool
@@ -30,16 +30,16 @@ class KVCacheGroup:
 
     @property
     def owners(self) -> tuple[AttentionLayer, ...]:
-        """Layers that have a cache of their own."""
+        """The layers that have a cache of their own."""
         return tuple(layer for layer in self.layers if layer.kv_source is None)
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block over all layers of the group."""
+        """Bytes of one block, over all layers of the group."""
         values = block_size * self.num_kv_heads * self.head_dim * (1 if self.is_mla else 2)
         return values * dtype.itemsize * len(self.owners)
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """Shape of one layer's tensor."""
+        """The shape of one layer's cache tensor."""
         page = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
         return page if self.is_mla else (2, *page)
 
@@ -67,11 +67,10 @@ def make_groups(layers: Sequence[AttentionLayer]) -> list[KVCacheGroup]:
 
 @dataclass(frozen=True)
 class KVLayout:
-    """What a block holds. Blocks are counted and allocated by the same layout, so that the cache
-    never takes more memory than it was counted for."""
+    """The layout of a block. Both counting and allocating blocks use it, so that they agree."""
 
     groups: Sequence[KVCacheGroup]
-    block_size: int  # tokens; the attention back end's, which may be larger than --block-size
+    block_size: int  # tokens; a back end may need more than --block-size
     dtype: torch.dtype
 
     @property
@@ -80,20 +79,20 @@ class KVLayout:
         return sum(group.block_bytes(self.block_size, self.dtype) for group in self.groups)
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Blocks per group that hold this many tokens, and the null block."""
+        """Blocks per group for this many tokens, including the null block."""
         return -(-num_tokens // self.block_size) + 1
 
     def blocks_in(self, memory_bytes: int) -> int:
-        """Blocks per group that fit into `memory_bytes`, the null block included."""
+        """Blocks per group that fit into `memory_bytes`, including the null block."""
         return memory_bytes // max(1, self.block_bytes)
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
-        """A cache of `num_blocks` blocks per group, the null block included."""
+        """Allocate a cache of `num_blocks` blocks per group, including the null block."""
         return KVCache(self.groups, num_blocks, self.block_size, self.dtype, device)
 
 
 class KVCache:
-    """The tensors of all groups, each with the same number of blocks (equal token capacity)."""
+    """The cache tensors of all groups. Every group has the same number of blocks."""
 
     def __init__(
         self,
@@ -124,18 +123,18 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all groups together."""
+        """Bytes of the cache, over all groups."""
         return self.num_blocks * KVLayout(self.groups, self.block_size, self.dtype).block_bytes
 
     def attention_state(self, metadata: Sequence[AttentionMetadata]) -> AttentionState:
-        """The state a model's forward pass takes; `metadata` is by group."""
+        """The attention state of a forward pass; `metadata` has one entry per group."""
         return AttentionState(metadata, self.layers, self.group_of_layer, self.kv_caches)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros: a masked key of garbage NaN would still poison a weighted sum."""
+    """Zeros, not uninitialised memory: even a masked value that is NaN makes a weighted sum NaN."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # NumPy asks the system for zeroed pages, which cost nothing until they are used.
+    # NumPy gets zeroed pages from the system, which use no memory until they are touched.
     pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(pages).view(dtype).view(shape)

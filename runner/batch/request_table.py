@@ -1,7 +1,8 @@
-"""Owns every request's permanent row on the device: tokens, lengths, block tables, drafts.
+"""The request table: every request's permanent row on the device (tokens, lengths, blocks, drafts).
 
-A row (slot) is the request's for its whole life and is never moved; the scheduler chooses it. Host
-changes are staged and applied at the start of a step, on the stream that runs the steps.
+A row (slot) belongs to a request while it runs and is never moved; the scheduler chooses it.
+Changes from the host are staged and applied at the start of a step, on the stream that runs the
+steps.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from .staging import StagingPool
 
 logger = logging.getLogger(__name__)
 
-_ALIGNMENT = 64  # words: where arrays that share a tensor may begin
-_LONG = 16  # more values than this become an array of their own
-# int32 scalars of a slot, rows of one array; the blocks that it holds in each group follow.
+_ALIGNMENT = 64  # in int32 words, of the arrays that share a tensor
+_LONG = 16  # longer writes are kept as arrays, not as single values
+# The int32 scalars of a slot, as rows of one array. The slot's block counts follow, one per group.
 _SCALARS = ("prompt_len", "prefill_len", "total_len", "num_computed_tokens", "max_drafts")
 
 
 class RequestTable:
-    """R permanent rows. Also the `RequestRows` of a drafter and `RequestTensors` of the kernels."""
+    """R permanent rows. It implements the drafters' `RequestRows` and the kernels'
+    `RequestTensors`."""
 
     def __init__(
         self,
@@ -36,7 +38,7 @@ class RequestTable:
         num_speculative_tokens: int,
         max_blocks: Sequence[int],  # per KV group
         device: torch.device,
-        draft_vocab_size: int | None = None,  # not None: keep the drafts' distribution
+        draft_vocab_size: int | None = None,  # None: do not keep the drafts' logits
     ) -> None:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -45,7 +47,7 @@ class RequestTable:
         self.device = device
         self.max_num_reqs = reqs
         self.num_speculative_tokens = num_speculative_tokens
-        # All int32 arrays of the host's changes are one, so that one scatter writes them.
+        # All int32 arrays that the host changes share one tensor, so that one scatter writes them.
         shapes = [(len(_SCALARS) + groups, reqs), (reqs, max_model_len)]
         shapes += [(reqs, blocks) for blocks in max_blocks]
         self._writes = _Writes(shapes, device)
@@ -53,11 +55,13 @@ class RequestTable:
         self.prompt_len = self._scalars[0]  # [R] prompt tokens
         self.prefill_len = self._scalars[1]  # [R] tokens to prefill before sampling
         self.total_len = self._scalars[2]  # [R] tokens known
-        self.num_computed_tokens = self._scalars[3]  # [R] tokens whose KV is valid: the truth
-        self.max_drafts = self._scalars[4]  # [R] cap on drafts; 0 = no speculation
+        # [R] tokens with valid KV; exact, unlike the host's
+        self.num_computed_tokens = self._scalars[3]
+        self.max_drafts = self._scalars[4]  # [R] limit on drafts; 0 = no speculation
         self.num_blocks = self._scalars[len(_SCALARS) :]  # [G, R]
         # all_token_ids is [R, max_model_len], prompt, then output; block_tables [R, max_blocks_g]
-        self.last_sampled_tokens = zeros(reqs, dtype=torch.int64)  # KV not yet computed
+        # [R] the newest token, without KV yet
+        self.last_sampled_tokens = zeros(reqs, dtype=torch.int64)
         self.next_prefill_tokens = zeros(reqs, dtype=torch.int64)
         self.draft_tokens = torch.full(
             (reqs, num_speculative_tokens), -1, dtype=torch.int64, device=device
@@ -65,14 +69,14 @@ class RequestTable:
         self.draft_logits: Tensor | None = None
         if draft_vocab_size is not None:
             shape = (reqs, num_speculative_tokens, draft_vocab_size)
-            # A drafter writes the ids that it can draw, and no others.
+            # A drafter writes only the columns of ids that it can draw; the others stay at -inf.
             self.draft_logits = torch.full(shape, float("-inf"), dtype=torch.float32, device=device)
         self.sampling = SamplingState(reqs, vocab_size, device)
         self.temperature: Tensor = self.sampling.temperature  # [R] float32
         self.seed: Tensor = self.sampling.seed  # [R] int64
         self._pool = StagingPool(device)
         self._staged: StepPlan | None = None
-        # Host mirror of num_blocks: where a request's next block id goes. [G][R]
+        # [G][R] the host's copy of num_blocks, which is the column of a request's next block id
         self._num_blocks_cpu = [[0] * reqs for _ in range(groups)]
 
     def stage(self, plan: StepPlan) -> None:
@@ -81,10 +85,10 @@ class RequestTable:
         self._staged = plan
 
     def apply_staged(self) -> dict[int, str]:
-        """Write the staged changes: first free, then fill, so that a slot can do both at once.
+        """Write the staged changes. Slots are freed first, so that one step can reuse a freed slot.
 
-        Returns the slots of new requests with parameters that could not be taken in, for want of
-        memory perhaps, each with a sentence. Such a slot runs without any until its request ends.
+        Returns an error sentence for each slot whose sampling parameters could not be stored, for
+        example for lack of memory. Such a slot runs with neutral ones until its request is ended.
         """
         plan, self._staged = self._staged, None
         assert plan is not None, "nothing is staged"
@@ -106,20 +110,20 @@ class RequestTable:
             try:
                 self.sampling.set_request(new.slot, new.sampling, prompt, output)
             except Exception as error:
-                logger.exception("the parameters of a request could not be taken in")
+                logger.exception("the sampling parameters of a request cannot be stored")
                 self.sampling.clear(new.slot)
                 kind = type(error).__name__
-                faults[new.slot] = f"The request's parameters could not be taken in ({kind})."
+                faults[new.slot] = f"The request's parameters cannot be stored ({kind})."
         return faults
 
     def forget_drafts(self) -> None:
-        """Of every request, as the next ones may be drawn from other ids (another drafter)."""
+        """Clear every request's drafts. A new drafter may draw from other token ids."""
         self.draft_tokens.fill_(-1)
         if self.draft_logits is not None:
             self.draft_logits.fill_(float("-inf"))
 
     def per_slot_tensors(self) -> list[tuple[Tensor, int, float]]:
-        """(tensor, its slot dimension, value in a fresh row) of every array of this table."""
+        """Every array of this table, as (tensor, its slot dimension, initial value)."""
         tensors: list[tuple[Tensor, int, float]] = [
             (self._scalars, 1, 0),
             (self.all_token_ids, 0, 0),
@@ -132,7 +136,7 @@ class RequestTable:
         return tensors
 
     def _reset(self, slots: list[int]) -> None:
-        """Give the rows of `slots` the values of a fresh row, in every array."""
+        """Reset the rows of `slots` in every array to the initial values."""
         if not slots:
             return
         rows = self._pool.upload(np.array(slots, dtype=np.int64))  # [new] -> slot
@@ -153,7 +157,7 @@ class RequestTable:
         self._writes.add(_TOKENS_ARRAY, new.slot, 0, new.token_ids)
 
     def _add_blocks(self, slot: int, block_ids: Sequence[Sequence[int]]) -> None:
-        """Append these blocks by group, and count them."""
+        """Append block ids, given per group, to a slot's block tables."""
         for group, ids in enumerate(block_ids):
             if ids:
                 counts = self._num_blocks_cpu[group]
@@ -162,15 +166,15 @@ class RequestTable:
                 self._writes.add(_SCALARS_ARRAY, len(_SCALARS) + group, slot, (counts[slot],))
 
 
-_SCALARS_ARRAY, _TOKENS_ARRAY, _TABLES_ARRAY = 0, 1, 2  # of `_Writes`; a table for each group
+_SCALARS_ARRAY, _TOKENS_ARRAY, _TABLES_ARRAY = 0, 1, 2  # indices into `_Writes.arrays`
 
 
 class _Writes:
-    """Owns 2-D int32 arrays; collects writes to their rows and applies them as one scatter."""
+    """Owns 2-D int32 arrays, collects writes to their rows and applies them as one scatter."""
 
     def __init__(self, shapes: Sequence[tuple[int, int]], device: torch.device) -> None:
         starts = [0]
-        for rows, width in shapes:  # aligned, as kernels like it
+        for rows, width in shapes:
             starts.append(starts[-1] + -(-rows * width // _ALIGNMENT) * _ALIGNMENT)
         self._flat = torch.zeros(starts[-1], dtype=torch.int32, device=device)
         self._places = [
@@ -185,7 +189,7 @@ class _Writes:
         self._long: list[tuple[int, Sequence[int]]] = []  # (first index, values)
 
     def add(self, array: int, row: int, column: int, values: Sequence[int]) -> None:
-        """Write `values` into a row of an array, from a column on. No place is written twice."""
+        """Note a write of `values` to a row, from `column` on. Writes may not overlap."""
         start, rows, width = self._places[array]
         end = column + len(values)
         assert 0 <= row < rows and end <= width, f"write of [{row}, {column}:{end}] is out of range"
@@ -197,7 +201,7 @@ class _Writes:
             self._values += values
 
     def apply(self, pool: StagingPool) -> None:
-        """Upload and scatter what was added; nothing at all if nothing was."""
+        """Upload and scatter the collected writes; do nothing if there are none."""
         if not self._indices and not self._long:
             return
         indices = [np.array(self._indices, dtype=np.int64)]
@@ -208,7 +212,7 @@ class _Writes:
         self._indices.clear()
         self._values.clear()
         self._long.clear()
-        # One upload of both: the indices' words, then the values.
+        # One upload for both: the int64 indices as int32 words, then the values.
         index = np.concatenate(indices)
         words = pool.upload(np.concatenate([index.view(np.int32), *values]))
         count = len(index)

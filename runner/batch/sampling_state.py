@@ -1,8 +1,8 @@
-"""Owns the sampling parameters and token counts of every request, one permanent row per slot.
+"""The sampling parameters and token counts of every request, in one permanent row per slot.
 
-It knows nothing of batches: the sampler gathers rows by slot. Features nobody uses cost nothing:
-tables are allocated when the first request needs them, and the host knows what each slot uses.
-What a client chooses the length of is a list of `RaggedRows`, never a column of every slot.
+It knows nothing of batches: the sampler gathers rows by slot. Unused features cost nothing: their
+tables are allocated when the first request needs them, and the host knows which features each slot
+uses. Lists of client-chosen length are `RaggedRows`, never columns of a table with a row per slot.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .staging import StagingPool
 
 _FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 _INTS = ("seed", "top_k", "min_tokens", "has_own_seed")
-_MIN_TEMPERATURE = 1e-5  # below, logits / temperature overflows: greedy
+_MIN_TEMPERATURE = 1e-5  # a lower temperature counts as 0: logits / temperature would overflow
 
 
 class Feature(IntFlag):
-    """What a slot's request needs beyond an argmax."""
+    """The sampling features that a request can use."""
 
     RANDOM = 1
     BIAS = 2
@@ -37,19 +37,19 @@ class Feature(IntFlag):
     TOP_P = 256
     LOGPROBS = 512
     GREEDY = 1024
-    REPETITION = 2048  # with PENALTIES
-    SEEDED = 4096  # RANDOM, by a seed that its client named
-    UNSEEDED = 8192  # RANDOM, by a seed of ours
+    REPETITION = 2048  # set with PENALTIES
+    SEEDED = 4096  # set with RANDOM if the client chose the seed
+    UNSEEDED = 8192  # set with RANDOM if the server chose the seed
 
 
-# Changes logits by more than the temperature.
+# Features that change logits by more than the temperature does.
 PROCESSED = ~(
     Feature.RANDOM | Feature.LOGPROBS | Feature.GREEDY | Feature.SEEDED | Feature.UNSEEDED
 )
 
 
 class SamplingState:
-    """R rows of sampling parameters on the device, and the host's flags."""
+    """R rows of sampling parameters on the device, and the host's flags of features."""
 
     def __init__(self, max_num_reqs: int, vocab_size: int, device: torch.device) -> None:
         self.max_num_reqs = max_num_reqs
@@ -60,24 +60,27 @@ class SamplingState:
         self._ints = torch.zeros(len(_INTS), max_num_reqs, dtype=torch.int64, device=device)
         self.temperature, self.top_p, self.min_p = self._floats[:3]  # [R] float32
         self.presence, self.frequency, self.repetition = self._floats[3:]  # [R] float32
-        # [R] int64 each; the last is 1 where the client named the seed
+        # [R] int64 each; has_own_seed is 1 if the client chose the seed
         self.seed, self.top_k, self.min_tokens, self.has_own_seed = self._ints
         self.top_p.fill_(1.0)
         self.repetition.fill_(1.0)
         self.biases = RaggedRows(max_num_reqs, 2, device)  # (token id, the bits of its float32)
-        self.stop_ids = RaggedRows(max_num_reqs, 1, device)  # forbidden before min_tokens
-        # The tokens of all words: (token id, tokens of its word after it, index of its word's
-        # first token in this list).
+        # forbidden until min_tokens are emitted
+        self.stop_ids = RaggedRows(max_num_reqs, 1, device)
+        # One entry per token of all words: (token id, number of tokens after it in its word, index
+        # of
+        # its word's first token in this list).
         self.bad_words = RaggedRows(max_num_reqs, 3, device)
         self.predictions = RaggedRows(max_num_reqs, 1, device)  # token ids, for the drafter
-        # Whole-vocabulary rows, allocated on first use.
+        # Tables with a row of vocabulary size per slot, allocated on first use.
         self.allowed_bits: Tensor | None = None  # [R, ceil(V / 32)] int32, all ones = no limit
         self.prompt_bin_mask: Tensor | None = None  # [R, ceil(V / 32)] int32
-        self.output_bin_counts: Tensor | None = None  # [R, V] int32, valid where penalties are used
-        self._features = [0] * max_num_reqs  # bits of Feature; plain ints, for speed
+        # [R, V] int32, valid for slots that use penalties; `post_update` counts emitted tokens
+        self.output_bin_counts: Tensor | None = None
+        self._features = [0] * max_num_reqs  # bits of `Feature` as plain ints, for speed
         self.num_logprobs: list[int | None] = [None] * max_num_reqs  # host, per slot
         self._top_k_cpu = [0] * max_num_reqs
-        # The last list of allowed tokens and its bits: the children of a request share the list.
+        # The last list of allowed tokens, and its bits. The children of a request share the list.
         self._packed: tuple[Sequence[int], np.ndarray] | None = None
 
     def set_request(
@@ -85,11 +88,11 @@ class SamplingState:
         slot: int,
         params: SamplingParams,
         prompt_token_ids: Sequence[int],
-        output_token_ids: Sequence[int],  # non-empty when the request returns after preemption
+        output_token_ids: Sequence[int],  # not empty if the request returns after a preemption
     ) -> None:
-        """Fill a slot. Runs on the stream of the steps, never waits for the device.
+        """Store a request's parameters on the stream of the steps, without waiting for the device.
 
-        Token ids outside the vocabulary can never be sampled, so lists are filled without them.
+        Token ids outside the vocabulary are left out of lists, since they can never be sampled.
         """
         temperature = params.temperature if params.temperature >= _MIN_TEMPERATURE else 0.0
         floats = (
@@ -127,7 +130,7 @@ class SamplingState:
             self.predictions.set(slot, prediction[None])
 
     def clear(self, slot: int) -> None:
-        """Make a slot's lists neutral; its scalars stay valid until `set_request` writes them."""
+        """Empty a slot's lists. Its scalars keep their values until `set_request` writes them."""
         features = self._features[slot]
         self._features[slot] = 0
         self.num_logprobs[slot] = None
@@ -138,18 +141,18 @@ class SamplingState:
             self.allowed_bits[slot].fill_(-1)
 
     def features(self, slots: Iterable[int]) -> Feature:
-        """Union of what these slots use."""
+        """The union of the features that these slots use."""
         union = 0
         for slot in slots:
             union |= self._features[slot]
         return Feature(union)
 
     def uses(self, slot: int, features: Feature) -> bool:
-        """True if the slot uses one of `features`."""
+        """True if the slot uses any of `features`."""
         return bool(self._features[slot] & int(features))
 
     def max_top_k(self, slots: Iterable[int]) -> int | None:
-        """Largest top_k of these slots; None if one of them is unlimited."""
+        """The largest top_k of these slots; None if one has no limit."""
         values = [self._top_k_cpu[slot] for slot in slots]
         return max(values) if values and min(values) > 0 else None
 
@@ -157,7 +160,7 @@ class SamplingState:
         return torch.full((self.max_num_reqs, *shape), -1, dtype=torch.int32, device=self._device)
 
     def _write(self, target: Tensor, values: np.ndarray) -> None:
-        """Copy host values to a device row; floats travel as their bits."""
+        """Copy host values to a device row. Floats are uploaded as the int32 of their bits."""
         if values.dtype == np.float32:
             target.copy_(self._pool.upload(values.view(np.int32)).view(torch.float32))
         else:
@@ -191,7 +194,7 @@ class SamplingState:
 
 
 def _word_entries(words: Sequence[Sequence[int]]) -> np.ndarray:
-    """The columns of `SamplingState.bad_words`, [3, tokens of all words] int32."""
+    """The columns of `SamplingState.bad_words`, [3, total tokens of all words] int32."""
     tokens = [np.asarray(word, dtype=np.int32) for word in words]
     lengths = np.array([len(word) for word in words], dtype=np.int32)
     firsts = lengths.cumsum() - lengths
@@ -206,7 +209,7 @@ def _features_of(params: SamplingParams, temperature: float) -> Feature:
         or params.frequency_penalty != 0
         or params.repetition_penalty != 1
     )
-    random = temperature > 0  # the last three never change an argmax
+    random = temperature > 0  # min_p, top_k and top_p do not change an argmax
     wanted = {
         Feature.RANDOM: random,
         Feature.SEEDED: random and params.has_own_seed,

@@ -1,4 +1,4 @@
-"""Owns the pinned host buffers through which a step's small arrays reach the device."""
+"""The pinned host buffers through which a step's small arrays are copied to the device."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.int32): torch.int32}
 class StagingPool:
     """Copies host arrays to the device without waiting.
 
-    A pinned buffer is used again only after the copy that read it is done, so the pool becomes as
-    deep as the steps in flight need. On the CPU there is nothing to stage.
+    A pinned buffer is reused only after the copy from it has ended, so the pool grows to what the
+    steps in flight need. On the CPU no staging is needed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -22,7 +22,7 @@ class StagingPool:
         self._free: list[Tensor] = []
 
     def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
-        """`array` on the device, in `out` if given; ordered on the current stream."""
+        """Copy `array` to the device on the current stream, into `out` if given, and return it."""
         if self._device.type in ("cpu", "meta"):
             host = torch.from_numpy(array)
             return host.to(self._device) if out is None else out.copy_(host)
@@ -39,7 +39,7 @@ class StagingPool:
         return out
 
     def _take(self, nbytes: int) -> Tensor:
-        """A pinned buffer of at least `nbytes` that no queued copy reads."""
+        """A pinned buffer of at least `nbytes` that no pending copy reads."""
         while self._busy and self._busy[0][0].query():  # type: ignore[no-untyped-call]
             self._free.append(self._busy.pop(0)[1])
         for index, pinned in enumerate(self._free):

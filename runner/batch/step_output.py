@@ -1,4 +1,4 @@
-"""Brings a step's results to the host while the device works on, and trims them to plain lists.
+"""Copies a step's results to the host while the GPU continues, and converts them to plain lists.
 
 It knows nothing about how tokens were chosen.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 from ..scheduling.plan import RowResult
 from .host_copy import CopyStream, HostCopy
 
-# token, its logprob and rank, most likely ids and their logprobs
+# (token id, its logprob, its rank, most likely ids, their logprobs)
 Logprob = tuple[int, float, int, list[int], list[float]]
 
 
 @dataclass(frozen=True)
 class TokenLogprobTensors:
-    """Log probabilities of given tokens and of the most likely ones; rows are up to the user."""
+    """Log probabilities of P tokens and of the most likely alternatives to each."""
 
     token_ids: Tensor  # [P] int64
     logprobs: Tensor  # [P] float32
@@ -35,16 +35,16 @@ class TokenLogprobTensors:
 
 @dataclass(frozen=True)
 class PromptChunk:
-    """Prompt logprobs that one batch row brought in this step."""
+    """Prompt log probabilities of one batch row in this step."""
 
     row: int  # batch row
-    top: int  # alternatives asked for
+    top: int  # number of alternatives wanted
     tensors: TokenLogprobTensors
 
 
 @dataclass(frozen=True)
 class StepTensors:
-    """What a step leaves on the device for the host. None of it may be overwritten by a drafter."""
+    """A step's results on the device. A drafter must not overwrite them."""
 
     sampled_token_ids: Tensor  # [N, K + 1] int64, -1 beyond num_sampled
     num_sampled: Tensor  # [N] int32
@@ -63,31 +63,31 @@ class StepTensors:
         return tensors
 
     def unpack(self, host: list[Tensor]) -> list[Tensor]:
-        """The host's copies of `all`, one tensor a field."""
+        """Split the host's copies of `all` into one tensor per field."""
         return host
 
 
 @dataclass(frozen=True)
 class PackedTensors:
-    """`StepTensors` in one tensor, as the graph of a step's end leaves them: one copy."""
+    """The fields of `StepTensors` in one tensor, as `token_graphs` writes them: a single copy."""
 
     packed: Tensor  # [N, K + 4] int64: token ids, num_sampled, num_draft_tokens, has_nan
     logprobs: None = None
     prompt_logprobs: Sequence[PromptChunk] = ()
 
     def all(self) -> list[Tensor]:
-        """On the CPU, where nothing is copied for the host, a copy: the next step overwrites it."""
+        """The tensor; on the CPU a clone, since the next step overwrites it and no copy is made."""
         return [self.packed.clone() if self.packed.is_cpu else self.packed]
 
     def unpack(self, host: list[Tensor]) -> list[Tensor]:
-        """The four tensors that `StepTensors` begins with."""
+        """Split the host's copy into the first four tensors of `StepTensors`."""
         packed = host[0]
         return [packed[:, :-3], packed[:, -3], packed[:, -2], packed[:, -1].bool()]
 
 
 @dataclass(frozen=True)
 class RowLayout:
-    """What the host needs to read a step's tensors: one entry per batch row."""
+    """What the host must know to read a step's tensors: one entry per batch row."""
 
     num_logprobs: list[int | None]  # [N] alternatives wanted per emitted token; None = no logprobs
 
@@ -96,40 +96,40 @@ Results = StepTensors | PackedTensors
 
 
 class StepHandle:
-    """One step's results, perhaps still being computed."""
+    """A handle on one step's results, which may still be being computed."""
 
     def __init__(self) -> None:
         self._output: Future[tuple[Results, HostCopy, RowLayout] | None] = Future()
-        self._rows: list[RowResult] | None = None  # once they were read
+        self._rows: list[RowResult] | None = None  # set by the first `get`
         self.faults: dict[int, str] = {}  # batch row -> why its request ends; set before `publish`
 
     def publish(self, tensors: Results, layout: RowLayout, stream: CopyStream | None) -> HostCopy:
-        """Start the copy and make the handle readable. Called before anything is overwritten."""
+        """Start the copy and let `get` return. Call it before the tensors are overwritten."""
         copy = HostCopy(tensors.all(), stream)
         self._output.set_result((tensors, copy, layout))
         return copy
 
     def publish_empty(self) -> None:
-        """The step had no rows."""
+        """Let `get` return an empty list: the step had no rows."""
         self._output.set_result(None)
 
     def fail(self, error: BaseException) -> bool:
-        """Make `get` raise; False if the results were already published."""
+        """Make `get` raise `error`. Returns False if the results are already published."""
         if self._output.done():
             return False
         self._output.set_exception(error)
         return True
 
     def done(self) -> bool:
-        """True if `get` need not wait for the runner (it may wait for a copy)."""
+        """True if `get` waits at most for a copy, not for the runner."""
         return self._output.done()
 
     def error(self) -> BaseException | None:
-        """What the step raised before it was published; call once `done`."""
+        """The error that the step raised, or None. Call it only once `done`."""
         return self._output.exception()
 
     def wait(self, timeout: float) -> bool:
-        """True once `done`; False if that takes longer than `timeout` seconds."""
+        """Wait until `done`; False if that takes longer than `timeout` seconds."""
         try:
             self._output.exception(timeout)
         except TimeoutError:
@@ -137,7 +137,10 @@ class StepHandle:
         return True
 
     def get(self) -> list[RowResult]:
-        """One result per row of the plan, in plan order. Waits; raises what the step raised."""
+        """Wait for the results, one per row of the plan in its order.
+
+        Raises what the step raised.
+        """
         output = self._output.result()
         if output is None:
             return []
@@ -176,7 +179,8 @@ def _assemble(tensors: Results, host: list[Tensor], layout: RowLayout) -> list[R
     return results
 
 
-def _tuples(columns: list[list], first: int, last: int, top: int) -> list[Logprob]:  # type: ignore[type-arg]
+# type: ignore[type-arg]
+def _tuples(columns: list[list], first: int, last: int, top: int) -> list[Logprob]:
     ids, logprobs, ranks, top_ids, top_logprobs = columns
     return [
         (ids[i], logprobs[i], ranks[i], top_ids[i][:top], top_logprobs[i][:top])

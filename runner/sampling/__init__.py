@@ -1,1 +1,1 @@
-"""Turns logits into tokens and log probabilities."""
+"""Computes tokens and log probabilities from logits."""

@@ -1,7 +1,7 @@
-"""Applies every sampling option to every logits row, verified rows included, in a fixed order.
+"""Applies every sampling option to every logits row, in a fixed order.
 
-All parameters are gathered by slot, per logits row, so a row that judges a draft gets exactly the
-options that a row without speculation would. Host flags decide only which work can be left out.
+Parameters are gathered by slot for each logits row, so a row that judges a draft is processed
+exactly as it would be without speculation. Host flags decide only which work can be skipped.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...kernels.sampling.process_logits import (
 )
 from ..batch.sampling_state import PROCESSED, Feature, SamplingState
 
-# Entries of lists of words that are compared at once: each takes about 40 bytes.
+# List entries of bad words compared at once; each uses about 40 bytes.
 MAX_WORD_ENTRIES = 1 << 20
 
 
@@ -41,7 +41,7 @@ class SamplingRequests(Protocol):
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Which logits rows a step has: N requests, L rows; a request's rows follow one another."""
+    """The logits rows of a step: N requests, L rows. The rows of a request are contiguous."""
 
     slots: list[int]  # [N] host, batch row -> slot
     idx_mapping: Tensor  # [N] int32, batch row -> slot
@@ -49,13 +49,13 @@ class SamplingRows:
     cu_num_logits_cpu: list[int]  # [N + 1]
     expanded_idx_mapping: Tensor  # [L] int32, logits row -> slot
     expanded_local_pos: Tensor  # [L] int32, 0 .. n_draft
-    positions: Tensor  # [L] int64, sequence position of the row (its token comes after it)
-    draft_ids: Tensor  # [L] int64, draft judged by the row; -1 = none
-    seq_lens: Tensor  # [N] int32, of this step
+    positions: Tensor  # [L] int64, sequence position of the row; its token gets the next one
+    draft_ids: Tensor  # [L] int64, the draft that the row judges; -1 = none
+    seq_lens: Tensor  # [N] int32, including this step's tokens
     max_num_drafts: int  # K
 
     def requests(self, first: int, last: int) -> SamplingRows:
-        """The batch rows first .. last - 1 as a step of their own."""
+        """The batch rows first .. last - 1, as if they were a whole step."""
         start, end = self.cu_num_logits_cpu[first], self.cu_num_logits_cpu[last]
         return SamplingRows(
             self.slots[first:last],
@@ -76,9 +76,12 @@ def process_logits(
     rows: SamplingRows,
     requests: SamplingRequests,
     grammar_bitmask: Tensor | None,  # [L, ceil(V / 32)] int32, 0 = forbidden
-    features: Feature,  # union over the requests
+    features: Feature,  # the union of what the requests use
 ) -> Tensor:
-    """Logits whose softmax is each row's distribution; float32, `raw` itself if nothing applies."""
+    """Return float32 logits [L, V] whose softmax is the distribution that each row samples from.
+
+    If no option applies, these are `raw` itself.
+    """
     logits = raw.float()
     if grammar_bitmask is not None:
         logits = logits.clone() if logits is raw else logits
@@ -102,14 +105,14 @@ def process_logits(
 
 @dataclass(frozen=True)
 class _Context:
-    """What the options of P processed rows depend on."""
+    """The inputs of the options for the P rows that they process."""
 
-    used: list[int]  # host, the slots of these rows
+    used: list[int]  # on the host, the slots of these rows
     slots: Tensor  # [P] int64, processed row -> slot
     positions: Tensor  # [P] int64, sequence position of the row
-    local_pos: Tensor  # [P] int32, drafts of the step before the row
-    output_len: Tensor  # [P] int64, tokens the request has emitted before the row, drafts included
-    drafts: Tensor  # [P, K] drafts before the row, nearest first, -1 = none
+    local_pos: Tensor  # [P] int32, number of this step's drafts before the row
+    output_len: Tensor  # [P] int64, number of output tokens before the row, drafts included
+    drafts: Tensor  # [P, K] the drafts before the row, nearest first, -1 = none
 
 
 def _forbid_stops(
@@ -118,7 +121,10 @@ def _forbid_stops(
     too_short: Tensor,  # [P] bool
     has_grammar: bool,
 ) -> None:
-    """Forbid stop tokens, except in rows whose grammar leaves nothing else: its text is over."""
+    """Forbid stop tokens in rows that are `too_short`.
+
+    Rows in which a grammar allows only stop tokens keep them, because their text is complete.
+    """
     if has_grammar:
         ids = stop_ids.clamp(min=0).long()
         before = logits.gather(1, ids)
@@ -132,9 +138,9 @@ def _forbid_stops(
 def _rows_to_process(
     rows: SamplingRows, state: SamplingState, device: torch.device
 ) -> Tensor | None:
-    """Logits rows whose request changes more than the temperature; None = treat all alike.
+    """The logits rows whose request uses an option of `PROCESSED`; None = process all rows.
 
-    Only on the CPU, where work costs more than choosing it.
+    Selects rows only on the CPU: elsewhere selecting costs more than it saves.
     """
     if device.type != "cpu":
         return None
@@ -160,9 +166,9 @@ def _gather(
 
 
 def _forbid_bad_words(logits: Tensor, of: _Context, requests: SamplingRequests) -> None:
-    """Forbid the last token of each word whose other tokens the row's request has just emitted.
+    """Forbid the last token of each bad word if the request has just emitted its other tokens.
 
-    logits: [P, V] float32, in place. Works through the rows in pieces of bounded memory.
+    logits: [P, V] float32, changed in place. Processes the rows in pieces of bounded memory.
     """
     words = requests.sampling.bad_words
     width = words.longest(of.used)
@@ -176,11 +182,14 @@ def _forbid_bad_words(logits: Tensor, of: _Context, requests: SamplingRequests) 
 
 def _tokens_before(
     of: _Context,
-    piece: slice,  # of the P rows: p of them
-    back: Tensor,  # [p, T] int64, 1 = the token at the row, which comes just before the row's own
+    piece: slice,  # selects p of the P rows
+    back: Tensor,  # [p, T] int64, distances to look back; 1 = the token at the row's own position
     all_token_ids: Tensor,  # [R, max_model_len] int32
 ) -> Tensor:
-    """Output tokens before each row's token, drafts of this step included; [p, T], -2 = none."""
+    """The output tokens at these distances before each row's next token, [p, T]; -2 = none.
+
+    Drafts of this step count as output.
+    """
     drafts = of.drafts[piece]
     at = (of.positions[piece, None] + 1 - back).clamp(min=0)
     known = all_token_ids[of.slots[piece, None], at.clamp(max=all_token_ids.shape[1] - 1)].long()
@@ -197,7 +206,7 @@ def _apply_options(
     features: Feature,
     has_grammar: bool,
 ) -> None:
-    """Every option but the grammar; the order is part of the interface."""
+    """Apply every option but the grammar. Their order is part of the interface."""
     slots, state = of.slots, requests.sampling
     if features & Feature.BIAS:
         (ids, values), _ = state.biases.padded(slots, state.biases.longest(of.used))

@@ -1,7 +1,7 @@
-"""Log probabilities of emitted tokens, from the raw logits, for the requests that ask.
+"""Computes log probabilities of emitted tokens from the raw logits, for requests that want them.
 
 "Raw" is vLLM's default: the model's own distribution before grammar, bias, penalties, temperature
-and truncation, so the numbers are the same with and without speculation.
+and truncation. The numbers are therefore the same with and without speculation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ def emitted_logprobs(
     num_logprobs: Sequence[int | None],  # [N] alternatives wanted; None = no logprobs
     pool: StagingPool,
 ) -> TokenLogprobTensors | None:
-    """Rows [N * (K + 1)], row-major (batch row, offset); zeros where nothing was asked."""
+    """Return rows [N * (K + 1)], row-major by (batch row, offset); zeros where not wanted.
+
+    None if no request wants any.
+    """
     wanted = [row for row, top in enumerate(num_logprobs) if top is not None]
     if not wanted:
         return None
     top = min(max(num_logprobs[row] or 0 for row in wanted), logits.shape[1])
     num_reqs, width = sampled_token_ids.shape
-    sources, targets = [], []  # logits row -> output row; one per token that may be emitted
+    sources, targets = [], []  # logits row, output row; one pair per token that may be emitted
     for row in wanted:
         for offset in range(cu_num_logits_cpu[row + 1] - cu_num_logits_cpu[row]):
             sources.append(cu_num_logits_cpu[row] + offset)

@@ -1,4 +1,4 @@
-"""Log probabilities of prompt tokens, from a prefill chunk's hidden states, in bounded memory."""
+"""Computes log probabilities of prompt tokens from a prefill's hidden states, in bounded memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def token_logprobs(
     token_ids: Tensor,  # [P] int64
     top: int,
 ) -> TokenLogprobTensors:
-    """Log probability and rank of each token, and the `top` most likely alternatives."""
+    """Compute the log probability and rank of each token, and its `top` likeliest alternatives."""
     logprobs = logits.float().log_softmax(-1)
     chosen = logprobs.gather(1, token_ids[:, None])  # [P, 1]
     ranks = (logprobs > chosen).sum(1) + 1
@@ -30,7 +30,7 @@ def token_logprobs(
 
 
 def concatenate(parts: list[TokenLogprobTensors]) -> TokenLogprobTensors:
-    """Rows of all parts, in order."""
+    """Concatenate the rows of all parts."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*(part.columns() for part in parts), strict=True)
@@ -44,15 +44,15 @@ class _Wish:
 
 
 class PromptLogprobs:
-    """Remembers which slots want prompt logprobs and computes them per prefill chunk."""
+    """Computes prompt log probabilities chunk by chunk, for the slots that want them."""
 
     def __init__(self, compute_logits: Callable[[Tensor], Tensor], vocab_size: int) -> None:
         self._compute_logits = compute_logits
         self._chunk_rows = max(1, MAX_CHUNK_BYTES // (4 * vocab_size))
-        self._wishes: dict[int, _Wish] = {}  # slot -> what it wants
+        self._wishes: dict[int, _Wish] = {}  # by slot
 
     def update(self, plan: StepPlan) -> None:
-        """Follow the slots that `plan` frees and fills."""
+        """Note the slots that `plan` frees and fills."""
         for slot in plan.freed_slots:
             self._wishes.pop(slot, None)
         for new in plan.new_requests:
@@ -67,9 +67,9 @@ class PromptLogprobs:
         hidden_states: Tensor,  # [M*, H]
         table: RequestTable,
     ) -> list[PromptChunk]:
-        """One entry per row that computed prompt positions with a prompt token after them.
+        """Compute one entry per row that ran prompt positions with a prompt token after them.
 
-        Must run before a drafter does: the hidden states may live in memory of a graph. During
+        Must run before the drafter, because the hidden states may be in a graph's memory. During
         prefill the host's `num_computed_tokens` is exact.
         """
         chunks: list[PromptChunk] = []

@@ -1,7 +1,7 @@
-"""Feeds a batch's logits rows to the sampler, in pieces of bounded memory.
+"""Passes a batch's logits rows to the sampler in pieces of bounded memory.
 
-Splits a step at whole requests, so that a request's drafts are always verified together. It chooses
-no token itself.
+A step is split between requests, so that a request's drafts are always verified together. This file
+chooses no token itself.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ..batch.step_output import TokenLogprobTensors
 from .logits_processing import SamplingRows
 from .sampler import Sampler, SamplerOutput, SamplingPath, split_requests
 
-# (hidden [L, H], vocabulary, draws) -> as `sampler.Pick`
+# (hidden [L, H], vocabulary size, draws) -> the result of `sampler.Pick`
 PickTokens = Callable[[Tensor, int, Draws | None], tuple[Tensor, Tensor]]
 MAX_LOGITS_BYTES = 1 << 30  # float32 logits held at once
 
 
 class RowSampling:
-    """The sampler, seen by the runner."""
+    """The sampler as the runner uses it."""
 
     def __init__(self, sampler: Sampler, num_speculative_tokens: int, vocab_size: int) -> None:
         self.sampler = sampler
@@ -42,8 +42,10 @@ class RowSampling:
         compute_logits: Callable[[Tensor], Tensor],
         pick_tokens: PickTokens | None = None,
     ) -> SamplerOutput:
-        """Logits of every logits row, then a verdict for every request. A model that can
-        `pick_tokens` does so where nothing else needs the logits."""
+        """Compute the logits of every logits row, and sample or verify for every request.
+
+        Where only the tokens are needed, a model with `pick_tokens` chooses them without logits.
+        """
         outputs = []
         whole = SamplingRows(
             slots=batch.slots,
@@ -71,11 +73,11 @@ class RowSampling:
 
     @property
     def max_rows(self) -> int:
-        """The most logits rows that are held at once."""
+        """The largest number of logits rows held at once."""
         return self._max_rows
 
     def path(self, batch: InputBatch, table: RequestTable) -> SamplingPath:
-        """How a whole batch without a grammar is sampled."""
+        """The sampling path of a batch without a grammar."""
         has_drafts = batch.num_logits > batch.num_reqs
         return self.sampler.path(table.sampling.features(batch.slots), has_drafts)
 
@@ -99,7 +101,7 @@ def _join(outputs: list[SamplerOutput]) -> SamplerOutput:
 
 
 def _join_logprobs(outputs: list[SamplerOutput]) -> TokenLogprobTensors | None:
-    """Rows of all pieces; a piece without logprobs, or with fewer alternatives, is filled up."""
+    """Concatenate the pieces. Missing log probabilities or alternatives are filled with zeros."""
     found = [output.logprobs for output in outputs if output.logprobs is not None]
     if len(outputs) == 1 or not found:
         return outputs[0].logprobs

@@ -1,6 +1,6 @@
-"""Turns a step's logits into tokens: processes every logits row, then verifies drafts or draws.
+"""Samples a step's tokens: processes every logits row, then verifies drafts or draws.
 
-Nothing here waits for the device. It does not know how a token is accepted (see
+Nothing here waits for the device. It does not know how a draft is accepted (see
 `speculators.verification`) or how an option changes a row (see `logits_processing`).
 """
 
@@ -28,28 +28,28 @@ from .logprobs import emitted_logprobs
 
 __all__ = ["Sampler", "SamplerOutput", "SamplingRequests", "SamplingRows"]
 
-# Picks a token a row (None = all greedy): (tokens [L] int64, largest logits [L] float32).
+# Chooses a token per row (draws None = all greedy): (tokens [L] int64, largest logits [L] float32).
 Pick = Callable[[Draws | None], tuple[Tensor, Tensor]]
-MAX_CHUNK_BYTES = 256 << 20  # float32 logits processed at once; a few copies of it live
+MAX_CHUNK_BYTES = 256 << 20  # float32 logits processed at once, of which a few copies exist
 
 
 @dataclass(frozen=True)
 class SamplerOutput:
-    """What a step emits."""
+    """The tokens that a step emits."""
 
     sampled_token_ids: Tensor  # [N, K + 1] int64, -1 beyond num_sampled
     num_sampled: Tensor  # [N] int32, 0 for an unfinished prefill
-    num_rejected: Tensor  # [N] int32, logits rows that emitted nothing
-    has_nan: Tensor  # [N] bool, a row that emits held NaN, or no token was allowed
-    logprobs: TokenLogprobTensors | None  # rows [N * (K + 1)]; None if nobody asks
+    num_rejected: Tensor  # [N] int32, number of logits rows that emitted nothing
+    has_nan: Tensor  # [N] bool, an emitting row held NaN or allowed no token
+    logprobs: TokenLogprobTensors | None  # rows [N * (K + 1)]; None if no request wants them
 
 
 class SamplingPath(Enum):
     """How the tokens of a batch are sampled. Eager code and graphs share it."""
 
-    DRAW = "draw"  # the likeliest token, or one drawn by a key: needs no logits of the whole row
-    REJECT = "reject"  # drafts judged by the target's distribution, which only temperature changed
-    GENERAL = "general"  # every option
+    DRAW = "draw"  # argmax, or a draw by a key; does not need the logits in memory
+    REJECT = "reject"  # rejection sampling of drafts, with no option but the temperature
+    GENERAL = "general"  # supports every option
 
 
 class Sampler:
@@ -62,7 +62,7 @@ class Sampler:
         max_chunk_bytes: int = MAX_CHUNK_BYTES,
     ) -> None:
         self.verify = create_verifier(speculative, device)
-        # Drafts are judged by the target's own token, and not by its distribution.
+        # True if drafts are compared with the target's own token, not judged by its distribution.
         self._judges_by_token = (
             speculative.rejection_sampling == "coupled"
             or speculative.synthetic_acceptance_rates is not None
@@ -72,12 +72,12 @@ class Sampler:
 
     def sample(
         self,
-        logits: Tensor,  # [L, >= V], left as they are
+        logits: Tensor,  # [L, >= V], not changed
         rows: SamplingRows,
         requests: SamplingRequests,
         grammar_bitmask: Tensor | None = None,  # [L, ceil(V / 32)] int32, 0 = forbidden
     ) -> SamplerOutput:
-        """Tokens for every request of the step."""
+        """Sample or verify the tokens of every request of the step."""
         state = requests.sampling
         logits = logits[:, : state.vocab_size]
         max_rows = self._max_chunk_bytes // (4 * state.vocab_size)
@@ -102,7 +102,7 @@ class Sampler:
         return SamplerOutput(sampled, num_sampled, num_rejected, has_nan, logprobs)
 
     def path(self, features: Feature, has_drafts: bool, has_grammar: bool = False) -> SamplingPath:
-        """The cheapest path that is right for requests which use these features."""
+        """The cheapest path that supports requests with these features."""
         if has_grammar or features & (PROCESSED | Feature.LOGPROBS):
             return SamplingPath.GENERAL
         if self._judges_by_token or not has_drafts or not features & Feature.UNSEEDED:
@@ -114,19 +114,22 @@ class Sampler:
         pick: Pick,
         rows: SamplingRows,
         requests: SamplingRequests,
-        features: Feature | None = None,  # that they may use, if not what they use now
-        logits: Tensor | None = None,  # [L, V], if they were written
+        features: Feature | None = None,  # features to allow for; None = those used now
+        logits: Tensor | None = None,  # [L, V], for REJECT
     ) -> SamplerOutput:
-        """As `sample`, on the paths DRAW (an output head may pick tokens without writing logits)
-        and REJECT (`logits` are given). In a graph, `features` may be more than requests use."""
+        """Like `sample`, but for the paths DRAW and REJECT only.
+
+        On DRAW, `pick` may choose tokens without writing logits. A graph passes `features` that
+        include all that its requests may use later.
+        """
         state = requests.sampling
         features = state.features(rows.slots) if features is None else features
         slots = rows.expanded_idx_mapping
         draws = gather_draws(slots, state.temperature, state.seed, rows.positions, TARGET)
         drawn, largest = pick(draws if features & Feature.RANDOM else None)
-        heat = None if logits is None else draws.temperature
+        temperature = None if logits is None else draws.temperature
         logits = largest[:, None][:, :0] if logits is None else logits
-        keys = (draws.seeds, draws.greedy, drawn, heat)
+        keys = (draws.seeds, draws.greedy, drawn, temperature)
         of = self._verify_rows(logits, rows, requests, features, *keys)
         sampled, num_accepted = self.verify(of)
         counts = finish_samples(
@@ -186,7 +189,7 @@ class Sampler:
         seeds, greedy = state.seed[slots], state.temperature[slots] == 0
         verify_rows = self._verify_rows(logits, rows, requests, features, seeds, greedy)
         sampled, num_accepted = self.verify(verify_rows)
-        # Where only the temperature changed a row, it cannot have lost its last token.
+        # The temperature alone cannot make all logits of a row -inf, so no check is needed then.
         restricted = grammar_bitmask is not None or bool(features & PROCESSED)
         num_sampled, num_rejected, has_nan = finish_samples(
             sampled,
@@ -202,8 +205,10 @@ class Sampler:
 
 
 def split_requests(cu_num_logits: Sequence[int], max_rows: int) -> list[int]:
-    """Batch rows at which chunks of whole requests begin, then N. A chunk has at most `max_rows`
-    logits rows, unless a single request has more."""
+    """Split a step between requests: the batch rows at which chunks begin, and N at the end.
+
+    A chunk has at most `max_rows` logits rows, unless a single request has more.
+    """
     last = len(cu_num_logits) - 1
     bounds = [0]
     if cu_num_logits[-1] > max_rows:

@@ -40,7 +40,7 @@ def batch_of(
     padded_to: int = 0,
     tokens_padded: int = 0,
 ) -> CommonAttentionMetadata:
-    """A padded batch over shuffled pages; padding as in spec 1.6."""
+    """A padded batch over shuffled pages; padding as `CommonAttentionMetadata` describes it."""
     live, num_reqs = len(query_lens), max(padded_to, len(query_lens))
     starts = torch.zeros(num_reqs + 1, dtype=torch.int32)
     starts[1 : live + 1] = torch.tensor(query_lens).cumsum(0)
@@ -99,8 +99,8 @@ def test_auto_on_the_cpu_says_what_and_why_in_one_line(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("layer", "flash_mla", "name", "words"),
     [
-        (GQA, None, "triton", "triton, which puts any batch"),
-        (MLA, None, "flash_mla", "flash_mla, the kernels made for latent attention"),
+        (GQA, None, "triton", "triton, which supports graphs"),
+        (MLA, None, "flash_mla", "flash_mla, with kernels for latent attention"),
         (MLA, "it is broken", "triton", "(not flash_mla: it is broken)"),
     ],
 )
@@ -141,12 +141,12 @@ def test_the_stub_package_of_the_same_import_name_is_recognised(
 @pytest.mark.parametrize(
     ("backend", "layer", "words"),
     [
-        (FlashMLABackend, GQA, "rows of 576 only"),
+        (FlashMLABackend, GQA, "only supports latent attention with rows of 576"),
         (FlashMLABackend, MLA, "needs a CUDA device"),
         (FlashInferBackend, MLA, "use flash_mla or triton"),
         (FlashInferBackend, GQA, "needs a CUDA device"),
-        (TritonBackend, AttentionLayer(0, 4, 2, 8, 0.2), "heads of 16 to 512 and not of 8"),
-        (TritonBackend, AttentionLayer(0, 4, 2, 576, 0.2), "heads of 16 to 512 and not of 576"),
+        (TritonBackend, AttentionLayer(0, 4, 2, 8, 0.2), "head sizes of 16 to 512, not 8"),
+        (TritonBackend, AttentionLayer(0, 4, 2, 576, 0.2), "head sizes of 16 to 512, not 576"),
     ],
 )
 def test_what_a_back_end_cannot_run(

@@ -194,9 +194,7 @@ def test_parameters_that_cannot_be_taken_in_are_the_fault_of_their_slot_alone(
             new(2, [3], [[3], [3]], logit_bias=good),
         ])
     )  # fmt: skip
-    assert table.apply_staged() == {
-        1: "The request's parameters could not be taken in (MemoryError)."
-    }
+    assert table.apply_staged() == {1: "The request's parameters cannot be stored (MemoryError)."}
     assert table.sampling.biases.length[:3].tolist() == [1, 0, 1]
     assert table.sampling.features([1]) == 0 and table.sampling.stop_ids.is_empty
     assert table.all_token_ids[:3, 0].tolist() == [1, 2, 3]
