@@ -1,4 +1,4 @@
-"""Tool-call parsers by name; each format's file is imported when it is asked for."""
+"""Looks up tool-call parsers by name; a format's file is imported on first use."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ _PARSERS = {
 }
 TOOL_PARSERS = tuple(_PARSERS)
 
-# What a chat template writes -> the format its model was taught; the first that fits.
+# Text in a chat template -> the format that its model was trained on; the first match counts.
 _SIGNS = (
     ("<parameter=", "qwen3_coder"),
-    ("<function=", None),  # some other XML, which no parser here reads
+    ("<function=", None),  # another XML format, which no parser here reads
     ("<｜tool▁call▁begin｜>", "deepseek_v3"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>", "gemma"),
@@ -47,9 +47,9 @@ _SIGNS = (
 
 
 def tool_parser_class(name: str) -> type[ToolParser]:
-    """The parser of a format. Raises ValueError for a name that is not in TOOL_PARSERS."""
+    """The parser class of a format; raises ValueError for a name that is not in TOOL_PARSERS."""
     if name not in _PARSERS:
-        raise ValueError(f"There is no tool parser {name!r}; there are {', '.join(_PARSERS)}.")
+        raise ValueError(f"Unknown tool parser {name!r}. Available: {', '.join(_PARSERS)}.")
     file, class_name = _PARSERS[name]
     parser = getattr(importlib.import_module(f".{file}", __package__), class_name)
     assert isinstance(parser, type) and issubclass(parser, ToolParser)
@@ -57,10 +57,10 @@ def tool_parser_class(name: str) -> type[ToolParser]:
 
 
 def detect_tool_parser(chat_template: str | None, supports_tools: bool = True) -> str | None:
-    """The format that a chat template teaches, or None.
+    """The tool-call format that a chat template uses, or None if it uses none that is known.
 
-    For a template that ignores tools it is the format in which `ChatTemplate.render` describes
-    them: hermes.
+    For a template that does not show tools it is hermes, the format in which `ChatTemplate.render`
+    then describes them.
     """
     if not supports_tools:
         return "hermes"

@@ -1,7 +1,7 @@
-"""Events of a parsed model output, and the base of every parser that makes them from text deltas.
+"""Defines the events of a parsed model output and the base class of the parsers that emit them.
 
-A parser is written as one generator, `run`, that reads the text as if it were a file and waits
-where text is missing. So what it emits depends on the text alone, never on how it was cut.
+A parser is one generator, `run`, which reads the text like a file and yields while it waits for
+more. What it emits therefore depends only on the text, not on how the text was split into deltas.
 """
 
 from __future__ import annotations
@@ -12,26 +12,26 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
-Wait = Generator[None, None, T]  # a step of `run` that may wait for text
+Wait = Generator[None, None, T]  # part of `run`: may yield to wait for text, returns T
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
-    """Text for the user."""
+    """More text for the user."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
-    """Text of the model's reasoning."""
+    """More text of the model's reasoning."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call begins; its arguments follow, then the next call or content."""
+    """A call starts; its arguments follow, then the next call or content."""
 
     index: int
     id: str
@@ -40,7 +40,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolArgumentsDelta:
-    """The next piece of a call's arguments, which together are JSON text."""
+    """The next piece of a call's arguments; joined, the pieces are JSON text."""
 
     index: int
     text: str
@@ -51,7 +51,7 @@ Event = ContentDelta | ReasoningDelta | ToolCallStart | ToolArgumentsDelta
 
 @dataclass
 class ToolCall:
-    """A whole call."""
+    """A complete call; `arguments` is JSON text as the model wrote it."""
 
     id: str
     name: str
@@ -60,14 +60,14 @@ class ToolCall:
 
 @dataclass
 class ParsedOutput:
-    """All events of one output, joined: what a response that is not streamed holds."""
+    """All events of one output joined, for a response that is not streamed."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
 
     def add(self, events: Iterable[Event]) -> ParsedOutput:
-        """Join more events; returns self."""
+        """Append the events; returns self."""
         for event in events:
             match event:
                 case ContentDelta(text):
@@ -82,9 +82,9 @@ class ParsedOutput:
 
 
 class Parser:
-    """Turns text deltas into events; a subclass writes `run`."""
+    """Turns text deltas into events; a subclass implements `run`."""
 
-    # Tokens that detokenization must keep for this parser, though they are special.
+    # Special tokens that the detokenizer must keep in the text, because this parser looks for them.
     special_tokens: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
@@ -93,51 +93,51 @@ class Parser:
         self._events: list[Event] = []
         self._machine = self.run()
         self._ended: bool | None = False
-        self._space = ""  # white space of the content that is held back
+        self._space = ""  # white space at the end of the content, held back
 
     def push(self, text: str) -> list[Event]:
-        """The events that this text completes."""
+        """Read more text; returns the events that it completes."""
         self._buffer += text
         return self._advance()
 
     def finish(self) -> list[Event]:
-        """The events that were waiting for more text; nothing may be pushed afterwards."""
+        """End the text; returns the events that were held back. Don't call `push` after it."""
         self._closed = True
         return self._advance()
 
     def _advance(self) -> list[Event]:
         self._ended = self._ended or next(self._machine, True)
-        if self._ended and self._buffer:  # run came to its end early: the rest is content
+        if self._ended and self._buffer:  # `run` has returned: all further text is content
             self.content(self.take(len(self._buffer)))
         events, self._events = self._events, []
         return events
 
     def run(self) -> Wait[None]:
-        """Read the text, and emit; where this returns, what follows is content."""
+        """Read the text and emit events; all text after the return is content."""
         raise NotImplementedError
 
     # --- reading ------------------------------------------------------------------------------
 
     def more(self) -> Wait[bool]:
-        """Wait for more text; False when there is none."""
+        """Wait for more text; returns False at the end of the text."""
         if self._closed:
             return False
         yield
         return True
 
     def peek(self) -> Wait[str]:
-        """The next character without taking it; "" at the end."""
+        """Return the next character without consuming it; "" at the end of the text."""
         while not self._buffer and (yield from self.more()):
             pass
         return self._buffer[:1]
 
     def take(self, count: int) -> str:
-        """Remove characters that have been seen."""
+        """Consume and return the next `count` characters, which must be in the buffer."""
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         return text
 
     def take_space(self) -> Wait[str]:
-        """All white space that comes next."""
+        """Consume and return all white space up to the next other character."""
         space = ""
         while (yield from self.peek()).isspace():
             rest = self._buffer.lstrip()
@@ -145,7 +145,7 @@ class Parser:
         return space
 
     def take_any(self, options: Sequence[str]) -> Wait[str]:
-        """The first option that comes next, taken; "" if none does."""
+        """Consume and return the first of `options` that the text continues with, or ""."""
         while True:
             for option in options:
                 if self._buffer.startswith(option):
@@ -156,9 +156,10 @@ class Parser:
                 return ""
 
     def take_through(self, ends: Callable[[str], bool]) -> Wait[tuple[str, bool]]:
-        """All text up to the character for which `ends` is true, and whether there was one.
+        """Consume the text up to and including the first character for which `ends` is true.
 
-        `ends` sees every character once, in order.
+        `ends` is called once per character, in order. Returns the text and whether such a character
+        was found.
         """
         pieces: list[str] = []
         while (yield from self.peek()):
@@ -169,7 +170,9 @@ class Parser:
         return "".join(pieces), False
 
     def take_until(self, markers: Sequence[str], sink: Callable[[str], None]) -> Wait[str]:
-        """Give all text before the next marker to `sink`; the marker, taken, or "" at the end."""
+        """Pass all text before the next marker to `sink`, and consume the marker.
+
+        Returns the marker, or "" if the text ends before one."""
         while True:
             found = [(at, m) for m in markers if (at := self._buffer.find(m)) >= 0]
             if found:
@@ -182,7 +185,7 @@ class Parser:
                 return ""
 
     def _partial(self, markers: Sequence[str]) -> int:
-        """Length of the longest end of the buffer that may become a marker."""
+        """The length of the longest suffix of the buffer that may become a marker."""
         most = min(len(self._buffer), max(map(len, markers)) - 1)
         ends = (self._buffer[len(self._buffer) - n :] for n in range(most, 0, -1))
         return next((len(end) for end in ends if any(m.startswith(end) for m in markers)), 0)
@@ -190,7 +193,7 @@ class Parser:
     # --- emitting -----------------------------------------------------------------------------
 
     def content(self, text: str) -> None:
-        """Emit content. Its last white space waits: before a tool call it is dropped."""
+        """Emit content, but hold back its trailing white space, which a tool call drops."""
         kept = text.rstrip()
         if kept:
             self.emit(ContentDelta(self._space + kept))
@@ -198,17 +201,17 @@ class Parser:
         self._space += text[len(kept) :]
 
     def drop_space(self) -> None:
-        """Forget the white space that waits."""
+        """Discard the white space that is held back."""
         self._space = ""
 
     def flush_space(self) -> None:
-        """Emit the white space that waits."""
+        """Emit the white space that is held back."""
         if self._space:
             self.emit(ContentDelta(self._space))
         self._space = ""
 
     def emit(self, event: Event) -> None:
-        """Queue an event, joined to the last one where both are text of one kind."""
+        """Queue an event, merged with the last one if both are text of the same kind."""
         last = self._events[-1] if self._events else None
         match last, event:
             case (ContentDelta(a), ContentDelta(b)):
@@ -226,14 +229,15 @@ def _parameters(function: Mapping[str, Any]) -> list[str]:
 
 
 def new_call_id() -> str:
-    """An id as OpenAI's look."""
+    """A new call id in OpenAI's format."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 class ToolParser(Parser):
-    """Finds tool calls; what is no well-formed call is content, and no text is lost.
+    """Base class of parsers that find tool calls; all other text becomes content.
 
-    `tools` are the request's tools. Formats that look like ordinary text accept only their names.
+    `tools` are the request's tools. Formats that resemble ordinary text accept only calls of these;
+    without tools, calls of any name.
     """
 
     def __init__(
@@ -243,19 +247,19 @@ class ToolParser(Parser):
     ) -> None:
         super().__init__()
         functions = [tool.get("function") or tool for tool in tools or []]
-        # name -> its parameters' names in order; None accepts every name
+        # function name -> names of its parameters in order; None: every function name is accepted
         self.known = {f["name"]: _parameters(f) for f in functions} if tools else None
         self.num_calls = 0
-        self._after_call = False  # nothing but white space since the last call
+        self._after_call = False  # only white space has followed the last call
         self._new_id = new_id or self.make_id
 
     @staticmethod
     def make_id() -> str:
-        """A fresh id for a call."""
+        """A new id for a call; a subclass may need another format."""
         return new_call_id()
 
     def finish(self) -> list[Event]:
-        """The last events; white space behind the last call is dropped."""
+        """As the base class; white space after the last call is dropped."""
         events = super().finish()
         if not self._after_call:
             self.flush_space()
@@ -264,16 +268,16 @@ class ToolParser(Parser):
         return events
 
     def content(self, text: str) -> None:
-        """As the base, remembering whether the last visible thing was a call."""
+        """As the base class; also tracks whether a call was the last visible output."""
         super().content(text)
         self._after_call = self._after_call and not text.strip()
 
     def is_known(self, name: str) -> bool:
-        """Whether the request has such a tool, as far as it named any."""
+        """Whether the request has a tool of this name; True if it has no tools."""
         return self.known is None or name in self.known
 
     def take_end(self, marker: str) -> Wait[None]:
-        """Drop the marker that ends a call, and the white space before it, if it comes next."""
+        """Consume the marker that ends a call, if it comes next, with white space before it."""
         space = yield from self.take_space()
         if not (yield from self.take_any([marker])):
             self.content(space)
@@ -286,6 +290,6 @@ class ToolParser(Parser):
         self.num_calls += 1
 
     def arguments(self, text: str) -> None:
-        """Emit arguments of the call that was started last."""
+        """Emit a piece of the arguments of the latest call."""
         if text:
             self.emit(ToolArgumentsDelta(self.num_calls - 1, text))

@@ -1,4 +1,4 @@
-"""DeepSeek's calls between special tokens: V3 and R1 (JSON in a fence), V3.1 (bare JSON)."""
+"""Parses DeepSeek's calls between special tokens: V3 and R1 (fenced JSON), V3.1 (bare JSON)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ CALL, SEPARATOR, CALL_END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>",
 
 
 class DeepSeekToolParser(JsonToolParser):
-    """A block of calls, each with a header, a separator and JSON arguments."""
+    """Parses blocks of calls; a call is a header, a separator and JSON arguments."""
 
     special_tokens = (CALLS, CALLS_END, CALL, SEPARATOR, CALL_END)
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """As in the base class."""
         while marker := (yield from self.take_until([CALLS, CALL], self.content)):
             raw = marker
             if marker == CALLS:
@@ -24,7 +24,7 @@ class DeepSeekToolParser(JsonToolParser):
             yield from self._calls(raw)
 
     def _calls(self, raw: str) -> Wait[None]:
-        """The calls of a block; `raw` ends with the marker that began the first."""
+        """Parse the calls of a block; `raw` is the text so far, up to the first call's marker."""
         while raw.endswith(CALL):
             header: list[str] = []
             separator = yield from self.take_until([SEPARATOR, CALL_END], header.append)
@@ -47,7 +47,7 @@ class DeepSeekToolParser(JsonToolParser):
         self.content(raw)
 
     def _name(self, header: str) -> Wait[tuple[str, str]]:
-        """The text before the arguments, and the function's name."""
+        """Read what precedes the arguments; returns that text and the function's name."""
         if header != "function":
             return (yield from self.take_space()), header
         line: list[str] = []

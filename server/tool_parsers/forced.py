@@ -1,4 +1,4 @@
-"""Calls that the grammar forces (tool_choice "required" or a named function), and that grammar."""
+"""The grammar for forced calls (tool_choice "required" or a named function), and its parser."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .json_call import JsonToolParser
 
 
 class ForcedToolParser(JsonToolParser):
-    """Reads what `forced_grammar` lets the model write.
+    """Parses the output that `forced_grammar` allows.
 
-    With a name, the whole text is that call's arguments, else it is a list of call objects.
+    With `name`, the whole text is the arguments of that function; without, a list of call objects.
     """
 
     def __init__(
@@ -28,7 +28,7 @@ class ForcedToolParser(JsonToolParser):
         super().__init__(tools, new_id)
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """As in the base class."""
         raw = yield from self.take_space()
         first = yield from self.peek()
         if self._name is not None and first == "{":
@@ -36,7 +36,7 @@ class ForcedToolParser(JsonToolParser):
             yield from self.json_object(self.arguments)
         elif self._name is None and first == "[":
             rest = yield from self.json_calls()
-            if not self.num_calls:  # else it is a call that the output's end cut off
+            if not self.num_calls:  # otherwise the rest is a call that was cut off at the end
                 self.content(rest or "")
         else:
             self.content(raw)
@@ -48,11 +48,12 @@ def forced_grammar(
     parallel: bool = True,
     budget: Budget | None = None,
 ) -> GrammarSpec:
-    """The grammar of an answer that is calls and nothing else.
+    """The grammar of a reply that consists only of calls.
 
-    With `name` it is that function's arguments; else a list of `{"name": …, "parameters": {…}}`,
-    of one call if not `parallel`. Raises KeyError if no tool has the name, SchemaError if a
-    function's parameters cannot be enforced, though it is `strict`, or admit nothing.
+    With `name`, it is that function's arguments; without, a list of
+    `{"name": …, "parameters": {…}}`, with a single call if not `parallel`. Raises KeyError if no
+    tool has the name, and SchemaError if no value satisfies a function's parameters or they cannot
+    be enforced although the function is `strict`.
     """
     functions = {f["name"]: f for f in (tool.get("function") or tool for tool in tools)}
     if name is not None:
@@ -76,11 +77,11 @@ def _spec(schema: Mapping[str, Any]) -> GrammarSpec:
 
 
 def grammar_text(value: Mapping[str, Any]) -> str:
-    """A grammar's JSON text. SchemaError if the worker would refuse to compile so much."""
+    """The JSON text of a grammar; raises SchemaError if it is longer than the worker accepts."""
     text = json.dumps(value, ensure_ascii=False)
     if len(text) > MAX_GRAMMAR_CHARS:
         raise SchemaError(
-            f"together they come to {len(text)} characters, at most {MAX_GRAMMAR_CHARS} can be "
+            f"together they have {len(text)} characters; at most {MAX_GRAMMAR_CHARS} can be "
             "compiled"
         )
     return text
@@ -89,7 +90,9 @@ def grammar_text(value: Mapping[str, Any]) -> str:
 def parameters_of(
     function: Mapping[str, Any], budget: Budget | None = None, prefix: str = ""
 ) -> dict[str, Any]:
-    """A function's parameters as the grammar compiler can enforce them."""
+    """The schema of a function's parameters, prepared for the grammar compiler.
+
+    Definitions get names that start with `prefix`. Raises SchemaError."""
     empty = {"type": "object", "properties": {}, "additionalProperties": False}
     given = dict(function.get("parameters") or empty)
     prepared = prepare_schema(given, function.get("strict") is True, budget, prefix)
@@ -100,7 +103,7 @@ def parameters_of(
 def _call_schema(
     function: Mapping[str, Any], definitions: dict[str, Any], budget: Budget | None
 ) -> dict[str, Any]:
-    """One call's schema; its definitions move to the common ones, under names of their own."""
+    """The schema of one call; its `$defs` move to `definitions`, under names of their own."""
     name = function["name"]
     parameters = parameters_of(function, budget, f"{name}.")
     definitions |= parameters.pop("$defs", {})

@@ -1,4 +1,4 @@
-"""Gemma's calls: between special tokens (Gemma 4, FunctionGemma), in fences or bare JSON (3)."""
+"""Parses calls of Gemma 4 and FunctionGemma (between special tokens) and Gemma 3 (JSON)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class GemmaToolParser(JsonToolParser):
-    """Each call is emitted when its block is closed; JSON calls stream."""
+    """Parses calls in Gemma's formats: JSON calls stream, others are emitted when complete."""
 
     special_tokens = ("<|tool_call>", "<tool_call|>", '<|"|>', "<start_function_call>") + (
         "<end_function_call>",
@@ -34,11 +34,11 @@ class GemmaToolParser(JsonToolParser):
     )
 
     def accepts(self, name: str) -> bool:
-        """JSON may be an ordinary answer: only the request's tools count."""
+        """Accept only the request's tools, because JSON may also be an ordinary answer."""
         return self.is_known(name)
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """As in the base class."""
         raw = yield from self.take_space()
         yield from self._json(raw)
         while marker := (yield from self.take_until([*_BLOCKS, _JSON_FENCE], self.content)):
@@ -70,7 +70,7 @@ class GemmaToolParser(JsonToolParser):
 
 
 def parse_block(body: str) -> list[tuple[str, str]] | None:
-    """(name, JSON arguments) of `call:name{key:value, …}`; None if it is not that."""
+    """The (name, JSON arguments) in `call:name{key:value, …}`; None if `body` has another form."""
     head = _HEAD.match(body)
     if head is None:
         return None
@@ -85,7 +85,7 @@ def parse_block(body: str) -> list[tuple[str, str]] | None:
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """The value that begins at `at`, and where it ends."""
+    """The value that starts at index `at`, and the index after it; raises ValueError."""
     if text.startswith("{", at):
         return _object(text, at + 1)
     if text.startswith("[", at):

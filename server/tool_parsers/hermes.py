@@ -1,4 +1,4 @@
-"""`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen 2.5 and 3, and others."""
+"""Parses `<tool_call>{"name": …, "arguments": {…}}</tool_call>` of Hermes, Qwen 2.5 and 3."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 class HermesToolParser(JsonToolParser):
-    """Calls between tags, anywhere in the text."""
+    """Parses calls between tags anywhere in the text."""
 
     special_tokens = (BEGIN, END)
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """As in the base class."""
         while (yield from self.take_until([BEGIN], self.content)):
             raw = BEGIN + (yield from self.take_space())
             before = self.num_calls

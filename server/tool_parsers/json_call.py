@@ -1,6 +1,6 @@
-"""Reads JSON tool calls, such as `{"name": "f", "arguments": {…}}`, while they arrive.
+"""Parses JSON tool calls, such as `{"name": "f", "arguments": {…}}`, while they are generated.
 
-The arguments go out exactly as the model wrote them, as soon as the call's name is known.
+As soon as a call's name is known, its arguments are emitted exactly as the model wrote them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ _OTHER = ("id", "type")
 
 @dataclass
 class _Call:
-    """How far one call has been read."""
+    """The state of a call that is being read."""
 
     name: str | None = None
-    held: str | None = None  # arguments that came before the name
+    held: str | None = None  # arguments that preceded the name
     started: bool = False
-    raw: str = ""  # text read that is not yet part of a started call
+    raw: str = ""  # text that was read and is not part of a started call
 
 
 class _StringEnd:
-    """True for the quote that closes the JSON string whose first quote it saw."""
+    """Called with each character of a JSON string, returns True for its closing quote."""
 
     def __init__(self) -> None:
         self._open = self._escaped = False
@@ -42,13 +42,14 @@ class _StringEnd:
 
 
 class JsonToolParser(ToolParser):
-    """A ToolParser with the steps that formats built on JSON share."""
+    """Base class of the parsers of formats that are built on JSON."""
 
     def json_call(self, end: Sequence[str] = (), needs_arguments: bool = False) -> Wait[str | None]:
-        """Read one call object. None if it was a call, else the text read, which is not emitted.
+        """Read one call object and emit its events.
 
-        Text that follows well-formed arguments but breaks the object is returned as well. `end`
-        are markers that end the call even inside its arguments (outside of strings).
+        Returns None if it was a call; otherwise the text that was read and not emitted, which may
+        also be text that breaks the object after well-formed arguments. A marker in `end` ends the
+        call even inside its arguments, unless it is in a string.
         """
         call = _Call()
         if (yield from self.peek()) != "{":
@@ -89,7 +90,7 @@ class JsonToolParser(ToolParser):
         call.started, call.raw = True, ""
 
     def _member(self, call: _Call, key: str, end: Sequence[str]) -> Wait[bool]:
-        """Read one value; False when the object cannot go on."""
+        """Read the value of one member; returns False if the object is broken there."""
         if key == "name":
             name = yield from self._string(call)
             if not name or call.name is not None or not self.accepts(name):
@@ -116,7 +117,7 @@ class JsonToolParser(ToolParser):
             call.raw += "".join(pieces)
             call.held = "".join(pieces)
             return whole
-        if char == '"':  # some models write the arguments as JSON text once more
+        if char == '"':  # some models write the arguments as a string of JSON text
             text = yield from self._string(call)
             if text is None:
                 return False
@@ -132,11 +133,13 @@ class JsonToolParser(ToolParser):
         return True
 
     def accepts(self, name: str) -> bool:
-        """Whether a call of this name is one; formats with clear markers accept any."""
+        """Whether a function name is accepted; formats with unambiguous markers accept any."""
         return True
 
     def _string(self, call: _Call) -> Wait[str | None]:
-        """A JSON string, decoded; None if there is none. Its text is added to `call.raw`."""
+        """Read a JSON string and add its text to `call.raw`.
+
+        Returns its value, or None if it is not a complete JSON string."""
         if (yield from self.peek()) != '"':
             return None
         text, closed = yield from self.take_through(_StringEnd())
@@ -149,9 +152,9 @@ class JsonToolParser(ToolParser):
             return None
 
     def json_object(self, sink: Callable[[str], None], end: Sequence[str] = ()) -> Wait[bool]:
-        """Give the object that comes next to `sink`, piece by piece, as it is written.
+        """Pass the text of the next JSON object to `sink`, in pieces, while it is generated.
 
-        False if the text ends, or one of `end` comes, before the object is closed.
+        Returns False if the text ends, or a marker in `end` appears, before the object is closed.
         """
         depth, in_string, escaped = 0, False, False
         while (yield from self.peek()):
@@ -173,14 +176,14 @@ class JsonToolParser(ToolParser):
                     done = offset
                     break
             sink(self.take(done))
-            if self._buffer:  # at a character that may begin an end marker
+            if self._buffer:  # at a character that may start an end marker
                 if (yield from self._at(end)):
                     return False
                 sink(self.take(1))
         return False
 
     def _at(self, markers: Sequence[str]) -> Wait[bool]:
-        """Whether a marker comes next; it is not taken."""
+        """Whether the text continues with a marker; the marker is not consumed."""
         while True:
             if any(self._buffer.startswith(marker) for marker in markers):
                 return True
@@ -190,7 +193,9 @@ class JsonToolParser(ToolParser):
                 return False
 
     def json_calls(self) -> Wait[str | None]:
-        """A list of call objects. None if it was one, else the text that is no call."""
+        """Read a list of call objects.
+
+        Returns None if all were calls, otherwise the text that was read and is not a call."""
         raw = self.take(1)  # the bracket
         while True:
             raw += yield from self.take_space()

@@ -1,4 +1,4 @@
-"""Writes values that a model spelled as JSON text that UTF-8 can carry, and reads them strictly."""
+"""Writes values as JSON text that UTF-8 can encode, and parses JSON strictly."""
 
 from __future__ import annotations
 
@@ -7,18 +7,22 @@ from typing import Any
 
 
 def json_text(value: Any) -> str:
-    """`value` as JSON. ValueError for NaN and infinity; halves of a surrogate pair stay escapes."""
+    """The JSON text of a value, with halves of surrogate pairs as escapes.
+
+    Raises ValueError for NaN and infinity."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return encodable(text)
 
 
 def encodable(text: str) -> str:
-    """JSON text whose halves of surrogate pairs, which UTF-8 does not have, are escapes."""
+    """JSON text with halves of surrogate pairs, which UTF-8 cannot encode, replaced by escapes."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def read_json(text: str) -> Any:
-    """The value of a JSON text; ValueError if it is none. Python alone would take NaN."""
+    """The value of a JSON text; raises ValueError if it is invalid.
+
+    Unlike `json.loads`, it rejects NaN and infinity."""
     return json.loads(text, parse_constant=_refuse)
 
 

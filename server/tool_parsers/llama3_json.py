@@ -1,7 +1,7 @@
-"""`{"name": …, "parameters": {…}}` as the whole answer, maybe behind `<|python_tag|>`: Llama 3.
+"""Parses Llama 3's JSON calls, which are the whole reply or follow `<|python_tag|>`.
 
-Also the tools that Llama 3 knows by itself: `<|python_tag|>brave_search.call(query="…")`, and code
-behind the tag where the request has a tool that runs it.
+It also parses calls of Llama 3's built-in tools, `<|python_tag|>brave_search.call(query="…")`, and
+code after the tag if the request has a tool that runs code.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ CODE_TOOLS = ("code_interpreter", "ipython", "python")
 
 
 class Llama3JsonToolParser(JsonToolParser):
-    """Bare JSON calls at the start, or behind the tag; several are separated by a semicolon."""
+    """Parses JSON calls at the start of the text or after the tag, separated by semicolons."""
 
     special_tokens = (TAG,)
 
     def accepts(self, name: str) -> bool:
-        """Bare JSON may be an ordinary answer: only the request's tools count."""
+        """Accept only the request's tools, because JSON may also be an ordinary answer."""
         return self.is_known(name)
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """As in the base class."""
         raw = yield from self.take_space()
         raw += yield from self.take_any([TAG])
         while True:
@@ -36,7 +36,7 @@ class Llama3JsonToolParser(JsonToolParser):
                 return
 
     def _calls(self, raw: str) -> Wait[None]:
-        """Calls one after the other; `raw` is the text before the first, if it is none."""
+        """Parse consecutive calls; `raw` precedes the first, and is content if there is none."""
         while True:
             raw += yield from self.take_space()
             before = self.num_calls
@@ -54,7 +54,7 @@ class Llama3JsonToolParser(JsonToolParser):
             raw += yield from self.take_any([TAG])
 
     def _built_in(self, raw: str) -> Wait[None]:
-        """What follows the tag and is no JSON: `name.call(…)`, or code."""
+        """Parse what follows the tag and is not JSON: `name.call(…)`, or code."""
         code_tool = next((name for name in CODE_TOOLS if name in (self.known or ())), None)
         counter, head = CodeCounter(), ""
 
@@ -81,7 +81,7 @@ class Llama3JsonToolParser(JsonToolParser):
 
 
 def _may_be_call(head: str) -> bool:
-    """Whether this can begin `name.call(`."""
+    """Whether `head` is a prefix of `name.call(…)`."""
     name, bracket, _ = head.partition("(")
     first, dot, rest = name.partition(".")
     if bracket:

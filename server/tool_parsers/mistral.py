@@ -1,4 +1,4 @@
-"""Mistral's calls: `[TOOL_CALLS][{…}, {…}]` and the newer `[TOOL_CALLS]name[ARGS]{…}`."""
+"""Parses Mistral's calls: `[TOOL_CALLS][{…}, {…}]` and the newer `[TOOL_CALLS]name[ARGS]{…}`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _NAME = frozenset(string.ascii_letters + string.digits + "_-.")
 
 
 class MistralToolParser(JsonToolParser):
-    """Calls behind a marker, to the end of a list or of the arguments."""
+    """Parses calls after a marker, up to the end of the list or of the arguments."""
 
     special_tokens = (BEGIN, ARGS, CALL_ID)
 
     @staticmethod
     def make_id() -> str:
-        """Nine letters and digits: Mistral's templates accept nothing else."""
+        """A new id of nine letters and digits, the only form that Mistral's templates accept."""
         return "".join(random.SystemRandom().choices(string.ascii_letters + string.digits, k=9))
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """As in the base class."""
         while (yield from self.take_until([BEGIN], self.content)):
             raw = BEGIN + (yield from self.take_space())
             before = self.num_calls

@@ -1,4 +1,4 @@
-"""Tool calls written as Python: `f(a=1)`, read without running anything."""
+"""Parses tool calls written as Python, such as `f(a=1)`, without executing anything."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from .json_text import json_text
 def parse_calls(
     text: str, known: Mapping[str, Sequence[str]] | None
 ) -> list[tuple[str, str]] | None:
-    """(name, JSON arguments) of a list of calls, or of one call a line; None if it is not that.
+    """The (name, JSON arguments) of each call in a Python list, or of calls on separate lines.
 
-    `known` maps the accepted names to their parameters in order, for positional arguments.
+    `known` maps the accepted function names to their parameters in order, for positional arguments;
+    None accepts any name. Returns None if the text has another form.
     """
     try:
         tree = ast.parse(text.strip())
@@ -36,7 +37,7 @@ def _convert(call: ast.expr, known: Mapping[str, Sequence[str]] | None) -> tuple
     name = ast.unparse(call.func)
     inner = call.args[0] if name == "print" and len(call.args) == 1 else None
     if inner is not None and not (known and name in known):
-        return _convert(inner, known)  # Gemma prints the result of its calls
+        return _convert(inner, known)  # Gemma wraps its calls in print()
     if not all(part.isidentifier() for part in name.split(".")) or (known and name not in known):
         raise ValueError("no such function")
     order = known[name] if known else []
@@ -54,7 +55,7 @@ _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def _literal(node: ast.expr) -> Any:
-    """A literal's value; JSON's true, false and null count, too."""
+    """The value of a Python literal, or of JSON's true, false or null; raises ValueError."""
     if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
         return _JSON_NAMES[node.id]
     if isinstance(node, ast.List | ast.Tuple):
@@ -62,13 +63,13 @@ def _literal(node: ast.expr) -> Any:
     if isinstance(node, ast.Dict):
         keys = [_literal(key) if key else None for key in node.keys]
         if not all(isinstance(key, str) for key in keys):
-            raise ValueError("a key that is no string")
+            raise ValueError("a key that is not a string")
         return dict(zip(keys, map(_literal, node.values), strict=True))
     return ast.literal_eval(node)
 
 
 class CodeCounter:
-    """Follows brackets and strings of Python text, to find where a list of calls ends."""
+    """Tracks brackets and strings in Python text, to find where a list of calls ends."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -76,7 +77,7 @@ class CodeCounter:
         self._escaped = False
 
     def closes(self, char: str) -> bool:
-        """Read one character; whether it closes the outermost bracket."""
+        """Read one character; returns whether it closes the outermost bracket."""
         if self._quote:
             if char == self._quote and not self._escaped:
                 self._quote = ""

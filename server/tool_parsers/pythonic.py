@@ -1,4 +1,4 @@
-"""`[f(a=1), g()]` as the whole answer: Llama 3.2 and 4, and others."""
+"""Parses `[f(a=1), g()]` at the start of a reply, as Llama 3.2 and 4 write calls."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ START, STOP = "<|python_start|>", "<|python_end|>"
 
 
 class PythonicToolParser(ToolParser):
-    """A Python list of calls at the start; its calls are emitted once the list is closed."""
+    """Parses a Python list of calls at the start; emits them when the list is complete."""
 
     special_tokens = (START, STOP)
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """As in the base class."""
         raw = yield from self.take_space()
         raw += yield from self.take_any([START])
         raw += yield from self.take_space()
@@ -29,14 +29,14 @@ class PythonicToolParser(ToolParser):
         yield from self.take_end(STOP)
 
     def _list(self) -> Wait[str]:
-        """The text from "[" to its "]", or as far as it can be a list of calls."""
+        """Consume the text from "[" to the matching "]", or as far as it can be a list of calls."""
         if (yield from self.peek()) != "[":
             return ""
         counter, head = CodeCounter(), ""
 
         def ends(char: str) -> bool:
             nonlocal head
-            if "(" not in head:  # before the first bracket there is only a name
+            if "(" not in head:  # only a name may precede the first bracket
                 head += char
             return counter.closes(char) or not _may_be_call(head)
 
@@ -44,6 +44,6 @@ class PythonicToolParser(ToolParser):
 
 
 def _may_be_call(head: str) -> bool:
-    """Whether `[` and what follows can begin a list of calls."""
+    """Whether `head`, which starts with `[`, can be the start of a list of calls."""
     name = head[1:].partition("(")[0].strip()
     return not name or all(part.isidentifier() or not part for part in name.split("."))

@@ -1,6 +1,6 @@
-"""`<function=name><parameter=key>value</parameter></function>`: Qwen3-Coder's calls.
+"""Parses Qwen3-Coder's calls: `<function=name><parameter=key>value</parameter></function>`.
 
-Values are written plainly; the tool's schema tells which are texts and which are JSON.
+Values are unquoted; the tool's schema decides which are strings and which are JSON.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
 class Qwen3CoderToolParser(ToolParser):
-    """Calls between tags, anywhere in the text; texts among their arguments stream."""
+    """Parses calls between tags anywhere in the text; string arguments stream."""
 
     special_tokens = (BEGIN, END)
 
@@ -33,7 +33,7 @@ class Qwen3CoderToolParser(ToolParser):
         super().__init__(tools, new_id)
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """As in the base class."""
         while raw := (yield from self.take_until([BEGIN, FUNCTION], self.content)):
             if raw == BEGIN:
                 raw += yield from self.take_space()
@@ -52,7 +52,7 @@ class Qwen3CoderToolParser(ToolParser):
                 yield from self.take_end(END)
 
     def _arguments(self, function: str) -> Wait[None]:
-        """Up to the function's end; what is no parameter there ends the call, too."""
+        """Read the parameters up to the function's end, or to text that is not a parameter."""
         schema, lead = self._schemas.get(function, {}), "{"
         space = yield from self.take_space()
         marker = yield from self.take_any([PARAMETER, FUNCTION_END])
@@ -74,7 +74,7 @@ class Qwen3CoderToolParser(ToolParser):
             self.content(space)
 
     def _value(self, kinds: set[str]) -> Wait[str]:
-        """One value; returns the marker that ended it. A line feed at either end is layout."""
+        """Read one value, without a line feed at either end; returns the marker that ended it."""
         if (yield from self.peek()) == "\n":
             self.take(1)
         ends = [PARAMETER_END, PARAMETER, FUNCTION_END]
@@ -112,7 +112,9 @@ def _property(schema: Mapping[str, Any], name: str) -> Any:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """The JSON types that a schema names; empty where it does not say."""
+    """The JSON types that a schema allows; empty if it does not say.
+
+    `root` resolves references to `#/$defs/`."""
     if not isinstance(schema, Mapping) or depth > 8:
         return set()
     kinds: set[str] = set()
@@ -131,7 +133,10 @@ def kinds_of(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
 
 
 def as_json(text: str, kinds: set[str]) -> str:
-    """A plainly written value as JSON text: of a type in `kinds` if it can be read so."""
+    """The JSON text of an unquoted value.
+
+    It is a string if `kinds` allow one; otherwise what it means as JSON or as a Python literal, and
+    a string if it means nothing."""
     if "string" in kinds and not ("null" in kinds and text == "null"):
         return json.dumps(text, ensure_ascii=False)
     for read in (read_json, ast.literal_eval):

@@ -1,4 +1,4 @@
-"""The grammar of an answer that may hold calls of strict functions: text is free, arguments not."""
+"""The grammar of a reply with optional calls of strict functions: free text, enforced arguments."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from .hermes import BEGIN, END
 def strict_grammar(
     tools: Sequence[Mapping[str, Any]], budget: Budget | None = None
 ) -> GrammarSpec | None:
-    """For hermes calls: whatever follows the tag is a call of a known function with arguments that
+    """The grammar for calls in the hermes format, or None if no function is `strict`.
 
-    fit its parameters where it is `strict`. None if none is. Raises SchemaError.
+    After the opening tag it allows only a call of a known function, with arguments that satisfy
+    the function's parameters if it is `strict`. Raises SchemaError if they cannot be enforced.
     """
     functions = [tool.get("function") or tool for tool in tools]
     if not any(function.get("strict") is True for function in functions):

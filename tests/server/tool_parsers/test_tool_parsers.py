@@ -1,4 +1,4 @@
-"""Every format, well formed and broken, gives the same calls in every chunking; no text is lost."""
+"""Every format, well-formed or broken, gives the same calls in every chunking and loses no text."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ FRAGMENTS = {
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(CASES)), st.data())
-def test_mixtures_of_fragments_stream_as_they_parse(name: str, data: st.DataObject) -> None:
+def test_mixtures_of_fragments_stream_as_they_parse_whole(name: str, data: st.DataObject) -> None:
     odd = st.sampled_from(['{"', "}", "[", "]", '"', "\\", ",", ":", " ", "\n", "<", "é", "(", "="])
     piece = st.one_of(st.sampled_from(FRAGMENTS[name]), odd)
     text = "".join(data.draw(st.lists(piece, max_size=6)))
@@ -261,7 +261,7 @@ def test_mixtures_of_fragments_stream_as_they_parse(name: str, data: st.DataObje
         assert call.name and text.count(call.name.split(".")[0])
 
 
-def test_code_behind_the_tag_goes_to_the_tool_that_runs_it() -> None:
+def test_code_after_the_tag_goes_to_the_tool_that_runs_it() -> None:
     tool = {"type": "function", "function": {"name": "code_interpreter"}}
     for code in ('print("x")\nweather.call(', "ipython.call(1)", "a"):
         for pieces in ([code], list(code)):
@@ -313,7 +313,7 @@ def test_plain_text_is_not_held_back(name: str) -> None:
     assert parser.finish() == []
 
 
-def test_an_event_is_one_per_kind_and_push() -> None:
+def test_events_of_one_kind_are_merged_within_a_push() -> None:
     assert make("hermes").push(f"Hi {T1}{JN}{T2}") == [
         ContentDelta("Hi"),
         ToolCallStart(0, "id0", "now"),
@@ -321,7 +321,7 @@ def test_an_event_is_one_per_kind_and_push() -> None:
     ]
 
 
-def test_ids_are_fresh_and_of_the_format_s_shape() -> None:
+def test_ids_are_unique_and_in_the_format_that_the_model_expects() -> None:
     ids = {tool_parser_class("mistral")().make_id() for _ in range(50)}
     assert len(ids) == 50 and all(len(i) == 9 and i.isalnum() for i in ids)
     assert len(make("hermes").make_id()) == 29
@@ -366,10 +366,10 @@ def test_forced_calls(
 
 
 def test_every_registered_name_has_its_parser() -> None:
-    assert TOOL_PARSERS == TOOL_CALL_FORMATS  # which the flag takes
+    assert TOOL_PARSERS == TOOL_CALL_FORMATS  # the choices of the flag
     for name in TOOL_PARSERS:
         assert issubclass(tool_parser_class(name), ToolParser)
-    with pytest.raises(ValueError, match="no tool parser 'nope'; there are hermes"):
+    with pytest.raises(ValueError, match="Unknown tool parser 'nope'. Available: hermes"):
         tool_parser_class("nope")
 
 
@@ -389,7 +389,7 @@ def test_every_registered_name_has_its_parser() -> None:
         (None, None),
     ],
 )
-def test_the_format_is_read_off_the_template(template: str | None, name: str | None) -> None:
+def test_the_format_is_detected_from_the_template(template: str | None, name: str | None) -> None:
     assert detect_tool_parser(template) == name
     assert detect_tool_parser(template, supports_tools=False) == "hermes"
 
@@ -415,9 +415,7 @@ DEEP = "[" * 5000
         ("gemma", "<|tool_call>call:weather{days:1e999}<tool_call|>"),
     ],
 )
-def test_whatever_a_model_writes_leaves_as_text_that_utf_8_has_and_json_that_is_json(
-    name: str, text: str
-) -> None:
+def test_any_output_becomes_encodable_text_and_valid_json(name: str, text: str) -> None:
     found = parse(make(name), [text])
     shown = found.content + "".join(call.name for call in found.tool_calls)
     shown.encode()
