@@ -5,6 +5,7 @@ The interpreter is chosen when triton is imported, so this cannot wait for the k
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -25,8 +26,12 @@ if not Path("/dev/nvidiactl").exists():
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test, and what is made for it first, draws its own numbers, the same in every run.
 
-    SLIPSTREAM_TEST_SEED=1, or any other text, gives others.
+    SLIPSTREAM_TEST_SEED=1, or any other text, gives others. Garbage collections, of which captures
+    of graphs do many, walk what the tests make and not all that was imported.
     """
+    if not gc.get_freeze_count():  # at first, and after a test that undid it
+        gc.collect()
+        gc.freeze()
     if (torch := sys.modules.get("torch")) is not None:
         text = item.nodeid + os.environ.get("SLIPSTREAM_TEST_SEED", "")
         torch.manual_seed(crc32(text.encode()))

@@ -256,6 +256,7 @@ def test_paused_garbage_collector_restores() -> None:
 
 
 def test_modules_are_spared_by_collections_of_captures_once_and_for_all() -> None:
+    gc.unfreeze()  # as in a process that starts
     try:
         spare_modules()
         spared = gc.get_freeze_count()

@@ -117,6 +117,7 @@ async def test_serves_says_where_and_ends_with_0(capsys: pytest.CaptureFixture[s
 
 
 async def test_no_collection_walks_what_the_start_made_while_requests_are_answered() -> None:
+    gc.unfreeze()  # as in a process that starts
     before = gc.get_threshold(), gc.get_freeze_count()
     run = await Run(make_config()).ready()
     assert gc.get_freeze_count() > len(sys.modules)
