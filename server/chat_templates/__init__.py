@@ -1,1 +1,1 @@
-"""Renders chats with the model's template, safely."""
+"""Renders chats with chat templates in a sandbox, without letting clients forge special tokens."""

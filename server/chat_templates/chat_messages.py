@@ -1,4 +1,4 @@
-"""What a chat template expects of messages, and messages brought into that form."""
+"""Finds out what form of messages a chat template expects, and converts messages to it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _TEXT_PARTS = {"text", "input_text", "output_text", "refusal"}
 
 
 class UnsupportedContent(ValueError):
-    """A content part that is no text, for a model that reads text only."""
+    """A message has a content part that is not text."""
 
     def __init__(self, kind: object) -> None:
         super().__init__(f"The model reads text only, but a message has a part of type {kind!r}.")
 
 
 class TooLargeArguments(ValueError):
-    """A call whose arguments would take long to parse."""
+    """A tool call has arguments that would take too long to parse."""
 
     def __init__(self, excess: str) -> None:
         super().__init__(f"The arguments of a tool call are too large: they have {excess}.")
@@ -32,23 +32,23 @@ class TooLargeArguments(ValueError):
 
 @dataclass(frozen=True)
 class TemplateTraits:
-    """Facts read from a template's syntax tree."""
+    """Properties of a template, as found in its syntax tree."""
 
-    uses_tools: bool  # it shows `tools` to the model
-    loops_over_content: bool  # it reads content as a list of parts
-    tests_content_type: bool  # it asks whether content is a string or a list
-    tests_content_none: bool  # it asks whether content is none
-    knows_developer: bool  # it names the role "developer"
-    knows_function: bool = False  # it names the role "function"
+    uses_tools: bool  # shows `tools` to the model
+    loops_over_content: bool  # reads content as a list of parts
+    tests_content_type: bool  # tests whether content is a string or a list
+    tests_content_none: bool  # tests whether content is none
+    knows_developer: bool  # mentions the role "developer"
+    knows_function: bool = False  # compares a role with "function"
 
     @property
     def content_format(self) -> str:
-        """ "openai" for lists of parts, else "string"."""
+        """The form of content that the template reads: "openai" (a list of parts) or "string"."""
         return "openai" if self.loops_over_content else "string"
 
     @classmethod
     def of(cls, tree: nodes.Template) -> TemplateTraits:
-        """Read the facts off a parsed template."""
+        """Find the properties in a parsed template."""
         aliases = _content_aliases(tree)
         tests = [t for t in tree.find_all(nodes.Test) if _is_content(t.node, aliases)]
         kinds = {test.name for test in tests}
@@ -67,7 +67,7 @@ class TemplateTraits:
 
 
 def _compares_role(tree: nodes.Template, role: str) -> bool:
-    """Whether the template asks somewhere for a message of this role."""
+    """Whether the template compares a message's role with this one."""
     for compare in tree.find_all(nodes.Compare):
         if _is_role(compare.expr) and any(
             const.value == role
@@ -86,7 +86,7 @@ def _is_role(node: nodes.Node) -> bool:
 
 
 def _content_aliases(tree: nodes.Template) -> set[str]:
-    """Variables and macro parameters that hold a message's content."""
+    """The names of variables and macro parameters that hold a message's content."""
     aliases: set[str] = set()
     for assign in tree.find_all(nodes.Assign):
         if isinstance(assign.target, nodes.Name) and _is_content(assign.node, aliases):
@@ -101,7 +101,7 @@ def _content_aliases(tree: nodes.Template) -> set[str]:
 
 
 def _is_content(node: nodes.Node | None, aliases: set[str]) -> bool:
-    """Whether it is `x.content`, `x["content"]`, an alias of it, or a filter or slice of those."""
+    """Whether a node is `x.content`, `x["content"]`, an alias, or a filter or slice of these."""
     if isinstance(node, nodes.Name):
         return node.name in aliases
     if isinstance(node, nodes.Getattr):
@@ -118,14 +118,16 @@ def _is_content(node: nodes.Node | None, aliases: set[str]) -> bool:
 def prepare_messages(
     messages: Iterable[Mapping[str, Any]], traits: TemplateTraits
 ) -> list[dict[str, Any]]:
-    """Fresh plain messages in the form that the template reads. Raises UnsupportedContent."""
+    """Copy messages into the form that the template reads.
+
+    Raises UnsupportedContent or TooLargeArguments."""
     return [_prepare(message, traits) for message in _with_tools(messages, traits)]
 
 
 def _with_tools(
     messages: Iterable[Mapping[str, Any]], traits: TemplateTraits
 ) -> Iterator[Mapping[str, Any]]:
-    """Function calls and their results as tool calls and theirs, which all templates know."""
+    """Convert old-style function calls and results to tool calls, which all templates know."""
     number = 0
     for message in messages:
         if call := message.get("function_call"):
@@ -180,7 +182,9 @@ def _part_text(part: Any) -> str:
 
 
 def _arguments(arguments: Any) -> Any:
-    """OpenAI sends a tool call's arguments as JSON text; templates want the object."""
+    """Parse a tool call's arguments, which clients send as JSON text, to the object.
+
+    Templates expect the object. Text that is not a JSON object is returned as it is."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     data = (arguments or "{}").encode()
@@ -206,9 +210,10 @@ def _copy(value: Any) -> Any:
 def with_tools_prompt(
     messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The chat with the tools described in its system message, calls in the hermes format.
+    """Describe the tools in the system message, for a template that does not show tools.
 
-    For templates that ignore `tools`: the calls and results of earlier turns become text, too.
+    The model is told to call them in the hermes format. Calls and results of earlier turns are
+    converted to text, too.
     """
     listed = "\n".join(json.dumps(_copy(tool), ensure_ascii=False) for tool in tools)
     prompt = (
@@ -230,7 +235,7 @@ def _joined(content: Any, text: str) -> Any:
 
 
 def _as_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message of the tool conversation as the plain roles can say it."""
+    """A message with its tool calls, or its tool result, as text in a plain role."""
     if message.get("role") == "tool":
         return {"role": "user", "content": _tagged("tool_response", message["content"])}
     text = message["content"]

@@ -1,6 +1,6 @@
-"""Renders chats with the model's own jinja template, in a sandbox, as transformers does.
+"""Renders chats with the model's own Jinja template in a sandbox, as transformers does.
 
-It must not know HTTP or tokens: plain messages in, text out.
+It must not know HTTP or token ids: it converts plain messages to text.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from .chat_messages import (
 )
 from .content_guard import ContentGuard, RenderedChat
 
-_CONTINUE = "<<slipstream continues here>> "  # its last space shows whether a template trims
+# Marks the end of a message to continue; its last space shows whether the template strips messages.
+_CONTINUE = "<<slipstream continues here>> "
 
 
 class ChatTemplateError(Exception):
-    """A chat cannot be rendered; the message is a sentence for the client."""
+    """A chat cannot be rendered; the text is one sentence for the client."""
 
 
 class ChatTemplate:
-    """A model's chat template or its named templates ("default", "tool_use", "rag", …)."""
+    """A model's chat template, or its templates by name ("default", "tool_use", "rag", …)."""
 
     def __init__(
         self, templates: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]
@@ -48,21 +49,21 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The text of the template that a plain chat uses."""
+        """The source of the template for a chat without tools, or None."""
         return self._sources.get("default") or next(iter(self._sources.values()), None)
 
     @property
     def supports_tools(self) -> bool:
-        """Whether some template shows tools to the model by itself."""
+        """Whether any of the templates shows tools to the model."""
         return any(self._compile(source)[1].uses_tools for source in self._sources.values())
 
     @property
     def content_format(self) -> str:
-        """ "openai" when the template reads lists of content parts, else "string"."""
+        """The form of content that the template reads: "openai" (a list of parts) or "string"."""
         return self._compile(self.source)[1].content_format if self.source else "string"
 
     def knows(self, chat_template: str | None) -> bool:
-        """Whether this is the name of a template, or none: no text that a request brought."""
+        """Whether a request's `chat_template` is None or a template's name, not a template."""
         return chat_template is None or chat_template in self._sources
 
     def render(
@@ -76,7 +77,7 @@ class ChatTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> str:
-        """As `render_chat`, the text alone, without a guard."""
+        """The text of `render_chat` without a guard."""
         return self.render_chat(
             messages,
             tools,
@@ -98,15 +99,16 @@ class ChatTemplate:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         guard: ContentGuard | None = None,
     ) -> RenderedChat:
-        """The prompt. `chat_template` is a name or a template.
+        """Render a chat as a prompt. Raises ChatTemplateError.
 
-        `chat_template_kwargs` (from a client; cannot collide) reach the template. Content parts
-        become text and tool arguments objects where the template expects that; tools that the
-        template cannot show are described in the system message. What the client wrote spells no
-        special token where there is a `guard`. Raises ChatTemplateError.
+        `chat_template` is the name of a template or a template. `chat_template_kwargs`, which come
+        from the client, are passed to the template but cannot replace its other arguments. Content
+        parts become text, and tool arguments objects, if the template expects that. Tools that the
+        template does not show are described in the system message. A `guard` keeps the client's
+        text from being read as special tokens.
         """
         if not messages:
-            raise ChatTemplateError("messages must hold at least one message.")
+            raise ChatTemplateError("messages must contain at least one message.")
         if continue_final_message and add_generation_prompt:
             raise ChatTemplateError(
                 "continue_final_message and add_generation_prompt cannot both be true."
@@ -140,11 +142,14 @@ class ChatTemplate:
             return self._sources[name]
         if not self._sources:
             raise ChatTemplateError(
-                "The model has no chat template: start the server with --chat-template FILE, "
+                "The model has no chat template. Start the server with --chat-template FILE, "
                 "or use /v1/completions."
             )
         names = ", ".join(sorted(self._sources))
-        raise ChatTemplateError(f"The model has several chat templates but no default: {names}.")
+        raise ChatTemplateError(
+            f"The model has several chat templates but no default: {names}. Name one in "
+            "chat_template."
+        )
 
     def _compile(self, source: str) -> tuple[Template, TemplateTraits]:
         with self._lock:
@@ -166,14 +171,16 @@ def _render(template: Template, values: dict[str, Any]) -> str:
         return template.render(values)
     except TemplateError as error:
         reason = str(error).rstrip(".")
-        raise ChatTemplateError(f"The chat template refused the messages: {reason}.") from error
-    except Exception as error:  # anything a template can do wrong with unusual messages
+        raise ChatTemplateError(f"The chat template rejected the messages: {reason}.") from error
+    except Exception as error:  # a template is a program, and may fail in any way
         reason = f"{type(error).__name__}: {error}".rstrip(".")
         raise ChatTemplateError(f"The chat template failed on the messages: {reason}.") from error
 
 
 def _render_continued(template: Template, values: dict[str, Any]) -> str:
-    """Render with a mark behind the last message and cut there, so that the message stays open."""
+    """Render the chat up to the end of its last message's text, which the model will continue.
+
+    The text is marked before rendering, and the prompt cut at the mark."""
     last = values["messages"][-1]
     content = last.get("content")
     if isinstance(content, list):
@@ -182,7 +189,7 @@ def _render_continued(template: Template, values: dict[str, Any]) -> str:
         part = None
     text = part["text"] if part else content
     if not isinstance(text, str):
-        raise ChatTemplateError("continue_final_message needs text in the last message.")
+        raise ChatTemplateError("continue_final_message requires text in the last message.")
     holder, key = (part, "text") if part else (last, "content")
     holder[key] = text + _CONTINUE
     rendered = _render(template, values)
@@ -190,14 +197,14 @@ def _render_continued(template: Template, values: dict[str, Any]) -> str:
     cut = rendered.rfind(_CONTINUE.rstrip())
     if cut < 0 or text.strip() not in rendered:
         raise ChatTemplateError(
-            "The chat template does not show the last message, so it cannot be continued."
+            "The last message cannot be continued, because the chat template does not show it."
         )
     kept = rendered.startswith(_CONTINUE, cut)
     return rendered[:cut] if kept else rendered[:cut].rstrip()
 
 
 def _plain(value: Any) -> Any:
-    """JSON data as exact built-in types, so that a template meets no method of ours."""
+    """Copy JSON data into exact built-in types, so that a template cannot call methods of ours."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -209,7 +216,7 @@ def _plain(value: Any) -> Any:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's text for training; here it only passes it on."""
+    """Ignores the tag `{% generation %}`, which marks the assistant's text for training."""
 
     tags = {"generation"}
 
@@ -219,7 +226,7 @@ class _GenerationTag(Extension):
 
 
 class _SafeNamespace(Namespace):
-    """A namespace that takes no underscored names, which could reach into Python."""
+    """A namespace that rejects names with a leading underscore, which could reach into Python."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, *rest = args
@@ -235,7 +242,7 @@ class _SafeNamespace(Namespace):
 
 def _refuse_private(name: object) -> None:
     if isinstance(name, str) and name.startswith("_"):
-        raise SecurityError(f"a namespace cannot hold the name {name!r}")
+        raise SecurityError(f"a namespace cannot have the name {name!r}")
 
 
 def _raise_exception(message: str) -> None:

@@ -1,8 +1,8 @@
-"""Renders one chat with a template that a request brought: the child of `template_children`.
+"""Renders one chat with the chat template of a request: the child process of `template_children`.
 
-Run as `python -m slipstream.server.chat_templates.template_child`, it reads the chat from its
-standard input and writes the prompt to its standard output. It limits its own
-memory and time, and imports little, as it is started for each such request.
+Run as `python -m slipstream.server.chat_templates.template_child`, it reads the chat from standard
+input and writes the prompt to standard output. It limits its own memory and time, and imports
+little, because it is started for each such request.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from .chat_template import ChatTemplate, ChatTemplateError
 from .content_guard import ContentGuard
 
 MAX_MEMORY = 1 << 30  # bytes of address space
-MAX_CHARACTERS = 4 << 20  # of a prompt
+MAX_CHARACTERS = 4 << 20  # in a prompt
 OUT_OF_MEMORY = 3  # exit status
 
 
 class Answer(msgspec.Struct):
-    """What becomes of a chat: a `RenderedChat`, or an error for the client."""
+    """The result of rendering: the fields of a `RenderedChat`, or an error for the client."""
 
     text: str = ""
     parts: tuple[str, ...] | None = None
@@ -41,7 +41,7 @@ def _answer(request: dict[str, Any]) -> Answer:
         return Answer(error=str(error))
     if len(found.text) > MAX_CHARACTERS:
         return Answer(
-            error=f"The request's chat template made more than {MAX_CHARACTERS:,} characters."
+            error=f"The request's chat template produced more than {MAX_CHARACTERS:,} characters."
         )
     return Answer(found.text, found.parts)
 
@@ -49,16 +49,16 @@ def _answer(request: dict[str, Any]) -> Answer:
 def _limit(seconds: float) -> None:
     try:
         import resource
-    except ImportError:  # no such limits on this system; the parent limits the time all the same
+    except ImportError:  # this system has no such limits; the parent still limits the time
         return
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing; then the kernel ends the process
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # CPU time, after which SIGPROF kills the process
     os.nice(10)
 
 
 def main() -> None:
-    """Answer the one chat on the standard input."""
+    """Render the chat on standard input."""
     try:
         request = msgspec.json.decode(sys.stdin.buffer.read())
         _limit(request["max_seconds"])

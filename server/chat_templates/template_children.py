@@ -1,7 +1,8 @@
-"""Renders chats with templates that requests brought, each in a child process with limits.
+"""Renders chats with the chat templates of requests, each in a child process with limits.
 
-A template is a program: the sandbox keeps it from the machine, not from using all of its time and
-memory. A few children run at once, so that such requests wait for each other and delay no others.
+A template is a program. The sandbox denies it access to the machine, but does not limit its time
+and memory. Few children run at once, so that such requests wait for each other without delaying
+others.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from .chat_template import ChatTemplateError
 from .content_guard import RenderedChat
 from .template_child import MAX_MEMORY, OUT_OF_MEMORY, Answer
 
-MAX_SECONDS = 5.0  # of computing
-_PATIENCE = 6.0  # times as long by the clock, on a busy machine
-_NUM_CHILDREN = 2  # at once
+MAX_SECONDS = 5.0  # CPU time of a child
+_PATIENCE = 6.0  # elapsed time may be this many times the CPU time, as on a busy machine
+_NUM_CHILDREN = 2  # that run at once
 
 
 class TemplateChildren:
-    """Starts a child for each chat."""
+    """Renders chats, each in a child process of its own."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class TemplateChildren:
         guarded: frozenset[str] = frozenset(),
         max_seconds: float = MAX_SECONDS,
     ) -> None:
-        """`guarded` are the special tokens that a client's text must not become."""
+        """`guarded` are the special tokens that the client's text must not become; the children
+        may use `max_seconds` of CPU time each."""
         self._common = {
             "special_tokens": dict(special_tokens),
             "guarded": sorted(guarded),
@@ -46,13 +48,15 @@ class TemplateChildren:
         self._threads = ThreadPoolExecutor(_NUM_CHILDREN, thread_name_prefix="template")
 
     async def render(self, arguments: Mapping[str, Any]) -> RenderedChat:
-        """What `ChatTemplate.render_chat` gives for these arguments. Raises ChatTemplateError."""
+        """Call `ChatTemplate.render_chat` with these arguments in a child process.
+
+        Raises ChatTemplateError, also if the child exceeds its limits."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._threads, self._render, arguments)
 
     def _render(self, arguments: Mapping[str, Any]) -> RenderedChat:
         data = msgspec.json.encode({**self._common, "arguments": arguments})
-        package = str(Path(__file__).parents[3])  # the folder that holds `slipstream`
+        package = str(Path(__file__).parents[3])  # the folder that contains `slipstream`
         path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         try:
             child = subprocess.run(
@@ -65,7 +69,9 @@ class TemplateChildren:
         except subprocess.TimeoutExpired:
             raise self._too_slow() from None
         except OSError as error:
-            raise ChatTemplateError(f"No chat template can be run now: {error}.") from None
+            raise ChatTemplateError(
+                f"The request's chat template could not be started: {error}."
+            ) from None
         if child.returncode == -signal.SIGPROF:
             raise self._too_slow()
         if child.returncode == OUT_OF_MEMORY:
@@ -74,7 +80,7 @@ class TemplateChildren:
             )
         if child.returncode:
             raise ChatTemplateError(
-                f"The request's chat template ended its process (status {child.returncode})."
+                f"The request's chat template crashed its process (status {child.returncode})."
             )
         found = msgspec.json.decode(child.stdout, type=Answer)
         if found.error is not None:

@@ -1,1 +1,1 @@
-"""Text to token ids and back: tokenizers, incremental detokenization, stop strings."""
+"""Converts text to token ids and back: tokenizers, incremental detokenization, stop strings."""

@@ -1,8 +1,8 @@
-"""Encodes texts of any length without holding Python's lock for long.
+"""Encodes texts of any length without holding the GIL for long.
 
-The backend releases the lock while it encodes a batch, but not while it hands over the ids of an
-encoding or frees it. So a text is not encoded whole if it cannot be used whole: pieces of it are
-counted first, until there are too many tokens, or enough of them.
+The backend releases the GIL while it encodes a batch, but not while it copies out the ids of an
+encoding or frees it. A very long text is therefore not encoded at once: the tokens of its pieces
+are counted first, until there are more than the limit allows, or as many as are needed.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator, Sequence
 from tokenizers import Encoding
 from tokenizers import Tokenizer as Backend
 
-_PIECE = 1 << 16  # characters that are counted at once
-_SLACK = 128  # tokens by which the cuts around a piece may change their number
-_GROUP = 1 << 18  # characters encoded at once; the encodings are freed together
+_PIECE = 1 << 16  # characters whose tokens are counted at once
+_SLACK = 128  # tokens by which cutting out a piece may change its count
+_GROUP = 1 << 18  # characters encoded in one batch
 _SPACE = re.compile(r"\s")
 
 
 class TooManyTokens(Exception):
-    """A text has more tokens than may be; `count` of them, or at least as many."""
+    """A text has too many tokens: `count` of them if `is_exact`, otherwise at least `count`."""
 
     def __init__(self, count: int, is_exact: bool) -> None:
         super().__init__(count)
@@ -63,9 +63,11 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
 
 
 def check(backend: Backend, text: str, limit: int) -> None:
-    """TooManyTokens if pieces of the text show that it has more than `limit`."""
+    """Raise TooManyTokens if the text certainly has more than `limit` tokens.
+
+    A short text passes unchecked, since its tokens can be counted exactly by encoding it."""
     if len(text) <= max(_PIECE, 4 * limit):
-        return  # few enough to be counted exactly
+        return
     total = 0
     for start in range(0, len(text), _PIECE):
         total += _count(backend, text[start : start + _PIECE])
@@ -74,7 +76,7 @@ def check(backend: Backend, text: str, limit: int) -> None:
 
 
 def tail_start(backend: Backend, text: str, last: int) -> int:
-    """Where the text can be cut so that the rest still has its `last` tokens."""
+    """The index at which the text can be cut so that the rest still has its `last` tokens."""
     start, total = len(text), 0
     while start > 0 and total <= last:
         begin = max(start - _PIECE, 0)
@@ -85,6 +87,6 @@ def tail_start(backend: Backend, text: str, last: int) -> int:
 
 
 def _count(backend: Backend, piece: str) -> int:
-    """A number of tokens that the piece surely adds to a text."""
+    """A lower bound of the number of tokens that the piece adds to a text."""
     (encoding,) = backend.encode_batch_fast([piece], add_special_tokens=False)
     return max(len(encoding) - _SLACK, 0)

@@ -1,4 +1,4 @@
-"""The text of one OpenAI choice: detokenizes, looks for stop strings, counts, holds logprobs.
+"""Makes the text of one OpenAI choice: detokenization, stop strings, token counts, logprobs.
 
 It knows nothing of HTTP or of the other choices.
 """
@@ -16,28 +16,28 @@ from .tokenizer import Tokenizer
 
 
 class TextOptions(NamedTuple):
-    """How ids become text."""
+    """A request's options for converting its token ids to text."""
 
     stop: list[str]
-    include_stop: bool = False
+    include_stop: bool = False  # keep the stop string or stop token in the text
     skip_special_tokens: bool = True
-    min_tokens: int = 0  # stop strings are not looked for before
-    keep: frozenset[int] = frozenset()  # special tokens shown all the same
-    stop_token_ids: frozenset[int] = frozenset()  # the client's; their ids are stop reasons
-    grammar_param: str | None = None  # the parameter at fault if the engine refuses the request
+    min_tokens: int = 0  # tokens before which stop strings are ignored
+    keep: frozenset[int] = frozenset()  # special tokens that are never skipped
+    stop_token_ids: frozenset[int] = frozenset()  # those of the client, reported as stop_reason
+    grammar_param: str | None = None  # parameter to blame if the engine rejects the request
 
 
 class TokenEntry(NamedTuple):
-    """One emitted token with its log probabilities."""
+    """An emitted token with its log probabilities."""
 
-    offset: int  # where its text begins in the choice's text
-    hidden: bool  # its text is not in the output: stop token, stop string, skipped special tokens
+    offset: int  # index of its first character in the choice's text
+    hidden: bool  # its text is not output: a stop token or string, or a skipped special token
     logprobs: TokenLogprobs
 
 
 @dataclass(slots=True)
 class GenerationEvent:
-    """What one step brought for one choice."""
+    """The text and tokens that one step added to one choice."""
 
     index: int
     text: str
@@ -48,7 +48,7 @@ class GenerationEvent:
     prompt_logprobs: list[bytes] | None = None  # packed
 
     def join(self, later: GenerationEvent) -> None:
-        """Add the event that follows this one."""
+        """Append the event that follows this one."""
         self.text += later.text
         self.token_ids = self.token_ids + later.token_ids
         self.logprobs = self.logprobs + later.logprobs
@@ -56,7 +56,7 @@ class GenerationEvent:
 
 
 class ChoiceText:
-    """Turns the token ids of one OpenAI choice into text while they are generated."""
+    """Converts the token ids of one OpenAI choice to text while they are generated."""
 
     def __init__(
         self,
@@ -66,9 +66,9 @@ class ChoiceText:
         prompt_ids: Sequence[int] = (),
         stops: StopStrings | None = None,
     ) -> None:
-        """The text goes on behind `prompt_ids`: a space that begins it is not lost.
+        """The text continues that of `prompt_ids`, so a leading space is kept.
 
-        `stops` are those of `options`, prepared once for all choices of a request.
+        `stops` are the stop strings of `options`, prepared once for all choices of a request.
         """
         self.index = index
         self.num_tokens = 0
@@ -85,15 +85,15 @@ class ChoiceText:
         self._push = self._detokenizer.push
         stops = stops or StopStrings(options.stop)
         self._stops = StopChecker(stops, options.include_stop) if options.stop else None
-        self._num_read = 0  # tokens that came; `num_tokens` are those that left
-        self._raw_length = 0  # characters the tokens made
-        self._shown_length = 0  # characters that left
-        self._held: list[tuple[int, int, TokenEntry]] = []  # token id, where its text ends, entry
+        self._num_read = 0  # tokens received; `num_tokens` counts those emitted
+        self._raw_length = 0  # characters of the tokens received
+        self._shown_length = 0  # characters emitted
+        self._held: list[tuple[int, int, TokenEntry]] = []  # token id, end of its text, entry
 
     def read(self, output: RequestOutput) -> str:
-        """The text of an output without an end or log probabilities, if no stop strings are named.
+        """Fast path of `feed` for outputs with no finish reason, logprobs or stop strings.
 
-        As `feed`, for what nearly all outputs are.
+        Returns the text.
         """
         if output.num_draft_tokens or output.num_cached_tokens:
             self._count(output)
@@ -103,10 +103,11 @@ class ChoiceText:
         return self._push(ids)
 
     def feed(self, output: RequestOutput) -> GenerationEvent:
-        """Take one output of the engine. GenerationFailed or InvalidRequest if it is an error.
+        """Read one output of the engine; returns the event for the client.
 
-        With log probabilities, the event's `token_ids` and `logprobs` are the same tokens: both
-        wait until no stop string can take the token's text away.
+        With log probabilities, the event's `token_ids` and `logprobs` cover the same tokens: both
+        are held back while a stop string may still remove the token's text. Raises
+        GenerationFailed or InvalidRequest if the output is an error.
         """
         if output.finish_reason == "error":
             message = output.error or "The engine could not finish this request."
@@ -145,7 +146,7 @@ class ChoiceText:
     def _push_each(
         self, event: GenerationEvent, visible: list[int], logprobs: list[TokenLogprobs] | None
     ) -> None:
-        """Token by token, so that a stop string ends the output at the token that completes it."""
+        """Push token by token, so that the output ends with the token that completes a stop."""
         shown = []
         pieces = self._detokenizer.push_tokens(visible)
         for number in range(len(event.token_ids)):
@@ -189,7 +190,7 @@ class ChoiceText:
         self._held.append((token_id, end, TokenEntry(self._raw_length, hidden, entry)))
 
     def _release(self, event: GenerationEvent) -> None:
-        """Hand over the tokens whose text has left; at the end, all of them."""
+        """Move the tokens with emitted text into the event; at the end, all tokens."""
         shown = self._shown_length
         if event.finish_reason is not None:
             count = len(self._held)
@@ -203,5 +204,5 @@ class ChoiceText:
 
 
 def _without_stop(entry: TokenEntry, shown: int) -> TokenEntry:
-    """The entry of an output cut to `shown` characters: tokens of the stop string have no text."""
+    """The entry of a token in an output cut to `shown` characters, where it may have no text."""
     return entry if entry.offset < shown else entry._replace(offset=shown, hidden=True)

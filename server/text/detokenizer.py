@@ -1,8 +1,8 @@
-"""Token ids to text, whole or piece by piece, so that both ways give the same characters.
+"""Converts token ids to text, at once or incrementally, with the same characters either way.
 
-A tokenizer whose decoder is understood becomes a table of byte strings, one a token: decoding is
-then joining bytes, each token costs O(1), and only an incomplete character is held back. Other
-decoders are run on a window of the last tokens. Nothing here knows about requests or stop strings.
+For the common kinds of decoder, each token becomes a byte string in a table. Decoding then joins
+bytes: it costs O(1) per token and holds back only incomplete characters. Other decoders are rerun
+on a window of the last tokens. Nothing here knows about requests or stop strings.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, Protocol
 from tokenizers import Tokenizer as Backend
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_WINDOW = 6  # tokens of context for decoders that are not understood
+_WINDOW = 6  # tokens of context for decoders without a table
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable character for every byte, the other way round."""
+    """Printable character -> byte, the inverse of GPT-2's mapping of bytes to characters."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     rest = [byte for byte in range(256) if byte not in plain]
     return {chr(b): b for b in plain} | {chr(256 + n): b for n, b in enumerate(rest)}
 
 
 def _one_mark_per_byte(error: UnicodeError) -> tuple[str, int]:
-    """What byte-fallback decoders do: every byte that is no character becomes one U+FFFD."""
+    """Replace each invalid byte by one U+FFFD, as byte-fallback decoders do."""
     assert isinstance(error, UnicodeDecodeError)
     return "\ufffd" * (error.end - error.start), error.end
 
@@ -41,16 +41,16 @@ PieceBytes = Callable[[str], bytes]
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a decoder turns tokens into bytes, and what is different at the start of a text."""
+    """How a decoder converts tokens to bytes, in general and at the start of a text."""
 
     piece: PieceBytes
-    first: PieceBytes  # for the first token
-    errors: str = "replace"  # how bytes that are no character are shown
-    strip: int = 0  # spaces dropped at the start of a text
+    first: PieceBytes  # for the first token of a text
+    errors: str = "replace"  # codec error handler for invalid bytes
+    strip: int = 0  # most spaces removed at the start of a text
 
 
 class ByteTable:
-    """The bytes of every token."""
+    """Maps token ids to bytes; entries are computed on first use."""
 
     def __init__(self, backend: Backend, spelling: Spelling) -> None:
         self.spelling = spelling
@@ -59,14 +59,14 @@ class ByteTable:
         self.texts = _Texts(self)
 
     def __getitem__(self, token_id: int) -> bytes:
-        """The token's bytes; empty for an id the tokenizer has no token for."""
+        """The token's bytes; empty for an id without a token."""
         known = self._known.get(token_id)
         if known is None:
             known = self._known[token_id] = self._bytes(token_id, self.spelling.piece)
         return known
 
     def first(self, token_id: int) -> bytes:
-        """The token's bytes where it begins a text."""
+        """The token's bytes at the start of a text."""
         return self._bytes(token_id, self.spelling.first)
 
     def _bytes(self, token_id: int, piece_bytes: PieceBytes) -> bytes:
@@ -74,7 +74,7 @@ class ByteTable:
         return b"" if piece is None else piece_bytes(piece)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of these ids."""
+        """The text of a whole sequence of ids."""
         rest = iter(ids)
         start = b"".join([self.first(i) for i in islice(rest, 1)])
         text = b"".join([start, *(self[i] for i in rest)]).decode("utf-8", self.spelling.errors)
@@ -82,7 +82,7 @@ class ByteTable:
 
 
 class _Texts(dict[int, str | None]):
-    """The characters of tokens whose bytes are whole characters; None for the others."""
+    """Maps token ids to text, or to None if the token's bytes are not whole characters."""
 
     def __init__(self, table: ByteTable) -> None:
         super().__init__()
@@ -139,7 +139,9 @@ def _byte_level_piece(piece: str) -> bytes:
 
 
 def _byte_fallback(kinds: list[str], parts: list[dict[str, Any]]) -> Spelling | None:
-    """Sentencepiece's decoder as tokenizers spells it: replace, bytes, fuse, strip the start."""
+    """The spelling of sentencepiece's decoder in tokenizers: Replace, ByteFallback, Fuse, Strip.
+
+    None if the steps have unusual settings."""
     replaces = [(p["pattern"].get("String"), p["content"]) for p in parts if p["type"] == "Replace"]
     strips = [part for part in parts if part["type"] == "Strip"]
     if any(pattern is None for pattern, _ in replaces) or len(strips) > 1:
@@ -161,7 +163,7 @@ def _byte_fallback(kinds: list[str], parts: list[dict[str, Any]]) -> Spelling | 
 
 
 class Vocabulary(Protocol):
-    """What a detokenizer needs of a tokenizer."""
+    """The part of a tokenizer that a detokenizer uses."""
 
     backend: Backend
     table: ByteTable | None
@@ -169,11 +171,11 @@ class Vocabulary(Protocol):
 
 
 class IncrementalDetokenizer:
-    """The text of one growing sequence of ids.
+    """Converts a growing sequence of ids to text, delta by delta.
 
-    `skip_special_tokens` drops special tokens, except those in `keep` (the markers that a tool or
-    reasoning parser looks for). The deltas, joined, are `Tokenizer.decode` of all ids; with
-    `prompt_ids` they are what the ids add to the prompt's text, so a leading space survives.
+    `skip_special_tokens` drops special tokens, except those in `keep` (markers that a tool-call or
+    reasoning parser looks for). The deltas joined equal `Tokenizer.decode` of all ids. With
+    `prompt_ids`, they are what the ids add to the prompt's text, so a leading space is kept.
     """
 
     def __init__(
@@ -192,30 +194,32 @@ class IncrementalDetokenizer:
         self._push = self._steps.push
 
     def push(self, ids: Sequence[int]) -> str:
-        """The characters that these ids complete."""
-        if len(ids) == 1:  # nearly always
+        """Add ids; returns the characters that they complete."""
+        if len(ids) == 1:  # the usual case
             (token_id,) = ids
             return "" if token_id in self.dropped else self._push(token_id)
         return "".join(self.push_tokens(ids))
 
     def push_tokens(self, ids: Sequence[int]) -> list[str]:
-        """As push, one string a token; a character belongs to the token that completes it."""
+        """As `push`, but one string per token; a character goes to the token that completes it."""
         push, dropped = self._push, self.dropped
         return ["" if i in dropped else push(i) for i in ids]
 
     def flush(self) -> str:
-        """What is still held back: bytes that never became a character, as U+FFFD."""
+        """End the text; returns the bytes held back, which form no character, as U+FFFD."""
         return self._steps.flush()
 
 
 class _Steps(Protocol):
+    """One way to decode incrementally."""
+
     def push(self, token_id: int) -> str: ...
 
     def flush(self) -> str: ...
 
 
 class _TableSteps:
-    """Joins the bytes of the table through an incremental UTF-8 decoder."""
+    """Feeds the bytes of the table to an incremental UTF-8 decoder."""
 
     def __init__(self, table: ByteTable, continues: bool) -> None:
         self._table = table
@@ -224,7 +228,7 @@ class _TableSteps:
         self._decoder = decoder
         self._is_first = not continues
         self._strip = 0 if continues else table.spelling.strip
-        self._is_plain = False  # the text has begun and no byte is held back
+        self._is_plain = False  # not at the start of the text, and no byte is held back
 
     def push(self, token_id: int) -> str:
         if self._is_plain:
@@ -249,7 +253,7 @@ class _TableSteps:
 
 
 class _WindowSteps:
-    """Decodes the last few tokens again with every new one and emits what is new."""
+    """Decodes a window of the last tokens again with each new one, and returns the difference."""
 
     def __init__(self, backend: Backend, prompt_ids: Sequence[int]) -> None:
         self._backend = backend

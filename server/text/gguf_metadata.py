@@ -1,4 +1,4 @@
-"""The header of a GGUF file, read in a fraction of a second; the tensors' data stays untouched."""
+"""Reads the header of a GGUF file in a fraction of a second, without the tensors' data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from typing import Any
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 _SIZES = {kind: struct.calcsize("<" + form) for kind, form in _SCALARS.items()}
-_LONG_ARRAY = 1024  # longer ones are vocabularies
-_MOST_ALIGNED = 1 << 20
-_ALIGNMENT = 32  # of the tensors' data, unless the header names another
-# Kind of tensor -> numbers and bytes of a block; of unknown kinds only the start is checked.
+_LONG_ARRAY = 1024  # items; longer arrays are vocabularies
+_MAX_ALIGNMENT = 1 << 20
+_ALIGNMENT = 32  # bytes, of the tensors' data, unless the header sets another
+# Tensor type -> numbers per block, bytes per block. For other types only the start is checked.
 _BLOCKS = {
     0: (1, 4), 1: (1, 2), 30: (1, 2),  # F32, F16, BF16
     2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),  # Q4_0 ... Q8_0
@@ -25,14 +25,14 @@ _BLOCKS = {
 
 
 class GGUFError(Exception):
-    """The file is no readable GGUF."""
+    """The file is not a valid GGUF file, or cannot be read."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"{path} is not a readable GGUF file: {reason}.")
 
 
 class _Reader:
-    """A cursor over the mapped file."""
+    """A cursor over the memory-mapped file."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -47,7 +47,7 @@ class _Reader:
         (length,) = self.unpack("Q")
         start, self.position = self.position, self.position + length
         if self.position > len(self.data):
-            raise ValueError("a string runs past the end of the file")
+            raise ValueError("a string extends beyond the end of the file")
         return self.data[start : self.position].decode("utf-8", "replace")
 
     def value(self, kind: int, long_arrays: bool = True) -> Any:
@@ -65,7 +65,7 @@ class _Reader:
         return self.unpack(_SCALARS[kind])[0]
 
     def skip(self, kind: int, count: int) -> None:
-        """Step over an array."""
+        """Skip an array of `count` items."""
         if kind in _SIZES:
             self.position += count * _SIZES[kind]
         elif kind == _STRING:
@@ -74,13 +74,15 @@ class _Reader:
                 position += 8 + unpack(data, position)[0]
             self.position = position
         else:
-            raise ValueError(f"an array of value type {kind}")
+            raise ValueError(f"it has an array of the unsupported value type {kind}")
 
     def pairs(self, long_arrays: bool) -> tuple[int, dict[str, Any]]:
-        """The number of tensors, and every key with its value."""
+        """The number of tensors, and all keys of the header with their values."""
         magic, version, tensors, count = self.unpack("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
-            raise ValueError(f"it begins with {magic!r}, version {version}")
+            raise ValueError(
+                f"it starts with {magic!r} and version {version}, not b'GGUF' and version 2 or 3"
+            )
         found = {}
         for _ in range(count):
             key = self.string()
@@ -88,11 +90,13 @@ class _Reader:
         return tensors, found
 
     def tensor_end(self) -> int:
-        """Where the data of the next tensor of the list ends, from the beginning of all data."""
+        """Read the next entry of the tensor list; returns the end of its data.
+
+        The end is an offset in bytes from the start of all tensors' data."""
         self.string()
         (num_dims,) = self.unpack("I")
         if num_dims > 8:
-            raise ValueError(f"a tensor has {num_dims} dimensions")
+            raise ValueError(f"a tensor has {num_dims} dimensions, more than 8")
         size, (kind, offset) = math.prod(self.unpack(f"{num_dims}Q")), self.unpack("IQ")
         numbers, length = _BLOCKS.get(kind, (0, 0))
         return int(offset + (size // numbers * length if numbers else 1))
@@ -110,27 +114,28 @@ def _opened(path: Path) -> Iterator[_Reader]:
     except ValueError as error:
         raise GGUFError(path, str(error)) from error
     except (ArithmeticError, TypeError, MemoryError, RecursionError) as error:
-        raise GGUFError(path, "its header makes no sense") from error
+        raise GGUFError(path, "its header is invalid") from error
 
 
 def read_gguf_metadata(path: Path, long_arrays: bool = True) -> dict[str, Any]:
-    """Every key of the header with its Python value. Raises GGUFError.
+    """All keys of the header with their Python values. Raises GGUFError.
 
-    Without `long_arrays`, a vocabulary is None: its strings need not be made.
+    Without `long_arrays`, the value of a long array, such as a vocabulary, is None, which is
+    faster.
     """
     with _opened(path) as reader:
         return reader.pairs(long_arrays)[1]
 
 
 def check_gguf_tensors(path: Path) -> int:
-    """The number of tensors. Raises GGUFError unless the file is as long as their list says."""
+    """The number of tensors. Raises GGUFError if the file is too short for their data."""
     with _opened(path) as reader:
         count, metadata = reader.pairs(long_arrays=False)
         end = max((reader.tensor_end() for _ in range(count)), default=0)
         alignment = metadata.get("general.alignment") or _ALIGNMENT
-        if type(alignment) is not int or not 0 < alignment <= _MOST_ALIGNED:
-            raise ValueError(f"its alignment is {alignment!r:.40}")
+        if type(alignment) is not int or not 0 < alignment <= _MAX_ALIGNMENT:
+            raise ValueError(f"its alignment {alignment!r:.40} is invalid")
         expected = -(-reader.position // alignment) * alignment + end
         if len(reader.data) < expected:
-            raise ValueError(f"it has {len(reader.data)} bytes, and its header says {expected}")
+            raise ValueError(f"it has {len(reader.data)} bytes, but its header requires {expected}")
         return count

@@ -1,7 +1,7 @@
-"""Finds stop strings in a growing text; must not know tokens or requests.
+"""Finds stop strings in a growing text; it must not know tokens or requests.
 
-The match that is complete first wins; of several that end at one character, the longest. So the
-answer does not depend on how the text was cut into pieces.
+The match that is completed first counts; of several that end at the same character, the longest.
+The result therefore does not depend on how the text was split into pieces.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """A request's stop strings, prepared once; the checkers of all its choices share them.
+    """A request's stop strings, prepared once and shared by the checkers of all its choices.
 
     `borders[i]` of a stop string is the length of the longest proper prefix of `stop[: i + 1]` that
     is also its suffix (the failure function of Knuth, Morris and Pratt).
     """
 
     def __init__(self, stop: Iterable[str]) -> None:
-        """ValueError if one is empty."""
+        """Prepare the stop strings; raises ValueError if one is empty."""
         self.borders = {text: _borders(text) for text in dict.fromkeys(stop)}
 
 
@@ -35,7 +35,9 @@ def _borders(stop: str) -> list[int]:
 
 
 class _Matcher:
-    """How much of one stop string the end of the text spells (Knuth, Morris, Pratt)."""
+    """Searches a growing text for one stop string with the algorithm of Knuth, Morris and Pratt.
+
+    `matched` is the number of characters of the stop string at the end of the text so far."""
 
     def __init__(self, stop: str, borders: list[int]) -> None:
         self.stop = stop
@@ -43,7 +45,7 @@ class _Matcher:
         self._borders = borders
 
     def find(self, text: str) -> int | None:
-        """Read `text`; the offset behind the first complete match, or None."""
+        """Read more text; returns the offset in it after the first complete match, or None."""
         stop, matched = self.stop, self.matched
         if not matched and stop[0] not in text:
             return None
@@ -58,10 +60,10 @@ class _Matcher:
 
 
 class StopChecker:
-    """Passes text through until one of the stop strings has appeared.
+    """Passes text through until a stop string appears.
 
-    Only the longest end of the text that may still become a stop string is held back. `include`
-    keeps the stop string itself in the text.
+    Holds back only the longest suffix of the text that may still become a stop string. `include`
+    keeps the stop string in the text.
     """
 
     def __init__(self, stop: StopStrings, include: bool = False) -> None:
@@ -71,9 +73,10 @@ class StopChecker:
         self.matched: str | None = None
 
     def push(self, text: str, final: bool = False) -> tuple[str, str | None]:
-        """The text that is safe to emit, and the stop string if one has matched.
+        """Read more text; returns the text that can be emitted, and the stop string that matched.
 
-        `final` says that no text follows, so nothing is held back. After a match, all is dropped.
+        With `final`, no text follows, so nothing is held back. After a match, further text is
+        dropped.
         """
         if self.matched is not None:
             return "", self.matched

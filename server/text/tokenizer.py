@@ -1,7 +1,8 @@
-"""Text to token ids and back, for one model; safe to call from several threads.
+"""Converts text to token ids and back for one model; safe to call from several threads.
 
-Holds a `tokenizers.Tokenizer`, which releases the GIL for batches alone. It must not know requests,
-and must not import torch or transformers: sources that need them are converted in a child process.
+It wraps a `tokenizers.Tokenizer`, which releases the GIL only for batches. It must not know
+requests, and must not import torch or transformers: a child process converts the sources that need
+them.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ __all__ = ["IncrementalDetokenizer", "Tokenizer", "TokenizerLoadError", "TooMany
 _NAMED = (
     *("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"),
 )
-_NO_LIMIT = 1 << 30  # tokenizer_config.json writes 1e30 where there is no limit
+_NO_LIMIT = 1 << 30  # a larger number, such as 1e30 in tokenizer_config.json, means no limit
 
 
 class Tokenizer:
-    """One model's tokenizer, with the facts about it that a server needs.
+    """A model's tokenizer and what its files say about special tokens, templates and lengths.
 
-    `special_tokens` maps bos_token, eos_token, … to their text, as chat templates expect them.
-    `chat_templates` maps names to templates, "default" first; `chat_template` is that one or None.
+    `special_tokens` maps bos_token, eos_token, … to their text, as chat templates expect.
+    `chat_templates` maps names to templates, and `chat_template` is the one named "default" or
+    None.
     """
 
     def __init__(self, backend: Backend, folder: Path | None = None) -> None:
@@ -59,10 +61,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str, revision: str | None = None) -> Tokenizer:
-        """The tokenizer of a folder, hub id or .gguf file.
+        """Load the tokenizer of a folder, hub id or .gguf file. Raises TokenizerLoadError.
 
-        Converts what is no tokenizer.json on the first call, which can take seconds; the result is
-        cached. Raises TokenizerLoadError.
+        If the source has no tokenizer.json, the first call converts it, which can take seconds, and
+        caches the result.
         """
         folder = find_tokenizer_folder(source, revision)
         try:
@@ -74,11 +76,13 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """The default chat template."""
+        """The default chat template, or None."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a text; a rendered chat holds its BOS already: no special tokens there."""
+        """The token ids of a text.
+
+        Don't add special tokens to a rendered chat, because it already contains them."""
         (ids,) = self.encode_batch([text], add_special_tokens)
         return ids
 
@@ -89,10 +93,10 @@ class Tokenizer:
         limit: int | None = None,
         last: int | None = None,
     ) -> list[list[int]]:
-        """As encode, for many texts at once. TooManyTokens if one has more than `limit`.
+        """As `encode`, for several texts. Raises TooManyTokens if one has more than `limit` tokens.
 
-        If only the `last` tokens of each are needed, those of a long text's beginning may be left
-        out, and there is no limit.
+        If `last` is given, only the last tokens of each text are needed: tokens at the start of a
+        long text may be left out, and `limit` does not apply.
         """
         if last is None:
             return encode(self.backend, texts, add_special_tokens, limit)
@@ -106,19 +110,21 @@ class Tokenizer:
         limit: int | None = None,
         last: int | None = None,
     ) -> list[int]:
-        """The ids of the joined parts; only every second one, from the second on, is a special
-        token, and no other text is, whatever it spells. `limit` and `last` are as above."""
+        """The token ids of the parts joined, where the parts at odd indices are special tokens.
+
+        The other parts are plain text, even if they spell special tokens. `limit` and `last` are
+        as in `encode_batch`."""
         with self._lock:
             if self._literal is None:
                 self._literal = LiteralEncoder(self.backend)
         if last is not None:
-            parts = _behind(parts, tail_start(self.backend, "".join(parts), last))
+            parts = _after(parts, tail_start(self.backend, "".join(parts), last))
         elif limit is not None:
             check(self.backend, "".join(parts), limit)
         return self._literal.encode(parts, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """The text of these ids; the same as the joined deltas of a detokenizer."""
+        """The text of the ids; it equals the joined deltas of a detokenizer."""
         if self.table is None:
             detokenizer = self.detokenizer(skip_special_tokens)
             return detokenizer.push(ids) + detokenizer.flush()
@@ -131,41 +137,43 @@ class Tokenizer:
         keep: frozenset[int] = frozenset(),
         prompt_ids: Sequence[int] = (),
     ) -> IncrementalDetokenizer:
-        """A detokenizer for one sequence, which may continue a prompt."""
+        """A detokenizer for one sequence, which continues the prompt if there is one."""
         return IncrementalDetokenizer(self, skip_special_tokens, keep, prompt_ids)
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The exact bytes of one token, which may be a part of a character."""
+        """The exact bytes of a token, which may be part of a character."""
         if self.table is not None:
             return self.table[token_id]
         return self.backend.decode([token_id], skip_special_tokens=False).encode()
 
     def vocabulary(self) -> list[bytes]:
-        """What every token spells, in id order; empty for special tokens and EOS, for grammars."""
+        """The bytes of every token in id order, for grammars; empty for special tokens and EOS."""
         silent = self.special_ids | self.eos_ids
         return [b"" if i in silent else self.token_bytes(i) for i in range(self.vocab_size)]
 
     def token_text(self, token_id: int) -> str:
-        """One token alone as text, for logprobs; parts of a character become U+FFFD."""
+        """The text of a single token, for logprobs; incomplete characters become U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", "replace")
 
     def id_to_token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it."""
+        """The vocabulary's spelling of a token, or None for an id without a token."""
         return self.backend.id_to_token(token_id) if 0 <= token_id < self.vocab_size else None
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it."""
+        """The id of a token in the vocabulary's spelling, or None."""
         return self.backend.token_to_id(token)
 
     def _mark_special_tokens(self) -> None:
-        """bos_token and the like are special even where the vocabulary does not say so."""
+        """Mark bos_token, eos_token and so on as special, even if the vocabulary does not."""
         known = {token.content for token in self.backend.get_added_tokens_decoder().values()}
         for token in self.special_tokens.values():
             if token not in known and self.backend.token_to_id(token) is not None:
                 self.backend.add_special_tokens([AddedToken(token, normalized=False, special=True)])
 
     def _add_missing_tokens(self, config: dict[str, Any]) -> None:
-        """Tokens that only tokenizer_config.json lists, where their ids follow the vocabulary."""
+        """Add the tokens that only tokenizer_config.json lists.
+
+        Raises TokenizerLoadError unless their ids directly follow the vocabulary."""
         listed = config.get("added_tokens_decoder") or {}
         for index, entry in sorted((int(i), entry) for i, entry in listed.items()):
             if self.backend.token_to_id(entry["content"]) is None:
@@ -174,12 +182,12 @@ class Tokenizer:
                 self.backend.add_tokens([token])
                 if self.backend.token_to_id(entry["content"]) != index:
                     raise TokenizerLoadError(
-                        f"The token {entry['content']!r} should have the id {index}, "
-                        "but tokenizer.json leaves a gap before it."
+                        f"The token {entry['content']!r} should have the id {index}, but "
+                        "tokenizer.json has no tokens for the ids before it."
                     )
 
     def _update_post_processor(self, config: dict[str, Any]) -> None:
-        """add_bos_token and add_eos_token, where the config names them, beat tokenizer.json."""
+        """Apply the config's add_bos_token and add_eos_token, which override tokenizer.json."""
         if "add_bos_token" not in config and "add_eos_token" not in config:
             return
         start = [self.special_tokens.get("bos_token")] if config.get("add_bos_token") else []
@@ -190,8 +198,8 @@ class Tokenizer:
         self.backend.post_processor = TemplateProcessing(single=pieces, special_tokens=special)
 
 
-def _behind(parts: Sequence[str], start: int) -> list[str]:
-    """The parts behind so many characters; specials stay at the odd places, and whole."""
+def _after(parts: Sequence[str], start: int) -> list[str]:
+    """The parts from character `start` on; special tokens stay whole and at odd indices."""
     for number, part in enumerate(parts):
         if start < len(part) and not number % 2:
             return [part[start:], *parts[number + 1 :]]
@@ -213,7 +221,7 @@ class _Files:
         try:
             value = json.loads(path.read_text(encoding="utf-8"))
         except ValueError as error:
-            raise TokenizerLoadError(f"{path} is no JSON: {error}.") from error
+            raise TokenizerLoadError(f"{path} is not valid JSON: {error}.") from error
         return value if isinstance(value, dict) else {}
 
     def special_tokens(self) -> dict[str, str]:
@@ -226,7 +234,7 @@ class _Files:
         return {name: token for name, token in plain.items() if isinstance(token, str)}
 
     def eos_ids(self, own: int | None) -> frozenset[int]:
-        """The tokenizer's EOS and those that generation_config.json names (else config.json)."""
+        """The tokenizer's own EOS, and those in generation_config.json or else config.json."""
         found = self.json("generation_config.json").get("eos_token_id")
         if found is None:
             found = self.json("config.json").get("eos_token_id")
@@ -234,7 +242,7 @@ class _Files:
         return frozenset(i for i in [*listed, own] if isinstance(i, int))
 
     def max_length(self) -> int | None:
-        """The longest sequence as far as these files say."""
+        """The longest sequence, in tokens, that the files allow; None if they state no limit."""
         config = self.json("config.json")
         text = config.get("text_config") or config
         limit = self.config.get("model_max_length")

@@ -1,8 +1,8 @@
-"""Turns what is no tokenizer.json (GGUF, sentencepiece) into one, in a child process.
+"""Converts other tokenizer files (GGUF, sentencepiece) to tokenizer.json, in a child process.
 
-Run as `python -m slipstream.server.text.tokenizer_convert SOURCE FOLDER`: only here may code of
-the server import transformers, which brings torch. The folder receives the files that a Hugging
-Face tokenizer folder has, so that the loader knows a single form.
+Run as `python -m slipstream.server.text.tokenizer_convert SOURCE FOLDER`. Only here may code of
+the server import transformers, which imports torch. The folder receives the files of a Hugging
+Face tokenizer folder, so that the loader reads only that form.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from .gguf_metadata import read_gguf_metadata
 
-# Byte-level vocabularies that are split by the plain GPT-2 pattern: they need no transformers.
+# Byte-level vocabularies that use GPT-2's split pattern, and so can be converted without
+# transformers.
 _GPT2_SPLIT = {"gpt-2", "smollm"}
-_SINGLE_DIGITS = {"smollm"}  # of these, the ones that take digits one by one before that
-ORPHANED = 3  # exit status when the server ended meanwhile
+_SINGLE_DIGITS = {"smollm"}  # those that split digits one by one first
+ORPHANED = 3  # exit status if the server has exited
 _CONTROL, _USER_DEFINED = 3, 4  # GGUF token types
-# A GGUF carries one EOS; chat models also stop at the token that ends a turn.
+# A GGUF file names a single EOS, but chat models also stop at the token that ends a turn.
 _END_OF_TURN = (
     *("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<turn|>", "<|end|>", "<|eot|>"),
     *("<|end_of_text|>", "<|endoftext|>", "<|return|>", "<|call|>", "<EOT>"),
@@ -33,7 +34,7 @@ _END_OF_TURN = (
 
 
 def byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
-    """The GPT-2 kind of tokenizer that a GGUF header describes."""
+    """The byte-level BPE tokenizer, as GPT-2's, that a GGUF header describes."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -60,7 +61,7 @@ def byte_level_tokenizer(metadata: dict[str, Any]) -> Tokenizer:
 
 
 def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The header's tokenizer settings in the words of tokenizer_config.json."""
+    """The header's tokenizer settings as the content of a tokenizer_config.json."""
     tokens = metadata["tokenizer.ggml.tokens"]
     config: dict[str, Any] = {}
     for name, key in (
@@ -85,7 +86,7 @@ def gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def gguf_eos_ids(metadata: dict[str, Any]) -> list[int]:
-    """EOS, and the control tokens that end a turn of this model's chat template."""
+    """The ids of EOS and of the control tokens that end a turn in the model's chat template."""
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
     kinds = metadata.get("tokenizer.ggml.token_type") or []
     template = metadata.get("tokenizer.chat_template") or ""
@@ -101,7 +102,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json for a GGUF file."""
     metadata = read_gguf_metadata(source)
     if "tokenizer.ggml.tokens" not in metadata:
-        raise SystemExit(f"{source} holds no tokenizer.")
+        raise SystemExit(f"{source} contains no tokenizer.")
     plain = metadata.get("tokenizer.ggml.pre", "gpt-2") in _GPT2_SPLIT
     config = gguf_config(metadata)
     if metadata.get("tokenizer.ggml.model") == "gpt2" and plain:
@@ -116,7 +117,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
 
 def convert_folder(source: Path, folder: Path) -> None:
-    """Let transformers read whatever vocabulary the folder has and write it as tokenizer.json."""
+    """Convert a folder's vocabulary to tokenizer.json with transformers."""
     if (source / "tekken.json").is_file():
         convert_tekken(source, folder)
     else:
@@ -129,7 +130,7 @@ def convert_folder(source: Path, folder: Path) -> None:
 
 
 def convert_tekken(source: Path, folder: Path) -> None:
-    """Mistral's own format: byte-level BPE as ranks; the rest is in files beside it."""
+    """Convert Mistral's tekken.json, byte-level BPE as ranks, and the files beside it."""
     from transformers.integrations.mistral.tokenizer import MistralConverter
 
     tokenizer: Tokenizer = MistralConverter(str(source / "tekken.json")).converted()
@@ -151,7 +152,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def main(source: str, folder: str) -> None:
-    """Convert SOURCE (a .gguf file or a folder) into FOLDER, which exists."""
+    """Convert `source`, a .gguf file or a folder, into `folder`, which must exist."""
     if Path(source).is_file():
         convert_gguf(Path(source), Path(folder))
     else:
@@ -159,7 +160,7 @@ def main(source: str, folder: str) -> None:
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # nothing is ever written: this returns when the parent is gone
+    os.read(0, 1)  # the parent writes nothing, so this returns when it has exited
     os._exit(ORPHANED)
 
 

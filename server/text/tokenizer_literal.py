@@ -1,4 +1,4 @@
-"""Encodes texts of which only chosen places are special tokens; all else is ordinary text."""
+"""Encodes texts in which only marked places are special tokens, and all else is plain text."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ..chat_templates.content_guard import any_of
 
 
 class LiteralEncoder:
-    """Encodes the parts of a chat (see `content_guard`) in one go.
+    """Encodes the parts of a chat (see `content_guard`) as one text.
 
-    The backend has a twin that takes special tokens in a text for ordinary characters. The twin
-    also knows a marker for each special token, a text that nobody can guess: where the template
-    wrote a special token, its marker is put, and the marker's id becomes the token's. So the rest
-    is normalized, split and merged in the same context as it would be with the backend.
+    It uses a twin of the backend that treats special tokens as plain characters. The twin has an
+    additional token, a marker with an unguessable text, for each special token. Where the template
+    wrote a special token, the marker is encoded, and its id is replaced by the special token's.
+    All other text is thus normalized, split and merged in the same context as with the backend.
     """
 
     def __init__(self, backend: Backend) -> None:
@@ -44,10 +44,10 @@ class LiteralEncoder:
         self._token = re.compile(any_of(self._markers))
 
     def encode(self, parts: Sequence[str], add_special_tokens: bool) -> list[int]:
-        """The ids; every second part, from the second on, is a special token."""
+        """The token ids of the joined parts; the parts at odd indices are special tokens."""
         text = self._joined(parts)
         ids = self._encode(text, False)
-        if not self._special_ids.isdisjoint(ids):  # a vocabulary that spells them by itself
+        if not self._special_ids.isdisjoint(ids):  # the vocabulary merges characters into one
             text = self._joined([*parts], gaps=True)
             ids = self._encode(text, False)
         if add_special_tokens:
@@ -69,21 +69,21 @@ class LiteralEncoder:
         return "".join(pieces)
 
     def _broken(self, text: str) -> str:
-        """The text with a gap in every special token, which the vocabulary cannot bridge."""
+        """The text with a gap token inside each special token, across which nothing is merged."""
         while self._token.search(text):
             text = self._token.sub(lambda found: found[0][0] + self._gap + found[0][1:], text)
         return text
 
 
 def _twin(backend: Backend) -> Backend:
-    """A tokenizer that shares the vocabulary, which is nearly all of it."""
+    """A copy of the backend that shares its vocabulary, which is most of its memory."""
     twin = Backend(backend.model)
     for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if (part := getattr(backend, name)) is not None:
             setattr(twin, name, part)
     added = backend.get_added_tokens_decoder()
     twin.add_tokens([token for _, token in sorted(added.items())])
-    if _contents(twin) != _contents(backend):  # its ids did not follow from one another
+    if _contents(twin) != _contents(backend):  # the ids of added tokens are not consecutive
         twin = Backend.from_str(backend.to_str())
     return twin
 

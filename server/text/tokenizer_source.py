@@ -1,7 +1,7 @@
-"""Finds the tokenizer files of a model: folder, hub id or GGUF file.
+"""Finds the tokenizer files of a model, which may be a folder, hub id or GGUF file.
 
-Whatever the source, the answer is a folder with a tokenizer.json. What has none is converted once,
-in a child process, and kept in the user's cache.
+The result is always a folder with a tokenizer.json. A source without one is converted once, in a
+child process, and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _VOCABULARIES = (
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),
     *("sentencepiece.bpe.model", "tiktoken.model", "tekken.json"),
 )
-_CONVERTER_VERSION = "2"  # part of the cache key: raise it when the conversion changes
+_CONVERTER_VERSION = "2"  # part of the cache key; increase it when the conversion changes
 _CONVERT_SECONDS = 300
 
 
 class TokenizerLoadError(Exception):
-    """No usable tokenizer; the message is one sentence for the user."""
+    """The tokenizer cannot be found, converted or read; the text is one sentence."""
 
 
 def find_tokenizer_folder(source: str, revision: str | None = None) -> Path:
-    """A folder that holds tokenizer.json for `source`. Raises TokenizerLoadError."""
+    """A folder with the tokenizer.json of `source`, converted if needed.
+
+    Raises TokenizerLoadError."""
     try:
         path = local_path(source)
     except PathError as error:
@@ -63,7 +65,7 @@ def _in_folder(path: Path) -> Path:
     if files := sorted(path.glob("*.gguf")):
         return converted(files[0])
     raise TokenizerLoadError(
-        f"{path} holds no tokenizer.json, tokenizer.model, tekken.json or .gguf file."
+        f"{path} contains no tokenizer.json, tokenizer.model, tekken.json or .gguf file."
     )
 
 
@@ -75,20 +77,22 @@ def _snapshot(repo: str, revision: str | None) -> Path:
 
 
 def cache_root() -> Path:
-    """Where converted tokenizers are kept."""
+    """The folder in which converted tokenizers are cached."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "slipstream" / "tokenizers"
 
 
 def converted(source: Path) -> Path:
-    """The folder made from a GGUF file or a vocabulary folder; converts on the first call."""
+    """The tokenizer folder for a GGUF file or a vocabulary folder, converted on the first call.
+
+    Raises TokenizerLoadError."""
     folder = cache_root() / _identity(source)
     if (folder / "tokenizer.json").is_file():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=folder.parent))
-    except OSError:  # no home, or a read-only one: keep it for this process only
+    except OSError:  # the cache cannot be written; keep the result for this process only
         scratch = Path(tempfile.mkdtemp(prefix="slipstream-tokenizer-"))
         folder = scratch / "tokenizer"
         scratch = scratch / "converting"
@@ -96,7 +100,7 @@ def converted(source: Path) -> Path:
     try:
         _convert(source, scratch)
         scratch.rename(folder)
-    except OSError:  # another process was faster; its result is the same
+    except OSError:  # another process has finished first, with the same result
         if not (folder / "tokenizer.json").is_file():
             raise
     finally:
@@ -105,7 +109,7 @@ def converted(source: Path) -> Path:
 
 
 def _identity(source: Path) -> str:
-    """Changes with the path, size and time of the files a conversion reads."""
+    """A cache key that changes with the path, size or time of any file to be converted."""
     path = source.resolve()
     names = [path] if path.is_file() else [path / name for name in HUB_FILES]
     digest = hashlib.sha256(_CONVERTER_VERSION.encode())
@@ -120,13 +124,13 @@ def _convert(source: Path, folder: Path) -> None:
     if source.is_file():
         try:
             read_gguf_metadata(source, long_arrays=False)
-        except GGUFError as error:  # said at once, not by a child after its imports
+        except GGUFError as error:  # reported at once, before a child spends time on its imports
             raise TokenizerLoadError(str(error)) from error
-    package = Path(__file__).parents[3]  # the folder that holds `slipstream`, link or installed
+    package = Path(__file__).parents[3]  # the folder that contains `slipstream`
     path = os.pathsep.join(filter(None, [str(package), os.environ.get("PYTHONPATH")]))
     module = f"{__package__}.tokenizer_convert"
     command = [sys.executable, "-m", module, str(source.absolute()), str(folder)]
-    child_end, our_end = os.pipe()  # closes with this process: the child then ends, too
+    child_end, our_end = os.pipe()  # closes when this process exits, and the child then exits, too
     try:
         child = subprocess.run(
             command,
@@ -137,7 +141,9 @@ def _convert(source: Path, folder: Path) -> None:
             timeout=_CONVERT_SECONDS,
         )
     except subprocess.TimeoutExpired as error:
-        raise TokenizerLoadError(f"Converting the tokenizer of {source} took too long.") from error
+        raise TokenizerLoadError(
+            f"Converting the tokenizer of {source} took longer than {_CONVERT_SECONDS} s."
+        ) from error
     finally:
         os.close(child_end)
         os.close(our_end)

@@ -1,4 +1,4 @@
-"""What a chat template gets beside plain transformers: parts, roles, tools, errors, the sandbox."""
+"""What chat templates can do beyond transformers: parts, roles, tools, errors, the sandbox."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_text_becomes_parts_where_only_parts_are_read(loop: str) -> None:
     assert render("{% for m in messages %}" + loop + "{% endfor %}", [USER, PARTS]) == "(Hi)(a)(b)"
 
 
-def test_a_part_that_is_no_text_is_refused() -> None:
+def test_a_part_that_is_not_text_is_rejected() -> None:
     with pytest.raises(ChatTemplateError, match="reads text only.*'image_url'"):
         render(LINES, [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}])
 
@@ -79,7 +79,7 @@ def test_missing_content_is_empty_text_unless_the_template_asks_for_none() -> No
     assert render(none, [call("{}")]) == "N"
 
 
-def test_the_caller_s_messages_stay_as_they_were() -> None:
+def test_the_messages_of_the_caller_are_not_changed() -> None:
     messages = [USER, call('{"a": 1}'), {"role": "assistant", "content": "x"}]
     before = json.dumps(messages)
     render(LINES, messages, add_generation_prompt=False, continue_final_message=True)
@@ -116,9 +116,9 @@ def test_a_model_without_a_template_says_so() -> None:
 @pytest.mark.parametrize(
     ("source", "sentence"),
     [
-        ("{{ raise_exception('Only users.') }}", "refused the messages: Only users."),
+        ("{{ raise_exception('Only users.') }}", "rejected the messages: Only users."),
         ("{% if %}", "is not valid"),
-        ("{{ messages[9].content.x }}", "refused the messages"),
+        ("{{ messages[9].content.x }}", "rejected the messages"),
         ("{{ 'a' + 1 }}", "failed on the messages: TypeError"),
         ("{{ ''.__class__.__mro__ }}", "unsafe"),
         ("{{ messages.append(1) }}", "is unsafe"),

@@ -1,4 +1,4 @@
-"""Special tokens that clients write in chats stay text, on every way into a prompt."""
+"""Special tokens that clients write in chats stay plain text, whichever way they take."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_arguments_names_and_documents_are_content_too() -> None:
     assert parts[2] == '[{"[X]": ["\\u00e9<|end|>"]}]'
 
 
-def test_pieces_that_the_template_joins_do_not_become_one() -> None:
+def test_pieces_that_the_template_joins_do_not_become_a_special_token() -> None:
     template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
     pieces = [{"type": "text", "text": text} for text in ("a<|e", "n", "d|><|system", "|>", "[X")]
     parts = rendered(template, [user(pieces), user([{"type": "text", "text": "]"}])])

@@ -1,4 +1,4 @@
-"""Chat templates of requests, in child processes that are stopped when they want too much."""
+"""Chat templates of requests run in child processes, which are killed at their limits."""
 
 from __future__ import annotations
 
@@ -43,22 +43,24 @@ async def test_child_renders_as_the_server_does() -> None:
     [
         ("{{ messages | tojson(indent=2000000000) }}", "needs more than 1024 MiB"),
         ("{{ 'a' * 2000000000 }}", "needs more than 1024 MiB"),
-        (f"{{{{ 'a' * {MAX_CHARACTERS + 1} }}}}", "made more than 4,194,304 characters"),
-        ("{{ raise_exception('no') }}", "refused the messages: no"),
+        (f"{{{{ 'a' * {MAX_CHARACTERS + 1} }}}}", "produced more than 4,194,304 characters"),
+        ("{{ raise_exception('no') }}", "rejected the messages: no"),
         ("{% if %}", "not valid"),
     ],
 )
-async def test_what_a_template_wants_too_much_of_is_its_own_error(source: str, reason: str) -> None:
+async def test_each_limit_of_a_template_has_its_own_error(source: str, reason: str) -> None:
     with pytest.raises(ChatTemplateError, match=reason):
         await rendered(source)
 
 
 async def test_endless_template_is_stopped() -> None:
-    with pytest.raises(ChatTemplateError, match="took longer than 0.5 s"):  # not half an hour
+    with pytest.raises(
+        ChatTemplateError, match="took longer than 0.5 s"
+    ):  # without a limit it would run for half an hour
         await rendered(NESTED, max_seconds=0.5)
 
 
-async def test_request_with_a_template_that_wants_too_much_is_a_400() -> None:
+async def test_a_request_with_a_template_beyond_the_limits_is_a_400() -> None:
     engine = ScriptedEngine()
     body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "<|end|>"}]}
     async with http_client(

@@ -164,18 +164,18 @@ def test_any_text_streams_as_it_decodes_at_every_cut(kind: str, text: str, skip:
     assert tokenizer.decode(ids, skip) == expected == stream(tokenizer, [[i] for i in ids], skip)
     for cut in range(1, len(ids)):
         assert stream(tokenizer, [ids[:cut], ids[cut:]], skip) == expected
-    if kind in ("byte_level", "gemma") and "ü" not in text:  # that one is an added token
+    if kind in ("byte_level", "gemma") and "ü" not in text:  # "ü" is an added token
         assert expected == text
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["byte_level", "llama2", "gemma", "metaspace"]), anything, anything)
-def test_an_answer_goes_on_where_its_prompt_ended(kind: str, prompt: str, answer: str) -> None:
+def test_a_reply_continues_the_text_of_its_prompt(kind: str, prompt: str, answer: str) -> None:
     tokenizer = make(kind)
     first, second = tokenizer.encode(prompt), tokenizer.encode(answer)
     detokenizer = tokenizer.detokenizer(prompt_ids=first)
     shown = detokenizer.push(second) + detokenizer.flush()
-    if tokenizer.decode(first):  # else there is no text yet, and its start is treated as one
+    if tokenizer.decode(first):  # otherwise there is no text yet, and the reply starts one
         assert tokenizer.decode(first) + shown == tokenizer.decode([*first, *second])
 
 
@@ -223,7 +223,7 @@ def test_a_continuation_keeps_its_leading_space(kind: str) -> None:
     assert tokenizer.decode(ids[:-1]) + detokenizer.push(ids[-1:]) == "the the"
 
 
-def test_each_token_s_text_is_told_apart() -> None:
+def test_push_tokens_returns_one_text_per_token() -> None:
     tokenizer = make("byte_level")
     ids = tokenizer.encode("the 😀 fox")
     parts = tokenizer.detokenizer().push_tokens(ids)
@@ -249,5 +249,5 @@ def test_long_invalid_streams_cost_no_more_per_token() -> None:
     bad = [i for i in range(256) if len(tokenizer.token_bytes(i)) == 1]
     ids = random.Random(0).choices(bad, k=20_000)
     detokenizer = tokenizer.detokenizer()
-    deltas = [detokenizer.push([i]) for i in ids]  # quadratic work would take minutes
+    deltas = [detokenizer.push([i]) for i in ids]  # with quadratic cost, this would take minutes
     assert "".join(deltas) + detokenizer.flush() == tokenizer.backend.decode(ids)

@@ -1,4 +1,4 @@
-"""Where tokenizers come from, and the facts that are read beside them."""
+"""The sources of tokenizers, and what the files beside them say."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_a_gguf_file_is_converted_once(
     assert Tokenizer.load(str(tmp_path)).encode("he") == tokenizer.encode("he")
     monkeypatch.undo()
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    gguf_file(path, template="{{ other }}")  # a changed file is another key
+    gguf_file(path, template="{{ other }}")  # a changed file has another cache key
     assert Tokenizer.load(str(path)).chat_template == "{{ other }}"
     assert len(list((cache / "slipstream" / "tokenizers").iterdir())) == 2
 
@@ -129,7 +129,7 @@ def test_a_broken_gguf_file_is_named(tmp_path: Path) -> None:
         ("some-org/some-model", "nor in the download cache, and HF_HUB_OFFLINE is set."),
     ],
 )
-def test_a_source_that_is_not_there_is_one_sentence(
+def test_a_missing_source_is_reported_in_one_sentence(
     source: str, sentence: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from huggingface_hub import constants
@@ -139,8 +139,8 @@ def test_a_source_that_is_not_there_is_one_sentence(
         Tokenizer.load(source)
 
 
-def test_an_unusable_folder_is_one_sentence(tmp_path: Path) -> None:
-    with pytest.raises(TokenizerLoadError, match="holds no tokenizer.json"):
+def test_an_unusable_folder_is_reported_in_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(TokenizerLoadError, match="contains no tokenizer.json"):
         Tokenizer.load(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(TokenizerLoadError, match="tokenizer.json is unusable"):
@@ -170,7 +170,7 @@ def test_eos_falls_back_to_config_json(tmp_path: Path) -> None:
     assert Tokenizer.load(source).eos_ids == {2}
 
 
-def test_templates_from_files_beat_those_in_json(tmp_path: Path) -> None:
+def test_template_files_override_templates_in_json(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "json"}, {"name": "rag", "template": "rag"}]
     source = folder(tmp_path, tokenizer_config={"chat_template": named})
     assert Tokenizer.load(source).chat_templates == {"default": "json", "rag": "rag"}
@@ -204,7 +204,7 @@ def test_named_tokens_are_special_even_if_the_vocabulary_forgot(tmp_path: Path) 
     assert tokenizer.encode("<think>") == [3] and tokenizer.decode([3]) == ""
 
 
-def test_importing_the_tokenizer_brings_neither_torch_nor_transformers() -> None:
+def test_importing_the_tokenizer_imports_neither_torch_nor_transformers() -> None:
     code = "import sys, slipstream.server.text.tokenizer as t; sys.exit("
     code += "'transformers' in sys.modules or 'torch' in sys.modules)"
     package = str(Path(tokenizer_source.__file__).parents[3])
