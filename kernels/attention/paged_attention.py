@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
+from .paged_rows import AttentionRule, PagedRows
 
 # Padding a request's keys by so many costs about as much as a separate attention call (CPU); a
 # request with more keys than that attends alone, since gathering its pages would cost more.
@@ -22,86 +23,34 @@ _GROUPED_KEYS = 1024
 
 
 def paged_attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    is_mla: bool = False,
-    head_dim_v: int | None = None,
+    query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRule
 ) -> Tensor:
-    """Causal attention, the last query row of a request aligned with its last key.
+    """Causal attention; the last query row of a request is aligned with its last key.
 
     query: [T, Hq, D]; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA
-    [num_blocks, block_size, 1, D] whose first `head_dim_v` values are V;
-    block_table: [N, max_blocks] int32; query_start_loc: [N + 1] int32;
-    seq_lens: [N] int32 including the queries; sinks: [Hq].
-    Returns [T, Hq, Dv]; rows of requests with seq_len 0 are zeros.
+    [num_blocks, block_size, 1, D]. Returns [T, Hq, Dv]; rows of requests with seq_len 0 are zeros.
     """
     if use_triton(query):
         from .triton import paged_attention as triton_paged_attention
 
-        out: Tensor = triton_paged_attention.paged_attention(
-            query,
-            kv_cache,
-            block_table,
-            query_start_loc,
-            seq_lens,
-            scale,
-            max_query_len,
-            sliding_window,
-            softcap,
-            sinks,
-            is_mla,
-            head_dim_v,
-        )
+        out: Tensor = triton_paged_attention.paged_attention(query, kv_cache, rows, rule)
         return out
-    return paged_attention_reference(
-        query,
-        kv_cache,
-        block_table,
-        query_start_loc,
-        seq_lens,
-        scale,
-        max_query_len,
-        sliding_window,
-        softcap,
-        sinks,
-        is_mla,
-        head_dim_v,
-    )
+    return paged_attention_reference(query, kv_cache, rows, rule)
 
 
 def paged_attention_reference(
-    query: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    is_mla: bool = False,
-    head_dim_v: int | None = None,
+    query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRule
 ) -> Tensor:
-    """Plain version of `paged_attention`."""
-    del max_query_len
+    """The plain version of `paged_attention`."""
     plan = plan_attention(
-        block_table,
-        query_start_loc.tolist(),
-        seq_lens.tolist(),
+        rows.block_table,
+        rows.query_start_loc.tolist(),
+        rows.seq_lens.tolist(),
         kv_cache.shape[-3],
-        sliding_window,
+        rule.sliding_window,
         query.dtype,
     )
-    return planned_attention(query, kv_cache, plan, scale, softcap, sinks, is_mla, head_dim_v)
+    return planned_attention(query, kv_cache, plan, rule)
 
 
 @dataclass(frozen=True)
@@ -272,17 +221,10 @@ def _causal_mask(
 
 
 def planned_attention(
-    query: Tensor,
-    kv_cache: Tensor,
-    plan: AttentionPlan,
-    scale: float,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    is_mla: bool = False,
-    head_dim_v: int | None = None,
+    query: Tensor, kv_cache: Tensor, plan: AttentionPlan, rule: AttentionRule
 ) -> Tensor:
     """Attention of one layer by a plan; shapes as in `paged_attention`."""
-    dim_v = head_dim_v or query.shape[-1]
+    dim_v = rule.head_dim_v or query.shape[-1]
     out: Tensor | None = None
     if plan.num_tokens != query.shape[0] or len(plan.runs) != 1:
         out = query.new_zeros(query.shape[0], query.shape[1], dim_v)
@@ -290,13 +232,13 @@ def planned_attention(
         rows = query[run.start : run.start + run.num_reqs * run.query_len]
         # [n, L, Hq, D] -> [n, Hq, L, D]
         heads = rows.view(run.num_reqs, run.query_len, *rows.shape[1:]).transpose(1, 2)
-        key, value = _keys_and_values(kv_cache, run, is_mla, dim_v)
+        key, value = _keys_and_values(kv_cache, run, rule.is_mla, dim_v)
         if key.dtype != heads.dtype:
             key, value = key.to(heads.dtype), value.to(heads.dtype)
-        if softcap is None and sinks is None and not is_mla:
+        if rule.softcap is None and rule.sinks is None and not rule.is_mla:
             group = heads.shape[1] // key.shape[1]  # query heads of a key head
             if group > 1 and run.groups_pay:
-                attended = _grouped_attention(rows, key, value, run, scale)
+                attended = _grouped_attention(rows, key, value, run, rule.scale)
             else:
                 attended = F.scaled_dot_product_attention(
                     heads,
@@ -304,12 +246,11 @@ def planned_attention(
                     value,
                     attn_mask=run.mask,
                     is_causal=run.is_causal,
-                    scale=scale,
+                    scale=rule.scale,
                     enable_gqa=group > 1,
                 ).transpose(1, 2)
         else:
-            attended = _explicit_attention(heads, key, value, run, scale, softcap, sinks)
-            attended = attended.transpose(1, 2)
+            attended = _explicit_attention(heads, key, value, run, rule).transpose(1, 2)
         attended = attended.reshape(rows.shape[0], rows.shape[1], dim_v)
         if out is None:
             return attended
@@ -372,25 +313,25 @@ def _explicit_attention(
     key: Tensor,
     value: Tensor,
     run: AttentionRun,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
+    rule: AttentionRule,
 ) -> Tensor:
     """Attention written out, for soft-capped scores, sinks and MLA's shared row; [n, Hq, L, Dv]."""
     num_reqs, num_heads, query_len, dim = heads.shape
     num_kv_heads = key.shape[1]
-    grouped = (heads * scale).reshape(num_reqs, num_kv_heads, -1, dim)  # group-major query rows
+    grouped = (heads * rule.scale).reshape(
+        num_reqs, num_kv_heads, -1, dim
+    )  # group-major query rows
     scores = torch.matmul(grouped, key.transpose(2, 3)).float()
     scores = scores.view(num_reqs, num_heads, query_len, -1)
-    if softcap is not None:
-        scores = torch.tanh(scores / softcap) * softcap
+    if rule.softcap is not None:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
     if run.mask is not None:
         scores = scores + run.mask
     elif run.is_causal:
         hidden = torch.ones(query_len, query_len, dtype=torch.bool, device=heads.device).triu(1)
         scores = scores.masked_fill(hidden, float("-inf"))
-    if sinks is not None:
-        column = sinks.float().view(1, -1, 1, 1).expand(num_reqs, -1, query_len, 1)
+    if rule.sinks is not None:
+        column = rule.sinks.float().view(1, -1, 1, 1).expand(num_reqs, -1, query_len, 1)
         weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
     else:
         weights = scores.softmax(-1)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
+from .rotation import Rotation
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
@@ -93,37 +94,27 @@ def fused_add_rms_norm_reference(
 
 
 def rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    cos_sin_cache: Tensor,
-    interleaved: bool = False,
+    query: Tensor, key: Tensor | None, rotation: Rotation
 ) -> tuple[Tensor, Tensor | None]:
-    """Rotate the first `rot_dim` dims of each head by its token's position.
+    """Rotate the first `rot_dim` dims of each head by its token's position; norms are left out.
 
-    positions: [T] int64; query: [T, Hq, D]; key: [T, Hk, D] or None;
-    cos_sin_cache: [max_position, rot_dim], cos in the first half of a row and sin in the second.
-    Pairs are (i, i + rot_dim / 2), or (2i, 2i + 1) when `interleaved`.
+    query: [T, Hq, D]; key: [T, Hk, D] or None. Returns both rotated, in the same shapes.
     """
     if use_triton(query):
         from .triton import norm_rope as triton_norm_rope
 
-        out: tuple[Tensor, Tensor | None] = triton_norm_rope.rotary_embedding(
-            positions, query, key, cos_sin_cache, interleaved
-        )
+        out: tuple[Tensor, Tensor | None]
+        out = triton_norm_rope.rotary_embedding(query, key, rotation)
         return out
-    return rotary_embedding_reference(positions, query, key, cos_sin_cache, interleaved)
+    return rotary_embedding_reference(query, key, rotation)
 
 
 def rotary_embedding_reference(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    cos_sin_cache: Tensor,
-    interleaved: bool = False,
+    query: Tensor, key: Tensor | None, rotation: Rotation
 ) -> tuple[Tensor, Tensor | None]:
-    """Plain version of `rotary_embedding`."""
-    cos, sin = rotary_factors(positions, cos_sin_cache, interleaved)
+    """The plain version of `rotary_embedding`."""
+    positions, interleaved = rotation.positions[: query.shape[0]], rotation.interleaved
+    cos, sin = rotary_factors(positions, rotation.cos_sin_cache, interleaved)
     rotated_key = None if key is None else apply_rotary(key, cos, sin, interleaved)
     return apply_rotary(query, cos, sin, interleaved), rotated_key
 

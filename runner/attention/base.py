@@ -14,38 +14,27 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
-from ...kernels.attention.rotary_store_kv import HeadNorms, rotary_qkv
+from ...kernels.attention.paged_rows import AttentionRule
+from ...kernels.attention.rotary_store_kv import rotary_qkv
 from ...kernels.linear.norm_rope import rotary_embedding
+from ...kernels.linear.rotation import Rotation
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
+class AttentionLayer(AttentionRule):
     """The constants of one attention layer. `layer_id` is unique across target and drafter."""
 
     layer_id: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    scale: float
-    head_dim_v: int | None = None  # None = head_dim
-    # a token attends to itself and the window - 1 tokens before it
-    sliding_window: int | None = None
-    softcap: float | None = None
-    # the cache has one row of head_dim per token; V is its first head_dim_v values
-    is_mla: bool = False
     kv_source: int | None = None  # layer_id of the layer whose cache this one reads; it writes none
-    sinks: Tensor | None = None  # [num_heads] sink logits
 
 
 @dataclass(frozen=True)
-class Rotary:
+class Rotary(Rotation):
     """The rotary embedding of a layer's query and key, which a back end may fuse with its KV
     write."""
-
-    positions: Tensor  # [M*] int64
-    cos_sin_cache: Tensor  # [max_position, rot_dim]
-    interleaved: bool = False
-    norms: HeadNorms | None = None  # applied to query and key heads before the rotation
 
     def prepare(
         self, query: Tensor, key: Tensor | None, value: Tensor | None, dtype: torch.dtype
@@ -57,14 +46,11 @@ class Rotary:
         if key is None or value is None or (query.dim() == 3 and self.norms is None):
             assert self.norms is None
             return *self.rotate(query, key), value
-        positions = self.positions[: query.shape[-3]]
-        table, norms = self.cos_sin_cache, self.norms
-        return rotary_qkv(positions, query, key, value, table, dtype, self.interleaved, norms)
+        return rotary_qkv(query, key, value, self, dtype)
 
     def rotate(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Rotate query [M, Hq, D] and key [M, Hkv, D], which are the first M token rows."""
-        positions = self.positions[: query.shape[0]]
-        return rotary_embedding(positions, query, key, self.cos_sin_cache, self.interleaved)
+        return rotary_embedding(query, key, self)
 
 
 @dataclass(frozen=True)

@@ -40,16 +40,7 @@ class ReferenceMetadata(AttentionMetadata):
                 key = key.index_select(0, self._rows)
                 value = None if value is None else value.index_select(0, self._rows)
             store_kv_reference(key, value, kv_cache, self._slots, all_valid=True)
-        return planned_attention(
-            query,
-            kv_cache,
-            self._plan,
-            layer.scale,
-            layer.softcap,
-            layer.sinks,
-            layer.is_mla,
-            layer.head_dim_v,
-        )
+        return planned_attention(query, kv_cache, self._plan, layer)
 
 
 class ReferenceBuilder(AttentionBuilder):

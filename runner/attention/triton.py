@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from ...kernels.attention.paged_attention import paged_attention
+from ...kernels.attention.paged_rows import PagedRows
 from ...kernels.attention.rotary_attention import rotary_attention
 from ...kernels.attention.store_kv import store_kv
 from .base import (
@@ -36,9 +37,14 @@ class TritonMetadata(AttentionMetadata):
         max_query_len: int,
         arrivals: Tensor | None = None,  # [>= N* x kv heads] int32 zeros; see `TritonBuilder`
     ) -> None:
-        self._common = common
-        self._max_query_len = max_query_len
-        self._arrivals = arrivals
+        self._rows = PagedRows(
+            common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            max_query_len,
+            common.slot_mapping,
+            arrivals,
+        )
 
     def attend(
         self,
@@ -49,8 +55,8 @@ class TritonMetadata(AttentionMetadata):
         kv_cache: Tensor,
     ) -> Tensor:
         if key is not None:
-            store_kv(key, value, kv_cache, self._common.slot_mapping)
-        return self._read(layer, query, kv_cache)
+            store_kv(key, value, kv_cache, self._rows.slot_mapping)
+        return paged_attention(query, kv_cache, self._rows, layer)
 
     def rotate_and_attend(
         self,
@@ -63,43 +69,7 @@ class TritonMetadata(AttentionMetadata):
     ) -> Tensor:
         if key is None or value is None:
             return super().rotate_and_attend(layer, query, key, value, kv_cache, rotary)
-        common = self._common
-        return rotary_attention(
-            rotary.positions,
-            query,
-            key,
-            value,
-            rotary.cos_sin_cache,
-            kv_cache,
-            common.slot_mapping,
-            common.block_table,
-            common.query_start_loc,
-            common.seq_lens,
-            layer.scale,
-            self._max_query_len,
-            rotary.interleaved,
-            rotary.norms,
-            layer.sliding_window,
-            layer.softcap,
-            layer.sinks,
-            self._arrivals,
-        )
-
-    def _read(self, layer: AttentionLayer, query: Tensor, kv_cache: Tensor) -> Tensor:
-        return paged_attention(
-            query,
-            kv_cache,
-            self._common.block_table,
-            self._common.query_start_loc,
-            self._common.seq_lens,
-            layer.scale,
-            self._max_query_len,
-            layer.sliding_window,
-            layer.softcap,
-            layer.sinks,
-            layer.is_mla,
-            layer.head_dim_v,
-        )
+        return rotary_attention(query, key, value, rotary, kv_cache, self._rows, layer)
 
 
 class TritonBuilder(AttentionBuilder):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ...kernels.device import use_triton
 from ...kernels.linear.norm_rope import apply_rotary, rotary_embedding, rotary_factors
+from ...kernels.linear.rotation import Rotation
 from ..errors import ModelLoadError
 
 
@@ -122,20 +123,17 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 
 @dataclass(frozen=True)
-class RotaryStep:
+class RotaryStep(Rotation):
     """The rotation of one step's tokens; made once and used by every layer."""
 
-    positions: Tensor  # [M] int64
-    cos_sin_cache: Tensor  # [max_position, rot_dim]
-    interleaved: bool
-    cos: Tensor | None  # [M, 1, rot_dim], on the reference path
-    sin: Tensor | None  # [M, 1, rot_dim], signed
+    cos: Tensor | None = None  # [M, 1, rot_dim], on the reference path
+    sin: Tensor | None = None  # [M, 1, rot_dim], signed
 
     def rotate(self, x: Tensor) -> Tensor:
         """x [M, heads, head_dim], rotated."""
         if self.cos is not None and self.sin is not None:
             return apply_rotary(x, self.cos, self.sin, self.interleaved)
-        return rotary_embedding(self.positions, x, None, self.cos_sin_cache, self.interleaved)[0]
+        return rotary_embedding(x, None, self)[0]
 
 
 class RotaryEmbedding(nn.Module):
@@ -168,4 +166,4 @@ class RotaryEmbedding(nn.Module):
         cos = sin = None
         if not use_triton(positions):
             cos, sin = rotary_factors(positions, self.cos_sin_cache, self.interleaved)
-        return RotaryStep(positions, self.cos_sin_cache, self.interleaved, cos, sin)
+        return RotaryStep(positions, self.cos_sin_cache, self.interleaved, cos=cos, sin=sin)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
+from slipstream.kernels.attention.paged_rows import PagedRows
 from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.attention.choice import choose_backend
 from slipstream.runner.claims.case import ClaimSetup, ClaimTrial, check_claim
@@ -108,16 +109,14 @@ def reference(trial: ClaimTrial, common: Any, num_tokens: int) -> Tensor:
     return paged_attention_reference(
         trial.query[:num_tokens].float(),
         trial.cache.float(),
-        common.block_table,
-        common.query_start_loc,
-        common.seq_lens,
-        layer.scale,
-        common.max_query_len,
-        layer.sliding_window,
-        layer.softcap,
-        None,
-        layer.is_mla,
-        layer.head_dim_v,
+        PagedRows(
+            common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            common.max_query_len,
+            common.slot_mapping,
+        ),
+        layer,
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.kernels.attention_inputs import paged_inputs  # noqa: E402
 from tests.kernels.drafts.test_stage_drafts import MAX_POSITION, a_step, drafter  # noqa: E402
 from tests.kernels.step_buffers import POISON, poisoned_buffers  # noqa: E402
 
@@ -26,6 +27,7 @@ from slipstream.kernels.batch import gather_batch
 from slipstream.kernels.drafts import stage_drafts
 from slipstream.kernels.linear import activation, moe, norm_rope, streams
 from slipstream.kernels.linear.embedding import embedding  # noqa: E402
+from slipstream.kernels.linear.rotation import Rotation
 from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
 pytestmark = [
@@ -112,10 +114,9 @@ def test_rotary_and_store(dim: int, rot_dim: int, interleaved: bool, dtype: torc
     positions = torch.randint(0, 5000, (77,), device="cuda")
     cos_sin = randn(5000, rot_dim)
     query, key, value = (heads_of(77, count, dim, dtype) for count in (9, 3, 3))
-    expected = norm_rope.rotary_embedding_reference(
-        positions, query.float(), key.float(), cos_sin, interleaved
-    )
-    got = norm_rope.rotary_embedding(positions, query, key, cos_sin, interleaved)
+    rotation = Rotation(positions, cos_sin, interleaved)
+    expected = norm_rope.rotary_embedding_reference(query.float(), key.float(), rotation)
+    got = norm_rope.rotary_embedding(query, key, rotation)
     assert got[1] is not None and expected[1] is not None
     close(got[0], expected[0])
     close(got[1], expected[1])
@@ -128,10 +129,10 @@ def test_rotary_and_store(dim: int, rot_dim: int, interleaved: bool, dtype: torc
     stored = cache.clone()
     store_kv.store_kv(key, value, stored, slots)
     assert torch.equal(stored, expected_cache)
-    args = (positions, query, key, value, cos_sin)
+    args = (query, key, value, rotation)
     expected_cache = cache.clone()
-    rotated = rotary_store_kv_reference(*args, expected_cache, slots, interleaved)
-    close(rotary_store_kv(*args, cache, slots, interleaved), rotated)
+    rotated = rotary_store_kv_reference(*args, expected_cache, slots)
+    close(rotary_store_kv(*args, cache, slots), rotated)
     close(cache, expected_cache)
 
 
@@ -164,9 +165,9 @@ def paged(
 
 
 def check_attention(args: dict[str, Any], **options: Any) -> None:
-    got = paged_attention(**args, **options)
+    got = paged_attention(*paged_inputs(**args, **options))
     exact = args | {name: args[name].float() for name in ("query", "kv_cache")}
-    expected = paged_attention_reference(**exact, **options)
+    expected = paged_attention_reference(*paged_inputs(**exact, **options))
     tolerance = 6e-3 if got.dtype is torch.bfloat16 else 2e-5
     assert relative_error(got, expected) < tolerance
     assert not got[-5:].any()

@@ -14,6 +14,7 @@ import torch
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
+from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.claims.case import ClaimSetup, ClaimTrial
 from slipstream.runner.graphs.capture import CudaGraphs, GraphPool
@@ -70,10 +71,10 @@ class MLACase:
         """Relative error of `out` against fp32."""
         count, length = self.query.shape[:2]
         starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * length
-        expected = paged_attention_reference(
-            self.query.float().flatten(0, 1), self.cache.float(), self.table, starts, self.lens,
-            0.07, length, is_mla=True, head_dim_v=512,
-        )  # fmt: skip
+        rows = PagedRows(self.table, starts, self.lens, length, starts)  # no slots: only reads
+        rule = AttentionRule(scale=0.07, is_mla=True, head_dim_v=512)
+        query = self.query.float().flatten(0, 1)
+        expected = paged_attention_reference(query, self.cache.float(), rows, rule)
         return relative_error(self.out.flatten(0, 1), expected)
 
 
@@ -135,10 +136,15 @@ def test_flashinfer_needs_a_plan_before_each_replay(query_len: int) -> None:
             assert trial.builder.build(common, desc).can_replay
             trial.output.fill_(float("nan"))
             graph.replay()
-            expected = paged_attention_reference(
-                trial.query[:num_tokens].float(), trial.cache.float(), common.block_table,
-                common.query_start_loc, common.seq_lens, layer.scale, query_len,
-            )  # fmt: skip
+            rows = PagedRows(
+                common.block_table,
+                common.query_start_loc,
+                common.seq_lens,
+                query_len,
+                common.slot_mapping,
+            )
+            query = trial.query[:num_tokens].float()
+            expected = paged_attention_reference(query, trial.cache.float(), rows, layer)
             assert relative_error(trial.output[:num_tokens], expected) < 8e-3
             if step == 0:
                 assert relative_error(stale, expected) > 0.1

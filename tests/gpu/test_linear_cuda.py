@@ -22,6 +22,7 @@ from slipstream.kernels.linear.linear_choice import (
 )
 from slipstream.kernels.linear.linear_tune import relative_error
 from slipstream.kernels.linear.linear_tuned import create_chooser
+from slipstream.kernels.linear.rotation import Rotation
 from slipstream.kernels.sampling import sample
 
 pytestmark = [
@@ -163,8 +164,8 @@ def test_graphs_with_dependent_launches_equal_eager(rows: int) -> None:
         qkv = linear.linear_parts(normed, weights[0], None, choices[0])
         heads = qkv.view(*qkv.shape[:-1], 24, 64)
         query, key, value = torch.split(heads, [16, 4, 4], dim=-2)
-        args = (positions, query, key, value, cos_sin, torch.bfloat16)
-        query, _, _ = rotary_store_kv.rotary_qkv(*args)
+        rotation = Rotation(positions, cos_sin)
+        query, _, _ = rotary_store_kv.rotary_qkv(query, key, value, rotation, torch.bfloat16)
         kept.copy_(query.reshape(rows, hidden))  # a copy before a dependent launch
         act = linear.gated_linear(kept, weights[1], None, "silu", choices[1])
         down = linear.linear_parts(act, weights[2], None, choices[2])

@@ -13,6 +13,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.attention.test_triton_rotary_attention import case, expected_of  # noqa: E402
+from tests.kernels.attention_inputs import rotary_inputs  # noqa: E402
 
 from slipstream.kernels.attention.rotary_attention import rotary_attention  # noqa: E402
 from slipstream.kernels.attention.triton import attention_plan  # noqa: E402
@@ -51,17 +52,15 @@ def test_one_kernel_equals_its_parts(
     expected, cache = expected_of(wide, {})
     rounded = relative_error(expected_of(args, {})[0], expected)  # of few keys a hundredth
     moved = on_card(args)
-    plan = attention_plan.plan_for(
-        moved["query"], moved["kv_cache"], moved["block_table"], len(lens), query_len
-    )
-    assert plan.fused
-    out = rotary_attention(**moved)
+    inputs = rotary_inputs(**moved)
+    assert attention_plan.plan_for(moved["query"], moved["kv_cache"], inputs[5]).fused
+    out = rotary_attention(*inputs)
     assert relative_error(out, expected.cuda()) < max(8e-3, 1.5 * rounded)
     assert relative_error(moved["kv_cache"].nan_to_num(), cache.nan_to_num().cuda()) < 4e-3
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        outputs = [rotary_attention(**moved) for _ in range(10)]
+        outputs = [rotary_attention(*inputs) for _ in range(10)]
     for _ in range(10):
         for one in outputs:
             one.fill_(float("nan"))

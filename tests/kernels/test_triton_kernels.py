@@ -13,6 +13,7 @@ from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv_referen
 from slipstream.kernels.batch import gather_batch
 from slipstream.kernels.drafts import prepare_draft
 from slipstream.kernels.linear import activation, norm_rope
+from slipstream.kernels.linear.rotation import Rotation
 
 from .step_buffers import POISON, poisoned_buffers
 
@@ -80,12 +81,11 @@ def test_rotary_embedding(
 ) -> None:
     from slipstream.kernels.linear.triton import norm_rope as kernels
 
-    positions = torch.randint(0, 50, (5,))
-    cos_sin = torch.randn(50, rot_dim)
+    rotation = Rotation(torch.randint(0, 50, (5,)), torch.randn(50, rot_dim), interleaved)
     query = heads_of(5, 6, dim, dtype)
     key = heads_of(5, num_kv_heads, dim, dtype) if num_kv_heads else None
-    expected = norm_rope.rotary_embedding_reference(positions, query, key, cos_sin, interleaved)
-    got = kernels.rotary_embedding(positions, query, key, cos_sin, interleaved)
+    expected = norm_rope.rotary_embedding_reference(query, key, rotation)
+    got = kernels.rotary_embedding(query, key, rotation)
     close(got[0], expected[0])
     if expected[1] is None:
         assert got[1] is None
@@ -122,17 +122,12 @@ def test_store_kv(mla: bool, dtype: torch.dtype) -> None:
 def test_rotary_store_kv(dtype: torch.dtype) -> None:
     from slipstream.kernels.linear.triton import norm_rope as kernels
 
-    positions, slots = torch.randint(0, 50, (9,)), slots_with_gaps(9, 24)
-    cos_sin, cache = torch.randn(50, 32), torch.randn(2, 6, 4, 3, 64).to(dtype)
+    rotation = Rotation(torch.randint(0, 50, (9,)), torch.randn(50, 32))
+    slots, cache = slots_with_gaps(9, 24), torch.randn(2, 6, 4, 3, 64).to(dtype)
     query, key, value = (heads_of(9, count, 64, dtype) for count in (6, 3, 3))
     expected_cache = cache.clone()
-    expected = rotary_store_kv_reference(
-        positions, query, key, value, cos_sin, expected_cache, slots
-    )
-    close(
-        kernels.rotary_store_kv(positions, query, key, value, cos_sin, cache, slots),
-        expected,
-    )
+    expected = rotary_store_kv_reference(query, key, value, rotation, expected_cache, slots)
+    close(kernels.rotary_store_kv(query, key, value, rotation, cache, slots), expected)
     close(cache, expected_cache)
 
 

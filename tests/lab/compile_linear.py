@@ -22,6 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from slipstream.kernels import launch
+from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.kernels.linear.linear_choice import (
     H100_WINNERS,
     Choice,
@@ -30,6 +31,7 @@ from slipstream.kernels.linear.linear_choice import (
     Skinny,
     default_choice,
 )
+from slipstream.kernels.linear.rotation import Rotation
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 kernels: list[Any] = []
@@ -116,39 +118,33 @@ def parts_of(num_parts: int) -> None:
     norm.fused_add_rms_norm(t(num_parts, 16, 4096, dtype=torch.float32), t(16, 4096), t(4096), 1e-5)
     positions, cos_sin = t(16, dtype=base.I64), t(64, 128, dtype=torch.float32)
     qkv = t(num_parts, 16, 48, 128, dtype=torch.float32).split([32, 8, 8], dim=2)
-    norm.rotary_store_kv(positions, *qkv, cos_sin, t(2, 9, 16, 8, 128), positions)
-    norm.rotary_qkv(positions, *qkv, cos_sin, base.BF16, False, (t(128), t(128), 1e-6))
+    rotation = Rotation(positions, cos_sin)
+    norm.rotary_store_kv(*qkv, rotation, t(2, 9, 16, 8, 128), positions)
+    normed = replace(rotation, norms=(t(128), t(128), 1e-6))
+    norm.rotary_qkv(*qkv, normed, base.BF16)
 
 
 def rotary_attention() -> None:
     """Rotary embedding, KV write and attention in one, by tiles of queries and forms of input."""
-    for dim, heads, group, queries, parts, options in [
-        (128, 8, 4, 1, 0, {}),
-        (128, 2, 8, 4, 4, {"norms": (t(128), t(128), 1e-6), "sliding_window": 9, "softcap": 50.0}),
-        (80, 3, 3, 1, 2, {"interleaved": True}),
+    norms, windowed = (t(128), t(128), 1e-6), {"sliding_window": 9, "softcap": 50.0}
+    for dim, heads, group, queries, parts, turn, limits in [
+        (128, 8, 4, 1, 0, {}, {}),
+        (128, 2, 8, 4, 4, {"norms": norms}, windowed),
+        (80, 3, 3, 1, 2, {"interleaved": True}, {}),
     ]:
         shape = (4 * queries, heads * (group + 2), dim)
         qkv = t(parts, *shape, dtype=torch.float32) if parts else t(*shape)
         sections = qkv.split([heads * group, heads, heads], dim=-2)
         cache, table = t(2, 9, 16, heads, dim), t(4, 256, dtype=base.I32)
-        plan = base.module("attention_plan").plan_for(sections[0], cache, table, 4, queries)
+        slots, angles = t(4 * queries, dtype=base.I64), t(64, dim, dtype=torch.float32)
+        starts, lens, arrivals = (t(count, dtype=base.I32) for count in (5, 4, 64))
+        rows = PagedRows(table, starts, lens, queries, slots, arrivals)
+        plan = base.module("attention_plan").plan_for(sections[0], cache, rows)
         assert plan.fused
         plan = replace(plan, early=dim == 128, heads_first=queries > 1)
-        slots, angles = t(4 * queries, dtype=base.I64), t(64, dim, dtype=torch.float32)
-        where = (table, t(5, dtype=base.I32), t(4, dtype=base.I32))
+        rotation, rule = Rotation(slots, angles, **turn), AttentionRule(scale=0.1, **limits)
         run = base.module("rotary_attention").rotary_attention
-        run(
-            *sections,
-            slots,
-            angles,
-            cache,
-            slots,
-            *where,
-            0.1,
-            plan,
-            t(64, dtype=base.I32),
-            **options,
-        )
+        run(*sections, rotation, cache, rows, rule, plan)
 
 
 def check_instructions() -> None:

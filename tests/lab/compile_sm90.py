@@ -19,6 +19,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from slipstream import kernels
+from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
+from slipstream.kernels.linear.rotation import Rotation
 
 SHARED_MEMORY = 232448  # bytes a block may use on an H100
 BF16, I32, I64 = torch.bfloat16, torch.int32, torch.int64
@@ -73,8 +75,10 @@ def attention() -> None:
         dtype = options.pop("dtype", BF16)
         shape = (9, 64, heads, dim) if "is_mla" in options else (2, 9, 16, heads, dim)
         cache, query = t(*shape, dtype=dtype), t(4 * queries, heads * group, dim, dtype=dtype)
-        starts, lens = t(5, dtype=I32), t(4, dtype=I32)
-        run(query, cache, t(4, 256, dtype=I32), starts, lens, 0.1, queries, **options)
+        splits = options.pop("splits", None)
+        where = (t(4, 256, dtype=I32), t(5, dtype=I32), t(4, dtype=I32), queries, t(4, dtype=I64))
+        rule = AttentionRule(scale=0.1, **options)
+        run(query, cache, PagedRows(*where), rule, splits)
 
 
 def layers() -> None:
@@ -95,10 +99,11 @@ def layers() -> None:
         streams.norm_pair(t(4, 4096), t(4, 4096), weights, 1e-5)
     positions, cos_sin = t(4, dtype=I64), t(64, 128, dtype=torch.float32)
     query, key = t(4, 32, 128), t(4, 8, 128)
-    norm.rotary_embedding(positions, query, key, cos_sin)
-    norm.rotary_embedding(positions, query, None, cos_sin, True)
+    rotation = Rotation(positions, cos_sin)
+    norm.rotary_embedding(query, key, rotation)
+    norm.rotary_embedding(query, None, replace(rotation, interleaved=True))
     cache = t(2, 9, 16, 8, 128)
-    norm.rotary_store_kv(positions, query, key, key, cos_sin, cache, positions)
+    norm.rotary_store_kv(query, key, key, rotation, cache, positions)
     module("store_kv").store_kv(key, key, cache, positions)
     module("store_kv").store_kv(t(4, 1, 576), None, t(9, 64, 1, 576), positions)
     module("activation").silu_and_mul(t(4, 28672))

@@ -29,11 +29,13 @@ import torch
 from torch import Tensor
 from triton.runtime.errors import TritonError
 
+from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.kernels.attention.rotary_attention import rotary_attention
 from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
 from slipstream.kernels.device import Card, pretend_card
 from slipstream.kernels.linear import head_sample, linear_tune
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Choice, Gemv, bucket_of
+from slipstream.kernels.linear.rotation import Rotation
 from slipstream.runner.attention.base import CommonAttentionMetadata
 
 from chain_step import (  # isort: skip
@@ -213,20 +215,18 @@ def attend(
     changes: Mapping[str, Any],
 ) -> Tensor:
     heads = [case.group * case.kv_heads, case.kv_heads, case.kv_heads]
+    rotation = Rotation(positions, angles(case.dim, qkv.device))
+    rows = PagedRows(
+        common.block_table,
+        common.query_start_loc,
+        common.seq_lens,
+        case.tokens,
+        common.slot_mapping,
+        arrivals(qkv.device),
+    )
+    rule = AttentionRule(scale=case.dim**-0.5)
     with planned(changes):
-        return rotary_attention(
-            positions,
-            *qkv.split(heads, dim=1),
-            angles(case.dim, qkv.device),
-            cache,
-            common.slot_mapping,
-            common.block_table,
-            common.query_start_loc,
-            common.seq_lens,
-            case.dim**-0.5,
-            case.tokens,
-            arrivals=arrivals(qkv.device),
-        )
+        return rotary_attention(*qkv.split(heads, dim=1), rotation, cache, rows, rule)
 
 
 @functools.cache

@@ -10,6 +10,7 @@ import triton
 from torch import Tensor
 
 from ...device import card_of
+from ..paged_rows import PagedRows
 
 MAX_SPLITS = 16
 FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
@@ -143,20 +144,18 @@ def plan_launch(
     )
 
 
-def plan_for(
-    query: Tensor, kv_cache: Tensor, block_table: Tensor, num_reqs: int, max_query_len: int
-) -> Launch:
+def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows) -> Launch:
     """The plan for query [T, Hq, D], or its parts, over kv_cache [2, num_blocks, PAGE, Hkv, D]."""
     num_tokens, num_heads, dim = query.shape[-3:]
     page, kv_heads = kv_cache.shape[2:4]
     return plan_launch(
-        num_reqs,
+        rows.seq_lens.shape[0],
         num_tokens,
         kv_heads,
         num_heads // kv_heads,
         dim,
-        max_query_len,
-        block_table.shape[1] * page,
+        rows.max_query_len,
+        rows.block_table.shape[1] * page,
         num_processors(query.device),
         kv_cache.element_size(),
     )

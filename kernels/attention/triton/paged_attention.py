@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import pdl_options, wait_for_inputs
+from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import num_processors, plan_launch
 from .online_softmax import LOG2E, absorb, soft_capped
 from .split_sums import sum_splits
@@ -190,27 +191,19 @@ def _attention_kernel(
 def paged_attention(
     query: Tensor,
     kv_cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    max_query_len: int,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    is_mla: bool = False,
-    head_dim_v: int | None = None,
+    rows: PagedRows,
+    rule: AttentionRule,
     splits: int | None = None,
 ) -> Tensor:
     """See `kernels.attention.paged_attention`; `splits` overrides the planned number."""
     num_tokens, num_heads, head_dim = query.shape
-    num_reqs = seq_lens.shape[0]
-    dim_v = head_dim_v or head_dim
-    key_cache, value_cache = (kv_cache, kv_cache) if is_mla else (kv_cache[0], kv_cache[1])
+    num_reqs, block_table = rows.seq_lens.shape[0], rows.block_table
+    dim_v = rule.head_dim_v or head_dim
+    key_cache, value_cache = (kv_cache, kv_cache) if rule.is_mla else (kv_cache[0], kv_cache[1])
     page, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     assert query.stride(-1) == 1 and key_cache.stride(-1) == 1 and block_table.stride(-1) == 1
     group = num_heads // num_kv_heads
-    dim = dim_v if is_mla else head_dim
+    dim = dim_v if rule.is_mla else head_dim
     out = torch.empty(num_tokens, num_heads, dim_v, dtype=query.dtype, device=query.device)
     if num_tokens == 0 or num_reqs == 0:
         return out.zero_()
@@ -220,7 +213,7 @@ def paged_attention(
         num_kv_heads,
         group,
         head_dim,
-        max_query_len,
+        rows.max_query_len,
         block_table.shape[1] * page,
         num_processors(query.device),
         query.element_size(),
@@ -244,14 +237,14 @@ def paged_attention(
         key_cache,
         value_cache,
         block_table,
-        query_start_loc,
-        seq_lens,
-        query if sinks is None else sinks,
+        rows.query_start_loc,
+        rows.seq_lens,
+        query if rule.sinks is None else rule.sinks,
         out,
         partial,
         lse,
-        scale,
-        1.0 if softcap is None else softcap,
+        rule.scale,
+        1.0 if rule.softcap is None else rule.softcap,
         num_reqs,
         num_tokens,
         query.stride(0),
@@ -272,17 +265,17 @@ def paged_attention(
         BLOCK_Q=launch.block_q,
         BLOCK_N=launch.block_n,
         SPLITS=splits,
-        WINDOW=sliding_window or 0,
+        WINDOW=rule.sliding_window or 0,
         ONE_BLOCK=launch.one_block,
         HEADS_FIRST=launch.heads_first,
-        SOFTCAP=softcap is not None,
-        SINKS=sinks is not None,
-        MLA=is_mla,
+        SOFTCAP=rule.softcap is not None,
+        SINKS=rule.sinks is not None,
+        MLA=rule.is_mla,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         **pdl_options(query),
     )
     if splits > 1:
-        sum_splits(partial, lse, query_start_loc, out, num_reqs)
+        sum_splits(partial, lse, rows.query_start_loc, out, num_reqs)
     return out

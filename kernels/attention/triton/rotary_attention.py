@@ -14,14 +14,137 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import fetch_early, pdl_options, wait_for_inputs
-from ...linear.triton.norm_rope import load_parts, pairs
+from ...linear.rotation import Rotation
+from ...linear.triton.rotation import angles, load_parts, pairs, rotated
+from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import MAX_SPLITS, Launch
 from .online_softmax import LEAST, LOG2E, absorb_scaled, soft_capped
-from .rotation import angles, rotated
 from .split_sums import sum_own_splits, sum_splits
 
+_MAX_SPLITS = tl.constexpr(MAX_SPLITS)
 
-# The number of splits is no constant: with the number of parts it would make too many kinds.
+
+@triton.jit
+def _keys_of_split(
+    seq_len,
+    cached,
+    split,
+    splits,
+    least_keys,
+    alone,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """(first key, end, number of splits that have work) of one split of a request's keys."""
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, cached - WINDOW + 1) // PAGE * PAGE
+    length = tl.maximum(seq_len - low, 0)
+    chunk, active = length, 1
+    if (splits > 1) & (length > alone):
+        chunk = tl.maximum(tl.cdiv(length, splits), least_keys)
+        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+        active = tl.maximum(tl.cdiv(length, chunk), 1)
+    low += split * chunk
+    return low, tl.minimum(seq_len, low + chunk), active
+
+
+@triton.jit
+def _fetch_first_tile(
+    key_cache, value_cache, table, low, high, key, kv_head,
+    ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    """Prefetch the keys and values of a split's first tile into L2."""
+    at = tl.maximum(tl.minimum(low + key, high - 1), 0)
+    page = tl.load(table + at // PAGE).to(tl.int64)
+    line = tl.arange(0, (BLOCK_D + 63) // 64) * 64
+    line_of = (page * PAGE + at % PAGE) * ROW + kv_head * DIM
+    fetch_early(key_cache + line_of[:, None] + line[None, :])
+    fetch_early(value_cache + line_of[:, None] + line[None, :])
+
+
+@triton.jit
+def _store_new_keys(
+    new_key, value, positions, cos_sin, slot_mapping, gain, key_cache, value_cache,
+    start, query_len, cached, low, high, kv_head, dim, turn,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps,
+    NEW: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROT: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Write those of the step's own keys and values that lie in [low, high) into the cache."""
+    partner, pair, is_first = turn
+    dtype: tl.constexpr = key_cache.dtype.element_ty
+    dim_inside = dim < DIM
+    new = tl.arange(0, NEW)
+    token = start + tl.minimum(new, query_len - 1)
+    cos, sin = angles(cos_sin, tl.load(positions + token), dim, pair, is_first, ROT, BLOCK_D)
+    token = token.to(tl.int64)
+    rows = new_key + token * k_stride_t + kv_head * k_stride_h
+    inside = dim_inside[None, :]
+    k = rotated(
+        rows[:, None], inside, gain, cos, sin, dim, partner, part_stride, eps, DIM, NORM, PARTS
+    )
+    rows = value + token * v_stride_t + kv_head * v_stride_h
+    v = load_parts(rows[:, None] + dim[None, :], inside, part_stride, PARTS)
+    slot = tl.load(slot_mapping + token)
+    target = slot[:, None] * ROW + (kv_head * DIM + dim)[None, :]
+    at = cached + new
+    writes = (new < query_len) & (at >= low) & (at < high) & (slot >= 0)
+    writes = writes[:, None] & dim_inside[None, :]
+    tl.store(key_cache + target, k.to(dtype), mask=writes)
+    tl.store(value_cache + target, v.to(dtype), mask=writes)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _attend(
+    q, key_cache, value_cache, table, low, high, cached, within, key, column, dim_inside,
+    scale, softcap,
+    ROW: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Attention of q [M, D] over the cached keys in [low, high): (result [M, D] float32, running
+    maximum [M] in the log2 domain, sum of weights [M])."""
+    BLOCK_M: tl.constexpr = q.shape[0]
+    BLOCK_D: tl.constexpr = q.shape[1]
+    BLOCK_N: tl.constexpr = key.shape[0]
+    PRECISION: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
+    pages = table + key // PAGE
+    in_page = (key % PAGE)[:, None] * ROW + column[None, :]
+    key_rows, value_rows = key_cache + in_page, value_cache + in_page
+    last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] key that a row sees
+    top = tl.full([BLOCK_M], LEAST, tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    for key_start in range(low, high, BLOCK_N):
+        at = key_start + key  # [BLOCK_N] key position
+        present = at < high
+        if BLOCK_N % PAGE == 0:
+            page = tl.load(pages + key_start // PAGE, mask=present, other=0).to(tl.int64)
+            offset = page[:, None] * (PAGE * ROW)
+        else:
+            page = tl.load(table + at // PAGE, mask=present, other=0).to(tl.int64)
+            offset = (page * PAGE + at % PAGE - key % PAGE)[:, None] * ROW
+        in_cache = present[:, None]
+        if BLOCK_D != DIM:
+            in_cache = in_cache & dim_inside[None, :]
+        k = tl.load(key_rows + offset, mask=in_cache, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if SOFTCAP:
+            scores = soft_capped(scores * scale, softcap) * LOG2E
+        else:
+            scores *= scale * LOG2E
+        visible = at[None, :] <= last[:, None]
+        if WINDOW > 0:
+            visible = visible & (at[None, :] > (cached + within)[:, None] - WINDOW)
+        v = tl.load(value_rows + offset, mask=in_cache, other=0.0)
+        top, total, acc = absorb_scaled(scores, visible, v, top, total, acc, PRECISION)
+    sums = tl.sum(total, 1)
+    return acc * (1.0 / tl.where(sums == 0.0, 1.0, sums))[:, None], top, sums
+
+
+# `splits` is not a constexpr: together with the number of parts it would make too many kinds.
 @triton.jit(
     do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys", "alone"],
     do_not_specialize_on_alignment=["positions", "slot_mapping", "query_start_loc"],
@@ -49,9 +172,9 @@ def _rotary_attention_kernel(
     eps,
     num_reqs,
     num_tokens,
-    splits,  # those have work that begin within the keys, the first always
-    least_keys,  # of a split, but of the last with work
-    alone,  # keys up to which one split has all the work
+    splits,  # only those have work that begin within the keys; the first always has
+    least_keys,  # of a split, except the last that has work
+    alone,  # up to this number of keys one split has all the work
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -78,8 +201,6 @@ def _rotary_attention_kernel(
     HEADS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
     LAST_SUMS: tl.constexpr,  # the last program of a row sums its splits; 0 = another kernel does
-    MAX_SPLITS: tl.constexpr,
-    PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = out.dtype.element_ty
@@ -93,42 +214,30 @@ def _rotary_attention_kernel(
     dim = tl.arange(0, BLOCK_D)
     dim_inside = dim < DIM
     Q_HEADS: tl.constexpr = KV_HEADS * GROUP
+    row_size: tl.constexpr = KV_HEADS * DIM
 
-    # What the kernel just before does not write can be read before it has ended.
+    # What the previous kernel does not write can be read before it has ended.
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     covered = tl.load(query_start_loc + num_reqs)
     seq_len = tl.load(seq_lens + request)
     cached = seq_len - query_len  # keys before the step's own
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(0, cached - WINDOW + 1) // PAGE * PAGE
-    length = tl.maximum(seq_len - low, 0)
-    chunk, active = length, 1
-    if (splits > 1) & (length > alone):
-        chunk = tl.maximum(tl.cdiv(length, splits), least_keys)
-        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
-        active = tl.maximum(tl.cdiv(length, chunk), 1)
-    low += split * chunk
-    high = tl.minimum(seq_len, low + chunk)
+    low, high, active = _keys_of_split(
+        seq_len, cached, split, splits, least_keys, alone, PAGE, BLOCK_N, WINDOW
+    )
     key = tl.arange(0, BLOCK_N)  # within a tile
     table = block_table + request.to(tl.int64) * table_stride
-    pages = table + key // PAGE
-    row_size: tl.constexpr = KV_HEADS * DIM
     column = kv_head * DIM + dim
-    in_page = (key % PAGE)[:, None] * row_size + column[None, :]
     if EARLY:
-        early_at = tl.maximum(tl.minimum(low + key, high - 1), 0)
-        early_page = tl.load(table + early_at // PAGE).to(tl.int64)
-        line = tl.arange(0, (BLOCK_D + 63) // 64) * 64
-        line_of = (early_page * PAGE + early_at % PAGE) * row_size + kv_head * DIM
-        fetch_early(key_cache + line_of[:, None] + line[None, :])
-        fetch_early(value_cache + line_of[:, None] + line[None, :])
-    partner, pair, is_first = pairs(dim, ROT, INTERLEAVED)
+        _fetch_first_tile(
+            key_cache, value_cache, table, low, high, key, kv_head, row_size, DIM, BLOCK_D, PAGE
+        )
+    turn = pairs(dim, ROT, INTERLEAVED)
+    partner, pair, is_first = turn
     valid = within < query_len
     token = (start + within).to(tl.int64)
     q_row = tl.arange(0, ROWS)
-    # rows of no token repeat one that exists, so that nothing need be masked
+    # rows without a token repeat one that exists, so that no mask is needed
     q_token = start + tl.minimum(q_row // GROUP, tl.maximum(query_len - 1, 0))
     q_token = tl.minimum(q_token, num_tokens - 1)
     cos, sin = angles(cos_sin, tl.load(positions + q_token), dim, pair, is_first, ROT, BLOCK_D)
@@ -149,92 +258,27 @@ def _rotary_attention_kernel(
                 tl.store(lse + flat, nothing, mask=valid)
         return
 
-    base = (
+    rows = (
         query + q_token.to(tl.int64) * q_stride_t + (kv_head * GROUP + q_row % GROUP) * q_stride_h
     )
     q = rotated(
-        base,
-        dim_inside[None, :],
-        query_gain,
-        cos,
-        sin,
-        dim,
-        partner,
-        part_stride,
-        eps,
-        DIM,
-        NORM,
-        PARTS,
-    ).to(dtype)
+        rows[:, None], dim_inside[None, :], query_gain, cos, sin, dim, partner, part_stride, eps,
+        DIM, NORM, PARTS,
+    ).to(dtype)  # fmt: skip
     if ROWS < BLOCK_M:
         q = tl.broadcast_to(q[None, :, :], [BLOCK_M // ROWS, ROWS, BLOCK_D])
         q = tl.reshape(q, [BLOCK_M, BLOCK_D])
-    if high > cached:  # the step's own keys of this split, before it reads them as all others
-        new = tl.arange(0, NEW)
-        new_token = start + tl.minimum(new, query_len - 1)
-        new_cos, new_sin = angles(
-            cos_sin, tl.load(positions + new_token), dim, pair, is_first, ROT, BLOCK_D
-        )
-        new_token = new_token.to(tl.int64)
-        new_base = new_key + new_token * k_stride_t + kv_head * k_stride_h
-        new_k = rotated(
-            new_base,
-            dim_inside[None, :],
-            key_gain,
-            new_cos,
-            new_sin,
-            dim,
-            partner,
-            part_stride,
-            eps,
-            DIM,
-            NORM,
-            PARTS,
-        )
-        new_base = value + new_token * v_stride_t + kv_head * v_stride_h
-        new_v = load_parts(
-            new_base[:, None] + dim[None, :], dim_inside[None, :], part_stride, PARTS
-        )
-        slot = tl.load(slot_mapping + new_token)
-        target = slot[:, None] * row_size + column[None, :]
-        new_at = cached + new
-        writes = (new < query_len) & (new_at >= low) & (new_at < high) & (slot >= 0)
-        writes = writes[:, None] & dim_inside[None, :]
-        tl.store(key_cache + target, new_k.to(dtype), mask=writes)
-        tl.store(value_cache + target, new_v.to(dtype), mask=writes)
-        tl.debug_barrier()
-
-    key_rows, value_rows = key_cache + in_page, value_cache + in_page
-    last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] key that a row sees
-    top = tl.full([BLOCK_M], LEAST, tl.float32)  # running maximum, log2 domain
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for key_start in range(low, high, BLOCK_N):
-        at = key_start + key  # [BLOCK_N] key position
-        present = at < high
-        if BLOCK_N % PAGE == 0:
-            page = tl.load(pages + key_start // PAGE, mask=present, other=0).to(tl.int64)
-            offset = page[:, None] * (PAGE * row_size)
-        else:
-            page = tl.load(table + at // PAGE, mask=present, other=0).to(tl.int64)
-            offset = (page * PAGE + at % PAGE - key % PAGE)[:, None] * row_size
-        in_cache = present[:, None]
-        if BLOCK_D != DIM:
-            in_cache = in_cache & dim_inside[None, :]
-        k = tl.load(key_rows + offset, mask=in_cache, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-        if SOFTCAP:
-            scores = soft_capped(scores * scale, softcap) * LOG2E
-        else:
-            scores *= scale * LOG2E
-        visible = at[None, :] <= last[:, None]
-        if WINDOW > 0:
-            visible = visible & (at[None, :] > (cached + within)[:, None] - WINDOW)
-        v = tl.load(value_rows + offset, mask=in_cache, other=0.0)
-        top, total, acc = absorb_scaled(scores, visible, v, top, total, acc, PRECISION)
-
-    sums = tl.sum(total, 1)
-    result = acc * (1.0 / tl.where(sums == 0.0, 1.0, sums))[:, None]
+    if high > cached:  # the split has new keys: it stores them first, then reads all keys alike
+        _store_new_keys(
+            new_key, value, positions, cos_sin, slot_mapping, key_gain, key_cache, value_cache,
+            start, query_len, cached, low, high, kv_head, dim, turn,
+            k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps,
+            NEW, row_size, DIM, BLOCK_D, ROT, NORM, PARTS,
+        )  # fmt: skip
+    result, top, sums = _attend(
+        q, key_cache, value_cache, table, low, high, cached, within, key, column, dim_inside,
+        scale, softcap, row_size, DIM, PAGE, WINDOW, SOFTCAP,
+    )  # fmt: skip
     mask = valid[:, None] & dim_inside[None, :]
     flat = token * Q_HEADS + head
     place = flat[:, None] * DIM + dim[None, :]
@@ -256,21 +300,9 @@ def _rotary_attention_kernel(
             if arrived == active - 1:
                 tl.debug_barrier()
                 sum_own_splits(
-                    partial,
-                    lse,
-                    out,
-                    start,
-                    query_len,
-                    kv_head,
-                    active,
-                    num_tokens * Q_HEADS,
-                    KV_HEADS,
-                    GROUP,
-                    DIM,
-                    BLOCK_D,
-                    LAST_SUMS,
-                    MAX_SPLITS,
-                )
+                    partial, lse, out, start, query_len, kv_head, active, num_tokens * Q_HEADS,
+                    KV_HEADS, GROUP, DIM, BLOCK_D, LAST_SUMS, _MAX_SPLITS,
+                )  # fmt: skip
                 tl.store(counter, 0)
 
 
@@ -278,33 +310,24 @@ def rotary_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    positions: Tensor,
-    cos_sin_cache: Tensor,
+    rotation: Rotation,
     kv_cache: Tensor,
-    slot_mapping: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
+    rows: PagedRows,
+    rule: AttentionRule,
     plan: Launch,
-    arrivals: Tensor,
-    interleaved: bool = False,
-    norms: tuple[Tensor, Tensor, float] | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
 ) -> Tensor:
     """See `kernels.attention.rotary_attention.rotary_attention`; `plan.fused` must hold."""
-    assert arrivals.numel() >= seq_lens.shape[0] * kv_cache.shape[3]
+    num_reqs, (_, _, page, kv_heads, _) = rows.seq_lens.shape[0], kv_cache.shape
+    assert rows.arrivals is not None and rows.arrivals.numel() >= num_reqs * kv_heads
     parts = query.shape[0] if query.dim() == 4 else 0
     part_stride = query.stride(0) if parts else 0
     if parts:
         assert key.stride(0) == value.stride(0) == part_stride
         query, key, value = query[0], key[0], value[0]
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    assert kv_cache.is_contiguous() and cos_sin_cache.is_contiguous()
-    assert block_table.stride(-1) == 1
+    assert kv_cache.is_contiguous() and rotation.cos_sin_cache.is_contiguous()
+    assert rows.block_table.stride(-1) == 1
     num_tokens, num_heads, dim = query.shape
-    num_reqs, (_, _, page, kv_heads, _) = seq_lens.shape[0], kv_cache.shape
     shape, splits = (num_tokens, num_heads, dim), plan.splits
     out = torch.empty(shape, dtype=kv_cache.dtype, device=query.device)
     if num_tokens == 0 or num_reqs == 0:
@@ -313,28 +336,28 @@ def rotary_attention(
     if splits > 1:
         partial = torch.empty(splits, *shape, dtype=torch.float32, device=query.device)
         lse = torch.empty(splits, *shape[:2], dtype=torch.float32, device=query.device)
-    gains = (query, query) if norms is None else norms[:2]
+    norms, group = rotation.norms, num_heads // kv_heads
     grid = (kv_heads, num_reqs) if plan.heads_first else (num_reqs, kv_heads)
     options = pdl_options(query)
     _rotary_attention_kernel[(*grid, splits)](
         query,
         key,
         value,
-        positions,
-        cos_sin_cache,
-        slot_mapping,
-        *gains,
+        rotation.positions,
+        rotation.cos_sin_cache,
+        rows.slot_mapping,
+        *((query, query) if norms is None else norms[:2]),
         kv_cache[0],
         kv_cache[1],
-        block_table,
-        query_start_loc,
-        seq_lens,
+        rows.block_table,
+        rows.query_start_loc,
+        rows.seq_lens,
         out,
         partial,
         lse,
-        arrivals,
-        scale,
-        1.0 if softcap is None else softcap,
+        rows.arrivals,
+        rule.scale,
+        1.0 if rule.softcap is None else rule.softcap,
         0.0 if norms is None else norms[2],
         num_reqs,
         num_tokens,
@@ -343,32 +366,30 @@ def rotary_attention(
         plan.alone,
         *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         part_stride,
-        block_table.stride(0),
+        rows.block_table.stride(0),
         KV_HEADS=kv_heads,
-        GROUP=num_heads // kv_heads,
+        GROUP=group,
         DIM=dim,
         BLOCK_D=triton.next_power_of_2(dim),
-        ROT=cos_sin_cache.shape[1],
+        ROT=rotation.cos_sin_cache.shape[1],
         PAGE=page,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
         ROWS=plan.rows,
-        NEW=triton.next_power_of_2(max(1, plan.block_m // (num_heads // kv_heads))),
-        WINDOW=sliding_window or 0,
-        INTERLEAVED=interleaved,
+        NEW=triton.next_power_of_2(max(1, plan.block_m // group)),
+        WINDOW=rule.sliding_window or 0,
+        INTERLEAVED=rotation.interleaved,
         NORM=norms is not None,
         PARTS=parts,
-        SOFTCAP=softcap is not None,
+        SOFTCAP=rule.softcap is not None,
         HEADS_FIRST=plan.heads_first,
         EARLY=plan.early and options["PDL"],
         LAST_SUMS=plan.last_sums,
-        MAX_SPLITS=MAX_SPLITS,
-        PRECISION="tf32x3" if out.dtype == torch.float32 else "tf32",
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         maxnreg=plan.registers,
         **options,
     )
     if splits > 1 and not plan.last_sums:
-        sum_splits(partial, lse, query_start_loc, out, num_reqs)
+        sum_splits(partial, lse, rows.query_start_loc, out, num_reqs)
     return out

@@ -10,26 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import pdl_options, wait_for_inputs
-
-
-@triton.jit
-def load_parts(pointers, inside, stride, PARTS: tl.constexpr):
-    """What is at `pointers`, or the sum of PARTS parts that lie `stride` apart, in their order."""
-    value = tl.load(pointers, mask=inside, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        value += tl.load(pointers + part * stride, mask=inside, other=0.0)
-    return value
-
-
-@triton.jit
-def pairs(dim, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of dims [D], of which the first ROT rotate: (partner, number of the pair, whether first)."""
-    half: tl.constexpr = ROT // 2
-    if INTERLEAVED:
-        partner, pair, is_first = dim ^ 1, dim // 2, dim % 2 == 0
-    else:
-        partner, pair, is_first = (dim + half) % ROT, dim % half, dim < half
-    return tl.where(dim < ROT, partner, dim), pair, is_first
+from ..rotation import Rotation
+from .rotation import load_parts, pairs
 
 
 @triton.jit(do_not_specialize=["num_rows", "inner"], do_not_specialize_on_alignment=["rows"])
@@ -251,15 +233,12 @@ def _rotary_kernel(
 
 
 def _launch_rotary(
-    positions: Tensor,
     query: Tensor,
     key: Tensor | None,
     value: Tensor | None,
-    cos_sin_cache: Tensor,
-    interleaved: bool,
+    rotation: Rotation,
     outputs: tuple[Tensor, Tensor, Tensor],
     slot_mapping: Tensor | None = None,
-    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
     """`outputs` for query, key and value; key and value by slot where there is a mapping."""
     parts = query.shape[0] if query.dim() == 4 else 0
@@ -270,12 +249,12 @@ def _launch_rotary(
         query, key, value = query[0], key[0], value[0]
     num_tokens, q_heads, head_dim = query.shape
     k_heads = 0 if key is None else key.shape[1]
+    positions, cos_sin_cache, norms = rotation.positions, rotation.cos_sin_cache, rotation.norms
     assert query.stride(-1) == 1 and cos_sin_cache.is_contiguous()
     assert key is None or key.stride(-1) == 1
     keys = query if key is None else key
     values = keys if value is None else value
     assert values.stride(-1) == 1
-    gains = (query, query) if norms is None else norms[:2]
     if num_tokens:
         block = triton.next_power_of_2(head_dim)
         heads = max(1, min(triton.next_power_of_2(q_heads + k_heads), 1024 // block))
@@ -286,7 +265,7 @@ def _launch_rotary(
             values,
             cos_sin_cache,
             positions if slot_mapping is None else slot_mapping,
-            *gains,
+            *((query, query) if norms is None else norms[:2]),
             *outputs,
             query.stride(0),
             query.stride(1),
@@ -300,7 +279,7 @@ def _launch_rotary(
             K_HEADS=k_heads,
             HEAD_DIM=head_dim,
             ROT=cos_sin_cache.shape[1],
-            INTERLEAVED=interleaved,
+            INTERLEAVED=rotation.interleaved,
             STORE=slot_mapping is not None,
             VALUE=value is not None,
             NORM=norms is not None,
@@ -317,53 +296,36 @@ def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def rotary_embedding(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor | None,
-    cos_sin_cache: Tensor,
-    interleaved: bool = False,
+    query: Tensor, key: Tensor | None, rotation: Rotation
 ) -> tuple[Tensor, Tensor | None]:
     """See `kernels.linear.norm_rope.rotary_embedding`."""
     rotated = _like(query, query.dtype)
     key_out = None if key is None else _like(key, key.dtype)
     keys = rotated if key_out is None else key_out
-    outputs = (rotated, keys, keys)
-    _launch_rotary(positions, query, key, None, cos_sin_cache, interleaved, outputs)
+    _launch_rotary(query, key, None, rotation, (rotated, keys, keys))
     return rotated, key_out
 
 
 def rotary_qkv(
-    positions: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos_sin_cache: Tensor,
-    dtype: torch.dtype,
-    interleaved: bool = False,
-    norms: tuple[Tensor, Tensor, float] | None = None,
+    query: Tensor, key: Tensor, value: Tensor, rotation: Rotation, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.attention.rotary_store_kv.rotary_qkv`."""
     outputs = (_like(query, dtype), _like(key, dtype), _like(value, dtype))
-    _launch_rotary(positions, query, key, value, cos_sin_cache, interleaved, outputs, None, norms)
+    _launch_rotary(query, key, value, rotation, outputs)
     return outputs
 
 
 def rotary_store_kv(
-    positions: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cos_sin_cache: Tensor,
+    rotation: Rotation,
     kv_cache: Tensor,
     slot_mapping: Tensor,
-    interleaved: bool = False,
-    norms: tuple[Tensor, Tensor, float] | None = None,
 ) -> Tensor:
     """See `kernels.attention.rotary_store_kv.rotary_store_kv`."""
     assert kv_cache.is_contiguous()
     rotated = _like(query, kv_cache.dtype if query.dim() == 4 else query.dtype)
     outputs = (rotated, kv_cache[0], kv_cache[1])
-    _launch_rotary(
-        positions, query, key, value, cos_sin_cache, interleaved, outputs, slot_mapping, norms
-    )
+    _launch_rotary(query, key, value, rotation, outputs, slot_mapping)
     return rotated

@@ -10,7 +10,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import pdl_options, wait_for_inputs
-from .norm_rope import load_parts, norm_tiles
+from .norm_rope import norm_tiles
+from .rotation import load_parts
 
 _BLOCK = 1024
 

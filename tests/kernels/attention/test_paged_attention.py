@@ -11,6 +11,8 @@ from torch import Tensor
 from slipstream.kernels.attention.paged_attention import paged_attention, plan_attention
 from slipstream.kernels.attention.store_kv import store_kv
 
+from ..attention_inputs import paged_inputs
+
 BLOCK, HQ, HKV, DIM = 4, 6, 2, 16
 # (query length, sequence length) per request; (0, 0) is a padded row
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -61,6 +63,10 @@ def make_step(
     return arguments, requests
 
 
+def attend(arguments: dict[str, Any], **options: Any) -> Tensor:
+    return paged_attention(*paged_inputs(**arguments, **options))
+
+
 def written_out(
     query: Tensor,
     key: Tensor,
@@ -93,7 +99,7 @@ def test_equals_attention_written_out(batch: str, options: str) -> None:
     window = 6 if options in ("window", "all") else None
     softcap = 2.0 if options in ("softcap", "all") else None
     sinks = torch.randn(HQ) if options in ("sinks", "all") else None
-    got = paged_attention(**arguments, sliding_window=window, softcap=softcap, sinks=sinks)
+    got = attend(arguments, sliding_window=window, softcap=softcap, sinks=sinks)
     parts = [written_out(*request, window, softcap, sinks) for request in requests]
     torch.testing.assert_close(got.double(), torch.cat(parts), atol=1e-4, rtol=1e-4)
 
@@ -106,7 +112,7 @@ def test_neither_page_order_nor_grouping_changes_the_result(
 ) -> None:
     monkeypatch.setattr("slipstream.kernels.attention.paged_attention._GROUPED_KEYS", grouped_from)
     arguments, requests = make_step(BATCHES[batch], DIM, HKV, False, in_order=True)
-    out = paged_attention(**arguments, sliding_window=window)
+    out = attend(arguments, sliding_window=window)
     expected = torch.cat([written_out(*request, window) for request in requests])
     torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-4)
 
@@ -114,7 +120,7 @@ def test_neither_page_order_nor_grouping_changes_the_result(
 @pytest.mark.parametrize("batch", BATCHES)
 def test_mla_reads_values_from_the_key_row(batch: str) -> None:
     arguments, requests = make_step(BATCHES[batch], 24, 1, is_mla=True)
-    got = paged_attention(**arguments, is_mla=True, head_dim_v=10)
+    got = attend(arguments, is_mla=True, head_dim_v=10)
     parts = [written_out(query, key, key[..., :10]) for query, key, _ in requests]
     torch.testing.assert_close(got.double(), torch.cat(parts), atol=1e-4, rtol=1e-4)
 
@@ -122,7 +128,7 @@ def test_mla_reads_values_from_the_key_row(batch: str) -> None:
 def test_a_request_without_cached_tokens_gives_zeros() -> None:
     arguments, _ = make_step([(1, 5), (2, 6)], DIM, HKV, is_mla=False)
     arguments["seq_lens"] = torch.tensor([5, 0], dtype=torch.int32)
-    got = paged_attention(**arguments)
+    got = attend(arguments)
     assert torch.equal(got[1:], torch.zeros(2, HQ, DIM)) and got[0].abs().sum() > 0
 
 

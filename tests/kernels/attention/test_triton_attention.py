@@ -10,6 +10,8 @@ from torch import Tensor
 
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
 
+from ..attention_inputs import paged_inputs
+
 pytestmark = [
     pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about inf and nan
@@ -26,7 +28,7 @@ def case(
     mla: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Random arguments; pages are shuffled, unused memory is NaN, and padding follows spec 1.6."""
+    """Random arguments; pages are shuffled, unused memory is NaN, and padded rows have length 0."""
     num_blocks = sum(-(-n // page) for n in seq_lens) + 3
     max_blocks = max(-(-n // page) for n in seq_lens) + 2
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
@@ -58,8 +60,8 @@ def check(args: dict[str, Any], tolerance: float = 3e-6, **options: Any) -> Tens
 
     clean = dict(args, kv_cache=args["kv_cache"].nan_to_num())
     splits = options.pop("splits", None)
-    expected = paged_attention_reference(**clean, **options)
-    got = paged_attention(**args, **options, splits=splits)
+    expected = paged_attention_reference(*paged_inputs(**clean, **options))
+    got = paged_attention(*paged_inputs(**args, **options), splits=splits)
     assert got.shape == expected.shape and got.dtype == expected.dtype
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
     return got

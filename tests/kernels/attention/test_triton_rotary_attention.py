@@ -13,6 +13,8 @@ from slipstream.kernels.attention import rotary_attention
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
 from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv_reference
 
+from ..attention_inputs import rotary_inputs
+
 pytestmark = [
     pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about inf and nan
@@ -74,14 +76,10 @@ def case(
 
 def expected_of(args: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """(output, cache afterwards) by the references, one after the other."""
-    cache = args["kv_cache"].clone()
-    names = ("positions", "query", "key", "value", "cos_sin_cache")
-    turn = (options.get("interleaved", False), options.get("norms"))
-    query = rotary_store_kv_reference(*map(args.get, names), cache, args["slot_mapping"], *turn)
-    names = ("block_table", "query_start_loc", "seq_lens", "scale", "max_query_len")
-    limits = (options.get("sliding_window"), options.get("softcap"))
-    where = map(args.get, names)
-    return paged_attention_reference(query, cache.nan_to_num(), *where, *limits), cache
+    *qkv, rotation, cache, rows, rule = rotary_inputs(**args, **options)
+    cache = cache.clone()
+    query = rotary_store_kv_reference(*qkv, rotation, cache, rows.slot_mapping)
+    return paged_attention_reference(query, cache.nan_to_num(), rows, rule), cache
 
 
 def check(
@@ -104,7 +102,7 @@ def check(
         return plans[-1]
 
     monkeypatch.setattr(attention_plan, "plan_launch", changed)
-    got = rotary_attention.rotary_attention(**args, **options)
+    got = rotary_attention.rotary_attention(*rotary_inputs(**args, **options))
     assert [plan.fused for plan in plans] == [True]
     assert not args["arrivals"].any()
     assert got.shape == expected.shape and got.dtype == expected.dtype
@@ -215,14 +213,9 @@ def test_what_one_kernel_does_not_do_is_done_by_two(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(fused, "rotary_attention", None)
     sinks = torch.randn(2)
     args = case(1, [9, 30], (2, 2))
-    cache = args["kv_cache"].clone()
-    names = ("positions", "query", "key", "value", "cos_sin_cache")
-    query = rotary_store_kv_reference(*map(args.get, names), cache, args["slot_mapping"])
-    names = ("block_table", "query_start_loc", "seq_lens", "scale", "max_query_len")
-    where = map(args.get, names)
-    expected = paged_attention_reference(query, cache.nan_to_num(), *where, None, None, sinks)
+    expected, _ = expected_of(args, {"sinks": sinks})
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
-    got = rotary_attention.rotary_attention(**args, sinks=sinks)
+    got = rotary_attention.rotary_attention(*rotary_inputs(**args, sinks=sinks))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 

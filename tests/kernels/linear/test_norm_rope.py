@@ -7,6 +7,7 @@ import torch
 
 from slipstream.kernels.linear.activation import gelu_tanh_and_mul, silu_and_mul
 from slipstream.kernels.linear.norm_rope import fused_add_rms_norm, rms_norm, rotary_embedding
+from slipstream.kernels.linear.rotation import Rotation
 
 
 @pytest.mark.parametrize("shape", [(1, 32), (7, 48), (3, 5, 24)])
@@ -46,7 +47,8 @@ def test_rotary_turns_each_pair_by_its_angle(interleaved: bool, rot_dim: int) ->
     cache = torch.cat((angles.cos(), angles.sin()), -1).float()
     positions = torch.tensor([0, 49, 3])
     query, key = torch.randn(3, 4, dim), torch.randn(3, 2, dim)
-    got_query, got_key = rotary_embedding(positions, query, key, cache, interleaved)
+    rotation = Rotation(positions, cache, interleaved)
+    got_query, got_key = rotary_embedding(query, key, rotation)
     assert got_key is not None
     for x, got in ((query, got_query), (key, got_key)):
         for pair in range(half):
@@ -56,7 +58,7 @@ def test_rotary_turns_each_pair_by_its_angle(interleaved: bool, rot_dim: int) ->
             torch.testing.assert_close(got[..., first].double(), turned.real, atol=1e-5, rtol=1e-5)
             torch.testing.assert_close(got[..., second].double(), turned.imag, atol=1e-5, rtol=1e-5)
         assert torch.equal(got[..., rot_dim:], x[..., rot_dim:])
-    assert rotary_embedding(positions, query, None, cache, interleaved)[1] is None
+    assert rotary_embedding(query, None, rotation)[1] is None
 
 
 def test_gated_activations() -> None:

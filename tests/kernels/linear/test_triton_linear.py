@@ -12,6 +12,7 @@ from torch import Tensor
 from slipstream.kernels.attention import rotary_store_kv
 from slipstream.kernels.linear import head_sample, linear, norm_rope
 from slipstream.kernels.linear.linear_choice import Choice, Gemv, Skinny
+from slipstream.kernels.linear.rotation import Rotation
 from slipstream.kernels.sampling import sample
 
 pytestmark = [
@@ -199,10 +200,10 @@ def test_rotary_of_parts(num_parts: int, has_norms: bool, dtype: torch.dtype) ->
     qkv = torch.randn(shape) if num_parts else torch.randn(shape).to(dtype)
     query, key, value = qkv.split([4, 2, 2], dim=-2)
     norms = (torch.rand(64).to(dtype), torch.rand(64).to(dtype), 1e-6) if has_norms else None
-    positions, cos_sin = torch.randint(0, 50, (7,)), torch.randn(50, 48)
-    args = (positions, query, key, value, cos_sin)
-    expected = rotary_store_kv.rotary_qkv_reference(*args, dtype, False, norms)
-    got = rotary_store_kv.rotary_qkv(*args, dtype, False, norms)
+    rotation = Rotation(torch.randint(0, 50, (7,)), torch.randn(50, 48), False, norms)
+    args = (query, key, value, rotation)
+    expected = rotary_store_kv.rotary_qkv_reference(*args, dtype)
+    got = rotary_store_kv.rotary_qkv(*args, dtype)
     tolerance = {"rtol": 1.6e-2, "atol": 3e-2}
     torch.testing.assert_close(got, expected, **tolerance)
 
@@ -210,8 +211,7 @@ def test_rotary_of_parts(num_parts: int, has_norms: bool, dtype: torch.dtype) ->
     slots = torch.randperm(24)[:7]
     slots[3] = -1
     wanted = cache.clone()
-    in_cache = (slots, False, norms)
-    reference = rotary_store_kv.rotary_store_kv_reference(*args, wanted, *in_cache)
-    rotated = rotary_store_kv.rotary_store_kv(*args, cache, *in_cache)
+    reference = rotary_store_kv.rotary_store_kv_reference(*args, wanted, slots)
+    rotated = rotary_store_kv.rotary_store_kv(*args, cache, slots)
     torch.testing.assert_close(rotated, reference, **tolerance)
     torch.testing.assert_close(cache, wanted, **tolerance)

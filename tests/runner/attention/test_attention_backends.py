@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
+from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.runner.attention import choice
 from slipstream.runner.attention.base import (
     AttentionBackend,
@@ -145,8 +146,12 @@ def test_the_stub_package_of_the_same_import_name_is_recognised(
         (FlashMLABackend, MLA, "needs a CUDA device"),
         (FlashInferBackend, MLA, "use flash_mla or triton"),
         (FlashInferBackend, GQA, "needs a CUDA device"),
-        (TritonBackend, AttentionLayer(0, 4, 2, 8, 0.2), "head sizes of 16 to 512, not 8"),
-        (TritonBackend, AttentionLayer(0, 4, 2, 576, 0.2), "head sizes of 16 to 512, not 576"),
+        (TritonBackend, AttentionLayer(0, 4, 2, 8, scale=0.2), "head sizes of 16 to 512, not 8"),
+        (
+            TritonBackend,
+            AttentionLayer(0, 4, 2, 576, scale=0.2),
+            "head sizes of 16 to 512, not 576",
+        ),
     ],
 )
 def test_what_a_back_end_cannot_run(
@@ -174,7 +179,7 @@ def test_triton_bakes_the_descriptors_bound_and_not_the_dummys() -> None:
     piecewise = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 32)
     cases = [(None, 1), (full(2, 6), 6), (mixed, 32), (piecewise, 1)]
     for desc, bound in cases:
-        assert TritonBuilder().build(common, desc)._max_query_len == bound
+        assert TritonBuilder().build(common, desc)._rows.max_query_len == bound
 
 
 @pytest.mark.usefixtures("triton_interpreter")
@@ -234,10 +239,9 @@ class FakeFlashMLA:
         assert schedule.lens == lens.tolist(), "stale plan"
         self.calls.append(options)
         starts = torch.arange(q.shape[0] + 1).int() * q.shape[1]
-        out = paged_attention_reference(
-            q.flatten(0, 1), cache, table, starts, lens, options["softmax_scale"], q.shape[1],
-            is_mla=True, head_dim_v=dim_v,
-        )  # fmt: skip
+        rows = PagedRows(table, starts, lens, q.shape[1], starts)  # no slots: only reads
+        rule = AttentionRule(scale=options["softmax_scale"], is_mla=True, head_dim_v=dim_v)
+        out = paged_attention_reference(q.flatten(0, 1), cache, rows, rule)
         return out.view(*q.shape[:3], dim_v), lens
 
 
@@ -298,12 +302,10 @@ class FakeWrapper:
             table[row, :count] = indices[int(indptr[row]) : int(indptr[row]) + count]
         lens = ((pages - 1) * page + last).int()
         window = self.settings["window_left"]
-        return out.copy_(
-            paged_attention_reference(
-                query, torch.stack(caches), table, starts, lens, self.settings["sm_scale"], 1,
-                sliding_window=None if window < 0 else window + 1,
-            )
-        )  # fmt: skip
+        rows = PagedRows(table, starts, lens, 1, starts)  # no slots: only reads
+        scale, window = self.settings["sm_scale"], None if window < 0 else window + 1
+        rule = AttentionRule(scale=scale, sliding_window=window)
+        return out.copy_(paged_attention_reference(query, torch.stack(caches), rows, rule))
 
     def note(self, starts: Tensor, indptr: Tensor, indices: Tensor, last: Tensor) -> None:
         assert bool((last >= 1).all()) and bool((indptr[1:] > indptr[:-1]).all())

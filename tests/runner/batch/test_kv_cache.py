@@ -9,11 +9,11 @@ from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.batch.kv_cache import KVCache, KVLayout, make_groups
 
 CPU = torch.device("cpu")
-FULL = AttentionLayer(0, 8, 2, 64, 1.0)
-WINDOW = AttentionLayer(1, 8, 4, 32, 1.0, sliding_window=128)
-SHARED = AttentionLayer(2, 16, 2, 64, 1.0, kv_source=0)
-MLA = AttentionLayer(3, 16, 1, 576, 1.0, head_dim_v=512, is_mla=True)
-DRAFT = AttentionLayer(4, 4, 2, 64, 1.0)
+FULL = AttentionLayer(0, 8, 2, 64, scale=1.0)
+WINDOW = AttentionLayer(1, 8, 4, 32, scale=1.0, sliding_window=128)
+SHARED = AttentionLayer(2, 16, 2, 64, scale=1.0, kv_source=0)
+MLA = AttentionLayer(3, 16, 1, 576, scale=1.0, head_dim_v=512, is_mla=True)
+DRAFT = AttentionLayer(4, 4, 2, 64, scale=1.0)
 
 
 def test_layers_of_one_shape_and_window_share_a_group() -> None:

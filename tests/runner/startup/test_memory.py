@@ -34,7 +34,7 @@ from slipstream.runner.startup.memory import NoKVMemory, num_kv_blocks
     ],
 )
 def test_only_flags_that_help_are_advised(device: str, given: int | None, advice: str) -> None:
-    groups = make_groups([AttentionLayer(0, 2, 2, 16, 0.25)])
+    groups = make_groups([AttentionLayer(0, 2, 2, 16, scale=0.25)])
     config = CacheConfig(kv_cache_memory_bytes=given)
     with pytest.raises(NoKVMemory) as caught:
         layout = KVLayout(groups, 16, torch.float32)

@@ -8,12 +8,31 @@ import triton
 import triton.language as tl
 
 from ...launch import hash_functions
-from ...linear.triton.norm_rope import load_parts
+
+
+@triton.jit
+def load_parts(pointers, inside, stride, PARTS: tl.constexpr):
+    """What is at `pointers`, or the sum of PARTS parts that lie `stride` apart, in their order."""
+    value = tl.load(pointers, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(pointers + part * stride, mask=inside, other=0.0)
+    return value
+
+
+@triton.jit
+def pairs(dim, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Of dims [D], of which the first ROT rotate: (partner, number of the pair, whether first)."""
+    half: tl.constexpr = ROT // 2
+    if INTERLEAVED:
+        partner, pair, is_first = dim ^ 1, dim // 2, dim % 2 == 0
+    else:
+        partner, pair, is_first = (dim + half) % ROT, dim % half, dim < half
+    return tl.where(dim < ROT, partner, dim), pair, is_first
 
 
 @triton.jit
 def rotated(
-    rows,  # [R] pointers to heads
+    rows,  # [R, 1] pointers to heads
     inside,  # [R, D]
     gain,  # [D], weight of the norm of each head
     cos,  # [R, D]
@@ -27,9 +46,9 @@ def rotated(
     PARTS: tl.constexpr,
 ):
     """[R, D] float32."""
-    x = load_parts(rows[:, None] + dim[None, :], inside, part_stride, PARTS).to(tl.float32)
-    swapped = load_parts(rows[:, None] + partner[None, :], inside, part_stride, PARTS)
-    swapped = swapped.to(tl.float32)
+    x = load_parts(rows + dim[None, :], inside, part_stride, PARTS)
+    swapped = load_parts(rows + partner[None, :], inside, part_stride, PARTS)
+    x, swapped = x.to(tl.float32), swapped.to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         own = tl.load(gain + dim, mask=dim < DIM, other=0.0).to(tl.float32)
