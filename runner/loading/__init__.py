@@ -1,1 +1,1 @@
-"""Finds model files and reads configs and weights from them."""
+"""Finds a model's files, checks them, and reads configs and weights from them."""

@@ -1,7 +1,8 @@
-"""Brings stretches of files into tensors on a device as fast as the disk gives them.
+"""Reads parts of files into tensors on a device, as fast as the disk allows.
 
-Threads read large pieces into pinned memory, from where the device fetches them while others are
-read: a mapped file would be paged in and copied once more by one thread. It knows no file format.
+Threads read large pieces into pinned memory, from which the GPU copies one piece while others are
+being read. (A mapped file would be paged in and copied again by a single thread.) It knows no file
+format.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ import torch
 from torch import Tensor
 
 _PIECE_BYTES = 8 << 20
-_NUM_READERS = 8  # a copy out of the page cache is one core's work: some 5 GB/s
-_AHEAD_BYTES = 512 << 20  # of tensors that are read before they are asked for
+_NUM_READERS = 8  # one core copies about 5 GB/s out of the page cache
+_AHEAD_BYTES = 512 << 20  # most bytes read before their tensors are requested
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Where a tensor's bytes lie."""
+    """The place of a tensor's bytes in a file."""
 
     path: Path
     offset: int
@@ -38,16 +39,17 @@ class Stretch:
 
 
 class _Lane:
-    """A piece of memory through which one thread at a time reads."""
+    """A staging buffer that one thread at a time reads through."""
 
     def __init__(self, device: torch.device, piece_bytes: int) -> None:
         on_cuda = device.type == "cuda"
         self._buffer = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=on_cuda)
         self._bytes = self._buffer.numpy().data
-        self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
+        # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if on_cuda else None
 
     def fill(self, file: int, offset: int, target: Tensor, free: torch.cuda.Event | None) -> None:
-        """Read into `target` [n] uint8, whose memory nobody uses any more after `free`."""
+        """Read into `target`, [n] uint8. Its memory may still be in use until the event `free`."""
         done, size = 0, len(target)
         while done < size:
             count = os.preadv(file, [self._bytes[done:size]], offset + done)
@@ -70,8 +72,10 @@ def read_tensors(
     piece_bytes: int = _PIECE_BYTES,
     ahead_bytes: int = _AHEAD_BYTES,
 ) -> Iterator[Tensor]:
-    """Each stretch as a tensor on `device`, in their order; some are read ahead. OSError if a file
-    cannot be read or is too short."""
+    """Yield each stretch as a tensor on `device`, in order, reading some ahead.
+
+    Raises OSError if a file cannot be read or is too short.
+    """
     lanes: SimpleQueue[_Lane] = SimpleQueue()
     for _ in range(num_readers):
         lanes.put(_Lane(device, piece_bytes))
@@ -79,7 +83,7 @@ def read_tensors(
     def fill(file: int, offset: int, target: Tensor, free: torch.cuda.Event | None) -> None:
         lane = lanes.get()
         try:
-            with torch.inference_mode():  # it is per thread
+            with torch.inference_mode():  # the mode is per thread
                 lane.fill(file, offset, target, free)
         finally:
             lanes.put(lane)
@@ -120,7 +124,10 @@ def read_tensors(
 def _allocate(
     stretch: Stretch, device: torch.device
 ) -> tuple[Tensor, Tensor, torch.cuda.Event | None]:
-    """A tensor, its bytes [n], and when its memory is free: its last user may be still running."""
+    """Allocate a tensor: (tensor, its bytes [n], the event after which its memory is free).
+
+    The allocator may return memory that a running kernel still uses; the event waits for it.
+    """
     tensor = torch.empty(stretch.shape, dtype=stretch.dtype, device=device)
     free = None
     if device.type == "cuda":

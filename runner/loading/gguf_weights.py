@@ -1,4 +1,4 @@
-"""Reads GGUF files: the config from metadata, weights dequantised and under the names of
+"""Reads GGUF files: the config from the metadata, and dequantised weights, renamed as in
 transformers' checkpoints. Knows nothing about models."""
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _BLOCK_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
-_MAY_LACK = ("num_key_value_heads", "head_dim", "rope_theta")  # numbers that have defaults
-_LONG_ARRAY = 1024  # longer ones are vocabularies
-_PIECE = 8192  # quantised blocks turned to numbers at once
-_ROPE_DIVISORS = "rope_freqs.weight"  # llama3 scaling, stored as its outcome
+_MAY_LACK = ("num_key_value_heads", "head_dim", "rope_theta")  # numbers with a default
+_LONG_ARRAY = 1024  # arrays longer than this are vocabularies
+_PIECE = 8192  # quantised blocks converted at once
+_ROPE_DIVISORS = "rope_freqs.weight"  # the frequencies' divisors under llama3 scaling
 
 
 class _Reader(GGUFReader):  # type: ignore[misc]
-    """A reader that steps over a vocabulary instead of making an array of each of its strings."""
+    """A reader that skips vocabularies instead of making an array for each of their strings."""
 
     def _get_field_parts(
         self, orig_offs: int, raw_type: int
@@ -69,13 +69,13 @@ class _Reader(GGUFReader):  # type: ignore[misc]
 
 
 class GGUFFile:
-    """One open GGUF file."""
+    """An open GGUF file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             self._reader = _Reader(path)
-        except Exception as error:  # the package reads what it finds as it comes
+        except Exception as error:  # the package does not validate what it reads
             reason = first_line(error).rstrip(".") or "its header makes no sense"
             raise ModelLoadError(f"{path} is not a readable GGUF file: {reason}.") from error
         self.architecture = str(self._value("general.architecture"))
@@ -87,14 +87,15 @@ class GGUFFile:
         try:
             return default if field is None else field.contents()
         except (ValueError, LookupError, TypeError) as error:
-            raise ModelLoadError(f"{self.path} cannot be served: its {key!r} is odd.") from error
+            reason = f"its {key!r} has an invalid value"
+            raise ModelLoadError(f"{self.path} cannot be served: {reason}.") from error
 
     def _setting(self, key: str, default: Any = None) -> Any:
         return self._value(f"{self.architecture}.{key}", default)
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """End-of-sequence and end-of-turn ids, without repeats."""
+        """The end-of-sequence and end-of-turn ids, without duplicates."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         ids = [self._value(key) for key in keys]
         try:
@@ -103,7 +104,10 @@ class GGUFFile:
             raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
 
     def config(self) -> dict[str, Any]:
-        """What config.json would say."""
+        """The content that the model's config.json would have.
+
+        Raises ModelLoadError if it is invalid.
+        """
         try:
             model_type = check_gguf_architecture(self.architecture)
         except NotServed as error:
@@ -117,7 +121,7 @@ class GGUFFile:
             if missing:
                 raise NotServed(f"its header has no {GGUF_NUMBERS[missing[0]]}.")
             if table is None or len(table.shape) != 2:
-                raise NotServed("its tensor token_embd.weight is missing or no matrix.")
+                raise NotServed("its tensor token_embd.weight is missing or not a matrix.")
             check_weights(numbers, len(self._tensors), self.path.stat().st_size)
         except NotServed as error:
             raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
@@ -167,7 +171,7 @@ class GGUFFile:
         return rope
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every weight in the file, quantised as it is."""
+        """Bytes of every weight in its stored, quantised form."""
         return {
             _checkpoint_name(name): int(stored.n_bytes)
             for name, stored in self._tensors.items()
@@ -175,8 +179,8 @@ class GGUFFile:
         }
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in transformers' form, fp32 tensor) of every weight."""
-        # llama.cpp's converter reorders rotary pairs of this architecture; the others keep theirs
+        """Yield (transformers' name, fp32 tensor) for every weight."""
+        # llama.cpp's converter reorders the rotary pairs of these architectures only
         heads: dict[str, int] = {}
         if self.architecture in ("llama", "mistral"):
             num_heads = int(self._setting("attention.head_count"))
@@ -192,7 +196,7 @@ class GGUFFile:
             yield _checkpoint_name(name), tensor
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
-        """As `tensors`, but meta tensors: reads headers only."""
+        """Like `tensors`, but yields meta tensors and reads only headers."""
         for name, stored in self._tensors.items():
             if name != _ROPE_DIVISORS:
                 yield _checkpoint_name(name), torch.empty(_shape(stored), device="meta")
@@ -203,29 +207,29 @@ def _shape(stored: Any) -> tuple[int, ...]:
 
 
 def _dequantised(stored: Any, name: str) -> Tensor:
-    """The tensor in fp32."""
+    """Dequantise a stored tensor to fp32."""
     shape, data = _shape(stored), stored.data
     if stored.tensor_type in _FAST:
         blocks, per_block = _FAST[stored.tensor_type]
         out = torch.empty(shape)
         rows = data.reshape(-1, GGML_QUANT_SIZES[stored.tensor_type][1])
         into = out.view(-1, per_block)
-        # in pieces, so that what lies between stays in the CPU's cache
+        # in pieces, so that intermediate results stay in the CPU's cache
         for start in range(0, len(rows), _PIECE):
             piece = slice(start, start + _PIECE)
-            # a copy, as torch takes no read-only memory
+            # a copy, because torch does not accept read-only memory
             blocks(torch.from_numpy(rows[piece].copy()), into[piece])
         return out
     if data.dtype == np.uint8 and data.ndim == 2:
-        # quantised blocks follow one another, so rows may be joined: `dequantize` works on 16 rows
-        # at a time, which is slow when they are short
+        # `dequantize` processes 16 rows at a time, which is slow if rows are short; as quantised
+        # blocks are contiguous, rows can be joined
         joined = math.gcd(data.shape[0], 64)
         data = data.reshape(data.shape[0] // joined, -1)
     try:
         values = dequantize(data, stored.tensor_type)
     except NotImplementedError as error:
         raise ModelLoadError(
-            f"tensor {name} has the quantisation {stored.tensor_type.name}, which is not supported."
+            f"tensor {name} has an unsupported quantisation: {stored.tensor_type.name}."
         ) from error
     values = values if values.flags.writeable else values.copy()
     return torch.from_numpy(values).view(shape)
@@ -246,7 +250,7 @@ def _q8_0(blocks: Tensor, out: Tensor) -> None:
     out.mul_(blocks[:, :2].contiguous().view(torch.float16).float())
 
 
-# The forms of the default model. The gguf package's NumPy takes ten times as long.
+# The formats of the default model. The gguf package's NumPy code takes ten times as long.
 _FAST: dict[GGMLQuantizationType, tuple[Callable[[Tensor, Tensor], None], int]] = {
     GGMLQuantizationType.Q4_1: (_q4_1, 32),
     GGMLQuantizationType.Q8_0: (_q8_0, 32),
@@ -259,7 +263,10 @@ def _split_rotary_pairs(tensor: Tensor, num_heads: int) -> Tensor:
 
 
 def _checkpoint_name(name: str) -> str:
-    """transformers' name of a GGUF tensor; unknown names stay, for the loader to report."""
+    """The name of a GGUF tensor in transformers.
+
+    Unknown names are kept, for the loader to report.
+    """
     stem, _, suffix = name.rpartition(".")
     if stem in _TOP_NAMES:
         return f"{_TOP_NAMES[stem]}.{suffix}"

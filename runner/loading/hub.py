@@ -14,16 +14,17 @@ from ...configs.speculative import METHODS
 from ..errors import ModelLoadError
 
 _SMALL_FILES = ["*.json", "*.model", "*.jinja", "*.txt"]
-_OTHER_FOLDERS = "*/*"  # the same weights for other engines
-Check = Callable[[Path], None]  # of a folder with a config.json: raises ModelLoadError
+_OTHER_FOLDERS = "*/*"  # these hold the same weights for other engines
+Check = Callable[[Path], None]  # gets a folder with a config.json; raises ModelLoadError
 
 
 def find_model(
     config: ModelConfig, check: Check | None = None, progress: Progress | None = None
 ) -> Path:
-    """The folder or .gguf file that `config.model` names, downloaded if it is a hub id.
+    """The folder or .gguf file that `config.model` names. A hub id is downloaded first.
 
-    `check` sees what is downloaded before its weights are; `progress` counts their bytes.
+    `check` is called before a model's weights are downloaded; `progress` gets the bytes done.
+    Raises ModelLoadError.
     """
     name = config.model
     try:
@@ -32,7 +33,7 @@ def find_model(
         raise ModelLoadError(f"{error}.") from None
     if path is not None:
         if path.is_file() and path.suffix != ".gguf":
-            raise ModelLoadError(f"{path} is a file, but neither a model folder nor a .gguf file.")
+            raise ModelLoadError(f"{path} is neither a model folder nor a .gguf file.")
         if path.is_dir() and config.load_format == "gguf":
             return _gguf_in(path)
         if path.is_dir() and not (path / "config.json").is_file():
@@ -43,13 +44,14 @@ def find_model(
     if name.endswith(".gguf") or name.startswith(("/", ".", "~")):
         raise ModelLoadError(f"{name} does not exist.")
     if name.count("/") != 1:
-        raise ModelLoadError(f"{name!r} is no folder, no .gguf file and no hub id (owner/name).")
+        raise ModelLoadError(f"{name!r} is not a folder, a .gguf file or a hub id (owner/name).")
     return _download(config, check, progress)
 
 
 def find_drafter(config: SpeculativeConfig, progress: Progress | None = None) -> None:
-    """Find the drafter's files, or download them, before anything is loaded; ModelLoadError."""
-    if config.model is not None and config.method in METHODS:  # not those of one's own
+    """Find or download the drafter's files before anything is loaded. Raises ModelLoadError."""
+    # a custom drafter finds its own files
+    if config.model is not None and config.method in METHODS:
         try:
             model = ModelConfig(model=config.model, load_format=config.load_format)
             find_model(model, progress=progress)
@@ -80,9 +82,9 @@ def _download(config: ModelConfig, check: Check | None, progress: Progress | Non
 
 
 def _weights(folder: Path) -> list[str]:
-    """Patterns of the weight files that will be read: those that the index names, if there is one.
+    """Patterns of the weight files to download: the files in the index, or all safetensors.
 
-    An index that makes no sense is the reader's business.
+    A malformed index is ignored here; reading the checkpoint reports it.
     """
     try:
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))

@@ -1,5 +1,5 @@
-"""Owns what is checked before a model takes memory: its shape, from its config and the headers of
-its files, against both and against the memory that there is."""
+"""Checks a model before it uses memory: builds it on meta tensors from its config, and compares
+sizes with the machine's memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..models.layers import WeightFormat
 from ..models.registry import build_model
 from .weights import ResolvedModel
 
-# What building or filling a model of odd numbers ends in.
+# Exceptions that building or filling a model from a malformed config can raise.
 _ODD_CONTENT = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
     *(AssertionError, RuntimeError),
@@ -30,14 +30,14 @@ _CGROUP_LIMITS = (
 
 
 class NotEnoughMemory(RunnerError):
-    """The machine has less memory than the server was told to use."""
+    """The model or the configuration needs more memory than the machine has."""
 
 
 def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int) -> TextModel:
-    """The model of meta tensors, which takes no memory.
+    """Build the model from meta tensors, which use no memory.
 
-    ModelLoadError if the config describes no model that can be built; NotEnoughMemory if its
-    weights are larger than the memory of the machine.
+    Raises ModelLoadError if the config describes no model that can be built, and NotEnoughMemory
+    if the weights are larger than the machine's memory.
     """
     nowhere = replace(fmt, device=torch.device("meta"), pack_fp16=False, linear=None)
     try:
@@ -47,7 +47,7 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
     except _ODD_CONTENT as error:
         why = f"{type(error).__name__}: {first_line(error)}".rstrip(": .")
         raise ModelLoadError(
-            f"the config of {resolved.path} does not describe a model that can be built ({why})."
+            f"the config of {resolved.path} does not describe a valid model ({why})."
         ) from error
     _refuse_too_large(model, fmt)
     return model
@@ -56,15 +56,18 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
 def _refuse_too_large(model: TextModel, fmt: WeightFormat) -> None:
     needed = sum(tensor.nbytes for tensor in {id(b): b for b in model.buffers()}.values())
     total = memory_of(fmt.device)
-    # Packed for a CPU, weights take half of what they do in float32.
+    # Weights packed for a CPU use half the memory of float32.
     if total is not None and needed // (2 if fmt.pack_fp16 else 1) > total:
         raise NotEnoughMemory(
-            f"the model's weights need {_gib(needed)}, but there are only {_gib(total)} of memory."
+            f"the model's weights need {_gib(needed)}, but only {_gib(total)} of memory exist."
         )
 
 
 def memory_of(device: torch.device) -> int | None:
-    """Bytes that the GPU has, or that this process may use of the machine's; None if unknown."""
+    """Bytes of memory of the GPU, or of the machine as far as this process may use it.
+
+    None if unknown.
+    """
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type != "cpu":
@@ -82,18 +85,17 @@ def memory_of(device: torch.device) -> int | None:
 
 
 def refuse_large_cache(size: int | None, device: torch.device) -> None:
-    """NotEnoughMemory if --kv-cache-memory-bytes is more than there is."""
+    """Raise NotEnoughMemory if --kv-cache-memory-bytes exceeds the memory."""
     total = memory_of(device)
     if size is not None and total is not None and size > total:
         raise NotEnoughMemory(
-            f"--kv-cache-memory-bytes {size} ({_gib(size)}) is more than the {_gib(total)} of "
-            "memory that there are"
+            f"--kv-cache-memory-bytes {size} ({_gib(size)}) exceeds the memory of {_gib(total)}"
         )
 
 
 @contextmanager
 def memory_faults(doing: str) -> Iterator[None]:
-    """Turn what running out of memory raises into one sentence: it happened while `doing` this."""
+    """Turn out-of-memory errors inside into NotEnoughMemory. `doing` completes "memory for ..."."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
@@ -106,7 +108,7 @@ def memory_faults(doing: str) -> Iterator[None]:
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    return "can't allocate memory" in str(error)  # torch's words on a CPU; on a GPU it says more
+    return "can't allocate memory" in str(error)  # torch's message on a CPU; on a GPU it says more
 
 
 def _gib(size: int) -> str:

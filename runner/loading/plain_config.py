@@ -1,7 +1,7 @@
-"""Reads the config.json of a plain Llama, Mistral or Qwen without transformers, whose import takes
-longer than CUDA's start.
+"""Reads the config.json of a plain Llama, Mistral or Qwen without transformers, because importing
+that takes longer than starting CUDA.
 
-Only where the file states every value that transformers would fill in; it knows no defaults.
+It applies only if the file states every value that transformers would fill in: it has no defaults.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LLAMA3 = {
 
 
 def plain_config(raw: Mapping[str, Any], needs_eos: bool = True) -> Any | None:
-    """What transformers would make of `raw`, as far as our models read it; None = ask it."""
+    """A config with the values that our models read; None if transformers must parse `raw`."""
     if not _is_plain(raw) or (needs_eos and raw.get("eos_token_id") is None):
         return None
     window = _sliding_window(raw)
@@ -55,7 +55,7 @@ def _is_plain(raw: Mapping[str, Any]) -> bool:
 
 
 def _has_plain_rope(raw: Mapping[str, Any]) -> bool:
-    """Whether positions are those of the first Llama, or stretched as Llama 3's."""
+    """True for default rotary embeddings and for Llama 3's scaling."""
     if raw.get("rope_parameters") or raw.get("partial_rotary_factor"):
         return False
     if type(raw.get("rope_theta")) not in (int, float):
@@ -69,7 +69,7 @@ def _has_plain_rope(raw: Mapping[str, Any]) -> bool:
 
 
 def _sliding_window(raw: Mapping[str, Any]) -> int | None:
-    """Of every layer; 0 = none has one, None = not stated, or not for all layers."""
+    """The sliding window of all layers; 0 = none, None = not stated, or not the same for all."""
     kind = raw["model_type"]
     if kind == "llama":
         return 0

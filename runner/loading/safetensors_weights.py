@@ -1,4 +1,4 @@
-"""Reads safetensors checkpoints, one file or sharded; fp8 block-quantised matrices become fp32."""
+"""Reads safetensors checkpoints, whole or sharded. Block-quantised fp8 matrices become fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...configs.model.model_config import OTHER_WEIGHTS, is_file_name
 from ..errors import ModelLoadError
 from .file_reader import Stretch, read_tensors
 
-_SCALE = "_scale_inv"  # suffix of an fp8 matrix' block scales: weight_scale_inv
+_SCALE = "_scale_inv"  # suffix of the block scales of an fp8 matrix: weight_scale_inv
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -27,11 +27,14 @@ _DTYPES = {
 
 
 class SafetensorsCheckpoint:
-    """The weights of a model folder. `names` leaves out what only serves dequantisation."""
+    """The weights of a model folder. `names` leaves out the scales of quantised matrices."""
 
     def __init__(self, folder: Path, hf_config: Any, device: torch.device | None = None) -> None:
-        """`device`: where tensors are wanted; they come there by `file_reader` if it is a GPU, and
-        are views of the mapped files otherwise."""
+        """`device` is where tensors are needed.
+
+        For a GPU, `file_reader` reads them into its memory; otherwise they are views of the
+        mapped files.
+        """
         self._folder, self._device = folder, device
         self._block = _fp8_block(hf_config)
         self._files = _tensor_files(folder)  # stored name -> file name
@@ -41,18 +44,18 @@ class SafetensorsCheckpoint:
         return name.endswith(_SCALE) and name.removesuffix(_SCALE) in self._files
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every weight in the files."""
+        """Bytes of every weight in its stored form."""
         stretches = self._stretches_in_order()
         return {name: stretches[name].num_bytes for name in self.names}
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, tensor) of every weight, file by file."""
+        """Yield (name, tensor) for every weight, file by file."""
         if self._device is not None and self._device.type == "cuda":
             return self._read(self._device)
         return self._mapped()
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
-        """As `tensors`, but meta tensors: reads headers only."""
+        """Like `tensors`, but yields meta tensors and reads only headers."""
         stretches = self._stretches_in_order()
         for name in self.names:
             stretch = stretches[name]
@@ -80,7 +83,7 @@ class SafetensorsCheckpoint:
             yield name, tensor
 
     def _read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """As `_mapped`, on the device, in the order of the bytes."""
+        """Like `_mapped`, but on the device, in the order of the bytes in the files."""
         wanted = self._stretches_in_order()
         tensors = read_tensors(list(wanted.values()), device)
         left = iter(wanted)
@@ -91,7 +94,7 @@ class SafetensorsCheckpoint:
             yield name, tensor
 
     def _stretches_in_order(self) -> dict[str, Stretch]:
-        """By name as the bytes lie, but a matrix' scales behind it."""
+        """The stretches of all weights in file order, each fp8 matrix followed by its scales."""
         scales = {name + _SCALE for name in self.names if name + _SCALE in self._files}
         found: dict[str, Stretch] = {}
         by_file: dict[str, set[str]] = {}
@@ -165,7 +168,7 @@ def _tensor_files(folder: Path) -> dict[str, str]:
 
 
 def _stretches(path: Path, names: set[str]) -> dict[str, Stretch]:
-    """Where these tensors of a file lie."""
+    """The places of these tensors in a file."""
     try:
         with safe_open(path, framework="pt"):  # checks the header and the length
             pass
@@ -179,14 +182,16 @@ def _stretches(path: Path, names: set[str]) -> dict[str, Stretch]:
         if name not in names:
             continue
         if entry["dtype"] not in _DTYPES:
-            raise ModelLoadError(f"tensor {name} of {path} has the dtype {entry['dtype']}.")
+            raise ModelLoadError(
+                f"tensor {name} of {path} has the unsupported dtype {entry['dtype']}."
+            )
         offset = 8 + size + entry["data_offsets"][0]
         found[name] = Stretch(path, offset, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
     return found
 
 
 def _fp8_block(hf_config: Any) -> tuple[int, int]:
-    """Block size of an fp8 checkpoint."""
+    """The block size of an fp8 checkpoint's scales, (rows, columns)."""
     settings = getattr(hf_config, "quantization_config", None) or {}
     if not isinstance(settings, dict):
         settings = settings.to_dict()
@@ -195,7 +200,7 @@ def _fp8_block(hf_config: Any) -> tuple[int, int]:
 
 
 def dequantise_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """fp32 [R, C] of an fp8 weight [R, C] whose blocks have the scales [ceil(R/b0), ceil(C/b1)]."""
+    """Dequantise an fp8 weight [R, C] with block scales [ceil(R/b0), ceil(C/b1)] to fp32."""
     rows, columns = weight.shape
     out = weight.float()
     # full-size scales, cut where the last blocks are partial

@@ -1,4 +1,4 @@
-"""Finds a model (folder, .gguf file, hub id), reads its config, fills a model with its weights."""
+"""Reads a model's config, and fills a model with the weights of its checkpoint."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from ..models.layers import CheckpointSlot
 from .hub import find_model
 from .plain_config import plain_config
 
-Progress = Callable[[int, int], None]  # (bytes done, bytes in all)
-_LOADERS = 2  # threads that bring tensors to their places; packing on a CPU is one thread's work
-_MAX_PENDING_BYTES = 256 << 20  # of tensors that were read and wait for a loader
-_PLAIN_WINDOW = ("llama", "mistral")  # model types without rules about which layers have a window
-_MAX_NAMED = 5  # tensor names in one error
+Progress = Callable[[int, int], None]  # (bytes done, total bytes)
+_LOADERS = 2  # threads that load slots; packing weights on a CPU uses one core each
+_MAX_PENDING_BYTES = 256 << 20  # of tensors that are read but not loaded yet
+_PLAIN_WINDOW = ("llama", "mistral")  # types in which all layers have the same window
+_MAX_NAMED = 5  # tensor names in an error message
 
 
 class Checkpoint(Protocol):
-    """Stored weights under the names of transformers' checkpoints."""
+    """A checkpoint's weights, under the names of transformers."""
 
     names: list[str]
 
     def sizes(self) -> dict[str, int]:
-        """Bytes that each of the tensors takes in the files; reads headers only."""
+        """Bytes of each tensor in its stored form. Reads only headers."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
-        """As `tensors`, in any order, but meta tensors: reads headers only."""
+        """Like `tensors`, but yields meta tensors in any order and reads only headers."""
 
 
 class _Outlines:
-    """Another checkpoint, of which only names, shapes and types are read."""
+    """Wraps a checkpoint so that only its names, shapes and dtypes are read."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.names, self.outlines = list(checkpoint.names), checkpoint.outlines
@@ -69,14 +69,14 @@ class _Outlines:
 
 @dataclass(frozen=True)
 class ResolvedModel:
-    """A model that was found. `kind` is "safetensors", "gguf" or "dummy"."""
+    """A model's files and config. `kind` is "safetensors", "gguf" or "dummy"."""
 
     path: Path  # folder, or the .gguf file
     kind: str
-    hf_config: Any  # a transformers config, or its like
+    hf_config: Any  # a transformers config, or an object with the same attributes
     eos_token_ids: list[int] = field(default_factory=list)
-    seed: int = 0  # of dummy weights
-    opened: Checkpoint | None = None  # a checkpoint that finding the config has opened
+    seed: int = 0  # for dummy weights
+    opened: Checkpoint | None = None  # the checkpoint, if reading the config opened it
 
     @property
     def text_config(self) -> Any:
@@ -85,17 +85,17 @@ class ResolvedModel:
 
     @property
     def checkpoint_dtype(self) -> object:
-        """The dtype the config names, or None."""
+        """The dtype that the config names, or None."""
         return getattr(self.text_config, "dtype", None) or getattr(self.hf_config, "dtype", None)
 
 
 def resolve_model(
     config: ModelConfig, check_architecture: bool = True, downloading: Progress | None = None
 ) -> ResolvedModel:
-    """Find the model and read its config; ModelLoadError, one sentence, if that fails.
+    """Find the model, downloading it if necessary, and read its config.
 
-    `downloading` is called with the bytes of a download. A config that cannot be served is refused
-    before its weights are downloaded.
+    Raises ModelLoadError, for a config that cannot be served before its weights are downloaded.
+    `downloading` is called with a download's bytes.
     """
 
     def read_config(folder: Path) -> Any:
@@ -124,7 +124,7 @@ def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
     file = GGUFFile(path)
     raw = file.config()
     rope = raw.pop("rope_parameters")
-    # transformers does not know all our rope types, so they are set past its validation
+    # transformers would reject some of our rope types, so these are set after its validation
     standard = rope if rope["rope_type"] != "divisors" else None
     overrides = _overrides(config)
     if not overrides and (raw["model_type"] in _PLAIN_WINDOW or "sliding_window" not in raw):
@@ -168,8 +168,10 @@ def _overrides(config: ModelConfig) -> dict[str, Any]:
 
 
 def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = True) -> Any:
-    """The transformers config of a config.json's content, or its like (see `plain_config`);
-    ModelLoadError if it cannot be served."""
+    """Make a transformers config, or the like (see `plain_config`), from a config.json's content.
+
+    Raises ModelLoadError if the model cannot be served.
+    """
     try:
         if check_architecture:
             served_architecture(raw)
@@ -183,9 +185,9 @@ def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = 
 
     model_type = raw.get("model_type")
     if model_type is None:
-        raise ModelLoadError(f"the config of {source} names no model_type.")
+        raise ModelLoadError(f"the config of {source} has no model_type.")
     if model_type not in CONFIG_MAPPING:
-        raise ModelLoadError(f"model_type {model_type!r} is not known to transformers.")
+        raise ModelLoadError(f"transformers does not know the model_type {model_type!r}.")
     try:
         hf_config = CONFIG_MAPPING[model_type].from_dict(dict(raw))
     except Exception as error:  # each config class validates in its own way
@@ -200,7 +202,10 @@ def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = 
 def load_weights(
     model: TextModel, resolved: ResolvedModel, progress: Progress | None = None
 ) -> None:
-    """Fill `model`; every stored tensor is used once, ModelLoadError names those that are not."""
+    """Fill `model` with the stored weights, each of which must be used exactly once.
+
+    Raises ModelLoadError with the names of tensors that are missing or left over.
+    """
     slots = model.checkpoint_slots()
     if resolved.kind == "dummy":
         load_random(slots, model.format.device, resolved.seed, progress)
@@ -210,7 +215,7 @@ def load_weights(
 
 
 def open_checkpoint(resolved: ResolvedModel, device: torch.device | None = None) -> Checkpoint:
-    """The stored weights of a model that has some; `device`: where they are wanted."""
+    """Open the stored weights of a model that is not "dummy"; `device` is where they are needed."""
     checkpoint = resolved.opened
     if checkpoint is None:
         from .safetensors_weights import SafetensorsCheckpoint
@@ -226,7 +231,7 @@ def load_checkpoint(
     source: str,
     progress: Progress | None = None,
 ) -> None:
-    """Fill `slots`. `checkpoint_name` gives a stored tensor's slot, or None to leave it out."""
+    """Fill `slots`. `checkpoint_name` maps a stored tensor to its slot, or to None to skip it."""
     targets = match_names(slots, checkpoint.names, checkpoint_name, source)
     sizes = checkpoint.sizes()
     jobs: deque[tuple[Future[None], str, int]] = deque()  # and the bytes of its tensor
@@ -264,7 +269,10 @@ def match_names(
     checkpoint_name: Callable[[str], str | None],
     source: str,
 ) -> dict[str, str | None]:
-    """The slot of each stored tensor; ModelLoadError unless every slot gets the tensor it needs."""
+    """Map each stored tensor to its slot. Raises ModelLoadError unless they match one to one.
+
+    Optional slots may stay empty, and tensors that map to None are skipped.
+    """
     targets = {name: checkpoint_name(name) for name in names}
     wanted = [target for target in targets.values() if target is not None]
     _complain(
@@ -279,7 +287,7 @@ def match_names(
 
 
 def check_outlines(model: TextModel, resolved: ResolvedModel) -> None:
-    """ModelLoadError unless the checkpoint has the tensors of `model`; reads headers only."""
+    """Raise ModelLoadError unless names and shapes of the checkpoint fit. Reads only headers."""
     if resolved.kind == "dummy":
         return
     slots, checkpoint = model.checkpoint_slots(), open_checkpoint(resolved)
@@ -294,13 +302,13 @@ def _check_shape(name: str, tensor: Tensor, slot: CheckpointSlot, source: str) -
     if tuple(tensor.shape) != slot.shape:
         raise ModelLoadError(
             f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
-            f"asks for {list(slot.shape)}."
+            f"requires {list(slot.shape)}."
         )
 
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Keep torch's operations from starting threads of their own in each of ours."""
+    """Let torch use one thread per operation, so that loading threads do not multiply."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -310,7 +318,7 @@ def _one_thread_each() -> Iterator[None]:
 
 
 def _load(slot: CheckpointSlot, tensor: Tensor) -> None:
-    with torch.no_grad():  # it is per thread
+    with torch.no_grad():  # the mode is per thread
         slot.load(tensor)
 
 
@@ -328,7 +336,8 @@ def load_random(
     progress: Progress | None = None,
     std: float = 0.02,
 ) -> None:
-    """Fill `slots` with seeded noise, drawn on the device; norms get ones, biases zeros."""
+    """Fill `slots` with seeded random weights, drawn on the device; norms get ones, biases
+    zeros."""
     has_memory = device.type != "meta"
     generator = torch.Generator(device).manual_seed(seed) if has_memory else None
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

@@ -1,1 +1,1 @@
-"""Model architectures, one file each, draft heads included."""
+"""Model architectures, one file per family, and the layers that they share."""

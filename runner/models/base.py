@@ -1,4 +1,4 @@
-"""What every decoder model has: embedding, head, attention layers, map of its checkpoint."""
+"""The base of every decoder model: embedding, output head, and the mapping of its checkpoint."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ..attention.base import AttentionLayer, AttentionState
 from .layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
 from .rotary import RotaryEmbedding, RotaryStep
 
-# Tables that old checkpoints carry and every implementation recomputes.
+# Tables stored in old checkpoints, which every implementation recomputes.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.masked_bias$")
 
 
-# A pass's hidden states [M, H] and taps side by side [M, taps * H]; no taps, None.
+# Final hidden states [M, H], and auxiliary hidden states concatenated [M, count * H], or None.
 ForwardOutput = tuple[Tensor, Tensor | None]
 
 
-class Taps:
-    """Keeps the residual stream of a pass at some boundaries, side by side."""
+class AuxHiddenStates:
+    """Collects auxiliary hidden states: the residual stream at some boundaries, concatenated."""
 
     def __init__(self, boundaries: Sequence[int], like: Tensor, into: ForwardOutput | None) -> None:
-        """`like`: a stream [M, H]; kept in `into`, if there is such a thing."""
+        """`like` is a stream [M, H]. They are written into the second tensor of `into` if given."""
         self._size, self._column = like.shape[1], {b: i for i, b in enumerate(boundaries)}
         self.all: Tensor | None = None if into is None else into[1]
         if self.all is None and boundaries:
             self.all = like.new_empty(like.shape[0], len(boundaries) * self._size)
 
     def keep(self, boundary: int, hidden: Tensor, residual: Tensor | None = None) -> None:
-        """Keep hidden + residual if it is asked for; shapes as in `kernels.linear.streams`."""
+        """Keep hidden + residual if `boundary` is wanted; shapes as in `kernels.linear.streams`."""
         column = self._column.get(boundary)
         if column is not None:
             assert self.all is not None
@@ -43,19 +43,20 @@ class Taps:
             write_stream(hidden, residual, own)
 
 
-# Rows [M, H], and None; or the table [V, H] and the ids [M] by which they are found in it.
+# Rows [M, H] and None; or an embedding table [V, H] and the ids [M] to look up in it.
 EmbeddedIds = tuple[Tensor, Tensor | None]
 
 
 def embedded(model: Any, input_ids: Tensor) -> EmbeddedIds:
-    """What `model` embeds `input_ids` as: for `streams.norm_pair`, which reads tables itself."""
+    """The embeddings of `input_ids`, as a table and ids if possible; `streams.norm_pair` reads
+    both."""
     if getattr(type(model), "embed", None) is TextModel.embed:
         return model.embed_tokens.weight, input_ids
     return model.embed(input_ids), None
 
 
 class TextModel(nn.Module):
-    """A decoder over flat token rows. Subclasses fill `layers` and give `forward`."""
+    """A decoder over flat token rows. Subclasses set `layers` and implement `forward`."""
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
         super().__init__()
@@ -65,7 +66,7 @@ class TextModel(nn.Module):
         self.tied = bool(config.tie_word_embeddings)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, fmt, role="head")
         if self.tied and not fmt.pack_fp16:
-            self.lm_head.weight = self.embed_tokens.weight  # one tensor, two uses
+            self.lm_head.weight = self.embed_tokens.weight  # one shared tensor
 
     @abstractmethod
     def forward(
@@ -76,19 +77,20 @@ class TextModel(nn.Module):
         aux_boundaries: tuple[int, ...] = (),
         into: ForwardOutput | None = None,
     ) -> ForwardOutput:
-        """Hidden states after the final norm, and the residual stream at each boundary asked for.
+        """Compute hidden states after the final norm, and the residual stream at some boundaries.
 
-        input_ids: [M] int32; positions: [M] int64; boundary b is the stream after b layers (0 = the
-        embeddings), in ascending order. Returns [M, H] and the streams side by side, in the tensors
-        of `into` if it is given.
+        input_ids: [M] int32; positions: [M] int64; `aux_boundaries` in ascending order, where
+        boundary b is the stream after b layers (0 = the embeddings). Returns [M, H], and the
+        streams concatenated [M, boundaries * H] (None without any), in the tensors of `into` if
+        given.
         """
 
     @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:
-        """Constants of every attention layer, in order."""
+        """The constants of every attention layer, in order."""
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        """input_ids [M] -> [M, H], as the first layer takes them."""
+        """input_ids [M] -> [M, H], the input of the first layer."""
         out: Tensor = self.embed_tokens.forward(input_ids)
         return out
 
@@ -98,15 +100,18 @@ class TextModel(nn.Module):
 
     @property
     def pick_tokens(self) -> Callable[..., tuple[Tensor, Tensor]] | None:
-        """(hidden [L, H], vocabulary = all, draws = None) -> tokens and largest logits of rows, as
-        `head_sample.sample_head`; None where logits are more than a product, or torch's."""
+        """A function that chooses tokens without writing logits, like `head_sample.sample_head`.
+
+        It maps (hidden [L, H], vocabulary size = all, draws = None) to (tokens [L], largest logits
+        [L]). None if torch computes the head, or if logits are more than a matrix product.
+        """
         if self.lm_head.chooser is None:
             return None
         plain = type(self).compute_logits is TextModel.compute_logits
         return self.lm_head.pick if plain else None
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> where the tensor goes."""
+        """The slots to load, by name in the checkpoint."""
         slots = {
             name if name.startswith("lm_head.") else f"model.{name}": slot
             for name, slot in module_slots(self).items()
@@ -123,13 +128,16 @@ class TextModel(nn.Module):
         return slots
 
     def checkpoint_name(self, name: str) -> str | None:
-        """The slot a stored tensor belongs to; None = known and not needed."""
+        """The slot's name for a stored tensor; None if the tensor is known but not needed."""
         return None if _RECOMPUTED.search(name) else name
 
 
 class Block(Protocol):
-    """A pre-norm decoder layer; its stream is the sum of the two tensors [M, H] it passes on. The
-    first may be in parts [S, M, H], the second missing (see `streams.write_stream`)."""
+    """A pre-norm decoder layer. Its stream is the sum of the two tensors [M, H] that it returns.
+
+    The first may be S partial sums [S, M, H], and the second may be None (see
+    `streams.write_stream`).
+    """
 
     def forward(
         self,
@@ -141,7 +149,7 @@ class Block(Protocol):
 
 
 class PreNormModel(TextModel):
-    """Pre-norm blocks with one rotary embedding, then a final norm."""
+    """A model of pre-norm blocks that share one rotary embedding, with a final norm."""
 
     def __init__(
         self, config: Any, fmt: WeightFormat, blocks: Sequence[Block], rotary: RotaryEmbedding
@@ -163,13 +171,13 @@ class PreNormModel(TextModel):
         hidden: Tensor = self.embed(input_ids)
         residual: Tensor | None = None
         rotary = self.rotary.at(positions)
-        taps = Taps(aux_boundaries, hidden, into)
+        aux = AuxHiddenStates(aux_boundaries, hidden, into)
         for index, block in enumerate(self._blocks):
-            taps.keep(index, hidden, residual)
+            aux.keep(index, hidden, residual)
             hidden, residual = block.forward(hidden, residual, rotary, attention)
-        taps.keep(len(self._blocks), hidden, residual)
+        aux.keep(len(self._blocks), hidden, residual)
         out = None if into is None else into[0]
-        return self.norm.add(hidden, residual, out=out)[0], taps.all
+        return self.norm.add(hidden, residual, out=out)[0], aux.all
 
 
 def _load_both(

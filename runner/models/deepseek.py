@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: latent attention (MLA) computed in the latent space for every step, and
+"""DeepSeek V2 and V3: latent attention (MLA), computed in the latent space in every step, and
 mixture-of-experts layers with shared experts."""
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .moe import Experts
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_LATENT_EPS = 1e-6  # of the norms inside attention; not the config's
+_LATENT_EPS = 1e-6  # for the norms inside attention, which do not use the config's
 
 
 def attention_scale(config: Any) -> float:
-    """Softmax scale: per-head size, and YaRN's temperature squared."""
+    """The softmax scale: head size ** -0.5, times YaRN's temperature squared."""
     scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     rope = rope_parameters(config)
     all_dim = rope.get("mscale_all_dim")
@@ -35,7 +35,7 @@ def attention_scale(config: Any) -> float:
 
 
 class LatentUp(nn.Module):
-    """kv_b_proj, kept as its per-head key and value halves."""
+    """kv_b_proj, stored as its key and value halves per head."""
 
     w_uk: Tensor  # [num_heads, nope, latent]
     w_uv: Tensor  # [num_heads, v, latent]
@@ -61,7 +61,8 @@ class LatentUp(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Queries are brought into the latent space, so one cached row serves all heads."""
+    """Attention with queries mapped into the latent space, so that all heads share one cached
+    row."""
 
     def __init__(self, config: Any, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
@@ -102,7 +103,7 @@ class LatentAttention(nn.Module):
             heads = self.q_b_proj.forward(self.q_a_layernorm.forward(down[:, :rank]))
             down = down[:, rank:]
         heads = heads.view(tokens, self.num_heads, -1)
-        # one row per token in the cache: normed latent, then the rotated part shared by all heads
+        # the cached row of a token: its normed latent, then the rotated part that all heads share
         row = torch.cat(
             (
                 self.kv_a_layernorm.forward(down[:, : self.latent]).unsqueeze(1),
@@ -123,7 +124,7 @@ class LatentAttention(nn.Module):
 
 
 class Router(nn.Module):
-    """Scores experts in fp32."""
+    """Scores the experts in fp32 and selects some for each token."""
 
     weight: Tensor  # [E, H]
     e_score_correction_bias: Tensor | None  # [E]
@@ -150,8 +151,11 @@ class Router(nn.Module):
 
 
 def _routing(config: Any) -> Routing:
-    """The routing rule: V3 scores by sigmoid and picks groups by their best two; V2 by softmax,
-    with `topk_method` saying whether groups count."""
+    """The routing rule of a config.
+
+    V3 scores by sigmoid and chooses groups by the sum of their best two experts. V2 scores by
+    softmax, and `topk_method` says whether it uses groups.
+    """
     v3 = config.model_type == "deepseek_v3"
     grouped = v3 or config.topk_method == "group_limited_greedy"
     return Routing(
@@ -166,7 +170,7 @@ def _routing(config: Any) -> Routing:
 
 
 class MoE(nn.Module):
-    """Routed experts beside shared ones."""
+    """A feed-forward layer of routed experts plus shared experts."""
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
         super().__init__()
@@ -189,7 +193,8 @@ def _mlp_bias(config: Any) -> bool:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block; the first layers are dense."""
+    """A pre-norm block. The feed-forward part is dense in the first layers and MoE in the
+    others."""
 
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
@@ -211,7 +216,10 @@ class DecoderLayer(nn.Module):
         rotary: RotaryStep,
         attention: AttentionState,
     ) -> tuple[Tensor, Tensor]:
-        """hidden, residual: [M, H]; the stream is their sum."""
+        """hidden, residual: [M, H]; the stream is their sum.
+
+        Returns the same for the next layer.
+        """
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn.forward(hidden, rotary, attention)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
@@ -219,7 +227,7 @@ class DecoderLayer(nn.Module):
 
 
 def make_rotary(config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
-    """The rotary embedding of the heads' rotated part."""
+    """The rotary embedding of the rotated part of each head."""
     interleaved = bool(getattr(config, "rope_interleave", True))
     return RotaryEmbedding(
         rope_parameters(config), config.qk_rope_head_dim, max_position, device, interleaved
@@ -227,7 +235,8 @@ def make_rotary(config: Any, max_position: int, device: torch.device) -> RotaryE
 
 
 class DeepseekModel(PreNormModel):
-    """The target model; its checkpoint's multi-token-prediction layers belong to a drafter."""
+    """The target model. It skips the checkpoint's multi-token-prediction layers, for the
+    drafter."""
 
     def __init__(
         self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0

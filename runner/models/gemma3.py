@@ -1,4 +1,5 @@
-"""Gemma 3, its language part: sandwich norms, windowed layers with a rotary base of their own."""
+"""Gemma 3's language model: norms before and after each sublayer, and windowed layers with their
+own rotary base."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from ...kernels.linear.activation import gelu_tanh_and_mul
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from .base import ForwardOutput, Taps, TextModel
+from .base import AuxHiddenStates, ForwardOutput, TextModel
 from .layers import Linear, RMSNorm, WeightFormat
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 
@@ -22,7 +23,7 @@ _OTHER_PARTS = re.compile(
 
 
 def text_name(name: str) -> str | None:
-    """A tensor's name in a text-only checkpoint; None for vision and audio parts."""
+    """The name that a tensor has in a text-only checkpoint; None for vision and audio parts."""
     if _OTHER_PARTS.match(name):
         return None
     if name.startswith("language_model.lm_head."):
@@ -35,11 +36,11 @@ def check_gelu(config: Any) -> None:
     if config.hidden_activation != "gelu_pytorch_tanh":
         raise ModelLoadError(f"activation {config.hidden_activation!r} is not supported for Gemma.")
     if getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        raise ModelLoadError("Gemma models with bidirectional attention generate no text.")
+        raise ModelLoadError("Gemma models with bidirectional attention cannot generate text.")
 
 
 def embedding_scale(size: int, dtype: torch.dtype) -> float:
-    """sqrt(size), rounded to the weights' dtype as in training."""
+    """The factor on embeddings: sqrt(size), rounded to the weights' dtype as in training."""
     return float(torch.tensor(size**0.5, dtype=dtype))
 
 
@@ -49,7 +50,7 @@ def soft_cap(logits: Tensor, cap: float | None) -> Tensor:
 
 
 class MLP(nn.Module):
-    """GELU-gated feed-forward with fused gate and up."""
+    """A GELU-gated feed-forward layer with fused gate and up projections."""
 
     def __init__(self, hidden: int, intermediate: int, fmt: WeightFormat) -> None:
         super().__init__()
@@ -103,7 +104,7 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norms before and after both halves."""
+    """A block with norms before and after both attention and MLP."""
 
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
@@ -130,7 +131,7 @@ class DecoderLayer(nn.Module):
 
 
 class Gemma3Model(TextModel):
-    """The whole model; attention layer i has id `layer_id_offset + i`."""
+    """The whole language model. Attention layer i has the id `layer_id_offset + i`."""
 
     def __init__(
         self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0
@@ -164,13 +165,13 @@ class Gemma3Model(TextModel):
     ) -> ForwardOutput:
         stream = self.embed(input_ids)
         rotary = {kind: table.at(positions) for kind, table in self.rotary.items()}
-        taps = Taps(aux_boundaries, stream, into)
+        aux = AuxHiddenStates(aux_boundaries, stream, into)
         for index, block in enumerate(self.blocks):
-            taps.keep(index, stream)
+            aux.keep(index, stream)
             stream = block.forward(stream, rotary, attention)
-        taps.keep(len(self.blocks), stream)
+        aux.keep(len(self.blocks), stream)
         out = None if into is None else into[0]
-        return self.norm.add(stream, None, out=out)[0], taps.all
+        return self.norm.add(stream, None, out=out)[0], aux.all
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return soft_cap(super().compute_logits(hidden), self.config.final_logit_softcapping)

@@ -1,5 +1,5 @@
-"""Gemma 4, its language part: two head sizes, layers that read another layer's cache, layers whose
-values are their keys, per-layer embeddings, and experts beside a dense MLP."""
+"""Gemma 4's language model: two head sizes, layers that read another layer's cache, layers whose
+keys are also their values, per-layer embeddings, and experts next to a dense MLP."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...kernels.linear.moe import Routing, select_experts
 from ...kernels.linear.norm_rope import rms_norm
 from ..attention.base import AttentionLayer, AttentionState
-from .base import ForwardOutput, Taps, TextModel
+from .base import AuxHiddenStates, ForwardOutput, TextModel
 from .gemma3 import MLP, check_gelu, embedding_scale, soft_cap, text_name
 from .layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, tensor_slot
 from .moe import Experts
@@ -24,7 +24,7 @@ _SHARED_KV = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_n
 
 
 def head_shape(config: Any, index: int) -> tuple[int, int]:
-    """(KV heads, head size) of layer `index`: full-attention layers may have their own."""
+    """(KV heads, head size) of layer `index`. Full-attention layers may differ from the others."""
     layers = getattr(config, "per_layer_config", None)
     if layers is not None:
         return int(layers[index].num_key_value_heads), int(layers[index].head_dim)
@@ -37,7 +37,10 @@ def head_shape(config: Any, index: int) -> tuple[int, int]:
 
 
 def kv_source(config: Any, index: int) -> int | None:
-    """The layer whose cache layer `index` reads: the last one of its type that has a cache."""
+    """The layer with the cache that layer `index` reads: the last of its type that has one.
+
+    None if layer `index` has a cache of its own.
+    """
     first_shared = config.num_hidden_layers - config.num_kv_shared_layers
     if index < first_shared:
         return None
@@ -46,12 +49,12 @@ def kv_source(config: Any, index: int) -> int | None:
 
 
 def make_norm(size: int, config: Any, fmt: WeightFormat) -> RMSNorm:
-    """Gemma 4's norm: the weight as stored, applied in fp32."""
+    """Gemma 4's norm: the weight is used as stored and applied in fp32."""
     return RMSNorm(size, config.rms_norm_eps, fmt, exact=True)
 
 
 def make_rotary(config: Any, max_position: int, device: torch.device) -> dict[str, RotaryEmbedding]:
-    """Rotary embeddings by layer type; the head size differs between types."""
+    """Rotary embeddings by layer type. The types may have different head sizes."""
     return {
         kind: RotaryEmbedding(
             rope_parameters(config, kind),
@@ -64,8 +67,11 @@ def make_rotary(config: Any, max_position: int, device: torch.device) -> dict[st
 
 
 class Attention(nn.Module):
-    """Attention with scale 1, since queries and keys are normed; `source` is the layer id whose
-    cache it reads instead of having keys and values of its own."""
+    """Attention with scale 1, since queries and keys are normed.
+
+    With `source`, the id of another layer, it reads that layer's cache and has no keys and values
+    of its own.
+    """
 
     def __init__(
         self, config: Any, index: int, layer_id: int, source: int | None, fmt: WeightFormat
@@ -114,7 +120,7 @@ class Attention(nn.Module):
 
 
 class Router(nn.Module):
-    """Chooses experts from the normed, scaled stream."""
+    """Selects experts for each token from the normed and scaled stream."""
 
     scale: Tensor  # [H]
     per_expert_scale: Tensor  # [E]
@@ -139,7 +145,8 @@ class Router(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Sandwich norms, optional experts and per-layer embedding; the output is scaled as a whole."""
+    """A block with norms around both sublayers, optional experts and an optional per-layer
+    embedding. Its whole output is scaled."""
 
     layer_scalar: Tensor  # [1]
 
@@ -177,7 +184,7 @@ class DecoderLayer(nn.Module):
         rotary: dict[str, RotaryStep],
         attention: AttentionState,
     ) -> Tensor:
-        """stream: [M, H] -> [M, H]; ple: [M, P], this layer's embedding of the tokens."""
+        """stream: [M, H] -> [M, H]; ple: [M, P], this layer's own embedding of the tokens."""
         out = self.self_attn.forward(self.input_layernorm.forward(stream), rotary, attention)
         normed, stream = self.pre_feedforward_layernorm.add(
             self.post_attention_layernorm.forward(out), stream
@@ -201,7 +208,7 @@ class DecoderLayer(nn.Module):
 
 
 class Gemma4Model(TextModel):
-    """The whole model; attention layer i has id `layer_id_offset + i`."""
+    """The whole language model. Attention layer i has the id `layer_id_offset + i`."""
 
     def __init__(
         self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0
@@ -236,7 +243,10 @@ class Gemma4Model(TextModel):
         return self.embed_tokens.forward(input_ids) * self.scale
 
     def per_layer_embeddings(self, input_ids: Tensor, stream: Tensor) -> list[Tensor | None]:
-        """One [M, P] per layer, from the tokens' identity and their embeddings `stream` [M, H]."""
+        """One [M, P] per layer, computed from token ids and their embeddings `stream` [M, H].
+
+        A list of None for models without per-layer embeddings.
+        """
         if not self.ple_size:
             return [None] * len(self.blocks)
         shape = (stream.shape[0], len(self.blocks), self.ple_size)
@@ -256,13 +266,13 @@ class Gemma4Model(TextModel):
         stream = self.embed(input_ids)
         per_layer = self.per_layer_embeddings(input_ids, stream)
         rotary = {kind: table.at(positions) for kind, table in self.rotary.items()}
-        taps = Taps(aux_boundaries, stream, into)
+        aux = AuxHiddenStates(aux_boundaries, stream, into)
         for index, (block, ple) in enumerate(zip(self.blocks, per_layer, strict=True)):
-            taps.keep(index, stream)
+            aux.keep(index, stream)
             stream = block.forward(stream, ple, rotary, attention)
-        taps.keep(len(self.blocks), stream)
+        aux.keep(len(self.blocks), stream)
         out = None if into is None else into[0]
-        return self.norm.add(stream, None, out=out)[0], taps.all
+        return self.norm.add(stream, None, out=out)[0], aux.all
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         return soft_cap(super().compute_logits(hidden), self.config.final_logit_softcapping)

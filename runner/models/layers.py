@@ -1,7 +1,7 @@
-"""Building blocks of models: projections, norms, embeddings; how checkpoint tensors reach them.
+"""The building blocks of models (projections, norms, embeddings), and how their weights are loaded.
 
-A module offers one `CheckpointSlot` per tensor it takes from a checkpoint, under the checkpoint's
-own name; fused projections offer one slot per part. Nothing here knows file formats.
+A module yields one `CheckpointSlot` per checkpoint tensor that it needs, under the tensor's name in
+the checkpoint; a fused projection yields one per part. Nothing here knows file formats.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ from ...kernels.linear.streams import write_stream
 
 @dataclass(frozen=True)
 class CheckpointSlot:
-    """Where one checkpoint tensor goes. `load` takes it on any device, in any float dtype; loads of
-    different tensors may run in several threads at once."""
+    """The destination of one checkpoint tensor.
+
+    `load` accepts the tensor on any device and in any float dtype. Different slots may be loaded by
+    several threads at once.
+    """
 
     shape: tuple[int, ...]
     load: Callable[[Tensor], None]
-    init: str = "normal"  # random weights: "normal", "ones" or "zeros"
-    optional: bool = False  # a checkpoint may leave it out
+    init: str = "normal"  # initial values if weights are random: "normal", "ones" or "zeros"
+    optional: bool = False  # the checkpoint may lack it
 
 
 def tensor_slot(target: Tensor, init: str = "normal", optional: bool = False) -> CheckpointSlot:
-    """The slot of a tensor that is stored as it is used."""
+    """The slot of a tensor that is copied without a change of form."""
 
     def load(tensor: Tensor) -> None:
         target.copy_(tensor)
@@ -48,30 +51,35 @@ def tensor_slot(target: Tensor, init: str = "normal", optional: bool = False) ->
 
 @runtime_checkable
 class TakesCheckpoint(Protocol):
-    """A module with weights. `parent` is its parent's name with a dot, or empty; `name` its own."""
+    """A module with weights. `parent` is its parent's name and a dot, or empty; `name` is its
+    own."""
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]: ...
 
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """Where a model lives and in which number formats."""
+    """The device and the number formats of a model."""
 
     device: torch.device
     dtype: torch.dtype  # activations, and weights unless packed
-    pack_fp16: bool = False  # CPU: linear weights as packed fp16, accumulated in fp32
-    linear: LinearChooser | None = None  # which kernels compute linear layers; None = torch
+    pack_fp16: bool = False  # on a CPU: linear weights are packed fp16, with fp32 accumulation
+    linear: LinearChooser | None = None  # chooses the kernels of linear layers; None = torch
 
     @property
     def table_dtype(self) -> torch.dtype:
-        """Of embedding tables, which are only gathered from."""
+        """The dtype of embedding tables, which are only looked up, never multiplied."""
         return torch.float16 if self.pack_fp16 else self.dtype
 
 
 def resolve_format(
     name: str, device: torch.device, checkpoint_dtype: object, linear_backend: str = "torch"
 ) -> WeightFormat:
-    """The format for `--dtype name`; `auto` is packed fp16 on x86 CPUs, bf16 or fp16 on GPUs."""
+    """The format for `--dtype name`.
+
+    `auto` is packed fp16 on x86 CPUs, fp32 on others, and on GPUs fp16 if the checkpoint is fp16,
+    otherwise bf16.
+    """
     if name == "auto" and device.type == "cpu":
         return WeightFormat(device, torch.float32, pack_fp16=packing_available())
     if name == "auto":
@@ -83,7 +91,7 @@ def resolve_format(
 
 @functools.cache
 def packing_available() -> bool:
-    """True if this CPU and this build of torch have the packed fp16 linear layer."""
+    """True if this CPU and this build of torch support the packed fp16 linear layer."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return False
     if "fbgemm" not in torch.backends.quantized.supported_engines:
@@ -97,10 +105,11 @@ def packing_available() -> bool:
 
 
 class Linear(nn.Module):
-    """y = x Wᵀ + b for one or several checkpoint matrices fused along the output.
+    """y = x Wᵀ + b, for one checkpoint matrix or several fused along the output.
 
-    `outputs` is the number of outputs, or for a fused layer maps each part's checkpoint name (a
-    sibling of this module's) to its number, in order. `role` is one of `linear_choice.ROLES`.
+    `outputs` is the number of outputs. For a fused layer it maps the checkpoint name of each part,
+    which replaces this module's own, to the part's number, in order. `role` is one of
+    `linear_choice.ROLES`.
     """
 
     weight: Tensor | None  # [out_features, in_features]
@@ -122,9 +131,9 @@ class Linear(nn.Module):
         kinds = ("weight", "bias") if bias else ("weight",)
         self._missing = {(shard, kind) for shard in self.shards for kind in kinds}
         self._packed: Any = None
-        self._lock = threading.Lock()  # of what parts that arrive change
+        self._lock = threading.Lock()  # guards what loading threads change
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
-        # packed weights exist unpacked only while their parts arrive
+        # packed weights exist unpacked only while their parts are loaded
         weight = None if fmt.pack_fp16 else empty(self.out_features, in_features)
         self.register_buffer("weight", weight)
         self.register_buffer("bias", empty(self.out_features) if bias else None)
@@ -132,7 +141,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]."""
         if self._packed is not None:
-            # `.default` skips the overload lookup, 9 us of a call
+            # `.default` skips the overload lookup, which costs 9 us per call
             out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
             return out
         assert self.weight is not None, "weights are not loaded"
@@ -141,20 +150,23 @@ class Linear(nn.Module):
         return linear(x, self.weight, self.bias, self._choice(x))
 
     def parts(self, x: Tensor, norm: Norm | None = None) -> Tensor:
-        """`forward` of x [M, in_features], normed first; whole [M, out_features], or float32 parts
-        [S, M, out_features] whose sum it is, for `RMSNorm.add` or a fused rotary embedding."""
+        """`forward` of x [M, in_features], normed first if `norm` is given.
+
+        Returns [M, out_features], or S float32 partial sums [S, M, out_features], which
+        `RMSNorm.add` or a fused rotary embedding adds up.
+        """
         if self._packed is not None or self.weight is None:
             return self.forward(x if norm is None else rms_norm(x, *norm))
         return linear_parts(x, self.weight, self.bias, self._choice(x), norm)
 
     def gated(self, x: Tensor, activation: str, norm: Norm | None = None) -> Tensor:
-        """act(gate) * up of a fused gate and up projection; [M, in_features] -> [M, I]."""
+        """act(gate) * up, for a fused gate and up projection; [M, in_features] -> [M, I]."""
         if self._packed is not None or self.weight is None:
             return GATED[activation](self.parts(x, norm))
         return gated_linear(x, self.weight, self.bias, activation, self._choice(x), norm)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """residual + `forward`; [M, in_features] -> [M, out_features]."""
+        """residual + forward(x); [M, in_features] -> [M, out_features]."""
         if self._packed is not None or self.weight is None:
             return residual + self.forward(x)
         return linear(x, self.weight, self.bias, self._choice(x), None, residual)
@@ -162,18 +174,21 @@ class Linear(nn.Module):
     def pick(
         self, x: Tensor, num_outputs: int | None = None, draws: Draws | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Of an output head: a token for each row [L, in_features], of the first `num_outputs` if
-        given, and the row's largest logit (see `head_sample.sample_head`)."""
+        """For an output head: choose a token for each row of x [L, in_features].
+
+        Only the first `num_outputs` tokens count, if given. Returns (tokens [L], largest logits
+        [L]); see `head_sample.sample_head`.
+        """
         assert self.weight is not None and self.bias is None
         return sample_head(x, self.weight[:num_outputs], draws, self._choice(x))
 
     def norms(self, num_rows: int) -> bool:
-        """Whether the kernel for so many rows norms its input itself."""
+        """True if the kernel for `num_rows` rows can norm its input itself."""
         choice = None if self.chooser is None else self.chooser.choose(self.shape, num_rows)
         return choice is not None and bool(choice.norm)
 
     def adds(self, num_rows: int) -> bool:
-        """Whether the kernel for so many rows adds a residual itself."""
+        """True if the kernel for `num_rows` rows can add a residual itself."""
         return self.chooser is not None and isinstance(
             self.chooser.choose(self.shape, num_rows), Gemv
         )
@@ -217,7 +232,7 @@ class Linear(nn.Module):
 
     def _pack(self) -> None:
         assert self.weight is not None
-        # what fp16 cannot hold stays in fp32
+        # weights beyond fp16's range stay in fp32
         low, high = self.weight.aminmax()
         if max(-float(low), float(high)) <= torch.finfo(torch.float16).max:
             self._packed = torch.ops.quantized.linear_prepack_fp16(self.weight, self.bias)
@@ -225,8 +240,11 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm. With `offset` 1 the checkpoint stores weight - 1 (Gemma 3); an `exact`
-    weight stays in fp32 and is applied before rounding (Gemma)."""
+    """Root-mean-square norm.
+
+    With `offset` 1 the checkpoint stores weight - 1 (Gemma 3). An `exact` weight stays in fp32 and
+    is applied before rounding (Gemma 4).
+    """
 
     weight: Tensor  # [size]
 
@@ -240,17 +258,17 @@ class RMSNorm(nn.Module):
     ) -> None:
         super().__init__()
         self.eps, self.offset = eps, offset
-        # 1 + w would lose w's digits in bf16
+        # in bf16, 1 + w would lose digits of w
         dtype = torch.float32 if offset or exact else fmt.dtype
         self.register_buffer("weight", torch.empty(size, dtype=dtype, device=fmt.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size], normed."""
+        """Norm x [..., size]."""
         return rms_norm(x, self.weight, self.eps)
 
     @property
     def inside(self) -> Norm:
-        """For a linear layer that norms its input itself."""
+        """Its parameters, for a linear layer that norms its input itself."""
         return self.weight, self.eps
 
     def add(
@@ -261,9 +279,11 @@ class RMSNorm(nn.Module):
         out: Tensor | None = None,
         stream: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(normed x + residual, x + residual), both [M, size], in `out` and `stream` where they are
-        given; a missing residual is 0, of a longer one `rows` [M] int64 are meant; x may be parts
-        [S, M, size]."""
+        """Return (norm(x + residual), x + residual), both [M, size].
+
+        They are written into `out` and `stream` if given. x may be S partial sums [S, M, size]. A
+        residual of None counts as 0; of a residual with more rows, `rows` [M] int64 are used.
+        """
         if residual is None:
             total = x if stream is None else write_stream(x, None, stream)
             return rms_norm(x, self.weight, self.eps, out), total
@@ -279,7 +299,7 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """A table of rows; rows come out in the activation dtype."""
+    """An embedding table. Rows are returned in the dtype of activations."""
 
     weight: Tensor  # [num_rows, size]
 
@@ -298,12 +318,12 @@ class Embedding(nn.Module):
 
 
 def module_slots(root: nn.Module) -> dict[str, CheckpointSlot]:
-    """The slots of all modules under `root`; names follow the module tree."""
+    """The slots of all modules below `root`, named by their path in the module tree."""
     slots: dict[str, CheckpointSlot] = {}
     for path, module in root.named_modules():
         if path and isinstance(module, TakesCheckpoint):
             parent, dot, own_name = path.rpartition(".")
             for name, slot in module.checkpoint_slots(f"{parent}{dot}", own_name):
-                assert name not in slots, f"two modules take {name}"
+                assert name not in slots, f"two modules load {name}"
                 slots[name] = slot
     return slots

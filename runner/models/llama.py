@@ -1,5 +1,5 @@
 """The Llama family: Llama 2 and 3.x, SmolLM2, Mistral (sliding window), Qwen2 (QKV bias) and Qwen3
-(QK norm). They differ by constants that their configs state or imply."""
+(QK norm). They differ only in constants that their configs state or imply."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 
 @dataclass(frozen=True)
 class _Traits:
-    """What `model_type` implies beyond the config's keys."""
+    """Properties of a model that its config states or its `model_type` implies."""
 
     qkv_bias: bool
     output_bias: bool
@@ -33,7 +33,7 @@ def _traits(config: Any) -> _Traits:
     kind = config.model_type
     bias = bool(getattr(config, "attention_bias", False))
     return _Traits(
-        # draft heads state these two, which their checkpoints' tensors decide
+        # for draft heads the config states these two, derived from the checkpoint's tensors
         qkv_bias=bool(getattr(config, "qkv_bias", bias or kind == "qwen2")),
         output_bias=bool(getattr(config, "output_bias", bias and kind != "qwen2")),
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
@@ -42,7 +42,7 @@ def _traits(config: Any) -> _Traits:
 
 
 def _sliding_window(config: Any, index: int) -> int | None:
-    """Window of layer `index`, None for full attention."""
+    """The sliding window of layer `index`; None for full attention."""
     window: int | None = getattr(config, "sliding_window", None)
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[index] != "sliding_attention":
@@ -51,7 +51,7 @@ def _sliding_window(config: Any, index: int) -> int | None:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention with fused QKV."""
+    """Grouped-query attention with a fused QKV projection."""
 
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
@@ -88,8 +88,11 @@ class Attention(nn.Module):
         residual: Tensor | None = None,
         only: Tensor | None = None,
     ) -> Tensor:
-        """hidden: [M, H], normed first by `norm` -> [M, H] plus `residual`, or in parts; of some
-        rows, if `only` names them, [N] int64."""
+        """hidden: [M, H], normed first if `norm` is given -> [M, H].
+
+        The result has `residual` added if given; otherwise it may be partial sums [S, M, H]. With
+        `only`, [N] int64, it has only these rows.
+        """
         if rotary.cos is None:
             return self._fused(hidden, rotary, attention, norm, residual, only)
         tokens = hidden.shape[0]
@@ -116,8 +119,11 @@ class Attention(nn.Module):
         residual: Tensor | None,
         only: Tensor | None,
     ) -> Tensor:
-        """`forward` where one kernel follows the projection: it sums parts, norms heads, rotates
-        and, if the back end can, stores keys and values."""
+        """`forward` with a fused kernel after the QKV projection.
+
+        The kernel adds up partial sums, norms heads, rotates and, if the attention back end
+        supports it, stores keys and values.
+        """
         qkv = self.qkv_proj.parts(hidden, norm)
         heads = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
         counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
@@ -132,8 +138,10 @@ class Attention(nn.Module):
 
 
 def check_silu(config: Any) -> None:
-    """ModelLoadError for a feed-forward that is gated by something else: it would be computed
-    wrongly, and nothing would tell."""
+    """Raise ModelLoadError unless the feed-forward layers use SiLU.
+
+    With any other activation the results would be wrong without a sign of it.
+    """
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         raise ModelLoadError(
             f"activation {config.hidden_act!r} is not supported for {config.model_type}."
@@ -141,7 +149,7 @@ def check_silu(config: Any) -> None:
 
 
 class MLP(nn.Module):
-    """SiLU-gated feed-forward with fused gate and up; see `check_silu`."""
+    """A SiLU-gated feed-forward layer with fused gate and up projections; see `check_silu`."""
 
     def __init__(self, hidden: int, intermediate: int, fmt: WeightFormat, bias: bool) -> None:
         super().__init__()
@@ -157,7 +165,11 @@ class MLP(nn.Module):
     def parts(
         self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """`forward`, normed first by `norm`, plus `residual`; or in parts for a norm to sum."""
+        """`forward` of hidden [M, H], normed first if `norm` is given.
+
+        Adds `residual` if given. Otherwise it may return partial sums [S, M, H], which the next
+        norm adds up.
+        """
         if self.is_plain:
             return self.forward(hidden)
         inner = self.gate_up_proj.gated(hidden, "silu", norm)
@@ -167,7 +179,8 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm block; the residual sum is carried beside the hidden states, so norms fuse it."""
+    """A pre-norm block. The residual is passed on separately, so that the next norm fuses the
+    sum."""
 
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
@@ -186,8 +199,10 @@ class DecoderLayer(nn.Module):
         attention: AttentionState,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """hidden, residual: [M, H]; the stream is their sum (see `write_stream`). Of the last layer
-        `only` some rows, [N] int64, may be wanted: behind its attention no other is computed.
+        """hidden, residual: [M, H]; the stream is their sum (see `write_stream`).
+
+        With `only`, [N] int64, which suits the last layer, the rows after attention are limited to
+        these.
         """
         rows, attend, mlp = hidden.shape[-2], self.self_attn, self.mlp
         fuses = not self.is_plain and rotary.cos is None
@@ -204,20 +219,24 @@ class DecoderLayer(nn.Module):
 
 
 def selected(x: Tensor, only: Tensor | None) -> Tensor:
-    """Rows `only` of x [M, H], or all."""
+    """The rows `only` of x [M, H], or all if it is None."""
     return x if only is None else embedding(only, x)
 
 
 def rows_by_block(num_blocks: int, only: Tensor | None) -> list[Tensor | None]:
-    """What `only` each block of a head gets: all but the last feed the next one's keys."""
+    """The argument `only` of each block: just the last may skip rows, as others feed keys
+    onwards."""
     return [*[None] * (num_blocks - 1), only]
 
 
 def _enter(
     norm: RMSNorm, hidden: Tensor, residual: Tensor | None, inside: bool
 ) -> tuple[Tensor, Norm | None, Tensor]:
-    """(input of a linear layer, the norm left to it, the stream); all [M, H]. The norm is left to a
-    layer that does it `inside`, but where the stream must be summed first."""
+    """Norm the stream unless the next linear layer can: (its input, the norm left to it, stream).
+
+    The norm is left to a layer that can apply it `inside`, except if the stream is still two
+    tensors that must be added first.
+    """
     if inside and residual is None:
         return hidden, norm.inside, hidden
     x, stream = norm.add(hidden, residual)
@@ -225,7 +244,7 @@ def _enter(
 
 
 class LlamaModel(PreNormModel):
-    """The whole model; attention layer i has id `layer_id_offset + i`."""
+    """The whole model. Attention layer i has the id `layer_id_offset + i`."""
 
     def __init__(
         self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0

@@ -1,4 +1,4 @@
-"""Routed experts as stacked tensors."""
+"""Routed experts of a mixture-of-experts layer, as stacked tensors."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from .layers import CheckpointSlot, WeightFormat, tensor_slot
 
 
 class Experts(nn.Module):
-    """All routed experts of a layer. In a checkpoint they are matrices `<expert>.gate_proj.weight`,
-    `<expert>.up_proj.weight`, `<expert>.down_proj.weight`, or `stacked` as here."""
+    """All routed experts of a layer.
+
+    A checkpoint stores them as matrices `<expert>.gate_proj.weight`, `<expert>.up_proj.weight` and
+    `<expert>.down_proj.weight`, or, if `stacked`, in the form of the tensors here.
+    """
 
     gate_up: Tensor  # [E, 2I, H]
     down: Tensor  # [E, H, I]

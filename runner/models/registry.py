@@ -1,4 +1,4 @@
-"""Which architectures are served, and how a model is built from its config. Imports them late."""
+"""The architectures that can be served, and building a model from its config. Imports them late."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import ModelLoadError
 from .base import TextModel
 from .layers import WeightFormat
 
-# architecture in config.json -> (module, class); those of `configs.model.model_config`
+# architecture in config.json -> (module, class); the same ones as in `configs.model.model_config`
 ARCHITECTURES: dict[str, tuple[str, str]] = {
     "LlamaForCausalLM": ("llama", "LlamaModel"),
     "MistralForCausalLM": ("llama", "LlamaModel"),
@@ -29,7 +29,7 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
 
 
 def architecture_of(hf_config: Any) -> str:
-    """The served architecture a config asks for; ModelLoadError if there is none."""
+    """The architecture that a config names. Raises ModelLoadError if it cannot be served."""
     stated = {
         "architectures": getattr(hf_config, "architectures", None),
         "model_type": hf_config.model_type,
@@ -49,9 +49,9 @@ def build_model(
     max_position: int | None = None,
     linear: LinearChooser | None = None,
 ) -> TextModel:
-    """The model with uninitialised weights; `max_position` bounds the positions it will see.
+    """Build a model with uninitialised weights, for positions below `max_position`.
 
-    `dtype`, `pack_fp16`, `linear`: those of a `layers.WeightFormat` (see `layers.resolve_format`).
+    `dtype`, `pack_fp16` and `linear` are the fields of `layers.WeightFormat`.
     """
     module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
     module = importlib.import_module(f".{module_name}", __package__)
@@ -63,6 +63,7 @@ def build_model(
         layer_id_offset,
     )
     for part in model.modules():
-        # found as plain attributes, submodules cost no search: half a millisecond of a CPU step
+        # plain attributes make submodules cheap to look up, which saves half a millisecond per CPU
+        # step
         part.__dict__.update(part._modules)
     return model.eval()

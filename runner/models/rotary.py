@@ -1,4 +1,4 @@
-"""Rotary position embedding: inverse frequencies of every scaling rule, factors of a step."""
+"""Rotary position embedding: inverse frequencies for every scaling rule, and a step's rotation."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from ..errors import ModelLoadError
 
 
 def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any]:
-    """The rope settings of a config in one form: `rope_parameters` (also per layer type) or the
-    older `rope_theta` + `rope_scaling` with `type` or `rope_type`."""
+    """Normalise the rope settings of a config to one dict with `rope_type` and `rope_theta`.
+
+    Reads `rope_parameters`, which may be split by layer type, or the older `rope_theta` and
+    `rope_scaling`, with `type` or `rope_type`.
+    """
     parameters = dict(getattr(config, "rope_parameters", None) or {})
     if layer_type is not None and isinstance(parameters.get(layer_type), dict):
         parameters = dict(parameters[layer_type])
@@ -35,13 +38,16 @@ def rope_parameters(config: Any, layer_type: str | None = None) -> dict[str, Any
 
 
 def inverse_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, float]:
-    """([rot_dim / 2] fp32, factor on cos and sin) for heads of `dim`; `parameters` as above."""
+    """Return ([rot_dim / 2] fp32 frequencies, factor on cos and sin) for heads of size `dim`.
+
+    `parameters` are those of `rope_parameters`. Raises ModelLoadError for unknown scaling rules.
+    """
     kind = parameters["rope_type"]
     theta = float(parameters["rope_theta"])
     partial = parameters.get("partial_rotary_factor")
     partial = 1.0 if partial is None else float(partial)
     if kind == "proportional":
-        # the exponent runs over the whole head; dims that do not rotate have frequency 0
+        # the exponent runs over the whole head; dimensions that do not rotate have frequency 0
         rotating = int(partial * dim // 2)
         frequencies = torch.zeros(dim // 2)
         frequencies[:rotating] = _frequencies(theta, 2 * rotating, dim)
@@ -56,7 +62,7 @@ def inverse_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, f
         return _llama3(frequencies, parameters), 1.0
     if kind == "yarn":
         return _yarn(frequencies, parameters, theta, dim)
-    if kind == "divisors":  # GGUF stores the outcome of llama3 scaling as one divisor per frequency
+    if kind == "divisors":  # GGUF stores llama3 scaling as one divisor per frequency
         return frequencies / torch.tensor(parameters["divisors"], dtype=torch.float32), 1.0
     raise ModelLoadError(
         f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn, "
@@ -71,7 +77,7 @@ def _frequencies(theta: float, rot_dim: int, dim: int) -> Tensor:
 
 
 def _llama3(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:
-    """Long waves are stretched by `factor`, short ones kept, those between blended."""
+    """Llama 3's scaling: long waves are stretched by `factor`, short ones kept, others blended."""
     factor = float(parameters["factor"])
     low, high = float(parameters["low_freq_factor"]), float(parameters["high_freq_factor"])
     turns = parameters["original_max_position_embeddings"] * frequencies / (2 * math.pi)
@@ -83,7 +89,7 @@ def _llama3(frequencies: Tensor, parameters: dict[str, Any]) -> Tensor:
 def _yarn(
     frequencies: Tensor, parameters: dict[str, Any], theta: float, dim: int
 ) -> tuple[Tensor, float]:
-    """YaRN (arXiv 2309.00071): blend by the number of turns within the original context."""
+    """YaRN's scaling (arXiv 2309.00071): blended by the number of turns in the original context."""
     original = parameters["original_max_position_embeddings"]
     factor = yarn_factor(parameters)
 
@@ -110,7 +116,7 @@ def _yarn(
 
 
 def yarn_factor(parameters: dict[str, Any]) -> float:
-    """The stretch of a YaRN config; some leave it to the ratio of the two context lengths."""
+    """YaRN's scaling factor. If a config has none, it is the ratio of the two context lengths."""
     if parameters.get("factor") is not None:
         return float(parameters["factor"])
     ratio = parameters["max_position_embeddings"] / parameters["original_max_position_embeddings"]
@@ -124,20 +130,20 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
 
 @dataclass(frozen=True)
 class RotaryStep(Rotation):
-    """The rotation of one step's tokens; made once and used by every layer."""
+    """The rotation of one step's tokens, computed once and used by every layer."""
 
-    cos: Tensor | None = None  # [M, 1, rot_dim], on the reference path
+    cos: Tensor | None = None  # [M, 1, rot_dim]; None if a kernel reads cos_sin_cache itself
     sin: Tensor | None = None  # [M, 1, rot_dim], signed
 
     def rotate(self, x: Tensor) -> Tensor:
-        """x [M, heads, head_dim], rotated."""
+        """Rotate x [M, heads, head_dim]."""
         if self.cos is not None and self.sin is not None:
             return apply_rotary(x, self.cos, self.sin, self.interleaved)
         return rotary_embedding(x, None, self)[0]
 
 
 class RotaryEmbedding(nn.Module):
-    """Table of cos and sin for every position."""
+    """A table of cos and sin for every position."""
 
     cos_sin_cache: Tensor
 
@@ -152,7 +158,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         frequencies, factor = inverse_frequencies(parameters, head_dim)
         if device.type == "meta":
-            # Nobody reads it, and computing it would import the compiler of torch: seconds.
+            # Its values are never read, and computing them would import torch's compiler for
+            # seconds.
             table = torch.empty(max_position, 2 * len(frequencies), device=device)
         else:
             every = torch.arange(max_position, dtype=torch.float32)

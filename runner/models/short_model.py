@@ -1,7 +1,7 @@
-"""Leaves out of a model's forward pass the blocks that repeat one before them.
+"""Skips the duplicate blocks of a model's forward pass.
 
-For a dry start and for the runs before a capture, which want each kernel to be launched once: 30
-blocks that are alike launch what two do. The model's layers stay; only running it is short.
+A dry start, and the runs before a capture, need to launch each kernel once: 30 equal blocks launch
+the same kernels as two. The model's layers stay in place; only running it is shortened.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .rotary import RotaryStep
 
 
 class _Repeated:
-    """In place of a block that would launch what another has launched."""
+    """A no-op that replaces a block with the same launches as an earlier one."""
 
     def forward(
         self,
@@ -32,7 +32,7 @@ class _Repeated:
 
 
 def shorten(model: Any) -> int:
-    """Replace repeated blocks of a model that has some; returns how many are left to run."""
+    """Replace a model's duplicate blocks for good; return how many remain (0: not supported)."""
     if not isinstance(model, PreNormModel):
         return 0
     model._blocks = short_blocks(model)
@@ -40,10 +40,10 @@ def shorten(model: Any) -> int:
 
 
 def short_blocks(model: PreNormModel) -> list[Any]:
-    """The model's blocks, with something that does nothing in place of each that repeats another.
+    """The model's blocks with every duplicate replaced by a no-op.
 
-    A block repeats another if both are made alike and come after such as are made alike: what the
-    one before hands over is part of the launch.
+    A block is a duplicate if an earlier block was built with equal parameters and followed a block
+    of equal parameters, since the launches also depend on the form of the block's input.
     """
     seen: set[tuple[Hashable, Hashable]] = set()
     before: Hashable = None
@@ -57,7 +57,7 @@ def short_blocks(model: PreNormModel) -> list[Any]:
 
 
 class ShortPass:
-    """Runs a model without its repeated blocks for a while; any other model as it is."""
+    """Temporarily runs a model without its duplicate blocks, if the model supports it."""
 
     def __init__(self, model: Any) -> None:
         self._model = model if isinstance(model, PreNormModel) else None
@@ -65,7 +65,7 @@ class ShortPass:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, the model is short."""
+        """A context in which the model skips its duplicate blocks."""
         if self._model is None:
             yield
             return
@@ -79,7 +79,7 @@ class ShortPass:
 
 
 def _kind_of(block: Any) -> Hashable:
-    """What a block's launches depend on; of an unknown kind of block, itself."""
+    """A key of everything that a block's launches depend on; unique for unknown blocks."""
     if not isinstance(block, nn.Module):
         return id(block)
     return tuple((name, _kind_of_module(module)) for name, module in block.named_modules())
@@ -95,7 +95,7 @@ def _kind_of_module(module: nn.Module) -> Hashable:
 
 
 def attention_kind(layer: AttentionLayer) -> tuple[Hashable, ...]:
-    """What the kernels of an attention layer depend on."""
+    """A key of everything that an attention layer's kernels depend on."""
     sizes = (layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim_v, layer.is_mla)
     reads_only = layer.kv_source is not None
     return (*sizes, layer.sliding_window, layer.softcap, layer.sinks is not None, reads_only)

@@ -157,7 +157,7 @@ def test_what_suits_is_loaded_after_the_target(
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ("shape", r"tensor {name} of .* shape \[1, {rows}, .*, but the config asks for \[{rows}, "),
+        ("shape", r"tensor {name} of .* shape \[1, {rows}, .*, but the config requires \[{rows}, "),
         ("missing", "lacks tensors: .*{end}"),
         ("extra", "has unexpected tensors: .*odd"),
     ],

@@ -172,7 +172,7 @@ def test_no_folder_no_config_no_weights_no_architecture(folder: Path, tmp_path: 
     empty = tmp_path / "empty"
     empty.mkdir()
     assert "no config.json" in error_of(empty)
-    assert "no folder, no .gguf file and no hub id" in error_of("whatever")
+    assert "is not a folder, a .gguf file or a hub id" in error_of("whatever")
     other = tmp_path / "file.bin"
     other.write_bytes(b"x")
     assert "neither a model folder nor a .gguf file" in error_of(other)
@@ -246,7 +246,7 @@ def test_a_dtype_that_cannot_be_read_is_named_only_where_it_is_wanted(folder: Pa
     path = folder / "model.safetensors"
     save_file(load_file(path) | {"odd": torch.zeros(2, dtype=torch.complex64)}, path)
     opened = SafetensorsCheckpoint(folder, None)
-    with pytest.raises(ModelLoadError, match="tensor odd .* has the dtype C64"):
+    with pytest.raises(ModelLoadError, match="tensor odd .* has the unsupported dtype C64"):
         next(opened._read(CPU))
     opened.names.remove("odd")
     assert sorted(dict(opened._read(CPU))) == sorted(opened.names)

@@ -172,7 +172,7 @@ def test_weights_of_other_shapes_are_refused_before_memory_is_taken(model: Path)
     edit(model, {"intermediate_size": 4_000_000})  # a matrix of half a gigabyte, three a layer
     _, worker = sentences(model)
     assert (
-        worker is not None and "has shape [32, 48], but the config asks for [32, 4000000]" in worker
+        worker is not None and "has shape [32, 48], but the config requires [32, 4000000]" in worker
     )
 
 
@@ -199,7 +199,9 @@ def test_a_cache_larger_than_the_memory_is_one_sentence(model: Path) -> None:
         model=ModelConfig(model=str(model), dtype="float32"),
         cache=CacheConfig(kv_cache_memory_bytes=1 << 50),
     )
-    with pytest.raises(RunnerError, match="--kv-cache-memory-bytes .* is more than the .* GiB"):
+    with pytest.raises(
+        RunnerError, match="--kv-cache-memory-bytes .* exceeds the memory of .* GiB"
+    ):
         load_target(config, CPU, lambda done, total: None)
 
 
