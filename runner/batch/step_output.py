@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -179,8 +180,7 @@ def _assemble(tensors: Results, host: list[Tensor], layout: RowLayout) -> list[R
     return results
 
 
-# type: ignore[type-arg]
-def _tuples(columns: list[list], first: int, last: int, top: int) -> list[Logprob]:
+def _tuples(columns: list[list[Any]], first: int, last: int, top: int) -> list[Logprob]:
     ids, logprobs, ranks, top_ids, top_logprobs = columns
     return [
         (ids[i], logprobs[i], ranks[i], top_ids[i][:top], top_logprobs[i][:top])

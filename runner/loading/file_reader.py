@@ -45,8 +45,7 @@ class _Lane:
         on_cuda = device.type == "cuda"
         self._buffer = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=on_cuda)
         self._bytes = self._buffer.numpy().data
-        # type: ignore[no-untyped-call]
-        self._stream = torch.cuda.Stream(device) if on_cuda else None
+        self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
 
     def fill(self, file: int, offset: int, target: Tensor, free: torch.cuda.Event | None) -> None:
         """Read into `target`, [n] uint8. Its memory may still be in use until the event `free`."""

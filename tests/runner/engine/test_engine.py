@@ -23,8 +23,7 @@ def test_step_n_plus_1_is_launched_before_the_results_of_step_n_are_asked_for() 
         bench.add("a", [1, 2, 3], max_tokens=20, stop_token_ids=[])
         landed = []
         for _ in range(4):
-            # type: ignore[union-attr]
-            before = len(bench.received.get("a").outputs) if "a" in bench.received else 0
+            before = len(bench.received["a"].outputs) if "a" in bench.received else 0
             bench.step()
             after = len(bench.received["a"].outputs) if "a" in bench.received else 0
             landed.append(after - before)
