@@ -1,1 +1,1 @@
-"""Measures drafters in a live engine and keeps prompts for their training."""
+"""Measures drafters in a running engine, and collects prompts for their training."""

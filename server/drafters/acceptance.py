@@ -1,4 +1,4 @@
-"""Measures a drafter in a real engine: the drafts that are accepted, by position and domain."""
+"""Measures a drafter's acceptance in a real engine, by draft position and domain of the prompt."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..request_stream import OutputStream
 
 
 class Submits(Protocol):
-    """What is used of an engine client."""
+    """The part of an engine client that measuring uses."""
 
     def submit(self, request: AddRequest) -> OutputStream: ...
 
@@ -21,7 +21,7 @@ class Submits(Protocol):
 
 @dataclass(frozen=True)
 class MeasuredPrompt:
-    """A prompt in token space."""
+    """A tokenized prompt and its domain."""
 
     token_ids: tuple[int, ...]
     domain: str = ""
@@ -29,15 +29,15 @@ class MeasuredPrompt:
 
 @dataclass
 class Tally:
-    """What became of the drafts of some replies."""
+    """Counts drafts and accepted drafts over a set of replies."""
 
-    num_verify_steps: int = 0  # that had a draft
-    num_tokens: int = 0  # of the replies
-    drafted: list[int] = field(default_factory=list)  # [K] verify steps that had a draft k
-    accepted: list[int] = field(default_factory=list)  # [K] of those, that accepted it
+    num_verify_steps: int = 0  # steps with at least one draft
+    num_tokens: int = 0  # tokens of the replies
+    drafted: list[int] = field(default_factory=list)  # [K] verify steps with a draft k
+    accepted: list[int] = field(default_factory=list)  # [K] those of them that accepted draft k
 
     def add(self, output: RequestOutput) -> None:
-        """Count one step's output of one request."""
+        """Count the output of one step for one request."""
         self.num_tokens += len(output.token_ids)
         count = output.num_draft_tokens
         if not count:
@@ -50,7 +50,7 @@ class Tally:
             self.accepted[position] += position < output.num_accepted_tokens
 
     def merge(self, other: Tally) -> None:
-        """Add another's counts."""
+        """Add the counts of another tally."""
         self.num_verify_steps += other.num_verify_steps
         self.num_tokens += other.num_tokens
         for ours, theirs in ((self.drafted, other.drafted), (self.accepted, other.accepted)):
@@ -60,18 +60,18 @@ class Tally:
 
     @property
     def acceptance(self) -> list[float]:
-        """[K] share of the drafts k that were accepted; a draft behind a rejected one is not."""
+        """[K] The share of drafts k that were accepted; after a rejected draft none is accepted."""
         return [a / d if d else 0.0 for a, d in zip(self.accepted, self.drafted, strict=True)]
 
     @property
     def mean_length(self) -> float:
-        """Tokens that a verify step brought, the target's own included; 1.0 without any draft."""
+        """Tokens per verify step, including the target's own; 1.0 if there were no drafts."""
         if not self.num_verify_steps:
             return 1.0
         return 1 + sum(self.accepted) / self.num_verify_steps
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The figures for JSON, rounded."""
         return {
             "mean_acceptance_length": round(self.mean_length, 4),
             "acceptance": [round(share, 4) for share in self.acceptance],
@@ -81,7 +81,7 @@ class Tally:
 
 
 class MeasurementFailed(Exception):
-    """A reply ended with an error; one sentence."""
+    """A reply ended with an error; the text is one sentence."""
 
 
 async def measure_acceptance(
@@ -95,10 +95,12 @@ async def measure_acceptance(
     on_output: Callable[[int, RequestOutput], object] = lambda prompt, output: None,
     name: str = "acceptance",
 ) -> dict[str, Tally]:
-    """Let the engine reply to `prompts`, prompt i with seed i; a tally by domain.
+    """Let the engine reply to `prompts` and count drafts; returns a tally per domain.
 
-    Raises MeasurementFailed, and what the engine raises when it dies; no reply goes on then, nor
-    after a cancellation.
+    Prompt i is sampled with seed i; at most `concurrency` replies run at once. Calls `on_reply`
+    after each reply and `on_output` with a prompt's index and each output. Raises MeasurementFailed
+    if a reply fails, and what the engine raises if it dies. Then, and on cancellation, all other
+    replies are aborted.
     """
     tallies: dict[str, Tally] = {}
     gate = asyncio.Semaphore(concurrency)
@@ -124,7 +126,7 @@ async def measure_acceptance(
                     tally.add(output)
                     on_output(index, output)
             finally:
-                engine.abort(request.request_id)  # nothing if it has ended
+                engine.abort(request.request_id)  # has no effect if the request has ended
         on_reply()
 
     tasks = [asyncio.create_task(reply(i, prompt)) for i, prompt in enumerate(prompts)]
@@ -138,7 +140,7 @@ async def measure_acceptance(
 
 
 def total(tallies: dict[str, Tally]) -> Tally:
-    """All domains together."""
+    """The sum of the tallies of all domains."""
     out = Tally()
     for tally in tallies.values():
         out.merge(tally)
@@ -146,14 +148,16 @@ def total(tallies: dict[str, Tally]) -> Tally:
 
 
 def table(tallies: dict[str, Tally], num_drafts: int) -> str:
-    """Lines for people: a row a domain, and one of all."""
+    """The tallies as a text table: a row per domain, and one for all domains.
+
+    Columns: tokens per verify step, the acceptance of each draft, verify steps, tokens."""
     width = max(len(name) for name in (*tallies, "all domains"))
     positions = "".join(f"{f'draft {k}':>10}" for k in range(num_drafts))
-    lines = [f"{'':{width}}  {'length':>7}{positions}{'steps':>9}{'tokens':>9}"]
+    lines = [f"{'domain':{width}}  {'tok/step':>8}{positions}{'steps':>9}{'tokens':>9}"]
     rows = [*sorted(tallies.items()), ("all domains", total(tallies))]
     for name, tally in rows:
         shares = [*tally.acceptance, *[0.0] * num_drafts][:num_drafts]
         cells = "".join(f"{share:>10.1%}" for share in shares)
         counts = f"{tally.num_verify_steps:>9}{tally.num_tokens:>9}"
-        lines.append(f"{name or 'unnamed':{width}}  {tally.mean_length:>7.2f}{cells}{counts}")
+        lines.append(f"{name or 'unnamed':{width}}  {tally.mean_length:>8.2f}{cells}{counts}")
     return "\n".join(lines)

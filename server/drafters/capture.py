@@ -1,7 +1,7 @@
-"""Keeps the prompts of live requests for a drafter's training, where the operator asked for it.
+"""Writes the prompts of live requests to a file for a drafter's training (`--capture-traffic`).
 
-Without `--capture-traffic` nothing of this runs. Prompts only: the target writes its own replies
-when a head is trained. They are written as token ids, off the event loop, until the file is full.
+Without the flag, nothing here runs. Only prompts are written, because the target generates its own
+replies for the training. They are written as token ids by a thread, until the file is full.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ from threading import Lock
 
 log = logging.getLogger("slipstream.capture")
 
-
-_MAX_WAITING = 4 << 20  # tokens that a slow disk has not taken yet, 8 bytes each and more
+_MAX_WAITING = 4 << 20  # tokens that may wait for a slow disk; each takes 8 bytes or more
 
 
 class TrafficCapture:
-    """Appends to `prompts.jsonl` in a folder that only this user can read.
+    """Appends prompts to `prompts.jsonl`, which only this user can read, up to `max_bytes`.
 
-    The file may be moved away while the server runs, also when it is full: the next prompt begins
-    another, as private as the first. A folder or file that exists keeps its mode, which its owner
-    chose. Raises OSError if the folder cannot be written to.
+    The file may be moved away while the server runs, even after it is full: the next prompt then
+    starts a new file with the same permissions. An existing folder or file keeps its permissions.
+    Raises OSError if the folder cannot be written to.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -36,19 +35,21 @@ class TrafficCapture:
         self._has_failed = False
         self._is_full = False
         self._lock = Lock()
-        self._num_waiting = 0  # tokens
+        self._num_waiting = 0  # tokens handed to the thread and not written yet
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="capture")
         log.warning("the prompts of all requests are written to %s", self.path)
 
     def record(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Keep the prompts of one request, unless the disk is too slow for it; returns at once."""
+        """Queue the prompts of one request for writing, and return at once.
+
+        Drops them if too many wait for the disk, or if writing has failed before."""
         size = sum(map(len, prompts))
         if not self._has_failed and self._num_waiting + size <= _MAX_WAITING:
             self._count(size)
             self._writer.submit(self._write, [list(prompt) for prompt in prompts], size)
 
     def close(self) -> None:
-        """Write what is on its way."""
+        """Write the queued prompts and stop the thread."""
         self._writer.shutdown(wait=True)
 
     def _count(self, change: int) -> None:
@@ -59,30 +60,30 @@ class TrafficCapture:
         try:
             if not self._has_failed:
                 self._append("".join(json.dumps({"token_ids": ids}) + "\n" for ids in prompts))
-        except OSError as error:  # a full disk must not end requests
+        except OSError as error:  # a full disk must not fail requests
             self._has_failed = True
             self._warn(str(error.strerror or error))
-        except Exception:  # a bug, which nobody would see: the executor keeps it
+        except Exception:  # a bug, which the executor would hide
             self._has_failed = True
-            log.exception("no more prompts are written to %s", self.path)
+            log.exception("stopped writing prompts to %s", self.path)
         finally:
             self._count(-size)
 
     def _append(self, lines: str) -> None:
-        """Write the lines if there is room for all of them."""
+        """Write the lines if the file has room for all of them."""
         data = lines.encode()
         with open(self._open(), "ab") as file:
             size = os.fstat(file.fileno()).st_size
-            was_full = self._is_full and size > 0  # else it was moved away
+            was_full = self._is_full and size > 0  # an empty file means it was moved away
             self._is_full = was_full or size + len(data) > self._max_bytes
             if not self._is_full:
                 file.write(data)
         if self._is_full and not was_full:
-            self._warn(f"it has reached {self._max_bytes} bytes; move it away to go on")
+            self._warn(f"it has reached {self._max_bytes} bytes; move it away to continue")
 
     def _open(self) -> int:
-        """A descriptor that appends to the file; a new one is this user's alone."""
+        """Open the file for appending; a new file can be read only by this user."""
         return os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
 
     def _warn(self, reason: str) -> None:
-        log.warning("no more prompts are written to %s: %s", self.path, reason)
+        log.warning("stopped writing prompts to %s: %s", self.path, reason)

@@ -1,8 +1,9 @@
-"""Decides between two draft heads by what became of their drafts in the same texts.
+"""Decides which of two draft heads to keep, from their acceptance on the same prompts.
 
-Knows no engine. Greedy texts are the same whoever drafts, but what else runs decides how many
-drafts a step has, and so where the next one begins. So steps are compared that began at the same
-token of a text, over the drafts that both have: there a head is always equal to itself.
+It knows nothing of engines. Greedy replies are the same with either head, but other requests
+influence how many drafts a step has, and so where the next step starts. Only steps that start at
+the same token of a reply are compared, over the drafts that both have, so that a head always
+equals itself.
 """
 
 from __future__ import annotations
@@ -13,28 +14,30 @@ from dataclasses import dataclass, field
 from ...runner.messages import RequestOutput
 from .acceptance import Tally
 
-# Of a head that is as good, one trial in forty shows more than two standard errors.
+# Tolerance in standard errors. An equally good head exceeds it in one trial of forty.
 _ERRORS = 2.0
-# No noise excuses more than this share of the tokens that the running head brings in a step.
+# Upper bound of the tolerance, as a share of the running head's tokens per step.
 _MOST = 0.05
 
 
 @dataclass
 class Reply:
-    """One text, and the steps that verified drafts in it."""
+    """One reply and its verify steps.
+
+    `steps` maps the index of a step's first token to its numbers of drafts and accepted drafts."""
 
     token_ids: list[int] = field(default_factory=list)
-    steps: dict[int, tuple[int, int]] = field(default_factory=dict)  # first token -> made, accepted
+    steps: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def add(self, output: RequestOutput) -> None:
-        """Take one step's output."""
+        """Add the output of one step."""
         if output.num_draft_tokens:
             counts = (output.num_draft_tokens, output.num_accepted_tokens)
             self.steps[len(self.token_ids)] = counts
         self.token_ids += output.token_ids
 
     def agrees_to(self, other: Reply) -> int:
-        """The number of tokens before the first that differs, as a near-tie may."""
+        """The number of tokens before the first difference, which a near-tie can cause."""
         both = enumerate(zip(self.token_ids, other.token_ids, strict=False))
         ends = min(len(self.token_ids), len(other.token_ids))
         return next((at for at, (ours, theirs) in both if ours != theirs), ends)
@@ -42,57 +45,63 @@ class Reply:
 
 @dataclass
 class Measurement:
-    """What a probe showed of one head."""
+    """The replies to the probe's prompts with one head."""
 
     tally: Tally = field(default_factory=Tally)
-    replies: dict[int, Reply] = field(default_factory=dict)  # by prompt
+    replies: dict[int, Reply] = field(default_factory=dict)  # index of the prompt -> reply
 
     def add(self, prompt: int, output: RequestOutput) -> None:
-        """Take one step's output of one reply."""
+        """Add the output of one step to the reply to a prompt."""
         self.tally.add(output)
         self.replies.setdefault(prompt, Reply()).add(output)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Tokens that a step brings with either head, where both are seen."""
+    """Tokens per verify step of both heads, over the steps that both have."""
 
     num_steps: int
     old: float
     new: float
-    error: float  # standard error of the difference; infinite if there is one text alone
+    error: float  # standard error of the difference; infinite if there is only one reply
 
     @property
     def tolerance(self) -> float:
-        """By how much the new head may look worse and still be taken for as good."""
+        """The difference, in tokens per step, up to which the new head is not considered worse."""
         return min(_ERRORS * self.error, _MOST * self.old)
 
     @property
     def is_worse(self) -> bool:
-        """Worse than chance explains."""
+        """Whether the new head is worse by more than the tolerance."""
         return self.new < self.old - self.tolerance
 
 
 def judge(before: Measurement, after: Measurement, force: bool) -> tuple[bool, str]:
-    """(keep the new head?, why)."""
-    if not before.tally.num_verify_steps:  # nothing tells what the running one is worth
+    """Decide whether the new head (`after`) replaces the running one (`before`).
+
+    Returns whether to keep the new head, and the reason. With `force` it is always kept."""
+    if not before.tally.num_verify_steps:  # the running head's acceptance is unknown
         none = not after.tally.num_verify_steps
-        who = "neither drafter made a" if none else "the running drafter made no"
-        return force, f"{who} draft on the probe"
+        who = "neither drafter" if none else "the running drafter"
+        return force, f"{who} made {'any' if none else 'no'} drafts on the probe"
     found = compare(before, after)
     if not found.num_steps:
-        return force, "the two drafters made no drafts at the same place of the probe"
-    told = f"{found.new:.3f} tokens a step on the probe, the running one {found.old:.3f}"
+        return force, "the two drafters made no drafts at the same positions of the probe"
+    figures = (
+        f"{found.new:.3f} tokens per verify step on the probe, the running drafter {found.old:.3f}"
+    )
     if found.new < found.old:
-        told += f"; up to {found.tolerance:.3f} less may be chance"
+        figures += f"; a difference of up to {found.tolerance:.3f} may be noise"
     if not found.is_worse:
-        return True, f"not worse: {told}"
-    return force, f"{'worse, but forced' if force else 'worse'}: {told}"
+        return True, f"not worse: {figures}"
+    return force, f"{'worse, but forced' if force else 'worse'}: {figures}"
 
 
 def compare(before: Measurement, after: Measurement) -> Comparison:
-    """The heads in the steps that both have. The error is that of a mean of pairs that come in
-    groups, the texts: steps of one text are good or bad together."""
+    """Compare the heads over the steps that both have.
+
+    The standard error is that of a mean over clusters, one per reply, because the steps of a reply
+    are correlated."""
     groups = [
         _pairs(reply, after.replies[prompt])
         for prompt, reply in before.replies.items()
@@ -111,7 +120,9 @@ def compare(before: Measurement, after: Measurement) -> Comparison:
 
 
 def _pairs(old: Reply, new: Reply) -> list[tuple[int, int]]:
-    """Accepted drafts of the steps that began at the same token, of as many as both had."""
+    """(old, new) accepted drafts of the steps that start at the same token of a reply.
+
+    If the two steps have different numbers of drafts, only the smaller number counts."""
     same = old.agrees_to(new)
     found = []
     for at, (drafts, accepted) in old.steps.items():

@@ -1,6 +1,6 @@
-"""Prompts for a drafter's training and measurement: from a JSONL file, or those this package holds.
+"""Provides prompts to train and measure drafters: from a JSONL file, or the package's own.
 
-A prompt is a chat or a text here, and token ids once `tokenize_prompts` has seen it.
+A prompt is a chat, a text or token ids; `tokenize_prompts` converts all of them to token ids.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 class PromptError(Exception):
-    """Prompts that cannot be used; one sentence that says where and why."""
+    """Prompts cannot be used; the text is one sentence that says where and why."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Messages of a chat, or a text, or token ids."""
+    """One prompt: the messages of a chat, a text, or token ids."""
 
     messages: tuple[dict[str, Any], ...] = ()
     text: str = ""
-    token_ids: tuple[int, ...] = ()  # of the target's own tokenizer, as --capture-traffic writes
+    token_ids: tuple[int, ...] = ()  # of the target's tokenizer, as --capture-traffic writes them
     domain: str = ""
-    is_heldout: bool = False
+    is_heldout: bool = False  # not used for training
     where: str = ""  # file and line, for errors
 
 
 def user_prompt(text: str, domain: str, is_heldout: bool = False) -> Prompt:
-    """A chat of one message."""
+    """A chat with a single message of the user."""
     return Prompt(({"role": "user", "content": text},), domain=domain, is_heldout=is_heldout)
 
 
@@ -49,25 +49,26 @@ def user_prompt(text: str, domain: str, is_heldout: bool = False) -> Prompt:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """The prompts of a JSONL file; PromptError names the first line that is wrong.
+    """Read the prompts of a JSONL file; raises PromptError, which names the first invalid line.
 
-    A line is `{"messages": [...]}` (OpenAI's chat form), `{"prompt": "..."}`, `{"text": "..."}` or
-    `{"token_ids": [...]}`, each with an optional `"domain"` and `"split"` ("train" or "heldout"). A
-    chat that ends with the assistant's words is cut before them: the target writes its own.
+    A line is `{"messages": [...]}` (a chat in OpenAI's format), `{"prompt": "..."}`,
+    `{"text": "..."}` or `{"token_ids": [...]}`, each with an optional `"domain"` and `"split"`
+    ("train" or "heldout"). The assistant's messages at the end of a chat are removed, because the
+    target generates its own reply.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise PromptError(f"{path}: {(error.strerror or str(error)).lower()}") from None
     except UnicodeDecodeError:
-        raise PromptError(f"{path}: this is not UTF-8 text") from None
+        raise PromptError(f"{path} is not UTF-8 text") from None
     prompts = [
         _read_line(f"{path}, line {number}", line)
         for number, line in enumerate(lines, 1)
         if line.strip()
     ]
     if not prompts:
-        raise PromptError(f"{path} holds no prompt")
+        raise PromptError(f"{path} contains no prompt")
     return prompts
 
 
@@ -75,12 +76,13 @@ def _read_line(where: str, line: str) -> Prompt:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise PromptError(f"{where}: this is not JSON ({error})") from None
+        raise PromptError(f"{where}: not valid JSON ({error})") from None
     if not isinstance(entry, dict):
         raise PromptError(f"{where}: must be a JSON object")
     kinds = [key for key in ("messages", "prompt", "text", "token_ids") if key in entry]
     if len(kinds) != 1:
-        raise PromptError(f'{where}: must hold one of "messages", "prompt", "text", "token_ids"')
+        names = '"messages", "prompt", "text" and "token_ids"'
+        raise PromptError(f"{where}: must contain exactly one of {names}")
     domain, split = entry.get("domain", ""), entry.get("split", "train")
     if not isinstance(domain, str):
         raise PromptError(f'{where}: "domain" must be text')
@@ -96,37 +98,39 @@ def _read_line(where: str, line: str) -> Prompt:
     if kinds == ["token_ids"]:
         ids = entry["token_ids"]
         if not isinstance(ids, list) or not ids or any(type(i) is not int or i < 0 for i in ids):
-            raise PromptError(f'{where}: "token_ids" must be a list of token ids')
+            raise PromptError(f'{where}: "token_ids" must be a non-empty list of token ids')
         return Prompt(token_ids=tuple(ids), **shared)
     text = entry[kinds[0]]
     if not isinstance(text, str) or not text:
-        raise PromptError(f'{where}: "{kinds[0]}" must be text that is not empty')
+        raise PromptError(f'{where}: "{kinds[0]}" must be a non-empty text')
     return Prompt(text=text, **shared)
 
 
 def _messages(where: str, value: Any) -> tuple[dict[str, Any], ...]:
     if not isinstance(value, list) or not value:
-        raise PromptError(f'{where}: "messages" must be a list that is not empty')
+        raise PromptError(f'{where}: "messages" must be a non-empty list')
     for index, message in enumerate(value):
         if not isinstance(message, dict) or message.get("role") not in _ROLES:
             raise PromptError(
-                f'{where}: message {index} needs a "role", one of {", ".join(_ROLES)}'
+                f'{where}: message {index} needs a "role" that is one of {", ".join(_ROLES)}'
             )
         if not isinstance(message.get("content"), str):
             raise PromptError(f'{where}: message {index} needs a "content" that is text')
     while value and value[-1]["role"] == "assistant":
         value = value[:-1]
     if not value:
-        raise PromptError(f"{where}: there is nothing before the assistant's words")
+        raise PromptError(f"{where}: the chat has nothing before the assistant's message")
     return tuple(value)
 
 
 def hold_out(prompts: Sequence[Prompt], seed: int, most: int = 80) -> list[Prompt]:
-    """Mark a twentieth of the prompts (at least one, at most `most`), unless some are marked."""
+    """Mark a random 5 % of the prompts, from 1 to `most`, as held out, unless some are marked.
+
+    Raises PromptError if there are fewer than two prompts."""
     if any(prompt.is_heldout for prompt in prompts):
         return list(prompts)
     if len(prompts) < 2:
-        raise PromptError("training needs at least two prompts, one of them to be held out")
+        raise PromptError("training needs at least two prompts, because one is held out")
     count = min(max(1, len(prompts) // 20), most)
     chosen = set(random.Random(seed).sample(range(len(prompts)), count))
     return [dataclasses.replace(prompt, is_heldout=i in chosen) for i, prompt in enumerate(prompts)]
@@ -136,13 +140,13 @@ def hold_out(prompts: Sequence[Prompt], seed: int, most: int = 80) -> list[Promp
 
 
 def heldout_prompts() -> list[Prompt]:
-    """80 chats of eight domains on which drafters are measured."""
+    """The built-in prompts on which drafters are measured: 80 chats of eight domains."""
     sets: dict[str, list[str]] = yaml.safe_load((_FOLDER / "heldout.yaml").read_text())
     return [user_prompt(text, domain, True) for domain, texts in sets.items() for text in texts]
 
 
 def training_prompts(count: int, seed: int = 0) -> list[Prompt]:
-    """Up to `count` different chats made from this package's templates, as many of each domain."""
+    """Up to `count` distinct chats made from the built-in templates, evenly from all domains."""
     content = yaml.safe_load((_FOLDER / "training.yaml").read_text())
     slots: dict[str, list[str]] = content["slots"]
     draws = {
@@ -163,7 +167,7 @@ def training_prompts(count: int, seed: int = 0) -> list[Prompt]:
 def _draw(
     templates: Sequence[str], slots: Mapping[str, Sequence[str]], rng: random.Random
 ) -> Iterator[str]:
-    """Filled templates, none twice; ends when new ones have become rare."""
+    """Yield distinct filled templates, until 200 draws in a row repeat earlier ones."""
     seen: set[str] = set()
     misses = 0
     while misses < 200:
@@ -175,7 +179,7 @@ def _draw(
 
 
 def _fill(template: str, slots: Mapping[str, Sequence[str]], rng: random.Random) -> str:
-    """The template with words in its slots; one that occurs twice takes two."""
+    """Fill the slots of a template with random words; a slot that occurs twice gets two words."""
     names = _SLOT.findall(template)
     words = {name: rng.sample(slots[name], names.count(name)) for name in sorted(set(names))}
     text = _SLOT.sub(lambda match: words[match[1]].pop(), template)
@@ -188,7 +192,9 @@ def _fill(template: str, slots: Mapping[str, Sequence[str]], rng: random.Random)
 def tokenize_prompts(
     prompts: Sequence[Prompt], tokenizer: Tokenizer, template: ChatTemplate
 ) -> list[list[int]]:
-    """Token ids of each prompt; PromptError if the model's template refuses one."""
+    """The token ids of each prompt.
+
+    Raises PromptError if the chat template rejects a chat or the model lacks a token id."""
     rendered: list[str] = []
     for prompt in prompts:
         try:
@@ -210,10 +216,15 @@ def tokenize_prompts(
 
 
 def user_frame(tokenizer: Tokenizer, template: ChatTemplate) -> tuple[list[int], list[int]]:
-    """Token ids that a chat has before and behind a user's first words."""
+    """The token ids of a chat before and after the user's first message.
+
+    Raises PromptError if nothing follows the message, so that the model could not end one."""
     mark = "<<words>>"
     text = template.render([{"role": "user", "content": mark}])
-    before, _, behind = text.partition(mark)
-    if not behind:
-        raise PromptError("the chat template ends with the user's words, so none can be invented")
-    return tokenizer.encode(before, False), tokenizer.encode(behind, False)
+    before, _, after = text.partition(mark)
+    if not after:
+        raise PromptError(
+            "no prompts can be invented, because the chat template has nothing after the user's "
+            "message"
+        )
+    return tokenizer.encode(before, False), tokenizer.encode(after, False)

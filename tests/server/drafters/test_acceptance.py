@@ -1,4 +1,4 @@
-"""What `slipstream bench acceptance` counts, prints and refuses."""
+"""`slipstream bench acceptance`: what it counts, prints and rejects."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_failed_reply_ends_the_measurement() -> None:
 
 
 @pytest.mark.parametrize("failing", [False, True])
-async def test_no_reply_goes_on_after_the_measurement(failing: bool) -> None:
+async def test_no_reply_continues_after_the_measurement(failing: bool) -> None:
     def stall(request: AddRequest) -> list[RequestOutput | Exception | float]:
         output = RequestOutput(request.request_id, [], finish_reason="error", error="It broke.")
         fails = failing and request.prompt_token_ids[0] == 3
@@ -108,7 +108,7 @@ async def test_no_reply_goes_on_after_the_measurement(failing: bool) -> None:
         (["--method", "eagle9"], "method"),
         (["--data", "none.jsonl"], "none.jsonl"),
         (["--output", "/nowhere/x.json"], "--output /nowhere/x.json: its folder does not exist"),
-        (["--json", "/"], "--output /: it is a folder"),
+        (["--json", "/"], "--output /: it must be a file, but is a folder"),
     ],
 )
 def test_wrong_flags_are_one_sentence(
@@ -122,7 +122,7 @@ def test_wrong_flags_are_one_sentence(
 
 
 class StartedEngine(ScriptedEngine):
-    """An engine client whose start shows progress."""
+    """An engine client that reports progress when it starts."""
 
     def __init__(self, config: object) -> None:
         super().__init__(lambda request: [*steps(request, (3, 2))])
@@ -147,7 +147,7 @@ def use(monkeypatch: pytest.MonkeyPatch, drafter: Path) -> None:
 
 
 @pytest.mark.parametrize("flag", ["--output", "--json"])
-def test_figures_go_where_the_other_benchmarks_write_theirs(
+def test_figures_are_written_as_by_the_other_benchmarks(
     flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     use(monkeypatch, tmp_path)
@@ -157,7 +157,7 @@ def test_figures_go_where_the_other_benchmarks_write_theirs(
     table = capsys.readouterr().out
     assert main([*command, "-"]) == 0
     shown = capsys.readouterr()
-    assert table and table in shown.err  # the tables stand aside
+    assert table and table in shown.err  # tables go to standard error
     figures = json.loads(shown.out)
     assert figures == json.loads(file.read_text()) and figures["kind"] == "acceptance"
     assert figures["model"] == "smollm2-135m" and figures["drafter"] == str(tmp_path)
@@ -167,7 +167,7 @@ def test_figures_go_where_the_other_benchmarks_write_theirs(
     assert "domain a" in compared and "mean_acceptance_length" in compared
 
 
-def test_figures_that_cannot_be_written_any_more_are_printed(
+def test_figures_that_cannot_be_written_are_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     use(monkeypatch, tmp_path)
@@ -188,6 +188,6 @@ def test_progress_goes_to_the_standard_error_and_only_tables_to_the_output(
     assert started == "loading weights ..." and loaded.startswith("loading weights: done in ")
     assert lines == [f"temperature {t}: {done} of 3 replies" for t in (0, 1) for done in (0, 3)]
     assert [line.split()[0] for line in shown.out.splitlines()] == [
-        *("temperature", "length", "a", "b", "all"),
-        *("temperature", "length", "a", "b", "all"),
+        *("temperature", "domain", "a", "b", "all"),
+        *("temperature", "domain", "a", "b", "all"),
     ]

@@ -1,4 +1,4 @@
-"""Captured prompts: only when asked for, bounded, private, and fit to train on."""
+"""Captured prompts: only with the flag, bounded, private, and usable for training."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ async def test_capture_stops_at_its_size_and_goes_on_counting_after_a_restart(
             capture.record([[1] * 10])
         capture.close()
         assert (tmp_path / "prompts.jsonl").stat().st_size == 3 * line
-    assert caplog.text.count("no more prompts") == 2
+    assert caplog.text.count("stopped writing prompts") == 2
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022])
-def test_a_file_that_was_moved_away_returns_private_and_empty(tmp_path: Path, mask: int) -> None:
+def test_after_a_file_is_moved_away_a_new_private_one_starts(tmp_path: Path, mask: int) -> None:
     line = len(json.dumps({"token_ids": [1] * 10})) + 1
     old = os.umask(mask)
     try:
@@ -99,7 +99,7 @@ def test_the_mode_that_an_operator_chose_is_kept(tmp_path: Path) -> None:
     assert stat.S_IMODE((tmp_path / "prompts.jsonl").stat().st_mode) == 0o640
 
 
-def test_what_waits_for_a_slow_disk_is_bounded(
+def test_the_prompts_waiting_for_a_slow_disk_are_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("slipstream.server.drafters.capture._MAX_WAITING", 25)
@@ -116,7 +116,7 @@ def test_what_waits_for_a_slow_disk_is_bounded(
     assert len(capture.path.read_text().splitlines()) == 3
 
 
-async def test_a_disk_that_fails_ends_no_request(tmp_path: Path) -> None:
+async def test_a_failing_disk_fails_no_request(tmp_path: Path) -> None:
     capture = TrafficCapture(tmp_path, 1000)
     capture.path.unlink()
     capture.path.mkdir()
@@ -125,7 +125,7 @@ async def test_a_disk_that_fails_ends_no_request(tmp_path: Path) -> None:
     capture.close()
 
 
-def test_a_folder_that_cannot_be_is_an_error_at_the_start(tmp_path: Path) -> None:
+def test_an_impossible_folder_is_an_error_at_start_up(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError):
         make_app(ScriptedEngine(), config_with(capture_traffic=str(tmp_path / "file" / "x")))

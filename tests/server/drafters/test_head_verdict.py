@@ -1,4 +1,4 @@
-"""Which head stays, on synthetic measurements: noise goes in, and the decision is the same."""
+"""The choice between two heads on synthetic measurements, which must not depend on noise."""
 
 from __future__ import annotations
 
@@ -61,18 +61,18 @@ def share_kept(quality: float) -> float:
     return sum(keep for keep, _ in verdicts(quality)) / TRIALS
 
 
-def test_under_traffic_a_head_is_always_as_good_as_itself() -> None:
+def test_a_head_always_equals_itself_whatever_else_runs() -> None:
     for keep, why in verdicts(1.0, same=True):
         new, old = (float(word) for word in why.rstrip().split() if word[0].isdigit())
         assert keep and new == old > 1.5
 
 
 def test_a_clearly_worse_head_is_refused_and_one_as_good_is_seldom() -> None:
-    """The heads err independently of each other, as no two of one target do: that is noisier."""
+    """The two heads err independently, which is noisier than real heads of one target are."""
     assert share_kept(0.75) == 0 and share_kept(1.0) >= 0.9 and share_kept(1.1) >= 0.97
 
 
-def test_the_error_is_what_the_difference_varies_by() -> None:
+def test_the_error_is_the_standard_deviation_of_the_difference() -> None:
     differences, errors = [], []
     for seed in range(TRIALS):
         rng = random.Random(seed)
@@ -87,34 +87,35 @@ def probe(*texts: Sequence[tuple[int, int]]) -> Measurement:
     """Steps as (drafts, accepted), by text."""
     found = Measurement()
     for prompt, steps in enumerate(texts):
-        found.add(prompt, RequestOutput("", [7]))  # of the prefill
+        found.add(prompt, RequestOutput("", [7]))  # from the prefill
         for drafts, accepted in steps:
             found.add(prompt, step(drafts, accepted))
     return found
 
 
-def test_what_is_worse_in_every_text_alike_is_worse() -> None:
-    """No noise, no excuse: here one draft of a hundred is enough."""
+def test_a_head_that_is_worse_in_every_text_alike_is_worse() -> None:
+    """Without noise, one draft of a hundred is enough."""
     before, after = [(1, 0)] * 50 + [(1, 1)], [(1, 0)] * 51
     old, new = probe(*[before] * 4), probe(*[after] * 4)
-    told = "worse: 1.000 tokens a step on the probe, the running one 1.020; up to 0.000 less "
-    assert judge(old, new, False) == (False, f"{told}may be chance")
-    assert judge(old, new, True) == (True, f"worse, but forced{told[5:]}may be chance")
+    figures = "1.000 tokens per verify step on the probe, the running drafter 1.020"
+    noise = "a difference of up to 0.000 may be noise"
+    assert judge(old, new, False) == (False, f"worse: {figures}; {noise}")
+    assert judge(old, new, True) == (True, f"worse, but forced: {figures}; {noise}")
     assert judge(new, old, False)[0] and judge(old, old, False)[0]
 
 
-def test_a_little_less_within_the_noise_is_told_as_such() -> None:
+def test_a_small_difference_within_the_noise_is_reported_as_noise() -> None:
     right, wrong = [(2, 2)], [(2, 0)]
     old = probe(*[right] * 20, *[wrong] * 21)
     new = probe(*[right] * 19, *[wrong] * 21, [(2, 1)])
     keep, why = judge(old, new, False)
     assert keep and why == (
-        "not worse: 1.951 tokens a step on the probe, the running one 1.976; "
-        "up to 0.099 less may be chance"
+        "not worse: 1.951 tokens per verify step on the probe, the running drafter 1.976; "
+        "a difference of up to 0.099 may be noise"
     )
 
 
-def test_no_noise_excuses_a_twentieth_less() -> None:
+def test_the_tolerance_is_at_most_a_twentieth() -> None:
     right, wrong = [(2, 2)], [(2, 0)]
     old = probe(*[right] * 20, *[wrong] * 20)
     found = compare(old, probe(*[right] * 17, *[wrong] * 23))
@@ -123,29 +124,29 @@ def test_no_noise_excuses_a_twentieth_less() -> None:
     assert not compare(old, probe(*[right] * 19, *[wrong] * 21)).is_worse
 
 
-def test_one_text_tells_nothing_of_the_noise() -> None:
+def test_a_single_text_does_not_show_the_noise() -> None:
     assert compare(probe([(1, 1)] * 10), probe([(1, 1)] * 10)).tolerance == pytest.approx(0.1)
 
 
-def test_steps_are_compared_over_the_drafts_that_both_have_and_where_both_began() -> None:
+def test_steps_are_compared_over_common_drafts_and_common_starts() -> None:
     found = compare(probe([(4, 2), (1, 0), (3, 3)]), probe([(2, 0), (5, 1), (3, 3)]))
-    # Token 1 (two drafts: 2 and 0 accepted) and 4 (one: 0 and 1); 2 and 5 began one of one alone.
+    # Token 1 (two drafts: 2 and 0 accepted) and 4 (one: 0 and 1). At 2 and 5 only one head starts.
     assert (found.num_steps, found.old, found.new) == (2, 2.0, 1.5)
     shallow, deep = probe([(1, 1), (1, 1)]), probe([(5, 1), (5, 4)])
     assert compare(shallow, deep).new == compare(shallow, deep).old == 2
 
 
-def test_behind_a_difference_of_the_texts_nothing_is_compared() -> None:
+def test_nothing_is_compared_after_a_difference_of_the_texts() -> None:
     old, new = probe([(1, 0)] * 3), probe([(1, 0)])
     new.add(0, step(1, 0, token=8))
     new.add(0, step(1, 1))
     assert compare(old, new).num_steps == 2
 
 
-def test_without_drafts_at_one_place_the_running_head_stays() -> None:
+def test_without_drafts_at_common_positions_the_running_head_stays() -> None:
     none, some = probe([(0, 0)]), probe([(1, 0)])
-    assert judge(none, none, False) == (False, "neither drafter made a draft on the probe")
-    assert judge(none, some, False) == (False, "the running drafter made no draft on the probe")
-    nowhere = "the two drafters made no drafts at the same place of the probe"
+    assert judge(none, none, False) == (False, "neither drafter made any drafts on the probe")
+    assert judge(none, some, False) == (False, "the running drafter made no drafts on the probe")
+    nowhere = "the two drafters made no drafts at the same positions of the probe"
     assert judge(some, none, False) == (False, nowhere)
     assert judge(none, some, True)[0] and judge(some, none, True)[0]

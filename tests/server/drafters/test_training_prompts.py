@@ -1,4 +1,4 @@
-"""Prompts for training: files, errors with their line, what the package holds, what is held out."""
+"""Prompts for training: files, errors with line numbers, built-in prompts, held-out prompts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_chats_and_texts_are_read(tmp_path: Path) -> None:
         {"text": "Twice", "split": "heldout"},
     )  # fmt: skip
     first, second, third = read_prompts(path)
-    assert first.messages == tuple(chat[:2])  # the target writes its own reply
+    assert first.messages == tuple(chat[:2])  # the target generates its own reply
     assert (first.domain, first.is_heldout) == ("talk", False)
     assert (second.text, second.messages) == ("Once", ())
     assert third.is_heldout and third.where == f"{path}, line 4"
@@ -52,24 +52,24 @@ def test_chats_and_texts_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "what"),
     [
-        ("{nonsense", "not JSON"),
+        ("{nonsense", "not valid JSON"),
         ("[1]", "JSON object"),
         ({"question": "?"}, 'one of "messages"'),
         ({"prompt": "a", "text": "b"}, 'one of "messages"'),
-        ({"prompt": ""}, "not empty"),
-        ({"text": 3}, "not empty"),
-        ({"messages": []}, "not empty"),
+        ({"prompt": ""}, "non-empty"),
+        ({"text": 3}, "non-empty"),
+        ({"messages": []}, "non-empty"),
         ({"messages": [{"role": "bot", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": None}]}, "content"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, "nothing before"),
-        ({"token_ids": []}, "token ids"),
-        ({"token_ids": [1, -1]}, "token ids"),
-        ({"token_ids": [True]}, "token ids"),
+        ({"token_ids": []}, "list of token ids"),
+        ({"token_ids": [1, -1]}, "list of token ids"),
+        ({"token_ids": [True]}, "list of token ids"),
         ({"prompt": "a", "domain": 1}, "domain"),
         ({"prompt": "a", "split": "test"}, "split"),
     ],
 )
-def test_a_wrong_line_is_named(tmp_path: Path, line: object, what: str) -> None:
+def test_the_error_names_the_invalid_line(tmp_path: Path, line: object, what: str) -> None:
     path = write(tmp_path, {"prompt": "fine"}, line)
     with pytest.raises(PromptError, match=what) as caught:
         read_prompts(path)
@@ -79,7 +79,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: object, what: str) -> None:
 def test_unreadable_and_empty_files_are_errors(tmp_path: Path) -> None:
     with pytest.raises(PromptError, match="no such file"):
         read_prompts(tmp_path / "none.jsonl")
-    with pytest.raises(PromptError, match="holds no prompt"):
+    with pytest.raises(PromptError, match="contains no prompt"):
         read_prompts(write(tmp_path, "", " "))
     (tmp_path / "data.jsonl").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(PromptError, match="UTF-8"):
@@ -87,20 +87,20 @@ def test_unreadable_and_empty_files_are_errors(tmp_path: Path) -> None:
 
 
 def test_a_twentieth_is_held_out_unless_the_file_says_which() -> None:
-    asked = [Prompt(text=str(i)) for i in range(100)]
-    marked = hold_out(asked, seed=1)
+    given = [Prompt(text=str(i)) for i in range(100)]
+    marked = hold_out(given, seed=1)
     assert sum(prompt.is_heldout for prompt in marked) == 5
-    assert marked == hold_out(asked, seed=1) != hold_out(asked, seed=2)
-    assert hold_out([*asked, Prompt(text="x", is_heldout=True)], 1)[:100] == asked
+    assert marked == hold_out(given, seed=1) != hold_out(given, seed=2)
+    assert hold_out([*given, Prompt(text="x", is_heldout=True)], 1)[:100] == given
     assert (
         sum(prompt.is_heldout for prompt in hold_out([Prompt(text=str(i)) for i in range(9999)], 0))
         == 80
     )
     with pytest.raises(PromptError, match="two prompts"):
-        hold_out(asked[:1], 0)
+        hold_out(given[:1], 0)
 
 
-def test_built_in_prompts_are_many_different_and_apart_from_the_held_out() -> None:
+def test_built_in_prompts_are_distinct_and_not_among_the_held_out() -> None:
     heldout = heldout_prompts()
     domains = {prompt.domain for prompt in heldout}
     assert len(heldout) == 80 and len(domains) == 8
@@ -116,20 +116,20 @@ def test_built_in_prompts_are_many_different_and_apart_from_the_held_out() -> No
 def test_prompts_become_tokens() -> None:
     tokenizer = byte_tokenizer()
     template = ChatTemplate(CHATML, {})
-    asked = [
+    given = [
         Prompt(({"role": "user", "content": "Hi"},)),
         Prompt(text="plain"),
     ]
-    chat, text = tokenize_prompts(asked, tokenizer, template)
+    chat, text = tokenize_prompts(given, tokenizer, template)
     assert tokenizer.decode(text, False) == "plain"
     assert tokenize_prompts([Prompt(token_ids=(4, 5))], tokenizer, template) == [[4, 5]]
     with pytest.raises(PromptError, match="line 3: the model has no token 99999"):
         tokenize_prompts([Prompt(token_ids=(1, 99999), where="line 3")], tokenizer, template)
-    before, behind = user_frame(tokenizer, template)
-    assert chat == [*before, *tokenizer.encode("Hi", False), *behind]
+    before, after = user_frame(tokenizer, template)
+    assert chat == [*before, *tokenizer.encode("Hi", False), *after]
     with pytest.raises(PromptError, match="line 7: The model has no chat template"):
         tokenize_prompts(
-            [Prompt(asked[0].messages, where="line 7")], tokenizer, ChatTemplate(None, {})
+            [Prompt(given[0].messages, where="line 7")], tokenizer, ChatTemplate(None, {})
         )
 
 
