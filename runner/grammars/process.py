@@ -101,11 +101,14 @@ def read_exactly(sock: socket.socket, size: int) -> bytes:
     return bytes(data)
 
 
-def is_readable(sock: socket.socket) -> bool:
-    """True if a socket has bytes to read or its other side is gone. ValueError if it is closed."""
+def is_readable(sock: socket.socket, seconds: float = 0.0) -> bool:
+    """True once a socket has bytes to read or its other side is gone, False after `seconds`.
+
+    ValueError if it is closed.
+    """
     poll = select.poll()
     poll.register(sock, select.POLLIN)
-    return bool(poll.poll(0))
+    return bool(poll.poll(1000 * seconds))
 
 
 # --- the nursery ------------------------------------------------------------------------------

@@ -6,11 +6,13 @@ the process is killed and the requests that use this grammar end.
 
 from __future__ import annotations
 
+import functools
+import os
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
@@ -24,6 +26,10 @@ MAX_STALL_SECONDS = 0.12  # a step waits this long for masks before slow process
 # line. The first mask of a state is not cached yet and may take ten times as long as later ones.
 STEP_SECONDS = 0.1
 MAX_LINE_SECONDS = 0.01
+# The processes of a step share the cores. Once they have together used TOGETHER_SECONDS of each
+# core, those that used more than FAIR_SECONDS are killed, so that many slow ones do not add up.
+TOGETHER_SECONDS = 0.12
+FAIR_SECONDS = 0.01  # per step; the masks of ordinary grammars take one or two milliseconds
 MAX_SILENT_SECONDS = 5.0  # time limit for a process that gets no time on a core
 # Time that all masks of a request may take: BURST_SECONDS, plus STEADY_LINE_SECONDS per line.
 BURST_SECONDS = 1.0
@@ -43,11 +49,12 @@ class GrammarProcess:
         self.waiting: list[Future[GrammarMatcher]] = []
         self.is_ready = False  # the grammar is compiled
         self.is_over = False
+        self.is_too_slow = False  # killed because its masks took too long
         self.num_bytes = 0  # size of the compiled grammar
         self.sock: socket.socket | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self._end = end
-        self._pid = 0
+        self.pid = 0
         self._num_matchers = 0
         self._num_dropped = 0
         self._dropped: deque[int] = deque()  # filled by whichever thread collects garbage
@@ -67,7 +74,7 @@ class GrammarProcess:
 
     def serve(self, sock: socket.socket, compiled: Compiled) -> None:
         """Note that the grammar is compiled and its process answers on this socket."""
-        self._pid, self.num_bytes = compiled.pid, compiled.num_bytes
+        self.pid, self.num_bytes = compiled.pid, compiled.num_bytes
         sock.settimeout(_TICK_SECONDS)
         self.is_ready = True
 
@@ -80,8 +87,8 @@ class GrammarProcess:
         """Note that a matcher was freed; the process hears of it with the next step."""
         self._dropped.append(matcher_id)
 
-    def ask(self, jobs: Sequence[MaskJob]) -> float:
-        """Send a step's jobs. Returns the processor time used by the process so far, for `take`."""
+    def ask(self, jobs: Sequence[MaskJob]) -> None:
+        """Send a step's jobs."""
         dropped = []
         while self._dropped:
             dropped.append(self._dropped.popleft())
@@ -92,9 +99,8 @@ class GrammarProcess:
                 self.sock.sendall(pack(StepJob(rows, dropped)))
             except OSError:
                 self._end(self)  # `take` notices
-        return _cpu_seconds(self._pid)
 
-    def take(self, jobs: Sequence[MaskJob], began: float, cpu_began: float) -> None:
+    def take(self, jobs: Sequence[MaskJob], step: StepClock) -> None:
         """Fill the jobs' lines from the answers.
 
         After a fault, all remaining jobs get its error.
@@ -103,9 +109,8 @@ class GrammarProcess:
         num_lines = 0
         for index, job in enumerate(jobs):
             num_lines += len(job.lines)
-            most = cpu_began + STEP_SECONDS + num_lines * MAX_LINE_SECONDS
             try:
-                self._take_row(job, began, most)
+                self._take_row(job, step, STEP_SECONDS + num_lines * MAX_LINE_SECONDS)
             except (OSError, GrammarTooSlow) as error:
                 error = error.with_traceback(None)  # its frames would keep jobs and matchers alive
                 for rest in jobs[index:]:
@@ -113,26 +118,35 @@ class GrammarProcess:
                 self._end(self)
                 return
 
-    def _take_row(self, job: MaskJob, began: float, most: float) -> None:
-        num_cut, count, spent = ROW.unpack(self._read(ROW.size, began, most))
+    def _take_row(self, job: MaskJob, step: StepClock, most: float) -> None:
+        num_cut, count, spent = ROW.unpack(self._read(ROW.size, step, most))
         if num_cut == FAILED:
-            job.error = RuntimeError(self._read(count, began, most).decode())
+            job.error = RuntimeError(self._read(count, step, most).decode())
             return
-        data = self._read(count * job.lines.itemsize * job.lines.shape[1], began, most)
+        data = self._read(count * job.lines.itemsize * job.lines.shape[1], step, most)
         job.lines[:count] = np.frombuffer(data, job.lines.dtype).reshape(count, -1)
         job.lines[count:] = job.lines[count - 1]
         job.num_cut = num_cut
         if not matcher_of(job).take_lines(job.draft_ids, job.lines[:count], spent / 1e6):
             job.error = GrammarTooSlow(TOO_SLOW)
 
-    def _read(self, size: int, began: float, most: float) -> bytes:
+    def _read(self, size: int, step: StepClock, most: float) -> bytes:
         """Read `size` bytes. OSError if the process is gone or silent, GrammarTooSlow if too
         slow."""
         while len(self._buffer) < size:
             try:
-                part = b"" if self.sock is None or self.is_over else self.sock.recv(1 << 18)
+                if self.is_too_slow:
+                    raise GrammarTooSlow(TOO_SLOW)
+                if self.sock is None or self.is_over:
+                    part = b""
+                elif step.is_late and not is_readable(self.sock):
+                    raise TimeoutError  # the step is late already: check the limits at once
+                else:
+                    part = self.sock.recv(1 << 18)
             except TimeoutError:
-                self._check_time(time.monotonic() - began, most)
+                self._check_time(step, most)
+                if step.is_late and not self.is_over and self.sock is not None:
+                    is_readable(self.sock, _TICK_SECONDS)
                 continue
             except OSError:
                 part = b""
@@ -143,17 +157,26 @@ class GrammarProcess:
         del self._buffer[:size]
         return data
 
-    def _check_time(self, elapsed: float, most: float) -> None:
+    def end_if_silent(self) -> None:
+        """Kill the process for being slow, unless it has begun to answer."""
+        if self.sock is not None and not self.is_over and not is_readable(self.sock):
+            self.is_too_slow = True
+            self._end(self)
+
+    def _check_time(self, step: StepClock, most: float) -> None:
         """Raise an error if the process has computed or been silent for too long.
 
         GrammarTooSlow is judged by processor time, because on a busy machine other processes may
         have used the elapsed time.
         """
-        if elapsed <= MAX_STALL_SECONDS:
+        if not step.is_late:
             return
-        if _cpu_seconds(self._pid) > most:
+        spent = step.spent(self)
+        if spent > most:
             raise GrammarTooSlow(TOO_SLOW)
-        if elapsed > MAX_SILENT_SECONDS:
+        if step.is_too_much:
+            step.end_slow_ones()
+        if step.elapsed > MAX_SILENT_SECONDS:
             raise OSError("its process does not answer")
 
 
@@ -232,6 +255,44 @@ class RemoteMatcher:
         return self._seconds <= BURST_SECONDS + STEADY_LINE_SECONDS * self._num_lines
 
 
+class StepClock:
+    """Measures how long a step has waited for masks and how long their processes have computed."""
+
+    def __init__(self, processes: Iterable[GrammarProcess]) -> None:
+        self._began = time.monotonic()
+        self._cpu_began = {process: cpu_seconds(process.pid) for process in processes}
+        self._spent = dict.fromkeys(self._cpu_began, 0.0)
+        self.answered: set[GrammarProcess] = set()
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds since the masks were asked for."""
+        return time.monotonic() - self._began
+
+    @property
+    def is_late(self) -> bool:
+        """True once the step has waited so long that slow processes are killed."""
+        return self.elapsed > MAX_STALL_SECONDS
+
+    @property
+    def is_too_much(self) -> bool:
+        """True once all processes together have used the step's share of the cores."""
+        return sum(map(self.spent, self._spent)) > TOGETHER_SECONDS * num_cores()
+
+    def spent(self, process: GrammarProcess) -> float:
+        """Processor time that a process has used in this step, or had when it was last alive."""
+        now = cpu_seconds(process.pid)
+        spent = max(self._spent[process], now - self._cpu_began[process])
+        self._spent[process] = spent
+        return spent
+
+    def end_slow_ones(self) -> None:
+        """Kill every process that has used more than FAIR_SECONDS and has not answered yet."""
+        for process in self._spent:
+            if self.spent(process) > FAIR_SECONDS and process not in self.answered:
+                process.end_if_silent()
+
+
 def matcher_of(job: MaskJob) -> RemoteMatcher:
     """The job's matcher, which `GrammarProcess.matcher` made."""
     assert isinstance(job.matcher, RemoteMatcher)
@@ -240,16 +301,26 @@ def matcher_of(job: MaskJob) -> RemoteMatcher:
 
 def fill_remote(jobs: Sequence[MaskJob]) -> None:
     """Fill the masks of a step. The grammars' processes work in parallel."""
-    began = time.monotonic()
     parts: dict[GrammarProcess, list[MaskJob]] = {}
     for job in jobs:
         parts.setdefault(matcher_of(job).process, []).append(job)
-    asked = [(process, part, process.ask(part)) for process, part in parts.items()]
-    for process, part, cpu_began in asked:
-        process.take(part, began, cpu_began)
+    step = StepClock(parts)
+    for process, part in parts.items():
+        process.ask(part)
+    for process, part in parts.items():
+        process.take(part, step)
+        step.answered.add(process)
 
 
-def _cpu_seconds(pid: int) -> float:
+@functools.cache
+def num_cores() -> int:
+    """Cores that this process may use."""
+    if sys.platform != "linux":
+        return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
+
+
+def cpu_seconds(pid: int) -> float:
     """Processor time that a process has used; where unknown, the time of the clock."""
     if sys.platform != "linux":
         return time.monotonic()

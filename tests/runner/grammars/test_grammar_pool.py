@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from slipstream.runner.grammars import remote
 from slipstream.runner.grammars.grammar import GrammarTooSlow, MaskJob, fill_rows
 from slipstream.runner.grammars.pool import GrammarPool, build_grammar_backend
 from slipstream.runner.grammars.process import Compiled, Nursery, read_message
@@ -171,7 +172,7 @@ def test_compiling_yields_and_masks_do_not(pool: GrammarPool) -> None:
 def test_the_processes_are_cheap_and_bounded(pool: GrammarPool) -> None:
     kept = pool.compile(OBJECT).result(LONG_SECONDS)
     assert isinstance(kept, RemoteMatcher)
-    pid = kept.process._pid  # others may be ending
+    pid = kept.process.pid  # others may be ending
     for each in (nursery_pid(pool), pid):
         maps = Path(f"/proc/{each}/maps").read_text()
         assert "xgrammar" in maps and "libtorch" not in maps
@@ -214,6 +215,34 @@ def test_an_ambiguous_grammar_is_ended_before_it_holds_up_others(pool: GrammarPo
             assert matcher.accept(token_id)
         assert isinstance(jobs[0].error, GrammarTooSlow)
         assert longest < 2.0  # 0.13 on an idle machine; without the limit it takes minutes
+    assert other.accept(ord("{")) and still_works(pool)
+
+
+def test_many_ambiguous_grammars_do_not_add_up(
+    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may compute 0.11 s in a step; on two cores, twelve held it up for 0.7 s."""
+    monkeypatch.setattr(remote, "num_cores", lambda: 2)
+    other = pool.compile(OBJECT).result(LONG_SECONDS)
+    specs = [GrammarSpec("grammar", f'{AMBIGUOUS.value} | "#{i}"') for i in range(12)]
+    matchers = [pool.compile(spec).result(LONG_SECONDS) for spec in specs]
+    spent = dict.fromkeys((matcher.process.pid for matcher in matchers), 0.0)  # type: ignore[attr-defined]
+    slow: list[MaskJob] = []
+    while not slow:
+        before = {pid: remote.cpu_seconds(pid) for pid in spent}
+        jobs = [job(matcher) for matcher in (*matchers, other)]
+        with monkeypatch.context() as patch:  # a process that is ended says no more
+            patch.setattr(pool, "_kill", lambda number: None)
+            pool.fill(jobs)
+        spent = {pid: remote.cpu_seconds(pid) - began for pid, began in before.items()}
+        assert jobs.pop().error is None
+        slow = [each for each in jobs if each.error is not None]
+        if not slow:
+            assert all(matcher.accept(VOCAB.index(WORDS[-1])) for matcher in matchers)
+    assert {type(each.error) for each in slow} == {GrammarTooSlow}
+    assert len(slow) == 12 and sum(spent.values()) < 12 * remote.STEP_SECONDS
+    for matcher in matchers:
+        pool._kill(matcher.process.number)  # type: ignore[attr-defined]
     assert other.accept(ord("{")) and still_works(pool)
 
 
