@@ -26,21 +26,12 @@ types: setup
 	$(BIN)/mypy
 
 # One thread a process: the tests' models are tiny, and threads that wait for each other cost more than they bring. Two processes
-# share the parts; then they share what starts whole servers, of one thread each. make pytest ARGS="tests/runner -x" runs some,
-# ARGS="-m slow" the long forms of tests that are here in a short one.
+# share the tests, of which one begins with those that start whole servers (tests/conftest.py). make pytest ARGS="tests/runner -x"
+# runs some, ARGS="-m slow" the long forms of tests that are here in a short one.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-TWO := --numprocesses 2 --dist loadfile
-WHOLE := tests/deployment tests/end_to_end $(wildcard tests/reliability)
-ifeq ($(ARGS),)
+ALL := -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 pytest: setup
-	status=0; \
-	$(PYTEST) -m "not slow" $(TWO) $(addprefix --ignore ,$(WHOLE)) || status=1; \
-	$(PYTEST) $(TWO) $(WHOLE) || status=1; \
-	exit $$status
-else
-pytest: setup
-	$(PYTEST) $(ARGS)
-endif
+	$(PYTEST) $(or $(ARGS),$(ALL))
 
 format: setup  ## rewrite the code as ruff wants it
 	$(BIN)/ruff check --fix $(CODE)
