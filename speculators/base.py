@@ -7,7 +7,7 @@ in through `DraftInputs` (per step) and `DraftHost` (once).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,10 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
+from ..configs.graphs import BatchExecutionDescriptor, StepMode
+from ..configs.options import ConfigError
 from ..configs.schema import SpeculativeConfig
 from ..kernels.drafts.draw_drafts import draw_drafts, take_drafts
 from ..kernels.drafts.stage_drafts import store_draft_rows
+from .draft_head import DraftModel
 
 MAX_DRAFT_LOGITS_BYTES = 1 << 30  # above this, `draft_sampling: auto` drafts greedily
 
@@ -70,40 +72,13 @@ class DraftInputs:
     num_sampled: Tensor  # [N] int32, emitted tokens (0 for a prefill chunk)
     num_rejected: Tensor  # [N] int32
     requests: RequestRows
-    attention: Any = None  # the target's AttentionState of this step
-    common: Sequence[Any] = ()  # the target's CommonAttentionMetadata by group
+    attention: Any = None  # the target's AttentionState; None in a WHOLE step: its graph made it
     hidden_states: Tensor | None = None  # [M, H] after the final norm
     aux_hidden_states: Tensor | None = None  # [M, taps * H], boundaries asked for, side by side
     num_drafts: int | None = None  # how many to make; None = K; 0 = only take the step in
     num_decode_reqs: int = 0  # rows of each draft decode at least: as many as other ranks have
     num_deferred: Sequence[int] = ()  # [N] on the host: tokens before the row given to `defer`
-    in_buffers: bool = False  # the tensors are those of `StepBuffers`: a graph may read them
-
-
-@dataclass(frozen=True)
-class StepBuffers:
-    """What graphs of a drafter find of the target's steps, always at the same addresses."""
-
-    # The step of a uniform batch, with N* and M* for N and M: padded rows have slot -1.
-    inputs: Callable[[BatchExecutionDescriptor], DraftInputs]
-    requests: RequestRows
-    most_drafts: Tensor  # [R] int32 by batch row, how many drafts the plan lets a request keep
-
-
-class GraphManager(Protocol):
-    """Captures and replays graphs of one forward function (`runner.graphs.manager`)."""
-
-    report: Any  # what was captured
-
-    def dispatch(
-        self, num_tokens: int, num_reqs: int, uniform_token_count: int | None
-    ) -> BatchExecutionDescriptor: ...
-
-    def capture(self, create_forward_fn: Any) -> dict[BatchExecutionDescriptor, Any]: ...
-
-    def profile_memory(self, create_forward_fn: Any) -> int: ...
-
-    def run_fullgraph(self, desc: BatchExecutionDescriptor) -> None: ...
+    mode: StepMode = StepMode.EAGER  # how the target's step ran
 
 
 class DraftHost(Protocol):
@@ -117,123 +92,43 @@ class DraftHost(Protocol):
     vocab_size: int
     target_model: nn.Module
 
-    def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> nn.Module:
-        """Build the draft architecture `kind`, load its weights, register its attention layers."""
+    def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> Any:
+        """Build the draft architecture `kind`, load its weights, register its attention layers.
 
-    def upload(self, array: np.ndarray) -> Tensor:
-        """A host array of int32 or int64 on the device, without a wait."""
-
-    def build_draft_attention(
-        self,
-        num_reqs: int,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        positions: Tensor,
-        idx_mapping: Tensor,
-        desc: BatchExecutionDescriptor | None,
-        for_capture: bool = False,
-        writes_kv: bool = True,
-        query_lens: Sequence[int] | None = None,
-    ) -> Any:
-        """An AttentionState for draft decodes of one token per request, or of `query_lens` [N].
-
-        KV slots come from `positions` (-1 = none); without `writes_kv` they are all -1.
+        Returns a `DraftModel`; for "draft_model" a served model of the runner.
         """
 
-    @property
-    def draft_decodes_on_device(self) -> bool:
-        """Whether one graph can hold several decodes, their attention included."""
-
-    def stage_draft_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
-        """Bring this step's block tables to where such a graph reads them; it may do so itself."""
-
-    def attention_on_device(
-        self,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        positions: Tensor,
-        desc: BatchExecutionDescriptor,
-        writes_kv: bool = True,
-    ) -> Callable[[], Any]:
-        """For its capture: builds the attention of one more decode from what the buffers hold."""
-
-    def create_graph_manager(
-        self,
-        name: str,
-        mode: CUDAGraphMode,
-        uniform_token_counts: Sequence[int],
-        label: str | None = None,
-        few_sizes: bool = False,
-    ) -> GraphManager:
-        """A manager that shares the device's graph pool."""
+    def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
+        """Copy a host array of int32 or int64 to the device, into `out` if given. Never waits."""
 
 
 class BaseSpeculator(ABC):
-    """A drafter."""
+    """A drafter.
+
+    A subclass either implements `propose`, or is an `AutoRegressiveSpeculator`, whose passes the
+    runner calls one by one, from CUDA graphs where it can.
+    """
 
     needs: SpeculatorNeeds
 
-    def init_cudagraph_manager(self, mode: CUDAGraphMode) -> None:
-        """Choose the drafter's graph modes. Without a model there is nothing to capture."""
-        return
-
-    def capture(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> None:
-        """Capture the drafter's graphs; given are the target's `AttentionStatePair`s."""
-        return
-
-    def profile_graph_memory(self, attention_states: Mapping[BatchExecutionDescriptor, Any]) -> int:
-        """Bytes that `capture` will take, measured on throw-away graphs before KV is sized."""
-        return 0
-
-    def use_requests(self, requests: RequestRows) -> None:
-        """Called once, before anything runs: these are the requests of all steps."""
-        return
-
-    def read_steps(self, steps: StepBuffers) -> None:
-        """Graphs captured from now on may read the target's steps, and keep the drafts."""
-        return
-
-    @property
-    def keeps_drafts(self) -> bool:
-        """Whether `propose` itself writes drafts to the request table, as `StepBuffers` allow."""
-        return False
-
-    def takes_in(self, descriptor: BatchExecutionDescriptor) -> bool:
-        """Whether steps of this descriptor are read by a graph, and need no attention state."""
-        return False
-
-    @abstractmethod
     def propose(self, inputs: DraftInputs) -> Tensor:
-        """Draft for every row; [N, up to K] int64, -1 where there is no draft. Never syncs."""
+        """Return drafts for every row, [N, up to K] int64, -1 where there is none.
 
-    def run_dummy(
-        self,
-        descriptor: BatchExecutionDescriptor,
-        attention: Any,
-        num_decode_reqs: int,
-        num_drafts: int,
-    ) -> None:
-        """Run the passes of a proposal for nobody: other ranks' passes hold collectives.
-
-        `attention` is the target's state of the same dummy step.
+        Must not wait for the device.
         """
-        return
-
-    def graph_managers(self) -> Sequence[GraphManager]:
-        """The managers of its graphs, for the report of what was captured."""
-        return ()
+        raise NotImplementedError(f"{type(self).__name__} does not implement propose()")
 
     def defer(self, inputs: DraftInputs) -> None:
-        """Called in place of `propose` after a step for whose rows nothing is to be drafted.
+        """Called in place of `propose` after a step for which no drafts are wanted.
 
         Every row has one token and verified no draft. A drafter with state of its own
-        (`needs.max_deferred_tokens`) keeps what it needs to take these tokens in later.
+        (`needs.max_deferred_tokens`) keeps what it needs to process these tokens later.
         """
         return
 
 
 class DraftModelSpeculator(BaseSpeculator):
-    """A drafter with a model: loads it, owns the buffers that its graphs bake, draws drafts.
+    """A drafter with a model: loads it, owns the buffers that graphs read, draws drafts.
 
     Buffers are indexed by batch row [R] or token row [T]. Every call fills their padded rows too.
     """
@@ -242,7 +137,13 @@ class DraftModelSpeculator(BaseSpeculator):
         self.config = config
         self.host = host
         self.num_drafts = config.max_drafts  # K
-        self.model: Any = self.load_draft_model()
+        self.model: DraftModel = self.load_draft_model()
+        if not hasattr(self.model, "run"):
+            raise ConfigError(
+                f"{type(self.model).__name__} is not a draft model: derive it from "
+                "slipstream.speculators.draft_head.DraftHead and define forward, compute_logits, "
+                "input_width and feedback_width"
+            )
         self.max_position = min(host.max_model_len, config.max_model_len or host.max_model_len)
         reqs, tokens = host.max_num_reqs, host.max_num_tokens
 
@@ -263,26 +164,16 @@ class DraftModelSpeculator(BaseSpeculator):
         self.seed = zeros(reqs)  # [R]
         self.draft_tokens = zeros(reqs, self.num_drafts)  # [R, K]
         self.allowed = zeros(reqs, dtype=torch.int32)  # [R] drafts that the request may keep
-        self._steps: StepBuffers | None = None  # not None: it keeps its drafts itself
         self.step = zeros(reqs)  # [R] which draft is made next; on the device as graphs replay
         self._requests: RequestRows | None = None
 
     @abstractmethod
-    def load_draft_model(self) -> nn.Module:
+    def load_draft_model(self) -> DraftModel:
         """Load the drafter's model through the host and wire what it shares with the target."""
 
     def use_requests(self, requests: RequestRows) -> None:
-        """What drafts are drawn from goes straight to their slots."""
+        """Called once before the first pass: these are the requests of all steps."""
         self._requests = requests
-
-    def read_steps(self, steps: StepBuffers) -> None:
-        """Graphs read uniform steps, and bring drafts to the requests' slots."""
-        self._steps = steps
-
-    @property
-    def keeps_drafts(self) -> bool:
-        """True once there are steps to read."""
-        return self._steps is not None
 
     @property
     def probabilistic(self) -> bool:
@@ -298,32 +189,23 @@ class DraftModelSpeculator(BaseSpeculator):
         return None if self._requests is None else self._requests.draft_logits
 
     def draw_drafts(self, for_logits: Tensor) -> None:
-        """Draw the next draft of each row from what the head reads, [N*, H]; without writing
-        logits where the model can (`pick_tokens`) and verification does not ask for them.
+        """Draw the next draft of each row from the hidden states [N*, .] that the head reads.
 
-        Noise is salted: it must not be the noise that verification uses.
+        Logits are not written where the model picks tokens itself and verification does not need
+        their distribution. The noise is salted: verification uses other noise.
         """
-        pick = getattr(self.model, "pick_tokens", None)
-        to_target: Tensor | None = getattr(self.model, "draft_to_target", None)
-        if pick is None or self.draft_logits is not None:
-            logits = self.model.compute_logits(for_logits)
-            draw_drafts(logits, self, to_target, self.draft_logits)
+        model, kept = self.model, self.draft_logits
+        if model.pick_tokens is None or kept is not None:
+            draw_drafts(model.compute_logits(for_logits), self, model.draft_to_target, kept)
         else:
-            take_drafts(pick(for_logits)[0], self, to_target)
+            take_drafts(model.pick_tokens(for_logits)[0], self, model.draft_to_target)
 
-    def _keep(self, rows: int, num_made: int) -> None:
-        """Bring drafts to the requests' slots."""
-        if self._steps is None or num_made == 0:
-            return
-        requests = self._steps.requests
-        store_draft_rows(self, self._steps.most_drafts, requests.draft_tokens, rows, num_made)
+    def store_drafts(self, most_drafts: Tensor, num_reqs: int, num_made: int) -> None:
+        """Copy drafts to the request table, -1 beyond what the request and the step allow.
 
-    def _result(self, inputs: DraftInputs, count: int) -> Tensor:
-        """Real rows; -1 where a draft was made beyond the drafter's last position."""
-        rows = inputs.num_reqs
-        if self.keeps_drafts:
-            return self.draft_tokens[:rows, :count]
-        last = inputs.positions[self.last_token_indices[:rows]]
-        ahead = torch.arange(count, device=last.device)
-        known = last[:, None] + ahead < self.max_position
-        return torch.where(known, self.draft_tokens[:rows, :count], -1)
+        most_drafts: [>= num_reqs] int32 by batch row, the limit of the step.
+        """
+        assert self._requests is not None
+        if num_made:
+            table = self._requests.draft_tokens
+            store_draft_rows(self, most_drafts, table, num_reqs, num_made)

@@ -6,17 +6,31 @@ draft, or when the ring is full, one pass over the missed tokens writes their KV
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .base import DraftHost, DraftInputs
+from .draft_head import DraftModel
 
 _RING_BYTES = 1 << 27
 _MOST_TOKENS, _FEWEST_TOKENS = 64, 8
+
+
+class BuildAttention(Protocol):
+    """Builds the drafter's attention over rows of several tokens (`DraftAttention.build_rows`)."""
+
+    def __call__(
+        self,
+        query_lens: Sequence[int],  # [N], on the host
+        query_start_loc: Tensor,  # [N + 1] int32
+        seq_lens: Tensor,  # [N] int32
+        positions: Tensor,  # [M] int64
+        idx_mapping: Tensor,  # [N] int32, batch row -> slot
+    ) -> Any: ...
 
 
 class DeferredTokens:
@@ -48,19 +62,22 @@ class DeferredTokens:
         slots = inputs.idx_mapping[:rows].long()  # [N] batch row -> slot
         self._ring[slots, inputs.positions[:rows] % self.capacity] = hidden[:rows]
 
-    def catch_up(self, inputs: DraftInputs, model: Any, max_position: int) -> None:
+    def catch_up(
+        self, inputs: DraftInputs, model: DraftModel, max_position: int, build: BuildAttention
+    ) -> None:
         """Run the model over what the rows of this step have missed, for its KV only."""
         counts = np.asarray(inputs.num_deferred, dtype=np.int32)
         for rows in _pieces(counts, self._host.max_num_tokens):
-            self._catch_up_rows(inputs, rows, counts[rows], model, max_position)
+            self._catch_up_rows(inputs, rows, counts[rows], model, max_position, build)
 
     def _catch_up_rows(
         self,
         inputs: DraftInputs,
         rows: np.ndarray,  # [n] int32 batch rows that are behind
         counts: np.ndarray,  # [n] int32 by how many tokens
-        model: Any,
+        model: DraftModel,
         max_position: int,
+        build: BuildAttention,
     ) -> None:
         ends = np.cumsum(counts, dtype=np.int32)
         token_rows = np.repeat(rows, counts)  # [M] token -> batch row
@@ -71,23 +88,17 @@ class DeferredTokens:
         first = inputs.positions[inputs.query_start_loc[: inputs.num_reqs].long()]  # [N]
         positions = first[tokens[0]] - tokens[1]  # [M]
         slots = inputs.idx_mapping[tokens[0]].long()  # [M] token -> slot
-        attention = self._host.build_draft_attention(
-            len(rows),
-            starts,
-            first[behind].int(),
-            positions,
-            inputs.idx_mapping[behind],
-            None,
-            query_lens=counts.tolist(),
+        attention = build(
+            counts.tolist(), starts, first[behind].int(), positions, inputs.idx_mapping[behind]
         )
         ids = inputs.requests.all_token_ids[slots, positions + self._shift]
         if self._ring is None:
             hidden = torch.zeros((len(ids), 1), dtype=self._host.dtype, device=ids.device)
         else:
             hidden = self._ring[slots, positions % self.capacity]
-        take_in = getattr(model, "take_in", model)  # its KV alone, if the model knows how
         # As in every pass: the drafter may know fewer positions than the target.
-        take_in(ids, positions.clamp(max=max_position - 1), model.combine(hidden), attention)
+        positions = positions.clamp(max=max_position - 1)
+        model.write_kv(ids, positions, model.combine(hidden), attention)
 
 
 def _pieces(counts: np.ndarray, most_tokens: int) -> Iterator[np.ndarray]:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from ..configs.schema import SpeculativeConfig
 from .autoregressive import AutoRegressiveSpeculator
 from .base import DraftHost, DraftInputs, SpeculatorNeeds
+from .draft_head import DraftHead, DraftModel, PickTokens
 
 
-class _LanguageModel(nn.Module):
-    """A served model behind the interface of a draft head; hidden inputs are ignored."""
+class _LanguageModel(DraftHead, nn.Module):
+    """A served model behind the interface of a draft head; it reads and feeds back no hidden
+    states."""
 
     input_width = feedback_width = 1
 
@@ -26,21 +28,30 @@ class _LanguageModel(nn.Module):
         super().__init__()
         self.language_model: Any = model
 
-    def combine(self, target_hidden: Tensor) -> Tensor:
-        """Nothing is read from the target."""
-        return target_hidden
-
-    def forward(
-        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: Any
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        attention: Any,
+        feedback: Tensor,
+        only: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states [M, H]."""
+        """Hidden states [M, H]; `hidden`, `feedback` and `only` are ignored."""
         out: Tensor = self.language_model(input_ids, positions, attention)[0]
         return out
 
+    def write_kv(
+        self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: Any
+    ) -> None:
+        """The whole pass."""
+        self.language_model(input_ids, positions, attention)
+
     @property
-    def pick_tokens(self) -> Any:
-        """As of the model itself; None = it has no such thing."""
-        return getattr(self.language_model, "pick_tokens", None)
+    def pick_tokens(self) -> PickTokens | None:
+        """The served model's, if it has one."""
+        pick: PickTokens | None = getattr(self.language_model, "pick_tokens", None)
+        return pick
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V]."""
@@ -51,15 +62,14 @@ class _LanguageModel(nn.Module):
 class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
     """Drafts with a whole model of its own."""
 
-    model_returns_tuple = False
-    first_pass_drafts = reads_hidden = False
+    first_pass_drafts = False
 
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         super().__init__(config, host)
         device = host.device
         self.newest_ids = torch.zeros(host.max_num_reqs, dtype=torch.int32, device=device)  # [R]
 
-    def load_draft_model(self) -> nn.Module:
+    def load_draft_model(self) -> DraftModel:
         """Any served architecture."""
         return _LanguageModel(self.host.load_draft_model("draft_model", self.config))
 
@@ -77,21 +87,19 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
         nothing: Tensor = self.target_hidden[:0]
         return nothing
 
-    def _stage(self, inputs: DraftInputs) -> None:
-        super()._stage(inputs)
+    def stage(self, inputs: DraftInputs) -> None:
+        """Also keeps each request's newest token, and does not shift the ids."""
+        super().stage(inputs)
         rows, tokens = inputs.num_reqs, inputs.descriptor.num_tokens
         # The shifted id of the last valid row is the newest token: the first decode's input.
         self.newest_ids[:rows] = self.input_ids[self.last_token_indices[:rows]]
         self.newest_ids[rows:] = 0
         self.input_ids[:tokens] = inputs.input_ids[:tokens]
 
-    def _prefill_forward(
-        self, num_tokens: int, num_rows: int, attention: Any, target_hidden: Tensor | None = None
+    def first_pass(
+        self, num_tokens: int, num_reqs: int, attention: Any, target_hidden: Tensor | None = None
     ) -> None:
-        """Fill KV for the target's rows."""
+        """Write the KV of the target's rows; draws nothing."""
         ids, positions = self.input_ids[:num_tokens], self.positions[:num_tokens]
-        self.model(ids, positions, self.target_hidden[:num_tokens], attention)
-        self.decode_ids[:num_rows] = self.newest_ids[:num_rows]
-
-    def _emit(self, for_logits: Tensor, feedback: Tensor | None) -> None:
-        self.draw_drafts(for_logits)  # nothing is fed back but the draft
+        self.model.write_kv(ids, positions, self.target_hidden[:num_tokens], attention)
+        self.decode_ids[:num_reqs] = self.newest_ids[:num_reqs]

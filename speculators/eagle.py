@@ -3,34 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from .autoregressive import AutoRegressiveSpeculator
 from .base import DraftInputs, SpeculatorNeeds
+from .draft_head import DraftModel
+
+
+class EagleModel(DraftModel, Protocol):
+    """A draft head of EAGLE-1 or EAGLE-3."""
+
+    aux_boundaries: tuple[int, ...]  # the auxiliary hidden states it reads; none in EAGLE-1
 
 
 class EagleSpeculator(AutoRegressiveSpeculator):
-    """Reads the final hidden states (EAGLE-1) or taps of the residual stream (EAGLE-3)."""
+    """Reads the final hidden states (EAGLE-1) or auxiliary hidden states (EAGLE-3)."""
 
-    def load_draft_model(self) -> nn.Module:
+    model: EagleModel
+
+    def load_draft_model(self) -> EagleModel:
         """The head of `method`; it shares embeddings and output head where it has none."""
-        return self.host.load_draft_model(self.config.method, self.config)
-
-    @property
-    def model_returns_tuple(self) -> bool:
-        """EAGLE-3 norms for the logits and feeds back the unnormed stream."""
-        return bool(self.model.returns_tuple)
+        head: EagleModel = self.host.load_draft_model(self.config.method, self.config)
+        return head
 
     def describe_needs(self) -> SpeculatorNeeds:
-        """Adds the taps."""
-        taps: tuple[int, ...] = self.model.aux_boundaries
+        """Auxiliary hidden states in place of the final ones, if the head reads any."""
         return replace(
-            super().describe_needs(), hidden_states=not taps, aux_hidden_state_boundaries=taps
+            super().describe_needs(),
+            hidden_states=not self.model.aux_boundaries,
+            aux_hidden_state_boundaries=self.model.aux_boundaries,
         )
 
     def select_target_hidden(self, inputs: DraftInputs) -> Tensor:
-        """Taps side by side, low to high, or the final hidden states."""
+        """Auxiliary hidden states side by side, lowest layer first, or the final hidden states."""
         if not self.needs.aux_hidden_state_boundaries:
             return super().select_target_hidden(inputs)
         assert inputs.aux_hidden_states is not None

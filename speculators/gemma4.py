@@ -8,34 +8,28 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import Tensor, nn
-
 from .autoregressive import AutoRegressiveSpeculator
 from .base import DraftInputs, SpeculatorNeeds
+from .draft_head import DraftModel
 
 
 class Gemma4Speculator(AutoRegressiveSpeculator):
     """Starts from the last valid row: position P = seq_len - rejected - 1, KV 0 .. P."""
 
-    advance_draft_positions = decodes_write_kv = False
-    runs_draft_prefill = first_pass_drafts = False
-    model_returns_tuple = True
+    advance_draft_positions = runs_draft_prefill = first_pass_drafts = False
 
-    def load_draft_model(self) -> nn.Module:
+    def load_draft_model(self) -> DraftModel:
         """The assistant; embeddings are always the target's, the output head its own."""
-        return self.host.load_draft_model("gemma4_mtp", self.config)
+        model: DraftModel = self.host.load_draft_model("gemma4_mtp", self.config)
+        return model
 
     def describe_needs(self) -> SpeculatorNeeds:
         """No KV of its own: no lookahead slots, and prefix hits stay whole."""
         return replace(super().describe_needs(), num_lookahead_tokens=0, kv_needs_next_token=False)
 
-    def select_target_hidden(self, inputs: DraftInputs) -> Tensor:
-        """Not used: only the last valid rows are read."""
-        nothing: Tensor = self.target_hidden[:0]
-        return nothing
-
-    def _stage(self, inputs: DraftInputs) -> None:
-        super()._stage(inputs)
+    def stage(self, inputs: DraftInputs) -> None:
+        """Also prepares the first decode: each request's newest token and last hidden state."""
+        super().stage(inputs)
         assert inputs.hidden_states is not None
         rows = inputs.num_reqs
         last = self.last_token_indices[:rows]

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from .autoregressive import AutoRegressiveSpeculator
+from .draft_head import DraftModel
 
 
 class MTPSpeculator(AutoRegressiveSpeculator):
     """Reads the target's hidden states after the final norm."""
 
-    def load_draft_model(self) -> nn.Module:
-        """The module stored behind the target's last layer, or in a folder of its own."""
-        return self.host.load_draft_model("mtp", self.config)
-
-    @property
-    def model_returns_tuple(self) -> bool:
-        """One tensor for both uses when the normed hidden state is fed back, as in training."""
-        return self.config.mtp_feedback == "pre_norm"
+    def load_draft_model(self) -> DraftModel:
+        """The module stored after the target's last layer, or in a folder of its own."""
+        model: DraftModel = self.host.load_draft_model("mtp", self.config)
+        return model

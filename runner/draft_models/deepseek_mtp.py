@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...speculators.draft_head import DraftHead
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.deepseek import DecoderLayer, make_rotary
@@ -32,7 +33,7 @@ class _SharedHead(nn.Module):
         self.norm = RMSNorm(size, eps, fmt)
 
 
-class DeepseekMtpHead(DecoderLayer):
+class DeepseekMtpHead(DraftHead, DecoderLayer):
     """The module; `index` is its layer number in the checkpoint, `layer_id` its attention's id.
 
     With `post_norm` the normed output is fed back, as in training; otherwise the raw one.
@@ -66,10 +67,6 @@ class DeepseekMtpHead(DecoderLayer):
         self.eh_proj = Linear(2 * hidden, hidden, fmt)
         self.shared_head = _SharedHead(hidden, eps, fmt)
         self.rotary = make_rotary(config, max_position, fmt.device)
-
-    def combine(self, target_hidden: Tensor) -> Tensor:
-        """[M, H] of the target after its final norm, as it is."""
-        return target_hidden
 
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...kernels.linear.streams import norm_pair, write_stream
+from ...speculators.draft_head import DraftHead, PickTokens
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.base import embedded
@@ -25,10 +26,9 @@ from .draft_config import DraftHeadConfig
 _RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
 
 
-class EagleHead(nn.Module):
+class EagleHead(DraftHead, nn.Module):
     """The whole head; attention layer i has id `layer_id_offset + i`."""
 
-    returns_tuple, selects_rows, writes_feedback = False, True, True
     aux_boundaries: tuple[int, ...] = ()
 
     def __init__(
@@ -61,9 +61,17 @@ class EagleHead(nn.Module):
         self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         self._own_embeddings = False
 
-    def combine(self, target_hidden: Tensor) -> Tensor:
-        """[M, H] of the target after its final norm, as it is."""
-        return target_hidden
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        attention: AttentionState,
+        feedback: Tensor,
+        only: Tensor | None = None,
+    ) -> Tensor:
+        """See `DraftModel.run`; one tensor serves both purposes."""
+        return self.forward(input_ids, positions, hidden, attention, only, feedback)
 
     def forward(
         self,
@@ -74,9 +82,11 @@ class EagleHead(nn.Module):
         only: Tensor | None = None,
         feedback: Tensor | None = None,
     ) -> Tensor:
-        """input_ids, positions [M], hidden [M, H] -> [M, H], for the logits and to feed back; of
-        the rows `only`, if given: [N] int64. `feedback`: where it goes, which may be where `hidden`
-        is."""
+        """input_ids, positions [M], hidden [M, H] -> [N, H].
+
+        N are the rows `only` [N] int64, or all M. The result is written to `feedback` if given,
+        which may be the memory of `hidden`.
+        """
         weights, eps = None, 0.0
         if self.head.para_norm:
             weights = self.embedding_layernorm.weight, self.hidden_states_layernorm.weight
@@ -99,9 +109,10 @@ class EagleHead(nn.Module):
         return write_stream(out, residual, feedback)
 
     @property
-    def pick_tokens(self) -> Any:
+    def pick_tokens(self) -> PickTokens | None:
         """The target's (see `TextModel.pick_tokens`)."""
-        return getattr(self.target[0], "pick_tokens", None)
+        pick: PickTokens | None = getattr(self.target[0], "pick_tokens", None)
+        return pick
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, V], by the target's head."""

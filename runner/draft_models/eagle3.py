@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.linear.streams import norm_pair
+from ...speculators.draft_head import PickTokens
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.base import EmbeddedIds, embedded
@@ -74,7 +75,6 @@ class FirstLayer(DecoderLayer):
 class Eagle3Head(nn.Module):
     """The whole head; attention layer i has id `layer_id_offset + i`."""
 
-    returns_tuple = selects_rows = writes_feedback = True
     draft_to_target: Tensor | None  # [draft vocabulary] int64 target ids; None = the same ids
 
     def __init__(
@@ -117,6 +117,18 @@ class Eagle3Head(nn.Module):
             target_hidden = self.input_norm.forward(target_hidden)
         return self.fc.forward(target_hidden)
 
+    def run(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        attention: AttentionState,
+        feedback: Tensor,
+        only: Tensor | None = None,
+    ) -> Tensor:
+        """See `DraftModel.run`; the logits read the normed stream, and the raw one is fed back."""
+        return self.forward(input_ids, positions, hidden, attention, only, feedback)[0]
+
     def forward(
         self,
         input_ids: Tensor,
@@ -126,9 +138,11 @@ class Eagle3Head(nn.Module):
         only: Tensor | None = None,
         feedback: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, positions [M], hidden [M, H] -> (normed for the logits, stream fed back), of
-        the rows `only`, if given: [N] int64. `feedback`: where the stream goes, which may be where
-        `hidden` is."""
+        """input_ids, positions [M], hidden [M, H] -> (normed stream, raw stream), [N, H] each.
+
+        N are the rows `only` [N] int64, or all M. The raw stream is written to `feedback` if given,
+        which may be the memory of `hidden`.
+        """
         rotary = self.rotary.at(positions)
         first = self.blocks[0]
         assert isinstance(first, FirstLayer)
@@ -140,10 +154,10 @@ class Eagle3Head(nn.Module):
             out, residual = block.forward(out, residual, rotary, attention, rows)
         return self.norm.add(out, residual, stream=feedback)
 
-    def take_in(
+    def write_kv(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
     ) -> None:
-        """As `forward`, for the KV that it writes alone: the last layer needs no MLP for that."""
+        """Write the KV that `forward` would write; a head of one layer skips its MLP."""
         first = self.blocks[0]
         if len(self.blocks) > 1 or not isinstance(first, FirstLayer):
             self.forward(input_ids, positions, hidden, attention)
@@ -151,11 +165,12 @@ class Eagle3Head(nn.Module):
         first.attend(self._embed(input_ids), hidden, self.rotary.at(positions), attention)
 
     @property
-    def pick_tokens(self) -> Any:
+    def pick_tokens(self) -> PickTokens | None:
         """See `TextModel.pick_tokens`; ids are the draft vocabulary's."""
         if "lm_head" in self._loaded:
             return None if self.lm_head.chooser is None else self.lm_head.pick
-        return getattr(self.target[0], "pick_tokens", None)
+        pick: PickTokens | None = getattr(self.target[0], "pick_tokens", None)
+        return pick
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, H] -> [N, draft vocabulary]."""

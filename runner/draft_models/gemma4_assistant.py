@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...speculators.draft_head import DraftHead
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.gemma3 import check_gelu, soft_cap, text_name
@@ -58,10 +59,9 @@ class OrderedHead(nn.Module):
         self.members.copy_(ids.view_as(self.members))
 
 
-class Gemma4Assistant(nn.Module):
+class Gemma4Assistant(DraftHead, nn.Module):
     """The whole assistant; attention layer i has id `layer_id_offset + i`."""
 
-    returns_tuple = True
     aux_boundaries: tuple[int, ...] = ()
     input_width = 1  # unused: the first draft starts from single rows of the target's hidden states
 
@@ -101,10 +101,6 @@ class Gemma4Assistant(nn.Module):
         self.register_buffer("suppressed", ids if suppressed else None)
 
     suppressed: Tensor | None
-
-    def combine(self, target_hidden: Tensor) -> Tensor:
-        """The target's hidden states, as they are."""
-        return target_hidden
 
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState

@@ -78,44 +78,59 @@ class DraftAttention:
     def build(
         self,
         num_reqs: int,
-        query_start_loc: Tensor,
-        seq_lens: Tensor,
-        positions: Tensor,
-        idx_mapping: Tensor,
+        query_start_loc: Tensor,  # [N* + 1] int32, min(i, N)
+        seq_lens: Tensor,  # [N*] int32, padded 0
+        positions: Tensor,  # [N*] int64, where KV is written; -1 = nowhere
+        idx_mapping: Tensor,  # [N*] int32, padded -1
         desc: BatchExecutionDescriptor | None,
-        for_capture: bool,
-        writes_kv: bool,
-        query_lens: Sequence[int] | None,
+        writes_kv: bool = True,
     ) -> AttentionState:
-        """See `DraftModelHost.build_draft_attention`."""
-        padded, num_tokens = seq_lens.shape[0], positions.shape[0]
-        if for_capture:  # dummy rows belong to no request: they read the null block
-            for table in self._block_tables:
-                table.zero_()
-        else:
-            self.gather_tables(num_reqs, padded, idx_mapping)
-        if writes_kv and not for_capture:
-            if query_lens is None:
-                self._map_slots(seq_lens, positions)
-            else:
-                compute_slot_mappings(
-                    self._block_tables,
-                    self._block_sizes,
-                    query_start_loc,
-                    positions,
-                    self._slot_mappings,
-                    num_reqs,
-                    num_tokens,
-                    num_tokens,
-                )
+        """The attention of a draft decode: one token for each of N = `num_reqs` requests.
+
+        Without `writes_kv` no KV is written. Does not wait for the device.
+        """
+        rows = seq_lens.shape[0]
+        self.gather_tables(num_reqs, rows, idx_mapping)
+        if writes_kv:
+            self._map_slots(seq_lens, positions)
         else:
             self._slot_mappings.fill_(-1)
-        starts = torch.arange(padded + 1, dtype=torch.int32).clamp(max=num_reqs)
-        if query_lens is not None:
-            starts[1:] = torch.tensor(query_lens).cumsum(0)
-        longest = 1 if query_lens is None else max(query_lens)
+        starts = torch.arange(rows + 1, dtype=torch.int32).clamp(max=num_reqs)
+        return self._state(self._common(num_reqs, rows, 1, query_start_loc, starts, seq_lens), desc)
+
+    def build_rows(
+        self,
+        query_lens: Sequence[int],  # [N], on the host
+        query_start_loc: Tensor,  # [N + 1] int32, their running sums
+        seq_lens: Tensor,  # [N] int32
+        positions: Tensor,  # [M] int64, where each token's KV is written
+        idx_mapping: Tensor,  # [N] int32, batch row -> slot
+    ) -> AttentionState:
+        """The attention of a pass over several tokens for each request; nothing is padded."""
+        num_reqs, num_tokens = len(query_lens), positions.shape[0]
+        self.gather_tables(num_reqs, num_reqs, idx_mapping)
+        compute_slot_mappings(
+            self._block_tables, self._block_sizes, query_start_loc, positions,
+            self._slot_mappings, num_reqs, num_tokens, num_tokens,
+        )  # fmt: skip
+        starts = torch.zeros(num_reqs + 1, dtype=torch.int32)
+        starts[1:] = torch.tensor(query_lens).cumsum(0)
+        longest = max(query_lens)
         common = self._common(num_reqs, num_tokens, longest, query_start_loc, starts, seq_lens)
-        return self._state(common, desc, for_capture)
+        return self._state(common, None)
+
+    def build_for_capture(
+        self, query_start_loc: Tensor, seq_lens: Tensor, desc: BatchExecutionDescriptor
+    ) -> AttentionState:
+        """As `build`, for rows that belong to no request: they read the null block and write no
+        KV."""
+        for table in self._block_tables:
+            table.zero_()
+        self._slot_mappings.fill_(-1)
+        rows = seq_lens.shape[0]
+        starts = torch.arange(rows + 1, dtype=torch.int32)
+        common = self._common(rows, rows, 1, query_start_loc, starts, seq_lens)
+        return self._state(common, desc, for_capture=True)
 
     def gather_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
         """The requests' block tables, by batch row; padded rows get the null block."""
@@ -130,7 +145,10 @@ class DraftAttention:
         desc: BatchExecutionDescriptor,
         writes_kv: bool,
     ) -> Callable[[], AttentionState]:
-        """See `DraftModelHost.attention_on_device`."""
+        """For the capture of several decodes in one graph: each call of the result builds the
+        attention of one more decode, by operations of the device alone, from the values that the
+        buffers hold then. Shapes as in `build`; block tables as `gather_tables` left them.
+        """
         rows = seq_lens.shape[0]
         for table in self._block_tables:  # a warm-up writes no KV
             table.zero_()
@@ -184,7 +202,7 @@ class DraftAttention:
         self,
         common: Sequence[CommonAttentionMetadata],
         desc: BatchExecutionDescriptor | None,
-        for_capture: bool,
+        for_capture: bool = False,
     ) -> AttentionState:
         metadata: list[AttentionMetadata] = []
         for builder, group in zip(self._builders, common, strict=True):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...configs.graphs import BatchExecutionDescriptor
 from ...configs.schema import GraphConfig
 from .capture import GraphPool
 from .dispatch import capture_sizes, mixed_capture_sizes
-from .manager import ProgressFn
+from .manager import CudaGraphManager, ProgressFn
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,10 @@ class GraphSettings:
     progress: ProgressFn | None = None
     mixed_sizes: tuple[int, ...] | None = None  # of mixed batches; None = `sizes`
     draft_loop: bool = True  # all draft decodes of a step in one graph, where that can be
+
+    def manager(self, name: str, wanted: Sequence[BatchExecutionDescriptor]) -> CudaGraphManager:
+        """A manager of the graphs `wanted`, in capture order."""
+        return CudaGraphManager(name, wanted, self.pool, self.progress, self.debug_compare_eager)
 
     @classmethod
     def create(

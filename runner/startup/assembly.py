@@ -15,6 +15,7 @@ from ...configs.graphs import CUDAGraphMode
 from ...configs.schema import Config
 from ...kernels.compile_log import watch_compilations
 from ...kernels.device import card_of, is_card
+from ...speculators.autoregressive import AutoRegressiveSpeculator
 from ...speculators.base import SpeculatorNeeds
 from ...speculators.registry import create_speculator
 from ..attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
@@ -24,6 +25,8 @@ from ..batch.kv_cache import KVCache, KVCacheGroup, KVLayout, make_groups
 from ..batch.request_table import RequestTable
 from ..claims.at_start import ClaimsAtStart, claim_cases, claim_setup
 from ..claims.claims import LoweredClaim
+from ..drafters.attention import DraftAttention
+from ..drafters.draft_graphs import DraftGraphs
 from ..drafters.host import DraftModelHost
 from ..graphs.capture import CudaGraphs, GraphBackend, GraphPool
 from ..graphs.dispatch import wanted_modes
@@ -105,8 +108,6 @@ class Assembly:
             buffers = self._buffers(needs, max_blocks)
             self._note("workspaces")
             table = self._request_table(needs, max_blocks)
-            if speculator is not None:
-                speculator.use_requests(table)
             self._note("request table")
             drafts = [[la for la in group.layers if la in host.draft_layers] for group in groups]
             draft_builders = [self._builder(backend, la) if la else None for la in drafts]
@@ -134,13 +135,27 @@ class Assembly:
                 self.max_num_tokens,
             )
 
+            def draft_graphs_on(cache: KVCache) -> DraftGraphs | None:
+                if not isinstance(speculator, AutoRegressiveSpeculator):
+                    return None
+                attention = DraftAttention(
+                    cache,
+                    draft_builders,
+                    table.block_tables,
+                    self.max_num_reqs,
+                    self.max_num_tokens,
+                    self.max_model_len,
+                    self.device,
+                )
+                of_target = () if manager is None else manager.wanted
+                return DraftGraphs(speculator, attention, table, self.graphs, of_target, mode)
+
             def draft_graph_bytes(target: Target) -> int:
-                if speculator is None or manager is None:
+                graphs = draft_graphs_on(target.cache)
+                if graphs is None or manager is None:
                     return 0
-                host.attach(target.cache, draft_builders, builders, table.block_tables)
-                speculator.init_cudagraph_manager(mode)
                 states = RebuiltStates(manager.wanted, target.create_forward_fn)
-                return speculator.profile_graph_memory(states)
+                return graphs.profile_memory(states)
 
             def target_on(cache: KVCache) -> Target:
                 taps = needs.aux_hidden_state_boundaries
@@ -158,9 +173,6 @@ class Assembly:
             cache = self._kv_cache(groups, manager, needs, target_on, choices_of, draft_graph_bytes)
         self.memory.add("KV cache", cache.num_bytes)
         self._note(None)
-        host.attach(cache, draft_builders, builders, table.block_tables)
-        if speculator is not None:
-            speculator.init_cudagraph_manager(mode)
         target = target_on(cache)
         idle_query_len = needs.num_speculative_tokens + 1
         return RunnerParts(
@@ -176,6 +188,7 @@ class Assembly:
             self.memory,
             create_sync(config.parallel, target.dispatch, idle_query_len),
             choices_of(target),
+            draft_graphs_on(cache),
         )
 
     @contextmanager
@@ -215,7 +228,6 @@ class Assembly:
             self.vocab_size,
             self.model,
             len(self.model.attention_layers()),
-            self.graphs,
             self.loaded.resolved,
             self.loaded.drafter,
         )

@@ -12,11 +12,12 @@ from torch.nn.functional import pad
 
 from ...configs.graphs import BatchExecutionDescriptor, StepMode
 from ...configs.speculative import MAX_DRAFTS
-from ...speculators.base import BaseSpeculator, DraftInputs, StepBuffers
+from ...speculators.base import BaseSpeculator, DraftInputs
 from ..attention.base import AttentionState
 from ..batch.input_batch import InputBatch, InputBuffers
 from ..batch.request_table import RequestTable
 from ..batch.staging import StagingPool
+from ..drafters.draft_graphs import DraftGraphs
 from ..graphs.manager import RebuiltStates
 from ..scheduling.plan import StepPlan
 from .data_parallel import StepAgreement
@@ -29,31 +30,31 @@ class Drafting:
     def __init__(
         self,
         speculator: BaseSpeculator,
+        graphs: DraftGraphs | None,  # runs the speculator's passes; None: it has `propose`
         table: RequestTable,
         target: Target,
         buffers: InputBuffers,
-        counts: Tensor | None,  # [2, R] int32, of `ChoiceGraphs`; None: drafts follow no graph
+        counts: Tensor | None,  # [2, R] int32, of `ChoiceGraphs`; None: there are none
     ) -> None:
         self._speculator = speculator
+        self._graphs = graphs
         self._table, self._target, self._buffers = table, target, buffers
-        self._counts = counts
-        self._most_drafts = torch.full(
-            (table.max_num_reqs,), MAX_DRAFTS, dtype=torch.int32, device=table.device
-        )  # [R] by batch row
-        self._most_drafts_cpu: int | list[int] = MAX_DRAFTS  # of all rows, or by row
+        if counts is None:
+            counts = torch.zeros((2, table.max_num_reqs), dtype=torch.int32, device=table.device)
+        self._counts = counts  # [2, R] num_sampled and num_rejected by batch row
         self._staging = StagingPool(table.device)
         self._drafted: set[int] = set()  # slots that may hold drafts
 
     def capture(self, attention_states: RebuiltStates) -> None:
-        """Capture the drafter's graphs; behind graphs that commit steps, they read these."""
-        if self._counts is not None:
-            steps = StepBuffers(self._step_in_buffers, self._table, self._most_drafts)
-            self._speculator.read_steps(steps)
-        self._speculator.capture(attention_states)
+        """Capture the drafter's graphs."""
+        if self._graphs is not None:
+            self._graphs.capture(attention_states, self._whole_step)
 
-    def _step_in_buffers(self, desc: BatchExecutionDescriptor) -> DraftInputs:
-        """See `StepBuffers`."""
-        assert self._counts is not None and desc.num_reqs is not None
+    def _whole_step(self, desc: BatchExecutionDescriptor) -> DraftInputs | None:
+        """See `draft_graphs.WholeStep`."""
+        if self._target.step_mode(desc) is not StepMode.WHOLE:
+            return None
+        assert desc.num_reqs is not None
         reqs, tokens, buffers = desc.num_reqs, desc.num_tokens, self._buffers
         hidden, taps = self._target.outputs(desc)
         return DraftInputs(
@@ -70,27 +71,22 @@ class Drafting:
             requests=self._table,
             hidden_states=hidden,
             aux_hidden_states=taps,
-            in_buffers=True,
+            mode=StepMode.WHOLE,
         )
 
     def run(
         self,
         plan: StepPlan,
         batch: InputBatch,
-        attention: AttentionState | None,  # None: the target's graph made its own
+        attention: AttentionState | None,  # None in a WHOLE step
         outputs: ForwardOutput,
         num_sampled: Tensor,  # [N] int32
         num_rejected: Tensor,  # [N] int32
         agreement: StepAgreement | None,
     ) -> None:
-        """Draft for the rows of a step that is committed, or let the drafter take it in later."""
-        in_buffers = self._counts is not None and batch.mode is StepMode.WHOLE
-        if in_buffers:
+        """Draft for the rows of a committed step, or let the drafter process it later."""
+        if batch.mode is StepMode.WHOLE:
             self._fill_counts(num_sampled, num_rejected)
-        if attention is None and not self._speculator.takes_in(batch.descriptor):
-            attention = self._target.build_attention(batch)
-        if self._speculator.keeps_drafts:
-            self._fill_most_drafts(plan)
         inputs = DraftInputs(
             num_reqs=batch.num_reqs,
             num_tokens=batch.num_tokens,
@@ -104,48 +100,41 @@ class Drafting:
             num_rejected=num_rejected,
             requests=self._table,
             attention=attention,
-            common=batch.common,
             hidden_states=outputs[0],
             aux_hidden_states=outputs[1],
             num_drafts=plan.num_drafts if agreement is None else agreement.num_drafts,
             num_decode_reqs=0 if agreement is None else agreement.num_draft_reqs,
             num_deferred=[row.num_deferred for row in plan.rows],
-            in_buffers=in_buffers,
+            mode=batch.mode,
         )
         if plan.defers_drafter:
-            self._speculator.defer(inputs)
-            self._store_no_drafts(batch)
-            return
-        drafts = self._speculator.propose(inputs)  # [N, up to K]
+            (self._graphs or self._speculator).defer(inputs)
+        elif self._graphs is not None:
+            self._graphs.limit(_most_drafts(plan))
+            self._graphs.propose(inputs)
+        else:
+            drafts = self._speculator.propose(inputs)  # [N, up to K]
+            if plan.num_drafts != 0:
+                # Another rank may have wanted more.
+                self._store_drafts(batch, plan, drafts[:, : plan.num_drafts], num_sampled)
         if plan.num_drafts == 0:
             self._store_no_drafts(batch)
-        elif self._speculator.keeps_drafts:
-            self._drafted.update(batch.slots)
         else:
-            # Another rank may have wanted more.
-            self._store_drafts(batch, plan, drafts[:, : plan.num_drafts], num_sampled)
+            self._drafted.update(batch.slots)
+
+    def run_dummy(self, agreement: StepAgreement, attention: AttentionState | None) -> None:
+        """The drafter's part of a step without rows, whose passes other ranks need."""
+        if self._graphs is not None:
+            self._graphs.run_dummy(
+                agreement.descriptor, attention, agreement.num_draft_reqs, agreement.num_drafts
+            )
 
     def _fill_counts(self, num_sampled: Tensor, num_rejected: Tensor) -> None:
-        """Where no graph left them, since the step chose its tokens without one."""
-        assert self._counts is not None
+        """Copy the counts to where graphs read them, unless a graph has written them there."""
         rows = num_sampled.shape[0]
         for kept, counts in zip(self._counts, (num_sampled, num_rejected), strict=True):
             if counts.data_ptr() != kept.data_ptr():
                 kept[:rows].copy_(counts)
-
-    def _fill_most_drafts(self, plan: StepPlan) -> None:
-        """How many drafts each row of the plan may keep; mostly what it was before."""
-        most: int | list[int] = MAX_DRAFTS if plan.num_drafts is None else plan.num_drafts
-        if any(row.next_drafts is not None for row in plan.rows):
-            most = _next_drafts(plan).tolist()
-        if most == self._most_drafts_cpu:
-            return
-        self._most_drafts_cpu = most
-        if isinstance(most, int):
-            self._most_drafts.fill_(most)
-        else:
-            rows = np.array(most, dtype=np.int32)
-            self._staging.upload(rows, out=self._most_drafts[: len(most)])
 
     def _store_no_drafts(self, batch: InputBatch) -> None:
         """Forget older drafts of the step's requests; mostly there are none."""
@@ -158,7 +147,6 @@ class Drafting:
         self, batch: InputBatch, plan: StepPlan, drafts: Tensor, num_sampled: Tensor
     ) -> None:
         table = self._table
-        self._drafted.update(batch.slots)
         slots = batch.idx_mapping[: batch.num_reqs]  # [N] batch row -> slot
         missing = table.num_speculative_tokens - drafts.shape[1]
         if missing:  # the speculator chose fewer than K
@@ -166,15 +154,17 @@ class Drafting:
         steps = torch.arange(drafts.shape[1], device=drafts.device)
         # No draft beyond the request's cap, and none for a prompt that is not finished.
         most = table.max_drafts[slots]
-        if any(row.next_drafts is not None for row in plan.rows):
-            most = torch.minimum(most, self._staging.upload(_next_drafts(plan)))
+        limit = _most_drafts(plan)
+        if isinstance(limit, list):
+            most = torch.minimum(most, self._staging.upload(np.array(limit, dtype=np.int32)))
         wanted = (steps < most[:, None]) & (num_sampled > 0)[:, None]
         # index_copy_, as assignment by index to a number would wait for the device.
         table.draft_tokens.index_copy_(0, slots.long(), torch.where(wanted, drafts, -1))
 
 
-def _next_drafts(plan: StepPlan) -> np.ndarray:
-    """[N] int32, the most drafts for each row's next one."""
+def _most_drafts(plan: StepPlan) -> int | list[int]:
+    """How many drafts the plan allows after this step: to all rows, or to each."""
     most = MAX_DRAFTS if plan.num_drafts is None else plan.num_drafts
-    given = [most if row.next_drafts is None else row.next_drafts for row in plan.rows]
-    return np.array(given, dtype=np.int32)
+    if all(row.next_drafts is None for row in plan.rows):
+        return most
+    return [most if row.next_drafts is None else row.next_drafts for row in plan.rows]

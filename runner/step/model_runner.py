@@ -61,7 +61,10 @@ class ModelRunner:
         self._drafting: Drafting | None = None
         if parts.speculator is not None:
             counts = None if parts.choices is None else parts.choices.counts
-            self._drafting = Drafting(parts.speculator, parts.table, target, self.buffers, counts)
+            self._drafting = Drafting(
+                parts.speculator, parts.draft_graphs, parts.table, target, self.buffers, counts
+            )
+        self._draft_graphs = parts.draft_graphs
         self._queue = parts.queue
         self._sync = parts.sync
         self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
@@ -146,8 +149,8 @@ class ModelRunner:
         reports = [self._target.capture_report]
         if self._choices is not None:
             reports += self._choices.capture_reports
-        if self.speculator is not None:
-            reports += [graphs.report for graphs in self.speculator.graph_managers()]
+        if self._draft_graphs is not None:
+            reports += [graphs.report for graphs in self._draft_graphs.managers]
         return [report for report in reports if report is not None]
 
     def note_traffic(self, engine: EngineT) -> EngineT:
@@ -212,10 +215,8 @@ class ModelRunner:
 
     def _draft_for_others(self, step: _Step) -> None:
         agreement = step.agreement
-        if self.speculator is not None and agreement is not None and agreement.has_work:
-            self.speculator.run_dummy(
-                agreement.descriptor, step.state, agreement.num_draft_reqs, agreement.num_drafts
-            )
+        if self._drafting is not None and agreement is not None and agreement.has_work:
+            self._drafting.run_dummy(agreement, step.state)
 
     def _gather(self, step: _Step) -> InputBatch:
         plan = step.plan

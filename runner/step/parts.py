@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from ...speculators.base import BaseSpeculator, SpeculatorNeeds
 from ..batch.input_batch import InputBuffers
 from ..batch.request_table import RequestTable
+from ..drafters.draft_graphs import DraftGraphs
 from ..graphs.manager import MemoryByPurpose
 from ..sampling.row_sampling import RowSampling
 from ..scheduling.kv_blocks import BlockGroup
@@ -50,3 +51,4 @@ class RunnerParts:
     memory: MemoryByPurpose = field(default_factory=MemoryByPurpose)
     sync: DataParallelSync | None = None  # None: there are no other ranks
     choices: ChoiceGraphs | None = None  # None: no graph chooses tokens
+    draft_graphs: DraftGraphs | None = None  # runs the speculator's passes, if it has any

@@ -65,14 +65,14 @@ def proposals(drafters: Drafters, method: str, how: str) -> tuple[Proposals, int
     engine = engine_for(drafters.pair(method)[0], config, how)
     speculator = engine.engine._runner.speculator
     steps = 0
-    stage = speculator._stage
+    stage = speculator.stage
 
     def counted(inputs: Any) -> None:
         nonlocal steps
         steps += 1
         stage(inputs)
 
-    speculator._stage = counted
+    speculator.stage = counted
     with recorded_proposals() as seen:
         for turn in range(ROUNDS):
             asked = prompts(4, seed=turn, longest=20)

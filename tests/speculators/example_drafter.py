@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import SpeculatorNeeds
+from slipstream.speculators.draft_head import DraftHead, DraftModel
 
 
-class ExampleHead(nn.Module):
-    """What `AutoRegressiveSpeculator` asks of a model: two widths and three functions."""
+class ExampleHead(DraftHead, nn.Module):
+    """What `DraftHead` needs to become a `DraftModel`: two widths and two functions."""
 
     def __init__(self, weight: Tensor, target: Any) -> None:  # weight: [H, 2 H]
         super().__init__()
@@ -32,14 +33,11 @@ class ExampleHead(nn.Module):
 
     weight: Tensor
 
-    def combine(self, target_hidden: Tensor) -> Tensor:
-        """[M, input_width] from the target -> [M, feedback_width] as `forward` takes it."""
-        return target_hidden
-
     def forward(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: Any
     ) -> Tensor:
-        """input_ids, positions [M]; hidden [M, H] -> [M, H]. No attention, so no KV either.
+        """input_ids, positions [M]; hidden [M, H] -> [M, H], for the logits and the next pass.
+        No attention, so no KV either.
 
         It is recorded in a graph: no `.item()`, no shape that depends on values.
         """
@@ -55,9 +53,7 @@ class ExampleHead(nn.Module):
 class ExampleSpeculator(AutoRegressiveSpeculator):
     """Everything else is inherited: buffers, graphs, sampling of drafts, the loop over K."""
 
-    model_returns_tuple = False  # one tensor for the logits and to feed back
-
-    def load_draft_model(self) -> nn.Module:
+    def load_draft_model(self) -> DraftModel:
         """Called once, before KV memory is sized."""
         assert self.config.model is not None, "name the folder with model.safetensors"
         stored = load_file(Path(self.config.model) / "model.safetensors")

@@ -25,13 +25,13 @@ from slipstream.runner.attention.base import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
+from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.graphs import dispatch as graph_dispatch
 from slipstream.runner.graphs import settings
 from slipstream.runner.graphs.manager import CudaGraphManager
 from slipstream.runner.graphs.recorder import RecordedGraphs
 from slipstream.runner.models import moe
 from slipstream.runner.startup import assembly as startup
-from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 
 from .tiny_engine import TinyEngine
 
@@ -144,6 +144,11 @@ class GraphEngine(TinyEngine):
         return self.engine._runner.speculator
 
     @property
+    def draft_graphs(self) -> Any:
+        """The drafter's graphs."""
+        return self.engine._runner._draft_graphs  # type: ignore[attr-defined]
+
+    @property
     def table(self) -> Any:
         """The request table."""
         return self.engine._runner.table  # type: ignore[attr-defined]
@@ -198,13 +203,13 @@ def graph_engine(
         scheduler = engine.engine._scheduler
         scheduler._limits = replace(scheduler._limits, uniform_drafts=True)
         engine.engine._runner._on_cpu = False  # type: ignore[attr-defined]
-        result = AutoRegressiveSpeculator._result
+        propose = DraftGraphs.propose
 
-        def counted_result(self: Any, *args: Any) -> Tensor:
+        def counted_proposal(self: Any, *args: Any) -> None:
             engine.num_proposals += 1
-            return result(self, *args)
+            propose(self, *args)
 
-        patch.setattr(AutoRegressiveSpeculator, "_result", counted_result)
+        patch.setattr(DraftGraphs, "propose", counted_proposal)
         try:
             yield engine
         finally:

@@ -14,6 +14,7 @@ import pytest
 from torch import Tensor
 
 from slipstream.configs.schema import Config, ModelConfig, ParallelConfig, SpeculativeConfig
+from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.engine.engine import build_engine
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.messages import AddRequest, SamplingParams
@@ -21,7 +22,6 @@ from slipstream.runner.scheduling.draft_planner import plan_drafts
 from slipstream.runner.scheduling.plan import StepPlan
 from slipstream.runner.step.data_parallel import DataParallelSync
 from slipstream.runner.step.target import Target
-from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.draft_length.controller import Choice
 
 from .all_drafters import Drafters
@@ -141,21 +141,21 @@ def test_trap_16_both_ranks_run_the_same_passes(
 
     noted(Target, "_run", lambda _, desc, *rest: ("target", desc.mode.name, desc))
     noted(
-        AutoRegressiveSpeculator, "_first_pass",
+        DraftGraphs, "_first_pass",
         lambda _, desc, *rest: ("prefill", desc.mode.name, desc),
     )  # fmt: skip
     noted(
-        AutoRegressiveSpeculator, "_replay_loop",
+        DraftGraphs, "_replay_loop",
         lambda replayed, padded, n: ("loop", "FULL", (padded, n)) if replayed else None,
     )  # fmt: skip
-    noted(AutoRegressiveSpeculator, "_decode", lambda *_: ("decode", "NONE", None))
+    noted(DraftGraphs, "_decode", lambda *_: ("decode", "NONE", None))
     meeting = Meeting(2)
     with contextlib.ExitStack() as stack:
         both = []
         for rank in range(2):
             engine = stack.enter_context(graph_engine(target, drafters.speculative(method, K)))
             both.append(Rank(engine, meeting, rank, counts[rank] if counts else ()))
-            ranks[id(both[-1].runner._target)] = ranks[id(engine.speculator)] = both[-1]
+            ranks[id(both[-1].runner._target)] = ranks[id(engine.draft_graphs)] = both[-1]
         add(both[0], {"0": 6, "1": 14})
         add(both[1], {"2": 3})
         late = {9: (1, {"3": 8, "4": 5}), 13: (0, {"5": 4})}

@@ -15,6 +15,7 @@ from slipstream.configs.graphs import CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import AttentionStatePair
 from slipstream.runner.drafters.attention import DraftAttention
+from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.runner.step.target import Target
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
@@ -210,7 +211,7 @@ def test_trap_05_stale_tails_of_every_buffer_change_nothing(
 ) -> None:
     plain = eager_proposals(method, 0.8)
     garbage = torch.Generator().manual_seed(7)
-    stage = AutoRegressiveSpeculator._stage
+    stage = AutoRegressiveSpeculator.stage
     poisoned = set()
 
     def poisoning(self: Any, inputs: DraftInputs) -> None:
@@ -223,7 +224,7 @@ def test_trap_05_stale_tails_of_every_buffer_change_nothing(
                 buffer.copy_(torch.randint(0, bound, shape, generator=garbage).to(buffer.dtype))
         stage(self, inputs)
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "_stage", poisoning)
+    monkeypatch.setattr(AutoRegressiveSpeculator, "stage", poisoning)
     assert proposals_of(drafters, method, True, temperature=0.8, loop=True)[0] == plain
     assert {"last_token_indices", "seq_lens", "idx_mapping", "temperature"} <= poisoned
 
@@ -233,19 +234,18 @@ def test_trap_06_padded_rows_touch_no_other_slot(
     drafters: Drafters, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Slots outside the batch, slot 0 among them: their drafts, q and KV stay bit-identical."""
-    propose = AutoRegressiveSpeculator.propose
+    propose = DraftGraphs.propose
     batches = set()
 
-    def watched(self: Any, inputs: DraftInputs) -> Tensor:
+    def watched(self: Any, inputs: DraftInputs) -> None:
         table: Any = inputs.requests
         slots = inputs.idx_mapping[: inputs.num_reqs].tolist()
         outside = [slot for slot in range(4) if slot not in slots]
         table.draft_logits[outside] = torch.arange(len(outside)).float()[:, None, None] + 0.5
         logits, tokens = table.draft_logits[outside].clone(), table.draft_tokens[outside].clone()
-        kv: Any = self.host
-        kv = kv._attention._cache
+        kv = self.attention._cache
         caches = {i: cache.clone() for i, cache in kv.kv_caches.items()}
-        drafts = propose(self, inputs)
+        propose(self, inputs)
         assert torch.equal(table.draft_logits[outside], logits)
         assert torch.equal(table.draft_tokens[outside], tokens)
         for layer, cache in kv.kv_caches.items():
@@ -258,9 +258,8 @@ def test_trap_06_padded_rows_touch_no_other_slot(
             pick: Any = foreign if cache.dim() == 4 else (slice(None), foreign)
             assert torch.equal(cache[pick], caches[layer][pick])
         batches.add((inputs.num_reqs, 0 in slots))
-        return drafts
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", watched)
+    monkeypatch.setattr(DraftGraphs, "propose", watched)
     config = drafters.speculative(method, 3, draft_sampling="probabilistic")
     with graph_engine(drafters.pair(method)[0], config) as engine:
         for lengths in ((2, 9, 9, 9), (2, 2, 12, 7)):
@@ -285,8 +284,8 @@ def test_trap_03_metadata_is_rebuilt_before_every_decode_that_advances(
 ) -> None:
     good, _ = proposals_of(drafters, "eagle3", True, k=4)
     # The fault itself: built once, although positions advance.
-    build = AutoRegressiveSpeculator._decode_attention
-    monkeypatch.setattr(AutoRegressiveSpeculator, "_decode_attention", once(build))
+    build = DraftGraphs._decode_attention
+    monkeypatch.setattr(DraftGraphs, "_decode_attention", once(build))
     bad, _ = proposals_of(drafters, "eagle3", True, k=4)
     first = [(drafts[:2]) for _, drafts in good]
     assert first == [drafts[:2] for _, drafts in bad]  # right up to the first decode
@@ -294,11 +293,9 @@ def test_trap_03_metadata_is_rebuilt_before_every_decode_that_advances(
 
 
 def once(build: Any) -> Any:
-    def built_once(
-        self: Any, num_reqs: int, rows: int, desc: Any, for_capture: bool = False
-    ) -> Any:
-        if for_capture or int(self.step[0]) <= 1:
-            self.kept = build(self, num_reqs, rows, desc, for_capture)
+    def built_once(self: Any, num_reqs: int, rows: int, desc: Any) -> Any:
+        if int(self.speculator.step[0]) <= 1:
+            self.kept = build(self, num_reqs, rows, desc)
         return self.kept
 
     return built_once
@@ -311,16 +308,15 @@ def test_trap_03_builds_per_proposal(
     drafters: Drafters, method: str, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Once where positions are constant, else before each decode; never more."""
-    propose, builds = AutoRegressiveSpeculator.propose, set()
+    propose, builds = DraftGraphs.propose, set()
 
-    def counted(self: Any, inputs: DraftInputs) -> Tensor:
-        builders = [b for b in self.host._attention._builders if b is not None]
+    def counted(self: Any, inputs: DraftInputs) -> None:
+        builders = [b for b in self.attention._builders if b is not None]
         before = [builder.num_builds for builder in builders]
-        drafts = propose(self, inputs)
+        propose(self, inputs)
         builds.update(b.num_builds - n for b, n in zip(builders, before, strict=True))
-        return drafts
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", counted)
+    monkeypatch.setattr(DraftGraphs, "propose", counted)
     proposals_of(drafters, method, False, k=4)
     assert builds == {wanted}
 
@@ -338,18 +334,18 @@ def test_trap_02_draft_prefill_is_captured_with_fresh_states(
         kept.append(self)
 
     monkeypatch.setattr(AttentionStatePair, "__init__", noted)
-    forward = AutoRegressiveSpeculator._prefill_forward
+    forward = AutoRegressiveSpeculator.first_pass
 
     def watched(self: Any, num_tokens: int, num_rows: int, attention: Any, *rest: Any) -> None:
         used.append(id(attention))
         kept.append(attention)
         forward(self, num_tokens, num_rows, attention, *rest)
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "_prefill_forward", watched)
+    monkeypatch.setattr(AutoRegressiveSpeculator, "first_pass", watched)
     target = drafters.pair("eagle")[0]
     with graph_engine(target, drafters.speculative("eagle")) as engine:
         manager = engine.engine._runner._target._graphs  # type: ignore[attr-defined]
         targets = {id(s) for p in manager._states.values() for s in (p.warmup, p.captured)}
-        captured = engine.speculator._prefill_graphs.captured
+        captured = engine.draft_graphs._prefills.captured
     assert len(used) == len(set(used)) == 2 * len(captured) > 4
     assert not targets & set(used)

@@ -175,7 +175,7 @@ def test_what_is_taken_in_leaves_the_kv_of_a_whole_pass(target: Path, num_layers
     for slot in head.checkpoint_slots().values():
         slot.load(torch.randn(slot.shape))
     caches = []
-    for run in (head.forward, head.take_in):
+    for run in (head.forward, head.write_kv):
         sequences = Sequences(cast(Any, head), 2, 16)
         torch.manual_seed(1)
         for counts in ([5, 3], [1, 4]):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
+from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.speculators.base import DraftInputs
 
 from .eagle_oracle import head_weights, save_head
@@ -67,21 +67,19 @@ def test_trap_17_a_shorter_drafter_keeps_the_kv_of_its_last_position(
         draft_sampling="greedy",
     )  # fmt: skip
     kept: list[Tensor] = []
-    propose = AutoRegressiveSpeculator.propose
+    propose = DraftGraphs.propose
 
-    def watched(self: Any, inputs: DraftInputs) -> Tensor:
-        drafts = propose(self, inputs)
-        layer = self.host.draft_layers[-1].layer_id
-        whole: Any = self.host
-        cache = whole._attention._cache.kv_caches[layer]
+    def watched(self: Any, inputs: DraftInputs) -> None:
+        propose(self, inputs)
+        layer = self.speculator.host.draft_layers[-1].layer_id
+        cache = self.attention._cache.kv_caches[layer]
         table: Any = inputs.requests
-        group = whole._attention._cache.group_of_layer[layer]
+        group = self.attention._cache.group_of_layer[layer]
         block = int(table.block_tables[group][int(inputs.idx_mapping[0]), (limit - 1) // 4])
         if int(inputs.num_sampled[0]):
             kept.append(cache[:, block, (limit - 1) % 4].clone())
-        return drafts
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", watched)
+    monkeypatch.setattr(DraftGraphs, "propose", watched)
     with graph_engine(target, config, loop=loop) as engine:
         engine.run([list(range(37))], max_tokens=20)
     # the positions up to the limit come first; from then on nothing may change

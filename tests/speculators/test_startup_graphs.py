@@ -111,11 +111,11 @@ def test_capture_builds_and_runs_each_graph_twice_and_collects_nothing(
     counted(gc, "collect", "collections")
     counted(Target, "create_forward_fn", "target builds")
     counted(Target, "_forward_into_outputs", "target passes")
-    counted(AutoRegressiveSpeculator, "_prefill_forward", "draft prefills")
-    counted(AutoRegressiveSpeculator, "_decode_forward", "draft decodes")
+    counted(AutoRegressiveSpeculator, "first_pass", "draft prefills")
+    counted(AutoRegressiveSpeculator, "decode", "draft decodes")
     config = drafters.speculative("eagle3", 3)
     with graph_engine(drafters.pair("eagle3")[0], config) as engine:
-        managers = engine.speculator.graph_managers()
+        managers = engine.draft_graphs.managers
         target = engine.engine._runner._target._graphs  # type: ignore[attr-defined]
         sizes = [len(manager.captured) for manager in (target, *managers)]
         wanted, prefills, loops = sizes
@@ -133,7 +133,7 @@ def test_target_and_drafter_capture_into_one_pool(drafters: Drafters) -> None:
     config, mode = drafters.speculative("eagle3", 3), CUDAGraphMode.FULL_AND_PIECEWISE
     for loop in (True, False):
         with graph_engine(drafters.pair("eagle3")[0], config, mode=mode, loop=loop) as engine:
-            managers = engine.speculator.graph_managers()
+            managers = engine.draft_graphs.managers
             assert len(managers) == 2 and all(manager.captured for manager in managers)
             pools = engine.backend.pools_of_graphs
             assert len(pools) > sum(len(manager.captured) for manager in managers)
@@ -158,15 +158,15 @@ def test_draft_prefill_warms_up_on_one_half_of_a_pair_and_is_captured_on_the_oth
 
     for half in ("warmup", "captured"):
         monkeypatch.setattr(FreshPair, half, watched(half))
-    forward = AutoRegressiveSpeculator._prefill_forward
+    forward = AutoRegressiveSpeculator.first_pass
 
     def noted(self: Any, num_tokens: int, num_rows: int, attention: Any, *rest: Any) -> None:
         used.append(attention)
         forward(self, num_tokens, num_rows, attention, *rest)
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "_prefill_forward", noted)
+    monkeypatch.setattr(AutoRegressiveSpeculator, "first_pass", noted)
     with graph_engine(drafters.pair("eagle3")[0], drafters.speculative("eagle3", 3)) as engine:
-        prefills = engine.speculator.graph_managers()[0].captured
+        prefills = engine.draft_graphs.managers[0].captured
     assert [half for half, _ in given] == ["warmup", "captured"] * len(prefills)
     assert len(prefills) > 2 and len(used) == len(given)
     assert all(state is wanted for state, (_, wanted) in zip(used, given, strict=True))

@@ -17,20 +17,20 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.messages import (
     AddRequest,
     RequestOutput,
     SamplingParams,
     unpack_logprobs,
 )
-from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import DraftInputs
 from slipstream.speculators.eagle import EagleSpeculator
 
 from .all_drafters import METHODS, Drafters
 from .eagle_oracle import HeadOracle, head_weights, save_head
 from .recorded_graphs import graph_engine
-from .recorded_proposals import recorded_proposals
+from .recorded_proposals import made_drafts, recorded_proposals
 from .tiny_engine import MAX_LEN, VOCAB, TinyEngine, prompts, save_llama
 
 
@@ -87,15 +87,15 @@ def test_drafts_after_each_number_of_accepted_drafts_equal_a_fresh_request(
     text = truth.run(prompts(2), max_tokens=24).tokens
     truth.close()
     whole = {tuple(p): [*p, *text[str(i)]] for i, p in enumerate(prompts(2))}
-    propose, accepted = AutoRegressiveSpeculator.propose, set()
+    propose, accepted = DraftGraphs.propose, set()
     own: list[tuple[list[int], list[int]]] = []
     rounds = 0
 
-    def scripted(self: Any, inputs: DraftInputs) -> Tensor:
+    def scripted(self: Any, inputs: DraftInputs) -> None:
         """Records the drafter's own drafts; hands over `right` true tokens, then wrong ones."""
         nonlocal rounds
-        drafts = propose(self, inputs)
-        given = drafts.clone()
+        propose(self, inputs)
+        drafts = made_drafts(self, inputs)
         for row in range(inputs.num_reqs):
             slot = int(inputs.idx_mapping[row])
             table: Any = inputs.requests
@@ -108,14 +108,14 @@ def test_drafts_after_each_number_of_accepted_drafts_equal_a_fresh_request(
             text = next(t for p, t in whole.items() if known[: len(p)] == list(p))
             follows = (text[len(known) : len(known) + k] + [0] * k)[:k]
             for step in range(k):
-                given[row, step] = follows[step] if step < right else (follows[step] + 1) % 61
-        return given
+                draft = follows[step] if step < right else (follows[step] + 1) % 61
+                table.draft_tokens[slot, step] = draft
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", scripted)
+    monkeypatch.setattr(DraftGraphs, "propose", scripted)
     engine = TinyEngine(target, drafters.speculative(method, k))
     engine.run(prompts(2), max_tokens=24)
     engine.close()
-    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", propose)
+    monkeypatch.setattr(DraftGraphs, "propose", propose)
     assert accepted == set(range(k + 1))
     sample = own[:: max(1, len(own) // 8)]
     for known, drafts in sample:

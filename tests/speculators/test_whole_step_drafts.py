@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from slipstream.configs.graphs import BatchExecutionDescriptor
+from slipstream.configs.graphs import BatchExecutionDescriptor, StepMode
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.attention.base import CommonAttentionMetadata
 from slipstream.runner.graphs.recorder import RecordedGraph
@@ -181,13 +181,13 @@ def test_the_drafter_stages_no_step_that_a_graph_reads(
     drafters: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     staged = {False: 0, True: 0}
-    stage = AutoRegressiveSpeculator._stage
+    stage = AutoRegressiveSpeculator.stage
 
     def seen(self: Any, inputs: Any) -> None:
-        staged[inputs.in_buffers] += 1
+        staged[inputs.mode is StepMode.WHOLE] += 1
         stage(self, inputs)
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "_stage", seen)
+    monkeypatch.setattr(AutoRegressiveSpeculator, "stage", seen)
     with graph_engine(drafters.pair("eagle3")[0], drafters.speculative("eagle3", 3)) as engine:
         captured = staged[True]
         assert captured and not staged[False]

@@ -98,7 +98,7 @@ def test_drafts_are_picked_by_the_head_unless_their_distribution_is_kept() -> No
 
     class Drafter(DraftModelSpeculator):
         def __init__(self, draft_logits: Tensor | None) -> None:
-            self.model = Head()
+            self.model = Head()  # type: ignore[assignment]
             self.use_requests(SimpleNamespace(draft_logits=draft_logits))  # type: ignore[arg-type]
             longs = {"dtype": torch.int64}
             self.temperature = torch.tensor([0.0, 99.0, 0.0, 1.0])

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.messages import AddRequest, ResetPrefixCache, SamplingParams, StepStats
 from slipstream.speculators import deferred
-from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import DraftInputs
 from slipstream.speculators.draft_length.controller import Choice
 from slipstream.speculators.draft_length.step_costs import StepCosts
@@ -181,14 +180,16 @@ def test_costs_measured_beside_other_work_are_asked_of_real_steps(
 
 def spoil(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Make every proposal wrong while the last item of the returned list is true."""
-    propose: Callable[..., Tensor] = AutoRegressiveSpeculator.propose
+    propose: Callable[..., None] = DraftGraphs.propose
     flags = [False]
 
-    def spoilt(self: Any, inputs: DraftInputs) -> Tensor:
-        drafts = propose(self, inputs)
-        return torch.where(drafts < 0, drafts, (drafts + 1) % VOCAB) if flags[-1] else drafts
+    def spoilt(self: Any, inputs: DraftInputs) -> None:
+        propose(self, inputs)
+        if flags[-1]:
+            drafts = inputs.requests.draft_tokens
+            drafts.copy_(torch.where(drafts < 0, drafts, (drafts + 1) % VOCAB))
 
-    monkeypatch.setattr(AutoRegressiveSpeculator, "propose", spoilt)
+    monkeypatch.setattr(DraftGraphs, "propose", spoilt)
     return flags
 
 
