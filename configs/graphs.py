@@ -23,13 +23,6 @@ class CUDAGraphMode(Enum):
         """The mode of all batches that are not uniform."""
         return CUDAGraphMode(self.value[1]) if isinstance(self.value, tuple) else self
 
-    def without_pieces(self) -> CUDAGraphMode:
-        """This mode without PIECEWISE, for a pass that supports only full graphs or none."""
-        if self is CUDAGraphMode.FULL:
-            return self
-        full = self.decode_mode() is CUDAGraphMode.FULL
-        return CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-
     def separate_routine(self) -> bool:
         """Whether uniform batches and others have modes, and so captures, of their own."""
         return isinstance(self.value, tuple)

@@ -18,7 +18,7 @@ from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode, StepMode
 from ...configs.speculative import MAX_DRAFTS
 from ...speculators.autoregressive import AutoRegressiveSpeculator
 from ...speculators.base import DraftInputs, RequestRows
-from ..graphs.dispatch import GraphRole, descriptors, resolve_mode, thinned
+from ..graphs.dispatch import descriptors, resolve_draft_decode, thinned
 from ..graphs.manager import CreateForwardFn, CudaGraphManager
 from ..graphs.settings import GraphSettings
 from .attention import DraftAttention
@@ -81,7 +81,7 @@ class DraftGraphs:
             self._prefills = settings.manager("draft prefill", prefills)
         full = mode.decode_mode() is CUDAGraphMode.FULL
         wanted = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        decision = resolve_mode(wanted, self.attention.support, GraphRole.DRAFT_DECODE, [1])
+        decision = resolve_draft_decode(wanted, self.attention.support)
         if decision.reason:
             logger.warning("draft decode graphs run as %s: %s", decision.mode.name, decision.reason)
         sizes = (settings.sizes, host.max_num_reqs, host.max_num_tokens)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from ...configs.schema import GraphConfig
@@ -19,23 +18,6 @@ _MOST_CLOSE = 512  # tokens; beyond, capture sizes lie further apart, and none i
 
 class GraphConfigError(RunnerError):
     """The user asked for graphs that cannot be had; the message is one sentence for them."""
-
-
-class GraphRole(Enum):
-    """Whose forward pass is captured; each is resolved on its own (spec 2.1)."""
-
-    TARGET = "target"
-    DRAFT_PREFILL = "draft prefill"
-    DRAFT_DECODE = "draft decode"
-
-
-@dataclass(frozen=True)
-class WantedModes:
-    """What the flags ask for, by role."""
-
-    target: CUDAGraphMode
-    draft_prefill: CUDAGraphMode
-    draft_decode: CUDAGraphMode
 
 
 @dataclass(frozen=True)
@@ -210,18 +192,13 @@ def dispatch(
 # --- modes ----------------------------------------------------------------------------------------
 
 
-def wanted_modes(config: GraphConfig, device_type: str) -> WantedModes:
-    """What `--cudagraph-mode` and `--enforce-eager` ask for on this kind of device."""
-    none = CUDAGraphMode.NONE
-    if config.enforce_eager or device_type != "cuda" or config.cudagraph_mode == "none":
-        return WantedModes(none, none, none)
+def wanted_mode(config: GraphConfig, device_type: str) -> CUDAGraphMode:
+    """The mode that `--cudagraph-mode` and `--enforce-eager` ask for on this kind of device."""
+    if config.enforce_eager or device_type != "cuda":
+        return CUDAGraphMode.NONE
     if config.cudagraph_mode == "auto":
-        wanted = CUDAGraphMode.FULL_AND_PIECEWISE
-    else:
-        wanted = CUDAGraphMode[config.cudagraph_mode.upper()]
-    # One token per request gains little from pieces and pads otherwise (#39773).
-    full = wanted.decode_mode() is CUDAGraphMode.FULL
-    return WantedModes(wanted, wanted, CUDAGraphMode.FULL_DECODE_ONLY if full else none)
+        return CUDAGraphMode.FULL_AND_PIECEWISE
+    return CUDAGraphMode[config.cudagraph_mode.upper()]
 
 
 def supports_uniform(support: AttentionCGSupport, uniform_token_count: int) -> bool:
@@ -231,57 +208,39 @@ def supports_uniform(support: AttentionCGSupport, uniform_token_count: int) -> b
     return support >= AttentionCGSupport.UNIFORM_BATCH
 
 
-def resolve_mode(
-    wanted: CUDAGraphMode,
-    support: AttentionCGSupport,
-    role: GraphRole,
-    uniform_token_counts: Sequence[int],
-    can_split: bool = True,
+def resolve_target(
+    wanted: CUDAGraphMode, support: AttentionCGSupport, uniform_token_counts: Sequence[int]
 ) -> ModeDecision:
-    """What a role gets of `wanted`, given the least claim over its KV groups (table of spec 2.1).
-
-    `can_split`: the model runs all attention through `AttentionState.attend`, so graphs can be cut.
-    Draft prefills are replayed whole, so they never are.
-    """
-    if role is GraphRole.DRAFT_DECODE:
-        return _resolve_draft_decode(wanted, support)
-    can_split = can_split and role is not GraphRole.DRAFT_PREFILL  # it runs whole or eagerly
+    """What the target gets of `wanted`, given the least claim over its KV groups."""
     lengths = tuple(sorted(set(uniform_token_counts)))
-    pieces = CUDAGraphMode.PIECEWISE if can_split else CUDAGraphMode.NONE
     mode, reasons = wanted, []
-    if not can_split and mode.mixed_mode() is CUDAGraphMode.PIECEWISE:
-        full = mode.decode_mode() is CUDAGraphMode.FULL
-        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        reasons.append("the model cannot be cut at attention")
     if mode.mixed_mode() is CUDAGraphMode.FULL and support < AttentionCGSupport.ALWAYS:
         if support is AttentionCGSupport.NEVER:
             raise GraphConfigError(
-                f"--cudagraph-mode full: the attention back end of the {role.value} can never run "
-                "inside a graph; use piecewise or none"
+                "--cudagraph-mode full: the attention back end can never run inside a graph; use "
+                "piecewise or none"
             )
-        mode = CUDAGraphMode.FULL_AND_PIECEWISE if can_split else CUDAGraphMode.FULL_DECODE_ONLY
-        reasons.append(f"attention claims {support.name}, so mixed batches run {pieces.name}")
+        mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        reasons.append(f"attention claims {support.name}, so mixed batches run PIECEWISE")
     if mode.decode_mode() is CUDAGraphMode.FULL and mode.separate_routine():
         allowed = tuple(length for length in lengths if supports_uniform(support, length))
         if refused := [str(length) for length in lengths if length not in allowed]:
             reasons.append(
-                f"attention claims {support.name}, so query length {', '.join(refused)} "
-                f"runs {pieces.name}"
+                f"attention claims {support.name}, so query length {', '.join(refused)} runs "
+                "PIECEWISE"
             )
-            # A pair keeps FULL for the lengths that are left; without any it is no pair any more.
-            if allowed and can_split:
-                mode = CUDAGraphMode.FULL_AND_PIECEWISE
-            elif not allowed:
-                mode = pieces
+            # A pair keeps FULL for the lengths that are left; without any it is not a pair.
+            mode = CUDAGraphMode.FULL_AND_PIECEWISE if allowed else CUDAGraphMode.PIECEWISE
             lengths = allowed
     return ModeDecision(mode, lengths, "; ".join(reasons))
 
 
-def _resolve_draft_decode(wanted: CUDAGraphMode, support: AttentionCGSupport) -> ModeDecision:
+def resolve_draft_decode(wanted: CUDAGraphMode, support: AttentionCGSupport) -> ModeDecision:
+    """What draft decodes get of `wanted`, given the least claim over the drafter's KV groups."""
     if CUDAGraphMode.PIECEWISE in (wanted, wanted.decode_mode()):
         raise GraphConfigError(
-            "draft decodes run as one whole graph or without graphs, never piecewise: "
-            "use full_decode_only or none for them"
+            "draft decodes run as one whole graph or without graphs, never piecewise: use "
+            "full_decode_only or none for them"
         )
     if wanted.decode_mode() is CUDAGraphMode.NONE:
         return ModeDecision(CUDAGraphMode.NONE, ())

@@ -29,7 +29,7 @@ from ..drafters.attention import DraftAttention
 from ..drafters.draft_graphs import DraftGraphs
 from ..drafters.host import DraftModelHost
 from ..graphs.capture import CudaGraphs, GraphBackend, GraphPool
-from ..graphs.dispatch import wanted_modes
+from ..graphs.dispatch import wanted_mode
 from ..graphs.manager import CudaGraphManager, MemoryByPurpose, RebuiltStates
 from ..graphs.settings import GraphSettings
 from ..loading.model_check import memory_faults
@@ -128,7 +128,7 @@ class Assembly:
         with self._phase("kv_cache"), torch.inference_mode():
             manager, mode = create_target_graphs(
                 self.graphs,
-                wanted_modes(config.graph, self.device_type).target,
+                wanted_mode(config.graph, self.device_type),
                 builders,
                 self._query_lengths(needs),
                 self.max_num_reqs,
@@ -271,7 +271,7 @@ class Assembly:
 
     def _graph_settings(self) -> GraphSettings | None:
         graph = self.config.graph
-        if wanted_modes(graph, self.device_type).target is CUDAGraphMode.NONE:
+        if wanted_mode(graph, self.device_type) is CUDAGraphMode.NONE:
             return None
         return GraphSettings.create(
             graph,
@@ -297,7 +297,7 @@ class Assembly:
     def _claims(
         self, backend: AttentionBackend, settings: GraphSettings, needs: SpeculatorNeeds
     ) -> ClaimsAtStart:
-        mode = wanted_modes(self.config.graph, self.device_type).target
+        mode = wanted_mode(self.config.graph, self.device_type)
         cases = claim_cases(mode, self._query_lengths(needs))
         setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
         return ClaimsAtStart(backend, settings.pool, setup, self.format.dtype, self.device, cases)

@@ -28,7 +28,7 @@ from ...kernels.device import Card, pretend_card
 from ..attention.base import AttentionBackend
 from ..claims.at_start import ClaimsAtStart, claim_cases, claim_setup
 from ..graphs.capture import Graph, GraphBackend
-from ..graphs.dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_modes
+from ..graphs.dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_mode
 from ..graphs.settings import GraphSettings
 from ..models.short_model import attention_kind, shorten
 from ..process import follow_parent
@@ -113,7 +113,7 @@ class _DryAssembly(Assembly):
     def _claims(
         self, backend: AttentionBackend, settings: GraphSettings, needs: Any
     ) -> ClaimsAtStart:
-        mode = wanted_modes(self.config.graph, self.device_type).target
+        mode = wanted_mode(self.config.graph, self.device_type)
         cases = claim_cases(mode, self._query_lengths(needs))
         setup = claim_setup(self.max_num_reqs, self.max_model_len, self.block_size)
         return ClaimsAtStart(

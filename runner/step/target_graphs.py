@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ...configs.graphs import CUDAGraphMode
 from ..attention.base import AttentionBuilder
-from ..graphs.dispatch import GraphRole, resolve_mode
+from ..graphs.dispatch import resolve_target
 from ..graphs.manager import CudaGraphManager
 from ..graphs.settings import GraphSettings
 
@@ -26,7 +26,7 @@ def create_target_graphs(
     if settings is None:
         return None, CUDAGraphMode.NONE
     support = min(builder.supports for builder in builders)
-    decision = resolve_mode(wanted, support, GraphRole.TARGET, query_lengths)
+    decision = resolve_target(wanted, support, query_lengths)
     if decision.reason:
         logger.warning("target graphs run as %s: %s", decision.mode.name, decision.reason)
     manager = CudaGraphManager.create(

@@ -26,7 +26,6 @@ from slipstream.runner.attention.base import (
     CommonAttentionMetadata,
 )
 from slipstream.runner.drafters.draft_graphs import DraftGraphs
-from slipstream.runner.graphs import dispatch as graph_dispatch
 from slipstream.runner.graphs import settings
 from slipstream.runner.graphs.manager import CudaGraphManager
 from slipstream.runner.graphs.recorder import RecordedGraphs
@@ -181,7 +180,6 @@ def graph_engine(
         replay(self, desc, eager)
 
     recorder, attention = RecordedGraphs(), backend or TensorBackend()
-    modes = graph_dispatch.WantedModes(mode, mode, CUDAGraphMode.FULL_DECODE_ONLY)
     lengths = (1, 1 + speculative.num_speculative_tokens)
     captured = tuple(sizes or sorted({n * length for n in (2, 4) for length in lengths}))
     with pytest.MonkeyPatch.context() as patch:
@@ -193,7 +191,7 @@ def graph_engine(
         patch.setattr(CudaGraphManager, "run_fullgraph", counted)
         if graphs:
             patch.setattr(startup, "CudaGraphs", lambda device: recorder)
-            patch.setattr(startup, "wanted_modes", lambda *args: modes)
+            patch.setattr(startup, "wanted_mode", lambda *args: mode)
             patch.setattr(settings, "capture_sizes", lambda *args: captured)
             patch.setattr(settings, "mixed_capture_sizes", lambda *args: captured)
         changes["scheduler"] = {"max_num_seqs": 4} | changes.pop("scheduler", {})

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from slipstream.configs.graphs import AttentionCGSupport, CUDAGraphMode
-from slipstream.runner.graphs.dispatch import GraphConfigError, GraphRole, descriptors, resolve_mode
+from slipstream.runner.graphs.dispatch import GraphConfigError
 
 from .all_drafters import METHODS, Drafters
 from .recorded_graphs import TensorBuilder, graph_engine
@@ -52,26 +50,3 @@ def test_every_claim_serves(
         assert (single > 0) == (is_full and claim >= SINGLE), claim
         assert prefills == (verified if method != "gemma4_mtp" else 0), claim
     assert all(text == texts[0] for text in texts)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("claim", AttentionCGSupport)
-@pytest.mark.parametrize("counts", [(1,), (3,), (1, 2, 3, 5, 8)])
-def test_every_graph_of_a_draft_prefill_is_whole_and_follows_one_of_the_targets(
-    mode: CUDAGraphMode, claim: AttentionCGSupport, counts: tuple[int, ...]
-) -> None:
-    if mode is FULL and claim is NEVER:
-        return
-    lengths = sorted({1, *(count + 1 for count in counts)})
-
-    def graphs(wanted: CUDAGraphMode, role: GraphRole) -> tuple[CUDAGraphMode, set[Any]]:
-        decision = resolve_mode(wanted, claim, role, lengths)
-        sizes = (1, 2, 4, 8, 16, 32)
-        found = descriptors(decision.mode, decision.uniform_token_counts, sizes, 8, 96)
-        return decision.mode, set(found)
-
-    resolved, of_target = graphs(mode, GraphRole.TARGET)
-    of_drafter = graphs(resolved.without_pieces(), GraphRole.DRAFT_PREFILL)[1]
-    assert all(desc.mode is FULL for desc in of_drafter)
-    # each whole step of the target has its draft prefill, and no other step
-    assert of_drafter == {desc for desc in of_target if desc.mode is FULL}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,17 @@ def expected(folder: Path, tokens: list[int]) -> list[int]:
 
 def test_it_is_short() -> None:
     assert len(Path(example_drafter.__file__).read_text().splitlines()) < 100
+
+
+class _NoHead(example_drafter.ExampleSpeculator):
+    def load_draft_model(self) -> Any:
+        return torch.nn.Linear(1, 1)
+
+
+def test_a_model_that_is_not_a_draft_model_is_said_at_the_start(folder: Path) -> None:
+    host: Any = SimpleNamespace(max_model_len=64)
+    with pytest.raises(ConfigError, match="Linear is not a draft model: derive it from"):
+        _NoHead(speculative(folder), host)
 
 
 @pytest.mark.parametrize("graphs", [False, True])

@@ -10,21 +10,20 @@ from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescript
 from slipstream.configs.schema import GraphConfig
 from slipstream.runner.graphs.dispatch import (
     GraphConfigError,
-    GraphRole,
     capture_sizes,
     default_capture_sizes,
     descriptors,
     dispatch,
     mixed_capture_sizes,
-    resolve_mode,
+    resolve_draft_decode,
+    resolve_target,
     thinned,
-    wanted_modes,
+    wanted_mode,
 )
 
 NONE, PIECEWISE, FULL = CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 DECODE_ONLY, BOTH = CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_PIECEWISE
 NEVER, SINGLE, UNIFORM, ALWAYS = AttentionCGSupport
-TARGET, PREFILL, DECODE = GraphRole.TARGET, GraphRole.DRAFT_PREFILL, GraphRole.DRAFT_DECODE
 
 
 def test_default_sizes_grow_in_steps_of_8_then_16_then_128() -> None:
@@ -175,57 +174,35 @@ def test_dispatch_finds_the_cheapest_that_serves(
 
 
 @pytest.mark.parametrize(
-    ("wanted", "support", "lengths", "can_split", "mode", "full_lengths"),
+    ("wanted", "support", "lengths", "mode", "full_lengths"),
     [
-        (BOTH, ALWAYS, (4,), True, BOTH, (4,)),
-        (FULL, ALWAYS, (4,), True, FULL, (4,)),
-        (FULL, UNIFORM, (4,), True, BOTH, (4,)),
-        (FULL, UNIFORM, (4,), False, DECODE_ONLY, (4,)),
-        (FULL, SINGLE, (1,), True, BOTH, (1,)),
-        (BOTH, NEVER, (1,), True, PIECEWISE, ()),
-        (BOTH, NEVER, (1,), False, NONE, ()),
-        (BOTH, SINGLE, (4,), True, PIECEWISE, ()),
-        (DECODE_ONLY, SINGLE, (4,), False, NONE, ()),
-        (DECODE_ONLY, SINGLE, (1, 4), False, DECODE_ONLY, (1,)),
-        (BOTH, SINGLE, (1, 4), True, BOTH, (1,)),
-        (BOTH, UNIFORM, (1, 4), True, BOTH, (1, 4)),
-        (PIECEWISE, NEVER, (4,), True, PIECEWISE, (4,)),
-        (PIECEWISE, ALWAYS, (4,), False, NONE, (4,)),
-        (NONE, ALWAYS, (4,), True, NONE, (4,)),
+        (BOTH, ALWAYS, (4,), BOTH, (4,)),
+        (FULL, ALWAYS, (4,), FULL, (4,)),
+        (FULL, UNIFORM, (4,), BOTH, (4,)),
+        (FULL, SINGLE, (1,), BOTH, (1,)),
+        (BOTH, NEVER, (1,), PIECEWISE, ()),
+        (BOTH, SINGLE, (4,), PIECEWISE, ()),
+        (BOTH, SINGLE, (1, 4), BOTH, (1,)),
+        (BOTH, UNIFORM, (1, 4), BOTH, (1, 4)),
+        (PIECEWISE, NEVER, (4,), PIECEWISE, (4,)),
+        (NONE, ALWAYS, (4,), NONE, (4,)),
     ],
 )
-@pytest.mark.parametrize("role", [TARGET, PREFILL])
-def test_modes_of_target_and_draft_prefill(
-    role: GraphRole,
+def test_modes_of_the_target(
     wanted: CUDAGraphMode,
     support: AttentionCGSupport,
     lengths: tuple[int, ...],
-    can_split: bool,
     mode: CUDAGraphMode,
     full_lengths: tuple[int, ...],
 ) -> None:
-    if role is PREFILL and can_split:  # never: see the test below
-        assert resolve_mode(wanted, support, role, lengths) == resolve_mode(
-            wanted, support, role, lengths, can_split=False
-        )
-        return
-    decision = resolve_mode(wanted, support, role, lengths, can_split)
+    decision = resolve_target(wanted, support, lengths)
     assert (decision.mode, decision.uniform_token_counts) == (mode, full_lengths)
     assert bool(decision.reason) == (mode is not wanted or full_lengths != lengths)
 
 
-@pytest.mark.parametrize("wanted", [NONE, PIECEWISE, FULL, DECODE_ONLY, BOTH])
-@pytest.mark.parametrize("support", [SINGLE, UNIFORM, ALWAYS])
-def test_a_draft_prefill_is_never_cut_into_pieces(
-    wanted: CUDAGraphMode, support: AttentionCGSupport
-) -> None:
-    mode = resolve_mode(wanted, support, PREFILL, (1, 4)).mode
-    assert mode in (NONE, FULL, DECODE_ONLY)
-
-
 def test_full_without_any_support_is_an_error() -> None:
-    with pytest.raises(GraphConfigError, match="draft prefill can never run inside a graph"):
-        resolve_mode(FULL, NEVER, PREFILL, (1,))
+    with pytest.raises(GraphConfigError, match="can never run inside a graph"):
+        resolve_target(FULL, NEVER, (1,))
 
 
 @pytest.mark.parametrize(
@@ -241,22 +218,20 @@ def test_full_without_any_support_is_an_error() -> None:
 def test_draft_decode_is_whole_or_not_at_all(
     wanted: CUDAGraphMode, support: AttentionCGSupport, mode: CUDAGraphMode
 ) -> None:
-    assert resolve_mode(wanted, support, DECODE, (5,)).mode is mode
+    assert resolve_draft_decode(wanted, support).mode is mode
 
 
 def test_trap_04_t5_39773_piecewise_draft_decode_is_a_configuration_error() -> None:
     with pytest.raises(GraphConfigError, match="never piecewise"):
-        resolve_mode(PIECEWISE, ALWAYS, DECODE, (1,))
+        resolve_draft_decode(PIECEWISE, ALWAYS)
 
 
-def test_flags_become_wanted_modes() -> None:
-    auto = wanted_modes(GraphConfig(), "cuda")
-    assert (auto.target, auto.draft_prefill, auto.draft_decode) == (BOTH, BOTH, DECODE_ONLY)
-    pieces = wanted_modes(GraphConfig(cudagraph_mode="piecewise"), "cuda")
-    assert (pieces.target, pieces.draft_decode) == (PIECEWISE, NONE)
+def test_flags_become_a_wanted_mode() -> None:
+    assert wanted_mode(GraphConfig(), "cuda") is BOTH
+    assert wanted_mode(GraphConfig(cudagraph_mode="piecewise"), "cuda") is PIECEWISE
     for config, device in [
         (GraphConfig(enforce_eager=True), "cuda"),
         (GraphConfig(cudagraph_mode="none"), "cuda"),
         (GraphConfig(), "cpu"),
     ]:
-        assert wanted_modes(config, device).target is NONE
+        assert wanted_mode(config, device) is NONE
