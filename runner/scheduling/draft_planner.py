@@ -1,7 +1,7 @@
-"""Tells each planned step how many drafts to make for the next one, and what the drafter may defer.
+"""Adds to each step plan how many drafts to make after it, and whether the drafter may skip it.
 
-It hands the controller what it needs to know of a step, and keeps count of the tokens that the
-drafter has not taken in. Host numbers only: nothing here waits for the device.
+It passes step results to the controller, and counts the tokens that the drafter has not processed.
+Host numbers only: nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -40,9 +40,11 @@ class DraftPlanner:
         learns: bool = True,
         may_defer: bool = True,
     ) -> None:
-        """`trims`: rows that were scheduled for a draft but have none take no time. `learns`: K is
-        chosen by what drafts bring and take; a fixed one needs no such knowledge. Without
-        `may_defer` the drafter takes part in every step: other ranks' passes need it."""
+        """`trims`: a row that was scheduled for a draft but has none costs nothing.
+
+        `learns`: K is chosen by acceptance and cost; False for a fixed K, which needs neither.
+        Without `may_defer` the drafter takes part in every step, as other ranks' passes need it.
+        """
         self.controller = controller
         self._max_deferred = max_deferred_tokens
         self._defers = may_defer
@@ -53,32 +55,32 @@ class DraftPlanner:
         self._was_deferred = False  # some of them may be above 0
         self._since = [0] * max_num_reqs  # the step in which the slot's request entered
         self._entered_at = 0  # the newest of them
-        self._landed_at: float | None = None  # when the step before landed; None = the engine slept
+        self._landed_at: float | None = None  # when the last step landed; None = the engine slept
         self._num_drafts = 0  # of the newest step with requests that decode
-        self._troubles: dict[str, int] = {}  # already told
-        self._logged = -1
+        self._troubles: dict[str, int] = {}  # reported so far
+        self._logged = -1  # the last K that was logged
         self._log_at = float("-inf")
 
     def complete(self, plan: StepPlan) -> int:
-        """Fill in what the plan says about drafts; returns K of the next step."""
+        """Fill in the fields of `plan` that concern drafts; returns K of the next step."""
         for new in plan.new_requests:
             self._enter(new, plan.step_id)
         slots = [row.slot for row in plan.rows if not row.is_prefill]
-        choice = self.controller.choose(slots)
-        plan.num_drafts, plan.draft_reason = choice.num_drafts, choice.reason
-        if choice.limits is not None:
-            limits = dict(zip(slots, choice.limits, strict=True))
+        chosen = self.controller.choose(slots)
+        plan.num_drafts, plan.draft_reason = chosen.num_drafts, chosen.reason
+        if chosen.limits is not None:
+            limits = dict(zip(slots, chosen.limits, strict=True))
             for row in plan.rows:
                 row.next_drafts = limits.get(row.slot)
         plan.defers_drafter = self._may_defer(plan)
         self._note_deferred(plan)
         if slots:
             self._log(plan, len(slots))
-            self._num_drafts = choice.num_drafts
+            self._num_drafts = chosen.num_drafts
         return self._num_drafts  # requests that were not in this step keep their drafts
 
     def _note_deferred(self, plan: StepPlan) -> None:
-        """Fill in how far the drafter is behind with each row; rows are made as not at all."""
+        """Fill in how many tokens of each row's request the drafter has not processed."""
         defers = plan.defers_drafter and self._max_deferred > 0
         if not defers and not self._was_deferred:
             return
@@ -92,9 +94,9 @@ class DraftPlanner:
     def land(
         self, plan: StepPlan, results: Sequence[RowResult], texts: Callable[[], list[Sequence[int]]]
     ) -> None:
-        """Take in a step's results; `texts` gives the tokens of its requests."""
+        """Learn from a step's results; `texts` returns the tokens of its requests."""
         rows, results = self._sampling_rows(plan, results)
-        if not self._trims:  # a row without a draft is verified like one whose draft is wrong
+        if not self._trims:  # a row without a draft costs as much as one with a wrong draft
             counts = [row.num_draft_tokens for row in rows]
         else:
             counts = [result.num_draft_tokens for result in results]
@@ -111,7 +113,7 @@ class DraftPlanner:
     def _sampling_rows(
         self, plan: StepPlan, results: Sequence[RowResult]
     ) -> tuple[Sequence[ScheduledRow], Sequence[RowResult]]:
-        """The rows that sample, of requests that still have their slot, and what they brought."""
+        """The rows that sample, and their results; without requests that have lost their slot."""
         assert len(plan.rows) == len(results)
         since, step_id = self._since, plan.step_id
         if self._entered_at <= step_id and not any([row.is_prefill for row in plan.rows]):
@@ -124,13 +126,13 @@ class DraftPlanner:
         return [row for row, _ in chosen], [result for _, result in chosen]
 
     def tell(self, plan: StepPlan, stats: StepStats) -> None:
-        """Add to a step's statistics what was chosen in it, and how the drafter is."""
+        """Add K, the reason for it and the drafter's health to a step's statistics."""
         if any(not row.is_prefill for row in plan.rows):
             stats.current_k, stats.k_reason = plan.num_drafts, plan.draft_reason
         self.tell_health(stats)
 
     def tell_health(self, stats: StepStats) -> None:
-        """Add how the drafter is."""
+        """Add the drafter's health, and the troubles since the last call."""
         watchdog = self.controller.watchdog
         if watchdog is not None:
             stats.drafter_healthy = watchdog.is_healthy
@@ -140,11 +142,11 @@ class DraftPlanner:
             self._troubles = dict(watchdog.num_troubles)
 
     def new_drafter(self) -> None:
-        """The drafter's weights are others from the next step on."""
+        """Forget all acceptance: the drafter's weights change before the next step."""
         self.controller.new_drafter()
 
     def rest(self) -> None:
-        """The engine has nothing to do: the next step's time does not count from here."""
+        """The engine is idle: the time until the next step lands is not a step's duration."""
         self._landed_at = None
 
     def _enter(self, new: NewRequest, step_id: int) -> None:
@@ -155,8 +157,8 @@ class DraftPlanner:
         self._entered_at = step_id
 
     def _may_defer(self, plan: StepPlan) -> bool:
-        """Whether the drafter may leave this step for later: nothing is drafted after it, and what
-        it brings is known now: one token a row."""
+        """Whether the drafter may skip this step: nothing is drafted after it, and every row yields
+        exactly one token."""
         if plan.num_drafts or not self._defers:
             return False
         if not self._max_deferred:
@@ -173,13 +175,12 @@ class DraftPlanner:
         watchdog = self.controller.watchdog
         if watchdog is None:
             return
-        # Rows without drafts accept none.
         if num_drafted := sum([result.num_draft_tokens for result in results]):
             new_texts = texts() if watchdog.wants_texts else ()
             watchdog.observe(num_drafted, sum(accepted), new_texts)
 
     def _refine(self, plan: StepPlan, num_drafts: int, seconds: float) -> None:
-        """A step of decode rows only; it lasted from the landing before to its own."""
+        """Learn the duration of a step of decode rows: the time since the last step landed."""
         num_reqs = len(plan.rows)
         scheduled = [row.num_draft_tokens for row in plan.rows]
         if sum([row.num_tokens for row in plan.rows]) == sum(scheduled) + num_reqs:
@@ -187,7 +188,7 @@ class DraftPlanner:
             self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, steady)
 
     def _log(self, plan: StepPlan, num_reqs: int) -> None:
-        """One line when K has changed, unless there was one just now."""
+        """Log a change of K, at most once in `_LOG_SECONDS`."""
         assert plan.num_drafts is not None
         if plan.num_drafts == self._logged or plan.draft_reason not in _LASTING_REASONS:
             return
@@ -201,7 +202,7 @@ class DraftPlanner:
 
 
 class DraftFacts(Protocol):
-    """What a model runner tells of its drafter and its steps."""
+    """The facts about a model runner that the planner needs."""
 
     @property
     def device(self) -> str: ...
@@ -214,7 +215,7 @@ class DraftFacts(Protocol):
 
 
 def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
-    """What chooses K for a runner; None without a drafter."""
+    """The planner for a runner as configured; None without a drafter."""
     needs, spec = facts.needs, config.speculative
     most, seats = needs.num_speculative_tokens, config.scheduler.max_num_seqs
     if not most:
@@ -228,7 +229,7 @@ def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
     controller = DraftController(
         counts,
         seats,
-        # Among ranks a step's time is the others', too, and decides nothing alone.
+        # With several ranks a step's duration also depends on the others, so it corrects no guess.
         StepCosts(facts.step_seconds, most, is_trusted=not (trims and alone)),
         needs.per_request_drafts,
         Watchdog(spec.method) if watched else None,

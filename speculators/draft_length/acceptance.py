@@ -1,7 +1,7 @@
-"""Owns what became of drafts: the share accepted by position, of all requests and of each.
+"""Estimates the probability that a draft is accepted, by position and by request.
 
-A draft is judged if all before it were accepted. Rows of the per-request arrays are slots. Plain
-host numbers: it never sees a tensor.
+A draft is judged if all drafts before it were accepted, so every probability is conditional on
+that. Rows of the per-request arrays are slots. Host numbers only; it never sees a tensor.
 """
 
 from __future__ import annotations
@@ -10,43 +10,56 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_FIRST_RATE = 0.6  # expected of a drafter nobody has seen draft
-_PRIOR = 6.0  # judged drafts that this expectation, or the position before, counts as
-_DEEPER = (
-    0.97  # a position that was never judged is expected to do nearly as well as the one before
-)
-# A verdict counts 1 / e after so many further ones on its position, but not before so many steps.
+_FIRST_RATE = 0.6  # prior of a drafter that nobody has seen draft
+_PRIOR = 6.0  # judged drafts that the prior, or the position before, counts as
+_DEEPER = 0.97  # prior of a position, as a share of the rate of the position before
+# A verdict's weight falls to 1 / e after this many further ones on its position, but not within
+# this many steps.
 _VERDICTS, _STEPS = 100.0, 16.0
 _MIN_RATE, _MAX_RATE = 0.01, 0.985
 _AFTER_A_PAUSE = 2.0  # judged drafts that all older ones count as when a probe begins
+_ALONE_RATE, _ALONE_WEIGHT = 0.5, 2.0  # prior of a request that learns from its own drafts only
 
 
 class Acceptance:
-    """Chances of drafts, each given that those before it were accepted."""
+    """Acceptance rates: what all requests have in common, moved by what each has shown itself."""
 
-    def __init__(self, max_num_reqs: int, max_drafts: int, memory: float, strength: float) -> None:
-        """`memory`: weight that a request's judged draft keeps when another one is judged;
-        `strength`: judged drafts that the global rates count as in a request's own."""
-        self._memory, self._strength = memory, strength
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_drafts: int,
+        memory: float,
+        strength: float = 0.0,
+        pooled: bool = True,
+    ) -> None:
+        """`memory`: the weight that a request's judged draft keeps when another one is judged.
+
+        `strength`: how many judged drafts of a request the common rates count as. Without `pooled`
+        there are no common rates: a request's estimate does not depend on other requests.
+        """
+        self._memory, self._strength, self._pooled = memory, strength, pooled
+        self._first_weight = 0.0 if pooled else _ALONE_WEIGHT
         self._expected = _FIRST_RATE
-        self._rates: np.ndarray | None = None  # what `rates` gave, until something changes
+        self._rates: np.ndarray | None = None  # cache of `rates`
         self._accepted = np.zeros(max_drafts)  # [K], decayed
         self._judged = np.zeros(max_drafts)  # [K], decayed
-        self._excess = np.zeros(max_num_reqs)  # [R] accepted beyond the global rates, decayed
-        self._weight = np.zeros(max_num_reqs)  # [R] judged, decayed
+        self._excess = np.zeros(max_num_reqs)  # [R] accepted beyond the common rates, decayed
+        self._weight = np.full(max_num_reqs, self._first_weight)  # [R] judged, decayed
 
     def restart(self, slot: int) -> None:
-        """A new request has the slot."""
-        self._excess[slot] = self._weight[slot] = 0.0
+        """Forget the request that had the slot."""
+        self._excess[slot], self._weight[slot] = 0.0, self._first_weight
 
     def observe(self, slots: np.ndarray, drafted: np.ndarray, accepted: np.ndarray) -> None:
-        """One step's verdicts, each array [N]; every `drafted` is at least 1."""
+        """Learn from one step: arrays [N], every `drafted` at least 1, no slot twice."""
         right = np.minimum(accepted, drafted)
         judged = np.minimum(right + 1, drafted)
         expected = np.concatenate([[0.0], np.cumsum(self.rates())])
         kept = self._memory**judged
         self._excess[slots] = self._excess[slots] * kept + right - expected[judged]
         self._weight[slots] = self._weight[slots] * kept + judged
+        if not self._pooled:
+            return
         position = np.arange(len(self._judged))
         decay = np.exp(-1.0 / max(_VERDICTS / len(slots), _STEPS))
         self._accepted = self._accepted * decay + (position < right[:, None]).sum(0)
@@ -54,10 +67,10 @@ class Acceptance:
         self._rates = None
 
     def fade(self, slots: Sequence[int]) -> None:
-        """What is known is old: let it weigh little against what comes next.
+        """Give old observations little weight, because time has passed since the last drafts.
 
-        What these requests have in common becomes what is expected of all. The first position's
-        chance stays; that of a later one, which may have changed, moves towards it.
+        What these requests have in common becomes the common prior. The rate of the first position
+        stays; rates of later positions, which may have changed, move towards it.
         """
         index = np.asarray(slots, dtype=np.int64)
         own = self._excess / (self._weight + self._strength)
@@ -72,7 +85,9 @@ class Acceptance:
         self._rates = None
 
     def rates(self) -> np.ndarray:
-        """The global chance of each position, [K]."""
+        """The common rate of each position, [K]."""
+        if not self._pooled:
+            return np.full(len(self._judged), _ALONE_RATE)
         if self._rates is None:
             rates, expected = [], self._expected
             counts = zip(self._accepted.tolist(), self._judged.tolist(), strict=True)
@@ -82,9 +97,12 @@ class Acceptance:
             self._rates = np.array(rates)
         return self._rates
 
-    def request_rates(self, slots: Sequence[int]) -> np.ndarray:
-        """The chance of each position for these requests, [N, K]: global, moved by their own."""
+    def expected_tokens(self, slots: Sequence[int]) -> np.ndarray:
+        """Tokens that a step is expected to yield for each request, by number of drafts:
+        [N, K + 1]."""
         index = np.asarray(slots, dtype=np.int64)
         own = self._excess[index] / (self._weight[index] + self._strength)
-        rates: np.ndarray = np.clip(self.rates() + own[:, None], _MIN_RATE, _MAX_RATE)
-        return rates
+        rates = np.clip(self.rates() + own[:, None], _MIN_RATE, _MAX_RATE)  # [N, K]
+        tokens = np.ones((len(index), rates.shape[1] + 1))
+        tokens[:, 1:] += np.cumsum(np.cumprod(rates, axis=1), axis=1)
+        return tokens

@@ -1,7 +1,7 @@
-"""Owns what a step takes, in seconds, by its number of requests and of drafts per request.
+"""Estimates the duration of a step from its number of requests and of drafts per request.
 
-It begins with what was measured at start-up, fills the rest by interpolation, and follows the
-measured time of real steps. It knows nothing about acceptance.
+It starts from the measurements at start-up, interpolates the rest, and follows the duration of real
+steps. It knows nothing about acceptance.
 """
 
 from __future__ import annotations
@@ -13,31 +13,34 @@ from statistics import median_low
 
 import numpy as np
 
-# Assumed until steps were measured: a step takes as long as so many rows whatever is in it, then a
-# row for each token, and a share of both more where it verifies. Only the proportions matter, as
-# the unit comes with the first real step.
+# Cost model until measurements exist, in token-row units: a fixed overhead of 11, plus 1 per token,
+# plus 10 % of the cost without drafts if the step verifies any. Only ratios matter: the first real
+# step provides the unit.
 _FIXED_ROWS, _VERIFY_COST = 11.0, 0.1
-_RATE = 0.1  # how far one step's time moves its cell; a tenth of the difference
-_SHARED = 0.3  # of that, what every other cell moves too: a longer context slows them all
+_RATE = 0.1  # share of the difference to a real step by which its cell moves
+_SHARED = 0.3  # share of that by which all other cells move: a longer context slows them all
 _SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # numbers of requests that have cells of their own
-_OUTLIER = 0.2  # a step that differs by more (in logarithms) counts as differing by this
-_ENOUGH = 4  # real steps that decide what a cell takes whose measurement is no more than a guess
-_LAPSE = 0.4  # a cell that moved by more since (in logarithms) makes guesses of the others again
+_OUTLIER = 0.2  # larger differences (of logarithms) count as this
+_ENOUGH = 4  # real steps that replace a guessed cost
+_LAPSE = 0.4  # if a cell has moved by more (in logarithms) since then, the others are guesses again
 
 
 def assumed_seconds(num_reqs: float, num_drafts: float) -> float:
-    """What a step takes where nothing was measured, in units of one row."""
+    """Duration of a step in token-row units, for sizes without a measurement."""
     verify = _VERIFY_COST * (_FIXED_ROWS + num_reqs) if num_drafts else 0.0
     return _FIXED_ROWS + num_reqs * (1 + num_drafts) + verify
 
 
-def _assumed_row(num_reqs: int, max_drafts: int) -> np.ndarray:
+def assumed_row(num_reqs: int, max_drafts: int) -> np.ndarray:
     """`assumed_seconds` by number of drafts, [K + 1]."""
     return np.array([assumed_seconds(num_reqs, k) for k in range(max_drafts + 1)])
 
 
 class StepCosts:
-    """Seconds of a step of N requests with K drafts each; K may be a mean."""
+    """Seconds of a step of N requests with K drafts each; K may be a mean.
+
+    A cell is an (N, K) with a cost of its own; other costs are interpolated.
+    """
 
     def __init__(
         self,
@@ -45,32 +48,33 @@ class StepCosts:
         max_drafts: int,
         is_trusted: bool = True,
     ) -> None:
-        """`measured`: (N, K) -> seconds, any subset; empty means the assumption, scaled later.
+        """`measured`: (N, K) -> seconds, any subset; empty = only the cost model.
 
-        Not `is_trusted`: other work disturbs this machine and may come and go, so that what was
-        measured is a guess, which a few real steps decide.
+        Without `is_trusted` the measurements are guesses until a few real steps replace them,
+        because other work on this machine may have disturbed them.
         """
         sizes = sorted({size for size, _ in measured})
         self._known = bool(measured)
         rows = [_fill_row(size, measured, max_drafts) for size in sizes]
-        # Beyond what was measured the proportions are assumed.
-        scale = rows[-1] / _assumed_row(sizes[-1], max_drafts) if sizes else 1.0
+        # Sizes beyond the measured ones have the ratios of the cost model.
+        scale = rows[-1] / assumed_row(sizes[-1], max_drafts) if sizes else 1.0
         for size in [size for size in _SIZES if not sizes or size > sizes[-1]]:
             sizes.append(size)
-            rows.append(scale * _assumed_row(size, max_drafts))
+            rows.append(scale * assumed_row(size, max_drafts))
         self._sizes = sizes
         self._seconds = np.array(rows)  # [sizes, K + 1]
-        self._factors = np.zeros_like(self._seconds)  # logarithms, learned from real steps
+        self._factors = np.zeros_like(self._seconds)  # logarithms of learned corrections
         self.is_trusted = is_trusted
         self._is_certain = np.full(self._seconds.shape, is_trusted)
-        self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)  # factors of guesses
-        self._decided = np.full(self._seconds.shape, np.nan)  # the factors they got
-        self.num_learned = 0  # real steps that told something of a guess
+        # Factors that real steps suggest for cells that are guesses.
+        self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)
+        self._decided = np.full(self._seconds.shape, np.nan)  # factors when they were replaced
+        self.num_learned = 0  # real steps that taught something about a guess
 
     def row(self, num_reqs: int) -> np.ndarray:
         """Seconds of a step of N requests by number of drafts, [K + 1]."""
         index = bisect_left(self._sizes, num_reqs)
-        if index == len(self._sizes):  # beyond the largest: in proportion to the requests
+        if index == len(self._sizes):  # larger than all: proportional to the requests
             scale = num_reqs / self._sizes[-1]
             return scale * self._corrected(index - 1)
         upper = self._corrected(index)
@@ -87,21 +91,21 @@ class StepCosts:
         return float(np.interp(num_drafts, np.arange(len(row)), row))
 
     def is_certain(self, num_reqs: int, num_drafts: int) -> bool:
-        """Whether real steps, or a measurement that is trusted, say what such a step takes."""
+        """Whether the cost of such a step comes from real steps or a trusted measurement."""
         return bool(self._is_certain[self._index(num_reqs), num_drafts])
 
     def refine(
         self, num_reqs: int, num_drafts: float, seconds: float, steady: int | None = None
     ) -> None:
-        """Take in how long a real step took; rare outliers change little.
+        """Learn from the duration of a real step; rare outliers change little.
 
-        steady: the step's K if it made as many drafts as it verified; only such steps decide what
-        was guessed, as others have a part of each.
+        `steady`: the step's K if it made as many drafts as it verified, else None. Only such steps
+        replace guesses, since the duration of others belongs to two values of K.
         """
         if seconds <= 0:
             return
         difference = float(np.log(seconds / self.seconds(num_reqs, num_drafts)))
-        if not self._known:  # the assumption has no unit
+        if not self._known:  # the cost model has no unit
             self._factors += difference
             self._known = True
             return
@@ -123,9 +127,9 @@ class StepCosts:
                 self._check((row, round(num_drafts)))
 
     def _learn(self, cell: tuple[int, int], factor: float) -> None:
-        """A real step of a cell that is a guess asks for this factor.
+        """Note the factor that a real step suggests for a guess; enough of them replace it.
 
-        What is still a guess was measured in the same circumstances, so it moves along.
+        The other guesses were measured under the same conditions, so they move by as much.
         """
         self.num_learned += 1
         wanted = self._wanted[cell]
@@ -139,9 +143,10 @@ class StepCosts:
         self._decided[cell] = self._factors[cell]
 
     def _check(self, cell: tuple[int, int]) -> None:
-        """Where a cell has moved far since it was decided, so have, unseen, the others."""
+        """If a cell has moved far since its guess was replaced, treat the others as guesses again:
+        they have probably moved too."""
         change = self._factors[cell] - self._decided[cell]
-        if not abs(change) > _LAPSE:  # it is not a number where all is trusted
+        if not abs(change) > _LAPSE:  # NaN if measurements are trusted
             return
         self._decided[cell] = self._factors[cell]
         others = self._is_certain.copy()
@@ -151,7 +156,7 @@ class StepCosts:
         self._wanted.clear()
 
     def _index(self, num_reqs: int) -> int:
-        """The row of the smallest size that holds so many requests, or of the largest."""
+        """The row of the smallest size of at least `num_reqs`, or of the largest size."""
         return min(bisect_left(self._sizes, num_reqs), len(self._sizes) - 1)
 
     def _corrected(self, index: int) -> np.ndarray:
@@ -160,9 +165,9 @@ class StepCosts:
 
 
 def _fill_row(size: int, measured: Mapping[tuple[int, int], float], max_drafts: int) -> np.ndarray:
-    """Seconds for K = 0 .. max: measured, between two of them in proportion, beyond as assumed.
+    """Seconds for K = 0 .. max_drafts: measured, interpolated, or extrapolated by the cost model.
 
-    More drafts never take less time: a measurement that says so was disturbed.
+    More drafts never cost less: a measurement that says so was disturbed.
     """
     points = {k: t for (n, k), t in measured.items() if n == size and k <= max_drafts}
     known = sorted(points)

@@ -1,8 +1,7 @@
-"""Notices a drafter that seems broken, stops it, and lets it try again after a while.
+"""Detects a drafter that seems broken, stops it, and lets it try again after a while.
 
-Three signs: no draft accepted for long, far fewer accepted than before, and nearly all accepted
-while the texts go round in a loop. It counts drafts and looks at token ids; it decides nothing
-about how many drafts pay.
+There are three signs: no draft is accepted for long, far fewer are accepted than before, or nearly
+all are accepted while the texts repeat themselves. How many drafts pay is not decided here.
 """
 
 from __future__ import annotations
@@ -15,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 WINDOW = 200  # drafts that are judged together
 _DROP = 0.2  # a window with less than this share of the running mean is a sudden drop
-_LEAST_MEAN = 0.15  # a mean below is no height to fall from
+_LEAST_MEAN = 0.15  # don't report a drop if acceptance was already below this
 _MEAN_WINDOWS = 5  # windows before the running mean counts
 _MEAN_RATE = 0.1
-_LOOP_RATE = 0.99  # accepted share that is too good if the texts loop
+_LOOP_RATE = 0.99  # an accepted share that is suspicious if the texts repeat themselves
 _LOOP_TOKENS, _LONGEST_PERIOD = 96, 8
 _PROBE_DRAFTS = 32
 _FIRST_WAIT, _LONGEST_WAIT = 10.0, 600.0  # seconds
@@ -34,7 +33,7 @@ class Watchdog:
     """The health of one drafter: "healthy", "off", or "probe" (drafting a little to find out)."""
 
     def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_troubles = dict.fromkeys(TROUBLES, 0)  # times each was noticed
+        self.num_troubles = dict.fromkeys(TROUBLES, 0)  # times each was detected
         self._method, self._clock = method, clock
         self._trouble = ""  # "" = healthy
         self._probing = False
@@ -50,14 +49,14 @@ class Watchdog:
         return not self._trouble
 
     def new_drafter(self) -> None:
-        """Forget what the drafter before was like; what was counted stays."""
+        """Forget the acceptance of the previous drafter; the counts of troubles stay."""
         self._trouble, self._probing, self._wait = "", False, _FIRST_WAIT
         self._mean, self._num_windows = 0.0, 0
         self._drafted = self._accepted = self._in_vain = 0
         self._failed_probes.clear()
 
     def state(self) -> str:
-        """What may be drafted now."""
+        """ "healthy": draft as usual; "off": do not draft; "probe": draft a little to find out."""
         if not self._trouble:
             return "healthy"
         if not self._probing and self._clock() >= self._until:
@@ -75,9 +74,10 @@ class Watchdog:
     def observe(
         self, num_drafted: int, num_accepted: int, texts: Sequence[Sequence[int]] = ()
     ) -> None:
-        """A step's real drafts; `texts` are the tokens of the requests that drafted, if asked."""
+        """Count a step's real drafts. `texts`: tokens of the requests that drafted, if
+        `wants_texts`."""
         if self._trouble and not self._probing:
-            return  # drafts that were in flight
+            return  # made before the drafter was stopped
         self._drafted += num_drafted
         self._accepted += num_accepted
         self._in_vain = 0 if num_accepted else self._in_vain + num_drafted
@@ -147,7 +147,7 @@ class Watchdog:
             return False
         if self._trouble != "drop" or rate >= 0.5 * self._mean:
             return True
-        # A lower level that stays is no fault: the traffic has changed, and K follows that.
+        # A lower rate that lasts is not a fault: the traffic has changed, and K adapts to it.
         if len(self._failed_probes) < 2 or min(self._failed_probes) == 0:
             return False
         self._mean, self._num_windows = rate, 1
@@ -155,7 +155,7 @@ class Watchdog:
 
 
 def is_loop(tokens: Sequence[int]) -> bool:
-    """Whether the newest tokens repeat a short piece over and over."""
+    """Whether the newest tokens are repetitions of a short sequence."""
     tail = list(tokens[-_LOOP_TOKENS:])
     if len(tail) < _LOOP_TOKENS:
         return False

@@ -22,7 +22,7 @@ from slipstream.runner.scheduling.draft_planner import plan_drafts
 from slipstream.runner.scheduling.plan import StepPlan
 from slipstream.runner.step.data_parallel import DataParallelSync
 from slipstream.runner.step.target import Target
-from slipstream.speculators.draft_length.controller import Choice
+from slipstream.speculators.draft_length.controller import DraftLength
 
 from .all_drafters import Drafters
 from .recorded_graphs import GraphEngine, graph_engine
@@ -79,7 +79,7 @@ class Rank:
         self.drafts: Any = plan_drafts(self.runner.facts, config) if counts else None
         if counts:
             steps = itertools.cycle(counts)
-            self.drafts.controller.choose = lambda slots: Choice(
+            self.drafts.controller.choose = lambda slots: DraftLength(
                 next(steps) if slots else 0, "script"
             )
 

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.draft_models.gemma4_assistant import OrderedHead
+from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.models.layers import Embedding, WeightFormat
 from slipstream.speculators.base import DraftInputs
-from slipstream.speculators.gemma4 import Gemma4Speculator
 
 from .gemma4_oracle import VOCAB, AssistantOracle
-from .recorded_proposals import recorded_proposals
+from .recorded_proposals import made_drafts, recorded_proposals
 from .tiny_engine import TinyEngine, prompts, save_llama
 
 K = 4
@@ -82,18 +82,19 @@ def test_text_is_that_of_the_target_alone(oracle: AssistantOracle) -> None:
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, before: Any) -> list[tuple[Tensor, Tensor]]:
-    """Proposes twice, calling `before(speculator, inputs)` in between; returns the pairs."""
+    """Proposes twice, calling `before(graphs, inputs)` in between; returns the pairs."""
     pairs: list[tuple[Tensor, Tensor]] = []
-    propose = Gemma4Speculator.propose
+    propose = DraftGraphs.propose
 
-    def twice(self: Gemma4Speculator, inputs: DraftInputs) -> Tensor:
-        first = propose(self, inputs).clone()
+    def twice(self: DraftGraphs, inputs: DraftInputs) -> None:
+        propose(self, inputs)
+        first = made_drafts(self, inputs).clone()
         undo = before(self, inputs)
-        pairs.append((first, propose(self, inputs).clone()))
+        propose(self, inputs)
+        pairs.append((first, made_drafts(self, inputs).clone()))
         undo()
-        return first
 
-    monkeypatch.setattr(Gemma4Speculator, "propose", twice)
+    monkeypatch.setattr(DraftGraphs, "propose", twice)
     return pairs
 
 
@@ -102,14 +103,16 @@ def test_trap_09_kv_after_the_last_valid_position_is_never_read(
 ) -> None:
     rejected = 0
 
-    def poison(speculator: Gemma4Speculator, inputs: DraftInputs) -> Any:
+    def poison(graphs: DraftGraphs, inputs: DraftInputs) -> Any:
         nonlocal rejected
         rejected += int(inputs.num_rejected.sum())
         caches = inputs.attention.kv_caches
         kept = {id(cache): cache.clone() for cache in caches.values()}
         for layer, cache in caches.items():
             group = inputs.attention.group_of_layer[layer]
-            table, size = inputs.common[group].block_table, cache.shape[2]
+            requests: Any = inputs.requests
+            table = requests.block_tables[group][inputs.idx_mapping[: inputs.num_reqs].long()]
+            size = cache.shape[2]
             for row in range(inputs.num_reqs):
                 end = int(inputs.seq_lens[row] - inputs.num_rejected[row])  # P + 1
                 for position in range(end, int(inputs.seq_lens[row])):
@@ -134,27 +137,28 @@ def test_k_steps_equal_k_single_calls_and_write_no_kv(
 ) -> None:
     """The same decode by hand, with fresh metadata for every step."""
     checked = []
-    propose = Gemma4Speculator.propose
+    propose = DraftGraphs.propose
 
-    def compared(self: Gemma4Speculator, inputs: DraftInputs) -> Tensor:
+    def compared(self: DraftGraphs, inputs: DraftInputs) -> None:
+        drafter: Any = self.speculator
         before = [cache.clone() for cache in inputs.attention.kv_caches.values()]
-        drafts = propose(self, inputs).clone()
+        propose(self, inputs)
+        drafts = made_drafts(self, inputs).clone()
         for cache, kept in zip(inputs.attention.kv_caches.values(), before, strict=True):
             assert torch.equal(cache, kept)
-        self._stage(inputs)
+        drafter.stage(inputs)
         rows = inputs.num_reqs
-        ids, hidden = self.decode_ids[:rows].clone(), self.hidden[:rows].clone()
+        ids, hidden = drafter.decode_ids[:rows].clone(), drafter.hidden[:rows].clone()
         positions = (inputs.seq_lens[:rows] - inputs.num_rejected - 1).long()
         for step in range(K):
             attention = self._decode_attention(rows, rows, None)
-            normed, hidden = self.model(ids, positions, hidden, attention)
-            ids = self.model.compute_logits(normed).argmax(-1).int()
+            normed, hidden = drafter.model(ids, positions, hidden, attention)
+            ids = drafter.model.compute_logits(normed).argmax(-1).int()
             wanted = drafts[:, step]
             assert torch.equal(torch.where(wanted < 0, wanted, ids.long()), wanted)
         checked.append(rows)
-        return drafts
 
-    monkeypatch.setattr(Gemma4Speculator, "propose", compared)
+    monkeypatch.setattr(DraftGraphs, "propose", compared)
     engine = make_engine(oracle)
     engine.run(prompts(3), max_tokens=8)
     engine.close()
@@ -180,12 +184,12 @@ def test_trap_08_all_groups_have_the_rows_of_the_batch(
 
     monkeypatch.setattr(ReferenceBuilder, "build", checking)
     engine = make_engine(oracle)
-    speculator = engine.engine._runner.speculator
+    graphs = engine.engine._runner._draft_graphs
     engine.run(prompts(3), max_tokens=4)
     engine.engine._runner.synchronize()
     seen.clear()
     for padded in (3, 4):
-        state = speculator._decode_attention(3, padded, None)
+        state = graphs._decode_attention(3, padded, None)
         assert len([m for m in state.metadata if m is not None]) == 2
     engine.close()
     assert seen == [3, 3, 4, 4]

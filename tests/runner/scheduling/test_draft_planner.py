@@ -13,7 +13,7 @@ from slipstream.runner.graphs.dispatch import default_capture_sizes, descriptors
 from slipstream.runner.messages import SamplingParams, StepStats
 from slipstream.runner.scheduling.draft_planner import DraftPlanner
 from slipstream.runner.scheduling.plan import NewRequest, RowResult, ScheduledRow, StepPlan
-from slipstream.speculators.draft_length.controller import Choice, DraftController
+from slipstream.speculators.draft_length.controller import DraftController, DraftLength
 from slipstream.speculators.draft_length.step_costs import StepCosts
 from slipstream.speculators.draft_length.watchdog import Watchdog
 
@@ -32,10 +32,10 @@ class Script(DraftController):
 
     def __init__(self) -> None:
         super().__init__((1, 2, K), 4, StepCosts({(1, k): 1.0 + k for k in range(K + 1)}, K))
-        self.next = Choice(0, "no_gain")
+        self.next = DraftLength(0, "no_gain")
         self.seen: list[tuple[list[int], list[int], list[int]]] = []
 
-    def choose(self, slots: Sequence[int]) -> Choice:
+    def choose(self, slots: Sequence[int]) -> DraftLength:
         return self.next
 
     def observe(
@@ -79,12 +79,12 @@ def test_plain_steps_are_deferred_until_there_is_no_more_room(
         assert planner.complete(plan) == 0
         states.append((plan.defers_drafter, plan.rows[0].num_deferred, plan.rows[0].num_behind))
     assert states == [*((True, n, n + 1) for n in range(5)), (False, 5, 0), (True, 0, 1)]
-    script.next = Choice(2, "gain")
+    script.next = DraftLength(2, "gain")
     plan = StepPlan(7, rows=[row(0), row(2)])
     assert planner.complete(plan) == 2
     assert [r.num_deferred for r in plan.rows] == [1, 0] and not plan.defers_drafter
     assert all(r.num_behind == 0 for r in plan.rows)
-    script.next = Choice(0, "no_gain")
+    script.next = DraftLength(0, "no_gain")
     plan = StepPlan(8, new_requests=[enter(1)], rows=[row(1)])
     planner.complete(plan)
     assert plan.rows[0].num_deferred == 0  # slot 1 was two steps behind: another request's
@@ -119,9 +119,9 @@ def test_where_other_ranks_wait_for_the_drafters_passes_none_is_deferred(
 def test_a_step_of_prompts_alone_leaves_older_drafts_to_be_verified(
     planner: DraftPlanner, script: Script
 ) -> None:
-    script.next = Choice(K, "gain")
+    script.next = DraftLength(K, "gain")
     assert planner.complete(StepPlan(0, rows=[row(0)])) == K
-    script.next = Choice(0, "requests")
+    script.next = DraftLength(0, "requests")
     plan = StepPlan(1, rows=[row(1, tokens=8, prefill=True)])
     assert planner.complete(plan) == K and plan.num_drafts == 0
 
@@ -172,7 +172,7 @@ def test_a_change_of_k_is_one_debug_line_at_most_every_ten_seconds(
             [(0, 3, "gain"), (1, 1, "gain"), (2, 3, "gain"), (11, 0, "no_gain"), (22, 1, "probe"),
              (33, 2, "gain")]
         ):  # fmt: skip
-            clock.now, script.next = now, Choice(count, why)
+            clock.now, script.next = now, DraftLength(count, why)
             planner.complete(StepPlan(step, rows=[row(0)]))
     assert {record.levelno for record in caplog.records} == {logging.DEBUG}
     lines = [record.getMessage() for record in caplog.records]
@@ -183,7 +183,7 @@ def test_a_change_of_k_is_one_debug_line_at_most_every_ten_seconds(
 
 
 def test_statistics_say_what_was_chosen(planner: DraftPlanner, script: Script) -> None:
-    script.next = Choice(2, "gain")
+    script.next = DraftLength(2, "gain")
     plan, prompt = StepPlan(0, rows=[row(0)]), StepPlan(1, rows=[row(1, 0, 8, True)])
     stats, nothing = StepStats(), StepStats()
     for each, told in ((plan, stats), (prompt, nothing)):

@@ -16,7 +16,7 @@ from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.messages import AddRequest, ResetPrefixCache, SamplingParams, StepStats
 from slipstream.speculators import deferred
 from slipstream.speculators.base import DraftInputs
-from slipstream.speculators.draft_length.controller import Choice
+from slipstream.speculators.draft_length.controller import DraftLength
 from slipstream.speculators.draft_length.step_costs import StepCosts
 
 from ..all_drafters import METHODS, Drafters
@@ -49,8 +49,8 @@ def script(engine: TinyEngine, counts: Sequence[int]) -> None:
     """Let the engine draft so many tokens, step by step, over and over."""
     steps = itertools.cycle(counts)
 
-    def choose(slots: Sequence[int]) -> Choice:
-        return Choice(next(steps) if slots else 0, "script")
+    def choose(slots: Sequence[int]) -> DraftLength:
+        return DraftLength(next(steps) if slots else 0, "script")
 
     planner(engine).controller.choose = choose
 
