@@ -29,8 +29,9 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
 
     advance_draft_positions = True  # False: decodes stay at one position and write no KV (Gemma 4)
     runs_draft_prefill = True  # False: nothing runs over the target's rows (Gemma 4)
-    first_pass_drafts = True  # False: a decode makes the first draft too, and a draft prefill reads
-    # unshifted ids and no hidden states (a whole model)
+    # False: a decode makes the first draft too, and the draft prefill reads unshifted ids and no
+    # hidden states (a whole model).
+    first_pass_drafts = True
 
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         super().__init__(config, host)

@@ -1,7 +1,7 @@
-"""The interface of every drafter, and the data it drafts from. Knows nothing about the runner.
+"""The interface of drafters, and the data that they draft from. It does not know the runner.
 
-A speculator is tensor code: `propose` never waits for the device. What it needs of the runner comes
-in through `DraftInputs` (per step) and `DraftHost` (once).
+A speculator is tensor code that never waits for the device. The runner provides a `DraftHost` once
+and `DraftInputs` in every step.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ MAX_DRAFT_LOGITS_BYTES = 1 << 30  # above this, `draft_sampling: auto` drafts gr
 
 @dataclass(frozen=True)
 class SpeculatorNeeds:
-    """What a drafter asks of the runner; the runner never tests a method's name."""
+    """What the runner must provide for a drafter; it never tests the name of the method."""
 
     num_speculative_tokens: int  # K: verified rows per request are at most K + 1
     num_lookahead_tokens: int = 0  # KV slots beyond the target's tokens, for drafts' KV
     aux_hidden_state_boundaries: tuple[int, ...] = ()  # boundary b = residual stream after b layers
     hidden_states: bool = False  # the target's hidden states after the final norm
     draft_logits: bool = False  # store q per slot, for probabilistic verification
-    max_deferred_tokens: int = 0  # how far its own state may stay behind the text; 0 = it has none
-    per_request_drafts: bool = False  # rows without drafts take no time: K may differ by request
-    watched: bool = True  # few accepted drafts mean a fault, and not that the text has none to find
-    kv_needs_next_token: bool = False  # its KV at a position depends on the token after it, too
+    max_deferred_tokens: int = 0  # tokens of a request that its own state may lag; 0 = no state
+    per_request_drafts: bool = False  # rows without drafts are free, so K may differ by request
+    watched: bool = True  # low acceptance indicates a fault (not so for n-grams)
+    kv_needs_next_token: bool = False  # its KV at a position also depends on the token after it
 
 
 class RequestRows(Protocol):
@@ -59,7 +59,7 @@ class RequestRows(Protocol):
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """Everything `propose` may read. N* rows, M* tokens; padded rows have idx_mapping -1."""
+    """A step of the target for its drafter: N* rows, M* tokens; padded rows have slot -1."""
 
     num_reqs: int  # N, real rows
     num_tokens: int  # M, real tokens
@@ -74,15 +74,15 @@ class DraftInputs:
     requests: RequestRows
     attention: Any = None  # the target's AttentionState; None in a WHOLE step: its graph made it
     hidden_states: Tensor | None = None  # [M, H] after the final norm
-    aux_hidden_states: Tensor | None = None  # [M, taps * H], boundaries asked for, side by side
-    num_drafts: int | None = None  # how many to make; None = K; 0 = only take the step in
-    num_decode_reqs: int = 0  # rows of each draft decode at least: as many as other ranks have
-    num_deferred: Sequence[int] = ()  # [N] on the host: tokens before the row given to `defer`
+    aux_hidden_states: Tensor | None = None  # [M, boundaries * H], side by side
+    num_drafts: int | None = None  # how many to make; None = K; 0 = only process the step
+    num_decode_reqs: int = 0  # least number of rows of each draft decode: the most of any rank
+    num_deferred: Sequence[int] = ()  # [N] on the host: tokens before the row that were deferred
     mode: StepMode = StepMode.EAGER  # how the target's step ran
 
 
 class DraftHost(Protocol):
-    """What the runner offers a drafter with a model of its own."""
+    """What the runner offers a drafter while it is built."""
 
     device: torch.device
     dtype: torch.dtype
@@ -93,7 +93,7 @@ class DraftHost(Protocol):
     target_model: nn.Module
 
     def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> Any:
-        """Build the draft architecture `kind`, load its weights, register its attention layers.
+        """Build the draft architecture `kind`, load its weights and register its attention layers.
 
         Returns a `DraftModel`; for "draft_model" a served model of the runner.
         """
@@ -164,12 +164,12 @@ class DraftModelSpeculator(BaseSpeculator):
         self.seed = zeros(reqs)  # [R]
         self.draft_tokens = zeros(reqs, self.num_drafts)  # [R, K]
         self.allowed = zeros(reqs, dtype=torch.int32)  # [R] drafts that the request may keep
-        self.step = zeros(reqs)  # [R] which draft is made next; on the device as graphs replay
+        self.step = zeros(reqs)  # [R] which draft is made next; on the device, as graphs count it
         self._requests: RequestRows | None = None
 
     @abstractmethod
     def load_draft_model(self) -> DraftModel:
-        """Load the drafter's model through the host and wire what it shares with the target."""
+        """Load the drafter's model through `self.host`, which also shares the target's weights."""
 
     def use_requests(self, requests: RequestRows) -> None:
         """Called once before the first pass: these are the requests of all steps."""
@@ -177,7 +177,7 @@ class DraftModelSpeculator(BaseSpeculator):
 
     @property
     def probabilistic(self) -> bool:
-        """Whether drafts are drawn from q (kept for verification) or are the most likely tokens."""
+        """Whether drafts are drawn from the drafter's distribution, or are its likeliest tokens."""
         if self.config.draft_sampling != "auto":
             return self.config.draft_sampling == "probabilistic"
         size = self.host.max_num_reqs * self.num_drafts * self.host.vocab_size * 4
@@ -185,7 +185,8 @@ class DraftModelSpeculator(BaseSpeculator):
 
     @property
     def draft_logits(self) -> Tensor | None:
-        """What drafts are drawn from, [R, K, V] float32 by slot; None = they are the likeliest."""
+        """Scaled logits of the drafts, [R, K, V] float32 by slot; None = drafts are the likeliest
+        tokens."""
         return None if self._requests is None else self._requests.draft_logits
 
     def draw_drafts(self, for_logits: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""Lets a drafter with KV of its own skip steps: keeps what it missed, and takes it in later.
+"""Lets a drafter with KV of its own skip steps: it keeps their inputs and processes them later.
 
-While nothing is drafted, a step only copies its hidden states to a ring by request. Before the next
-draft, or when the ring is full, one pass over the missed tokens writes their KV.
+While nothing is drafted, a step only copies its hidden states to a ring buffer for each request.
+Before the next draft, or when the ring is full, one pass over the missed tokens writes their KV.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ class BuildAttention(Protocol):
 
 
 class DeferredTokens:
-    """The tokens that a drafter has not seen yet, by slot.
+    """The tokens that a drafter has not processed yet, by slot.
 
-    How many they are is the host's knowledge; here, position p of a request is in column
-    p mod `capacity`.
+    The host counts them. Position p of a request is in column p mod `capacity` of its ring.
     """
 
     def __init__(self, host: DraftHost, width: int, keeps_hidden: bool, shift: int) -> None:
-        """`width`: of the hidden states, if any are kept; `shift`: position p takes the id at
-        p + shift."""
+        """`width`: of the hidden states, if `keeps_hidden`.
+
+        `shift`: the model reads the token id of position p + shift together with position p.
+        """
         row_bytes = host.max_num_reqs * width * host.dtype.itemsize
         wanted = _RING_BYTES // row_bytes if keeps_hidden else _MOST_TOKENS
-        # One request's are taken in by one pass, whose buffers hold a step.
+        # One pass must hold all tokens of a request, and its buffers hold one step.
         self.capacity = min(max(_FEWEST_TOKENS, min(_MOST_TOKENS, wanted)), host.max_num_tokens)
         self._host, self._shift = host, shift
         self._ring: Tensor | None = None  # [R, capacity, width]
@@ -55,7 +56,7 @@ class DeferredTokens:
             )
 
     def keep(self, inputs: DraftInputs, hidden: Tensor) -> None:
-        """Keep a step of one token a row; hidden: [>= N, width]."""
+        """Keep the hidden states [>= N, width] of a step with one token per row."""
         if self._ring is None:
             return
         rows = inputs.num_reqs
@@ -65,16 +66,16 @@ class DeferredTokens:
     def catch_up(
         self, inputs: DraftInputs, model: DraftModel, max_position: int, build: BuildAttention
     ) -> None:
-        """Run the model over what the rows of this step have missed, for its KV only."""
+        """Write the KV of all tokens that the requests of this step have missed."""
         counts = np.asarray(inputs.num_deferred, dtype=np.int32)
-        for rows in _pieces(counts, self._host.max_num_tokens):
+        for rows in _groups(counts, self._host.max_num_tokens):
             self._catch_up_rows(inputs, rows, counts[rows], model, max_position, build)
 
     def _catch_up_rows(
         self,
         inputs: DraftInputs,
-        rows: np.ndarray,  # [n] int32 batch rows that are behind
-        counts: np.ndarray,  # [n] int32 by how many tokens
+        rows: np.ndarray,  # [n] int32 batch rows that have missed tokens
+        counts: np.ndarray,  # [n] int32 how many each has missed
         model: DraftModel,
         max_position: int,
         build: BuildAttention,
@@ -84,25 +85,25 @@ class DeferredTokens:
         back = np.repeat(ends, counts) - np.arange(ends[-1], dtype=np.int32)  # [M] from the end
         tokens = self._host.upload(np.stack([token_rows, back]))
         starts = self._host.upload(np.concatenate([[0], ends]).astype(np.int32))  # [n + 1]
-        behind = self._host.upload(rows)
+        missed = self._host.upload(rows)
         first = inputs.positions[inputs.query_start_loc[: inputs.num_reqs].long()]  # [N]
         positions = first[tokens[0]] - tokens[1]  # [M]
         slots = inputs.idx_mapping[tokens[0]].long()  # [M] token -> slot
         attention = build(
-            counts.tolist(), starts, first[behind].int(), positions, inputs.idx_mapping[behind]
+            counts.tolist(), starts, first[missed].int(), positions, inputs.idx_mapping[missed]
         )
         ids = inputs.requests.all_token_ids[slots, positions + self._shift]
         if self._ring is None:
             hidden = torch.zeros((len(ids), 1), dtype=self._host.dtype, device=ids.device)
         else:
             hidden = self._ring[slots, positions % self.capacity]
-        # As in every pass: the drafter may know fewer positions than the target.
+        # As in every pass, since the drafter may have fewer positions than the target.
         positions = positions.clamp(max=max_position - 1)
         model.write_kv(ids, positions, model.combine(hidden), attention)
 
 
-def _pieces(counts: np.ndarray, most_tokens: int) -> Iterator[np.ndarray]:
-    """The rows that are behind, in groups of at most so many tokens."""
+def _groups(counts: np.ndarray, most_tokens: int) -> Iterator[np.ndarray]:
+    """The rows with a count above 0, in groups of at most `most_tokens` tokens."""
     group: list[int] = []
     total = 0
     for row in np.flatnonzero(counts).tolist():

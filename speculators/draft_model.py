@@ -1,7 +1,7 @@
-"""A smaller model of the same tokenizer as drafter: it has its own KV and reads no hidden states.
+"""A drafter that is a smaller model with the target's tokenizer; it reads no hidden states.
 
-Its pass over the target's rows takes the target's ids *unshifted* and only fills KV; then K decodes
-draft, the first from the newest token.
+Its pass over the target's rows reads the target's ids *unshifted* and only writes KV; then K
+decodes draft, the first one from the newest token.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _LanguageModel(DraftHead, nn.Module):
 
 
 class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
-    """Drafts with a whole model of its own."""
+    """Drafts with a whole language model."""
 
     first_pass_drafts = False
 
@@ -74,7 +74,8 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
         return _LanguageModel(self.host.load_draft_model("draft_model", self.config))
 
     def describe_needs(self) -> SpeculatorNeeds:
-        """No hidden states; KV at position p depends on tokens up to p only, so hits stay whole."""
+        """No hidden states. KV at position p depends on tokens up to p only, so a prefix hit keeps
+        its last block."""
         return replace(
             super().describe_needs(),
             hidden_states=False,
@@ -83,7 +84,7 @@ class StandaloneDraftSpeculator(AutoRegressiveSpeculator):
         )
 
     def select_target_hidden(self, inputs: DraftInputs) -> Tensor:
-        """Not used."""
+        """An empty tensor: hidden states are not read."""
         nothing: Tensor = self.target_hidden[:0]
         return nothing
 

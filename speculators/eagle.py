@@ -1,4 +1,4 @@
-"""EAGLE-1 and EAGLE-3: a small head that reads the target's hidden states."""
+"""A drafter that is an EAGLE-1 or EAGLE-3 head, which reads the target's hidden states."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ class EagleSpeculator(AutoRegressiveSpeculator):
     model: EagleModel
 
     def load_draft_model(self) -> EagleModel:
-        """The head of `method`; it shares embeddings and output head where it has none."""
+        """Load the head of `method`. It shares the target's embeddings and output head if it has
+        none."""
         head: EagleModel = self.host.load_draft_model(self.config.method, self.config)
         return head
 
     def describe_needs(self) -> SpeculatorNeeds:
-        """Auxiliary hidden states in place of the final ones, if the head reads any."""
+        """Auxiliary hidden states instead of the final ones if the head reads any."""
         return replace(
             super().describe_needs(),
             hidden_states=not self.model.aux_boundaries,

@@ -1,6 +1,6 @@
-"""Gemma 4's assistant as drafter: K decodes at one position, over the target's own KV.
+"""A drafter that is Gemma 4's assistant: K decodes at one position, over the target's own KV.
 
-It adds no KV, so position, length and attention metadata stay the same for all K drafts; only the
+It writes no KV, so position, length and attention metadata are the same for all K drafts; only the
 newest token and the fed-back hidden state change.
 """
 
@@ -14,17 +14,18 @@ from .draft_head import DraftModel
 
 
 class Gemma4Speculator(AutoRegressiveSpeculator):
-    """Starts from the last valid row: position P = seq_len - rejected - 1, KV 0 .. P."""
+    """Decodes from each request's last valid row: position P = seq_len - rejected - 1, over the KV
+    of positions 0 .. P."""
 
     advance_draft_positions = runs_draft_prefill = first_pass_drafts = False
 
     def load_draft_model(self) -> DraftModel:
-        """The assistant; embeddings are always the target's, the output head its own."""
+        """Load the assistant. It uses the target's embeddings and an output head of its own."""
         model: DraftModel = self.host.load_draft_model("gemma4_mtp", self.config)
         return model
 
     def describe_needs(self) -> SpeculatorNeeds:
-        """No KV of its own: no lookahead slots, and prefix hits stay whole."""
+        """Without KV of its own: no lookahead slots, and a prefix hit keeps its last block."""
         return replace(super().describe_needs(), num_lookahead_tokens=0, kv_needs_next_token=False)
 
     def stage(self, inputs: DraftInputs) -> None:

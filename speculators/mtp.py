@@ -1,4 +1,5 @@
-"""DeepSeek's multi-token prediction: one extra decoder block, reused for all K drafts."""
+"""A drafter that is DeepSeek's multi-token prediction module: one decoder block makes all K
+drafts."""
 
 from __future__ import annotations
 
@@ -10,6 +11,6 @@ class MTPSpeculator(AutoRegressiveSpeculator):
     """Reads the target's hidden states after the final norm."""
 
     def load_draft_model(self) -> DraftModel:
-        """The module stored after the target's last layer, or in a folder of its own."""
+        """Load the module that is stored after the target's last layer, or in its own folder."""
         model: DraftModel = self.host.load_draft_model("mtp", self.config)
         return model

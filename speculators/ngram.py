@@ -1,4 +1,4 @@
-"""Drafts by prompt lookup: no model, KV or graph; the work is in `kernels.drafts.ngram_scan`."""
+"""A drafter by prompt lookup, without a model; the search is in `kernels.drafts.ngram_scan`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from .base import BaseSpeculator, DraftHost, DraftInputs, SpeculatorNeeds
 
 
 class Texts(Protocol):
-    """Lists of token ids, one a slot: what clients expect (OpenAI's `prediction`)."""
+    """For each slot, the token ids that the client predicts (OpenAI's `prediction`)."""
 
-    entries: Tensor  # [1, T] int32, one text after another
-    start: Tensor  # [R] int64, slot -> where its text starts
-    length: Tensor  # [R] int64, slot -> its tokens; 0 = none
+    entries: Tensor  # [1, T] int32, all texts
+    start: Tensor  # [R] int64, slot -> index of its first token
+    length: Tensor  # [R] int64, slot -> number of tokens
 
     @property
     def is_empty(self) -> bool: ...
@@ -28,7 +28,8 @@ class Texts(Protocol):
 
 
 class NgramSpeculator(BaseSpeculator):
-    """Proposes what followed the last `prompt_lookup_min` .. `prompt_lookup_max` tokens before."""
+    """Finds an earlier occurrence of the last n tokens, from `prompt_lookup_min` to
+    `prompt_lookup_max`, and proposes the tokens that followed it."""
 
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         if not 1 <= config.prompt_lookup_min <= config.prompt_lookup_max:
@@ -36,7 +37,7 @@ class NgramSpeculator(BaseSpeculator):
                 "prompt_lookup_min must be at least 1 and at most prompt_lookup_max, but they are "
                 f"{config.prompt_lookup_min} and {config.prompt_lookup_max}"
             )
-        # On a GPU a step's rows are padded to K + 1 a request: fewer drafts would save nothing.
+        # On a GPU each request's rows are padded to K + 1, so fewer drafts would save nothing.
         self.needs = SpeculatorNeeds(
             num_speculative_tokens=config.max_drafts,
             per_request_drafts=host.device.type == "cpu",
@@ -47,14 +48,14 @@ class NgramSpeculator(BaseSpeculator):
         self._max_len = min(own_limit, host.max_model_len)
 
     def propose(self, inputs: DraftInputs) -> Tensor:
-        """Drafts for rows that emitted a token; [N, K] int64, -1 = none."""
+        """Drafts for rows that emitted a token, [N, K] int64, -1 where there is none."""
         requests = inputs.requests
         slots = inputs.idx_mapping[: inputs.num_reqs].long()  # [N] batch row -> slot
         total_len, max_drafts = requests.total_len[slots], requests.max_drafts[slots]
-        # Draft k would stand at total_len + k, which the model must have a position for.
+        # Draft k would have position total_len + k, which the model must support.
         allowed = torch.minimum(max_drafts, self._max_len - total_len)
         drafts_at_all = (inputs.num_sampled[: inputs.num_reqs] > 0) & (allowed > 0)
-        if slots.is_cpu and not drafts_at_all.any():  # nobody speculates
+        if slots.is_cpu and not drafts_at_all.any():  # no request speculates
             return torch.full((inputs.num_reqs, self.needs.num_speculative_tokens), -1)
         lengths = torch.where(drafts_at_all, total_len, 0)
         # The table also carries predictions; a bare `RequestRows` need not.

@@ -1,7 +1,8 @@
-"""Chooses the rule by which drafts stand, and holds the rules that need no residual.
+"""Verifies drafts: decides how many are accepted and which tokens a step emits.
 
-It sees processed logits only: grammar, penalties, temperature and the rest are in them, per row.
-The rule for every day is `kernels.sampling.verify.rejection_sample`.
+Logits are processed before: grammar, penalties, temperature and other options are applied per row.
+The standard rule is `kernels.sampling.verify.rejection_sample`; this module selects the rule, and
+has those that need no residual distribution.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ _log = logging.getLogger(__name__)
 
 
 class Verifier(Protocol):
-    """A rule of verification."""
+    """A verification rule."""
 
     def __call__(self, rows: VerifyRows) -> tuple[Tensor, Tensor]:
-        """(emitted tokens [N, K + 1] int64, -1 beyond; accepted drafts [N] int64)."""
+        """Returns (emitted tokens [N, K + 1] int64, padded with -1; accepted drafts [N] int64)."""
 
 
 def verify_standard(rows: VerifyRows) -> tuple[Tensor, Tensor]:
-    """Rejection sampling, lossless; where nothing can be rejected by chance, just the target.
+    """Lossless rejection sampling; without random rejections it equals `verify_coupled`.
 
-    A request that named a seed is judged as in `verify_coupled`: its text must not depend on how
-    many drafts a step had room for, and rejection sampling draws a drafted token otherwise.
+    Requests with an explicit seed are verified as in `verify_coupled`: their text must not depend
+    on how many drafts fit into a step, as it would with rejection sampling.
     """
     if rows.all_greedy or rows.all_seeded or not rows.has_drafts:
         return verify_coupled(rows)
@@ -43,16 +44,16 @@ def verify_standard(rows: VerifyRows) -> tuple[Tensor, Tensor]:
 
 
 def verify_coupled(rows: VerifyRows) -> tuple[Tensor, Tensor]:
-    """Draw the target's own token at every row and accept a draft iff it is that token.
+    """Draw the target's own token at every row, and accept a draft if it is that token.
 
-    The text is that of the same seed without speculation. Acceptance is lower than in
-    `verify_standard`, unless the request is greedy: then both are the same.
+    The text equals that of the same seed without speculation. Acceptance is lower than in
+    `verify_standard`, except for greedy requests, where both rules are the same.
     """
     return emit_matching(rows, _draw(rows))
 
 
 class SyntheticVerifier:
-    """Accept draft j with a given probability, whatever the target says. NOT lossless."""
+    """Accept draft j with a given probability, regardless of the target. NOT lossless."""
 
     def __init__(self, rates: Sequence[float], max_drafts: int, device: torch.device) -> None:
         """`rates` as in `set_rates`."""
@@ -61,11 +62,14 @@ class SyntheticVerifier:
         self.set_rates(rates)
 
     def set_rates(self, unconditional: Sequence[float]) -> None:
-        """Accept by these from the next step on, in graphs too; drafts beyond never stand."""
+        """Set P(accept all of 0 .. j) from the next step on, in graphs too.
+
+        Drafts beyond the list are never accepted.
+        """
         listed = conditional_rates(unconditional)[: len(self._rates)]
         missing = len(self._rates) - len(listed)
         with torch.inference_mode():
-            self._rates.copy_(torch.tensor(listed + [0.0] * missing))  # where graphs look for them
+            self._rates.copy_(torch.tensor(listed + [0.0] * missing))  # in place: graphs read it
 
     def __call__(self, rows: VerifyRows) -> tuple[Tensor, Tensor]:
         if not rows.has_drafts:
@@ -83,11 +87,11 @@ def _draw(rows: VerifyRows) -> Tensor:
 
 
 def create_verifier(config: SpeculativeConfig, device: torch.device) -> Verifier:
-    """The rule that the configuration asks for."""
+    """The verification rule of the configuration."""
     if config.synthetic_acceptance_rates is not None:
         _log.warning(
-            "synthetic acceptance is ON (%s): drafts are accepted by chance, the output is NOT "
-            "the model's; for benchmarks only",
+            "synthetic acceptance is ON (%s): drafts are accepted by chance, so the output is NOT "
+            "the model's; use it for benchmarks only",
             config.synthetic_acceptance_rates,
         )
         return SyntheticVerifier(config.synthetic_acceptance_rates, config.max_drafts, device)
@@ -95,7 +99,10 @@ def create_verifier(config: SpeculativeConfig, device: torch.device) -> Verifier
 
 
 def conditional_rates(unconditional: Sequence[float]) -> list[float]:
-    """P(accept j | all before accepted), from P(accept all of 0 .. j), which cannot increase."""
+    """Convert P(accept all of 0 .. j) to P(accept j | all before accepted).
+
+    Raises ConfigError if the given probabilities increase or are not in [0, 1].
+    """
     rates, before = [], 1.0
     for rate in unconditional:
         if not 0.0 <= rate <= before:

@@ -1,7 +1,8 @@
-"""DeepSeek V3's multi-token prediction: one decoder block behind the target's last layer.
+"""DeepSeek V3's multi-token prediction module: one decoder block after the target's last layer.
 
-Formulas: DeepSeek-V3 Technical Report, section 2.2. Row of position p takes the embedding of the
-token at p + 1 and the normed hidden state of p. Embeddings and output head are the target's own.
+Formulas: DeepSeek-V3 Technical Report, section 2.2. The row of position p reads the embedding of
+the token at p + 1 and the normalised hidden state of p. The target provides embeddings and output
+head.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _SHARED = re.compile(
 
 
 class _SharedHead(nn.Module):
-    """What remains of `shared_head` once the head itself is the target's."""
+    """The norm of `shared_head`; the output head itself is the target's."""
 
     def __init__(self, size: int, eps: float, fmt: WeightFormat) -> None:
         super().__init__()
@@ -34,9 +35,9 @@ class _SharedHead(nn.Module):
 
 
 class DeepseekMtpHead(DraftHead, DecoderLayer):
-    """The module; `index` is its layer number in the checkpoint, `layer_id` its attention's id.
+    """The MTP module; `index` is its layer number in the checkpoint, `layer_id` its attention's id.
 
-    With `post_norm` the normed output is fed back, as in training; otherwise the raw one.
+    With `post_norm` the normalised output is fed back, as in training; otherwise the raw one.
     """
 
     aux_boundaries: tuple[int, ...] = ()
@@ -51,7 +52,7 @@ class DeepseekMtpHead(DraftHead, DecoderLayer):
         layer_id: int,
         post_norm: bool = True,
     ) -> None:
-        # such a module is sparse wherever it stands
+        # The module has experts whatever its number.
         super().__init__(config, max(index, config.first_k_dense_replace or 0), layer_id, fmt)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if hidden != target.config.hidden_size:
@@ -71,7 +72,7 @@ class DeepseekMtpHead(DraftHead, DecoderLayer):
     def forward(  # type: ignore[override]
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """input_ids, positions [M], hidden [M, H] -> normed [M, H], or (normed, raw)."""
+        """input_ids, positions [M], hidden [M, H] -> normalised [M, H], or (normalised, raw)."""
         parts = [self.enorm.forward(self.target[0].embed(input_ids)), self.hnorm.forward(hidden)]
         if self.hidden_first:
             parts.reverse()
@@ -81,27 +82,28 @@ class DeepseekMtpHead(DraftHead, DecoderLayer):
         return normed if self.post_norm else (normed, raw)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [N, H], already normed -> [N, V], by the target's head."""
+        """hidden [N, H], normalised -> [N, V], by the target's head."""
         logits: Tensor = self.target[0].compute_logits(hidden)
         return logits
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The block's one attention layer."""
+        """The block's attention layer."""
         return [self.self_attn.layer]
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> where the tensor goes."""
+        """Checkpoint name -> slot of the tensor."""
         return {f"{self.prefix}{name}": slot for name, slot in module_slots(self).items()}
 
     def checkpoint_name(self, name: str) -> str | None:
-        """Copies of the target's tensors are not needed; any other name is a slot or an error."""
+        """The slot name of a tensor; None for a copy of one of the target's."""
         return None if _SHARED.search(name) or name.endswith(".rotary_emb.inv_freq") else name
 
     def finish_loading(self, dummy: bool = False) -> None:
-        """Nothing is left to share: the target's tensors are read in place."""
+        """Nothing to do: the target's tensors are used in place."""
 
 
 def module_index(names: list[str], num_target_layers: int) -> int:
-    """Layer number of the module in a checkpoint: behind the target's layers, or 0 in an export."""
+    """The module's layer number in a checkpoint: after the target's layers, or 0 in a folder of its
+    own."""
     layers = {int(found.group(1)) for name in names if (found := _LAYER.match(name))}
     return 0 if layers == {0} else num_target_layers

@@ -1,6 +1,6 @@
-"""One form for the configs of draft heads, whichever project wrote the checkpoint.
+"""Reads the configs of draft heads, whichever project wrote the checkpoint, into one form.
 
-Formats: SafeAILab and SpecForge (a Llama config with a few more keys) and `speculators` (the Llama
+Formats: SafeAILab and SpecForge (a Llama config with additional keys) and `speculators` (a Llama
 config nested under transformer_layer_config).
 """
 
@@ -15,7 +15,8 @@ from ..errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
 
-# Built before a file is read that would contradict them: what is larger would take all memory.
+# The model is built before a weight file could contradict these numbers, so larger ones would use
+# up all memory.
 _MOST_LAYERS, _MOST_HEAD_DIM = 64, 1024
 _SIZES = (
     *("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers"),
@@ -26,7 +27,7 @@ _SIZES = (
 
 @dataclass(frozen=True)
 class DraftHeadConfig:
-    """What a draft head needs to know."""
+    """The architecture of a draft head."""
 
     format: str  # "specforge" (SafeAILab too) or "speculators"
     layer: dict[str, Any]  # the raw Llama config of its decoder layers
@@ -36,7 +37,7 @@ class DraftHeadConfig:
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_bias: bool = False
-    para_norm: bool = False  # EAGLE-1 heads of the HASS kind norm both halves of their input
+    para_norm: bool = False  # EAGLE-1 heads trained by HASS normalise both halves of their input
 
 
 def read_draft_config(
@@ -46,12 +47,13 @@ def read_draft_config(
     num_target_layers: int,
     boundaries: tuple[int, ...] | None = None,
 ) -> DraftHeadConfig:
-    """Normalise a head's config.json; `boundaries` is the user's own choice of taps."""
+    """Convert a head's config.json; `boundaries` are the auxiliary hidden states that the user
+    named. Raises ModelLoadError."""
     nested = "transformer_layer_config" in raw
     layer = dict(_object(raw, "transformer_layer_config") if nested else raw)
     layer.setdefault("model_type", "llama")
     if layer["model_type"] != "llama":
-        layer["model_type"] = "llama"  # heads of other families are Llama layers under another name
+        layer["model_type"] = "llama"  # heads for other targets are Llama layers, too
     if layer.get("vocab_size") is None or layer.get("hidden_size") is None:
         raise ModelLoadError("the drafter's config has no vocab_size or hidden_size.")
     if layer.get("num_hidden_layers") is None:
@@ -73,7 +75,7 @@ def read_draft_config(
         ),
         norm_before_residual=bool(raw.get("norm_before_residual", False)),
         norm_before_fc=bool(raw.get("norm_before_fc", False)),
-        fc_bias=bool(raw.get("bias", raw.get("fusion_bias", False))),  # until the tensors are known
+        fc_bias=bool(raw.get("bias", raw.get("fusion_bias", False))),  # replaced by `has_bias`
         para_norm=bool(raw.get("add_para_norm", False)),
     )
 
@@ -81,7 +83,7 @@ def read_draft_config(
 def has_bias(names: Iterable[str], *layers: str) -> bool:
     """Whether the checkpoint stores a bias for one of these linear layers, in any format's names.
 
-    Configs often leave biases out, because SafeAILab's code assumes some: the tensors decide.
+    Configs often omit biases that SafeAILab's code assumes, so the stored tensors decide.
     """
     endings = tuple(f"{layer}.bias" for layer in layers)
     return any(name.endswith(endings) for name in names)
@@ -93,37 +95,40 @@ def choose_boundaries(
     num_layers: int,
     chosen: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
-    """The taps as boundaries 0..n, low to high; one log line says where they come from.
+    """The boundaries 0..n of the auxiliary hidden states, ascending; boundary b is the residual
+    stream after b layers. Logs where they come from; raises ModelLoadError.
 
     An id in a config means either the *input* of that layer (boundary = id) or its *output*
     (boundary = id + 1). Configs of `speculators` mean inputs. SpecForge's defaults mean outputs and
-    start at layer 1, which no list of inputs does, so a first id of 1 marks outputs; unless the
-    config has both lists (ours does: vLLM reads one, SGLang the other), which says it all.
+    start at layer 1, which no list of inputs does, so a first id of 1 indicates outputs. A config
+    with both lists (ours: vLLM reads one, SGLang the other) is unambiguous.
     """
     key = "eagle_aux_hidden_state_layer_ids"
     at_top, below = raw.get(key), _object(raw, "eagle_config").get(key)
     ids = at_top or below
     for listed in (at_top, below):
         if listed and not (isinstance(listed, list) and all(type(i) is int for i in listed)):
-            raise ModelLoadError(f"the drafter's {key} {_short(listed)} are no layers.")
+            raise ModelLoadError(
+                f"the drafter's {key} is {_short(listed)}, but must be a list of layer numbers."
+            )
     has_both = bool(at_top and below) and [i - 1 for i in at_top or ()] == list(below or ())
     if chosen is not None:
-        taps, reason = tuple(chosen), "chosen by the user"
+        found, reason = tuple(chosen), "set by the user"
     elif ids is None:
-        taps, reason = (2, num_layers // 2, num_layers - 3), "the default: the config names none"
+        found, reason = (2, num_layers // 2, num_layers - 3), "the default: the config names none"
     elif not speculators_format and not has_both and ids[0] == 1:
-        taps, reason = tuple(i + 1 for i in ids), f"outputs of layers {ids}"
+        found, reason = tuple(i + 1 for i in ids), f"outputs of layers {ids}"
     else:
-        taps, reason = tuple(ids), f"inputs of layers {ids}"
-    if not taps or list(taps) != sorted(set(taps)) or taps[0] < 0 or taps[-1] > num_layers:
+        found, reason = tuple(ids), f"inputs of layers {ids}"
+    if not found or list(found) != sorted(set(found)) or found[0] < 0 or found[-1] > num_layers:
         raise ModelLoadError(
-            f"EAGLE-3 taps {list(taps)} ({reason}) must rise within 0 .. {num_layers}; "
-            "name them with aux_hidden_state_boundaries."
+            f"EAGLE-3's auxiliary hidden states have boundaries {list(found)} ({reason}), which "
+            f"must be ascending numbers from 0 to {num_layers}; set aux_hidden_state_boundaries."
         )
     level = logging.WARNING if chosen is None and ids is None else logging.INFO
-    place = "EAGLE-3 taps the residual stream after %s layers (%s)"
-    logger.log(level, place, list(taps), reason)
-    return taps
+    message = "EAGLE-3 reads auxiliary hidden states after %s layers (%s)"
+    logger.log(level, message, list(found), reason)
+    return found
 
 
 def _check_sizes(layer: dict[str, Any]) -> None:
@@ -131,22 +136,22 @@ def _check_sizes(layer: dict[str, Any]) -> None:
         size = layer.get(name)
         if size is not None and (type(size) is not int or size < 1):
             raise ModelLoadError(
-                f"the drafter's {name} {_short(size)} is no whole number above zero."
+                f"the drafter's {name} is {_short(size)}, but must be a positive integer."
             )
     heads = layer.get("num_attention_heads") or 1
     head_dim = layer.get("head_dim") or layer["hidden_size"] // heads
     if layer["num_hidden_layers"] > _MOST_LAYERS or head_dim > _MOST_HEAD_DIM:
         raise ModelLoadError(
             f"the drafter has {layer['num_hidden_layers']} layers and heads of size {head_dim}; "
-            f"{_MOST_LAYERS} and {_MOST_HEAD_DIM} are the most."
+            f"at most {_MOST_LAYERS} and {_MOST_HEAD_DIM} are supported."
         )
 
 
 def _object(raw: dict[str, Any], key: str) -> dict[str, Any]:
-    """The JSON object of this name, empty if there is none."""
+    """The JSON object `key`, empty if there is none; raises ModelLoadError for other values."""
     value = raw.get(key) or {}
     if not isinstance(value, dict):
-        raise ModelLoadError(f"the drafter's {key} {_short(value)} is no JSON object.")
+        raise ModelLoadError(f"the drafter's {key} is {_short(value)}, but must be a JSON object.")
     return value
 
 

@@ -1,7 +1,7 @@
-"""The EAGLE-1 head (also EAGLE-2's): a Llama layer over embedding and final hidden state.
+"""The EAGLE-1 head (EAGLE-2 has the same): a Llama layer over embedding and final hidden state.
 
 Formulas: EAGLE (Li et al. 2024). Layer 0 has no input norm, there is no final norm, and the logits
-come from the target's own head.
+come from the target's output head.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RENAMED = (("fusion_fc.", "fc."), ("transformer.", "layers.0."))
 
 
 class EagleHead(DraftHead, nn.Module):
-    """The whole head; attention layer i has id `layer_id_offset + i`."""
+    """An EAGLE-1 draft head; attention layer i has the id `layer_id_offset + i`."""
 
     aux_boundaries: tuple[int, ...] = ()
 
@@ -120,11 +120,11 @@ class EagleHead(DraftHead, nn.Module):
         return logits
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """Constants of every attention layer, in order."""
+        """The attention layers in order."""
         return [block.self_attn.layer for block in self.blocks]
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> where the tensor goes; own embeddings are optional."""
+        """Checkpoint name -> slot of the tensor; own embeddings are optional."""
         slots = module_slots(self)
         slot = slots["embed_tokens.weight"]
         load = functools.partial(self._load_embeddings, slot.load)

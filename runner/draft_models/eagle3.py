@@ -1,7 +1,7 @@
-"""The EAGLE-3 head: one decoder layer over embedding and taps of the target's residual stream.
+"""The EAGLE-3 head: decoder layers over embeddings and the target's auxiliary hidden states.
 
-Formulas: EAGLE-3 (Li et al. 2025). Layer 0 projects queries, keys and values from the normed
-embedding and the normed hidden state side by side; further layers are plain Llama layers.
+Formulas: EAGLE-3 (Li et al. 2025). Layer 0 projects queries, keys and values from the normalised
+embedding and the normalised hidden state side by side; further layers are Llama layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .draft_config import DraftHeadConfig
 
 
 class FirstLayer(DecoderLayer):
-    """Takes the embedding beside the hidden state."""
+    """A decoder layer that reads the embedding beside the hidden state."""
 
     def __init__(
         self, config: Any, layer_id: int, fmt: WeightFormat, norm_before_residual: bool
@@ -50,7 +50,8 @@ class FirstLayer(DecoderLayer):
         attention: AttentionState,
         only: Tensor | None = None,  # [N] int64
     ) -> tuple[Tensor, Tensor]:
-        """As `DecoderLayer.forward`: (hidden or parts, residual), the stream is their sum."""
+        """Returns (output or its parts, residual) as `DecoderLayer.forward`; the stream is their
+        sum."""
         out, normed = self.attend(embedding, hidden, rotary, attention, only)
         residual = normed if self.norm_before_residual else hidden
         out, residual = self.post_attention_layernorm.add(out, residual, only)
@@ -64,8 +65,8 @@ class FirstLayer(DecoderLayer):
         attention: AttentionState,
         only: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The layer up to its MLP: (attention's output or parts, of `only` some rows, if given; the
-        normed hidden state of all)."""
+        """The layer up to its MLP. Returns (attention's output or its parts, for the rows `only` if
+        given; the normalised hidden state of all rows)."""
         weights = self.input_layernorm.weight, self.hidden_norm.weight
         both = norm_pair(embedding[0], hidden, weights, self.hidden_norm.eps, embedding[1])
         normed = both[:, hidden.shape[1] :]
@@ -73,7 +74,7 @@ class FirstLayer(DecoderLayer):
 
 
 class Eagle3Head(nn.Module):
-    """The whole head; attention layer i has id `layer_id_offset + i`."""
+    """An EAGLE-3 draft head; attention layer i has the id `layer_id_offset + i`."""
 
     draft_to_target: Tensor | None  # [draft vocabulary] int64 target ids; None = the same ids
 
@@ -88,9 +89,9 @@ class Eagle3Head(nn.Module):
     ) -> None:
         super().__init__()
         self.head, self.config, self.format, self.target = head, config, fmt, [target]
-        hidden, taps = config.hidden_size, len(head.aux_boundaries)
-        self.aux_boundaries = head.aux_boundaries
-        self.input_width, self.feedback_width = taps * head.target_hidden_size, hidden
+        hidden, self.aux_boundaries = config.hidden_size, head.aux_boundaries
+        self.input_width = len(head.aux_boundaries) * head.target_hidden_size
+        self.feedback_width = hidden
         self.fc = Linear(self.input_width, hidden, fmt, head.fc_bias)
         if head.norm_before_fc:
             self.input_norm = RMSNorm(self.input_width, config.rms_norm_eps, fmt)
@@ -112,7 +113,7 @@ class Eagle3Head(nn.Module):
         self.register_buffer("draft_to_target", None, persistent=False)
 
     def combine(self, target_hidden: Tensor) -> Tensor:
-        """Taps side by side [M, taps * H_target] -> [M, H]."""
+        """Auxiliary hidden states side by side, [M, boundaries * H_target] -> [M, H]."""
         if self.head.norm_before_fc:
             target_hidden = self.input_norm.forward(target_hidden)
         return self.fc.forward(target_hidden)
@@ -185,13 +186,14 @@ class Eagle3Head(nn.Module):
         return embedded(self.target[0], input_ids)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """Constants of every attention layer, in order."""
+        """The attention layers in order."""
         return [block.self_attn.layer for block in self.blocks]
 
     # --- checkpoint -------------------------------------------------------------------------------
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> where the tensor goes; embeddings, head and maps are optional."""
+        """Checkpoint name -> slot of the tensor. Embeddings, output head and vocabulary maps are
+        optional."""
         slots = module_slots(self)
         for name in ("embed_tokens", "lm_head"):
             slot = slots[f"{name}.weight"]
@@ -206,7 +208,8 @@ class Eagle3Head(nn.Module):
         return slots
 
     def checkpoint_name(self, name: str) -> str | None:
-        """Names of all formats -> ours. The verifier's own weights in a file are not needed."""
+        """The slot name of a tensor in any format; None for one that is not needed, such as the
+        target's own weights."""
         name = name.removeprefix("model.")
         if name.startswith("verifier_") or name.endswith("rotary_emb.inv_freq"):
             return None
@@ -214,19 +217,22 @@ class Eagle3Head(nn.Module):
 
     @property
     def _has_map(self) -> bool:
-        """The head scores fewer tokens than the target."""
+        """Whether the head has a smaller vocabulary than the target."""
         return bool(self.head.draft_vocab_size != self.config.vocab_size)
 
     def finish_loading(self, dummy: bool = False) -> None:
-        """Check the vocabulary map and share with the target what the checkpoint left out."""
+        """Check the vocabulary map, and share the target's tensors where the checkpoint has none.
+
+        Raises ModelLoadError.
+        """
         draft, vocab = self.head.draft_vocab_size, self.config.vocab_size
         if self._offsets is not None and self._has_map:
             ids = self._offsets
-            known = not ids.is_meta  # what has no memory holds no ids
+            known = not ids.is_meta  # a meta tensor has no values to check
             if known:
                 ids = torch.arange(draft, device=ids.device) + ids
             if known and (int(ids.max()) >= vocab or int(ids.min()) < 0):
-                raise ModelLoadError("the drafter's d2t maps ids beyond the vocabulary.")
+                raise ModelLoadError("the drafter's d2t maps to ids outside the vocabulary.")
             has_id = self._has_draft_id if known and not dummy else None
             if has_id is not None and not has_id[ids].all():
                 raise ModelLoadError("the drafter's d2t and t2d contradict each other.")

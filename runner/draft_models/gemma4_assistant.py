@@ -23,16 +23,18 @@ _TABLE = "model.embed_tokens.weight"
 
 
 class OrderedHead(nn.Module):
-    """Scores only the tokens of the clusters whose centroids fit best; all others get -inf.
+    """Scores only the tokens of the clusters with the best centroids; all others get -inf.
 
-    The number of candidates is fixed, so this runs inside a graph.
+    The number of candidates is fixed, so it can be recorded in a graph.
     """
 
     def __init__(self, config: Any, hidden: int, vocab: int, fmt: WeightFormat) -> None:
         super().__init__()
         count = config.num_centroids
         if vocab % count:
-            raise ModelLoadError(f"{vocab} tokens do not fall into {count} equal clusters.")
+            raise ModelLoadError(
+                f"the assistant's {vocab} tokens cannot be divided into {count} equal clusters."
+            )
         self.top_k, self.vocab = min(config.centroid_intermediate_top_k, count), vocab
         self.centroids = Linear(hidden, count, fmt)
         members = torch.zeros(count, vocab // count, dtype=torch.int64, device=fmt.device)
@@ -51,7 +53,8 @@ class OrderedHead(nn.Module):
         return out.scatter_(1, ids, scores)
 
     def load_ordering(self, ordering: Tensor) -> None:
-        """ordering: [V] token ids, cluster by cluster."""
+        """Set the clusters; ordering: [V] token ids, cluster by cluster. Raises ModelLoadError if
+        it does not list every token once."""
         ids = ordering.to(self.members.device, torch.int64)
         every = torch.arange(self.vocab, device=ids.device)
         if not (ids.is_meta or torch.equal(ids.sort().values, every)):
@@ -60,7 +63,7 @@ class OrderedHead(nn.Module):
 
 
 class Gemma4Assistant(DraftHead, nn.Module):
-    """The whole assistant; attention layer i has id `layer_id_offset + i`."""
+    """Gemma 4's assistant; attention layer i has the id `layer_id_offset + i`."""
 
     aux_boundaries: tuple[int, ...] = ()
     input_width = 1  # unused: the first draft starts from single rows of the target's hidden states
@@ -96,7 +99,7 @@ class Gemma4Assistant(DraftHead, nn.Module):
         else:
             self.lm_head = Linear(hidden, text.vocab_size, fmt)
         self.rotary = make_rotary(text, max_position, fmt.device)
-        # an index made before any capture: never suppressed by a Python list
+        # A tensor that exists before any capture: a graph cannot index by a Python list.
         ids = torch.tensor(suppressed, dtype=torch.int64, device=fmt.device)
         self.register_buffer("suppressed", ids if suppressed else None)
 
@@ -126,13 +129,13 @@ class Gemma4Assistant(DraftHead, nn.Module):
         return logits
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """Constants of every attention layer, in order."""
+        """The attention layers in order."""
         return [block.self_attn.layer for block in self.blocks]
 
     # --- checkpoint -------------------------------------------------------------------------------
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
-        """Checkpoint name -> where the tensor goes."""
+        """Checkpoint name -> slot of the tensor."""
         slots = module_slots(self)
         for name in list(slots):
             if name.startswith(("layers.", "norm.", "embed_tokens.")):
@@ -149,14 +152,15 @@ class Gemma4Assistant(DraftHead, nn.Module):
         return slots
 
     def checkpoint_name(self, name: str) -> str | None:
-        """Names inside a multimodal checkpoint -> ours; keys and values are not needed."""
+        """The slot name of a tensor in a multimodal checkpoint; None for one that is not needed,
+        such as keys and values."""
         text = text_name(name)
         if text is None or ".self_attn.k_" in text or ".self_attn.v_" in text:
             return None
         return None if text.endswith("rotary_emb.inv_freq") else text
 
     def finish_loading(self, dummy: bool = False) -> None:
-        """Random weights get an ordering that lists every token."""
+        """Give random weights an ordering that lists every token."""
         if dummy and self.ordered:
             members = self.masked_embedding.members
             members.copy_(torch.arange(members.numel()).view_as(members))
@@ -181,7 +185,7 @@ def _check_target(config: Any, target: Any) -> None:
 def _make_block(
     config: Any, index: int, layer_id: int, fmt: WeightFormat, target: Any
 ) -> DecoderLayer:
-    """A decoder layer whose attention has the shape and window of the cache it reads."""
+    """A decoder layer with the KV heads and the window of the target's layer that it reads."""
     kind = config.layer_types[index]
     source = source_layer(target, kind)
     block = DecoderLayer(config, index, layer_id, source.layer_id, fmt)
@@ -199,7 +203,7 @@ def _make_block(
 
 
 def source_layer(target: Any, layer_type: str) -> AttentionLayer:
-    """The target's last layer of this type that has a cache of its own."""
+    """The target's last layer of this type that has a KV cache of its own."""
     types = target.config.layer_types
     for index in range(len(types) - 1, -1, -1):
         if types[index] == layer_type and kv_source(target.config, index) is None:

@@ -1,1 +1,1 @@
-"""What drafters with a model of their own get: weights, KV memory, attention, graphs."""
+"""What the runner provides for drafters with a model: weights, attention, graphs, swaps."""

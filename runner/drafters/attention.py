@@ -1,6 +1,6 @@
-"""Attention of draft decodes: block tables, KV slots and metadata, built per decode.
+"""Builds the drafter's attention states: block tables, KV slots and metadata for each pass.
 
-Has its own buffers: the target's of this step may still be baked into a graph of another shape.
+It has buffers of its own, because a graph of another shape may still read the target's.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..batch.kv_cache import KVCache
 
 
 class _NoAttention(AttentionMetadata):
-    """Stands for a KV group without draft layers."""
+    """Takes the place of metadata in a KV group without draft layers."""
 
     def attend(
         self,
@@ -35,11 +35,11 @@ class _NoAttention(AttentionMetadata):
         value: Tensor | None,
         kv_cache: Tensor,
     ) -> Tensor:
-        raise AssertionError(f"layer {layer.layer_id} is no draft layer")
+        raise AssertionError(f"layer {layer.layer_id} is not a draft layer")
 
 
 class DraftAttention:
-    """Builders and buffers by KV group."""
+    """Builds attention states over the drafter's layers; builders and buffers are by KV group."""
 
     def __init__(
         self,
@@ -71,9 +71,9 @@ class DraftAttention:
 
     @property
     def support(self) -> AttentionCGSupport:
-        """The least claim of the builders."""
+        """Which batches all builders can run inside a graph."""
         claims = [b.supports for b in self._builders if b is not None]
-        return min(claims, default=AttentionCGSupport.ALWAYS)  # none: nothing to attend to
+        return min(claims, default=AttentionCGSupport.ALWAYS)  # no attention layers: no limit
 
     def build(
         self,
@@ -133,7 +133,7 @@ class DraftAttention:
         return self._state(common, desc, for_capture=True)
 
     def gather_tables(self, num_reqs: int, rows: int, idx_mapping: Tensor) -> None:
-        """The requests' block tables, by batch row; padded rows get the null block."""
+        """Copy the requests' block tables to batch rows; padded rows get the null block."""
         assert num_reqs <= rows
         gather_padded_tables(self._requests, idx_mapping, self._block_tables, rows)
 
@@ -150,7 +150,7 @@ class DraftAttention:
         buffers hold then. Shapes as in `build`; block tables as `gather_tables` left them.
         """
         rows = seq_lens.shape[0]
-        for table in self._block_tables:  # a warm-up writes no KV
+        for table in self._block_tables:  # the warm-up must not touch a request's KV
             table.zero_()
         starts = torch.arange(rows + 1, dtype=torch.int32)
         common = self._common(rows, rows, 1, query_start_loc, starts, seq_lens)
@@ -178,10 +178,10 @@ class DraftAttention:
         query_start_loc_cpu: Tensor,
         seq_lens: Tensor,
     ) -> list[CommonAttentionMetadata]:
-        """By group. Rows are padded to those of `seq_lens`, `num_reqs` of them are real."""
+        """The common metadata by KV group. Of the rows of `seq_lens`, `num_reqs` are real."""
         padded = seq_lens.shape[0]
         bounds = torch.zeros(padded, dtype=torch.int32)
-        bounds[:num_reqs] = self._max_model_len  # the host does not know how many were rejected
+        bounds[:num_reqs] = self._max_model_len  # how many drafts were rejected is not known here
         return [
             CommonAttentionMetadata(
                 num_reqs=padded,

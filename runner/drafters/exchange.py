@@ -1,7 +1,7 @@
-"""Another checkpoint in the shape of a running draft head, and the exchange of their contents.
+"""Loads another checkpoint in the shape of the running draft head, and swaps their weights.
 
-Contents are copied from tensor to tensor, because graphs bake the addresses of the running ones.
-All that can fail is done before the first of them changes, so that a head is never a mixture.
+Weights are copied from tensor to tensor, because graphs hold the addresses of the running head's.
+Everything that can fail happens before the first tensor changes, so a head is never a mixture.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ _HEAD = (
 
 
 class Exchange:
-    """The contents of a running head and of another one, ready to change places as often as wanted.
+    """The running head and another one, whose weights can be swapped any number of times.
 
-    Making it may fail (RunnerError, torch.OutOfMemoryError); `swap` takes no memory.
+    The constructor raises RunnerError if they do not match, or torch.OutOfMemoryError; `swap`
+    allocates nothing.
     """
 
     def __init__(self, ours: nn.Module, other: nn.Module) -> None:
         _same_projections(ours, other)
         parts, their_parts = _linears(ours), _linears(other)
-        # On a CPU, where no graph knows an address. What is packed holds its bias, too.
+        # Packed weights exist only on a CPU, without graphs. They include the bias.
         packed = {
             name
             for name, part in parts.items()
@@ -46,7 +47,7 @@ class Exchange:
         self._trios = [(a, b, kept) for (a, b), kept in zip(pairs, _spare(pairs), strict=True)]
 
     def swap(self) -> None:
-        """Each gets the contents of the other; no tensor of the running one moves."""
+        """Swap the weights of the two heads; the running head's tensors keep their addresses."""
         for a, b, kept in self._trios:
             kept.copy_(a)
             a.copy_(b)
@@ -59,15 +60,17 @@ class Exchange:
 
 
 def load_other(speculator: Any, model: str) -> Exchange:
-    """Another head, in the running one's shape, to be exchanged for it; RunnerError says what
-    differs, or that there is no memory. Touches nothing of the running one."""
+    """Load the head `model`, to be swapped with the running one, which stays unchanged.
+
+    Raises RunnerError if their shapes differ or memory does not suffice.
+    """
     try:
         exchange = _load(speculator, model)
         if (device := speculator.host.device).type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # what is still to fail does it here
+            torch.cuda.current_stream(device).synchronize()  # raises what failed asynchronously
     except torch.OutOfMemoryError as error:
         raise RunnerError(
-            "there is no memory for a second drafter beside the running one, which stays as it is: "
+            "not enough memory for a second drafter beside the running one, which is unchanged: "
             + first_line(error).rstrip(".")
         ) from None
     return exchange
@@ -78,7 +81,7 @@ def _load(speculator: Any, model: str) -> Exchange:
     config = replace(speculator.config, model=model)
     method, host = config.method, speculator.host
     found = find_checkpoint(method, config, host.target_model.config, host.target_resolved)
-    _same_shape(ours, outline(method, config, host, found))  # before it takes any memory
+    _same_shape(ours, outline(method, config, host, found))  # before any memory is allocated
     layer_id = ours.attention_layers()[0].layer_id
     other = load_head(method, config, host, layer_id, found)
     _finite(other)
@@ -91,7 +94,7 @@ def _same_shape(ours: Any, other: Any) -> None:
     for name in _CONSTANTS:
         _same(name, getattr(ours.config, name), getattr(other.config, name))
     _same_projections(ours, other)
-    parts = set(_linears(ours))  # what is packed has no tensors
+    parts = set(_linears(ours))  # compared above; packed ones have no tensors
     tensors, theirs = _tensors(ours, parts), _tensors(other, parts)
     for name in sorted(tensors.keys() | theirs.keys()):
         shapes = [_shape(found.get(name)) for found in (tensors, theirs)]
@@ -105,21 +108,21 @@ def _same_projections(ours: nn.Module, other: nn.Module) -> None:
 
 
 def _finite(head: nn.Module) -> None:
-    """What NaN writes to the KV cache stays there, behind the trial, in texts that go on."""
+    """Raise RunnerError if a weight is not finite: NaN in the KV cache would outlast a trial."""
     found = dict(head.named_buffers())
     for name, part in _linears(head).items():
-        if part.weight is None:  # packed: a number that is not finite shows in any product
+        if part.weight is None:  # packed: any product shows a number that is not finite
             found[f"{name}.weight"] = part.forward(torch.zeros(1, part.in_features))
     for name, tensor in found.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
-            raise RunnerError(f"the drafter's {name} holds numbers that are not finite")
+            raise RunnerError(f"the drafter's {name} contains NaN or infinity")
 
 
 def _same(what: str, ours: object, other: object) -> None:
     if ours != other:
         its, the_running = ("missing" if x is None else x for x in (other, ours))
         raise RunnerError(
-            f"the drafter does not fit into the running one's memory: its {what} is {its}, the "
+            f"the drafter does not have the shape of the running one: its {what} is {its}, the "
             f"running one's is {the_running}"
         )
 
@@ -133,7 +136,7 @@ def _size(part: Linear | None) -> tuple[int, int] | None:
 
 
 def _tensors(head: nn.Module, packed: set[str]) -> dict[str, Tensor]:
-    """Every tensor but those of packed projections."""
+    """All tensors except those of packed projections."""
     found = head.named_buffers()
     return {name: tensor for name, tensor in found if name.rpartition(".")[0] not in packed}
 
@@ -143,7 +146,7 @@ def _shape(tensor: Tensor | None) -> list[int] | None:
 
 
 def _kind(tensor: Tensor | None) -> str | None:
-    """What must be the same for a copy to be no more than that."""
+    """Shape, type and device, which must match for a plain copy."""
     if tensor is None:
         return None
     dtype = str(tensor.dtype).removeprefix("torch.")
@@ -151,7 +154,7 @@ def _kind(tensor: Tensor | None) -> str | None:
 
 
 def _spare(pairs: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-    """For each pair a place of its shape; all of them are the same memory."""
+    """A scratch tensor for each pair, in its shape; all share the same memory."""
     if not pairs:
         return []
     largest = max((a for a, _ in pairs), key=lambda tensor: tensor.nbytes)

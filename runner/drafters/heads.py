@@ -1,7 +1,7 @@
-"""Loads drafters' models: finds the checkpoint, reads its config, fills the model.
+"""Loads drafters' models: finds the checkpoint, reads its config, builds and fills the model.
 
-`outline` does so without memory, from the headers of the files, so that a drafter that does not fit
-is known before the target's weights are read.
+`outline` does so without memory, from the headers of the files, so that a mismatch is found before
+the target's weights are read.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class HeadHost(Protocol):
-    """What a drafter's model needs of the runner."""
+    """What the runner provides while a drafter's model is loaded."""
 
     @property
     def device(self) -> torch.device: ...
@@ -48,12 +48,12 @@ class HeadHost(Protocol):
 
     @property
     def target_resolved(self) -> ResolvedModel | None:
-        """Where the target came from."""
+        """The files of the target; None if it was not loaded from files."""
 
 
 @dataclass(frozen=True)
 class OutlineHost:
-    """Where models have shapes and no memory."""
+    """A `HeadHost` whose models are meta tensors, which have shapes but no memory."""
 
     max_model_len: int
     target_model: Any
@@ -63,23 +63,25 @@ class OutlineHost:
 
 @dataclass(frozen=True)
 class FoundDrafter:
-    """A drafter's files, and what its config says."""
+    """A drafter's files and its config."""
 
     source: ResolvedModel
     head: DraftHeadConfig | None = None  # of EAGLE heads
 
 
 class _Drafter(NamedTuple):
-    """How the checkpoint of one kind is found, and its model built and filled."""
+    """How to find the checkpoint of one kind of drafter, and how to build and fill its model."""
 
-    # of the target's text config, and where the target came from
+    # (settings, the target's text config, the target's files)
     find: Callable[[SpeculativeConfig, Any, ResolvedModel | None], FoundDrafter]
     load: Callable[[SpeculativeConfig, FoundDrafter, HeadHost, int], nn.Module]
 
 
 def find_configured(speculative: SpeculativeConfig, target: ResolvedModel) -> FoundDrafter | None:
-    """The drafter as configured; ModelLoadError if there is none, or its config does not suit the
-    target's. None for one without a model, or of one's own, which reads the name itself."""
+    """Find the configured drafter's files; None if it has no model or is a `module:Class`.
+
+    Raises ModelLoadError if there are none or its config does not match the target's.
+    """
     if speculative.method not in _DRAFTERS:
         return None
     return find_checkpoint(speculative.method, speculative, target.text_config, target)
@@ -88,17 +90,18 @@ def find_configured(speculative: SpeculativeConfig, target: ResolvedModel) -> Fo
 def find_checkpoint(
     kind: str, speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
 ) -> FoundDrafter:
-    """The drafter of `kind`; ModelLoadError as `find_configured`."""
+    """Find the files of a drafter of `kind`; raises ModelLoadError as `find_configured` does."""
     if kind not in _DRAFTERS:
-        raise ModelLoadError(f"there is no drafter of kind {kind!r} with a model.")
+        raise ModelLoadError(f"unknown kind of draft model {kind!r}.")
     return _DRAFTERS[kind].find(speculative, target_config, target)
 
 
 def outline(
     kind: str, speculative: SpeculativeConfig, host: HeadHost, found: FoundDrafter
 ) -> nn.Module:
-    """The drafter's model as `load_head` would fill it, made of meta tensors from the headers of
-    its files: it takes no memory, and raises what that would for names and shapes that do not fit.
+    """Build the drafter's model of meta tensors, from the headers of its files.
+
+    It allocates no memory, and raises the errors of `load_head` about names and shapes.
     """
     nowhere = OutlineHost(host.max_model_len, host.target_model, host.target_resolved)
     return load_head(kind, speculative, nowhere, 0, found)
@@ -111,8 +114,10 @@ def load_head(
     layer_id: int,
     found: FoundDrafter | None = None,
 ) -> nn.Module:
-    """Build and fill the model of `kind`; its first layer has id `layer_id`. `found`: its files, if
-    they have been looked for."""
+    """Build and fill the model of `kind`; its first attention layer gets the id `layer_id`.
+
+    `found`: its files, if they have been found already.
+    """
     if found is None:
         target = host.target_model
         found = find_checkpoint(kind, speculative, target.config, host.target_resolved)
@@ -120,7 +125,8 @@ def load_head(
 
 
 def _format(host: HeadHost) -> WeightFormat:
-    """The target's, or its like without memory. KV groups are shared, so a drafter must have it."""
+    """The weight format of the target, since it shares KV groups with the drafter; on the meta
+    device without what needs memory."""
     fmt: WeightFormat = host.target_model.format
     if fmt.device.type == host.device.type:
         return fmt
@@ -160,7 +166,7 @@ def _find_eagle(
 
     if speculative.model is None:
         raise ModelLoadError(
-            f"speculative method {kind} needs a model: the drafter's folder or id."
+            f'speculative method {kind} needs "model": the folder or id of the drafter.'
         )
     path = find_model(ModelConfig(model=speculative.model, load_format=speculative.load_format))
     head = read_draft_config(
@@ -184,7 +190,7 @@ def _find_eagle(
 
 
 def check_vocabulary(whose: str, size: int, target_size: int) -> None:
-    """ModelLoadError if the two models cannot have the same tokens."""
+    """Raise ModelLoadError if the two models have vocabularies of different sizes."""
     if size != target_size:
         raise ModelLoadError(
             f"the {whose} vocabulary has {size} tokens, "
@@ -196,7 +202,7 @@ def _load_eagle(
     kind: str, speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
     assert found.head is not None
-    # A drafter's rotary table covers the target's positions, also beyond its own trained length.
+    # The drafter's rotary table covers all positions of the target, even beyond its own training.
     args = (
         *(found.head, found.source.hf_config, _format(host)),
         *(host.target_model, host.max_model_len, layer_id),
@@ -228,7 +234,7 @@ def _find_mtp(
 def _load_mtp(
     speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
-    """DeepSeek's module, from the target's checkpoint or from a folder of its own."""
+    """Load DeepSeek's module from the target's checkpoint or a folder of its own."""
     from ..draft_models.deepseek_mtp import DeepseekMtpHead, module_index
 
     target, source = host.target_model, found.source
@@ -245,7 +251,7 @@ def _load_mtp(
         layer_id,
         speculative.mtp_feedback == "post_norm",
     )
-    # Behind the target's layers stand the target's own: only this module is read.
+    # The target's checkpoint also holds the target's layers, so only this module is read.
     _fill(model, source, host.device, only=model.prefix if index else "")
     return model
 
@@ -266,7 +272,7 @@ def _find_assistant(
 def _load_assistant(
     speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
-    """Gemma 4's assistant, from a folder of its own."""
+    """Load Gemma 4's assistant from a folder of its own."""
     from ..draft_models.gemma4_assistant import Gemma4Assistant
 
     source = found.source
@@ -287,19 +293,19 @@ def _load_assistant(
 def _own_or_target(
     speculative: SpeculativeConfig, target: ResolvedModel | None, check_architecture: bool = False
 ) -> FoundDrafter:
-    """The drafter's folder if one is named, else the target's."""
+    """The files of the named drafter; without a name, those of the target."""
     if speculative.model is not None:
         source = ModelConfig(model=speculative.model, load_format=speculative.load_format)
         return FoundDrafter(resolve_model(source, check_architecture))
     if target is None:
-        raise ModelLoadError(f"speculative method {speculative.method} needs a model.")
+        raise ModelLoadError(f'speculative method {speculative.method} needs "model".')
     if speculative.load_format == "dummy":
         return FoundDrafter(replace(target, kind="dummy"))
     return FoundDrafter(target)
 
 
 def _fill(model: Any, source: ResolvedModel, device: torch.device, only: str = "") -> None:
-    """Load the tensors whose names start with `only`, each exactly once; or random ones."""
+    """Load the tensors whose names start with `only`, or random ones; each slot exactly once."""
     dummy = source.kind == "dummy"
     if dummy:
         load_random(model.checkpoint_slots(), device, seed=source.seed + 1)

@@ -158,9 +158,9 @@ def test_layer_ids_become_boundaries(
     assert choose_boundaries(raw, speculators_format, 32, (0, 5, 32)) == (0, 5, 32)
 
 
-def test_taps_out_of_order_or_range_are_an_error() -> None:
+def test_boundaries_out_of_order_or_range_are_an_error() -> None:
     for ids in ([5, 3, 9], [2, 16, 33]):
-        with pytest.raises(ModelLoadError, match="taps"):
+        with pytest.raises(ModelLoadError, match="boundaries"):
             choose_boundaries({"eagle_aux_hidden_state_layer_ids": ids}, True, 32)
 
 

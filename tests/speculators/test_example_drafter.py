@@ -103,7 +103,7 @@ def test_paths_that_lead_nowhere_are_said(folder: Path) -> None:
     for method, message in (
         ("no_such_module_here:Mine", "cannot be loaded: No module named"),
         (f"{example_drafter.__name__}:Nothing", "cannot be loaded"),
-        (f"{example_drafter.__name__}:ExampleHead", "is no BaseSpeculator"),
+        (f"{example_drafter.__name__}:ExampleHead", "is not a subclass of BaseSpeculator"),
     ):
         with pytest.raises((ConfigError, RunnerError), match=message):
             TinyEngine(folder / "target", SpeculativeConfig(method=method))

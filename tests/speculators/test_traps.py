@@ -178,7 +178,7 @@ def test_trap_10_tap_convention_marker_model(
     assert seen and all(
         tap[0].tolist() == [2.0**b - 1 for b in taps for _ in range(32)] for tap in seen
     )
-    lines = [r for r in caplog.records if "taps the residual stream" in r.getMessage()]
+    lines = [r for r in caplog.records if "auxiliary hidden states" in r.getMessage()]
     assert len(lines) == 1 and str(list(taps)) in lines[0].getMessage()
     # silent defaults cost most: they are a warning
     assert lines[0].levelno == (logging.INFO if config else logging.WARNING)

@@ -59,7 +59,7 @@ def test_without_memory_nothing_has_changed(
             told.append(str(error))
         assert same(content(running), old)
     assert len(told) > 10 and set(told) == {
-        "there is no memory for a second drafter beside the running one, which stays as it is: "
+        "not enough memory for a second drafter beside the running one, which is unchanged: "
         "CUDA out of memory"
     }
     for wanted in (new, old, new):
@@ -160,7 +160,7 @@ def test_weights_that_are_not_finite_are_refused(
     weights[name][3, 5] = value
     save_file(weights, file)
     speculator = running.engine._runner.speculator
-    with pytest.raises(RunnerError, match="down_proj.weight holds numbers that are not finite"):
+    with pytest.raises(RunnerError, match="down_proj.weight contains NaN or infinity"):
         load_other(speculator, str(tmp_path / "head"))
     assert same(content(running), old)
 

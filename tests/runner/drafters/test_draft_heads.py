@@ -76,22 +76,34 @@ def start(tmp_path: Path, method: str, drafter: str, **options: Any) -> None:
         (
             "eagle3",
             TARGET | {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
-            "must rise within 0 .. 8",
+            "must be ascending numbers from 0 to 8",
         ),
         (
             "eagle",
             TARGET | {"num_hidden_layers": 10**9},
             "has 1000000000 layers .* 64 and 1024 are",
         ),
-        ("eagle3", TARGET | {"num_hidden_layers": 0}, "num_hidden_layers 0 is no whole number"),
+        (
+            "eagle3",
+            TARGET | {"num_hidden_layers": 0},
+            "num_hidden_layers is 0, but must be a positive integer",
+        ),
         ("eagle3", TARGET | {"head_dim": 10**9}, "heads of size 1000000000"),
-        ("eagle3", TARGET | {"draft_vocab_size": "61"}, "draft_vocab_size '61' is no whole number"),
-        ("eagle3", TARGET | {"target_hidden_size": "32"}, "target_hidden_size '32' is no whole"),
-        ("eagle", {"transformer_layer_config": 5}, "transformer_layer_config 5 is no JSON object"),
+        (
+            "eagle3",
+            TARGET | {"draft_vocab_size": "61"},
+            "draft_vocab_size is '61', but must be a positive integer",
+        ),
+        ("eagle3", TARGET | {"target_hidden_size": "32"}, "target_hidden_size is '32', but must be"),
+        (
+            "eagle",
+            {"transformer_layer_config": 5},
+            "transformer_layer_config is 5, but must be a JSON object",
+        ),
         (
             "eagle3",
             TARGET | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [None, 3]}},
-            r"eagle_aux_hidden_state_layer_ids \[None, 3\] are no layers",
+            r"eagle_aux_hidden_state_layer_ids is \[None, 3\], but must be a list of layer numbers",
         ),
         (
             "eagle",
@@ -130,7 +142,7 @@ def test_the_rotary_table_of_an_outline_takes_no_memory() -> None:
 def test_every_method_with_a_model_is_checked() -> None:
     assert set(draft_heads._DRAFTERS) == set(_SPECULATORS) - {"ngram"}
     for kind in ("ngram", "no such"):
-        with pytest.raises(ModelLoadError, match=f"there is no drafter of kind '{kind}'"):
+        with pytest.raises(ModelLoadError, match=f"unknown kind of draft model '{kind}'"):
             draft_heads.find_checkpoint(kind, SpeculativeConfig(kind), None, None)
 
 

@@ -73,8 +73,8 @@ def broken(*_: object) -> None:
     ("words", "where", "fails"),
     [
         ("its projection", None, None),
-        ("no memory for a second drafter", (weights, "_load"), no_memory),
-        ("no memory for a second drafter", (draft_exchange, "_spare"), no_memory),
+        ("not enough memory for a second drafter", (weights, "_load"), no_memory),
+        ("not enough memory for a second drafter", (draft_exchange, "_spare"), no_memory),
         ("cannot be loaded (KeyError: 'layers')", (draft_exchange, "_spare"), broken),
     ],
 )
