@@ -94,7 +94,11 @@ def start(tmp_path: Path, method: str, drafter: str, **options: Any) -> None:
             TARGET | {"draft_vocab_size": "61"},
             "draft_vocab_size is '61', but must be a positive integer",
         ),
-        ("eagle3", TARGET | {"target_hidden_size": "32"}, "target_hidden_size is '32', but must be"),
+        (
+            "eagle3",
+            TARGET | {"target_hidden_size": "32"},
+            "target_hidden_size is '32', but must be",
+        ),
         (
             "eagle",
             {"transformer_layer_config": 5},
