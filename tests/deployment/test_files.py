@@ -248,7 +248,7 @@ def test_prometheus_and_grafana_find_what_they_are_pointed_at() -> None:
     assert Path(home).parent == Path(path)
 
 
-def test_the_board_is_whole() -> None:
+def test_the_board_is_consistent() -> None:
     board = json.loads((ROOT / "configs/grafana/dashboards/slipstream.json").read_text())
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -266,24 +266,24 @@ def test_the_board_is_whole() -> None:
 
 
 def board_expressions() -> dict[str, list[str]]:
-    """Panel -> its expressions, in the order in which the board shows them."""
+    """Panel title -> its expressions, in the board's order."""
     board = json.loads((ROOT / "configs/grafana/dashboards/slipstream.json").read_text())
     panels = sorted(board["panels"], key=lambda p: (p["gridPos"]["y"], p["gridPos"]["x"]))
     return {p["title"]: [t["expr"] for t in p.get("targets", ())] for p in panels}
 
 
-def test_failed_answers_are_those_of_the_api() -> None:
-    """Probes and scrapes come all the time: they would hide failures, or be taken for some."""
+def test_failed_responses_are_those_of_the_api() -> None:
+    """Frequent probes and scrapes would hide failures of the API, or count as some."""
     rules = yaml.safe_load((ROOT / "configs/prometheus/alerts.yml").read_text())["groups"][0]
     alerts = {rule["alert"]: rule["expr"] for rule in rules["rules"]}
-    panel = board_expressions()["Share of failed answers"]
+    panel = board_expressions()["Share of failed responses"]
     for text in (alerts["SlipstreamHighErrorRate"], *panel):
         selectors = re.findall(r"http_requests_total(\{[^}]*\})?", text)
         assert len(selectors) == 2 and all('handler=~"/v1/.*"' in each for each in selectors)
         assert 'status=~"5.."' in selectors[0] and "status" not in selectors[1]
 
 
-def test_the_board_begins_with_speculation() -> None:
+def test_the_board_starts_with_speculation() -> None:
     titles = list(board_expressions())
     rows = ["Speculation", "State", "Latency", "Throughput", "Memory and queue"]
     assert [title for title in titles if title in rows] == rows and titles[0] == rows[0]

@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes the real server; the board's and the alerts' expressions give data."""
+"""A real Prometheus scrapes the real server; the board's and alerts' expressions return data."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Prometheus:
         return set(self.api.get("/label/__name__/values").json()["data"])
 
     def rules(self) -> list[dict[str, Any]]:
-        """The alert rules as they stand."""
+        """The alert rules that Prometheus has loaded."""
         groups = self.api.get("/rules").json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
@@ -150,7 +150,7 @@ def test_every_panel_shows_data(prometheus: Prometheus) -> None:
     wait_until(all_found, f"data for {sorted(empty)}")
 
 
-def test_the_panels_say_what_happened(prometheus: Prometheus) -> None:
+def test_the_panels_show_what_happened(prometheus: Prometheus) -> None:
     board = expressions()
     assert data(prometheus, board["Worker A"]) == [1.0]
     assert 0 < data(prometheus, board["Acceptance rate A"])[0] <= 1
@@ -166,9 +166,9 @@ def test_the_panels_say_what_happened(prometheus: Prometheus) -> None:
     shares = [value for _, value in sorted(positions, key=lambda each: int(each[0]["position"]))]
     assert shares == sorted(shares, reverse=True) and shares[0] > 0
     assert 0 < data(prometheus, board["Prefix cache hit rate A"])[0] < 1
-    assert data(prometheus, board["Share of failed answers A"]) == [0.0]
-    answers = prometheus.query(board["HTTP answers a second A"])
-    routes = {(labels["handler"], labels["status"]) for labels, _ in answers}
+    assert data(prometheus, board["Share of failed responses A"]) == [0.0]
+    responses = prometheus.query(board["HTTP responses per second A"])
+    routes = {(labels["handler"], labels["status"]) for labels, _ in responses}
     assert {("/v1/completions", "200"), ("/v1/completions", "404")} <= routes
 
 
