@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..device import use_triton
 from .gather_batch_cpu import post_update_cpu, prepare_inputs_cpu
+from .step_sizes import StepSizes
 
 
 class RequestTensors(Protocol):
@@ -48,42 +49,50 @@ class BatchTensors(Protocol):
     logits_positions: Tensor  # [max L] int64, sequence position of that row
 
 
-def prepare_inputs(
-    requests: RequestTensors,
-    batch: BatchTensors,
-    num_reqs: int,
-    num_tokens: int,
-    num_logits: int,
-    num_reqs_padded: int,
-    num_tokens_padded: int,
-) -> None:
+class BatchRows(Protocol):
+    """Which slot and which token rows belong to each batch row."""
+
+    @property
+    def idx_mapping(self) -> Tensor: ...  # [>= N] int32, batch row -> slot, negative = none
+    @property
+    def query_start_loc(self) -> Tensor: ...  # [>= N + 1] int32
+
+
+class SampledTokens(Protocol):
+    """What a step sampled, by batch row."""
+
+    @property
+    def sampled_token_ids(self) -> Tensor: ...  # [N, K + 1] int64, -1 beyond num_sampled
+    @property
+    def num_sampled(self) -> Tensor: ...  # [N] int32
+    @property
+    def num_rejected(self) -> Tensor: ...  # [N] int32
+    @property
+    def has_nan(self) -> Tensor: ...  # [N] bool, the request's sampling failed
+
+
+def prepare_inputs(requests: RequestTensors, batch: BatchTensors, sizes: StepSizes) -> None:
     """Fill `batch` for N, M, L, N*, M* from the slots named in `batch.idx_mapping`.
 
     Also stores the token after each unfinished prefill chunk in `requests.next_prefill_tokens`.
     Padded requests get seq_len 0 (to the end of the buffer); padded tokens get id and position 0.
     A draft of -1 becomes input id 0 and stays -1 in `draft_ids`.
     """
-    sizes = (num_reqs, num_tokens, num_logits, num_reqs_padded, num_tokens_padded)
     if use_triton(batch.input_ids):
         from .triton.gather_batch import prepare_inputs as prepare_inputs_triton
 
-        prepare_inputs_triton(requests, batch, *sizes)
+        prepare_inputs_triton(requests, batch, sizes)
     elif batch.input_ids.is_cpu:
-        prepare_inputs_cpu(requests, batch, *sizes)
+        prepare_inputs_cpu(requests, batch, sizes)
     else:
-        prepare_inputs_reference(requests, batch, *sizes)
+        prepare_inputs_reference(requests, batch, sizes)
 
 
 def prepare_inputs_reference(
-    requests: RequestTensors,
-    batch: BatchTensors,
-    num_reqs: int,
-    num_tokens: int,
-    num_logits: int,
-    num_reqs_padded: int,
-    num_tokens_padded: int,
+    requests: RequestTensors, batch: BatchTensors, sizes: StepSizes
 ) -> None:
     """The plain version of `prepare_inputs`; its effect is the definition."""
+    num_reqs, num_tokens, num_logits, _, num_tokens_padded = sizes
     slots = batch.idx_mapping[:num_reqs]  # [N] batch row -> slot
     starts = batch.query_start_loc[:num_reqs]  # [N]
     ends = batch.query_start_loc[1 : num_reqs + 1]  # [N]
@@ -224,11 +233,8 @@ def compute_slot_mappings_reference(
 
 def post_update(
     requests: RequestTensors,
-    idx_mapping: Tensor,  # [>= N] int32, batch row -> slot; negative slots are skipped
-    query_start_loc: Tensor,  # [>= N + 1] int32
-    sampled_token_ids: Tensor,  # [N, K + 1] int64, -1 beyond num_sampled
-    num_sampled: Tensor,  # [N] int32
-    num_rejected: Tensor,  # [N] int32
+    batch: BatchRows,  # rows without a slot are skipped
+    sampled: SampledTokens,
     output_bin_counts: Tensor | None,  # [R, V] int32, or None if no request counts its output
 ) -> None:
     """Commit a step to the request rows: tokens, lengths, newest token, output counts.
@@ -236,48 +242,44 @@ def post_update(
     Computed tokens grow by query length - num_rejected: rejected KV is simply rewritten by the next
     step. Tokens beyond the table's width are dropped and `total_len` stays within it.
     """
-    args = (idx_mapping, query_start_loc, sampled_token_ids, num_sampled, num_rejected)
-    if use_triton(idx_mapping):
+    if use_triton(batch.idx_mapping):
         from .triton.gather_batch import post_update as post_update_triton
 
-        post_update_triton(requests, *args, output_bin_counts)
-    elif idx_mapping.is_cpu:
-        post_update_cpu(requests, *args, output_bin_counts)
+        post_update_triton(requests, batch, sampled, output_bin_counts)
+    elif batch.idx_mapping.is_cpu:
+        post_update_cpu(requests, batch, sampled, output_bin_counts)
     else:
-        post_update_reference(requests, *args, output_bin_counts)
+        post_update_reference(requests, batch, sampled, output_bin_counts)
 
 
 def post_update_reference(
     requests: RequestTensors,
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    sampled_token_ids: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
+    batch: BatchRows,
+    sampled: SampledTokens,
     output_bin_counts: Tensor | None,
 ) -> None:
     """The plain version of `post_update`."""
-    num_reqs = num_sampled.shape[0]
-    live = (idx_mapping[:num_reqs] >= 0).nonzero().flatten()  # rows with a slot
-    slots = idx_mapping[:num_reqs][live].long()
-    query_lens = query_start_loc[1 : num_reqs + 1] - query_start_loc[:num_reqs]
-    num_sampled = num_sampled[live]
-    requests.num_computed_tokens[slots] += query_lens[live] - num_rejected[live]
+    num_reqs, columns = sampled.sampled_token_ids.shape
+    live = (batch.idx_mapping[:num_reqs] >= 0).nonzero().flatten()  # rows with a slot
+    slots = batch.idx_mapping[:num_reqs][live].long()
+    query_lens = batch.query_start_loc[1 : num_reqs + 1] - batch.query_start_loc[:num_reqs]
+    num_sampled = sampled.num_sampled[live]
+    requests.num_computed_tokens[slots] += query_lens[live] - sampled.num_rejected[live]
 
     width = requests.all_token_ids.shape[1]
     total_len = requests.total_len[slots]
-    offsets = torch.arange(sampled_token_ids.shape[1], device=slots.device)
+    offsets = torch.arange(columns, device=slots.device)
     emitted = offsets < num_sampled[:, None]  # [live, K + 1]
     where = total_len[:, None] + offsets
-    rows, columns = (emitted & (where < width)).nonzero(as_tuple=True)
-    tokens = sampled_token_ids[live]
-    requests.all_token_ids[slots[rows], where[rows, columns]] = tokens[rows, columns].int()
+    rows, column = (emitted & (where < width)).nonzero(as_tuple=True)
+    tokens = sampled.sampled_token_ids[live]
+    requests.all_token_ids[slots[rows], where[rows, column]] = tokens[rows, column].int()
     requests.total_len[slots] = (total_len + num_sampled).clamp(max=width)
 
     newest = tokens.gather(1, (num_sampled.long() - 1).clamp(min=0)[:, None])[:, 0]
     stored = requests.last_sampled_tokens[slots]
     requests.last_sampled_tokens[slots] = torch.where(num_sampled > 0, newest, stored)
     if output_bin_counts is not None:
-        rows, columns = emitted.nonzero(as_tuple=True)
+        rows, column = emitted.nonzero(as_tuple=True)
         one = output_bin_counts.new_ones(()).expand(rows.shape[0])
-        output_bin_counts.index_put_((slots[rows], tokens[rows, columns]), one, accumulate=True)
+        output_bin_counts.index_put_((slots[rows], tokens[rows, column]), one, accumulate=True)

@@ -11,18 +11,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from .step_sizes import StepSizes
+
 
 def prepare_inputs_cpu(
     requests: Any,  # RequestTensors
     batch: Any,  # BatchTensors
-    num_reqs: int,
-    num_tokens: int,
-    num_logits: int,
-    num_reqs_padded: int,
-    num_tokens_padded: int,
+    sizes: StepSizes,
 ) -> None:
     """As `prepare_inputs_reference`."""
-    del num_logits, num_reqs_padded
+    num_reqs, num_tokens, _, _, num_tokens_padded = sizes
     all_ids, draft_tokens = requests.all_token_ids.numpy(), requests.draft_tokens.numpy()
     next_prefill = requests.next_prefill_tokens.numpy()
     newest = requests.last_sampled_tokens.numpy()
@@ -71,33 +69,30 @@ def prepare_inputs_cpu(
 
 def post_update_cpu(
     requests: Any,  # RequestTensors
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    sampled_token_ids: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
+    batch: Any,  # BatchTensors
+    sampled: Any,  # SampledTokens
     output_bin_counts: Tensor | None,
 ) -> None:
     """As `post_update_reference`."""
-    num_reqs = num_sampled.shape[0]
+    num_reqs = sampled.num_sampled.shape[0]
     all_ids, total_len = requests.all_token_ids.numpy(), requests.total_len.numpy()
     computed, newest = requests.num_computed_tokens.numpy(), requests.last_sampled_tokens.numpy()
     counts = None if output_bin_counts is None else output_bin_counts.numpy()
-    bounds, width = query_start_loc[: num_reqs + 1].tolist(), all_ids.shape[1]
+    bounds, width = batch.query_start_loc[: num_reqs + 1].tolist(), all_ids.shape[1]
     rows = zip(
-        idx_mapping[:num_reqs].tolist(),
-        sampled_token_ids.tolist(),
-        num_sampled.tolist(),
-        num_rejected.tolist(),
+        batch.idx_mapping[:num_reqs].tolist(),
+        sampled.sampled_token_ids.tolist(),
+        sampled.num_sampled.tolist(),
+        sampled.num_rejected.tolist(),
         strict=True,
     )
-    for row, (slot, sampled, count, rejected) in enumerate(rows):
+    for row, (slot, token_ids, count, rejected) in enumerate(rows):
         if slot < 0:
             continue
         computed[slot] += bounds[row + 1] - bounds[row] - rejected
         if not count:
             continue
-        tokens, at = sampled[:count], int(total_len[slot])
+        tokens, at = token_ids[:count], int(total_len[slot])
         stored = tokens[: width - at]
         all_ids[slot, at : at + len(stored)] = stored
         total_len[slot] = at + len(stored)

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
-from .gather_batch import BatchTensors, RequestTensors
+from .gather_batch import BatchTensors, RequestTensors, SampledTokens
+from .step_sizes import StepSizes
 
 
 def prepare_padded_inputs(
@@ -27,7 +28,8 @@ def prepare_padded_inputs(
     if use_triton(batch.input_ids):
         from .triton.gather_batch import prepare_inputs
 
-        prepare_inputs(requests, batch, num_reqs, num_tokens, num_logits, num_reqs, num_tokens)
+        sizes = StepSizes(num_reqs, num_tokens, num_logits, num_reqs, num_tokens)
+        prepare_inputs(requests, batch, sizes)
     else:
         prepare_padded_inputs_reference(requests, batch, num_reqs, num_tokens, num_logits)
 
@@ -124,43 +126,37 @@ def map_padded_slots(
 def commit_step(
     requests: RequestTensors,
     batch: BatchTensors,
-    sampled_token_ids: Tensor,  # [N*, K + 1] int64, -1 beyond num_sampled
-    num_sampled: Tensor,  # [N*] int32
-    num_rejected: Tensor,  # [N*] int32
-    is_bad: Tensor,  # [N*] bool
+    sampled: SampledTokens,  # of N* rows
     packed: Tensor,  # [>= N*, K + 4] int64
     counts: Tensor,  # [2, >= N*] int32
 ) -> None:
     """`post_update` without output counts, and the step's results where a copy and a drafter find
-    them: `packed` rows are token ids, num_sampled, num_draft_tokens, is_bad; `counts` holds
+    them: `packed` rows are token ids, num_sampled, num_draft_tokens, has_nan; `counts` holds
     num_sampled and num_rejected."""
-    args = (requests, batch, sampled_token_ids, num_sampled, num_rejected, is_bad)
-    if use_triton(sampled_token_ids):
+    if use_triton(packed):
         from .triton.padded_step import commit_step as commit_step_triton
 
-        commit_step_triton(*args, packed, counts)
+        commit_step_triton(requests, batch, sampled, packed, counts)
     else:
-        commit_step_reference(*args, packed, counts)
+        commit_step_reference(requests, batch, sampled, packed, counts)
 
 
 def commit_step_reference(
     requests: RequestTensors,
     batch: BatchTensors,
-    sampled_token_ids: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    is_bad: Tensor,
+    sampled: SampledTokens,
     packed: Tensor,
     counts: Tensor,
 ) -> None:
     """The plain version of `commit_step`."""
-    num_reqs, width = sampled_token_ids.shape
-    packed[:num_reqs, :width] = sampled_token_ids
-    columns = (num_sampled, batch.num_draft_tokens[:num_reqs], is_bad)
+    token_ids, num_sampled = sampled.sampled_token_ids, sampled.num_sampled
+    num_reqs, width = token_ids.shape
+    packed[:num_reqs, :width] = token_ids
+    columns = (num_sampled, batch.num_draft_tokens[:num_reqs], sampled.has_nan)
     for column, value in enumerate(columns, width):
         packed[:num_reqs, column] = value.long()
     counts[0, :num_reqs] = num_sampled
-    counts[1, :num_reqs] = num_rejected
+    counts[1, :num_reqs] = sampled.num_rejected
 
     # Every slot looks for its batch row: the sizes are then those of the table.
     live, slots = slots_of(batch.idx_mapping, num_reqs)
@@ -171,9 +167,9 @@ def commit_step_reference(
     present, rows = rows >= 0, rows.clamp(min=0)
     count = torch.where(present, num_sampled[rows], 0)
     starts = batch.query_start_loc[: num_reqs + 1]
-    grown = starts[1:] - starts[:-1] - num_rejected
+    grown = starts[1:] - starts[:-1] - sampled.num_rejected
     requests.num_computed_tokens += torch.where(present, grown[rows], 0).int()
-    tokens = sampled_token_ids[rows]  # [R, K + 1]
+    tokens = token_ids[rows]  # [R, K + 1]
     offsets = torch.arange(max_len, device=slots.device) - requests.total_len[:, None]
     emitted = (offsets >= 0) & (offsets < count[:, None])
     written = tokens.gather(1, offsets.clamp(min=0, max=width - 1).long()).int()

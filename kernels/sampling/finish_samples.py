@@ -5,10 +5,23 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
 from ..device import use_triton
+
+
+class LogitsRows(Protocol):
+    """Which logits rows N requests have: L in all, a request's rows one after another."""
+
+    @property
+    def cu_num_logits(self) -> Tensor: ...  # [N + 1] int32, batch row -> first logits row
+    @property
+    def idx_mapping(self) -> Tensor: ...  # [N] int32, batch row -> slot; -1 = padded, at the end
+    @property
+    def seq_lens(self) -> Tensor: ...  # [N] int32, including this step's tokens
 
 
 def finish_samples(
@@ -16,27 +29,23 @@ def finish_samples(
     num_accepted: Tensor,
     largest_raw: Tensor,
     largest: Tensor | None,
-    cu_num_logits: Tensor,
-    idx_mapping: Tensor,
-    seq_lens: Tensor,
+    rows: LogitsRows,
     prefill_len: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(num_sampled [N] int32, num_rejected [N] int32, is_bad [N] bool); `emitted` is cut in place.
+    """(num_sampled [N] int32, num_rejected [N] int32, is_bad [N] bool); changes `emitted` in place.
 
-    A request still in prefill emits nothing, nor does a padded row (slot -1, behind all others). A
-    request is bad if a row that emits held NaN or an infinity, or allowed no token. emitted:
-    [N, K + 1] int64; num_accepted: [N] int64; largest_raw: [L] float, each row's largest raw logit;
-    largest: the same after processing, or None if that forbids nothing; cu_num_logits: [N + 1]
-    int32; idx_mapping: [N] int32 batch row -> slot; seq_lens: [N] int32; prefill_len: [R] int32 by
-    slot.
+    A request still in prefill emits nothing, and neither does a padded row. A request is bad if a
+    row that emits held NaN or an infinity, or allowed no token. emitted: [N, K + 1] int64;
+    num_accepted: [N] int64; largest_raw: [L] float, each row's largest raw logit; largest: [L], the
+    same after processing, or None if processing forbids no token; prefill_len: [R] int32 by slot.
     """
-    args = (emitted, num_accepted, largest_raw, largest, cu_num_logits, idx_mapping)
+    args = (emitted, num_accepted, largest_raw, largest, rows, prefill_len)
     if use_triton(emitted):
         from .triton.finish_samples import finish_samples as finish_samples_triton
 
-        result: tuple[Tensor, Tensor, Tensor] = finish_samples_triton(*args, seq_lens, prefill_len)
+        result: tuple[Tensor, Tensor, Tensor] = finish_samples_triton(*args)
         return result
-    return finish_samples_reference(*args, seq_lens, prefill_len)
+    return finish_samples_reference(*args)
 
 
 def finish_samples_reference(
@@ -44,13 +53,12 @@ def finish_samples_reference(
     num_accepted: Tensor,
     largest_raw: Tensor,
     largest: Tensor | None,
-    cu_num_logits: Tensor,
-    idx_mapping: Tensor,
-    seq_lens: Tensor,
+    rows: LogitsRows,
     prefill_len: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The plain version of `finish_samples`."""
-    samples = (seq_lens >= prefill_len[idx_mapping]) & (idx_mapping >= 0)  # [N]
+    slots, cu_num_logits = rows.idx_mapping, rows.cu_num_logits
+    samples = (rows.seq_lens >= prefill_len[slots]) & (slots >= 0)  # [N]
     num_logits = cu_num_logits[1:] - cu_num_logits[:-1]
     num_sampled = torch.where(samples, num_accepted + 1, 0).int()
     num_rejected = torch.where(samples, num_logits - num_sampled, 0).int()

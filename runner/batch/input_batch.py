@@ -20,6 +20,7 @@ from ...kernels.batch.padded_step import (
     map_padded_slots,
     prepare_padded_inputs,
 )
+from ...kernels.batch.step_sizes import StepSizes
 from ..attention.base import CommonAttentionMetadata
 from ..scheduling.plan import ScheduledRow
 from .request_table import RequestTable
@@ -135,8 +136,8 @@ class InputBuffers:
         bounds = np.zeros(self.max_num_reqs, dtype=np.int32)
         bounds[:num_reqs] = [row.num_computed_tokens for row in rows]
         bounds[:num_reqs] += np.asarray(query_lens, dtype=np.int32)
-        sizes = (num_reqs, num_tokens, num_logits, reqs_padded, tokens_padded)
-        prepare_inputs(table, self, *sizes)
+        sizes = StepSizes(num_reqs, num_tokens, num_logits, reqs_padded, tokens_padded)
+        prepare_inputs(table, self, sizes)
         self._gather_blocks(table, num_reqs, num_tokens, reqs_padded, tokens_padded)
         host_series, host_bounds = torch.from_numpy(series), torch.from_numpy(bounds)
         common = self.common(

@@ -137,9 +137,7 @@ class Sampler:
             num_accepted,
             largest,
             None,
-            rows.cu_num_logits,
-            rows.idx_mapping,
-            rows.seq_lens,
+            rows,
             requests.prefill_len,
         )
         return SamplerOutput(sampled, *counts, None)
@@ -196,9 +194,7 @@ class Sampler:
             num_accepted,
             raw.amax(-1),
             logits.amax(-1) if restricted else None,
-            rows.cu_num_logits,
-            rows.idx_mapping,
-            rows.seq_lens,
+            rows,
             requests.prefill_len,
         )
         return sampled, num_sampled, num_rejected, has_nan

@@ -300,11 +300,8 @@ class ModelRunner:
         counts_output = self.table.sampling.features(batch.slots) & Feature.PENALTIES
         post_update(
             self.table,
-            batch.idx_mapping,
-            batch.query_start_loc,
-            sampled.sampled_token_ids,
-            sampled.num_sampled,
-            sampled.num_rejected,
+            batch,
+            sampled,
             self.table.sampling.output_bin_counts if counts_output else None,
         )
         return sampled.num_sampled, sampled.num_rejected

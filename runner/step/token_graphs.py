@@ -125,16 +125,7 @@ class ChoiceGraphs:
             ),
             self._target.outputs(desc)[0],
         )
-        commit_step(
-            self._table,
-            buffers,
-            sampled.sampled_token_ids,
-            sampled.num_sampled,
-            sampled.num_rejected,
-            sampled.has_nan,
-            self._packed,
-            self.counts,
-        )
+        commit_step(self._table, buffers, sampled, self._packed, self.counts)
 
     def _picker(self, hidden: Tensor) -> Callable[[Draws | None], tuple[Tensor, Tensor]]:
         """Picks tokens from the logits of these rows, or without writing them."""

@@ -18,12 +18,13 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.kernels.attention_inputs import paged_inputs  # noqa: E402
 from tests.kernels.drafts.test_stage_drafts import MAX_POSITION, a_step, drafter  # noqa: E402
-from tests.kernels.step_buffers import POISON, poisoned_buffers  # noqa: E402
+from tests.kernels.step_buffers import POISON, poisoned_buffers, sampled_tokens  # noqa: E402
 
 from slipstream.kernels.attention import store_kv
 from slipstream.kernels.attention.paged_attention import paged_attention, paged_attention_reference
 from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv, rotary_store_kv_reference
 from slipstream.kernels.batch import gather_batch
+from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.drafts import stage_drafts
 from slipstream.kernels.linear import activation, moe, norm_rope, streams
 from slipstream.kernels.linear.embedding import embedding  # noqa: E402
@@ -271,8 +272,8 @@ def test_batch_kernels() -> None:
     requests, batch, sizes = random_step()
     num_reqs, num_tokens, _, reqs_padded, tokens_padded = sizes
     expected_requests, expected = copy_of(requests), copy_of(batch)
-    gather_batch.prepare_inputs_reference(expected_requests, expected, *sizes)
-    gather_batch.prepare_inputs(requests, batch, *sizes)
+    gather_batch.prepare_inputs_reference(expected_requests, expected, StepSizes(*sizes))
+    gather_batch.prepare_inputs(requests, batch, StepSizes(*sizes))
     equal(batch, expected)
     equal(requests, expected_requests)
 
@@ -299,7 +300,7 @@ def test_post_update() -> None:
     rejected = torch.zeros(num_reqs, dtype=torch.int32, device="cuda")
     counts = torch.randint(0, 9, (SLOTS, 90), dtype=torch.int32, device="cuda")
     expected, expected_counts = copy_of(requests), counts.clone()
-    args = (batch.idx_mapping, batch.query_start_loc, sampled, num_sampled, rejected)
+    args = (batch, sampled_tokens(sampled, num_sampled, rejected))
     gather_batch.post_update_reference(expected, *args, expected_counts)
     gather_batch.post_update(requests, *args, counts)
     equal(requests, expected)

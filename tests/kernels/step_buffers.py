@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
@@ -22,3 +24,15 @@ def poisoned_buffers(max_reqs: int, max_tokens: int) -> dict[str, Tensor]:
         "logits_positions": (max_tokens, torch.int64),
     }
     return {name: torch.full((size,), POISON).to(dtype) for name, (size, dtype) in buffers.items()}
+
+
+def sampled_tokens(
+    token_ids: Tensor, num_sampled: Tensor, num_rejected: Tensor, has_nan: Tensor | None = None
+) -> SimpleNamespace:
+    """What a step sampled, as `post_update` and `commit_step` read it."""
+    return SimpleNamespace(
+        sampled_token_ids=token_ids,
+        num_sampled=num_sampled,
+        num_rejected=num_rejected,
+        has_nan=has_nan,
+    )

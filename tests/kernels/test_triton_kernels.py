@@ -11,11 +11,12 @@ from torch import Tensor
 from slipstream.kernels.attention import store_kv
 from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv_reference
 from slipstream.kernels.batch import gather_batch
+from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.drafts import prepare_draft
 from slipstream.kernels.linear import activation, norm_rope
 from slipstream.kernels.linear.rotation import Rotation
 
-from .step_buffers import POISON, poisoned_buffers
+from .step_buffers import POISON, poisoned_buffers, sampled_tokens
 
 pytestmark = [
     pytest.mark.usefixtures("triton_interpreter"),
@@ -195,8 +196,8 @@ def test_prepare_inputs(seed: int, num_drafts: int) -> None:
         batch.cu_num_logits[: sizes[0] + 1] = torch.arange(sizes[0] + 1)
         sizes = (*sizes[:2], sizes[0], *sizes[3:])
     expected_requests, expected = copy_of(requests), copy_of(batch)
-    gather_batch.prepare_inputs_reference(expected_requests, expected, *sizes)
-    kernels.prepare_inputs(requests, batch, *sizes)
+    gather_batch.prepare_inputs_reference(expected_requests, expected, StepSizes(*sizes))
+    kernels.prepare_inputs(requests, batch, StepSizes(*sizes))
     equal(batch, expected)
     equal(requests, expected_requests)
 
@@ -241,7 +242,7 @@ def test_post_update(seed: int) -> None:
     rejected = torch.randint(0, 2, (num_reqs,), dtype=torch.int32)
     for counts in (None, torch.randint(0, 9, (SLOTS, 90), dtype=torch.int32)):
         expected, expected_counts = copy_of(requests), None if counts is None else counts.clone()
-        args = (batch.idx_mapping, batch.query_start_loc, sampled, num_sampled, rejected)
+        args = (batch, sampled_tokens(sampled, num_sampled, rejected))
         gather_batch.post_update_reference(expected, *args, expected_counts)
         kernels.post_update(requests, *args, counts)
         equal(requests, expected)

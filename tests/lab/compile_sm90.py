@@ -20,6 +20,7 @@ from triton.runtime.jit import JITFunction
 
 from slipstream import kernels
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
+from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.linear.rotation import Rotation
 
 SHARED_MEMORY = 232448  # bytes a block may use on an H100
@@ -126,20 +127,23 @@ def batch() -> None:
         **{n: t(8, dtype=I64) for n in ("last_sampled_tokens", "next_prefill_tokens")},
     )
     gather = module("gather_batch")
-    gather.prepare_inputs(requests, step, 3, 12, 12, 4, 16)
+    gather.prepare_inputs(requests, step, StepSizes(3, 12, 12, 4, 16))
     tables = [t(8, 256, dtype=I32)]
     gather.gather_block_tables(tables, step.idx_mapping, tables, 3, 4)
     slots = t(1, 64, dtype=I64)
     sizes = (3, 12, 16)
     gather.compute_slot_mappings(tables, [16], step.query_start_loc, step.positions, slots, *sizes)
-    sampled, three = t(3, 5, dtype=I64), t(3, dtype=I32)
+    three = t(3, dtype=I32)
+    emitted = SimpleNamespace(
+        sampled_token_ids=t(3, 5, dtype=I64),
+        num_sampled=three,
+        num_rejected=three,
+        has_nan=t(3, dtype=torch.bool),
+    )
     for counts in (None, t(8, 100, dtype=I32)):
-        gather.post_update(
-            requests, step.idx_mapping, step.query_start_loc, sampled, three, three, counts
-        )
+        gather.post_update(requests, step, emitted, counts)
     packed, counts = t(4, 8, dtype=I64), t(2, 8, dtype=I32)
-    flags = t(3, dtype=torch.bool)
-    module("padded_step").commit_step(requests, step, sampled, three, three, flags, packed, counts)
+    module("padded_step").commit_step(requests, step, emitted, packed, counts)
     staging(requests, step, three)
     positions, lens = t(4, dtype=I64), t(4, dtype=I32)
     for writes in (None, t(4, dtype=I64)):
@@ -202,9 +206,10 @@ def sampling() -> None:
         top_p = t(8, dtype=torch.float32)
         module("top_k_top_p").apply_top_k_top_p(logits, longs, top_p, any_top_p)
     emitted, four, floats = t(4, 4, dtype=I64), t(4, dtype=I32), t(8, dtype=torch.float32)
+    of = SimpleNamespace(cu_num_logits=t(5, dtype=I32), idx_mapping=four, seq_lens=four)
     for largest in (None, floats):
         finish = module("finish_samples").finish_samples
-        finish(emitted, longs, floats, largest, t(5, dtype=I32), four, four, ints)
+        finish(emitted, longs, floats, largest, of, ints)
     text = t(8, 4096, dtype=I32)
     for prediction in (None, Predictions(ints, longs, longs, 8)):
         haystack = Haystack(text, ints, prediction)

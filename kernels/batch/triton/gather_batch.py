@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import pdl_options, wait_for_inputs
+from ..step_sizes import StepSizes
 
 _BLOCK = 1024
 
@@ -120,17 +121,9 @@ def _prepare_inputs_kernel(
     tl.store(logits_positions + first_logit + local, position, mask=inside)
 
 
-def prepare_inputs(
-    requests: Any,
-    batch: Any,
-    num_reqs: int,
-    num_tokens: int,
-    num_logits: int,
-    num_reqs_padded: int,
-    num_tokens_padded: int,
-) -> None:
+def prepare_inputs(requests: Any, batch: Any, sizes: StepSizes) -> None:
     """See `kernels.batch.gather_batch.prepare_inputs`."""
-    del num_tokens, num_reqs_padded  # bounds are on the device; seq_lens is cleared to its end
+    num_reqs, _, num_logits, _, num_tokens_padded = sizes  # `seq_lens` is cleared to its end
     num_drafts = requests.draft_tokens.shape[1]
     _prepare_inputs_kernel[(num_reqs + 1,)](
         batch.idx_mapping,
@@ -326,32 +319,25 @@ def _post_update_kernel(
             tl.atomic_add(output_bin_counts + slot * vocab_size + tokens, 1, mask=emitted)
 
 
-def post_update(
-    requests: Any,
-    idx_mapping: Tensor,
-    query_start_loc: Tensor,
-    sampled_token_ids: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    output_bin_counts: Tensor | None,
-) -> None:
+def post_update(requests: Any, batch: Any, sampled: Any, output_bin_counts: Tensor | None) -> None:
     """See `kernels.batch.gather_batch.post_update`."""
-    num_reqs, columns = sampled_token_ids.shape
+    token_ids = sampled.sampled_token_ids
+    num_reqs, columns = token_ids.shape
     if num_reqs == 0:
         return
     counts = requests.all_token_ids if output_bin_counts is None else output_bin_counts
     _post_update_kernel[(num_reqs,)](
-        idx_mapping,
-        query_start_loc,
-        sampled_token_ids,
-        num_sampled,
-        num_rejected,
+        batch.idx_mapping,
+        batch.query_start_loc,
+        token_ids,
+        sampled.num_sampled,
+        sampled.num_rejected,
         requests.all_token_ids,
         requests.total_len,
         requests.num_computed_tokens,
         requests.last_sampled_tokens,
         counts,
-        sampled_token_ids.stride(0),
+        token_ids.stride(0),
         requests.all_token_ids.stride(0),
         counts.shape[-1],
         COUNT=output_bin_counts is not None,

@@ -71,27 +71,19 @@ def _commit_kernel(
             tl.store(last_sampled_tokens + slot, newest)
 
 
-def commit_step(
-    requests: Any,
-    batch: Any,
-    sampled_token_ids: Tensor,
-    num_sampled: Tensor,
-    num_rejected: Tensor,
-    is_bad: Tensor,
-    packed: Tensor,
-    counts: Tensor,
-) -> None:
+def commit_step(requests: Any, batch: Any, sampled: Any, packed: Tensor, counts: Tensor) -> None:
     """See `kernels.batch.padded_step.commit_step`."""
-    rows, width = sampled_token_ids.shape
-    assert sampled_token_ids.is_contiguous() and packed.stride(0) == width + 3
+    token_ids = sampled.sampled_token_ids
+    rows, width = token_ids.shape
+    assert token_ids.is_contiguous() and packed.stride(0) == width + 3
     _commit_kernel[(rows,)](
         batch.idx_mapping,
         batch.query_start_loc,
-        sampled_token_ids,
-        num_sampled,
-        num_rejected,
+        token_ids,
+        sampled.num_sampled,
+        sampled.num_rejected,
         batch.num_draft_tokens,
-        is_bad,
+        sampled.has_nan,
         requests.all_token_ids,
         requests.total_len,
         requests.num_computed_tokens,

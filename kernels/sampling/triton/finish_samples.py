@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -63,9 +65,7 @@ def finish_samples(
     num_accepted: Tensor,
     largest_raw: Tensor,
     largest: Tensor | None,
-    cu_num_logits: Tensor,
-    idx_mapping: Tensor,
-    seq_lens: Tensor,
+    rows: Any,
     prefill_len: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels.sampling.finish_samples.finish_samples`."""
@@ -78,9 +78,9 @@ def finish_samples(
             num_accepted,
             largest_raw,
             largest_raw if largest is None else largest,
-            cu_num_logits,
-            idx_mapping,
-            seq_lens,
+            rows.cu_num_logits,
+            rows.idx_mapping,
+            rows.seq_lens,
             prefill_len,
             counts,
             is_bad,

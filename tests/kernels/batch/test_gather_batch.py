@@ -18,6 +18,9 @@ from slipstream.kernels.batch.gather_batch import (
     prepare_inputs,
     prepare_inputs_reference,
 )
+from slipstream.kernels.batch.step_sizes import StepSizes
+
+from ..step_buffers import sampled_tokens
 
 SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS, VOCAB = 6, 40, 3, 6, 64, 50
 UPDATES = pytest.mark.parametrize("update", [post_update, post_update_reference])
@@ -54,6 +57,13 @@ def make_requests(rows: list[Row]) -> SimpleNamespace:
         if row.drafts:
             table.draft_tokens[row.slot, : len(row.drafts)] = torch.tensor(row.drafts)
     return table
+
+
+def batch_rows(slots: list[int], starts: list[int]) -> SimpleNamespace:
+    return SimpleNamespace(
+        idx_mapping=torch.tensor(slots, dtype=torch.int32),
+        query_start_loc=torch.tensor(starts, dtype=torch.int32),
+    )
 
 
 def make_batch(rows: list[Row]) -> SimpleNamespace:
@@ -107,7 +117,8 @@ def test_prepare_inputs_equals_lists(seed: int, prepare: Callable[..., None]) ->
     num_reqs, num_tokens = len(rows), sum(row.query_len for row in rows)
     num_logits = sum(len(row.drafts) + 1 for row in rows)
     tokens_padded = num_tokens + rng.randint(0, 5)
-    prepare(requests, batch, num_reqs, num_tokens, num_logits, MAX_REQS, tokens_padded)
+    sizes = StepSizes(num_reqs, num_tokens, num_logits, MAX_REQS, tokens_padded)
+    prepare(requests, batch, sizes)
 
     ids: list[int] = []
     positions: list[int] = []
@@ -184,11 +195,12 @@ def test_post_update_follows_the_worked_example(update: Callable[..., None]) -> 
     before = requests.all_token_ids.clone()
     update(
         requests,
-        torch.tensor([2, -1], dtype=torch.int32),
-        torch.tensor([0, 4, 4], dtype=torch.int32),
-        torch.tensor([[1, 30, -1, -1], [9, 9, 9, 9]]),
-        torch.tensor([2, 4], dtype=torch.int32),
-        torch.tensor([2, 0], dtype=torch.int32),
+        batch_rows([2, -1], [0, 4, 4]),
+        sampled_tokens(
+            torch.tensor([[1, 30, -1, -1], [9, 9, 9, 9]]),
+            torch.tensor([2, 4], dtype=torch.int32),
+            torch.tensor([2, 0], dtype=torch.int32),
+        ),
         counts,
     )
     assert requests.num_computed_tokens.tolist() == [0, 0, 9, 0, 0, 0]
@@ -206,8 +218,7 @@ def test_post_update_of_a_prefill_chunk_only_counts_tokens(update: Callable[...,
     before = requests.all_token_ids.clone()
     none = torch.zeros(1, dtype=torch.int32)
     ids = torch.full((1, 4), -1)
-    bounds = torch.tensor([0, 6], dtype=torch.int32)
-    update(requests, none, bounds, ids, none, none, None)
+    update(requests, batch_rows([0], [0, 6]), sampled_tokens(ids, none, none), None)
     assert requests.num_computed_tokens[0] == 11
     assert requests.total_len[0] == 20
     assert requests.last_sampled_tokens[0] == 19
@@ -222,11 +233,12 @@ def test_post_update_counts_a_repeated_token_twice_and_stops_at_the_table_end(
     requests, counts = make_requests([row]), torch.zeros((SLOTS, VOCAB), dtype=torch.int32)
     update(
         requests,
-        torch.tensor([3], dtype=torch.int32),
-        torch.tensor([0, 4], dtype=torch.int32),
-        torch.tensor([[6, 6, 6, 8]]),
-        torch.tensor([4], dtype=torch.int32),
-        torch.zeros(1, dtype=torch.int32),
+        batch_rows([3], [0, 4]),
+        sampled_tokens(
+            torch.tensor([[6, 6, 6, 8]]),
+            torch.tensor([4], dtype=torch.int32),
+            torch.zeros(1, dtype=torch.int32),
+        ),
         counts,
     )
     assert counts[3, 6] == 3 and counts[3, 8] == 1
@@ -250,6 +262,7 @@ def test_the_cpu_version_equals_the_reference_on_whole_steps(seed: int) -> None:
     sampled = torch.randint(0, VOCAB, (num_reqs, DRAFTS + 1))
     num_sampled = torch.randint(0, DRAFTS + 2, (num_reqs,)).int()
     num_rejected = torch.randint(0, 2, (num_reqs,)).int()
+    sizes = StepSizes(num_reqs, num_tokens, num_logits, MAX_REQS, num_tokens + 3)
     after = []
     for prepare, update in (
         (prepare_inputs, post_update),
@@ -258,10 +271,9 @@ def test_the_cpu_version_equals_the_reference_on_whole_steps(seed: int) -> None:
         torch.manual_seed(seed)
         requests, batch = make_requests(rows), make_batch(rows)
         counts = torch.zeros((SLOTS, VOCAB), dtype=torch.int32)
-        prepare(requests, batch, num_reqs, num_tokens, num_logits, MAX_REQS, num_tokens + 3)
+        prepare(requests, batch, sizes)
         batch.idx_mapping[num_reqs // 2] = -1  # a row whose request is gone
-        maps = (batch.idx_mapping, batch.query_start_loc)
-        update(requests, *maps, sampled, num_sampled, num_rejected, counts)
+        update(requests, batch, sampled_tokens(sampled, num_sampled, num_rejected), counts)
         after.append({**vars(requests), **vars(batch), "counts": counts})
     for name, tensor in after[0].items():
         assert tensor.equal(after[1][name]), name

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.batch import gather_batch, padded_step
+from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.linear import head_sample
 from slipstream.kernels.sampling.finish_samples import finish_samples, finish_samples_reference
 
-from ..step_buffers import POISON, poisoned_buffers
+from ..step_buffers import POISON, poisoned_buffers, sampled_tokens
 
 SLOTS, MAX_LEN, DRAFTS, MAX_REQS, VOCAB = 7, 40, 3, 6, 50
 MAX_TOKENS = MAX_REQS * (DRAFTS + 1)
@@ -72,9 +73,8 @@ def test_inputs_equal_those_of_real_rows(num_reqs: int, length: int) -> None:
     requests, batch = step(num_reqs * length, num_reqs, length)
     table, expected = copy_of(requests), copy_of(batch)
     tokens, padded = num_reqs * length, MAX_REQS * length
-    gather_batch.prepare_inputs_reference(
-        table, expected, num_reqs, tokens, tokens, MAX_REQS, padded
-    )
+    sizes = StepSizes(num_reqs, tokens, tokens, MAX_REQS, padded)
+    gather_batch.prepare_inputs_reference(table, expected, sizes)
     for name in ("logits_indices", "expanded_idx_mapping", "expanded_local_pos"):
         getattr(expected, name)[tokens:padded] = 0  # rows that no plain step has
     expected.logits_positions[tokens:padded] = 0
@@ -90,7 +90,8 @@ def test_without_a_drafter_and_with_a_final_prompt_chunk() -> None:
     slot = int(batch.idx_mapping[2])
     requests.prefill_len[slot] = requests.num_computed_tokens[slot] + 1
     table, expected = copy_of(requests), copy_of(batch)
-    gather_batch.prepare_inputs_reference(table, expected, 4, 4, 4, MAX_REQS, MAX_REQS)
+    sizes = StepSizes(4, 4, 4, MAX_REQS, MAX_REQS)
+    gather_batch.prepare_inputs_reference(table, expected, sizes)
     padded_step.prepare_padded_inputs(requests, batch, MAX_REQS, MAX_REQS, MAX_REQS)
     assert batch.input_ids[:4].equal(expected.input_ids[:4])
     last = int(requests.num_computed_tokens[slot])
@@ -146,14 +147,11 @@ def test_commit_is_post_update_and_what_the_host_reads(num_reqs: int) -> None:
     tokens.masked_fill_(torch.arange(DRAFTS + 1) >= num_sampled[:, None], -1)
     is_bad = torch.rand(MAX_REQS) < 0.5
     table = copy_of(requests)
-    gather_batch.post_update_reference(
-        table, batch.idx_mapping, batch.query_start_loc,
-        *(t[:num_reqs] for t in (tokens, num_sampled, num_rejected)), None,
-    )  # fmt: skip
+    real = sampled_tokens(*(t[:num_reqs] for t in (tokens, num_sampled, num_rejected)))
+    gather_batch.post_update_reference(table, batch, real, None)
     packed, counts = torch.full((MAX_REQS, DRAFTS + 4), POISON), torch.full((2, 9), POISON).int()
-    padded_step.commit_step(
-        requests, batch, tokens, num_sampled, num_rejected, is_bad, packed, counts
-    )
+    sampled = sampled_tokens(tokens, num_sampled, num_rejected, is_bad)
+    padded_step.commit_step(requests, batch, sampled, packed, counts)
     equal(requests, table)
     columns = [num_sampled, batch.num_draft_tokens, is_bad]
     assert packed.equal(torch.cat([tokens, *(c.long()[:, None] for c in columns)], 1))
@@ -165,13 +163,13 @@ def test_padded_rows_emit_nothing_and_are_never_bad(triton: bool) -> None:
     finish: Callable[..., Any] = finish_samples
     if triton:
         from slipstream.kernels.sampling.triton.finish_samples import finish_samples as finish
-    args = (
-        torch.tensor([1, 0, 0, 0]), torch.full((8,), torch.nan), None,
-        torch.tensor([0, 2, 4, 4, 4], dtype=torch.int32),
-        torch.tensor([2, 1, -1, -1], dtype=torch.int32),
-        torch.tensor([9, 9, 0, 0], dtype=torch.int32),
-        torch.zeros(SLOTS, dtype=torch.int32),
-    )  # fmt: skip
+    rows = SimpleNamespace(
+        cu_num_logits=torch.tensor([0, 2, 4, 4, 4], dtype=torch.int32),
+        idx_mapping=torch.tensor([2, 1, -1, -1], dtype=torch.int32),
+        seq_lens=torch.tensor([9, 9, 0, 0], dtype=torch.int32),
+    )
+    prefill_len = torch.zeros(SLOTS, dtype=torch.int32)
+    args = (torch.tensor([1, 0, 0, 0]), torch.full((8,), torch.nan), None, rows, prefill_len)
     for run in (finish, finish_samples_reference):
         emitted = torch.arange(8).view(4, 2)
         num_sampled, num_rejected, is_bad = run(emitted, *args)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -195,11 +196,13 @@ def test_finish_samples(restricted: bool) -> None:
     raw, processed = torch.randn(num_rows), torch.randn(num_rows)
     raw[::5] = faults[torch.arange(raw[::5].shape[0]) % 3]
     processed[::4] = -torch.inf
-    args = (
-        accepted.long(), raw, processed if restricted else None, rows.cu_num_logits,
-        torch.randperm(num_reqs).int(), torch.randint(3, 6, (num_reqs,)).int(),
-        torch.randint(2, 6, (num_reqs,)).int(),
-    )  # fmt: skip
+    of = SimpleNamespace(
+        cu_num_logits=rows.cu_num_logits,
+        idx_mapping=torch.randperm(num_reqs).int(),
+        seq_lens=torch.randint(3, 6, (num_reqs,)).int(),
+    )
+    prefill_len = torch.randint(2, 6, (num_reqs,)).int()
+    args = (accepted.long(), raw, processed if restricted else None, of, prefill_len)
     kept = emitted.clone()
     expected = finish_samples_reference(kept, *args)
     for got, wanted in zip(finish_samples(emitted, *args), expected, strict=True):
