@@ -1,1 +1,1 @@
-"""Builds a model runner: loads the target, sizes the KV cache, compiles and warms up."""
+"""Builds a model runner: loads the target, sizes the KV cache, compiles kernels and warms up."""

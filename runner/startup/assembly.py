@@ -1,6 +1,6 @@
-"""Assembles the parts of a model runner: weights, KV memory, buffers, attention, drafter.
+"""Assembles the parts of a model runner: weights, KV memory, buffers, attention and drafter.
 
-Start-up only; a step never comes here.
+It runs only at start-up, never in a step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def assemble(
 
 
 class Assembly:
-    """Makes the parts, one after the other."""
+    """Makes the parts one after the other; `run` returns them."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Assembly:
         self.progress = progress
         self.seconds: dict[str, float] = {}
         self.device = device
-        # Meta tensors stand for a card's: see `dry_start`.
+        # Meta tensors stand for a GPU's; see `dry_start`.
         self.device_type = "cuda" if is_card(device) else device.type
         self.ahead = ahead
         if device.type == "cuda":
@@ -89,7 +89,7 @@ class Assembly:
         config = self.config
         if self.ahead is not None and (card := card_of(self.device)) is not None:
             self.ahead.tell(card)
-        with self._phase("load", shown=False):  # loading says itself how far it is
+        with self._phase("load", shown=False):  # loading reports its own progress
             self._load_target()
             loaded = self.loaded
             self.graphs = self._graph_settings()
@@ -202,7 +202,7 @@ class Assembly:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
 
     def _note(self, purpose: str | None) -> None:
-        """Count the memory that was allocated since the last call for `purpose`."""
+        """Add the memory allocated since the last call to `purpose`; None: to no purpose."""
         now = memory_allocated(self.device)
         if purpose is not None:
             self.memory.add(purpose, max(0, now - self._allocated))
@@ -285,12 +285,16 @@ class Assembly:
 
     @property
     def _whole_steps(self) -> bool:
-        """Ranks that agree on each step's size must be able to run one for nobody: in pieces."""
+        """True if a step may run as one graph.
+
+        Not with data parallelism: its ranks must be able to run a step without requests.
+        """
         alone = self.config.parallel.data_parallel_size == 1
         return self.config.graph.cudagraph_whole_step and alone
 
     def _query_lengths(self, needs: SpeculatorNeeds) -> list[int]:
-        """Of uniform batches, ascending: 1, and one more than each number of drafts."""
+        """The query lengths of uniform batches, ascending: 1, and K + 1 for each K that may be
+        used."""
         chosen = [k for k in self.config.speculative.draft_counts if needs.num_speculative_tokens]
         return sorted({1, needs.num_speculative_tokens + 1, *(count + 1 for count in chosen)})
 

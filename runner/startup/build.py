@@ -20,7 +20,7 @@ from .compile_ahead import STEPS, CompileAhead
 def build_model_runner(
     config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
 ) -> ModelRunner:
-    """Load, allocate, warm up and capture; the runner is then ready for its first step."""
+    """Load, allocate, warm up, capture and measure; the runner is then ready for its first step."""
     if torch.cuda.is_available():
         spare_modules()
     parts = assemble(config, progress, ahead)

@@ -1,8 +1,8 @@
-"""Starts the process that compiles kernels while the worker loads, and waits for it.
+"""Starts a process that compiles kernels while the worker loads, and waits for it stage by stage.
 
-It begins at once, so that its imports, like its compilations, run beside those of the worker, which
-waits, stage by stage, for no more than it launches next. A start that was gone through before finds
-all in Triton's cache, and needs no such process.
+The process starts at once, so that its imports and compilations run in parallel with the worker's
+loading. At each stage the worker waits only for the kernels that it launches next. If an equal
+start has run before, all kernels are in Triton's cache and no process is needed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
     from ...kernels.device import Card
 
 logger = logging.getLogger(__name__)
-OFF = "SLIPSTREAM_COMPILE_AHEAD"  # environment variable; 0 = every kernel at its first launch
+OFF = "SLIPSTREAM_COMPILE_AHEAD"  # environment variable; 0 = compile kernels at first launch
 MAX_WAIT_SECONDS = 90.0
-# What a start launches, in its order: the tests of attention's claims; memory profile, warm-up and
-# captures; first steps. What it does not launch itself, though requests may, comes last.
+# The stages of a start, in order: tests of attention claims; memory profile, warm-up and captures;
+# first steps. Kernels that only requests may launch are compiled last.
 ATTENTION, GRAPHS, STEPS = STAGES = ("attention", "graphs", "steps")
-_MIN_CORES = 4  # with fewer the two processes only take time from each other
+_MIN_CORES = 4  # with fewer, the two processes only slow each other down
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg")
 _SOURCES = ("kernels", "runner", "speculators")
-# Of a model's config.json: what no kernel depends on.
+# Keys of a model's config.json that no kernel depends on.
 _NO_SHAPES = (
     "_name_or_path",
     "transformers_version",
@@ -50,31 +50,35 @@ _NO_SHAPES = (
 
 
 class DryReport(msgspec.Struct):
-    """What a dry start says on its standard output, one line of JSON."""
+    """The result of a dry start, which writes it to its standard output as one line of JSON."""
 
     num_compiled: int = 0
     num_cached: int = 0
     num_failed: int = 0
     seconds: float = 0.0
-    error: str = ""  # why it did not get to its end
+    error: str = ""  # why it stopped early
 
 
 class CompileAhead:
-    """A dry start in a process of its own (see `dry_start`); none of its failures fails a start."""
+    """A dry start in another process (see `dry_start`).
+
+    If it fails, the worker starts nonetheless.
+    """
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
-        self._stamp: Path | None = None  # exists once all of this start was compiled
-        self._gates: dict[str, int] = {}  # stage -> read end of a pipe, which ends when it does
-        self.seconds = 0.0  # that were waited
+        self._stamp: Path | None = None  # a file that exists once this start is fully compiled
+        # stage -> read end of a pipe that closes when it is compiled
+        self._gates: dict[str, int] = {}
+        self.seconds = 0.0  # time spent waiting
         self._key = start_key(config)
         self.num_processes = len(os.sched_getaffinity(0))
         if not any(triton_cache().glob(f"{self._key}-*")):
             self._start()
 
     def tell(self, card: Card) -> None:
-        """Let it begin, now that the card is known; or end it, if nothing is to be compiled."""
+        """Let it compile for this GPU, or stop it if everything has been compiled before."""
         facts = {
             "name": card.name,
             "capability": card.capability,
@@ -95,26 +99,26 @@ class CompileAhead:
             self._process.stdin.write(line + b"\n")
             self._process.stdin.flush()
         except OSError:
-            pass  # it died: `wait` tells
+            pass  # the process died; `wait` reports it
 
     @property
     def is_compiling(self) -> bool:
-        """Whether there is, or may be, something to wait for."""
+        """True if there may be compilations to wait for."""
         return self._process is not None and self._stamp is not None
 
     def wait_for(self, stage: str) -> None:
-        """Wait until what a start launches up to the end of this one of `STAGES` is compiled, or
-        cannot be."""
+        """Wait until the kernels of `STAGES` up to this one are compiled, or the time is over."""
         if not self.is_compiling or stage not in self._gates:
             return
         began = time.monotonic()
         ends = select.poll()
-        ends.register(self._gates[stage])  # nothing is written: it only hangs up
+        ends.register(self._gates[stage])  # the pipe carries no data: it only hangs up
         ends.poll(1e3 * self._patience())
         self.seconds += time.monotonic() - began
 
     def wait(self) -> DryReport | None:
-        """Wait until all is compiled; None if nothing was to be."""
+        """Wait until everything is compiled and return the report; None if there was nothing to
+        do."""
         if self._process is None or self._stamp is None:
             return None
         began = time.monotonic()
@@ -122,12 +126,12 @@ class CompileAhead:
         self.stop()
         self.seconds += time.monotonic() - began
         if report.error or report.num_failed:
-            reason = report.error or f"{report.num_failed} kernels do not compile"
+            reason = report.error or f"{report.num_failed} kernels failed to compile"
             logger.warning("not all kernels were compiled ahead: %s", reason)
         else:
             _touch(self._stamp)
         logger.info(
-            "compiled %d kernels ahead on %d cores in %.1f s (%d were there), waited %.1f s",
+            "compiled %d kernels ahead on %d cores in %.1f s (%d were cached), waited %.1f s",
             report.num_compiled, self.num_processes, report.seconds, report.num_cached,
             self.seconds,
         )  # fmt: skip
@@ -137,7 +141,7 @@ class CompileAhead:
         return max(0.0, MAX_WAIT_SECONDS - self.seconds)
 
     def stop(self) -> None:
-        """End it, if it still runs, with all that it started."""
+        """Kill the process and its children if they still run."""
         while self._gates:
             os.close(self._gates.popitem()[1])
         process, self._process = self._process, None
@@ -156,8 +160,8 @@ class CompileAhead:
         paths = [str(Path(root).parent), os.environ.get("PYTHONPATH", "")]
         environment = os.environ | {
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "CUDA_VISIBLE_DEVICES": "",  # it must not take memory of the card
-            "OMP_NUM_THREADS": "1",  # nor have threads when it forks
+            "CUDA_VISIBLE_DEVICES": "",  # it must not use GPU memory
+            "OMP_NUM_THREADS": "1",  # it must have one thread when it forks
         }
         gates = {stage: os.pipe() for stage in STAGES}
         self._gates = {stage: ends[0] for stage, ends in gates.items()}
@@ -199,7 +203,7 @@ class CompileAhead:
 
 @contextmanager
 def start_ahead(config: Config) -> Iterator[CompileAhead | None]:
-    """The dry start beside this start, where one is of use; it does not outlive the block."""
+    """A context with a dry start in parallel, or None if none would help; stopped at the end."""
     ahead = CompileAhead(config) if is_wanted(config) else None
     try:
         yield ahead
@@ -209,7 +213,10 @@ def start_ahead(config: Config) -> Iterator[CompileAhead | None]:
 
 
 def is_wanted(config: Config) -> bool:
-    """Whether this start may launch Triton kernels, as far as one can tell without torch."""
+    """True if this start probably launches Triton kernels and the machine can compile ahead.
+
+    Decided without importing torch.
+    """
     return (
         config.model.device != "cpu"
         and os.environ.get(OFF) != "0"
@@ -221,7 +228,7 @@ def is_wanted(config: Config) -> bool:
 
 
 def _has_async_compilation() -> bool:
-    """Whether this Triton is there and can compile without launching (3.6 and later)."""
+    """True if Triton is installed and can compile without launching (3.6 and later)."""
     try:
         major, minor = importlib.metadata.version("triton").split(".")[:2]
     except importlib.metadata.PackageNotFoundError:
@@ -230,10 +237,11 @@ def _has_async_compilation() -> bool:
 
 
 def start_key(config: Config) -> str:
-    """Names what a start launches: shapes of the models, our sources, the versions of others'.
+    """A name for the set of kernels that a start launches.
 
-    Limits of memory and of batches, seeds and names are not in it: the dry start assumes limits of
-    its own. Where that is wrong, a kernel is compiled at its first launch.
+    It covers the models' shapes, our source code, and the versions of torch and Triton. It leaves
+    out memory and batch limits, seeds and names, because the dry start assumes limits of its own.
+    If that turns out wrong, a kernel is compiled at its first launch.
     """
     model, drafts, graph = config.model, config.speculative, config.graph
     parts = (
@@ -258,7 +266,7 @@ def start_key(config: Config) -> str:
 
 
 def _without(section: Any, *names: str) -> dict[str, Any]:
-    """Fields of a section, but these."""
+    """A section's fields without those named."""
     return {
         field.name: getattr(section, field.name)
         for field in dataclasses.fields(section)
@@ -267,7 +275,7 @@ def _without(section: Any, *names: str) -> dict[str, Any]:
 
 
 def _shapes_of(model: str, revision: str | None = None) -> Any:
-    """What a model's folder says of its shapes; elsewhere its name stands for them."""
+    """The shapes in a local model's config.json; for a model on the hub, its name and revision."""
     try:
         found = json.loads((Path(model).expanduser() / "config.json").read_bytes())
         kept = {key: value for key, value in found.items() if key not in _NO_SHAPES}
@@ -277,7 +285,7 @@ def _shapes_of(model: str, revision: str | None = None) -> Any:
 
 
 def triton_cache() -> Path:
-    """Where Triton keeps compiled kernels."""
+    """The folder of Triton's compiled kernels."""
     if folder := os.environ.get("TRITON_CACHE_DIR"):
         return Path(folder)
     home = os.environ.get("TRITON_HOME") or os.path.expanduser("~")
@@ -289,4 +297,4 @@ def _touch(stamp: Path) -> None:
         stamp.parent.mkdir(parents=True, exist_ok=True)
         stamp.touch()
     except OSError as error:
-        logger.warning("cannot note in %s that kernels were compiled: %s", stamp.parent, error)
+        logger.warning("cannot record in %s that kernels are compiled: %s", stamp.parent, error)

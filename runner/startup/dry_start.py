@@ -1,7 +1,7 @@
-"""Goes through a start without a card, so that every kernel it launches is compiled ahead.
+"""Ahead-of-time compilation: replays start-up on meta tensors, compiling every kernel it launches.
 
-A process of its own (see `start_ahead`): the model is built of meta tensors, which have shapes and
-no memory, so nothing here can touch weights, KV or requests of the worker that really starts.
+It runs in a process of its own (see `start_ahead`). Meta tensors have shapes but no memory, so
+nothing here can touch weights, KV or requests of the worker, and no GPU is needed.
 """
 
 from __future__ import annotations
@@ -41,27 +41,27 @@ from .compile_ahead import ATTENTION, GRAPHS, STAGES, STEPS, DryReport
 from .memory_profile import MemoryProfile
 
 _META = torch.device("meta")
-_NICE = 5  # the worker goes on meanwhile, and must not wait for a core
+_NICE = 5  # the worker runs in parallel and must not wait for a core
 _NOT_TRITONS = ("flashinfer", "flash_mla")
-_MANY_BYTES = 1 << 50  # of KV, which take no memory
-# Beyond these no other kernels come, as far as is known, whatever a server's own limits are.
+_MANY_BYTES = 1 << 50  # size of the KV cache, which uses no memory
+# Larger batches are not known to need other kernels, whatever a server's own limits are.
 _MANY_ROWS, _MANY_TOKENS = 257, 2048
 
 
-# Called with one of `STAGES` once all of it was launched.
+# Called with the name of a stage once all its kernels have been launched.
 Reached = Callable[[str], None]
 
 
 class _DryGraph:
     def replay(self) -> None:
-        """Nothing was recorded."""
+        """Do nothing: nothing was recorded."""
 
     def reset(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: nothing is kept."""
 
 
 class _DryGraphs:
-    """A `GraphBackend` that runs a capture as it would run anything else."""
+    """A `GraphBackend` that runs captures without recording them."""
 
     def create_pool(self) -> int:
         return 0
@@ -74,19 +74,19 @@ class _DryGraphs:
         return _DryGraph()
 
     def end(self, graph: Graph) -> None:
-        """Nothing was begun."""
+        """Do nothing: nothing was begun."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
         return tensor
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: meta tensors are never busy."""
 
     def memory_used(self) -> int:
         return 0
 
     def release_unused(self) -> None:
-        """There is none."""
+        """Do nothing: no memory is used."""
 
 
 class _DryAssembly(Assembly):
@@ -122,7 +122,7 @@ class _DryAssembly(Assembly):
 
 
 class _DryRunner(ModelRunner):
-    """A runner whose results are never read."""
+    """A runner without results. It raises the errors of its steps at once."""
 
     def execute(self, plan: StepPlan) -> Any:
         handle = super().execute(plan)
@@ -133,20 +133,22 @@ class _DryRunner(ModelRunner):
 
 class _NoResults:
     def get(self) -> list[RowResult]:
-        """Of tensors without memory nothing can be read."""
+        """Return no results: meta tensors have no values."""
         return []
 
 
 def any_limits(config: Config) -> Config:
-    """The same model and kernels, with limits that no server's limits lead beyond: what is compiled
-    for one of them then serves all, and `start_key` need not tell them apart."""
+    """Replace a server's limits by the largest that affect kernels.
+
+    Kernels compiled for one server then serve all, so `start_key` need not include the limits.
+    """
     cache = replace(
         config.cache, kv_cache_memory_bytes=_MANY_BYTES, num_gpu_blocks_override=1 << 16
     )
     graph = config.graph
-    if graph.attention_backend in _NOT_TRITONS:  # the rest of their steps is the same
+    if graph.attention_backend in _NOT_TRITONS:  # the rest of the step is the same with "auto"
         graph = replace(graph, attention_backend="auto")
-    # Between powers of two lies no kernel of its own.
+    # Sizes between powers of two need no kernels of their own.
     graph = replace(graph, cudagraph_capture_sizes=tuple(_powers(DEFAULT_MAX_CAPTURE_SIZE)))
     tokens = max(_MANY_TOKENS, _MANY_ROWS * (config.speculative.max_drafts + 1))
     scheduler = SchedulerConfig(max_num_seqs=_MANY_ROWS, max_num_batched_tokens=tokens)
@@ -156,8 +158,11 @@ def any_limits(config: Config) -> Config:
 def dry_start(
     config: Config, reached: Reached = lambda stage: None, own: SchedulerConfig | None = None
 ) -> ModelRunner:
-    """Build, warm up and capture as `build_model_runner` does, without memory; then run what comes
-    later with some requests only. `own`: the server's limits, if `config` has others."""
+    """Build, warm up and capture like `build_model_runner`, then run steps that only some requests
+    need.
+
+    `own` holds the server's limits if those in `config` were replaced.
+    """
     parts = _DryAssembly(config, reached, own or config.scheduler).run()
     shorten(getattr(parts.speculator, "model", None))
     runner = _DryRunner(parts)
@@ -173,14 +178,17 @@ def dry_start(
 
 
 def attend_to_any_batch(parts: RunnerParts, max_num_tokens: int) -> None:
-    """Attention over prefills of every length, in batches of every size: its tiles depend on both,
-    and it runs outside graphs. Powers of two, and one more, meet every kind of tiles."""
+    """Launch attention for prefills of every length in batches of every size.
+
+    It runs outside graphs, and its tiles depend on both numbers. Powers of two, and one more,
+    cover every kind of tile.
+    """
     cache, buffers = parts.target.cache, parts.buffers
     layers = {attention_kind(layer): layer for layer in cache.layers.values()}.values()
     lengths = [n + more for n in _powers(max_num_tokens) for more in (0, 1)]
     for length in lengths:
         for num_reqs in _powers(buffers.max_num_reqs):
-            num_tokens = length + num_reqs - 1  # one prefill among decodes
+            num_tokens = length + num_reqs - 1  # one prefill and decodes
             if num_tokens > max_num_tokens:
                 break
             host = torch.zeros(buffers.max_num_reqs + 1, dtype=torch.int32)
@@ -200,7 +208,7 @@ def _powers(most: int) -> list[int]:
 def compile_start(
     config: Config, card: Card, num_processes: int, reached: Reached = lambda stage: None
 ) -> DryReport:
-    """Compile in `num_processes` what a start with `config` on `card` will launch."""
+    """Compile what a start with `config` on the GPU `card` will launch, in `num_processes`."""
     from triton.runtime import driver
 
     began = time.monotonic()
@@ -225,25 +233,28 @@ def compile_start(
 
 
 def _import_late_parts() -> None:
-    """What is imported at its first use takes seconds: spend them while the card is looked up."""
+    """Import modules that load at first use, for seconds, while the worker looks up the GPU."""
     import triton.compiler
 
     assert triton.compiler is not None
-    _ = torch.zeros(1, device=_META) + 1  # arithmetic without memory brings much of torch along
+    _ = torch.zeros(1, device=_META) + 1  # arithmetic on meta tensors imports much of torch
 
 
 def main() -> int:
-    """`python -m slipstream.runner.startup.dry_start 5 6 7`; standard input: config, then card.
-    The arguments are pipes, by stage: each ends with the stage's last compilation, since those that
-    run then are all that holds it open."""
+    """Entry point of `python -m slipstream.runner.startup.dry_start 5 6 7`.
+
+    Its standard input has two lines: the config, then the GPU. The arguments are descriptors of
+    pipes, one per stage. Compiling processes inherit them, so a stage's pipe closes when its last
+    compilation has ended.
+    """
     follow_parent()
     os.nice(_NICE)
-    gc.disable()  # a collection would touch, and so copy, what forks share
+    gc.disable()  # a collection would copy memory pages that forked processes share
     gates = dict(zip(STAGES, map(int, sys.argv[1:]), strict=True))
-    logging.disable()  # the worker says the same
+    logging.disable()  # the worker logs the same
     config = msgspec.json.decode(sys.stdin.buffer.readline(), type=Config)
     _import_late_parts()
-    line = sys.stdin.buffer.readline()  # none if nothing is to be compiled
+    line = sys.stdin.buffer.readline()  # empty if nothing needs compiling
     if not line:
         return 0
     facts = json.loads(line)

@@ -1,4 +1,4 @@
-"""Collects what the engine and the server need to know of a runner once its parts are made."""
+"""Collects what engine and server need to know of a model runner once its parts are made."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def facts_of(
     lowered: Sequence[LoweredClaim],
     draft_layers: Sequence[AttentionLayer] = (),
 ) -> RunnerFacts:
-    """The facts of a runner that is all but ready."""
+    """The facts of a runner whose parts are complete."""
     ids = {layer.layer_id for layer in draft_layers} if needs.kv_needs_next_token else set()
     return RunnerFacts(
         max_model_len=loaded.max_model_len,

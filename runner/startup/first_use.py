@@ -1,7 +1,7 @@
-"""Uses torch's own kernels for the first time, while the worker waits for kernels of ours.
+"""Runs torch's own kernels once, while the worker waits for its kernels to be compiled.
 
-They lie in libraries of hundreds of megabytes, of which each first use loads a part: on a machine
-that has not read them lately this takes seconds, wherever it happens. It changes no state.
+They are in libraries of hundreds of megabytes, which load a part at each first use. On a machine
+that has not read these files lately, this takes seconds wherever it happens. It changes no state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def load_libraries(
     graphs: GraphSettings | None,
     vocab_size: int,
 ) -> None:
-    """All that the phases of a start use, at the sizes of its steps."""
+    """Run every torch kernel that start-up will use, at the sizes of its steps."""
     found = [model for model in models if isinstance(model, nn.Module)]
     sizes = {max_num_tokens}
     if graphs is not None:
@@ -36,8 +36,11 @@ def load_libraries(
 
 
 def first_products(models: Iterable[nn.Module], num_rows: Iterable[int]) -> int:
-    """Each shape of a linear layer times as many rows, where torch is to compute it; returns how
-    many products that were. The library chooses its kernel by all three sizes."""
+    """Run the matrix products that torch will compute: each shape of a linear layer, with each
+    number of rows. Returns how many products ran.
+
+    The library chooses its kernel by all three sizes.
+    """
     layers = {
         (layer.shape, layer.bias is None): layer
         for model in models
@@ -48,8 +51,8 @@ def first_products(models: Iterable[nn.Module], num_rows: Iterable[int]) -> int:
     try:
         for layer in layers.values():
             count += _products_of(layer, sizes)
-    except torch.OutOfMemoryError:  # whoever sizes the memory says it better
-        logger.info("not enough memory is left to load libraries ahead")
+    except torch.OutOfMemoryError:  # sizing the KV cache reports this better
+        logger.info("there is too little memory to load libraries ahead")
     return count
 
 
@@ -65,7 +68,7 @@ def _products_of(layer: Linear, sizes: list[int]) -> int:
 
 
 def first_operations(device: torch.device, vocab_size: int) -> None:
-    """What the memory's profile and the tests of attention's claims use of torch."""
+    """Run the torch operations of the memory profile and of the attention claims' tests."""
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         noise = torch.randn(2, 64, device=device)
         for dtype in (torch.bfloat16, torch.float16):

@@ -1,4 +1,4 @@
-"""Loads the target; a drafter that cannot be used is known before its weights are read."""
+"""Loads the target model, after checking that its drafter can be used."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from ..models.layers import WeightFormat, resolve_format
 from ..models.registry import build_model
 from .memory import refuse_early
 
-# What reading values of another kind than is meant ends in. RuntimeError is also a device's fault.
+# Exceptions that a malformed config can raise. Not RuntimeError, which is also a device fault.
 _ODD_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
 class LoadedTarget:
-    """The model that is served, and what its drafter will be loaded from."""
+    """The model that is served, and the files of its drafter."""
 
     model: TextModel
     resolved: ResolvedModel
@@ -42,7 +42,7 @@ class LoadedTarget:
 
 @contextmanager
 def faults_of_drafter() -> Iterator[None]:
-    """Around what reads the drafter: its errors say whose they are, odd contents' too."""
+    """Turn errors of code that reads the drafter into DrafterError, malformed contents included."""
     try:
         yield
     except (RunnerError, ConfigError, OSError, *_ODD_CONTENT) as error:
@@ -55,10 +55,10 @@ def load_target(
     progress: Callable[[int, int], None],
     downloading: Callable[[str, int, int], None] = lambda name, done, total: None,
 ) -> LoadedTarget:
-    """Find both models, check what is known without their weights, and read the target's.
+    """Find both models, check what can be checked without weights, and load the target's weights.
 
-    `progress` is called with the bytes read so far and in all; `downloading` with the name of a
-    model on the hub, and such bytes.
+    `progress` is called with (bytes read, total bytes), and `downloading` with the name of a model
+    on the hub and (bytes, total bytes).
     """
     model_config = config.model
     with faults_of_drafter():

@@ -1,4 +1,4 @@
-"""How much memory the KV cache gets, and how many blocks that is."""
+"""Decides how much memory the KV cache gets, and how many blocks that is."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ CPU_CACHE_BYTES = 1 << 30
 
 
 class NoKVMemory(RunnerError):
-    """The KV cache would hold less than one request."""
+    """The KV cache is too small for one request."""
 
     def __init__(self, available: int, needed: int, share_counts: bool) -> None:
         raising = "--gpu-memory-utilization or --kv-cache-memory-bytes, or"
         if not share_counts:
             raising = "--kv-cache-memory-bytes or"
         super().__init__(
-            f"{max(0, available) / 2**20:.0f} MiB are left for the KV cache, but one request of "
-            f"max_model_len needs {needed / 2**20:.0f} MiB: raise {raising} lower --max-model-len"
+            f"only {max(0, available) / 2**20:.0f} MiB are left for the KV cache, but one request "
+            f"of max_model_len needs {needed / 2**20:.0f}: raise {raising} lower --max-model-len"
         )
 
 
 def memory_allocated(device: torch.device) -> int:
-    """Bytes that tensors of this process hold: on the device, or (CPU) of the whole process."""
+    """Bytes that this process's tensors use on a GPU; on a CPU, the resident memory of the
+    process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     try:
@@ -48,10 +49,11 @@ def kv_cache_bytes(
     profile: MemoryProfile,
     memory: MemoryByPurpose,
 ) -> int:
-    """Bytes for the KV cache: as configured, else what the device has left, else 1 GiB (CPU).
+    """Bytes for the KV cache: as configured, otherwise what the GPU has left, or on a CPU 1 GiB.
 
-    On a GPU the largest step of `profile` runs once, to see how much memory activations take at
-    their peak, and its graphs show what captures will take. Both are noted in `memory`.
+    On a GPU, this runs the largest step of `profile` once to measure the peak memory of
+    activations, and captures some of its graphs to estimate the memory of all. Both are added to
+    `memory`.
     """
     if config.kv_cache_memory_bytes is not None:
         return config.kv_cache_memory_bytes
@@ -70,7 +72,7 @@ def kv_cache_bytes(
     memory.add("graphs, reserved", graphs)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    others = total - free  # weights, context, and whoever else uses this device
+    others = total - free  # weights, the CUDA context, and other processes on this GPU
     return int(total * config.gpu_memory_utilization) - others - activations - graphs
 
 
@@ -82,7 +84,7 @@ def num_kv_blocks(
     max_model_len: int,
     max_tokens: int,
 ) -> int:
-    """Blocks per group, the null block included; never more than `max_tokens` tokens can use.
+    """Blocks per group, including the null block; at most what `max_tokens` tokens can use.
 
     Raises `NoKVMemory` if one request of `max_model_len` does not fit.
     """
@@ -102,11 +104,11 @@ def refuse_early(
     dtype: torch.dtype,
     max_model_len: int,
 ) -> None:
-    """Raise `NoKVMemory` before weights are loaded, where the cache's size is known by then.
+    """Raise `NoKVMemory` before weights are loaded, if the size of the cache is known by then.
 
-    `groups` are the target's alone; with a drafter's it only becomes less. The attention back end,
-    which is chosen later, may need larger blocks than `--block-size`: then the cache is checked
-    again.
+    `groups` are the target's only; a drafter's leave less memory. The check is repeated later,
+    because the attention back end, which is chosen later, may need larger blocks than
+    `--block-size`.
     """
     if config.kv_cache_memory_bytes is not None or device.type != "cuda":
         known = config.kv_cache_memory_bytes or CPU_CACHE_BYTES

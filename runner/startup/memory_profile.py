@@ -1,6 +1,6 @@
-"""Runs what takes memory beside the KV cache, to see how much: the largest step, some graphs.
+"""Measures the memory that is needed besides the KV cache: the largest step's, and the graphs'.
 
-It decides nothing: `memory` makes a number of blocks of it.
+It decides nothing; `memory` computes the number of blocks from it.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ..step.token_graphs import ChoiceGraphs
 
 @dataclass(frozen=True)
 class MemoryProfile:
-    """The parts of a step, over as little KV as they work with."""
+    """The parts of a step, to be run with a minimal KV cache."""
 
     small_target: Callable[[], Target]
     max_num_tokens: int
     max_logits_rows: int
-    pool: GraphPool | None  # None: there are no graphs
-    graphs: CudaGraphManager | None  # of the target
+    pool: GraphPool | None  # None without graphs
+    graphs: CudaGraphManager | None  # the target's
     choices_of: Callable[[Target], ChoiceGraphs | None]
     draft_graph_bytes: Callable[[Target], int]
 
     def run_largest_step(self) -> None:
-        """What takes most at once."""
+        """Run the step that uses the most memory."""
         logits = self.small_target().warm_up(self.max_num_tokens)
         rows = self.max_logits_rows
-        logits[:1].float().expand(rows, -1).softmax(-1).cumsum(-1)  # as the sampler's copies
+        logits[:1].float().expand(rows, -1).softmax(-1).cumsum(-1)  # the sampler's copies
 
     def graph_bytes(self) -> int:
-        """Bytes that all captures will take; leaves nothing captured."""
+        """Estimate the bytes that all graphs will use. Keeps no graph."""
         if self.graphs is None or self.pool is None:
             return 0
         with self.pool.throw_away(), paused_garbage_collector(collect=False):

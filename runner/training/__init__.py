@@ -1,1 +1,1 @@
-"""The process that trains a drafter on its target."""
+"""The process that trains a drafter for its target."""

@@ -1,7 +1,8 @@
-"""What a drafter's training reads of its target: hidden states at the taps, logits, embeddings.
+"""Reads what training needs from the target: auxiliary hidden states, logits and embeddings.
 
-Nothing is stored: the trainer asks for a batch, the target runs over its sequences in the KV blocks
-of the engine that generated them, and the next batch overwrites these. The engine must be idle.
+Nothing is stored. For each batch that the trainer requests, the target runs over its sequences in
+the KV blocks of the engine that generated them; the next batch overwrites them. The engine must be
+idle.
 """
 
 from __future__ import annotations
@@ -28,20 +29,21 @@ from ..startup.assembly import ProgressFn, assemble
 from ..step.model_runner import ModelRunner
 from ..step.parts import RunnerParts
 
-_LOGIT_ROWS = 2048  # whole rows of the vocabulary are made for so many positions at a time
+_LOGIT_ROWS = 2048  # positions for which logits of the whole vocabulary are computed at once
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Consecutive tokens of one sequence that run in one pass."""
+    """Consecutive tokens of one sequence, run in one forward pass."""
 
-    row: int  # of the batch
+    row: int  # row of the batch
     start: int
     count: int
 
 
 class TargetReader:
-    """`speculators.training.dataset.HiddenSource` over an engine's own model and memory."""
+    """Implements `speculators.training.dataset.HiddenSource` with an engine's model and KV
+    memory."""
 
     def __init__(
         self, parts: RunnerParts, taps: tuple[int, ...], scheduler: SchedulerConfig
@@ -55,17 +57,17 @@ class TargetReader:
         self._block_size = cache.block_size
         self._num_blocks = cache.num_blocks
         self._device: torch.device = next(iter(cache.kv_caches.values())).device
-        # A step's arrays must not wait for the step before.
+        # Pinned buffers, so that uploading a pass's arrays does not wait for the previous pass.
         self._staging = StagingPool(self._device)
         check_taps(taps, int(self._model.config.num_hidden_layers))
 
     @property
     def max_sequence_tokens(self) -> int:
-        """The longest sequence that fits into the KV cache alone."""
+        """Length of the longest sequence that fits into the KV cache."""
         return (self._num_blocks - 1) * self._block_size
 
     def read(self, sequences: Sequence[TrainingSequence], draft_ids: Tensor) -> Batch:
-        """Run the target over `sequences`; `draft_ids` [D] int64 are the logits that are kept."""
+        """Run the target over `sequences`. Logits are kept for `draft_ids`, [D] int64."""
         lengths = [len(sequence.token_ids) for sequence in sequences]
         rows, longest = len(lengths), max(lengths)
         hidden_size = int(self._model.config.hidden_size)
@@ -93,9 +95,10 @@ class TargetReader:
         return batch
 
     def starting_head(self, draft_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The target's output rows [D, H] of `draft_ids`, and the weight [H] of its final norm.
+        """The target's output head for `draft_ids`, [D, H], and the weight of its final norm, [H].
 
-        The rows come out of the head itself, since it may be packed.
+        The rows are computed by applying the head to unit vectors, since its weights may be packed.
+        The norm is None if the target has none that a head can start from.
         """
         size = int(self._model.config.hidden_size)
         unit = torch.eye(size, dtype=self._model.format.dtype, device=self._device)
@@ -115,7 +118,7 @@ class TargetReader:
         return -(-length // self._block_size)
 
     def _groups_that_fit(self, lengths: Sequence[int]) -> Iterator[list[int]]:
-        """Rows of the batch whose sequences have room in the KV cache together."""
+        """Split the batch into groups of rows that fit into the KV cache together."""
         group: list[int] = []
         free = self._num_blocks - 1
         for row, length in enumerate(lengths):
@@ -130,7 +133,7 @@ class TargetReader:
         yield group
 
     def _passes(self, group: Sequence[int], lengths: Sequence[int]) -> Iterator[list[_Piece]]:
-        """Cut a group's sequences into steps of what the runner can hold at once."""
+        """Cut a group's sequences into passes of at most the runner's tokens per step."""
         pieces: list[_Piece] = []
         room = self._max_tokens
         for row in group:
@@ -145,7 +148,8 @@ class TargetReader:
         yield pieces
 
     def _first_blocks(self, group: Sequence[int], lengths: Sequence[int]) -> dict[int, int]:
-        """Each sequence of the group has its own run of blocks; block 0 is nobody's."""
+        """Give each sequence of the group its own consecutive blocks; returns row -> first
+        block."""
         first_blocks, next_block = {}, 1
         for row in group:
             first_blocks[row] = next_block
@@ -187,7 +191,7 @@ class TargetReader:
         widest = max(self._blocks(p.start + p.count) for p in pieces)
         firsts = np.array([first_blocks[p.row] for p in pieces], dtype=np.int32)
         table = firsts[:, None] + np.arange(widest, dtype=np.int32)
-        table = table.clip(max=self._num_blocks - 1)  # columns beyond a sequence are not read
+        table = table.clip(max=self._num_blocks - 1)  # columns after a sequence's end are not read
         first_of_row = np.zeros(max(first_blocks) + 1, dtype=np.int64)
         first_of_row[list(first_blocks)] = list(first_blocks.values())
         counts = np.array([0, *(p.count for p in pieces)], dtype=np.int32)
@@ -211,20 +215,20 @@ class TargetReader:
 
 @dataclass(frozen=True)
 class TrainingEngine:
-    """An engine to generate with, and the parts of it that a `TargetReader` shares."""
+    """An engine that generates replies, and its parts, which a `TargetReader` shares."""
 
     engine: Engine
     parts: RunnerParts
 
     @property
     def target_config(self) -> Any:
-        """The target's own (transformers) config."""
+        """The target's transformers config."""
         model: Any = self.parts.target.model
         return model.config
 
 
 def build_training_engine(config: Config, progress: ProgressFn) -> TrainingEngine:
-    """Load the target, without a drafter."""
+    """Load the target without a drafter, and warm it up."""
     parts = assemble(config, progress)
     runner = ModelRunner(parts)
     runner.warm_up()
@@ -239,7 +243,10 @@ def head_geometry(
     taps: tuple[int, ...],
     max_position_embeddings: int,
 ) -> HeadGeometry:
-    """A head of the target's own width and heads. RunnerError if the target has no such shape."""
+    """The shape of a head with the target's width and number of heads.
+
+    Raises RunnerError for targets without standard attention, such as MLA.
+    """
     heads = getattr(target, "num_attention_heads", None)
     inner = intermediate_size or getattr(target, "intermediate_size", None)
     if heads is None or inner is None or getattr(target, "kv_lora_rank", None) is not None:
@@ -249,7 +256,8 @@ def head_geometry(
     hidden = int(target.hidden_size)
     head_dim = getattr(target, "head_dim", None) or hidden // heads
     vocab_size = int(target.vocab_size)
-    # Plain rope: the head is new, so it needs no scaling of the target's.
+    # Plain rotary embedding: the head is trained from scratch and needs none of the target's
+    # scaling.
     theta = float(rope_parameters(target).get("rope_theta") or 10000.0)
     return HeadGeometry(
         hidden_size=hidden,

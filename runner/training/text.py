@@ -1,6 +1,6 @@
-"""Lets the target write the text that its drafter learns from: replies to prompts, and prompts too.
+"""Lets the target write the text that its drafter learns from: replies, and perhaps the prompts.
 
-Replies are appended to a file as they end, so that a run which was cut goes on behind them.
+Each finished reply is appended to a file at once, so that an interrupted run can resume after it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..messages import AbortRequests, AddRequest, RequestOutput, SamplingParams
 
 @dataclass(frozen=True)
 class TrainingPrompt:
-    """A prompt in token space."""
+    """A prompt as token ids."""
 
     token_ids: tuple[int, ...]
     domain: str = ""
@@ -27,17 +27,20 @@ class TrainingPrompt:
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """How the target replies."""
+    """Options for the target's replies."""
 
     max_tokens: int
-    temperatures: tuple[float, ...]  # prompt i takes the i-th, round and round
+    temperatures: tuple[float, ...]  # prompts use them in turn
     stop_token_ids: tuple[int, ...]
     seed: int
-    max_sequence: int  # prompt and reply together
+    max_sequence: int  # limit on prompt plus reply, in tokens
 
 
 def sampling(options: ReplyOptions, index: int, prompt: TrainingPrompt) -> SamplingParams:
-    """Held-out replies are greedy: along those, drafts are judged as at temperature 0."""
+    """The sampling parameters for prompt number `index`.
+
+    Held-out replies are greedy, so that they measure acceptance at temperature 0.
+    """
     temperature = options.temperatures[index % len(options.temperatures)]
     return SamplingParams(
         seed=options.seed * 1_000_003 + index,
@@ -53,10 +56,10 @@ def run_requests(
     window: int,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[str, list[int], str]]:
-    """Run `requests`, at most `window` at a time; (id, reply, finish reason) as each one ends.
+    """Run `requests`, at most `window` at a time; yield (id, reply, finish reason) as they end.
 
-    RunnerError if one fails. Once `should_stop` says so, no more are begun and those that run are
-    forgotten.
+    Raises RunnerError if one fails. Once `should_stop` returns True, the running ones are aborted
+    and no more are started.
     """
     waiting = iter(requests)
     replies: dict[str, list[int]] = {}
@@ -99,10 +102,10 @@ def invent_prompts(
     forbidden: frozenset[int],
     window: int,
 ) -> Iterator[TrainingPrompt]:
-    """Prompts that the target makes up itself, as what it takes for a user's turn.
+    """Yield prompts that the target makes up: it completes a user's turn of a chat.
 
-    `prefix` is all that stands before a user's words in a chat, `suffix` what stands behind them.
-    Turns that do not end by themselves, repeat another or hold control tokens are left out.
+    `prefix` is what precedes a user's words in a chat, and `suffix` what follows them. Turns that
+    do not end by themselves, are duplicates or contain control tokens are left out.
     """
     seen: set[tuple[int, ...]] = set()
     requests = [
@@ -128,7 +131,7 @@ def invent_prompts(
 
 
 class ReplyFile:
-    """Sequences that are there already, by the number of their prompt."""
+    """A file of finished sequences, by the number of their prompt."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -137,13 +140,13 @@ class ReplyFile:
             try:
                 number, prompt_length, domain, ids = json.loads(line)
             except ValueError:
-                break  # the last line of a run that was cut
+                break  # the unfinished last line of an interrupted run
             self.sequences[number] = TrainingSequence(tuple(ids), prompt_length, domain)
-        if path.exists():  # without a torn line, so that the next one begins on its own
+        if path.exists():  # drop an unfinished line, so that the next one starts on its own line
             path.write_text("".join(_line(n, s) for n, s in self.sequences.items()))
 
     def add(self, number: int, sequence: TrainingSequence) -> None:
-        """Keep a finished one."""
+        """Append a finished sequence."""
         self.sequences[number] = sequence
         with self._path.open("a") as file:
             file.write(_line(number, sequence))
@@ -163,9 +166,9 @@ def write_replies(
     on_reply: Callable[[int], None],
     should_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Fill `file` with the replies to those prompts that have none; `on_reply` hears their length.
+    """Add replies to `file` for the prompts without one; call `on_reply` with each reply's length.
 
-    Held-out prompts come first, so that a run with a time limit has them all.
+    Held-out prompts come first, so that a run with a time limit completes them.
     """
     todo = [i for i in range(len(prompts)) if i not in file.sequences]
     todo.sort(key=lambda i: not prompts[i].is_heldout)

@@ -1,8 +1,7 @@
-"""The training process: loads the target, lets it reply, trains a head on the replies, writes it.
+"""The training process: loads the target, generates replies, trains a head on them and exports it.
 
-`python -m slipstream.runner.training.train JOB` with a `TrainJob` in the file JOB.
-Every part leaves what it made in the job's folder, so the same command goes on where one
-that was cut stopped.
+Run as `python -m slipstream.runner.training.train JOB`, where the file JOB holds a `TrainJob`.
+Every part stores its results in the job's folder, so the same command resumes an interrupted run.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from ..errors import RunnerError
 from .data import TargetReader, TrainingEngine, build_training_engine, head_geometry
 from .text import ReplyFile, ReplyOptions, TrainingPrompt, invent_prompts, write_replies
 
-STOPPED = 130  # exit status of a run that a signal ended
+STOPPED = 130  # exit status after a signal
 
 
 class TrainingRun:
-    """One job from prompts to checkpoint."""
+    """One training job, from prompts to the exported head."""
 
     def __init__(self, job: TrainJob) -> None:
         self.job = job
@@ -51,13 +50,13 @@ class TrainingRun:
         self._trainer: Trainer | None = None
 
     def stop(self) -> None:
-        """End soon, leaving everything as far as it is; safe in a signal handler."""
+        """End soon and keep all results so far. Safe in a signal handler."""
         self.is_stopping = True
         if self._trainer is not None:
             self._trainer.stop()
 
     def run(self) -> int:
-        """Returns the exit status."""
+        """Run the job and return the exit status."""
         target = self._load_target()
         try:
             prompts = self._prompts(target)
@@ -67,7 +66,7 @@ class TrainingRun:
             trainer, vocabulary = self._prepare(target, training, heldout)
             began = trainer.resume()
             if began:
-                _say(f"going on from step {trainer.step} of {trainer.total_steps}")
+                _say(f"resuming at step {trainer.step} of {trainer.total_steps}")
             trainer.run(lambda evaluation: self._report(trainer, vocabulary, evaluation))
             if not trainer.is_done:
                 return self._stopped()
@@ -90,7 +89,7 @@ class TrainingRun:
 
     @property
     def _window(self) -> int:
-        """Requests in flight: enough that a step is always full."""
+        """Number of requests in flight: enough to fill every step."""
         return 2 * self.job.config.scheduler.max_num_seqs
 
     def _reply_options(self, target: TrainingEngine) -> ReplyOptions:
@@ -105,7 +104,7 @@ class TrainingRun:
         )
 
     def _prompts(self, target: TrainingEngine) -> list[TrainingPrompt]:
-        """The job's prompts, then those that the target invents."""
+        """The job's prompts, followed by those that the target invents."""
         prompts = _read_prompts(self.work / "prompts.jsonl")
         count = self.job.reply.invent_prompts
         if not count:
@@ -128,7 +127,8 @@ class TrainingRun:
     def _replies(
         self, target: TrainingEngine, prompts: list[TrainingPrompt]
     ) -> tuple[list[TrainingSequence], list[TrainingSequence]]:
-        """(held-out, training) sequences that are long enough to draft anything in."""
+        """Generate replies; return (held-out, training) sequences that are long enough for a
+        draft."""
         file = ReplyFile(self.work / "replies.jsonl")
         limit = self.job.reply.max_generate_minutes
         began = time.monotonic()
@@ -158,8 +158,8 @@ class TrainingRun:
         training = [s for i, s in usable.items() if not prompts[i].is_heldout]
         if not self.is_stopping and not (heldout and training):
             raise RunnerError(
-                f"there are {len(training)} replies to learn from and {len(heldout)} held-out ones "
-                "of at least 3 tokens; training needs both"
+                f"training needs replies of at least 3 tokens to learn from and held-out ones, but "
+                f"there are {len(training)} and {len(heldout)}"
             )
         return heldout, training
 
@@ -199,7 +199,7 @@ class TrainingRun:
     def _report(
         self, trainer: Trainer, vocabulary: DraftVocabulary, evaluation: Evaluation
     ) -> None:
-        """Write the head as soon as it is the best so far."""
+        """Export the head if it is the best so far, and plot the run."""
         if trainer.best[1] == trainer.step:
             self._export(trainer.head.geometry, trainer, vocabulary)
         plot_training(trainer.log, self.folder / "training.png")
@@ -238,7 +238,7 @@ class TrainingRun:
         )
 
     def _stopped(self) -> int:
-        _say("stopped; the same command goes on from here")
+        _say("stopped; run the same command again to resume")
         return STOPPED
 
 
@@ -251,7 +251,8 @@ def _read_prompts(path: Path) -> list[TrainingPrompt]:
 
 
 def write_prompts(path: Path, prompts: list[TrainingPrompt]) -> None:
-    """One [ids, domain, held out] a line, as the parent process writes them too."""
+    """Write one [ids, domain, is held out] per line, the format that the parent process uses,
+    too."""
     rows = ([list(p.token_ids), p.domain, p.is_heldout] for p in prompts)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
@@ -261,7 +262,7 @@ def _say(text: str) -> None:
 
 
 def main(argv: list[str], run: Callable[[TrainingRun], int] = TrainingRun.run) -> int:
-    """The process's entry point; faults become one sentence and status 1."""
+    """Entry point of the process. Expected errors become one sentence and exit status 1."""
     job = msgspec.json.decode(Path(argv[1]).read_bytes(), type=TrainJob)
     training = TrainingRun(job)
     share_bars_between_threads()

@@ -1,4 +1,5 @@
-"""A training run's checkpoint file: written whole or not at all, read only by the run it is of."""
+"""The checkpoint file of a training run: written atomically, read only by the run that it is
+from."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 
 
 def save_checkpoint(path: Path, content: dict[str, Any]) -> None:
-    """Replace the file at `path` in one move, so that a crash leaves the old one."""
+    """Replace the file at `path` atomically, so that a crash leaves the old one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_suffix(".writing")
     torch.save(content, scratch)
@@ -22,19 +23,19 @@ def load_checkpoint(
 ) -> dict[str, Any] | None:
     """The content of a checkpoint, or None if there is no file.
 
-    ValueError names what differs if the run that wrote it was another one.
+    Raises ValueError, naming the differences, if another run wrote it, or if it is unreadable.
     """
     if not path.exists():
         return None
     try:
         saved: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:  # a torn or foreign file fails in many ways
-        raise ValueError(f"{path} is no checkpoint of a training run; remove it.") from error
+    except Exception as error:  # an incomplete or foreign file can raise anything
+        raise ValueError(f"{path} is not a training checkpoint; remove it.") from error
     theirs = saved.get("fingerprint", {})
     different = [name for name, value in fingerprint.items() if theirs.get(name) != value]
     if different:
         raise ValueError(
-            f"{path} belongs to a run with other {', '.join(different)}; remove the file to begin "
-            "anew, or train in another folder."
+            f"{path} belongs to a run with different {', '.join(different)}; remove the file to "
+            "start over, or train in another folder."
         )
     return saved

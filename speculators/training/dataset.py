@@ -1,4 +1,4 @@
-"""Training sequences and the order in which they are read: a function of seed and batch number."""
+"""Training sequences, and the order of batches, which depends only on seed and batch number."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .objective import Batch
 
-_WINDOW = 16  # batches whose sequences are sorted by length together, so that padding stays small
+_WINDOW = 16  # sequences of this many batches are sorted by length, which keeps padding small
 
 
 @dataclass(frozen=True)
@@ -25,14 +25,17 @@ class TrainingSequence:
 
 
 class HiddenSource(Protocol):
-    """Runs the target over sequences; what it returns is used once and not kept."""
+    """Runs the target over sequences. Its results are used once and not kept."""
 
     def read(self, sequences: Sequence[TrainingSequence], draft_ids: Tensor) -> Batch:
-        """Taps, embeddings and logits of every position; `draft_ids` [D] int64 selects logits."""
+        """Compute auxiliary hidden states, embeddings and logits of every position.
+
+        Logits are kept for `draft_ids`, [D] int64.
+        """
 
 
 class BatchOrder:
-    """Which sequences make up batch n of an endless run, shuffled anew each epoch."""
+    """Decides which sequences are in batch n of an endless run, shuffled again in each epoch."""
 
     def __init__(self, lengths: Sequence[int], batch_tokens: int, seed: int) -> None:
         self._lengths = list(lengths)
@@ -40,10 +43,10 @@ class BatchOrder:
         self._seed = seed
         self._epoch = -1
         self._batches: list[list[int]] = []
-        self._starts = [0]  # first batch of each epoch known so far
+        self._starts = [0]  # the first batch of each epoch known so far
 
     def batch(self, number: int) -> list[int]:
-        """Indices of batch `number`, from 0."""
+        """The indices of the sequences in batch `number`, counted from 0."""
         while number >= self._starts[-1]:
             self._load(len(self._starts) - 1)
             self._starts.append(self._starts[-1] + len(self._batches))
@@ -52,7 +55,7 @@ class BatchOrder:
         return self._batches[number - self._starts[epoch]]
 
     def num_batches(self, epochs: int) -> int:
-        """Batches in so many epochs."""
+        """The number of batches in `epochs` epochs."""
         while len(self._starts) <= epochs:
             self.batch(self._starts[-1])
         return self._starts[epochs]
@@ -74,7 +77,10 @@ class BatchOrder:
 
 
 def pack(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> list[list[int]]:
-    """Cut `order` into batches of at most `batch_tokens` tokens, padding included."""
+    """Cut `order` into batches of at most `batch_tokens` tokens including padding.
+
+    A longer sequence is a batch of its own.
+    """
     batches: list[list[int]] = []
     longest = 0
     for index in order:
@@ -87,7 +93,7 @@ def pack(order: Sequence[int], lengths: Sequence[int], batch_tokens: int) -> lis
 
 
 def digest(sequences: Sequence[TrainingSequence]) -> str:
-    """Tells one data set from another."""
+    """A hash that identifies a data set."""
     found = hashlib.sha256()
     for sequence in sequences:
         ids = torch.tensor([sequence.prompt_length, *sequence.token_ids], dtype=torch.int32)

@@ -1,7 +1,7 @@
-"""Writes a trained head as a checkpoint folder that other engines load too.
+"""Writes a trained head as a checkpoint folder that other engines can load, too.
 
 "specforge" is the flat config and the tensor names of SafeAILab and SpecForge, which SGLang and
-vLLM read; "speculators" is the nested config of vLLM's library of that name, which vLLM reads.
+vLLM read. "speculators" is the nested config of vLLM's library of that name, which vLLM reads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TAPS = "eagle_aux_hidden_state_layer_ids"
 
 @dataclass(frozen=True)
 class Verifier:
-    """The target, as the `speculators` format names it."""
+    """The target, which the `speculators` format calls the verifier."""
 
     name: str
     architectures: tuple[str, ...]
@@ -42,7 +42,7 @@ def save_head(
     form: str = "specforge",
     dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Write config.json and model.safetensors; `weights` are a `TrainingHead`'s."""
+    """Write config.json and model.safetensors. `weights` are the parameters of a `TrainingHead`."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().to(dtype) for name, tensor in weights.items()}
     if not vocabulary.is_whole:
@@ -56,7 +56,7 @@ def save_head(
         config = _specforge_config(geometry, dtype)
     contiguous = {name: tensor.contiguous() for name, tensor in sorted(tensors.items())}
     scratch = folder / "model.safetensors.writing"
-    # Not `save_file`: what it writes only its owner may read, and a server is often another user.
+    # Not `save_file`, whose files only the owner may read: the server is often another user.
     scratch.write_bytes(save(contiguous, metadata={"format": "pt"}))
     os.replace(scratch, folder / "model.safetensors")
     text = json.dumps(config, indent=2) + "\n"
@@ -64,7 +64,7 @@ def save_head(
 
 
 def _layer_config(geometry: HeadGeometry) -> dict[str, Any]:
-    """The Llama config of the head's layer."""
+    """The head's decoder layer as a Llama config."""
     return {
         "model_type": "llama",
         "attention_bias": False,
@@ -93,8 +93,9 @@ def _specforge_config(geometry: HeadGeometry, dtype: torch.dtype) -> dict[str, A
         "draft_vocab_size": geometry.draft_vocab_size,
         "target_hidden_size": geometry.hidden_size,
         "norm_before_residual": False,
-        # vLLM reads the key at the top and means a layer's input; SGLang reads the one below and
-        # means a layer's output. Both lists name the same taps.
+        # vLLM reads the top-level key, which counts the inputs of layers; SGLang reads the nested
+        # one,
+        # which counts their outputs. Both lists mean the same hidden states.
         _TAPS: list(geometry.taps),
         "eagle_config": {
             "use_aux_hidden_state": True,

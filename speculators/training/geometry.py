@@ -1,31 +1,38 @@
-"""The shape of an EAGLE-3 head to be trained, and where it taps its target."""
+"""The shape of an EAGLE-3 head, and which auxiliary hidden states of its target it reads.
+
+"Taps" are the boundaries at which these are read: boundary b is the residual stream after b layers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-NUM_TAPS = 3  # other engines size the head's first layer for three
+NUM_TAPS = 3  # the number that other engines expect
 
 
 @dataclass(frozen=True)
 class HeadGeometry:
-    """One decoder layer of Llama's kind. It shares the target's embeddings, hence its width."""
+    """The shape of a head with one Llama decoder layer.
 
-    hidden_size: int  # H, of target and head
+    Its width is the target's, because it shares the target's embeddings.
+    """
+
+    hidden_size: int  # H, for target and head
     intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    vocab_size: int  # V, of the target
-    draft_vocab_size: int  # D; V = the head scores every token
-    taps: tuple[int, ...]  # boundary b = residual stream after b layers, low to high
+    vocab_size: int  # V, the target's
+    draft_vocab_size: int  # D <= V
+    taps: tuple[int, ...]  # boundaries, ascending
     rms_norm_eps: float
     rope_theta: float
     max_position_embeddings: int
 
     def num_parameters(self) -> int:
-        """Trained values: all that the checkpoint stores but the vocabulary maps."""
+        """The number of trained parameters: what the checkpoint stores, without the vocabulary
+        maps."""
         wide, heads = 2 * self.hidden_size, self.num_heads + 2 * self.num_kv_heads
         attention = wide * heads * self.head_dim + self.num_heads * self.head_dim * self.hidden_size
         return (
@@ -37,14 +44,14 @@ class HeadGeometry:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint's fingerprint."""
+        """The fields as plain values, for a checkpoint's fingerprint."""
         return asdict(self)
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Low, middle and high: what vLLM and SGLang take where a config names no taps.
+    """Low, middle and high boundaries: the defaults of vLLM and SGLang.
 
-    A target of fewer than 7 layers has no such three; then three that it has.
+    Those exist only for targets of at least 7 layers; smaller ones get other boundaries.
     """
     usual = (2, num_layers // 2, num_layers - 3)
     if usual[0] < usual[1] < usual[2]:
@@ -55,10 +62,10 @@ def default_taps(num_layers: int) -> tuple[int, ...]:
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
-    """ValueError, one sentence, for taps that a head cannot have."""
+    """Raise ValueError for taps that a head cannot have."""
     rising = list(taps) == sorted(set(taps))
     if len(taps) != NUM_TAPS or not rising or taps[0] < 0 or taps[-1] > num_layers:
         raise ValueError(
-            f"EAGLE-3 taps must be {NUM_TAPS} boundaries that rise within 0 .. {num_layers}, not "
-            f"{list(taps)}."
+            f"EAGLE-3 reads auxiliary hidden states at {NUM_TAPS} ascending boundaries within "
+            f"0 .. {num_layers}, not {list(taps)}."
         )

@@ -1,9 +1,9 @@
-"""The EAGLE-3 head as it is trained: all positions of a batch at once, unrolled over K drafts.
+"""The EAGLE-3 head in training: all positions of a batch at once, unrolled over K drafts.
 
-Training-time test (Li et al. 2025): draft k of a chain that starts at row t reads the hidden state
-that the head itself made for draft k - 1. It attends to the keys that true hidden states made, up
-to row t, and to the k keys of its own chain. No draft attends to another row's chain, so those k
-keys are diagonals: row t of step 1, row t of step 2, and so on.
+Training-time test (Li et al. 2025): a chain of drafts starts at each row t, and draft k of it reads
+the hidden state that the head computed for draft k - 1. It attends to the keys of true hidden
+states up to row t, and to the k keys of its own chain. No draft attends to another row's chain, so
+those k keys are diagonals: row t of step 1, row t of step 2, and so on.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from .geometry import HeadGeometry
 
-_DAMPING = 0.35
+_DAMPING = 0.35  # factor on the target's norm; see `start_from`
 
 
 class Norm(nn.Module):
-    """RMSNorm, computed in fp32."""
+    """RMSNorm in fp32."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Norm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., size]."""
+        """x: [..., size] -> [..., size] fp32."""
         wide = x.float()
         inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
         return wide * inverse * self.weight
 
 
 class Attention(nn.Module):
-    """Queries, keys and values from [embedding, hidden state] side by side."""
+    """Attention with queries, keys and values computed from [embedding, hidden state]."""
 
     def __init__(self, geometry: HeadGeometry) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ class Attention(nn.Module):
         self.theta = geometry.rope_theta
 
     def forward(self, x: Tensor, chain: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """x [B, T, 2H] of step k = len(chain) -> [B, T, H]; appends this step's keys and values.
+        """x [B, T, 2H] of step k = len(chain) -> [B, T, H]; appends its keys and values to `chain`.
 
-        `chain` holds those of the steps before, each [B, heads, T, dim]; the first are of the true
-        prefix.
+        `chain` holds those of earlier steps, each [B, heads, T, dim]. The first entry belongs to
+        the true prefix.
         """
         step = len(chain)
         query = self._rotate(self._heads(self.q_proj(x)), step)
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         return x.view(*x.shape[:2], -1, self.dim).transpose(1, 2)  # [B, heads, T, dim]
 
     def _rotate(self, x: Tensor, step: int) -> Tensor:
-        """Rotary embedding; row t of step k stands at position t + k."""
+        """Rotary embedding, where row t of step k has position t + k."""
         half = self.dim // 2
         exponents = torch.arange(half, device=x.device, dtype=torch.float32) / half
         positions = torch.arange(step, step + x.shape[2], device=x.device, dtype=torch.float32)
@@ -87,7 +87,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SiLU-gated feed-forward."""
+    """A SiLU-gated feed-forward layer."""
 
     def __init__(self, geometry: HeadGeometry) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """The head's one decoder layer."""
+    """The head's single decoder layer."""
 
     def __init__(self, geometry: HeadGeometry) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Layer(nn.Module):
     def forward(
         self, embedding: Tensor, hidden: Tensor, chain: list[tuple[Tensor, Tensor]]
     ) -> Tensor:
-        """embedding, hidden: [B, T, H] -> the stream [B, T, H]."""
+        """embedding, hidden: [B, T, H] -> the residual stream [B, T, H]."""
         both = torch.cat([self.input_layernorm(embedding), self.hidden_norm(hidden)], dim=-1)
         stream = hidden + self.self_attn(both, chain)
         out: Tensor = stream + self.mlp(self.post_attention_layernorm(stream))
@@ -125,7 +125,7 @@ class Layer(nn.Module):
 
 
 class TrainingHead(nn.Module):
-    """The whole head in fp32; parameters have the names of SpecForge's checkpoints."""
+    """The whole head in fp32. Its parameters have the names of SpecForge's checkpoints."""
 
     def __init__(self, geometry: HeadGeometry, seed: int = 0) -> None:
         super().__init__()
@@ -138,11 +138,11 @@ class TrainingHead(nn.Module):
         self._initialise(seed)
 
     def unroll(self, taps: Tensor, embeddings: Tensor, num_steps: int) -> Iterator[Tensor]:
-        """Logits of draft 0, 1, ... for chains that start at every row; each [B, T, D].
+        """Yield the logits [B, T, D] of draft 0, 1, ... for chains that start at every row.
 
-        taps [B, T, taps * H] and embeddings [B, T, H] are of the true tokens; row t starts from the
-        target's state at position t and the embedding of token t + 1, and its draft k stands for
-        token t + 2 + k. Rows whose tokens lie beyond the end read zeros and mean nothing.
+        taps [B, T, taps * H] and embeddings [B, T, H] are those of the true tokens. Row t starts
+        from the target's state at position t and the embedding of token t + 1; its draft k predicts
+        token t + 2 + k. Rows that read tokens after the end read zeros; their logits are invalid.
         """
         hidden = self.fc(taps)
         chain: list[tuple[Tensor, Tensor]] = []
@@ -154,10 +154,10 @@ class TrainingHead(nn.Module):
 
     @torch.no_grad()
     def start_from(self, lm_head: Tensor, norm: Tensor | None) -> None:
-        """Begin with the target's own head: its rows [D, H] of the draft vocabulary, and the weight
-        [H] of its final norm.
+        """Initialise from the target's output head: its rows [D, H] for the draft vocabulary, and
+        the weight [H] of its final norm.
 
-        The norm is damped: a head that knows nothing yet should not be sure.
+        The norm is damped, because an untrained head should not be confident.
         """
         self.lm_head.weight.copy_(lm_head)
         if norm is not None:
@@ -170,7 +170,8 @@ class TrainingHead(nn.Module):
             if isinstance(module, nn.Linear):
                 std = module.in_features**-0.5 * 0.5
                 module.weight.normal_(0, std, generator=generator)
-        # The stream begins as the target's, from its highest tap; the layer adds little at first.
+        # Initially the stream is the target's highest auxiliary hidden state, and the layer adds
+        # little.
         size = self.geometry.hidden_size
         self.fc.weight.mul_(0.02)
         self.fc.weight[:, -size:] += torch.eye(size)

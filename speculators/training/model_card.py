@@ -1,4 +1,4 @@
-"""Writes a trained head's README: what it is of, how it was made, what it was measured to do."""
+"""Writes a trained head's README: its target, how it was trained and what it was measured to do."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from .vocabulary import DraftVocabulary
 
 @dataclass(frozen=True)
 class Facts:
-    """What a card tells."""
+    """The contents of a model card."""
 
     job: TrainJob
     geometry: HeadGeometry
     vocabulary: DraftVocabulary
     training: Sequence[TrainingSequence]
     heldout: Sequence[TrainingSequence]
-    acceptance_length: float  # held out, greedy, at the step that was kept
+    acceptance_length: float  # on held-out greedy replies, at the step that was kept
     best_step: int
     num_steps: int
 
 
 def write_model_card(folder: Path, facts: Facts) -> None:
-    """README.md in `folder`."""
+    """Write README.md in `folder`, which holds model.safetensors."""
     (folder / "README.md").write_text(_card(folder, facts), encoding="utf-8")
 
 
@@ -39,8 +39,8 @@ def _card(folder: Path, facts: Facts) -> str:
     temperatures = ", ".join(f"{t:g}" for t in reply.temperatures)
     return f"""# EAGLE-3 head for {job.target_name}
 
-A drafter for speculative decoding: it proposes tokens, the target verifies them. It is of no use
-alone, and it changes nothing about what the target says.
+A drafter for speculative decoding: it proposes tokens, and the target verifies them. It cannot be
+used alone, and it does not change what the target generates.
 
     slipstream serve MODEL -sc '{{"method":"eagle3","model":"{folder.name}"}}'
 
@@ -48,7 +48,7 @@ alone, and it changes nothing about what the target says.
 
 One decoder layer, hidden size {geometry.hidden_size}, MLP {geometry.intermediate_size},
 {geometry.num_heads} heads of {geometry.head_dim} ({geometry.num_kv_heads} for keys and values),
-draft vocabulary {vocabulary.size} of {vocabulary.vocab_size} tokens, taps after layers
+draft vocabulary {vocabulary.size} of {vocabulary.vocab_size} tokens, hidden states after layers
 {", ".join(map(str, geometry.taps))}. {geometry.num_parameters() / 1e6:.2f} M parameters,
 {size:.1f} MB in bfloat16. The embeddings are the target's and are not stored.
 
@@ -63,7 +63,7 @@ Held out: greedy replies to {len(facts.heldout)} prompts ({_domains(facts.heldou
 
 Training-time test over {training.num_speculative_tokens} drafts, soft cross-entropy against the
 target, AdamW at {training.learning_rate:g} with warm-up and cosine, batches of
-{training.batch_tokens} tokens; step {facts.best_step} of {facts.num_steps} was kept, which did best
+{training.batch_tokens} tokens. Step {facts.best_step} of {facts.num_steps} was kept, the best one
 on the held-out replies.
 
     {job.command}
@@ -73,7 +73,7 @@ on the held-out replies.
 Mean acceptance length at temperature 0 with {training.num_speculative_tokens} drafts on the
 held-out replies: **{facts.acceptance_length:.2f}** tokens per verify step, the target's own
 included (teacher-forced during training). `slipstream bench acceptance` measures it in the engine.
-`training.png` shows the run.
+`training.png` plots the run.
 """
 
 

@@ -1,4 +1,4 @@
-"""What training minimises and what it measures: loss by draft, agreement, acceptance length."""
+"""The training objective and its measures: loss by draft, agreement, acceptance length."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .head import TrainingHead
 
 @dataclass(frozen=True)
 class Batch:
-    """Sequences side by side, padded on the right; what the target made of them."""
+    """A batch of sequences, padded on the right, with the target's results for them."""
 
     taps: Tensor  # [B, T, taps * H]
     embeddings: Tensor  # [B, T, H]
     draft_logits: Tensor  # [B, T, D] the target's logits of the draft vocabulary
-    target_ids: Tensor  # [B, T] int64, what the target finds most likely after each position
+    target_ids: Tensor  # [B, T] int64, the target's likeliest token after each position
     token_ids: Tensor  # [B, T] int64
     lengths: Tensor  # [B] int64
     prompt_lengths: Tensor  # [B] int64
@@ -26,12 +26,12 @@ class Batch:
 
 @dataclass(frozen=True)
 class Measured:
-    """One pass over a batch. The loss carries the gradient; the rest are counts on the device."""
+    """The results of a pass over a batch: the loss, with its gradient, and counts on the device."""
 
     loss: Tensor  # scalar
-    agreed: Tensor  # [K] float, chains whose draft k is the target's choice
-    counted: Tensor  # [K] float, chains that have a draft k
-    matched: Tensor | None = None  # [B, T, K] bool: draft k from row t is the token that follows
+    agreed: Tensor  # [K] float, number of chains in which draft k is the target's choice
+    counted: Tensor  # [K] float, number of chains that have a draft k
+    matched: Tensor | None = None  # [B, T, K] bool: draft k from row t equals the reply's token
 
 
 def measure(
@@ -43,17 +43,18 @@ def measure(
     decay: float,  # weight of draft k in the loss: decay ** k
     keep_matches: bool = False,
 ) -> Measured:
-    """Soft cross-entropy against the target over the draft vocabulary, averaged by draft.
+    """Compute the loss: soft cross-entropy against the target over the draft vocabulary.
 
-    A chain counts where its first token belongs to the reply, and where the target's choice has a
-    draft id at all; agreement counts the latter's absence as a miss.
+    It is averaged per draft and weighted by `decay`. Only chains count that start in the reply, and
+    in the loss only those for which the target's choice has a draft id. In the agreement, a choice
+    without a draft id counts as a miss.
     """
     wanted = batch.draft_logits.float().softmax(-1)  # [B, T, D]
     losses, weights, agreed, counted, matched = [], [], [], [], []
     rows = torch.arange(batch.token_ids.shape[1], device=batch.token_ids.device)
     begins = rows >= batch.prompt_lengths[:, None] - 1  # [B, T]
     for step, logits in enumerate(head.unroll(batch.taps, batch.embeddings, num_steps)):
-        shift = 1 + step  # row t is judged by the target at position t + shift
+        shift = 1 + step  # the target judges row t at position t + shift
         real = begins & (rows + shift + 1 < batch.lengths[:, None])
         choice = _ahead(batch.target_ids, shift)
         learnt = real & has_draft_id[choice]
@@ -76,7 +77,7 @@ def measure(
 
 
 def _ahead(x: Tensor, by: int) -> Tensor:
-    """x [B, T, ...] moved left: row t holds what stood at t + by, and zeros at the end."""
+    """Shift x [B, T, ...] left by `by`: row t gets the value of row t + by, or zeros at the end."""
     out = torch.zeros_like(x)
     out[:, : x.shape[1] - by] = x[:, by:]
     return out
@@ -85,14 +86,15 @@ def _ahead(x: Tensor, by: int) -> Tensor:
 def walk(
     matched: Tensor, lengths: Sequence[int], prompt_lengths: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Decode the sequences of `matched` [B, T, K] bool by speculation.
+    """Simulate speculative decoding of the sequences of `matched`, [B, T, K] bool.
 
-    With greedy replies this is what an engine does at temperature 0: start at the first token of
-    the reply, accept the drafts that match, take one token of the target's own, go on from there.
-    Gives for each k how many verify steps had a draft k within the text, and how many accepted it.
+    For greedy replies this is what an engine does at temperature 0: start at the first token of
+    the reply, accept the drafts that match, take one token from the target, and continue there.
+    Returns two lists: for each k, how many verify steps had a draft k within the text, and how many
+    accepted it.
     """
     num_drafts = matched.shape[-1]
-    table = matched.long().cumprod(-1).sum(-1).tolist()  # [B, T] drafts accepted from row t
+    table = matched.long().cumprod(-1).sum(-1).tolist()  # [B, T] number accepted from row t
     drafted, accepted = [0] * num_drafts, [0] * num_drafts
     for row, length, prompt_length in zip(table, lengths, prompt_lengths, strict=True):
         at = prompt_length - 1

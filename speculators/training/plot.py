@@ -1,4 +1,4 @@
-"""Draws the curves of a training run into a PNG; zlib is all it needs."""
+"""Plots the curves of a training run as a PNG file, without a plotting library."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _COLOURS = (
     *((31, 119, 180), (214, 39, 40), (44, 160, 44), (255, 127, 14)),
     *((148, 103, 189), (23, 190, 207), (140, 86, 75), (127, 127, 127)),
 )
-# Three by five pixels a character, a row of three bits after the other.
+# A bitmap font of 3 x 5 pixels per character; each octal digit is a row of three pixels.
 _FONT = {
     "0": 0o75557, "1": 0o26227, "2": 0o71747, "3": 0o71717, "4": 0o55711, "5": 0o74717,
     "6": 0o74757, "7": 0o71111, "8": 0o75757, "9": 0o75717, ".": 0o00002, "-": 0o00700,
@@ -36,7 +36,7 @@ _FONT = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a panel."""
+    """One curve of a panel."""
 
     name: str
     x: Sequence[float]
@@ -44,7 +44,7 @@ class Curve:
 
 
 def plot_training(log: ProgressLog, path: Path) -> None:
-    """Loss, agreement by draft, and held-out acceptance over the steps, one panel each."""
+    """Plot loss, agreement by draft, and held-out acceptance over the steps, in a panel each."""
     lines = log.lines()
     panels = [
         ("loss", [_curve(lines, "loss"), _curve(lines, "heldout_loss", "held-out")]),
@@ -57,7 +57,7 @@ def plot_training(log: ProgressLog, path: Path) -> None:
 
 
 def png(pixels: Pixels) -> bytes:
-    """[height, width, 3] RGB as a PNG file."""
+    """Encode RGB pixels [height, width, 3] as a PNG file."""
     height, width, _ = pixels.shape
     rows = np.concatenate([np.zeros((height, 1), np.uint8), pixels.reshape(height, -1)], axis=1)
 
@@ -111,7 +111,7 @@ def _panel(title: str, curves: Sequence[Curve]) -> Pixels:
 
 
 def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Lowest and highest value, apart from each other."""
+    """The lowest and highest value, widened if they are equal."""
     low, high = min(values), max(values)
     return (low, high) if high > low else (low - 0.5, low + 0.5)
 
@@ -126,7 +126,7 @@ def _draw(
     ys: npt.NDArray[np.float64],
     colour: tuple[int, int, int],
 ) -> None:
-    """A line of two pixels' width through the points."""
+    """Draw a line two pixels wide through the points."""
     ends = range(max(1, len(xs) - 1))
     for a, b in ((i, min(i + 1, len(xs) - 1)) for i in ends):
         count = int(max(abs(xs[b] - xs[a]), abs(ys[b] - ys[a]))) + 2

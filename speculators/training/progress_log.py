@@ -1,4 +1,4 @@
-"""The log of a training run: one JSON object a line, cut back when a run goes on from earlier."""
+"""The log of a training run: one JSON object per line. A resumed run drops the lines it repeats."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class ProgressLog:
-    """Appends to a file; every line has its step."""
+    """Appends to a file. Every line has a `step`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -20,14 +20,14 @@ class ProgressLog:
             file.write(json.dumps(values) + "\n")
 
     def cut(self, step: int) -> None:
-        """Drop the lines after `step`: the steps they tell of will be taken again."""
+        """Drop the lines after `step`, because these steps will be repeated."""
         if not self.path.exists():
             return
         kept = [line for line in self.lines() if line["step"] <= step]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
     def lines(self) -> list[dict[str, Any]]:
-        """All lines; an unfinished last one is left out."""
+        """All lines, except an unfinished last one."""
         if not self.path.exists():
             return []
         found = []

@@ -1,4 +1,4 @@
-"""The training loop: AdamW on fp32 weights, warm-up and cosine, checkpoints, early stop.
+"""The training loop: AdamW on fp32 weights, warm-up and cosine, checkpoints, early stopping.
 
 It knows neither the engine nor files of prompts: a `HiddenSource` runs the target.
 """
@@ -28,16 +28,16 @@ from .vocabulary import DraftVocabulary
 
 @dataclass
 class Evaluation:
-    """Greedy decoding of held-out replies by speculation."""
+    """The result of speculative decoding of held-out greedy replies."""
 
     acceptance_length: float  # tokens per verify step, the target's own included
-    acceptance: list[float]  # [K] unconditional, by position
+    acceptance: list[float]  # [K] by position; not conditional on earlier drafts
     loss: float
 
 
 @dataclass
 class _State:
-    """What a checkpoint holds besides weights and optimiser."""
+    """The trainer's state in a checkpoint, besides weights and optimiser."""
 
     step: int = 0  # optimiser steps done
     seconds: float = 0.0
@@ -49,7 +49,7 @@ class _State:
 
 
 class Trainer:
-    """Trains one head in `folder`, or goes on from the checkpoint there."""
+    """Trains one head, with its checkpoint and log in `folder`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Trainer:
         device: torch.device,
     ) -> None:
         if not training or not heldout:
-            raise ValueError("training needs sequences to learn from and held-out ones.")
+            raise ValueError("training needs both training and held-out sequences.")
         self.head, self.options, self.device = head.to(device), options, device
         self._source, self._training, self._heldout = source, training, heldout
         self._to_target = vocabulary.target_ids.to(device)
@@ -88,32 +88,32 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Optimiser steps done."""
+        """Number of optimiser steps done."""
         return self._state.step
 
     @property
     def is_done(self) -> bool:
-        """The run has ended by itself: at its last step, or early."""
+        """True if the run has finished, at its last step or by early stopping."""
         return self._state.done
 
     @property
     def best(self) -> tuple[float, int]:
-        """Best held-out acceptance length, and the step it was seen at."""
+        """The best held-out acceptance length, and its step."""
         return self._state.best, self._state.best_step
 
     @property
     def best_weights(self) -> dict[str, Tensor]:
-        """Parameters of the step with the best held-out acceptance length."""
+        """The parameters at the step with the best held-out acceptance length."""
         return self._state.best_weights
 
     def stop(self) -> None:
-        """End `run` after the step at hand, with a checkpoint. Safe in a signal handler."""
+        """End `run` after the current step, with a checkpoint. Safe in a signal handler."""
         self._stopping = True
 
     def resume(self) -> bool:
-        """Go on from the folder's checkpoint; False if there is none.
+        """Resume from the folder's checkpoint; False if there is none.
 
-        ValueError if it belongs to other data, another shape or other options.
+        Raises ValueError if it belongs to other data, another shape or other options.
         """
         saved = load_checkpoint(self._path, self._fingerprint, self.device)
         if saved is None:
@@ -126,7 +126,7 @@ class Trainer:
         return True
 
     def run(self, report: Callable[[Evaluation], None] | None = None) -> None:
-        """Train to the end, or until `stop`; `report` hears of every evaluation."""
+        """Train to the end or until `stop`. Calls `report` with every evaluation."""
         began = time.monotonic() - self._state.seconds
         with tqdm(total=self.total_steps, initial=self.step, desc="train", disable=None) as bar:
             while not self._state.done and not self._stopping:
@@ -155,7 +155,7 @@ class Trainer:
         )
 
     def evaluate(self) -> Evaluation:
-        """Measure on the held-out sequences."""
+        """Measure the head on the held-out sequences."""
         lengths = [len(sequence.token_ids) for sequence in self._heldout]
         order = sorted(range(len(lengths)), key=lengths.__getitem__)
         drafted = [0] * self.options.num_speculative_tokens
@@ -181,7 +181,7 @@ class Trainer:
     # --- parts of a step --------------------------------------------------------------------------
 
     def _train_step(self, bar: tqdm[Any]) -> float:
-        """One optimiser step; returns the share of the run that is done after it."""
+        """Do one optimiser step; return the fraction of the run done after it."""
         options, state = self.options, self._state
         rate = options.learning_rate * self._schedule(self._progress(state.step))
         for group in self._optimizer.param_groups:
@@ -255,13 +255,14 @@ class Trainer:
         return round(self._order.num_batches(whole) * epochs / whole)
 
     def _progress(self, step: int) -> float:
-        """Share of the run that is over after `step` steps: of its steps, or of its time."""
+        """The fraction of the run done after `step` steps: of its steps or its time limit, the
+        larger."""
         share = step / self.total_steps
         limit = self.options.max_train_minutes
         return share if limit is None else max(share, self._state.seconds / (60 * limit))
 
     def _schedule(self, progress: float) -> float:
-        """Factor on the learning rate: linear warm-up, then half a cosine down to a tenth."""
+        """The factor on the learning rate: linear warm-up, then half a cosine down to a tenth."""
         warmup = max(self.options.warmup, 1 / self.total_steps)
         if progress < warmup:
             return (progress + 1 / self.total_steps) / (warmup + 1 / self.total_steps)
@@ -273,7 +274,7 @@ class Trainer:
 
 
 def _groups(head: TrainingHead, weight_decay: float) -> list[dict[str, Any]]:
-    """Norms are not decayed."""
+    """Parameter groups of the optimiser: weight decay applies to matrices, not to norms."""
     matrices = [p for p in head.parameters() if p.ndim > 1]
     vectors = [p for p in head.parameters() if p.ndim == 1]
     return [
@@ -289,7 +290,7 @@ def _fingerprint(
     training: Sequence[TrainingSequence],
     heldout: Sequence[TrainingSequence],
 ) -> dict[str, Any]:
-    """What must be the same for a run to be gone on with."""
+    """What must be equal for a run to resume from a checkpoint."""
     return {
         "head": geometry.as_dict(),
         "options": asdict(options),

@@ -11,35 +11,35 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Which target tokens a head can draft. Draft ids follow the order of target ids."""
+    """The target tokens that a head can draft. Draft ids have the order of target ids."""
 
-    target_ids: Tensor  # [D] int64, rising: draft id -> target id
+    target_ids: Tensor  # [D] int64, ascending: draft id -> target id
     vocab_size: int  # V
-    coverage: float = 1.0  # share of the counted tokens that have a draft id
+    coverage: float = 1.0  # fraction of the counted tokens that have a draft id
 
     @property
     def size(self) -> int:
-        """D"""
+        """The number of draft ids, D."""
         return int(self.target_ids.shape[0])
 
     @property
     def is_whole(self) -> bool:
-        """Every token has a draft id, so there is nothing to map."""
+        """True if every target token has a draft id, so that no maps are needed."""
         return self.size == self.vocab_size
 
     def d2t(self) -> Tensor:
-        """[D] int64 offsets, as checkpoints store them: target id = draft id + offset."""
+        """The offsets [D] int64 that checkpoints store: target id = draft id + offset."""
         return self.target_ids - torch.arange(self.size)
 
     def t2d(self) -> Tensor:
-        """[V] bool: the token has a draft id."""
+        """[V] bool, true for tokens with a draft id."""
         has_draft_id = torch.zeros(self.vocab_size, dtype=torch.bool)
         has_draft_id[self.target_ids] = True
         return has_draft_id
 
 
 def count_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
-    """How often each token occurs; [V] int64."""
+    """Count how often each token occurs; [V] int64."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for ids in texts:
         counts += torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=vocab_size)
@@ -47,8 +47,11 @@ def count_tokens(texts: Iterable[Sequence[int]], vocab_size: int) -> Tensor:
 
 
 def choose_draft_vocabulary(counts: Tensor, size: int) -> DraftVocabulary:
-    """The `size` tokens with the highest `counts` [V]; ties go to lower ids, as do tokens that
-    never occurred, because tokenizers give frequent pieces low ids."""
+    """Choose the `size` tokens with the highest `counts`, [V].
+
+    Among equal counts, lower ids win, because tokenizers give frequent pieces low ids. Raises
+    ValueError if `size` is not in 1 .. V.
+    """
     vocab_size = int(counts.shape[0])
     if not 0 < size <= vocab_size:
         raise ValueError(f"a draft vocabulary of {size} tokens does not fit into {vocab_size}.")

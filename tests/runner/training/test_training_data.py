@@ -114,7 +114,7 @@ def test_what_does_not_fit_is_a_named_error(target: TrainingEngine, config: Conf
     assert reader.max_sequence_tokens == 160
     with pytest.raises(RunnerError, match="161 tokens"):
         reader.read([TrainingSequence((1,) * 161, 1)], torch.tensor([1]))
-    with pytest.raises(ValueError, match="taps"):
+    with pytest.raises(ValueError, match="3 ascending boundaries"):
         TargetReader(target.parts, (2, 4, 9), config.scheduler)
 
 

@@ -71,10 +71,10 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
 
 def test_checkpoint_of_another_run_is_refused(tmp_path: Path) -> None:
     trainer(tmp_path).save()
-    with pytest.raises(ValueError, match="other options"):
+    with pytest.raises(ValueError, match="different options"):
         trainer(tmp_path, learning_rate=0.5)
     (tmp_path / "checkpoint.pt").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="no checkpoint"):
+    with pytest.raises(ValueError, match="is not a training checkpoint"):
         trainer(tmp_path)
 
 
