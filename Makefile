@@ -7,15 +7,15 @@ STAMP := $(VENV)/.installed
 TORCH := torch==2.13.0
 CODE := configs examples kernels runner server speculators tests
 ARGS ?=
-# The tests start many processes; one that cannot keep compiled modules spends seconds compiling torch and transformers again.
+# The tests start many processes. Without compiled modules on disk, each would spend seconds compiling torch and transformers.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test lint types pytest format docs setup setup-gpu clean
 
-serve: setup  ## start the server; flags: make serve ARGS="--port 9000"
+serve: setup  ## start the server; pass flags with make serve ARGS="--port 9000"
 	@$(BIN)/slipstream serve $(ARGS)
 
-test: lint  ## all that CI checks; the type checker runs beside the tests
+test: lint  ## everything that CI checks; the type checker runs in parallel with the tests
 	@$(MAKE) --no-print-directory --jobs 2 types pytest
 
 lint: setup
@@ -33,19 +33,19 @@ ALL := -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 pytest: setup
 	$(PYTEST) $(or $(ARGS),$(ALL))
 
-format: setup  ## rewrite the code as ruff wants it
+format: setup  ## format the code with ruff
 	$(BIN)/ruff check --fix $(CODE)
 	$(BIN)/ruff format $(CODE)
 
-docs: setup  ## write the table of flags anew
+docs: setup  ## update docs/flags.md
 	$(BIN)/python -m slipstream.configs.load > docs/flags.md
 
 setup: $(STAMP)
 
-# torch goes first and alone. A build marked +cpu is taken where pip can see one; otherwise PyPI's own, which is
-# a CPU build on macOS and the CUDA build on x86-64 Linux. Python compiles a module when it is first imported, so that pip need
-# not compile all of them. The rest is the list in constraints.txt, to the letter:
-# without dependency resolution nothing can pull in another torch, CUDA packages or a compiler.
+# torch is installed first: a build marked +cpu if pip finds one, otherwise PyPI's own, which is a CPU build on macOS and the CUDA
+# build on x86-64 Linux. pip does not compile modules (--no-compile), because Python compiles each on its first import. All other
+# packages are exactly those in constraints.txt: without dependency resolution, none can install another torch, CUDA packages or a
+# compiler.
 $(STAMP): pyproject.toml constraints.txt Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Slipstream needs Python 3.11 or later; name one: make PYTHON=python3.12 serve" >&2; exit 1; }
@@ -53,13 +53,13 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	@echo "Setting up $(VENV) (a few minutes, once) ..."
 	@$(PIP) install "$$(grep '^pip==' constraints.txt)"
 	@$(PIP) install --no-compile --no-deps "$(TORCH)+cpu" 2>/dev/null || { \
-	  echo "pip sees no CPU build of torch; taking PyPI's own (README, 'A CPU build of torch')."; \
+	  echo "pip found no CPU build of torch; installing PyPI's own (see README, 'A CPU build of torch')."; \
 	  $(PIP) install "$(TORCH)"; }
 	@$(PIP) install --no-compile --no-deps --requirement constraints.txt
 	@$(PIP) install --no-compile --no-deps --no-build-isolation --editable .
 	@touch $@
 
-# For a CUDA machine. sgl-flash-mla names a newer torch than it needs, hence its own line.
+# For a CUDA machine. sgl-flash-mla requires a newer torch than it needs, so it is installed separately without dependencies.
 setup-gpu:
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --constraint constraints-gpu.txt torch triton

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The API with curl. SLIPSTREAM_URL and SLIPSTREAM_API_KEY say where, and with which key.
+# Calls the API with curl. SLIPSTREAM_URL is the server's URL, SLIPSTREAM_API_KEY its key.
 set -euo pipefail
 url=${SLIPSTREAM_URL:-http://127.0.0.1:8000}
 call() {
@@ -10,7 +10,7 @@ call() {
 echo "# the models"
 call "$url/v1/models"
 
-echo; echo "# a chat, answered at once"
+echo; echo "# a chat with a single response"
 call "$url/v1/chat/completions" --data '{
   "model": "smollm2-135m",
   "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -18,7 +18,7 @@ call "$url/v1/chat/completions" --data '{
   "max_tokens": 40
 }'
 
-echo; echo "# the same as a stream, with what it used at the end"
+echo; echo "# the same chat as a stream, with its token usage at the end"
 call "$url/v1/chat/completions" --data '{
   "model": "smollm2-135m",
   "messages": [{"role": "user", "content": "What is the capital of France?"}],
@@ -28,7 +28,7 @@ call "$url/v1/chat/completions" --data '{
   "stream_options": {"include_usage": true}
 }'
 
-echo "# a completion with the three likeliest tokens at each place"
+echo "# a completion with the three most likely tokens at each position"
 call "$url/v1/completions" --data '{
   "model": "smollm2-135m",
   "prompt": "1, 2, 3, 4,",
@@ -37,7 +37,7 @@ call "$url/v1/completions" --data '{
   "logprobs": 3
 }'
 
-echo; echo "# an answer that fits a schema"
+echo; echo "# a reply that follows a JSON schema"
 call "$url/v1/chat/completions" --data '{
   "model": "smollm2-135m",
   "messages": [{"role": "user", "content": "Name a city and its country."}],

@@ -1,6 +1,6 @@
-"""The API with LangChain: `pip install langchain-openai`.
+"""Calls the API with LangChain: `pip install langchain-openai`.
 
-SLIPSTREAM_URL and SLIPSTREAM_API_KEY say where, and with which key.
+SLIPSTREAM_URL is the server's URL, SLIPSTREAM_API_KEY its key.
 """
 
 import os

@@ -1,6 +1,6 @@
-"""The API with OpenAI's Python SDK: `pip install openai`.
+"""Calls the API with OpenAI's Python SDK: `pip install openai`.
 
-SLIPSTREAM_URL and SLIPSTREAM_API_KEY say where, and with which key.
+SLIPSTREAM_URL is the server's URL, SLIPSTREAM_API_KEY its key.
 """
 
 import os
@@ -13,7 +13,7 @@ client = OpenAI(
 )
 model = client.models.list().data[0].id
 
-# A chat, answered at once.
+# A chat with a single response.
 reply = client.chat.completions.create(
     model=model,
     messages=[{"role": "user", "content": "What is the capital of France?"}],
@@ -22,7 +22,7 @@ reply = client.chat.completions.create(
 )
 print(reply.choices[0].message.content)
 
-# A stream. With `-sc ngram` drafts come from text that the answer will repeat (`prediction`), too.
+# A stream. With `-sc ngram`, drafts also come from `prediction`, text that the reply will repeat.
 code = "def area(width, height):\n    return width * height\n"
 stream = client.chat.completions.create(
     model=model,
@@ -42,7 +42,7 @@ print()
 assert usage is not None and usage.completion_tokens_details is not None
 print("predicted tokens accepted:", usage.completion_tokens_details.accepted_prediction_tokens)
 
-# Speculation changes how soon an answer comes, not what it says; a request can do without.
+# Speculation makes the reply faster and does not change it; a request can turn it off.
 plain = client.chat.completions.create(
     model=model,
     messages=[{"role": "user", "content": "What is the capital of France?"}],

@@ -1,11 +1,11 @@
-"""Streams an answer in colour: tokens on green were drafted and accepted.
+"""Streams a reply in colour: tokens on green were drafted and accepted.
 
     python examples/show_accepted.py "Why is the sky blue?"
     python examples/show_accepted.py "Why is the sky blue?" --png answer.png   # needs matplotlib
 
-One event of the stream is one step of the engine. The last token of a step comes from the model,
-and those before it are drafts that the model accepted. SLIPSTREAM_URL and SLIPSTREAM_API_KEY say
-where the server is, and which key it wants.
+Each event of the stream is one step of the engine. The last token of a step comes from the model,
+and those before it are drafts that the model accepted. SLIPSTREAM_URL is the server's URL,
+SLIPSTREAM_API_KEY its key.
 """
 
 import argparse
@@ -17,11 +17,11 @@ import httpx
 
 GREEN, RESET = "\033[30;42m", "\033[0m"
 LETTER = {"family": "monospace", "size": 9, "ha": "center", "va": "center"}
-Token = tuple[str, bool]  # its text, and whether it is an accepted draft
+Token = tuple[str, bool]  # text, and whether it is an accepted draft
 
 
 def stream(question: str, max_tokens: int) -> Iterator[list[Token]]:
-    """The tokens of each step, as they arrive."""
+    """Send a chat to the server and yield the tokens of each step as they arrive."""
     url = os.environ.get("SLIPSTREAM_URL", "http://127.0.0.1:8000")
     headers = {"Authorization": f"Bearer {os.environ.get('SLIPSTREAM_API_KEY', 'none')}"}
     models = httpx.get(f"{url}/v1/models", headers=headers).raise_for_status().json()
@@ -31,7 +31,7 @@ def stream(question: str, max_tokens: int) -> Iterator[list[Token]]:
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
-        "logprobs": True,  # brings the text of each token
+        "logprobs": True,  # to get the text of each token
     }
     with httpx.stream(
         "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=120
@@ -48,13 +48,13 @@ def stream(question: str, max_tokens: int) -> Iterator[list[Token]]:
 
 
 def summary(steps: list[list[Token]]) -> str:
-    """How many tokens a step yielded."""
+    """A sentence with the number of tokens per step."""
     tokens = sum(map(len, steps))
-    return f"{tokens} tokens in {len(steps)} steps, {tokens / max(len(steps), 1):.2f} a step"
+    return f"{tokens} tokens in {len(steps)} steps, {tokens / max(len(steps), 1):.2f} per step"
 
 
 def draw(steps: list[list[Token]], path: str, width: int = 72) -> None:
-    """Write the answer as a picture."""
+    """Draw the reply as a PNG with lines of at most `width` characters."""
     from matplotlib.figure import Figure
 
     lines: list[list[Token]] = [[]]
@@ -92,11 +92,15 @@ def _cell(column: float, row: float, colour: str):  # type: ignore[no-untyped-de
 
 
 def main() -> None:
-    """Print, count, and draw if asked to."""
+    """Print the reply and the number of tokens per step; draw it if --png is given."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("question", nargs="?", default="Why is the sky blue?")
-    parser.add_argument("--max-tokens", type=int, default=100)
-    parser.add_argument("--png", help="write the coloured answer to this file, too")
+    parser.add_argument(
+        "question", nargs="?", default="Why is the sky blue?", help="(default: %(default)s)"
+    )
+    parser.add_argument(
+        "--max-tokens", type=int, default=100, help="length limit of the reply (default: 100)"
+    )
+    parser.add_argument("--png", metavar="FILE", help="also draw the coloured reply as a PNG")
     args = parser.parse_args()
     steps = []
     for step in stream(args.question, args.max_tokens):

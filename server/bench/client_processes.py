@@ -1,8 +1,8 @@
 """Sends the load of `slipstream bench serve` from several processes.
 
-One Python process reads a few thousand chunks a second. A faster server would measure its client;
-with several processes it measures itself. Each of N processes sends every N-th request and holds
-an equal share of the concurrency.
+One Python process can read only a few thousand chunks per second, so with a fast server the client
+would be the bottleneck. Each of N processes sends every N-th request and gets an equal share of the
+concurrency.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import httpx
 from .load import BenchRequest
 from .serve import Outcome, Target, run_load
 
-BOTTLENECK_SHARE = 0.9  # of a core: a client process that used more may have delayed what it saw
+BOTTLENECK_SHARE = 0.9  # share of a core beyond which a client process may have added latency
 _MAX_DEFAULT = 8
 _POLL_SECONDS = 0.2
-_HEAD_START_SECONDS = 0.05  # from the message to the moment at which all processes begin
+_HEAD_START_SECONDS = 0.05  # delay of the common start, so that every process has received it
 Pipe = Any  # multiprocessing.connection.Connection, which typeshed makes generic
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is sent, and when."""
+    """The requests to send, and when to send them."""
 
     target: Target
     requests: Sequence[BenchRequest]
     due: Sequence[float]  # seconds from the start, for each of `requests`
     max_concurrency: int | None  # None: requests are sent when they are due
-    timeout: float  # seconds without a byte
+    timeout: float  # seconds without data after which a request fails
 
     def part(self, index: int, count: int) -> Load:
-        """The part of process `index` of `count`."""
+        """The part of the load that process `index` of `count` sends."""
         most = self.max_concurrency
         if most is not None:
             most = most // count + (index < most % count)
@@ -49,15 +49,15 @@ class Load:
 
 @dataclass(frozen=True)
 class Measured:
-    """The outcomes of a load."""
+    """The outcomes of a load and the client's use of the CPU."""
 
     outcomes: list[Outcome]
     seconds: float  # from the start to the end of the last request
-    cpu_share: float  # of a core, in the busiest client process
+    cpu_share: float  # share of a core that the busiest client process used
 
 
 def default_processes(num_requests: int, max_concurrency: int | None) -> int:
-    """One process for every two cores, at most 8; fewer for a load that one process can send."""
+    """The number of client processes: one per two cores and per 16 open requests, at most 8."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     at_once = min(num_requests, max_concurrency or num_requests)
     return max(1, min(_MAX_DEFAULT, (cores or 1) // 2, at_once // 16))
@@ -66,8 +66,9 @@ def default_processes(num_requests: int, max_concurrency: int | None) -> int:
 async def send(
     load: Load, tick: Callable[[], object], begin: Callable[[], float] = time.perf_counter
 ) -> Measured:
-    """Send the load from this process. `begin` is called once all is ready; it returns the start,
-    by `time.perf_counter`."""
+    """Send the load from this process; calls `tick` after each reply.
+
+    `begin` is called when the process is ready, and returns the start as a `time.perf_counter`."""
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(limits=no_limit, timeout=load.timeout) as client:
         began = begin()
@@ -80,17 +81,17 @@ async def send(
 
 
 def send_from(count: int, load: Load, tick: Callable[[], object]) -> Measured:
-    """Send the load from `count` processes; RuntimeError if one of them dies.
+    """Send the load from `count` processes, which start at the same moment.
 
-    `tick` is called for each request that ended. All processes begin at the same moment.
+    Calls `tick` once per request that has ended. Raises RuntimeError if a process dies.
     """
     if load.max_concurrency is not None:
         count = min(count, load.max_concurrency)
     if count <= 1:
         return asyncio.run(send(load, tick))
     context = multiprocessing.get_context("spawn")  # threads of the parent may hold locks
-    done = context.Value("q", 0)  # requests that ended, in all processes
-    clients: list[tuple[Any, Pipe]] = []  # process and pipe
+    done = context.Value("q", 0)  # requests that have ended, in all processes
+    clients: list[tuple[Any, Pipe]] = []  # (process, pipe)
     try:
         for index in range(count):
             ours, theirs = context.Pipe()
@@ -102,7 +103,7 @@ def send_from(count: int, load: Load, tick: Callable[[], object]) -> Measured:
             clients.append((process, ours))
         pipes = [pipe for _, pipe in clients]
         for pipe in pipes:
-            pipe.recv()  # it is ready
+            pipe.recv()  # the process is ready
         began = time.perf_counter() + _HEAD_START_SECONDS
         for pipe in pipes:
             pipe.send(began)
@@ -117,7 +118,7 @@ def send_from(count: int, load: Load, tick: Callable[[], object]) -> Measured:
 
 
 def _client(load: Load, done: Any, pipe: Pipe) -> None:
-    """A client process: reports that it is ready, receives the start, sends its part."""
+    """Main function of a client process: report ready, receive the start, send the load."""
 
     def tick() -> None:
         with done.get_lock():
@@ -131,6 +132,7 @@ def _client(load: Load, done: Any, pipe: Pipe) -> None:
 
 
 def _collect(pipes: Sequence[Pipe], done: Any, tick: Callable[[], object]) -> Measured:
+    """Wait for all processes and join their results, calling `tick` meanwhile."""
     found: dict[int, Measured] = {}
     num_ticks = 0
     while len(found) < len(pipes):

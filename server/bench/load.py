@@ -15,7 +15,7 @@ from ...configs.options import ConfigError
 # Median and sigma of two log-normal distributions with long tails and means near 220 and 200
 # tokens. They imitate the lengths of ShareGPT's first turns, not the text.
 _INPUT, _OUTPUT = (110.0, 1.2), (145.0, 0.8)
-# Of `mixed`, in tokens: a long prompt, the reply to it, and the system prompt that chats share.
+# Lengths of the dataset mixed, in tokens: a long prompt, its reply, and the shared system prompt.
 _LONG_TOKENS, _LONG_REPLY, _SHARED_TOKENS = 3000, 64, 2000
 _FIRST_ID, _NUM_IDS = 1000, 9000  # a range of ids that are plain tokens in common vocabularies
 _WORDS = ("river", "stone", "paper", "window", "garden", "silver", "morning", "letter", "harbour")
@@ -61,8 +61,10 @@ def lognormal_requests(count: int, most: int, chat: bool, seed: int) -> list[Ben
 
 
 def mixed_requests(count: int, most: int, chat: bool, seed: int) -> list[BenchRequest]:
-    """Make half chats (`lognormal_requests`), a quarter long prompts with short replies, and a
-    quarter chats behind one shared system prompt, in random order."""
+    """Requests of three kinds in random order.
+
+    Half are chats as in `lognormal_requests`, a quarter long prompts with short replies, and a
+    quarter chats with the same long system prompt."""
     draw = random.Random(seed)
     chats = iter(lognormal_requests(count, most, chat, seed + 1))
     shared = _prompt(draw, _SHARED_TOKENS, chat)

@@ -186,9 +186,9 @@ async def run_load(
 ) -> tuple[list[Outcome], float]:
     """Send each request when it is due, with at most `max_concurrency` open at once.
 
-    `due` has seconds from `began` (`time.perf_counter`; None: now); a request waits longer if too
-    many are open. Calls `tick`
-    after each reply. Returns the outcomes in order and the duration in seconds."""
+    `due` has seconds from `began`, which is a `time.perf_counter` (None: now). A request waits
+    longer if too many are open. Calls `tick` after each reply. Returns the outcomes in order and
+    the duration in seconds."""
     slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
     began = time.perf_counter() if began is None else began
 

@@ -73,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=("random", "lognormal", "mixed", "sharegpt", "custom"),
         default="random",
         help="random: random tokens of given lengths; lognormal: random tokens with lengths like "
-        "ShareGPT's; mixed: chats, long prompts and a shared system prompt at once; sharegpt: a "
-        "file in ShareGPT's JSON format; custom: a JSONL file of prompts (default: random)",
+        "ShareGPT's; mixed: such requests, some of them with a long prompt or a shared system "
+        "prompt; sharegpt: a file in ShareGPT's JSON format; custom: a JSONL file of prompts "
+        "(default: random)",
     )
     add("--dataset-path", metavar="FILE", help="file of the dataset sharegpt or custom")
     add(
@@ -127,7 +128,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--client-processes",
         type=int,
         metavar="INT",
-        help="processes that send the requests (default: by cores and requests at once)",
+        help="number of processes that send the requests (default: by cores and concurrency)",
     )
     add_output(parser)
     add("--plot", metavar="FILE", help="draw the latency distributions as PNG")
@@ -298,7 +299,7 @@ def _show(args: argparse.Namespace, found: dict[str, Any]) -> None:
     if share >= BOTTLENECK_SHARE and found["duration_s"] >= 1:
         print(
             f"the client may have been the bottleneck: one of its {found['client_processes']} "
-            f"processes used {share:.0%} of a core; raise --client-processes",
+            f"processes used {share:.0%} of a core; increase --client-processes",
             file=sys.stderr,
         )
     for error, count in found["errors"].items():
