@@ -31,7 +31,7 @@ class OutputStream(Protocol):
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
-    def pop(self) -> RequestOutput | None: ...
+    def drain(self) -> list[RequestOutput]: ...
 
     async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None: ...
 
@@ -120,9 +120,11 @@ class RequestStream:
             self._take = None
             self._news.set()
 
-    def pop(self) -> RequestOutput | None:
-        """The next output if it is there already."""
-        return self._outputs.popleft() if self._outputs else None
+    def drain(self) -> list[RequestOutput]:
+        """Take the outputs that are there already."""
+        outputs = list(self._outputs)
+        self._outputs.clear()
+        return outputs
 
     def fail(self, error: EngineDead) -> None:
         """End the stream with an error."""

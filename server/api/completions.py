@@ -3,44 +3,25 @@
 from __future__ import annotations
 
 import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
-import msgspec
 from fastapi import APIRouter, Request, Response
-from msgspec import UNSET, UnsetType
+from msgspec import UNSET
 
 from ...runner.messages import unpack_logprobs
 from ..errors import InvalidRequest
-from ..generation.chunk_template import PLACE, ChunkTemplate
 from ..generation.generation import Generation, Job
-from ..generation.large_replies import encode_in_pieces
 from ..generation.logprobs import completion_logprobs, echoed_logprobs, joined, prompt_logprobs
-from ..generation.prompt_ids import Fit, room, tokenize, truncated
+from ..generation.prepare import Wanted, prepare
+from ..generation.prompts import completion_prompts
+from ..generation.reply import ChunkFramer, Collected, Reply, StreamedChoice, Whole
 from ..generation.respond import respond
 from ..generation.services import Services
-from ..generation.usage import reply_metrics, usage
-from ..http.sse import DONE, MAX_SILENT_TOKENS, Live, Write, event
-from ..off_loop import by_size, logprobs_size
+from ..off_loop import logprobs_size
 from ..openai_types.completions import CompletionRequest
-from ..openai_types.replies import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    PromptLogprobs,
-    ReplyMetrics,
-    encode,
-)
-from ..output.sampling import (
-    ModelLimits,
-    check_prompt_logprobs,
-    check_token_ids,
-    sampling_params,
-)
-from ..text.choice_text import GenerationEvent, TextOptions, TokenEntry
+from ..openai_types.replies import Completion, CompletionChoice, CompletionLogprobs, Usage
+from ..text.choice_text import GenerationEvent, TokenEntry
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 
@@ -53,57 +34,29 @@ def completion_routes(services: Services) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         arrived = time.monotonic()
         body = await services.bodies.read(request, CompletionRequest)
-        reply = _Reply(services, body, await _prepare(services, body))
-        return await respond(
-            request,
-            Generation(services, reply.job, arrived),
-            reply,
-            stream=bool(body.stream),
-            wait=reply.job.sampling.grammar is not None,
-        )
+        job = await _prepare(services, body)
+        reply = _Reply(services, body, Generation(services, job, arrived))
+        shape = _Framer(reply) if body.stream else _Whole(reply)
+        return await respond(request, reply.generation, shape)
 
     return router
 
 
 async def _prepare(services: Services, body: CompletionRequest) -> Job:
-    """Everything that can be refused before the engine hears of it."""
-    services.check_model(body.model)
-    services.check_ready()
-    limits = ModelLimits.of(
-        services.engine.ready, services.tokenizer, services.config.model.max_logprobs
-    )
     n, best_of = body.n or 1, body.best_of or body.n or 1
     _check(body, n, best_of)
     logprobs = body.logprobs
-    params = partial(sampling_params, logprobs=0 if logprobs is None and best_of > n else logprobs)
-    size = body.analysis_bytes
-    sampling = await by_size(size, params, body, limits, services.tokenizer, services.seeds)
-    if body.echo and logprobs is not None:
-        wanted = max(logprobs, body.prompt_logprobs or 0)
-        sampling = msgspec.structs.replace(sampling, prompt_logprobs=wanted)
-    wanted = max(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, 1)
-    fit = Fit(limits.max_model_len, "prompt", body.truncate_prompt_tokens, wanted)
-    prompts = await _prompt_ids(services, body, limits, fit)
-    param = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
-    check_prompt_logprobs(sampling, n * sum(map(len, prompts)), limits, param)
-    rooms = [room(ids, fit) for ids in prompts]
-    return Job(
-        request_id=f"cmpl-{uuid.uuid4().hex}",
-        prompts=prompts,
-        sampling=sampling,
-        max_tokens=rooms,
-        text=TextOptions(
-            stop=body.stops,
-            include_stop=bool(body.include_stop_str_in_output),
-            skip_special_tokens=body.skip_special_tokens is not False,
-            min_tokens=body.min_tokens or 0,
-            stop_token_ids=frozenset(body.stop_token_ids or ()),
-        ),
+    wanted = Wanted(
+        id_prefix="cmpl",
+        param="prompt",
+        encode=partial(completion_prompts, services, body),
         n=best_of,
-        priority=body.priority or 0,
-        cache_salt=body.cache_salt or "",
-        predicted=body.prediction is not None,
+        max_tokens=max(DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens, 1),
+        logprobs=0 if logprobs is None and best_of > n else logprobs,
+        echo_logprobs=logprobs if body.echo else None,
+        prompt_copies=n,
     )
+    return await prepare(services, body, wanted)
 
 
 def _check(body: CompletionRequest, n: int, best_of: int) -> None:
@@ -122,275 +75,177 @@ def _check(body: CompletionRequest, n: int, best_of: int) -> None:
         )
 
 
-async def _prompt_ids(
-    services: Services, body: CompletionRequest, limits: ModelLimits, fit: Fit
-) -> list[list[int]]:
-    prompts = body.prompts
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    ids = [prompt for prompt in prompts if isinstance(prompt, list)]
-    if texts:
-        ids = await tokenize(services, texts, body.add_special_tokens is not False, fit)
+class _Reply(Reply):
+    """What a whole reply and a stream both make of events and of an echoed prompt."""
 
-    def checked() -> list[list[int]]:
-        for prompt in ids:
-            check_token_ids(prompt, limits.vocab_size, "prompt")
-        return [truncated(prompt, fit) for prompt in ids]
-
-    return await by_size(body.num_bytes, checked)
-
-
-@dataclass
-class _Whole:
-    """One choice as far as it has come."""
-
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    entries: list[TokenEntry] = field(default_factory=list)
-    prompt: list[bytes] | None = None  # log probabilities, packed
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-    def add(self, event: GenerationEvent) -> None:
-        self.text.append(event.text)
-        self.token_ids += event.token_ids
-        self.entries += event.logprobs
-        if event.prompt_logprobs is not None:
-            self.prompt = event.prompt_logprobs
-        self.finish_reason = event.finish_reason
-        self.stop_reason = event.stop_reason
-
-
-class _Reply:
-    """Turns events into OpenAI's shapes."""
-
-    def __init__(self, services: Services, body: CompletionRequest, job: Job) -> None:
-        self.job = job
-        self._services = services
-        self._body = body
-        self._n = body.n or 1
+    def __init__(self, services: Services, body: CompletionRequest, generation: Generation) -> None:
+        super().__init__(services, body, generation)
+        self.body = body
+        self.only_echo = body.max_tokens == 0  # one token is generated all the same
         self._skip = body.skip_special_tokens is not False
-        self._only_echo = body.max_tokens == 0
-        self._is_plain = not (  # a chunk of text tells nothing else
-            self._only_echo or body.return_token_ids or body.wants_running_usage
-        )
-        self._created = int(time.time())
-        self._starts: dict[int, int] = {}  # choice -> length of its echoed prompt
-        self._templates: dict[int, ChunkTemplate] = {}  # choice -> its chunks of text alone
-        self._silent: dict[int, int] = {}  # choice -> tokens since its last chunk
 
-    async def whole(self, generation: Generation) -> Completion:
-        """The reply once everything is there."""
-        found = [_Whole() for _ in range(self.job.num_choices)]
-        async with aclosing(generation.events()) as events:
-            async for item in events:
-                found[item.index].add(item)
-        if self._only_echo:
-            for choice in generation.choices:
+    def completion(self, choices: list[CompletionChoice]) -> Completion:
+        """The reply, or a chunk, with these choices."""
+        return Completion(*self.head, choices)
+
+    def usage(self) -> Usage:
+        """The token counts so far."""
+        if self.only_echo:
+            for choice in self.generation.choices:
                 choice.num_tokens = 0
-        of_prompts = [piece for part in found for piece in part.prompt or ()]
-        size = logprobs_size(of_prompts, *(part.entries for part in found))
-        answer = await by_size(size, self._answer, found, generation)
-        answer.usage = usage(generation.counts())
-        answer.metrics = self._metrics(generation)
+        return super().usage()
+
+    def echo(self, prompt: int) -> str:
+        """The text of a prompt, if it is echoed."""
+        if not self.body.echo:
+            return ""
+        given = self.body.prompts[prompt]
+        if isinstance(given, str) and self.body.truncate_prompt_tokens is None:
+            return given
+        return self.services.tokenizer.decode(self.job.prompts[prompt], self._skip)
+
+    def logprobs(self, entries: Sequence[TokenEntry], start: int) -> CompletionLogprobs:
+        """Of tokens after `start` characters of echo."""
+        as_ids = bool(self.body.return_tokens_as_token_ids)
+        return completion_logprobs(entries, self.services.tokenizer, start, as_ids)
+
+    def beginning(
+        self,
+        text: str,
+        entries: Sequence[TokenEntry],
+        prompt: int,
+        of_prompt: list[bytes] | None,
+    ) -> tuple[str, CompletionLogprobs | None]:
+        """Text and logprobs of a choice's beginning, after the prompt if that is echoed."""
+        echoed = self.echo(prompt)
+        if self.body.logprobs is None:
+            return echoed + text, None
+        logprobs = self.logprobs(entries, len(echoed))
+        if self.body.echo:
+            as_ids = bool(self.body.return_tokens_as_token_ids)
+            ids, tokenizer = self.job.prompts[prompt], self.services.tokenizer
+            known = [] if of_prompt is None else unpack_logprobs(of_prompt)
+            before = echoed_logprobs(ids, known, tokenizer, echoed, as_ids)
+            logprobs = joined(before, logprobs)
+        return echoed + text, logprobs
+
+
+class _Whole(Whole):
+    """The reply as one object."""
+
+    def __init__(self, reply: _Reply) -> None:
+        super().__init__(reply.job.num_choices)
+        self._reply = reply
+        self._n = reply.body.n or 1
+
+    def answer(self) -> Completion:
+        """The reply, after the last event."""
+        reply = self._reply
+        choices = [
+            self._choice(prompt * self._n + place, prompt, self.parts[own])
+            for prompt in range(len(reply.job.prompts))
+            for place, own in enumerate(self._best(prompt))
+        ]
+        answer = reply.completion(choices)
+        answer.usage, answer.metrics = reply.usage(), reply.metrics()
         return answer
 
-    def _answer(self, found: list[_Whole], generation: Generation) -> Completion:
-        return self._completion(
-            [
-                self._whole_choice(prompt * self._n + place, prompt, index, found[index], found)
-                for prompt in range(len(self.job.prompts))
-                for place, index in enumerate(self._best(prompt, generation))
-            ]
-        )
-
-    def _metrics(self, generation: Generation) -> ReplyMetrics | UnsetType:
-        return reply_metrics(self._services, self._body.speculative, generation.choices)
-
-    def _best(self, prompt: int, generation: Generation) -> list[int]:
+    def _best(self, prompt: int) -> list[int]:
         """The job's choices of a prompt that are shown: best_of's best by mean log probability."""
-        indices = list(range(prompt * self.job.n, (prompt + 1) * self.job.n))
-        if self.job.n == self._n:
+        n, choices = self._reply.job.n, self._reply.generation.choices
+        indices = list(range(prompt * n, (prompt + 1) * n))
+        if n == self._n:
             return indices
-        choices = generation.choices
 
         def mean(index: int) -> float:
             return choices[index].logprob_sum / max(choices[index].num_tokens, 1)
 
         return sorted(indices, key=mean, reverse=True)[: self._n]
 
-    def _whole_choice(
-        self, index: int, prompt: int, own: int, part: _Whole, all_parts: list[_Whole]
-    ) -> CompletionChoice:
-        body = self._body
-        if self._only_echo:
-            part = _Whole(finish_reason="length")
-        of_prompt = all_parts[prompt * self.job.n].prompt  # only child 0 computed it
-        text, logprobs = self._with_echo("".join(part.text), part.entries, prompt, of_prompt)
+    def _choice(self, index: int, prompt: int, part: Collected) -> CompletionChoice:
+        reply, body = self._reply, self._reply.body
+        if reply.only_echo:
+            part = Collected(finish_reason="length")
+        of_prompt = self.parts[prompt * reply.job.n].prompt_logprobs  # only child 0 computed it
+        text, logprobs = reply.beginning("".join(part.texts), part.logprobs, prompt, of_prompt)
         choice = CompletionChoice(index, text, logprobs, part.finish_reason, part.stop_reason)
         if body.return_token_ids:
             choice.token_ids = part.token_ids
-            choice.prompt_token_ids = self.job.prompts[prompt]
+            choice.prompt_token_ids = reply.job.prompts[prompt]
         if body.prompt_logprobs is not None:
-            choice.prompt_logprobs = self._prompt_logprobs(of_prompt)
+            known = [] if of_prompt is None else unpack_logprobs(of_prompt)
+            choice.prompt_logprobs = prompt_logprobs(known, reply.services.tokenizer)
         return choice
 
-    def _prompt_logprobs(self, found: list[bytes] | None) -> PromptLogprobs:
-        known = [] if found is None else unpack_logprobs(found)
-        return prompt_logprobs(known, self._services.tokenizer)
 
-    def _with_echo(
-        self,
-        text: str,
-        entries: list[TokenEntry],
-        prompt: int,
-        of_prompt: list[bytes] | None,
-    ) -> tuple[str, CompletionLogprobs | None]:
-        """Text and logprobs of a choice's beginning, after the prompt if that is echoed."""
-        tokenizer = self._services.tokenizer
-        echoed = self._echo_text(prompt) if self._body.echo else ""
-        if self._body.logprobs is None:
-            return echoed + text, None
-        as_ids = bool(self._body.return_tokens_as_token_ids)
-        logprobs = completion_logprobs(entries, tokenizer, len(echoed), as_ids)
-        if self._body.echo:
-            ids = self.job.prompts[prompt]
-            known = [] if of_prompt is None else unpack_logprobs(of_prompt)
-            before = echoed_logprobs(ids, known, tokenizer, echoed, as_ids)
-            logprobs = joined(before, logprobs)
-        return echoed + text, logprobs
+class _Framer(ChunkFramer):
+    """The reply as a stream: text, after its prompt's echo, perhaps the usage, the end."""
 
-    def _echo_text(self, prompt: int) -> str:
-        given = self._body.prompts[prompt]
-        if isinstance(given, str) and self._body.truncate_prompt_tokens is None:
-            return given
-        return self._services.tokenizer.decode(self.job.prompts[prompt], self._skip)
+    def __init__(self, reply: _Reply) -> None:
+        super().__init__(reply)
+        self._completion = reply
+        self._starts = [0] * reply.job.num_choices  # characters of the echo
+        self._of_prompts: dict[int, list[bytes]] = {}
+        self._waiting: dict[int, list[GenerationEvent]] = {}  # prompt -> events
 
-    def _completion(self, choices: list[CompletionChoice]) -> Completion:
-        return Completion(
-            self.job.request_id,
-            self._created,
-            self._body.model,
-            self._services.fingerprint,
-            choices,
-        )
+    def chunk(self, choices: list[CompletionChoice]) -> Completion:
+        """See the base."""
+        return self._completion.completion(choices)
 
-    async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The reply as events."""
-        body = self._body
-        of_prompts: dict[int, list[bytes] | None] = {}
-        waiting: dict[int, list[GenerationEvent]] = {}
-        async with aclosing(generation.events()) as events:
-            async for item in events:
-                prompt = item.index // self.job.n
-                if body.echo and body.logprobs is not None:
-                    # Child 0 brings the prompt's logprobs; its siblings wait for them.
-                    if item.prompt_logprobs is not None:
-                        of_prompts[prompt] = item.prompt_logprobs
-                    elif prompt not in of_prompts:
-                        waiting.setdefault(prompt, []).append(item)
-                        continue
-                ready = (item, *waiting.pop(prompt, ()))
-                of_prompt = of_prompts.get(prompt)
-                size = 0 if item.index in self._starts else logprobs_size(of_prompt)
-                data = await by_size(size, self._framed_chunks, ready, generation, of_prompt)
-                if data:
-                    yield data
-        if body.wants_usage:
-            if self._only_echo:
-                for each in generation.choices:
-                    each.num_tokens = 0
-            last = self._completion([])
-            last.usage = usage(generation.counts())
-            last.metrics = self._metrics(generation)
-            yield event(encode(last))
-        yield DONE
+    def text_choice(self, index: int, text: str) -> CompletionChoice | None:
+        """See the base."""
+        only_echo = self._completion.only_echo
+        return None if only_echo else CompletionChoice(index, text, stop_reason=UNSET)
 
-    def live(self, generation: Generation) -> Live | None:
-        """The same events while they come; only behind the first, which may echo the prompt."""
-        fill = self._template(0, generation).fill if self._is_plain else None
-        follow = generation.live(lambda item: self._framed_chunk(item, generation, None), fill)
-        if follow is None:
-            return None
+    def size(self, item: GenerationEvent) -> int:
+        """The first chunk of a choice may have the log probabilities of an echoed prompt."""
+        if self._streamed[item.index].began:
+            return 0
+        prompt = item.index // self._completion.job.n
+        return logprobs_size(item.prompt_logprobs or self._of_prompts.get(prompt))
 
-        async def behind_first(write: Write) -> None:
-            if self._starts:
-                await follow(write)
+    def choices(
+        self, item: GenerationEvent, streamed: StreamedChoice
+    ) -> Sequence[CompletionChoice]:
+        """One for each event that can be shown now."""
+        made = [self._choice(each, self._streamed[each.index]) for each in self._ready(item)]
+        return [choice for choice in made if choice is not None]
 
-        return behind_first
+    def _ready(self, item: GenerationEvent) -> list[GenerationEvent]:
+        """Child 0 brings the logprobs of an echoed prompt; its siblings wait for them."""
+        body, prompt = self._completion.body, item.index // self._completion.job.n
+        if not body.echo or body.logprobs is None:
+            return [item]
+        if item.prompt_logprobs is not None:
+            self._of_prompts[prompt] = item.prompt_logprobs
+        elif prompt not in self._of_prompts:
+            self._waiting.setdefault(prompt, []).append(item)
+            return []
+        return [item, *self._waiting.pop(prompt, ())]
 
-    def _framed_chunks(
-        self,
-        items: Sequence[GenerationEvent],
-        generation: Generation,
-        of_prompt: list[bytes] | None,
-    ) -> bytes:
-        return b"".join(self._framed_chunk(item, generation, of_prompt) for item in items)
-
-    def _framed_chunk(
-        self,
-        item: GenerationEvent,
-        generation: Generation,
-        of_prompt: list[bytes] | None,
-    ) -> bytes:
-        """An event for what came; empty if there is nothing to tell."""
-        index = item.index
-        if item.text and index in self._starts and not (item.finish_reason or item.logprobs):
-            if self._is_plain:
-                self._silent[index] = 0
-                return self._template(index, generation).fill(item.text)
-        is_first = index not in self._starts  # it may echo the prompt
-        choice = self._chunk(item, self._starts, of_prompt)
-        return b"" if choice is None else self._framed(choice, generation, is_first)
-
-    def _template(self, index: int, generation: Generation) -> ChunkTemplate:
-        if (known := self._templates.get(index)) is None:
-            choice = CompletionChoice(index, PLACE, stop_reason=UNSET)
-            known = self._templates[index] = ChunkTemplate(self._framed(choice, generation))
-        return known
-
-    def _framed(
-        self, choice: CompletionChoice, generation: Generation, may_be_large: bool = False
-    ) -> bytes:
-        chunk = self._completion([choice])
-        if self._body.wants_usage:
-            running = self._body.wants_running_usage
-            chunk.usage = usage(generation.counts()) if running else None
-        return event(encode_in_pieces(chunk) if may_be_large else encode(chunk))
-
-    def _chunk(
-        self,
-        item: GenerationEvent,
-        starts: dict[int, int],
-        of_prompt: list[bytes] | None,
-    ) -> CompletionChoice | None:
-        """One choice's part of a chunk; None if there is nothing to tell."""
-        body, index = self._body, item.index
-        first = index not in starts
-        prompt = index // self.job.n
+    def _choice(self, item: GenerationEvent, streamed: StreamedChoice) -> CompletionChoice | None:
+        """None if there is nothing to show."""
+        reply, body, index = self._completion, self._completion.body, item.index
+        prompt, is_first = index // reply.job.n, not streamed.began
+        streamed.began = True
         text, entries, ids = item.text, item.logprobs, item.token_ids
-        if self._only_echo:
+        if reply.only_echo:
             text, entries, ids = "", [], []
         logprobs = None
-        if first and body.echo:
-            text, logprobs = self._with_echo(text, entries, prompt, of_prompt)
-            starts[index] = len(self._echo_text(prompt))
-        else:
-            starts.setdefault(index, 0)
-            if body.logprobs is not None and entries:
-                as_ids = bool(body.return_tokens_as_token_ids)
-                tokenizer = self._services.tokenizer
-                logprobs = completion_logprobs(entries, tokenizer, starts[index], as_ids)
-        told = text or logprobs is not None or item.finish_reason or body.return_token_ids
-        silent = 0 if told else self._silent.get(index, 0) + len(ids)
-        self._silent[index] = silent % MAX_SILENT_TOKENS
-        if not told and silent < MAX_SILENT_TOKENS:
+        if is_first and body.echo:
+            self._starts[index] = len(reply.echo(prompt))
+            text, logprobs = reply.beginning(text, entries, prompt, self._of_prompts.get(prompt))
+        elif body.logprobs is not None and entries:
+            logprobs = reply.logprobs(entries, self._starts[index])
+        must = text or logprobs is not None or item.finish_reason or body.return_token_ids
+        if not streamed.is_overdue(len(ids), bool(must)) and not must:
             return None
         choice = CompletionChoice(index, text, logprobs, item.finish_reason)
         choice.stop_reason = item.stop_reason if item.finish_reason else UNSET
-        if self._only_echo and item.finish_reason:
+        if reply.only_echo and item.finish_reason:
             choice.finish_reason, choice.stop_reason = "length", None
         if body.return_token_ids:
             choice.token_ids = ids
-            if first:
-                choice.prompt_token_ids = self.job.prompts[prompt]
+            if is_first:
+                choice.prompt_token_ids = reply.job.prompts[prompt]
         return choice

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import msgspec
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
-from ..errors import APIError, InvalidRequest, NotSupported, as_api_error
+from ..errors import APIError, InvalidRequest, NotSupported
 from ..generation.generation import Generation, Job
 from ..generation.logprobs import chat_logprobs
+from ..generation.reply import Framer, Whole
 from ..generation.respond import respond
 from ..generation.services import Services
 from ..http.body import validated
-from ..http.sse import Live, event
+from ..http.sse import event
 from ..off_loop import by_size
 from ..openai_types.chat import ChatCompletionRequest
 from ..openai_types.responses import CHAT_NAMES, ResponsesRequest
@@ -45,20 +44,16 @@ def response_routes(services: Services) -> APIRouter:
         arrived = time.monotonic()
         body = await services.bodies.read(request, ResponsesRequest)
         _check(body)
-        job, form, prompt = await _prepare(services, body)
-        return await respond(
-            request,
-            Generation(services, job, arrived),
-            _Reply(services, body, job, form.parser(prompt)),
-            stream=bool(body.stream),
-            wait=job.sampling.grammar is not None,
-        )
+        job, form = await _prepare(services, body)
+        generation = Generation(services, job, arrived)
+        reply = _Reply(services, body, generation, form.parser(job.prompt_text))
+        return await respond(request, generation, _Framer(reply) if body.stream else reply)
 
     @router.post("/v1/responses/input_tokens")
     async def count_input_tokens(request: Request) -> Response:
         body = await services.bodies.read(request, ResponsesRequest)
         _check(body)
-        job, _, _ = await _prepare(services, body)
+        job, _ = await _prepare(services, body)
         count = InputTokens(len(job.prompts[0]))
         return Response(msgspec.json.encode(count), media_type="application/json")
 
@@ -77,13 +72,12 @@ def response_routes(services: Services) -> APIRouter:
     return router
 
 
-async def _prepare(services: Services, body: ResponsesRequest) -> tuple[Job, ChatFormat, str]:
+async def _prepare(services: Services, body: ResponsesRequest) -> tuple[Job, ChatFormat]:
     try:
         chat, form = await by_size(body.analysis_bytes, _as_chat, services, body)
-        job, prompt = await prepare_chat(services, chat, form)
+        return await prepare_chat(services, chat, form), form
     except InvalidRequest as error:
         raise _renamed(error) from None
-    return job, form, prompt
 
 
 def _as_chat(
@@ -118,54 +112,41 @@ def _without_none(body: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in body.items() if value is not None}
 
 
-class _Reply:
-    """Turns events into the shapes of /v1/responses."""
+class _Reply(Whole):
+    """The response of one request as far as it has come."""
 
     def __init__(
-        self, services: Services, body: ResponsesRequest, job: Job, parser: MessageParser
+        self,
+        services: Services,
+        body: ResponsesRequest,
+        generation: Generation,
+        parser: MessageParser,
     ) -> None:
+        super().__init__(generation.job.num_choices)
         self._services = services
         self._body = body
-        self._job = job
+        self._generation = generation
         self._parser = parser
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
         self._items = ResponseItems()
-        self._number = 0
         self._reason: str | None = None
 
-    async def whole(self, generation: Generation) -> dict[str, Any]:
-        """The reply once everything is there."""
-        async with aclosing(generation.events()) as events:
-            async for item in events:
-                self._events_of(item)
-        return self._response(self._status, generation)
-
-    async def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The reply as events; a fault ends it with response.failed."""
-        for name in ("response.created", "response.in_progress"):
-            yield self._framed({"type": name, "response": self._response("in_progress", None)})
-        try:
-            async with aclosing(generation.events()) as events:
-                async for item in events:
-                    for each in self._events_of(item):
-                        yield self._framed(each)
-        except Exception as error:
-            failed = self._response("failed", generation, as_api_error(error))
-            yield self._framed({"type": "response.failed", "response": failed})
-            return
-        last = {"type": f"response.{self._status}"}
-        yield self._framed({**last, "response": self._response(self._status, generation)})
-
-    def live(self, generation: Generation) -> Live | None:
-        """Its events are numbered and end in their own way: all go through `stream`."""
-        return None
-
     @property
-    def _status(self) -> str:
+    def status(self) -> str:
+        """How the reply ends."""
         return "incomplete" if self._reason == "length" else "completed"
 
-    def _events_of(self, item: GenerationEvent) -> list[dict[str, Any]]:
+    def add(self, item: GenerationEvent) -> None:
+        """Take the next event."""
+        self.events(item)
+
+    def answer(self) -> dict[str, Any]:
+        """The response, after the last event."""
+        return self.response(self.status)
+
+    def events(self, item: GenerationEvent) -> list[dict[str, Any]]:
+        """What an event adds to the items, as the stream says it, without numbers."""
         deltas = self._parser.push(item.text, item.token_ids)
         if item.finish_reason:
             deltas = deltas + self._parser.finish()
@@ -176,18 +157,11 @@ class _Reply:
         events = [each for delta in deltas for each in self._items.add(delta)]
         if item.finish_reason:
             self._reason = item.finish_reason
-            events += self._items.finish(self._status)
+            events += self._items.finish(self.status)
         return events
 
-    def _framed(self, fields: dict[str, Any]) -> bytes:
-        name = fields["type"]
-        numbered = {**fields, "sequence_number": self._number}
-        self._number += 1
-        return event(msgspec.json.encode(numbered), name)
-
-    def _response(
-        self, status: str, generation: Generation | None, error: APIError | None = None
-    ) -> dict[str, Any]:
+    def response(self, status: str, error: APIError | None = None) -> dict[str, Any]:
+        """The response object as it is now."""
         body = self._body
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -218,7 +192,7 @@ class _Reply:
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "top_logprobs": body.top_logprobs or 0,
             "truncation": body.truncation or "disabled",
-            "usage": None if generation is None else self._usage(generation),
+            "usage": None if status == "in_progress" else self._usage(),
             "user": body.user,
             "metadata": body.metadata or {},
         }
@@ -240,8 +214,8 @@ class _Reply:
         choice = self._body.tool_choice
         return choice if isinstance(choice, str | None) and choice else _dumped(choice)
 
-    def _usage(self, generation: Generation) -> dict[str, Any]:
-        counts = generation.counts()
+    def _usage(self) -> dict[str, Any]:
+        counts = self._generation.counts()
         return {
             "input_tokens": counts.prompt,
             "input_tokens_details": {"cached_tokens": counts.cached, "cache_write_tokens": 0},
@@ -249,6 +223,40 @@ class _Reply:
             "output_tokens_details": {"reasoning_tokens": self._parser.num_reasoning_tokens},
             "total_tokens": counts.prompt + counts.completion,
         }
+
+
+class _Framer(Framer):
+    """The reply as a stream of numbered events; a fault ends it with response.failed."""
+
+    def __init__(self, reply: _Reply) -> None:
+        self._reply = reply
+        self._number = 0
+
+    def first(self) -> bytes:
+        """The response without any output."""
+        names = ("created", "in_progress")
+        return b"".join([self._response(name, "in_progress") for name in names])
+
+    def delta(self, item: GenerationEvent) -> bytes:
+        """What an event adds."""
+        return b"".join([self._framed(each) for each in self._reply.events(item)])
+
+    def last(self) -> bytes:
+        """The whole response."""
+        return self._response(self._reply.status, self._reply.status)
+
+    def failed(self, error: APIError) -> bytes:
+        """The response as far as it came."""
+        return self._response("failed", "failed", error)
+
+    def _response(self, name: str, status: str, error: APIError | None = None) -> bytes:
+        response = self._reply.response(status, error)
+        return self._framed({"type": f"response.{name}", "response": response})
+
+    def _framed(self, fields: dict[str, Any]) -> bytes:
+        numbered = {**fields, "sequence_number": self._number}
+        self._number += 1
+        return event(msgspec.json.encode(numbered), fields["type"])
 
 
 def _dumped(choice: Any) -> Any:

@@ -8,10 +8,9 @@ import msgspec
 from fastapi import APIRouter, Request, Response
 from pydantic import Field, model_validator
 
-from ..chat_templates.content_guard import RenderedChat
 from ..errors import InvalidRequest
-from ..generation.prompt_ids import Fit, tokenize, tokenize_chat
-from ..generation.prompts import render_chat
+from ..generation.prompt_ids import Fit, tokenize
+from ..generation.prompts import Prompts, chat_prompt
 from ..generation.services import Services
 from ..off_loop import by_size
 from ..openai_types.chat import ChatCompletionRequest, Message, Tool
@@ -80,9 +79,7 @@ def tokenize_routes(services: Services) -> APIRouter:
             special = body.add_special_tokens is not False
             (ids,) = await tokenize(services, [body.prompt], special, Fit(most, "prompt"))
         else:
-            prompt = await _chat(services, body)
-            special, fit = bool(body.add_special_tokens), Fit(most, "messages")
-            ids = await tokenize_chat(services, prompt, special, fit)
+            (ids,) = (await _chat(services, body, Fit(most, "messages"))).ids
         reply = Tokens(len(ids), limit, ids)
         data = await by_size(body.num_bytes, _encoded, services, reply, body.return_token_strs)
         return Response(data, media_type="application/json")
@@ -111,11 +108,12 @@ def _decoded(services: Services, ids: list[int]) -> bytes:
     return msgspec.json.encode(Detokenized(text))
 
 
-async def _chat(services: Services, body: TokenizeRequest) -> RenderedChat:
+async def _chat(services: Services, body: TokenizeRequest, fit: Fit) -> Prompts:
     if body.messages is None:
         raise InvalidRequest("The request has no messages.", "messages")
     chat = ChatCompletionRequest.model_construct(
         messages=body.messages,
+        add_special_tokens=body.add_special_tokens,
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         chat_template=body.chat_template,
@@ -123,4 +121,4 @@ async def _chat(services: Services, body: TokenizeRequest) -> RenderedChat:
     )
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
     chat.note_size(body.num_bytes)
-    return await render_chat(services, chat, tools or None)
+    return await chat_prompt(services, chat, tools or None, fit)

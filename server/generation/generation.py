@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import aclosing
 from dataclasses import dataclass
-from functools import partial
 from time import monotonic
 from types import TracebackType
 
 from ...runner.messages import AddRequest, RequestOutput, SamplingParams
 from ..errors import EngineStopped, InvalidRequest, QueueFull, outcome_of
 from ..http.sse import Live, Write
-from ..metrics import RequestTiming
 from ..output.sampling import with_max_tokens
 from ..request_stream import OutputStream
 from ..text.choice_text import ChoiceText, GenerationEvent, TextOptions
@@ -38,6 +35,7 @@ class Job:
     text: TextOptions
     n: int = 1
     priority: int = 0
+    prompt_text: str = ""  # of a chat, as the template rendered it
     cache_salt: str = ""  # requests with different ones share no cached prefix
     predicted: bool = False  # the n-gram drafter's drafts count as predicted tokens in the usage
 
@@ -58,60 +56,13 @@ class TokenCounts:
     rejected_prediction: int = 0
 
 
-def _write_event(
-    choice: ChoiceText,
-    timing: RequestTiming,
-    frame: Frame,
-    write: Write,
-    outputs: list[RequestOutput],
-) -> bool:
-    """Write one event for these outputs; false when the next one must wait."""
-    event = choice.feed(outputs[0])
-    tokens = len(outputs[0].token_ids)
-    for output in outputs[1:]:  # the event loop was slow: they leave as one
-        event.join(choice.feed(output))
-        tokens += len(output.token_ids)
-    timing.tokens(tokens, monotonic())
-    data = frame(event)
-    return write(data) if data else True
-
-
-def _text_writer(
-    choice: ChoiceText,
-    timing: RequestTiming,
-    frame: Frame,
-    fill: Callable[[str], bytes],
-    write: Write,
-) -> Callable[[list[RequestOutput]], bool]:
-    """The same for outputs of text alone: what it returns runs for nearly every token."""
-    read, tokens = choice.read, timing.tokens
-    speaks = False  # `frame` knows that there was text; it counts the tokens without any
-
-    def take(outputs: list[RequestOutput]) -> bool:
-        nonlocal speaks
-        output = outputs[0]
-        text, ids = read(output), output.token_ids
-        if len(outputs) > 1:
-            for output in outputs[1:]:
-                text += read(output)
-                ids = ids + output.token_ids
-        tokens(len(ids), monotonic())
-        if text and speaks:
-            return write(fill(text))
-        speaks = bool(text)
-        data = frame(GenerationEvent(choice.index, text, ids))
-        return write(data) if data else True
-
-    return take
-
-
 class Generation:
     """A running job: `submit`, iterate `events()`; leaving it aborts what still runs."""
 
     def __init__(self, services: Services, job: Job, arrived: float) -> None:
         """`arrived` is time.monotonic() when the HTTP request came."""
         self._services = services
-        self._job = job
+        self.job = job
         grammar = job.sampling.grammar
         text = job.text._replace(grammar_param=grammar.param or None) if grammar else job.text
         stops = StopStrings(text.stop)
@@ -126,17 +77,15 @@ class Generation:
         ]
         self._streams: list[OutputStream] = []
         self._pumps: list[asyncio.Task[None]] = []
-        self._begun: AsyncGenerator[GenerationEvent, None] | None = None
-        self._first: GenerationEvent | None = None
 
     def submit(self) -> None:
         """Hand all children to the engine, or none: QueueFull, NotReady."""
         self._admit()
-        children = [self._child(index) for index in range(self._job.num_choices)]
+        children = [self._child(index) for index in range(self.job.num_choices)]
         # `_admit` has seen an engine that is ready, and nothing was awaited since: none is refused.
         self._streams = [self._services.engine.submit(child) for child in children]
         if self._services.capture is not None:
-            self._services.capture.record(self._job.prompts)
+            self._services.capture.record(self.job.prompts)
 
     def __enter__(self) -> Generation:
         return self
@@ -151,80 +100,56 @@ class Generation:
             task.cancel()
         self._abort(outcome_of(error))
 
-    async def begin(self) -> None:
-        """Wait for the first event; `events` still gives it."""
-        self._begun = self._events()
-        self._first = await anext(self._begun)
-
-    def events(self) -> AsyncGenerator[GenerationEvent, None]:
+    async def events(self) -> AsyncGenerator[GenerationEvent, None]:
         """Events of all choices as they come; each choice's last one has a finish reason."""
-        return self._events() if self._begun is None else self._resumed(self._begun)
-
-    async def _resumed(
-        self, begun: AsyncGenerator[GenerationEvent, None]
-    ) -> AsyncGenerator[GenerationEvent, None]:
-        assert self._first is not None
-        first, self._first = self._first, None
-        yield first
-        async with aclosing(begun) as events:
-            async for event in events:
-                yield event
-
-    async def _events(self) -> AsyncGenerator[GenerationEvent, None]:
         alone = self._streams[0] if len(self._streams) == 1 else None
-        outputs = self._merged() if alone is None else self._one(alone)
-        async for index, output in outputs:
+        arriving = self._merged() if alone is None else self._one(alone)
+        async for index, output in arriving:
             choice = self.choices[index]
             if choice.finish_reason is not None:
                 continue  # a stop string ended it; what the engine had on its way is dropped
-            event = choice.feed(output)
-            tokens = len(output.token_ids)
             # What came while the client or the event loop was slow leaves as one event.
-            while alone and event.finish_reason is None and (later := alone.pop()):
-                output = later
-                event.join(choice.feed(output))
-                tokens += len(output.token_ids)
-            self._timings[index].tokens(tokens, monotonic())
+            outputs = [output, *alone.drain()] if alone else [output]
+            event = choice.feed(outputs)
+            self._timings[index].tokens(event.num_read, monotonic())
             if event.finish_reason is not None:
                 self._timings[index].end(event.finish_reason)
-                if output.finish_reason is None:
+                if outputs[-1].finish_reason is None:
                     self._services.engine.abort(self._ids[index])
             yield event
             if event.finish_reason is not None and alone:
                 return
 
-    def live(self, frame: Frame, fill: Callable[[str], bytes] | None = None) -> Live | None:
+    def live(self, frame: Frame) -> Live | None:
         """How a stream of one choice is written while its outputs arrive; None for other jobs.
 
         What comes without anything held up goes through `frame` straight to the client's socket;
-        all else, the end included, is left to `events`. `fill` gives the bytes that `frame` would
-        for an event of some text and nothing else that is shown.
+        all else, the end included, is left to `events`.
         """
-        if len(self._streams) != 1 or self._job.text.stop:
+        if len(self._streams) != 1 or self.job.text.stop:
             return None
-        stream, choice, timing = self._streams[0], self.choices[0], self._timings[0]
-        sampling = self._job.sampling
-        if sampling.logprobs is not None or sampling.prompt_logprobs is not None:
-            fill = None
+        stream, feed, count = self._streams[0], self.choices[0].feed, self._timings[0].tokens
 
         async def follow(write: Write) -> None:
-            if self._first is not None or choice.finish_reason is not None:
-                return
-            if fill is None:
-                await stream.follow(partial(_write_event, choice, timing, frame, write))
-            else:
-                await stream.follow(_text_writer(choice, timing, frame, fill, write))
+            def take(outputs: list[RequestOutput]) -> bool:
+                event = feed(outputs)
+                count(event.num_read, monotonic())
+                data = frame(event)
+                return write(data) if data else True
+
+            if self.choices[0].finish_reason is None:
+                await stream.follow(take)
 
         return follow
 
     def counts(self) -> TokenCounts:
         """The usage so far."""
-        counts = TokenCounts(prompt=sum(map(len, self._job.prompts)))
+        counts = TokenCounts(prompt=sum(map(len, self.job.prompts)))
         # Drafts of other drafters come from elsewhere, whatever the client predicted.
-        predicted = self._job.predicted and self._services.config.speculative.method == "ngram"
+        predicted = self.job.predicted and self._services.config.speculative.method == "ngram"
         for index, choice in enumerate(self.choices):
             counts.completion += choice.num_tokens
-            if index % self._job.n == 0:  # the others find the first one's blocks
+            if index % self.job.n == 0:  # the others find the first one's blocks
                 counts.cached += choice.num_cached_tokens
             if predicted:
                 counts.accepted_prediction += choice.num_accepted_tokens
@@ -235,7 +160,7 @@ class Generation:
         config, engine = self._services.config, self._services.engine
         self._services.check_ready()
         capacity = config.scheduler.max_num_seqs + config.server.max_queue_size
-        wanted = self._job.num_choices
+        wanted = self.job.num_choices
         if wanted > capacity:
             raise InvalidRequest(
                 f"The request asks for {wanted} choices; the server takes at most {capacity}.", "n"
@@ -244,7 +169,7 @@ class Generation:
             raise QueueFull(engine.num_open, 1)
 
     def _child(self, index: int) -> AddRequest:
-        job = self._job
+        job = self.job
         prompt, child = divmod(index, job.n)
         sampling = with_max_tokens(job.sampling, job.max_tokens[prompt], child)
         prompt_ids = job.prompts[prompt]

@@ -35,6 +35,15 @@ class Fit:
             return None
         return self.limit if self.keep < 0 else min(max(self.keep, 1), self.limit)
 
+    @property
+    def output(self) -> int:
+        """Tokens that must be left for the output."""
+        return 1 if self.wanted is None else self.wanted
+
+    def exceeded(self, count: int, is_exact: bool = True) -> ContextLengthExceeded:
+        """The error for a prompt of `count` tokens."""
+        return ContextLengthExceeded(self.limit, count, self.output, self.param, exact=is_exact)
+
 
 async def tokenize(
     services: Services, texts: Sequence[str], add_special_tokens: bool, fit: Fit
@@ -53,10 +62,7 @@ async def tokenize(
             return await asyncio.to_thread(encode, *arguments)
         return await off_loop(encode, *arguments)
     except TooManyTokens as error:
-        output = 1 if fit.wanted is None else fit.wanted
-        raise ContextLengthExceeded(
-            fit.limit, error.count, output, fit.param, exact=error.is_exact
-        ) from None
+        raise fit.exceeded(error.count, error.is_exact) from None
 
 
 async def tokenize_chat(
@@ -72,10 +78,7 @@ async def tokenize_chat(
             tokenizer.encode_parts, prompt.parts, add_special_tokens, fit.limit, fit.last
         )
     except TooManyTokens as error:
-        output = 1 if fit.wanted is None else fit.wanted
-        raise ContextLengthExceeded(
-            fit.limit, error.count, output, fit.param, exact=error.is_exact
-        ) from None
+        raise fit.exceeded(error.count, error.is_exact) from None
 
 
 def truncated(ids: list[int], fit: Fit) -> list[int]:
@@ -96,13 +99,11 @@ def room(prompt: Sequence[int], fit: Fit, default: int | None = None) -> int:
 
     A request that names no number gets what fits, but at most `default`.
     """
-    limit, wanted = fit.limit, fit.wanted
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fit.param, "invalid_value")
-    if len(prompt) + (1 if wanted is None else wanted) > limit:
-        output = 1 if wanted is None else wanted
-        raise ContextLengthExceeded(limit, len(prompt), output, fit.param)
-    if wanted is not None:
-        return wanted
-    fits = limit - len(prompt)
+    if len(prompt) + fit.output > fit.limit:
+        raise fit.exceeded(len(prompt))
+    if fit.wanted is not None:
+        return fit.wanted
+    fits = fit.limit - len(prompt)
     return fits if default is None else min(fits, default)

@@ -1,14 +1,17 @@
-"""Renders a chat request's messages with the model's template, whatever of it the client chose."""
+"""From the body of a chat or completion to prompts of token ids."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..chat_templates.chat_template import ChatTemplateError
 from ..chat_templates.content_guard import RenderedChat
 from ..errors import InvalidRequest
 from ..off_loop import by_size
 from ..openai_types.chat import ChatCompletionRequest
+from ..openai_types.completions import CompletionRequest
+from ..output.sampling import check_token_ids
+from .prompt_ids import Fit, tokenize, tokenize_chat
 from .services import Services
 
 _MAX_ECHO = 1000  # characters of an error, which a template may have made of the messages
@@ -16,7 +19,38 @@ _MAX_ECHO = 1000  # characters of an error, which a template may have made of th
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"}
 
 
-async def render_chat(
+class Prompts(NamedTuple):
+    """A request's prompts."""
+
+    ids: list[list[int]]
+    text: str = ""  # of a chat, as the template rendered it
+
+
+async def chat_prompt(
+    services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None, fit: Fit
+) -> Prompts:
+    """The prompt of a chat; `tools` as the template gets them."""
+    rendered = await _render(services, body, tools)
+    ids = await tokenize_chat(services, rendered, bool(body.add_special_tokens), fit)
+    return Prompts([ids], rendered.text)
+
+
+async def completion_prompts(services: Services, body: CompletionRequest, fit: Fit) -> Prompts:
+    """The prompts of a completion; ids that the model has no token for are refused."""
+    texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
+    ids = [prompt for prompt in body.prompts if isinstance(prompt, list)]
+    if texts:
+        ids = await tokenize(services, texts, body.add_special_tokens is not False, fit)
+
+    def check() -> None:
+        for prompt in ids:
+            check_token_ids(prompt, services.engine.ready.vocab_size, "prompt")
+
+    await by_size(body.num_bytes, check)
+    return Prompts(ids)
+
+
+async def _render(
     services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
 ) -> RenderedChat:
     """The prompt; whatever the template objects to is the client's 400.

@@ -3,48 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any, Protocol
+from contextlib import aclosing
+from typing import Any
 
 from fastapi import Request, Response
 
-from ..http.sse import EventStream, Live, unless_disconnected
+from ..http.sse import EventStream, unless_disconnected
+from ..off_loop import by_size
+from ..text.choice_text import GenerationEvent
 from .generation import Generation
 from .large_replies import encode_reply
+from .reply import Framer, Whole
 
 
-class Reply(Protocol):
-    """Turns a generation's events into one endpoint's shapes."""
+async def respond(request: Request, generation: Generation, reply: Whole | Framer) -> Response:
+    """Submit the generation and answer.
 
-    async def whole(self, generation: Generation) -> Any:
-        """The reply once everything is there, as a msgspec struct."""
-        ...
-
-    def stream(self, generation: Generation) -> AsyncGenerator[bytes, None]:
-        """The reply as server-sent events."""
-        ...
-
-    def live(self, generation: Generation) -> Live | None:
-        """How those events are written while they come, where that can be."""
-        ...
-
-
-async def respond(
-    request: Request, generation: Generation, reply: Reply, *, stream: bool, wait: bool
-) -> Response:
-    """Submit the generation and answer. `wait` keeps a stream's status open until its first event,
-
-    because the engine may still refuse the request, as it does with a grammar that is none.
+    A stream's status stays open until its first event if the engine may still refuse the request:
+    it compiles grammars itself.
     """
     generation.submit()
-    if stream and not wait:
-        return EventStream(generation, reply.stream(generation), reply.live(generation))
-    if stream:
-        try:
-            await unless_disconnected(request, generation.begin())
-        except BaseException as error:
-            generation.__exit__(type(error), error, None)
-            raise
-        return EventStream(generation, reply.stream(generation), reply.live(generation))
+    if isinstance(reply, Framer):
+        begun = []
+        events = generation.events()
+        if generation.job.sampling.grammar is not None:
+            try:
+                begun.append(await unless_disconnected(request, anext(events)))
+            except BaseException as error:
+                generation.__exit__(type(error), error, None)
+                raise
+        pieces = _pieces(events, begun, reply)
+        return EventStream(generation, pieces, generation.live(reply.delta), reply.failed)
     with generation:
-        answer = await unless_disconnected(request, reply.whole(generation))
+        answer = await unless_disconnected(request, _answer(generation, reply))
     return Response(await encode_reply(answer), media_type="application/json")
+
+
+async def _answer(generation: Generation, reply: Whole) -> Any:
+    async with aclosing(generation.events()) as events:
+        async for item in events:
+            reply.add(item)
+    return await by_size(reply.size(), reply.answer)
+
+
+async def _pieces(
+    events: AsyncGenerator[GenerationEvent, None], begun: list[GenerationEvent], reply: Framer
+) -> AsyncGenerator[bytes, None]:
+    """Events that are there already are in the first piece, since `live` may go on after each."""
+    async with aclosing(events):
+        first = reply.first() + b"".join([reply.delta(item) for item in begun])
+        if first:
+            yield first
+        async for item in events:
+            if piece := await by_size(reply.size(item), reply.delta, item):
+                yield piece
+    yield reply.last()

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..errors import as_api_error, error_body
+from ..errors import APIError, as_api_error
 
 Result = TypeVar("Result")
 
@@ -46,7 +46,7 @@ def event(data: bytes, name: str | None = None) -> bytes:
 
 
 class EventStream(Response):
-    """Sends what `events` yields, already framed; an error becomes a last event that holds it.
+    """Sends what `events` yields, already framed; an error becomes what `failed` makes of it.
 
     `owner` is left when the response ends, however that happens: at the end of `events`, by an
     error, or because the client disconnected, which cancels the sending at once.
@@ -59,13 +59,15 @@ class EventStream(Response):
         self,
         owner: AbstractContextManager[object],
         events: AsyncGenerator[bytes, None],
-        live: Live | None = None,
+        live: Live | None,
+        failed: Callable[[APIError], bytes],
     ) -> None:
         super().__init__(headers=_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
         self._owner = owner
         self._events = events
         self._live = live
+        self._failed = failed
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the response."""
@@ -102,7 +104,7 @@ class EventStream(Response):
                         if self._live and writer and writer.may_write():
                             await self._live(writer.write)
         except Exception as error:
-            last = event(error_body(as_api_error(error)))
+            last = self._failed(as_api_error(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
 

@@ -43,13 +43,14 @@ def sampling_params(
     limits: ModelLimits,
     tokenizer: Tokenizer,
     seeds: random.Random,
-    *,
     logprobs: int | None,
+    echo_logprobs: int | None = None,
     grammar: GrammarSpec | None = None,
 ) -> SamplingParams:
     """The parameters of child 0; `max_tokens` is still open (see `with_max_tokens`).
 
     A request that names no seed gets a random one of 63 bits. Child i uses seed + i.
+    The prompt gets the log probabilities that the body or an echo (`echo_logprobs`) asks for.
     """
     check_logprobs(body, logprobs, limits.max_logprobs)
     check_stops(body)
@@ -61,6 +62,7 @@ def sampling_params(
     check_token_ids(sorted(stop_ids), limits.vocab_size, "stop_token_ids")
     check_token_ids(body.allowed_token_ids or (), limits.vocab_size, "allowed_token_ids")
     speculative = body.speculative
+    of_prompt = [n for n in (body.prompt_logprobs, echo_logprobs) if n is not None]
     return SamplingParams(
         seed=seeds.getrandbits(63) if body.seed is None else body.seed & INT64,
         max_tokens=0,
@@ -78,7 +80,7 @@ def sampling_params(
         min_tokens=body.min_tokens or 0,
         stop_token_ids=sorted(stop_ids | (set() if body.ignore_eos else limits.eos_token_ids)),
         logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs,
+        prompt_logprobs=max(of_prompt, default=None),
         grammar=grammar or grammar_of(body),
         speculative_enabled=speculative is None or speculative.enabled is not False,
         speculative_max_tokens=None if speculative is None else speculative.max_tokens,

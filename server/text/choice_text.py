@@ -6,8 +6,9 @@ It knows nothing of HTTP or of the other choices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import msgspec
 
 from ...runner.messages import RequestOutput, TokenLogprobs
 from ..errors import GenerationFailed, InvalidRequest
@@ -35,23 +36,24 @@ class TokenEntry(NamedTuple):
     logprobs: TokenLogprobs
 
 
-@dataclass(slots=True)
-class GenerationEvent:
+class GenerationEvent(msgspec.Struct):
     """The text and tokens that one step added to one choice."""
 
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[TokenEntry] = field(default_factory=list)
+    num_read: int = 0  # tokens received for it; `token_ids` lacks those held back
+    prompt_logprobs: list[bytes] | None = None  # packed
+    logprobs: Sequence[TokenEntry] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    prompt_logprobs: list[bytes] | None = None  # packed
 
     def join(self, later: GenerationEvent) -> None:
         """Append the event that follows this one."""
         self.text += later.text
         self.token_ids = self.token_ids + later.token_ids
-        self.logprobs = self.logprobs + later.logprobs
+        self.num_read += later.num_read
+        self.logprobs = [*self.logprobs, *later.logprobs]
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -90,25 +92,38 @@ class ChoiceText:
         self._shown_length = 0  # characters emitted
         self._held: list[tuple[int, int, TokenEntry]] = []  # token id, end of its text, entry
 
-    def read(self, output: RequestOutput) -> str:
-        """Fast path of `feed` for outputs with no finish reason, logprobs or stop strings.
+    def feed(self, outputs: Sequence[RequestOutput]) -> GenerationEvent:
+        """Read outputs that arrived together; returns one event for the client.
 
-        Returns the text.
+        Outputs after the one that ends the text are dropped. With log probabilities, the event's
+        `token_ids` and `logprobs` cover the same tokens: both are held back while a stop string may
+        still remove the token's text. Raises GenerationFailed or InvalidRequest if an output is an
+        error.
         """
-        if output.num_draft_tokens or output.num_cached_tokens:
-            self._count(output)
-        ids = output.token_ids
-        self._num_read += len(ids)
-        self.num_tokens += len(ids)
-        return self._push(ids)
+        num_plain = 0
+        ids: list[int] = []
+        if self._stops is None:
+            for output in outputs:  # nearly all outputs are text and nothing else
+                if output.finish_reason is not None or output.logprobs is not None:
+                    break
+                if output.num_draft_tokens or output.num_cached_tokens:
+                    self._count(output)
+                ids = ids + output.token_ids if ids else output.token_ids
+                num_plain += 1
+        num_ids = len(ids)
+        self._num_read += num_ids
+        self.num_tokens += num_ids
+        of_prompt = outputs[0].prompt_logprobs
+        event = GenerationEvent(self.index, self._push(ids), ids, num_ids, of_prompt)
+        if num_plain < len(outputs):
+            for output in outputs[num_plain:]:
+                event.join(self._read(output))
+                if event.finish_reason is not None:
+                    break
+        return event
 
-    def feed(self, output: RequestOutput) -> GenerationEvent:
-        """Read one output of the engine; returns the event for the client.
-
-        With log probabilities, the event's `token_ids` and `logprobs` cover the same tokens: both
-        are held back while a stop string may still remove the token's text. Raises
-        GenerationFailed or InvalidRequest if the output is an error.
-        """
+    def _read(self, output: RequestOutput) -> GenerationEvent:
+        """The event of one output of any kind, without the prompt's log probabilities."""
         if output.finish_reason == "error":
             message = output.error or "The engine could not finish this request."
             if output.invalid_request:
@@ -116,9 +131,7 @@ class ChoiceText:
                 raise InvalidRequest(message, param, "invalid_value" if param else None)
             raise GenerationFailed(message)
         self._count(output)
-        event = GenerationEvent(
-            self.index, "", output.token_ids, prompt_logprobs=output.prompt_logprobs
-        )
+        event = GenerationEvent(self.index, "", output.token_ids, len(output.token_ids))
         ids = output.token_ids
         ended_by_token = output.stop_token_id is not None
         visible = ids[:-1] if ended_by_token and not self._options.include_stop else ids

@@ -123,8 +123,8 @@ class ScriptedStream:
             raise left
         return left
 
-    def pop(self) -> RequestOutput | None:
-        return None
+    def drain(self) -> list[RequestOutput]:
+        return []
 
     async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None:
         """The reader gets the end, or the fault, and whatever comes after `take` has enough."""

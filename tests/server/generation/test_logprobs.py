@@ -89,6 +89,6 @@ def test_the_space_that_begins_an_answer_is_not_lost() -> None:
     tokenizer = Tokenizer(backend)
     prompt, answer_ids = [vocab["▁is"]], [vocab["▁Paris"], vocab["▁is"]]
     choice = ChoiceText(0, tokenizer, TextOptions([]), prompt)
-    event = choice.feed(RequestOutput("r", answer_ids, finish_reason="length"))
+    event = choice.feed([RequestOutput("r", answer_ids, finish_reason="length")])
     assert tokenizer.decode(prompt) + event.text == tokenizer.decode(prompt + answer_ids)
     assert event.text == " Paris is"
