@@ -86,8 +86,8 @@ class AddChildren(msgspec.Struct, tag="children", omit_defaults=True):
     cache_salt: str = ""
 
     def requests(self) -> list[AddRequest]:
-        """The requests it stands for. They share prompt and parameter objects; treat these as
-        constant."""
+        """Unpack the requests. They share prompt and parameter objects, which must not be
+        changed."""
         return [
             AddRequest(
                 child.request_id,

@@ -83,7 +83,10 @@ class FlashMLAMetadata(AttentionMetadata):
 
 
 class FlashMLABuilder(AttentionBuilder):
-    """Runs uniform batches on FlashMLA and all others on the Triton kernel."""
+    """Runs uniform batches of short queries on FlashMLA, and all others on the Triton kernel.
+
+    Short means at most `max_uniform_len` tokens per request.
+    """
 
     supports = AttentionCGSupport.UNIFORM_BATCH
     builds_on_device = True  # the first call of each build's schedule plans it on the device

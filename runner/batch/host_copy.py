@@ -83,7 +83,8 @@ class HostCopy:
 
     @property
     def event(self) -> torch.cuda.Event | None:
-        """The end of the copy. The sources must not change before it; None: they may change now."""
+        """The event at the end of the copy, before which the sources must not change; None on a
+        CPU."""
         return self._event
 
     def wait(self) -> list[Tensor]:

@@ -126,7 +126,7 @@ class Engine:
         return outputs
 
     def shutdown(self) -> None:
-        """Wait for the steps in flight, then free the model."""
+        """Wait for the steps in flight, end the grammar processes and free the model."""
         while self._in_flight:
             _, handle, _ = self._in_flight.popleft()
             handle.get()

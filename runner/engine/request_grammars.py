@@ -84,7 +84,7 @@ class RequestGrammars:
 
         `drafts` holds the draft ids that each row of the plan verifies. Returns the mask, [L,
         ceil(V / 32)] int32 with one line per logits row, and for each row of the plan the number of
-        drafts that its grammar forbids.
+        real drafts that are cut, from the first one that its grammar forbids.
         """
         shape = (sum(len(ids) + 1 for ids in drafts), -(-vocab_size // 32))
         bitmask = np.full(shape, ALL_ALLOWED, dtype=np.int32)
@@ -118,7 +118,7 @@ class RequestGrammars:
         return request
 
     def _end(self, request: Request, error: Exception) -> None:
-        """End a request because filling its mask failed."""
+        """End a request because filling its mask failed; a slow grammar is the client's fault."""
         is_theirs = isinstance(error, GrammarTooSlow)
         log = logger.info if is_theirs else logger.error
         log("the grammar of %s failed: %r", request.request_id, error)

@@ -79,7 +79,7 @@ class MaskJob:
     matcher: GrammarMatcher
     draft_ids: Sequence[int]
     lines: np.ndarray  # [drafts + 1, ceil(V / 32)] int32, written by `fill`
-    num_cut: int = 0  # number of real drafts that the grammar forbids
+    num_cut: int = 0  # number of real drafts from the first one that the grammar forbids
     error: Exception | None = None
 
 

@@ -210,7 +210,7 @@ class GrammarPool(GrammarBackend):
             nursery.result().kill(number)
 
     def _wait_for_room(self, process: GrammarProcess) -> None:
-        """End surplus idle processes, then wait until there is room for another process."""
+        """End surplus idle processes, then wait until there is room or `process` has been ended."""
         while not process.is_over:
             with self._lock:
                 others = [other for other in self._processes.values() if other.sock is not None]
@@ -290,7 +290,7 @@ class Nursery:
         """True if it can still start processes.
 
         Its end of the control socket closes before the kernel kills the processes that it started.
-        So when one of those is seen to end with the nursery, the nursery is no longer alive here.
+        So once a caller sees one of those end because the nursery ended, this is False.
         """
         try:
             return self._process.poll() is None and not is_readable(self._control)

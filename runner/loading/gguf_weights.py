@@ -95,7 +95,7 @@ class GGUFFile:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The end-of-sequence and end-of-turn ids, without duplicates."""
+        """The end-of-sequence and end-of-turn ids, without duplicates. Raises ModelLoadError."""
         keys = ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id")
         ids = [self._value(key) for key in keys]
         try:

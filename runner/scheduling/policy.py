@@ -116,7 +116,10 @@ def next_row(request: Request, limits: RowLimits, available: int) -> ScheduledRo
 
 
 def prefill_row(request: Request, available: int) -> ScheduledRow:
-    """The next chunk of the known tokens. The last chunk samples, so its `is_prefill` is False."""
+    """The next chunk of the known tokens, at most `available`.
+
+    The last chunk samples, so its `is_prefill` is False.
+    """
     remaining = request.prefill_len - request.num_prefilled
     return ScheduledRow(
         slot=request.slot,

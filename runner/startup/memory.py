@@ -25,9 +25,10 @@ class NoKVMemory(RunnerError):
         raising = "--gpu-memory-utilization or --kv-cache-memory-bytes, or"
         if not share_counts:
             raising = "--kv-cache-memory-bytes or"
+        left, need = (f"{max(0, size) / 2**20:.0f} MiB" for size in (available, needed))
         super().__init__(
-            f"only {max(0, available) / 2**20:.0f} MiB are left for the KV cache, but one request "
-            f"of max_model_len needs {needed / 2**20:.0f}: raise {raising} lower --max-model-len"
+            f"only {left} are left for the KV cache, but one request of max_model_len needs "
+            f"{need}: raise {raising} lower --max-model-len"
         )
 
 
