@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -20,7 +21,9 @@ import msgspec
 
 from ..configs.schema import Config
 
+MIN_ADDRESS_SPACE = 1 << 30  # bytes; torch alone maps 0.6 GiB
 _POLL_SECONDS = 0.05
+_OUT_OF_MEMORY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)  # C code may die of it
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
@@ -38,6 +41,8 @@ class WorkerProcess:
     """A running worker process. Await `stop` or `kill` before dropping it."""
 
     def __init__(self, orders: WorkerOrders) -> None:
+        """Start the process. OSError if this machine does not allow that."""
+        _check_address_space()
         package = __package__ or ""
         root = sys.modules[package.partition(".")[0]].__path__[0]
         paths = [str(Path(root).parent), os.environ.get("PYTHONPATH", "")]
@@ -106,9 +111,31 @@ def describe_exit(status: int) -> str:
     if status >= 0:
         return f"ended with status {status}"
     try:
-        return f"was killed by {signal.Signals(-status).name}"
+        number = signal.Signals(-status)
     except ValueError:
         return f"was killed by signal {-status}"
+    limit = _address_space() if number in _OUT_OF_MEMORY else None
+    hint = "" if limit is None else f"; its address space is limited to {_mib(limit)} (ulimit -v)"
+    return f"was killed by {number.name}{hint}"
+
+
+def _address_space() -> int | None:
+    """The limit on this process's address space, which its children inherit; None if unlimited."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _check_address_space() -> None:
+    limit = _address_space()
+    if limit is not None and limit < MIN_ADDRESS_SPACE:
+        raise OSError(
+            f"its address space is limited to {_mib(limit)} (ulimit -v), and it needs at least "
+            f"{_mib(MIN_ADDRESS_SPACE)} besides the model's weights and KV cache"
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size >> 20} MiB"
 
 
 # --- in the child -----------------------------------------------------------------------------

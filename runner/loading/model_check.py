@@ -108,7 +108,9 @@ def memory_faults(doing: str) -> Iterator[None]:
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    return "can't allocate memory" in str(error)  # torch's message on a CPU; on a GPU it says more
+    # torch's messages on a CPU, for memory and for a file to be mapped; on a GPU it says more.
+    text = str(error)
+    return "can't allocate memory" in text or "Cannot allocate memory" in text
 
 
 def _gib(size: int) -> str:

@@ -117,7 +117,11 @@ class OfflineBench:
         began = time.monotonic()
         self._channel = ServerChannel()
         orders = WorkerOrders(self._channel.endpoint, os.getpid(), self._config, self._engine)
-        self._process = WorkerProcess(orders)
+        try:
+            self._process = WorkerProcess(orders)
+        except OSError as error:
+            self._channel.close()
+            raise WorkerFailed(f"the worker cannot be started ({error})") from error
         self._ended = asyncio.create_task(self._process.wait())
         try:
             while True:

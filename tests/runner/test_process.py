@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -39,6 +40,32 @@ def wait_for_name(pid: int, seconds: float = 10.0) -> None:
     while psutil.Process(pid).name() != "slip-worker":
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def limit_address_space(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
+    """As `ulimit -v` would, but without making this process fail."""
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+
+
+def test_too_small_an_address_space_is_refused_in_a_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the dynamic linker complains about a library of torch."""
+    limit_address_space(monkeypatch, 600 << 20)
+    monkeypatch.setattr(subprocess, "Popen", None)  # not even tried
+    with pytest.raises(OSError, match=r"limited to 600 MiB \(ulimit -v\), and it needs at least"):
+        WorkerProcess(orders())
+
+
+def test_a_crash_in_a_limited_address_space_names_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert describe_exit(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    limit_address_space(monkeypatch, 1500 << 20)
+    assert describe_exit(-signal.SIGSEGV) == (
+        "was killed by SIGSEGV; its address space is limited to 1500 MiB (ulimit -v)"
+    )
+    assert describe_exit(-signal.SIGTERM) == "was killed by SIGTERM"
 
 
 async def test_signals_to_the_whole_group_leave_the_worker_alive() -> None:
