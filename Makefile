@@ -25,9 +25,9 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# One thread a process: the tests' models are tiny, and threads that wait for each other cost more than they bring. Two processes
-# share the tests, of which one begins with those that start whole servers (tests/conftest.py). make pytest ARGS="tests/runner -x"
-# runs some, ARGS="-m slow" the long forms of tests that are here in a short one.
+# One thread per process, because the tests' models are tiny and more threads slow them down. Two processes share the tests; one of
+# them starts with those that need whole servers (tests/conftest.py). make pytest ARGS="tests/runner -x" runs a selection, and
+# ARGS="-m slow" runs the long forms of tests that run here in a short form.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 ALL := -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder
 pytest: setup

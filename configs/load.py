@@ -209,7 +209,10 @@ def _environment_layer(environ: Mapping[str, str]) -> Layer:
 
 
 def read_file(path: Path) -> Layer:
-    """The settings in a YAML file; raises ConfigError for an unknown key or a wrong type."""
+    """The settings in a YAML file.
+
+    Raises ConfigError if the file cannot be read, is not YAML, or has an unknown key or a value of
+    the wrong type."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:

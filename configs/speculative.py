@@ -94,9 +94,9 @@ def check_speculative(label: str, spec: SpeculativeConfig) -> SpeculativeConfig:
     if spec.max_model_len is not None:
         require(spec.max_model_len >= 1, "max_model_len", "be at least 1")
     if spec.aux_hidden_state_boundaries is not None:
-        taps = spec.aux_hidden_state_boundaries
+        layers = spec.aux_hidden_state_boundaries
         require(
-            bool(taps) and min(taps) >= 0 and list(taps) == sorted(set(taps)),
+            bool(layers) and min(layers) >= 0 and list(layers) == sorted(set(layers)),
             "aux_hidden_state_boundaries",
             "be increasing numbers of layers, each at least 0",
         )

@@ -1,4 +1,4 @@
-"""Defines the options of a drafter's training, of which `slipstream train` makes its flags."""
+"""Defines the options of a drafter's training, which become the flags of `slipstream train`."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def _silent_bar(counted: _Counted) -> type[Any]:
 
 @contextlib.contextmanager
 def _sentences(repo: str, revision: str | None) -> Iterator[None]:
-    """Convert the exceptions of huggingface_hub into HubError."""
+    """Raise HubError, with one sentence, for any exception of huggingface_hub in this context."""
     from huggingface_hub import constants
     from huggingface_hub.errors import (
         GatedRepoError,

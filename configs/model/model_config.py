@@ -141,7 +141,7 @@ _REALS = ("rms_norm_eps", "rope_theta")
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config with the entries of its `text_config`, if it has one, put in place of its own.
+    """A copy of the config, with the entries of its `text_config`, if it has one, merged over it.
 
     Multimodal models state the sizes of their language model there. Raises NotServed if
     `text_config` is not an object."""

@@ -97,9 +97,10 @@ def _numbers(row: dict[str, Any]) -> dict[str, float]:
 
 
 def compare(first: Runs, second: Runs) -> list[dict[str, Any]]:
-    """One row for every figure that both files have; `ratio` is None if A's value is 0.
+    """One row for every figure that both files have, of offline runs only the main figures.
 
-    Runs of the same name are compared. If no names agree, runs are paired in order.
+    Runs of the same name are compared. If no names agree, runs are paired in order. `ratio` is B's
+    value over A's, or None if A's is 0.
     """
     names = [name for name in first if name in second]
     pairs = [(n, n) for n in names] or list(zip(first, second, strict=False))

@@ -49,7 +49,7 @@ class ChatTemplate:
 
     @property
     def source(self) -> str | None:
-        """The source of the template for a chat without tools, or None."""
+        """The source of the default template, or else of the first; None if there is none."""
         return self._sources.get("default") or next(iter(self._sources.values()), None)
 
     @property
@@ -102,10 +102,10 @@ class ChatTemplate:
         """Render a chat as a prompt. Raises ChatTemplateError.
 
         `chat_template` is the name of a template or a template. `chat_template_kwargs`, which come
-        from the client, are passed to the template but cannot replace its other arguments. Content
-        parts become text, and tool arguments objects, if the template expects that. Tools that the
-        template does not show are described in the system message. A `guard` keeps the client's
-        text from being read as special tokens.
+        from the client, are passed to the template, but cannot replace messages, tools or
+        documents. Content parts become text, and tool arguments objects, if the template expects
+        that. Tools that the template does not show are described in the system message. A `guard`
+        keeps the client's text from being read as special tokens.
         """
         if not messages:
             raise ChatTemplateError("messages must contain at least one message.")

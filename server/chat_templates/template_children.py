@@ -29,7 +29,7 @@ _NUM_CHILDREN = 2  # that run at once
 
 
 class TemplateChildren:
-    """Renders chats, each in a child process of its own."""
+    """Renders chats, each in a child process with limits on its time and memory."""
 
     def __init__(
         self,

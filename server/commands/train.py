@@ -227,9 +227,9 @@ def _write(job: TrainJob, prompts: str) -> Path:
 
 
 def _train(job: Path) -> int:
-    """Run the training process and return its exit status.
+    """Run the training process; returns its exit status, or 128 + N if signal N killed it.
 
-    Signals that stop this process are left to the child, which saves a checkpoint first."""
+    SIGINT and SIGTERM do not end this process, but the child, which first saves a checkpoint."""
     package = __package__.partition(".")[0]
     paths = [str(Path(sys.modules[package].__path__[0]).parent), os.environ.get("PYTHONPATH", "")]
     child = subprocess.Popen(

@@ -53,7 +53,7 @@ def choose(schema: Schema, context: Context) -> None:
 
 
 def _merged(shared: Schema, branch: Any, context: Context) -> Any:
-    """One schema with the keywords of a branch and those `shared`, that stood beside the choice."""
+    """One schema with a branch's keywords and the `shared` ones, which were beside the choice."""
     if not shared or branch is False:
         return branch
     if branch is True:

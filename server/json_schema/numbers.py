@@ -54,7 +54,9 @@ def limit_number(schema: Schema, context: Context) -> Schema:
 
 
 def _replace_flags(schema: Schema) -> None:
-    """Turn the boolean exclusiveMinimum and exclusiveMaximum of older drafts into numbers."""
+    """Turn the boolean exclusiveMinimum and exclusiveMaximum of older drafts into numbers.
+
+    In those, `exclusiveMinimum: true` excludes the value of `minimum` itself."""
     for flag, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(schema.get(flag), bool):
             if schema.pop(flag) and bound in schema:

@@ -120,7 +120,7 @@ def _drop_unenforced(schema: Schema, context: Context) -> None:
 
 
 def _link(schema: Schema, context: Context) -> bool:
-    """Point a reference to a definition of the prepared schema; False if it is no reference."""
+    """Point a reference to a definition of the prepared schema; False if it is not a reference."""
     if "$ref" not in schema:
         return False
     others = [name for name in CHOOSERS if name in schema and name != "$ref"]
@@ -138,7 +138,8 @@ def _kinds(schema: Schema) -> list[str]:
     """The types that a value may have; empty for any.
 
     A schema with a limit but no `type` gets the limit's type, because the compiler would ignore the
-    limit otherwise. That allows fewer values than the schema, never more."""
+    limit otherwise. That allows fewer values than the schema, never more. Raises SchemaError for an
+    unknown type."""
     given = schema.get("type")
     if given is None:
         kind = next((TYPE_OF[name] for name in schema if name in TYPE_OF), None)

@@ -87,7 +87,9 @@ def write_pattern(schema: Schema, context: Context) -> None:
 
 
 def _spell_format(schema: Schema, context: Context) -> None:
-    """Refuse a format that cannot be enforced, and drop one that JSON Schema does not define."""
+    """Drop a format that JSON Schema does not define, or that cannot be enforced, in place.
+
+    If strict, raises SchemaError for the latter."""
     name = schema.get("format")
     if name in _UNKNOWN_TO_IT:
         context.refuse(schema, {"format"}, f"cannot be enforced as {name!r}")

@@ -112,7 +112,7 @@ def _weight(name: str, value: Any) -> int:
 
 
 def pattern_weight(pattern: str) -> int:
-    """The number of parts that a pattern counts as."""
+    """What a pattern costs of a budget: one part, and one more for every two characters."""
     return 1 + len(pattern) // 2
 
 

@@ -83,9 +83,9 @@ def cache_root() -> Path:
 
 
 def converted(source: Path) -> Path:
-    """The tokenizer folder for a GGUF file or a vocabulary folder, converted on the first call.
+    """The cached tokenizer folder for a GGUF file or a folder with another vocabulary format.
 
-    Raises TokenizerLoadError."""
+    The first call converts it. Raises TokenizerLoadError if that fails."""
     folder = cache_root() / _identity(source)
     if (folder / "tokenizer.json").is_file():
         return folder

@@ -341,10 +341,10 @@ def test_a_missing_drafter_is_refused(method: str, folder: str, tmp_path: Path) 
     if method not in ("eagle", "eagle3"):
         assert load("-sc", wanted).speculative.model == str(empty)
     else:
-        told = f"empty' must be a folder with a config.json for method {method}"
-        assert told in refused(str(empty))
+        expected = f"empty' must be a folder with a config.json for method {method}"
+        assert expected in refused(str(empty))
         assert "a.gguf' must be a folder with a config.json" in refused(str(empty / "a.gguf"))
-    for there in (folder, "owner/name"):  # the hub is asked later
+    for there in (folder, "owner/name"):  # the hub is contacted later
         load("-sc", json.dumps({"method": method, "model": there}))
     load("-sc", '{"method": "my.drafters:Mine", "model": "anything at all"}')
 
@@ -460,14 +460,14 @@ def test_the_help_lists_the_keys_of_the_speculative_config_and_their_defaults(
     shown = parser.format_help()
     _, _, keys = shown.partition("--speculative-config METHOD|JSON\n")
     lines = re.split(r"\n {24}(?! )", keys.partition("\n\n")[0])
-    told = [" ".join(line.split()) for line in lines if re.match(r"\w+: ", line)]
-    assert [line.partition(":")[0] for line in told] == [
+    entries = [" ".join(line.split()) for line in lines if re.match(r"\w+: ", line)]
+    assert [line.partition(":")[0] for line in entries] == [
         field.name for field in dataclasses.fields(SpeculativeConfig)
     ]
     drawn = "draft_sampling: how drafts are sampled: auto, greedy, probabilistic (default: auto)"
     lookup = "prompt_lookup_max: ngram: longest suffix to search for, in tokens (default: 4)"
     watchdog = "watchdog: turn off a drafter that seems broken, and retry it later (default: on)"
-    assert {"model: the drafter's folder or Hugging Face id", drawn, lookup, watchdog} <= {*told}
+    assert {"model: the drafter's folder or Hugging Face id", drawn, lookup, watchdog} <= {*entries}
     assert re.search(r"\n {24}\w[^\n]*\n {24}\w", shown)  # other texts wrap without indentation
 
 

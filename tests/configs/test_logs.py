@@ -102,5 +102,5 @@ for name in ("httpx", "httpx2"):
 @pytest.mark.parametrize(("level", "lines"), [("info", 0), ("debug", 2)])
 def test_requests_to_the_hub_are_logged_only_at_debug_level(level: str, lines: int) -> None:
     command = [sys.executable, "-c", HUB_REQUESTS, level]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    assert told.count("HTTP Request") == lines
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert shown.count("HTTP Request") == lines

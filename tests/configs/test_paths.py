@@ -33,8 +33,8 @@ def test_each_odd_name_gives_one_sentence(tmp_path: Path, find: Callable[[str], 
             continue  # the server's checks report something else that the folder lacks
         with pytest.raises(ERRORS) as caught:
             find(name)
-        told = str(caught.value)
-        assert words in told and "\n" not in told and len(told) < 400
+        message = str(caught.value)
+        assert words in message and "\n" not in message and len(message) < 400
 
 
 @pytest.mark.parametrize("as_drafter", [False, True])
@@ -44,10 +44,10 @@ def test_the_command_line_is_refused_before_anything_starts(
     for name, words in odd_paths(tmp_path).items():
         drafter = json.dumps({"method": "eagle3", "model": name})
         assert main(["serve", "-sc", drafter] if as_drafter else ["serve", name]) == 2
-        told = capsys.readouterr().err
+        message = capsys.readouterr().err
         what = "drafter" if as_drafter else "model"
-        assert told.startswith(f"slipstream serve: error: the {what} ")
-        assert words in told and told.count("\n") == 1 and len(told) < 400
+        assert message.startswith(f"slipstream serve: error: the {what} ")
+        assert words in message and message.count("\n") == 1 and len(message) < 400
 
 
 def test_existing_paths_are_found_and_others_may_be_hub_ids(tmp_path: Path) -> None:

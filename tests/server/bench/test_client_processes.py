@@ -73,8 +73,8 @@ def server() -> Iterator[Server]:
 
 def load_of(server: Server, count: int, most: int | None) -> clients.Load:
     target = Target(f"http://127.0.0.1:{server.port}/v1/completions", "m", chat=False)
-    asks = [BenchRequest(f"prompt {place}", 3) for place in range(count)]
-    return clients.Load(target, asks, [0.0] * count, most, 30.0)
+    requests = [BenchRequest(f"prompt {place}", 3) for place in range(count)]
+    return clients.Load(target, requests, [0.0] * count, most, 30.0)
 
 
 def test_processes_send_each_request_once_within_the_concurrency(server: Server) -> None:
@@ -100,7 +100,7 @@ def test_parts_share_concurrency_and_requests() -> None:
     load = clients.Load(Target("u", "m", chat=False), [*range(10)], [*range(10)], 5, 1.0)  # type: ignore[arg-type]
     parts = [load.part(index, 3) for index in range(3)]
     assert [part.max_concurrency for part in parts] == [2, 2, 1]
-    assert sorted(ask for part in parts for ask in part.requests) == [*range(10)]  # type: ignore[type-var]
+    assert sorted(each for part in parts for each in part.requests) == [*range(10)]  # type: ignore[type-var]
     assert all(part.requests == part.due for part in parts)
 
 
@@ -130,12 +130,12 @@ def test_the_default_grows_with_cores_and_load(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_mixed_requests_have_chats_long_prompts_and_a_shared_prefix() -> None:
-    asks = mixed_requests(400, 1024, False, 0)
-    assert asks == mixed_requests(400, 1024, False, 0) != mixed_requests(400, 1024, False, 1)
-    long = [ask for ask in asks if len(ask.prompt) == 3000 and ask.output_len == 64]
-    heads = Counter(tuple(ask.prompt[:2000]) for ask in asks if len(ask.prompt) > 2000)  # type: ignore[arg-type]
+    requests = mixed_requests(400, 1024, False, 0)
+    assert requests == mixed_requests(400, 1024, False, 0) != mixed_requests(400, 1024, False, 1)
+    long = [each for each in requests if len(each.prompt) == 3000 and each.output_len == 64]
+    heads = Counter(tuple(each.prompt[:2000]) for each in requests if len(each.prompt) > 2000)  # type: ignore[arg-type]
     [(_, shared)] = heads.most_common(1)
     assert 60 < len(long) < 140 and 60 < shared < 140
-    assert len(asks) - len(long) - shared > 150
+    assert len(requests) - len(long) - shared > 150
     words = mixed_requests(50, 64, True, 0)
-    assert all(isinstance(ask.prompt, str) for ask in words)
+    assert all(isinstance(each.prompt, str) for each in words)

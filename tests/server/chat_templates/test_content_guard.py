@@ -77,9 +77,9 @@ async def test_flag_lets_content_be_special_and_completions_always_do() -> None:
 async def test_tokenize_follows_the_chat() -> None:
     engine = ScriptedEngine()
     async with http_client(make_app(engine)) as client:
-        asked = {"model": MODEL, "messages": [user(EVIL)]}
-        await client.post("/v1/chat/completions", json=asked)
-        tokens = (await client.post("/tokenize", json=asked)).json()["tokens"]
+        body = {"model": MODEL, "messages": [user(EVIL)]}
+        await client.post("/v1/chat/completions", json=body)
+        tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
         plain = (await client.post("/tokenize", json={"model": MODEL, "prompt": EVIL})).json()
     assert tokens == engine.requests[0].prompt_token_ids
     assert plain["tokens"].count(EOS) == 2

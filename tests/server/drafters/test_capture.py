@@ -39,7 +39,7 @@ async def test_without_the_flag_nothing_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
-        raise AssertionError("captured without being asked")
+        raise AssertionError("captured without --capture-traffic")
 
     monkeypatch.setattr(TrafficCapture, "__init__", refuse)
     monkeypatch.setattr(TrafficCapture, "record", refuse)
