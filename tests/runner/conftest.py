@@ -1,4 +1,5 @@
-"""Lets the tests of this folder import their shared fakes by name; what several begin with."""
+"""Lets the tests of this folder import shared fakes by name, and holds fixtures of several
+files."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tiny target and two heads for it, only to be read."""
+    """A read-only folder with a tiny target and two heads for it."""
     from .exchanging import target_and_heads
 
     return target_and_heads(tmp_path_factory.mktemp("heads"))
@@ -25,7 +26,7 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def running(heads: Path) -> Iterator[TinyEngine]:
-    """An engine that drafts with the first of them."""
+    """An engine that drafts with the first of these heads."""
     from .exchanging import engine
 
     made = engine(heads)

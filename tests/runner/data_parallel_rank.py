@@ -1,8 +1,9 @@
 """The ranks of `test_data_parallel.py`, a process each: random batches, collectives counted.
 
-Passes hold collectives that carry the padded size, as MoE layers do: a rank that ran one pass more,
-or another size, would hang or fail. Each prints one JSON line. Ranks are forks of a process that
-has imported torch for all of them; it prints their exit codes, outputs and errors.
+Like MoE layers, each pass contains collectives that carry the padded size, so a rank that runs one
+pass more than the others, or another size, hangs or fails. Each rank prints one JSON line. Ranks
+are forked from a process that has imported torch once; it prints their exit codes, outputs and
+errors.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main(rank: int, size: int, rendezvous: str, steps: int) -> None:
     passes, modes, seen = 0, {mode.name: 0 for mode in CUDAGraphMode}, hashlib.sha256()
 
     def run_pass(num_tokens: int) -> None:
-        """A pass with one MoE collective: the sum checks that all ranks sent as much."""
+        """A pass with one MoE collective. Its sum checks that all ranks sent the same size."""
         nonlocal passes
         passes += 1
         rows = torch.full((1,), num_tokens, dtype=torch.int64)
@@ -92,7 +93,7 @@ def main(rank: int, size: int, rendezvous: str, steps: int) -> None:
 
 
 def run_fork(rank: int, size: int, folder: Path, steps: int) -> None:
-    """Become this rank; what it prints goes to files."""
+    """Run as this rank, with output to files."""
     for target, kind in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{kind}{rank}", os.O_CREAT | os.O_WRONLY), target)
     code = 1

@@ -1,4 +1,4 @@
-"""Shared by the tests of a drafter's exchange: heads, an engine that drafts, its answers."""
+"""Shared by the tests of swapping a drafter: heads, an engine that drafts, and its answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUESTS = prompts(6, seed=2)
 
 
 def head(folder: Path, seed: int, **changes: Any) -> Path:
-    """A random head with a draft vocabulary of its own."""
+    """A random head with its own draft vocabulary."""
     geometry = replace(GEOMETRY, **changes)
     counts = torch.randperm(61, generator=torch.Generator().manual_seed(seed))
     vocabulary = choose_draft_vocabulary(counts, geometry.draft_vocab_size)
@@ -57,7 +57,7 @@ def content(made: TinyEngine) -> dict[str, torch.Tensor]:
 
 
 def told(made: TinyEngine, action: str, path: Path | str = "") -> StepOutputs:
-    """What comes with the answer to a message."""
+    """Send a message and return the outputs that hold the answer."""
     made.engine.handle([ChangeSpeculator(action, str(path))])
     while made.engine.has_work():
         for outputs in made.engine.step():
@@ -67,7 +67,7 @@ def told(made: TinyEngine, action: str, path: Path | str = "") -> StepOutputs:
 
 
 def ask(made: TinyEngine, action: str, path: Path | None = None) -> str | None:
-    """Send a message and run the engine until it is answered; what is tried is loaded first."""
+    """Send a message and run the engine until it answers. "try" loads the head first."""
     if path is not None and action == "try":
         if (error := ask(made, "load", path)) is not None:
             return error

@@ -1,4 +1,4 @@
-"""A model runner without tensors: it obeys a plan to the letter and checks everything it is told.
+"""A model runner without tensors, which follows plans exactly and checks everything in them.
 
 The "model" is a hash of the tokens so far; "KV" holds token ids, and each attention checks that the
 blocks it reads hold exactly the request's tokens. Rejected drafts, lookahead slots and stale rows
@@ -108,12 +108,12 @@ class FakeRunner:
         self.nan_slots: set[int] = set()
         self.plans: list[StepPlan] = []
         self.was_shut_down = False
-        self.is_slow = False  # results take longer than anybody wants to wait
+        self.is_slow = False  # if True, results take longer than any time-out
         self._accuracy, self._lazy, self._trim = draft_accuracy, lazy, trim
         self._random = random.Random(seed)
         self._slots: dict[int, Slot] = {}
         self._kv = [[[GARBAGE] * g.block_size for _ in range(g.num_blocks)] for g in groups]
-        # What a drafter would write: at each position the token after it.
+        # What a drafter would write: at each position the next token.
         self._draft_kv = [[list(block) for block in kv] for kv in self._kv]
         self._queue: deque[Callable[[], None]] = deque()
         self._drafts: dict[int, list[list[int]]] = {}  # step id -> layout of its drafts
@@ -199,7 +199,8 @@ class FakeRunner:
         assert drafted == sorted(drafted, reverse=True)
         for slot, state in self._slots.items():
             for group, table in zip(self.facts.kv_groups, state.tables, strict=True):
-                if group.sliding_window is None:  # else old entries may be others' by now
+                # otherwise old entries may belong to others by now
+                if group.sliding_window is None:
                     assert 0 not in table and len(set(table)) == len(table), f"slot {slot}"
 
     def _drafts_of(self, row: ScheduledRow) -> list[int]:
@@ -236,7 +237,7 @@ class FakeRunner:
                 kv[block][position % group.block_size] = value
 
     def _attend(self, state: Slot, start: int, end: int, known: list[int]) -> None:
-        """Queries at start .. end - 1 (and one more for a check of a prefix) read their keys."""
+        """Check the keys that queries at start .. end - 1 read (a prefix check reads one more)."""
         for group, kv, table in self._groups(state):
             window = group.sliding_window or end + 1
             first = max(0, start - window + 1)
@@ -246,7 +247,7 @@ class FakeRunner:
             assert seen == known[first:end], f"attention reads {seen}, not {known[first:end]}"
 
     def _draft_write(self, state: Slot, start: int) -> None:
-        """The drafter takes in the tokens from `start` on that are computed now."""
+        """Let the drafter process the tokens from `start` on that are computed now."""
         for group, kv, table in zip(
             self.facts.kv_groups, self._draft_kv, state.tables, strict=True
         ):
@@ -255,7 +256,7 @@ class FakeRunner:
                 kv[block][position % group.block_size] = state.tokens[position + 1]
 
     def _draft_attend(self, state: Slot, end: int) -> None:
-        """A prefix hit of `end` tokens holds the drafter's KV of this very continuation."""
+        """Check that a prefix hit of `end` tokens holds the drafter's KV for this continuation."""
         for group, kv, table in zip(
             self.facts.kv_groups, self._draft_kv, state.tables, strict=True
         ):
@@ -312,7 +313,7 @@ class FakeRunner:
         return [(token, -float(token), 1, [], []) for token in state.tokens[start + 1 : end + 1]]
 
     def _propose(self, state: Slot) -> None:
-        """Draft the true continuation, sometimes falsely, sometimes with gaps (-1)."""
+        """Draft the true continuation, sometimes with wrong tokens or gaps (-1)."""
         needs = self.facts.needs
         state.drafts = []
         for _ in range(needs.num_speculative_tokens):

@@ -37,7 +37,7 @@ def load(folder: Path | str, dtype: str = "float32", **settings: Any) -> TextMod
 
 
 class Sequences:
-    """KV state of several requests, with scattered pages; a stand-in for the runner."""
+    """The KV state of several requests over scattered pages, in place of a model runner."""
 
     def __init__(
         self,

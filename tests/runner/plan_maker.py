@@ -1,6 +1,6 @@
-"""Plays the scheduler with plain lists and dice: adds, finishes, preempts, verifies.
+"""A scheduler of plain lists that acts at random: it adds, finishes, preempts and verifies.
 
-Every result is compared with the oracle's continuation as it comes in.
+It compares every result with the oracle's continuation.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class PlanMaker:
     def __init__(
         self,
         runner: ModelRunner,
-        oracle: Oracle | None,  # None: results are taken as they come
+        oracle: Oracle | None,  # None: results are not checked
         rng: random.Random,
         depth: int = 2,
         num_drafts: int = 0,
@@ -100,7 +100,7 @@ class PlanMaker:
         raise AssertionError("the jobs do not finish")
 
     def step(self) -> None:
-        """Launch one plan if one can be made; take results when enough are in flight."""
+        """Launch a plan if one is possible; collect results once enough steps are in flight."""
         plan, jobs = self._make_plan()
         launched = bool(plan.rows or plan.freed_slots or plan.new_requests)
         if launched:
@@ -111,7 +111,7 @@ class PlanMaker:
             launched = True
 
     def drain(self) -> None:
-        """Take every result."""
+        """Collect all results."""
         while self.flights:
             self._land(self.flights.popleft())
         self.runner.synchronize()

@@ -137,7 +137,7 @@ def rows_on(rows: SamplingRows, device: torch.device) -> SamplingRows:
 
 
 def uniform_rows(table: Table, drafts: Tensor) -> SamplingRows:
-    """As `rows_of`, for all slots and drafts [N, K], fast."""
+    """A fast `rows_of` for all slots, with drafts [N, K]."""
     count, num_drafts = drafts.shape
     width = num_drafts + 1
     slots = torch.arange(count, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""Drives an engine over the fake runner and checks the scheduler's books after every step."""
+"""Runs an engine over the fake runner and checks the scheduler's state after every step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ COUNTERS = (
 
 
 class ParityMatcher:
-    """A grammar whose tokens alternate between odd and even; token 0 ends it after two."""
+    """A grammar that alternates odd and even tokens; token 0 may end it after two."""
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -133,7 +133,7 @@ def add(
 def expected_output(
     message: AddRequest, vocab_size: int, max_model_len: int
 ) -> tuple[list[int], str]:
-    """What plain decoding, one request at a time, gives: tokens and finish reason."""
+    """The tokens and finish reason of plain decoding, one request at a time."""
     sampling, tokens = message.sampling, list(message.prompt_token_ids)
     matcher = ParityMatcher(vocab_size) if sampling.grammar else None
     output: list[int] = []
@@ -155,20 +155,20 @@ def expected_output(
 
 
 def full_blocks(kv: KVBlocks, blocks: RequestBlocks, num_tokens: int) -> list[bool]:
-    """By group: whether so many confirmed tokens fill a block that is not published."""
+    """For each group, whether `num_confirmed` tokens fill a block that is not published yet."""
     done = zip(kv.groups, blocks.num_published, strict=True)
     return [num_tokens // group.block_size > count for group, count in done]
 
 
 def slid_blocks(kv: KVBlocks, blocks: RequestBlocks, num_tokens: int) -> list[bool]:
-    """By group: whether a block is out of the window then that was not given back."""
+    """For each group, whether a block has left the window and is still held."""
     done = zip(kv.groups, blocks.num_slid, strict=True)
     return [first_block_in_window(group, num_tokens) > count for group, count in done]
 
 
 @dataclass
 class Received:
-    """Everything that came back for one request."""
+    """All outputs of one request."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
 
@@ -182,7 +182,7 @@ class Received:
 
 
 class Bench:
-    """An engine over a fake runner, with everything it said."""
+    """An engine over a fake runner, and all its outputs."""
 
     def __init__(
         self,
@@ -258,7 +258,8 @@ class Bench:
         assert 0.0 <= stats.kv_cache_usage <= 1.0
 
     def check_books(self) -> None:
-        """Slots and blocks are owned as often as somebody holds them, and null never."""
+        """Check that slots and blocks are owned exactly by their holders, and the null block by
+        none."""
         scheduler = self.scheduler
         slots = [request.slot for request in scheduler.running]
         assert sorted(slots + scheduler._free_slots) == list(range(self.runner.max_num_seqs))
@@ -277,7 +278,7 @@ class Bench:
         self.check_kept_numbers()
 
     def check_kept_numbers(self) -> None:
-        """What is kept up to date row by row is what counting anew gives."""
+        """Check that incrementally updated counts equal a recount."""
         scheduler, kv = self.scheduler, self.kv
         flights = [entry for entries in scheduler._in_flight.values() for entry in entries]
         for request in scheduler.running:
@@ -301,7 +302,7 @@ class Bench:
         assert scheduler._num_grammars == len(matchers)
 
     def check_idle(self) -> None:
-        """Nothing leaks: every block and slot is free, and the gauges say so."""
+        """Check that every block and slot is free and that the gauges agree."""
         assert not self.scheduler.running and not self.scheduler.waiting
         assert all(pool.num_free == pool.num_usable for pool in self.kv.pools)
         if self.last_stats is not None:
@@ -309,7 +310,7 @@ class Bench:
             assert (gauges.num_running, gauges.num_waiting, gauges.kv_cache_usage) == (0, 0, 0.0)
 
     def expect(self, message: AddRequest) -> None:
-        """This finished request got exactly what plain decoding gives."""
+        """Check that a finished request has exactly the output of plain decoding."""
         facts = self.runner.facts
         tokens, reason = expected_output(message, facts.vocab_size, facts.max_model_len)
         received = self.received[message.request_id]

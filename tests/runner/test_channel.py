@@ -85,7 +85,7 @@ def children(
         {"prediction_token_ids": list(range(50_000)), "bad_words_token_ids": [[1] * 9] * 999},
     ],
 )
-def test_what_children_share_is_sent_once(options: dict[str, object]) -> None:
+def test_children_send_shared_parts_once(options: dict[str, object]) -> None:
     alone = len(encoder.encode(children(3, 1, 5_000, **options)[:1]))
     made = children(3, 128, 5_000, **options)
     packed = list(share([AbortRequests(["x"]), *made, Shutdown()]))
@@ -96,7 +96,7 @@ def test_what_children_share_is_sent_once(options: dict[str, object]) -> None:
     assert list(unshare(packed)) == [AbortRequests(["x"]), *made, Shutdown()]
 
 
-def test_requests_of_others_stay_apart() -> None:
+def test_requests_with_other_parameters_are_not_packed() -> None:
     first, second = children(1, 2, 3), children(1, 2, 3, temperature=0.5)
     third = children(1, 1, 3)
     for request in third:
@@ -111,7 +111,7 @@ def test_requests_of_others_stay_apart() -> None:
     assert list(unshare(packed)) == made
 
 
-async def test_packets_larger_than_the_socket_takes_arrive_whole_both_ways(
+async def test_packets_larger_than_a_frame_arrive_whole_both_ways(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The socket cuts off a peer that sends more at once: the worker was started again."""
@@ -153,7 +153,7 @@ async def test_idle_worker_wakes_up_for_a_message(
     assert got == [Shutdown()]
 
 
-async def test_sending_to_nobody_neither_blocks_nor_raises() -> None:
+async def test_sending_without_a_peer_neither_blocks_nor_raises() -> None:
     server = ServerChannel()
     server.send([Shutdown()])
     server.close()
@@ -177,7 +177,7 @@ async def test_socket_is_private_and_removed() -> None:
     assert not folder.exists()
 
 
-async def test_long_temporary_folders_do_not_matter(
+async def test_a_long_temporary_folder_is_no_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deep = tmp_path / ("d" * 120)

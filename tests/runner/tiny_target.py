@@ -37,10 +37,10 @@ VOCAB, MAX_LEN, BLOCK, CPU = 67, 64, 4, torch.device("cpu")
 
 
 def tiny_llama(seed: int = 0, device: torch.device = CPU) -> Any:
-    """Two layers, float32, weights large enough that the argmax is never a near-tie."""
+    """Two layers in float32, with weights so large that the argmax is never a near-tie."""
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=64,  # heads of 16, the least that a matrix unit takes
+        hidden_size=64,  # heads of 16, the smallest tile of a tensor core
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -59,7 +59,7 @@ def tiny_llama(seed: int = 0, device: torch.device = CPU) -> Any:
 
 
 class _WholeSequence(AttentionMetadata):
-    """Plain causal attention over the rows at hand: no pages, no cache."""
+    """Plain causal attention over the given rows, without pages or a cache."""
 
     def attend(self, layer, query, key, value, kv_cache):  # type: ignore[no-untyped-def]
         heads = [tensor.transpose(0, 1)[None] for tensor in (query, key, value)]
@@ -100,7 +100,7 @@ class Oracle:
 
 
 class ScriptedSpeculator(BaseSpeculator):
-    """Drafts what `script(slot, known tokens)` says, cut or padded with -1 to K."""
+    """Drafts the result of `script(slot, known tokens)`, cut or padded with -1 to K."""
 
     def __init__(self, num_drafts: int, script: Callable[[int, list[int]], list[int]]) -> None:
         self.needs = SpeculatorNeeds(num_speculative_tokens=num_drafts)
@@ -117,7 +117,7 @@ class ScriptedSpeculator(BaseSpeculator):
 
 
 class PaddedEager:
-    """Stands for a graph manager: batches run eagerly, but padded as a graph would pad them."""
+    """Replaces a graph manager: batches run eagerly, but padded as for a graph."""
 
     wanted = ()
 
@@ -157,7 +157,7 @@ def make_runner(
     script: Callable[[int, list[int]], list[int]] | None = None,
     speculator: BaseSpeculator | None = None,
 ) -> ModelRunner:
-    """A runner whose drafter follows `script`, or is `speculator`."""
+    """A runner with a drafter that follows `script`, or with `speculator`."""
     device = setup.device
     layers = model.attention_layers()
     groups = make_groups(layers)

@@ -1,4 +1,4 @@
-"""Attention back ends on the CPU: choice, claims, and what they hand to (fake) packages."""
+"""Attention back ends on the CPU: their choice, their claims, and their calls of fake packages."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def tensors_of(
 def expected_of(
     layer: AttentionLayer, common: CommonAttentionMetadata, tensors: Any
 ) -> tuple[Tensor, Tensor]:
-    """What the reference back end gives, and the cache after it."""
+    """The reference back end's output, and the cache after it."""
     query, key, value, cache = tensors
     builder = ReferenceBuilder(cache.shape[-3], layer.sliding_window, torch.float32)
     cache = cache.clone()
@@ -154,7 +154,7 @@ def test_the_stub_package_of_the_same_import_name_is_recognised(
         ),
     ],
 )
-def test_what_a_back_end_cannot_run(
+def test_layers_that_a_back_end_cannot_run(
     backend: type[AttentionBackend], layer: AttentionLayer, words: str
 ) -> None:
     reason = backend.check([layer], CPU)
@@ -219,7 +219,7 @@ class FakeSchedule:
 
 
 class FakeFlashMLA:
-    """Plans at a schedule's first call and answers by that plan, as the kernel does."""
+    """Plans at a schedule's first call and computes by that plan, like the real kernel."""
 
     def __init__(self) -> None:
         self.schedules: list[FakeSchedule] = []
@@ -283,7 +283,7 @@ def test_flash_mla_leaves_other_batches_to_triton() -> None:
 
 
 class FakeWrapper:
-    """Keeps a plan and attends by it: pages from the plan's buffers, not from the block table."""
+    """Attends by its plan: it reads pages from the plan's buffers, not from the block table."""
 
     layout = [7, 7]
 

@@ -19,8 +19,10 @@ from .test_attention_backends import (
 def test_trap_19_a_stale_flashinfer_plan_is_wrong_and_memory_stays_in_place_for_1000_steps() -> (
     None
 ):
-    """A replay runs by its wrapper's plan: without a new one it is wrong (the negative control).
-    What a graph has baked (workspace, index buffers, wrapper) is never moved or made anew."""
+    """A replay uses its wrapper's plan: without a new one it is wrong (the negative control).
+
+    The workspace, index buffers and wrapper that a graph has baked are never moved or replaced.
+    """
     builder, length = flashinfer_builder(), 2
     desc = full(3, length)
 

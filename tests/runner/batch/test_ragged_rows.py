@@ -1,4 +1,5 @@
-"""Lists of different lengths in one array: what they hold, and that the array follows their sum."""
+"""Lists of different lengths in one array: their contents, and that the array's size follows their
+sum."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Permanent rows: staged writes, fresh rows in used slots, order of free and fill."""
+"""Permanent rows: staged writes, reset of reused slots, and the order of freeing and filling."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_arrays_that_share_a_tensor_overlap_nowhere_and_begin_aligned() -> None:
 
 @pytest.mark.parametrize("length", [1, 2, 15, 16])
 def test_prompts_of_any_length_and_blocks_are_written_together(length: int) -> None:
-    """Long rows of values and short ones take different ways to the same scatter."""
+    """Long and short writes are collected differently but applied by the same scatter."""
     table = RequestTable(SLOTS, 40, VOCAB, DRAFTS, BLOCKS, torch.device("cpu"))
     tokens = [list(range(1, count + 1)) for count in (length, 16, 17, 40)]
     requests = [new(slot, ids, [[slot + 1], []]) for slot, ids in enumerate(tokens)]
@@ -174,7 +174,7 @@ def test_writes_beyond_a_row_are_refused() -> None:
         apply(make_table(), new_requests=[new(0, [1], [[1] * 9, []])])
 
 
-def test_parameters_that_cannot_be_taken_in_are_the_fault_of_their_slot_alone(
+def test_parameters_that_cannot_be_stored_affect_only_their_slot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     table = make_table()

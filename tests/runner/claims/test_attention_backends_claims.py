@@ -26,7 +26,10 @@ CPU = torch.device("cpu")
 
 
 class MaskedMetadata(AttentionMetadata):
-    """Attention over all slots under a mask: torch operations only, so a graph may hold it."""
+    """Attention over all slots with a mask.
+
+    It uses only torch operations, so a graph may contain it.
+    """
 
     def __init__(self, common: CommonAttentionMetadata) -> None:
         self.common = common
@@ -75,7 +78,7 @@ class MaskedBackend(ReferenceBackend):
 
 
 class BoastfulBackend(ReferenceBackend):
-    """The reference plans on the host, so a graph holds the plan of its capture."""
+    """The reference plans on the host, so a graph would keep the plan of its capture."""
 
     name = "boastful"
 

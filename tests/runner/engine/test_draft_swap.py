@@ -1,4 +1,5 @@
-"""A drafter's weights exchanged under load: no request is lost, no text and no tensor moves."""
+"""Swaps a drafter's weights under load: no request is lost, and no text or tensor address
+changes."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ def test_one_at_a_time(heads: Path, running: TinyEngine) -> None:
     assert ask(running, "try", heads / "head1") is None
 
 
-def test_a_head_that_was_only_loaded_has_changed_nothing(heads: Path, running: TinyEngine) -> None:
+def test_loading_a_head_changes_nothing_yet(heads: Path, running: TinyEngine) -> None:
     before = content(running)
     for action in ("revert", "keep"):
         assert ask(running, "load", heads / "head2") is None
@@ -93,9 +94,7 @@ def test_a_head_that_was_only_loaded_has_changed_nothing(heads: Path, running: T
             assert torch.equal(tensor, before[name]), name
 
 
-def test_a_drafter_that_was_stopped_starts_anew_with_other_weights(
-    running: TinyEngine, heads: Path
-) -> None:
+def test_a_stopped_drafter_starts_again_with_new_weights(running: TinyEngine, heads: Path) -> None:
     controller = running.engine.drafts.controller  # type: ignore[union-attr]
     controller.watchdog = watchdog = Watchdog("eagle3")
     watchdog.observe(WINDOW, 0)
@@ -107,8 +106,9 @@ def test_a_drafter_that_was_stopped_starts_anew_with_other_weights(
     assert watchdog.is_healthy
 
 
-def test_no_distribution_of_one_head_is_left_to_another(heads: Path) -> None:
-    """Their draft vocabularies differ: what the new one cannot draw has probability 0 again."""
+def test_a_new_head_inherits_no_distribution_of_the_old_one(heads: Path) -> None:
+    """The draft vocabularies differ: tokens that the new head cannot draw get probability 0
+    again."""
     speculative = SpeculativeConfig(
         "eagle3", str(heads / "head1"), 3, draft_sampling="probabilistic", watchdog=False
     )
@@ -129,17 +129,17 @@ def test_no_distribution_of_one_head_is_left_to_another(heads: Path) -> None:
     assert set(own[0].tolist()) != set(own[1].tolist())
 
 
-def test_other_drafters_cannot_be_exchanged(heads: Path) -> None:
+def test_other_kinds_of_drafters_cannot_be_swapped(heads: Path) -> None:
     made = TinyEngine(heads / "target", SpeculativeConfig("ngram", num_speculative_tokens=3))
     error = ask(made, "try", heads / "head2")
     made.close()
     assert error is not None and "eagle, eagle3" in error
 
 
-def test_weights_are_exchanged_when_no_step_is_half_launched(
+def test_weights_are_swapped_only_between_whole_steps(
     running: TinyEngine, heads: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its drafts were staged, and are judged by the distribution that they were drawn from."""
+    """A half-launched step's drafts must be judged by the distribution they were drawn from."""
     assert ask(running, "load", heads / "head2") is None
     before, engine = content(running), running.engine
     with monkeypatch.context() as patch:  # a step that waits for a mask, and was interrupted
@@ -152,7 +152,7 @@ def test_weights_are_exchanged_when_no_step_is_half_launched(
     assert [outputs.speculator for outputs in engine.step()] == [SpeculatorChanged(None)]
 
 
-def test_an_answer_tells_how_many_requests_run_and_that_the_drafter_starts_anew(
+def test_an_answer_reports_the_running_requests_and_the_reset_drafter(
     running: TinyEngine, heads: Path
 ) -> None:
     controller = running.engine.drafts.controller  # type: ignore[union-attr]
@@ -167,7 +167,7 @@ def test_an_answer_tells_how_many_requests_run_and_that_the_drafter_starts_anew(
         assert stats.drafter_healthy is True
 
 
-def test_the_running_head_is_measured_though_it_was_stopped(
+def test_the_running_head_is_measured_even_if_it_was_stopped(
     running: TinyEngine, heads: Path
 ) -> None:
     controller = running.engine.drafts.controller  # type: ignore[union-attr]

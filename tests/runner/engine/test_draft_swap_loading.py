@@ -1,4 +1,4 @@
-"""A head that is loaded beside the running one: what does not fit, or hangs, leaves nothing."""
+"""Loading a head while another runs: one that does not fit, or hangs, leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(
 
 @pytest.fixture
 def made_tensors(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[weakref.ref[torch.Tensor]]]:
-    """The tensors of every head that is built; nothing is collected meanwhile."""
+    """Record the tensors of every head that is built, with the garbage collector off."""
     made: list[weakref.ref[torch.Tensor]] = []
 
     def fill(model: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,7 +78,7 @@ def broken(*_: object) -> None:
         ("cannot be loaded (KeyError: 'layers')", (draft_exchange, "_spare"), broken),
     ],
 )
-def test_nothing_of_a_refused_head_lives_on(
+def test_no_tensor_of_a_refused_head_stays_alive(
     tmp_path: Path,
     running: TinyEngine,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,7 +87,7 @@ def test_nothing_of_a_refused_head_lives_on(
     where: tuple[Any, str] | None,
     fails: Any,
 ) -> None:
-    """The right one may come next, and needs the memory."""
+    """The next head, which may fit, needs the memory."""
     if where is not None:
         monkeypatch.setattr(*where, fails)
     path = head(tmp_path, 3, intermediate_size=GEOMETRY.intermediate_size + 16 * (where is None))
@@ -98,7 +98,7 @@ def test_nothing_of_a_refused_head_lives_on(
 
 
 @pytest.mark.parametrize("action", ["keep", "revert"])
-def test_nothing_of_the_head_that_does_not_stay_lives_on(
+def test_no_tensor_of_the_losing_head_stays_alive(
     heads: Path,
     running: TinyEngine,
     made_tensors: list[weakref.ref[torch.Tensor]],
@@ -124,9 +124,7 @@ def test_nothing_of_the_head_that_does_not_stay_lives_on(
         (KeyError(), "the drafter cannot be loaded (KeyError)"),
     ],
 )
-def test_errors_of_several_lines_or_none_are_told_in_a_sentence(
-    error: Exception, sentence: str
-) -> None:
+def test_errors_with_any_number_of_lines_become_a_sentence(error: Exception, sentence: str) -> None:
     assert why_unreadable(error) == sentence
 
 
@@ -142,7 +140,7 @@ def test_errors_of_several_lines_or_none_are_told_in_a_sentence(
         ("model.safetensors", (12).to_bytes(8, "little") + b'{"fc": null}'),
     ],
 )
-def test_no_checkpoint_however_broken_ends_the_worker(
+def test_no_malformed_checkpoint_ends_the_worker(
     running: TinyEngine, heads: Path, tmp_path: Path, name: str, content: bytes
 ) -> None:
     head(tmp_path, 3)
@@ -151,9 +149,7 @@ def test_no_checkpoint_however_broken_ends_the_worker(
     assert ask(running, "load", heads / "head2") is None
 
 
-def test_a_head_that_is_given_up_while_it_is_read_leaves_nothing(
-    running: TinyEngine, heads: Path
-) -> None:
+def test_a_head_cancelled_while_it_is_read_leaves_nothing(running: TinyEngine, heads: Path) -> None:
     running.engine.handle([ChangeSpeculator("load", str(heads / "head2"))])
     assert ask(running, "revert") is None  # the answer to the first
     while running.engine.has_work():
@@ -163,7 +159,7 @@ def test_a_head_that_is_given_up_while_it_is_read_leaves_nothing(
     assert ask(running, "try", heads / "head2") is None
 
 
-def test_odd_places_are_refused_in_a_sentence_and_none_holds_the_worker(
+def test_invalid_paths_are_refused_in_a_sentence_and_never_block_the_worker(
     running: TinyEngine, heads: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(draft_swap, "_LOAD_SECONDS", 5.0)
@@ -176,7 +172,7 @@ def test_odd_places_are_refused_in_a_sentence_and_none_holds_the_worker(
     assert ask(running, "load", heads / "head2") is None
 
 
-def test_a_load_that_hangs_is_given_up_and_the_next_one_is_not(
+def test_a_hanging_load_is_cancelled_and_the_next_one_works(
     running: TinyEngine,
     heads: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""The engine: steps in flight, grammars, faults, what it says when nothing runs."""
+"""The engine: steps in flight, grammars, faults, and its outputs when nothing runs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_step_n_plus_1_is_launched_before_the_results_of_step_n_are_asked_for() 
         assert len(bench.runner.plans) == 4
 
 
-def test_ready_tells_the_runners_facts() -> None:
+def test_ready_reports_the_runners_facts() -> None:
     bench = Bench(groups=(BlockGroup(30, 8),), max_model_len=48, num_drafts=2)
     ready = bench.engine.ready
     assert (ready.max_model_len, ready.num_blocks, ready.block_size) == (48, 30, 8)
@@ -50,7 +50,7 @@ def test_an_idle_engine_has_no_work_and_an_abort_updates_the_gauges() -> None:
     assert not bench.engine.has_work() and bench.runner.plans == []
 
 
-def test_a_grammar_holds_over_drafts_and_beside_requests_without_one() -> None:
+def test_a_grammar_applies_to_drafts_and_next_to_requests_without_one() -> None:
     for accuracy in (0.0, 0.8, 1.0):
         bench = Bench(num_drafts=4, draft_accuracy=accuracy)
         messages = [
@@ -82,14 +82,14 @@ def test_a_request_waits_for_its_grammar_while_others_run() -> None:
     while "quick" not in bench.received or bench.received["quick"].finish_reason is None:
         bench.step()
     assert "slow" not in bench.received and bench.engine.has_work()
-    bench.step()  # nothing to run: waits a moment for the compiler
+    bench.step()  # nothing can run, so it waits briefly for the compiler
     bench.backend.finish_all()
     bench.run()
     bench.expect(slow)
     bench.expect(quick)
 
 
-def test_a_grammar_that_does_not_compile_ends_its_request_alone() -> None:
+def test_a_grammar_that_does_not_compile_ends_only_its_request() -> None:
     bench = Bench()
     good = add("good", [3, 4])
     bad = add("bad", [1, 2], grammar=GrammarSpec("grammar", "nonsense"))
@@ -111,7 +111,7 @@ def test_a_fault_of_the_grammar_library_is_not_the_requests() -> None:
     assert output.finish_reason == "error" and not output.invalid_request
 
 
-def test_a_grammar_that_waits_too_long_for_others_ends_its_request_alone(
+def test_a_grammar_that_waits_too_long_for_others_ends_only_its_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("slipstream.runner.engine.request_grammars.MAX_WAIT_SECONDS", 0.05)
@@ -150,7 +150,7 @@ def test_without_a_grammar_backend_structured_output_is_an_error_not_ignored() -
     assert not engine.has_work()
 
 
-def test_a_grammar_that_breaks_while_masking_ends_its_request_alone() -> None:
+def test_a_grammar_that_fails_while_masking_ends_only_its_request() -> None:
     class Broken:
         is_terminated = False
 
@@ -248,9 +248,7 @@ def test_shutdown_lets_steps_in_flight_end() -> None:
         ({"prediction_token_ids": [1] * 65}, "prediction has 65 tokens, but the limit is 64"),
     ],
 )
-def test_a_list_that_is_too_long_ends_its_request_alone(
-    options: dict[str, Any], words: str
-) -> None:
+def test_a_list_that_is_too_long_ends_only_its_request(options: dict[str, Any], words: str) -> None:
     bench = Bench(max_model_len=64)
     bench.add("good", [1, 2], max_tokens=3)
     bench.add("bad", [1, 2], max_tokens=3, **options)
@@ -261,7 +259,7 @@ def test_a_list_that_is_too_long_ends_its_request_alone(
     bench.expect(add("good", [1, 2], max_tokens=3))
 
 
-def test_what_goes_wrong_while_a_request_is_added_ends_it_alone(
+def test_a_fault_while_a_request_is_added_ends_only_this_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench()

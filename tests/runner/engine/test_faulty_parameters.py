@@ -1,4 +1,4 @@
-"""A request with parameters that the worker cannot take in: it ends, and no other notices."""
+"""A request with parameters that the worker cannot store: it ends, and no other is affected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def outputs_of(made: TinyEngine, asked: list[AddRequest]) -> dict[str, list[Requ
 
 
 @pytest.mark.parametrize("method", ["ngram", "off"])
-def test_parameters_that_cannot_be_taken_in_end_their_request_alone(
+def test_parameters_that_cannot_be_stored_end_only_their_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     made = TinyEngine(save_llama(tmp_path, layers=2), SpeculativeConfig(method))

@@ -26,7 +26,7 @@ from slipstream.runner.process import WorkerOrders
 
 
 class ScriptedChannel:
-    """Gives one prepared list per `receive`, then Shutdown; records what is sent."""
+    """Returns one prepared list per `receive`, then Shutdown; records what is sent."""
 
     def __init__(self, *incoming: list[Any]) -> None:
         self.incoming = list(incoming)
@@ -49,7 +49,7 @@ class ScriptedChannel:
 
 
 class ScriptedEngine:
-    """Has work for so many steps after each batch of messages."""
+    """Has work for a fixed number of steps after each batch of messages."""
 
     ready = "ready"
 
@@ -109,7 +109,9 @@ def serve(
     return worker.serve(orders), channel
 
 
-def test_says_progress_then_ready_and_ends_with_status_0(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reports_progress_then_ready_and_ends_with_status_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     engine = ScriptedEngine()
     status, channel = serve(monkeypatch, engine)
     assert status == 0

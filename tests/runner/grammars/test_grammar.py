@@ -251,7 +251,7 @@ def test_a_number_follows_its_pattern(backend: GrammarBackend) -> None:
     assert re.fullmatch("[0-9]{3}-[0-9]{2}", text)
 
 
-def test_what_no_text_satisfies_is_an_error(backend: GrammarBackend) -> None:
+def test_a_grammar_that_no_text_satisfies_is_an_error(backend: GrammarBackend) -> None:
     for spec in (
         GrammarSpec("json_schema", '{"$ref": "#"}'),
         GrammarSpec("grammar", 'root ::= root "a"'),

@@ -1,4 +1,4 @@
-"""Grammars in processes of their own: what a bad one costs, and that nothing of it is left."""
+"""Grammars in separate processes: what a bad one costs, and that nothing of it remains."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ LINE = VOCAB_SIZE // 32
 OBJECT = GrammarSpec("json_object")
 # Every text of letters can be read in very many ways.
 AMBIGUOUS = GrammarSpec("grammar", 'root ::= e\ne ::= e e | "(" e ")" | [a-z ]+ | [a-z ]*')
-LONG_SECONDS = 30  # for what takes a moment on a machine that does nothing else
+LONG_SECONDS = 30  # time limit for what is quick on an idle machine
 
 
 def slow_to_compile(number: int = 0) -> GrammarSpec:
@@ -75,7 +75,7 @@ def nursery_pid(pool: GrammarPool) -> int:
 
 
 def children(pid: int) -> set[int]:
-    """Processes that this one started and that run (zombies do not)."""
+    """The running child processes of a process, without zombies."""
     found = set()
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -183,7 +183,7 @@ def test_the_processes_are_cheap_and_bounded(pool: GrammarPool) -> None:
 
 
 def test_a_grammar_that_takes_all_memory_ends_alone(pool: GrammarPool) -> None:
-    """What the library allocates until it fails: here by a limit that leaves it nothing."""
+    """The library allocates until it fails, here at once because of a tiny limit."""
     import resource
 
     before = children(nursery_pid(pool))
@@ -218,10 +218,10 @@ def test_an_ambiguous_grammar_is_ended_before_it_holds_up_others(pool: GrammarPo
     assert other.accept(ord("{")) and still_works(pool)
 
 
-def test_many_ambiguous_grammars_do_not_add_up(
+def test_the_delays_of_many_ambiguous_grammars_do_not_add_up(
     pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each may compute 0.11 s in a step; on two cores, twelve held it up for 0.7 s."""
+    """Each may compute 0.11 s in a step; without a common limit, twelve delayed it by 0.7 s."""
     monkeypatch.setattr(remote, "num_cores", lambda: 2)
     other = pool.compile(OBJECT).result(LONG_SECONDS)
     specs = [GrammarSpec("grammar", f'{AMBIGUOUS.value} | "#{i}"') for i in range(12)]
@@ -246,7 +246,7 @@ def test_many_ambiguous_grammars_do_not_add_up(
     assert other.accept(ord("{")) and still_works(pool)
 
 
-def test_masks_that_take_long_in_all_end_their_request_alone(
+def test_masks_that_take_too_long_in_total_end_only_their_request(
     pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     matcher, other = (pool.compile(OBJECT).result(LONG_SECONDS) for _ in range(2))
@@ -260,7 +260,7 @@ def test_masks_that_take_long_in_all_end_their_request_alone(
     assert other.accept(ord("{"))
 
 
-def test_a_process_that_dies_while_masking_ends_its_requests_alone(pool: GrammarPool) -> None:
+def test_a_process_that_dies_while_masking_ends_only_its_requests(pool: GrammarPool) -> None:
     before = children(nursery_pid(pool))
     first, second = (pool.compile(AMBIGUOUS).result(LONG_SECONDS) for _ in range(2))
     other = pool.compile(OBJECT).result(LONG_SECONDS)
@@ -271,8 +271,8 @@ def test_a_process_that_dies_while_masking_ends_its_requests_alone(pool: Grammar
     assert pool.compile(AMBIGUOUS).result(LONG_SECONDS).accept(ord("a"))
 
 
-def test_a_step_knows_what_the_library_itself_would_say(pool: GrammarPool) -> None:
-    """Random walks with drafts, half of them good, beside a matcher in this process."""
+def test_masks_equal_those_of_the_library_itself(pool: GrammarPool) -> None:
+    """Compare random walks with drafts, half of them valid, to a matcher in this process."""
     pytest.importorskip("xgrammar")  # the whole of it, so that torch can still be imported
     from slipstream.runner.grammars.compiler import Compiler
 
@@ -318,7 +318,7 @@ def bits(line: np.ndarray) -> np.ndarray:
 
 
 def fill_good(scratch: Any, matcher: Any, rng: random.Random) -> list[int]:
-    """Three tokens that may follow, without moving the matcher."""
+    """Return three allowed next tokens without moving the matcher."""
     line, found = np.empty(LINE, dtype=np.int32), []
     for _ in range(3):
         matcher.fill(line)
@@ -400,7 +400,7 @@ def test_nothing_is_left_after_a_shutdown() -> None:
 def test_a_shutdown_is_not_blamed_on_a_grammar_that_is_being_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The process of the grammar ends some time before the nursery does."""
+    """The grammar's process may end before the nursery does."""
     held: list[Any] = []
     monkeypatch.setattr("slipstream.runner.grammars.pool._stop_nursery", held.append)
     backend = build()

@@ -1,4 +1,4 @@
-"""What is checked and mended in a grammar's text before the compiler sees it."""
+"""Checks and corrections of a grammar's text before the compiler sees it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def nested(depth: int) -> str:
 
 
 def routes(pattern: str) -> dict[str, GrammarSpec]:
-    """A pattern on every route to the compiler."""
+    """The same pattern in every kind of grammar that reaches the compiler."""
     tag = {"type": "tag", "begin": "<a>", "content": {"type": "regex", "pattern": pattern}}
     ebnf = f"root ::= {pattern.replace('a', '[a]')}"
     schemas: dict[str, Any] = {
@@ -52,7 +52,7 @@ def test_nesting_is_bounded_on_every_route(route: str) -> None:
     assert prepare_grammar(whole).value == whole.value
 
 
-def test_what_only_looks_nested_is_not_counted() -> None:
+def test_text_that_only_looks_nested_is_not_counted() -> None:
     many = "(" * 1000
     for spec in (
         GrammarSpec("regex", rf"[{many}]\({'(a)' * 1000}"),
@@ -99,7 +99,7 @@ def test_half_of_a_surrogate_pair_is_an_error_on_every_route(half: str) -> None:
         prepare_grammar(GrammarSpec("choice", '["\\ud83d"]'))
 
 
-def test_patterns_in_a_schema_are_mended_and_the_rest_is_left_as_it_was() -> None:
+def test_patterns_in_a_schema_are_corrected_and_the_rest_is_unchanged() -> None:
     schema = {
         "type": "object",
         "properties": {"pattern": {"type": "string", "pattern": r"^\ud83d\ude00$"}},

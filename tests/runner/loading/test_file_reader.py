@@ -1,4 +1,4 @@
-"""Stretches of files become tensors whatever the pieces, the readers and what is read ahead."""
+"""Reading tensors from files, with any size of pieces, number of readers and read-ahead."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_short_file_is_an_error_of_its_tensor(tmp_path: Path) -> None:
         next(read_tensors(stretches, CPU))
 
 
-def test_whoever_stops_early_leaves_no_thread(tmp_path: Path) -> None:
+def test_stopping_early_leaves_no_thread(tmp_path: Path) -> None:
     import threading
 
     stretches, tensors = write(tmp_path / "a", 0)

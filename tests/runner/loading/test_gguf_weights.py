@@ -1,4 +1,4 @@
-"""GGUF files: config from metadata, dequantised weights, rotary pairs and names undone."""
+"""GGUF files: the config from metadata, dequantised weights, undone rotary pairs and names."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def gguf_name(name: str) -> str:
 
 
 def interleave(weight: Tensor, heads: int) -> Tensor:
-    """What converters to GGUF do to llama's q and k rows: halves of a head become pairs."""
+    """Do as converters to GGUF do with llama's q and k rows: interleave the halves of each head."""
     half = weight.shape[0] // heads // 2
     order = [
         head * 2 * half + part * half + i

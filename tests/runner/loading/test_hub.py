@@ -1,4 +1,4 @@
-"""What the hub answers becomes one sentence, for weights and tokenizers alike."""
+"""Every answer of the hub becomes one sentence, for weights and tokenizers alike."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_drafter_is_looked_for_before_the_target_is_loaded(
 
 
 class Hub:
-    """A repository on the hub, from which files are copied as they are asked for."""
+    """A fake repository on the hub, which copies the requested files."""
 
     def __init__(self, folder: Path, files: dict[str, str]) -> None:
         self.folder, self.files = folder, files

@@ -1,4 +1,4 @@
-"""Configs that are read without transformers equal what transformers makes of them."""
+"""Configs read without transformers equal those that transformers makes."""
 
 from __future__ import annotations
 

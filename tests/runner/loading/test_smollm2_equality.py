@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct, as served, writes what transformers writes from the same weights."""
+"""SmolLM2-135M-Instruct as served generates the text of transformers with the same weights."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ PROMPTS = [
     "Q: Why is the sky blue?\nA:",
 ]
 NEW_TOKENS = 12
-# A differing choice is excused only if the oracle itself holds both tokens for equally good within
-# this bound; fp16 weights move a logit by about a tenth of it.
+# A different token is accepted only if the oracle's logits of both tokens differ by less than this;
+# fp16 weights change a logit by about a tenth of it.
 NEAR_TIE = {"float32": 1e-3, "auto": 0.1}
 
 

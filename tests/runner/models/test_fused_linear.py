@@ -38,7 +38,7 @@ ROWS = [[(0, [5, 9, 33])], [(0, [71])], [(0, [2]), (1, [8])]]
 
 
 class Chooser(LinearChooser):
-    """Large tiles, since the interpreter's time goes by programs; remembers what it was asked."""
+    """Chooses large tiles, since interpreting costs time per program; records its calls."""
 
     def __init__(self) -> None:
         super().__init__({})
@@ -65,7 +65,7 @@ def make_model(kind: str, dtype: torch.dtype, chooser: LinearChooser | None) -> 
 
 
 def run(model: Any, backend: AttentionBackend, steps: Any = ROWS) -> list[Tensor]:
-    """Logits and taps of every step: a prefill, a decode of one row, two rows."""
+    """Logits and auxiliary hidden states of a prefill, a one-row decode and a two-row decode."""
     sequences = Sequences(model, 2, 16, 16, backend)
     out: list[Tensor] = []
     for rows in steps:
@@ -78,7 +78,7 @@ def run(model: Any, backend: AttentionBackend, steps: Any = ROWS) -> list[Tensor
 def test_few_rows_equal_the_plain_path(
     kind: str, fuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with a back end that takes keys and values ready made (`fuses` False)."""
+    """Also with a back end without a fused kernel (`fuses` False)."""
     expected = run(make_model(kind, torch.float32, None), ReferenceBackend())
     chooser = Chooser()
     model = make_model(kind, torch.float16, chooser)
@@ -104,7 +104,7 @@ MIXED: list[dict[str, Choice]] = [
 
 
 @pytest.mark.parametrize("choices", MIXED)
-def test_layers_that_norm_and_add_stand_beside_such_as_do_not(
+def test_layers_that_fuse_norms_and_sums_mix_with_others(
     choices: dict[str, Choice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -122,7 +122,7 @@ def test_layers_that_norm_and_add_stand_beside_such_as_do_not(
 
 
 def test_one_row_runs_five_kernels_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norms, residual and SwiGLU are inside the four products; the fifth rotates and stores."""
+    """The four products contain norms, residual and SwiGLU; the fifth kernel rotates and stores."""
     from slipstream.kernels.linear.triton import norm_rope
 
     model = make_model("Llama", torch.float16, Chooser())

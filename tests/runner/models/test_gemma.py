@@ -120,7 +120,7 @@ def test_the_language_part_of_a_multimodal_checkpoint(
     assert torch.equal(Sequences(load(tmp_path), 1, 8).step([(0, [4, 5, 6])])[0][0], expected)
 
 
-def test_what_cannot_be_served_is_said(tmp_path: Path) -> None:
+def test_unsupported_configs_are_refused_in_a_sentence(tmp_path: Path) -> None:
     make_oracle("Gemma3", {"hidden_activation": "relu"}, tmp_path)
     with pytest.raises(ModelLoadError, match="activation 'relu' is not supported"):
         load(tmp_path)

@@ -113,7 +113,7 @@ def test_a_layer_id_offset_moves_every_attention_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "DeepseekV3"])
-def test_what_is_not_gated_by_silu_is_refused(family: str) -> None:
+def test_activations_other_than_silu_are_refused(family: str) -> None:
     for name, is_served in (("gelu", False), ("swish", True)):
         shape = {**SHAPE, "hidden_act": name, "architectures": [f"{family}ForCausalLM"]}
         config = getattr(transformers, f"{family}Config")(**shape)

@@ -1,4 +1,4 @@
-"""Which blocks a dry start leaves out."""
+"""The blocks that a dry start skips."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES: dict[str, Any] = {
 
 
 def blocks_left(config: Any) -> list[int]:
-    """Numbers of the blocks that still run."""
+    """Indices of the blocks that still run."""
     model: Any = build_model(config, torch.device("meta"), torch.bfloat16)
     original = list(model._blocks)
     num_layers = len(model.attention_layers())
@@ -32,12 +32,12 @@ def blocks_left(config: Any) -> list[int]:
     return left
 
 
-def test_of_blocks_that_are_alike_two_are_left() -> None:
+def test_two_of_many_equal_blocks_remain() -> None:
     """The first has no residual yet."""
     assert blocks_left(LlamaConfig(**SIZES, num_hidden_layers=9)) == [0, 1]
 
 
-def test_each_kind_is_left_behind_each_kind() -> None:
+def test_one_block_remains_for_each_kind_after_each_kind() -> None:
     kinds = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]
     config = Qwen2Config(
         **SIZES, num_hidden_layers=8, layer_types=kinds * 2, use_sliding_window=True,
@@ -48,11 +48,11 @@ def test_each_kind_is_left_behind_each_kind() -> None:
 
 
 @pytest.mark.parametrize("model", [None, torch.nn.Linear(1, 1)])
-def test_models_of_another_build_are_left_as_they_are(model: Any) -> None:
+def test_other_kinds_of_models_are_not_shortened(model: Any) -> None:
     assert shorten(model) == 0
 
 
-def test_a_pass_over_what_is_left_hands_on_what_the_whole_would() -> None:
+def test_a_short_pass_returns_the_same_shapes_as_a_whole_one() -> None:
     model: Any = build_model(
         LlamaConfig(**SIZES, num_hidden_layers=6), torch.device("meta"), torch.bfloat16
     )
@@ -100,7 +100,7 @@ def test_the_run_before_a_capture_is_short_and_the_capture_is_whole() -> None:
     assert runs == [2, 5, 2] and model._blocks == whole
 
 
-def test_a_short_run_of_a_model_of_another_build_is_whole() -> None:
+def test_a_short_run_of_another_kind_of_model_is_whole() -> None:
     with ShortPass(torch.nn.Linear(1, 1)).running():
         pass
 

@@ -1,4 +1,4 @@
-"""The sampler step by step: equal to no speculation, repeatable, and honest about faults."""
+"""The sampler step by step: equal to no speculation, reproducible, and reporting faults."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def no_drafts(slot: int, tokens: list[int]) -> list[int]:
 
 
 def rough_drafts(slot: int, tokens: list[int]) -> list[int]:
-    """Mostly the model's argmax, sometimes wrong or missing; a function of the text alone."""
+    """Usually the model's argmax, sometimes a wrong token or none; a function of the text only."""
     known, drafts = list(tokens), []
     for j in range((len(tokens) + slot) % 4):
         best = int(MODEL.logits(known).argmax())
@@ -90,7 +90,7 @@ def mixed_requests() -> list[tuple[SamplingParams, list[int]]]:
 
 
 def shuffled(seed: int) -> Callable[[int], list[int]]:
-    """Each step a random part of the requests, in random order."""
+    """In each step, a random subset of the requests in random order."""
     generator = torch.Generator().manual_seed(seed)
 
     def order(step: int) -> list[int]:

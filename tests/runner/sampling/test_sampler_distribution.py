@@ -1,7 +1,7 @@
 """Chi-square of every sampling option against every kind of draft, at each row of a verify step.
 
 Rows 0, 1 and 2 of a request judge draft 0, draft 1 and nothing (bonus). Whatever was drafted, the
-first token must follow p_0, and after an accepted draft the next one p_1 given that draft.
+first token must have the distribution p_0, and after an accepted draft the next one p_1 given it.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def draft_tables(kind: str, logits: Tensor, table: Table) -> tuple[Tensor, Tenso
 
 @pytest.mark.parametrize("kind", ["one_hot", "probabilistic"])
 @pytest.mark.parametrize("option", OPTIONS)
-def test_every_row_follows_the_targets_law(option: str, kind: str) -> None:
+def test_every_row_has_the_targets_distribution(option: str, kind: str) -> None:
     params = SamplingParams(seed=0, max_tokens=99, **OPTIONS[option])  # type: ignore[arg-type]
     table = Table.repeated(params, PROMPT, OUTPUT, COUNT, V)
     logits = torch.randn(3, V, generator=torch.Generator().manual_seed(3)) * 1.2

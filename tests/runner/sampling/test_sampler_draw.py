@@ -1,4 +1,4 @@
-"""Tokens picked by the output head itself are those that sampling the written logits gives."""
+"""Tokens chosen by the output head itself equal those sampled from the written logits."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def test_drawing_equals_sampling(
 
 
 def test_a_graph_that_rejects_emits_what_sampling_does() -> None:
-    """Greedy requests, some with a seed of their own and some without, drafts or none."""
+    """Greedy requests, and random ones with and without a client's seed, with and without
+    drafts."""
     own = SamplingParams(seed=3, max_tokens=9, temperature=1.3, has_own_seed=True)
     params, drafts = [WARM, own, GREEDY, WARM, own], [[3, 4], [5, 6], [7, 8], [], [9]]
     every = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED | Feature.UNSEEDED
@@ -80,7 +81,7 @@ def test_a_graph_that_rejects_emits_what_sampling_does() -> None:
 
 
 def test_drafts_are_picked_by_the_head_unless_their_distribution_is_kept() -> None:
-    """Also where the draft vocabulary is not the target's."""
+    """This also holds if the draft vocabulary differs from the target's."""
     torch.manual_seed(0)
 
     class Head:
@@ -124,7 +125,7 @@ def test_drafts_are_picked_by_the_head_unless_their_distribution_is_kept() -> No
     assert kept.isfinite().sum() == V  # of the row that draws; greedy and padded rows keep none
 
 
-def test_nan_is_told() -> None:
+def test_nan_is_reported() -> None:
     table = Table.of([(GREEDY, [1, 2], []), (WARM, [1, 2], [])], V)
     rows = rows_of(table, [0, 1], [[], []], 0)
     hidden = torch.randn(2, H)
@@ -133,7 +134,7 @@ def test_nan_is_told() -> None:
     assert sampler().draw(pick, rows, table).has_nan.tolist() == [False, True]
 
 
-def test_who_needs_logits_gets_them() -> None:
+def test_requests_that_need_logits_get_them() -> None:
     def path(params: SamplingParams, drafts: list[int], mask: bool = False) -> SamplingPath:
         table = Table.of([(params, [1, 2], [])], V)
         return sampler().path(table.sampling.features([0]), bool(drafts), mask)

@@ -1,4 +1,4 @@
-"""The block pool: what it gives out, what it remembers, what it forgets first."""
+"""The block pool: which blocks it gives out, what it caches, and what it evicts first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says about drafts, and what its results teach; no tensors."""
+"""The drafts in a plan, and what the draft planner learns from results. No tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Clock:
 
 
 class Script(DraftController):
-    """Chooses what the test says, and remembers what it is told."""
+    """A controller that makes scripted choices and records its inputs."""
 
     def __init__(self) -> None:
         super().__init__((1, 2, K), 4, StepCosts({(1, k): 1.0 + k for k in range(K + 1)}, K))
@@ -70,9 +70,7 @@ def enter(slot: int) -> NewRequest:
     return NewRequest(slot, [1] * 10, 10, 0, [[1]], SamplingParams(seed=0, max_tokens=9))
 
 
-def test_plain_steps_are_deferred_until_there_is_no_more_room(
-    planner: DraftPlanner, script: Script
-) -> None:
+def test_plain_steps_are_deferred_until_the_limit(planner: DraftPlanner, script: Script) -> None:
     states = []
     for step in range(7):
         plan = StepPlan(step, rows=[row(0), row(1)])
@@ -91,7 +89,7 @@ def test_plain_steps_are_deferred_until_there_is_no_more_room(
 
 
 @pytest.mark.parametrize("rows", [[row(0, drafts=2)], [row(0), row(1, tokens=8, prefill=True)]])
-def test_what_is_not_known_on_the_host_is_not_deferred(
+def test_steps_with_counts_unknown_to_the_host_are_not_deferred(
     planner: DraftPlanner, rows: list[ScheduledRow]
 ) -> None:
     plan = StepPlan(0, rows=rows)
@@ -126,7 +124,7 @@ def test_a_step_of_prompts_alone_leaves_older_drafts_to_be_verified(
     assert planner.complete(plan) == K and plan.num_drafts == 0
 
 
-def test_results_teach_of_their_own_request_and_of_the_time_between_landings(
+def test_results_update_acceptance_of_their_request_and_step_costs(
     planner: DraftPlanner, script: Script, clock: Clock
 ) -> None:
     plans = [StepPlan(step, rows=[row(0, drafts=2), row(1, drafts=2)]) for step in range(3)]
@@ -182,7 +180,7 @@ def test_a_change_of_k_is_one_debug_line_at_most_every_ten_seconds(
     assert "no_gain" in lines[1]
 
 
-def test_statistics_say_what_was_chosen(planner: DraftPlanner, script: Script) -> None:
+def test_statistics_report_the_choice(planner: DraftPlanner, script: Script) -> None:
     script.next = DraftLength(2, "gain")
     plan, prompt = StepPlan(0, rows=[row(0)]), StepPlan(1, rows=[row(1, 0, 8, True)])
     stats, nothing = StepStats(), StepStats()

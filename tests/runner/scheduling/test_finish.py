@@ -100,7 +100,7 @@ def test_a_grammar_that_is_left_through_its_end_stops_even_without_stop_tokens()
 def test_runs_are_appended_as_token_by_token(
     runs: list[list[int]], max_tokens: int, min_tokens: int, stops: set[int]
 ) -> None:
-    """Whole runs are taken at once where nothing ends in them."""
+    """If nothing ends within a run, the whole run is appended at once."""
     a = request(max_tokens, min_tokens=min_tokens, stop_token_ids=sorted(stops))
     expected: list[int] = []
     for run in runs:
@@ -121,7 +121,7 @@ def test_runs_are_appended_as_token_by_token(
             return
 
 
-def test_nan_ends_its_request_alone() -> None:
+def test_nan_ends_only_its_request() -> None:
     bench = Bench()
     good = add("good", [4, 5, 6], stop_token_ids=[])
     bench.engine.handle([add("bad", [1, 2, 3], stop_token_ids=[]), good])

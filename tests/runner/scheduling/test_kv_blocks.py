@@ -68,7 +68,7 @@ def test_matched_blocks_are_shared_and_released_one_by_one() -> None:
 
 @pytest.mark.parametrize("fork", range(5, 14))
 def test_a_block_with_draft_kv_is_found_only_before_the_same_next_token(fork: int) -> None:
-    """Requests fork at every place relative to a block's edge, one after the other."""
+    """Requests diverge at every position relative to a block's edge, one after another."""
     kv = make(BlockGroup(60, 4, needs_next_token=True))
     texts = [[*TOKENS[:fork], *[branch] * (20 - fork)] for branch in (1, 2, 3)]
     held = [hold(kv, tokens, num_confirmed=19) for tokens in texts]
@@ -102,7 +102,7 @@ def test_only_groups_with_draft_kv_look_at_the_next_token() -> None:
     assert drafts.lookup(plain.first(3, 4, next_token=True)[2]) is not None
 
 
-def test_after_another_drafter_nothing_of_the_old_one_is_found_held_or_not() -> None:
+def test_after_a_drafter_swap_no_old_block_is_found_held_or_not() -> None:
     kv = make(BlockGroup(20, 4, needs_next_token=True))
     old, hashes = hold(kv, TOKENS[:17], num_confirmed=9), BlockHashes(TOKENS[:17])
     kv.release(hold(kv, [1] * 9, num_confirmed=8))
@@ -176,7 +176,7 @@ def test_a_pool_too_small_for_one_request_is_refused_with_a_sentence() -> None:
     make(BlockGroup(7, 4, sliding_window=5))
 
 
-def test_room_is_asked_for_the_whole_request_and_counts_what_is_shared() -> None:
+def test_admission_needs_room_for_the_whole_request_minus_shared_blocks() -> None:
     kv = make(BlockGroup(12, 4))
     hold(kv, TOKENS[:24], num_confirmed=24)  # 6 of 11 blocks
     fresh = kv.match(BlockHashes([1] * 24), 24)

@@ -19,7 +19,7 @@ KINDS = st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans())
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(KINDS, min_size=1, max_size=6), st.booleans())
-def test_rows_are_brought_in_batch_order_and_equal_ones_stay(
+def test_rows_are_sorted_into_batch_order_and_equal_rows_keep_theirs(
     kinds: list[tuple[int, int, bool]], alike: bool
 ) -> None:
     request = Request.from_message(add("a", [1]), 0, 9)

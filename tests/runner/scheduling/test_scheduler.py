@@ -130,7 +130,7 @@ def test_drafts_shrink_towards_max_tokens_unless_the_batch_shall_stay_uniform() 
         assert plan_of(scheduler).rows[0].num_draft_tokens == expected
 
 
-def test_a_request_that_surely_ends_is_not_scheduled_again() -> None:
+def test_a_request_certain_to_end_is_not_scheduled_again() -> None:
     scheduler = make(num_drafts=3)
     scheduler.add(add("a", [1, 2, 3], max_tokens=2))
     prefill, decode = plan_of(scheduler), plan_of(scheduler)
@@ -166,7 +166,7 @@ def test_an_impossible_request_ends_with_an_error_and_the_others_live() -> None:
     bench.expect(add("good", [1, 2, 3]))
 
 
-def test_the_latest_of_the_lowest_priority_is_preempted() -> None:
+def test_the_latest_request_of_the_lowest_priority_is_preempted() -> None:
     scheduler = make(num_blocks=11, max_model_len=40, max_num_seqs=3)
     for name, priority in (("low", 5), ("old", 0), ("new", 0)):
         scheduler.add(add(name, [1] * 11, max_tokens=25, priority=priority, stop_token_ids=[]))
@@ -195,7 +195,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
 
 
 def test_results_of_an_earlier_life_are_dropped() -> None:
-    """Preempted and admitted again before its old result lands (three steps in flight)."""
+    """A request is preempted and admitted again before its old result lands."""
     scheduler = make(num_blocks=11, max_model_len=40, max_num_seqs=2)
     scheduler.add(add("a", [1] * 19, max_tokens=20, stop_token_ids=[]))
     request = scheduler.add(add("b", [2] * 12, max_tokens=20, stop_token_ids=[]))
@@ -236,7 +236,7 @@ def test_a_window_group_alone_near_its_limit_waits_rather_than_preempts_itself()
     assert bench.totals.num_preemptions == 0
 
 
-def test_a_hit_is_counted_and_told_once() -> None:
+def test_a_prefix_hit_is_counted_and_reported_once() -> None:
     bench = Bench()
     bench.add("a", range(1, 13), max_tokens=2)
     bench.run()
@@ -258,7 +258,7 @@ def test_the_number_of_drafts_can_change_while_serving() -> None:
 
 
 def test_requests_share_a_prefix_only_with_those_of_their_salt() -> None:
-    """Nobody learns from cached tokens what a client with another salt, or with none, has sent."""
+    """Cached tokens reveal nothing about prompts of clients with another salt, or with none."""
     bench, prompt = Bench(), list(range(1, 14))
     salts = ["", "mine", "yours", "", "mine", "yours", "mi"]
     for index, salt in enumerate(salts):

@@ -1,4 +1,4 @@
-"""Random traffic over tiny pools: every request's text is the plain model's, and nothing leaks."""
+"""Random traffic over tiny pools: every text equals the plain model's, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_heavy_traffic_gives_the_plain_models_text(seed: int) -> None:
 
 
 def test_heavy_traffic_is_heavy() -> None:
-    """The seeds above do reach the paths that they are there for."""
+    """The seeds above reach the paths that they were chosen for."""
     benches = [run_traffic(*heavy_traffic(random.Random(seed)), resets={9}) for seed in range(20)]
     for name in ("num_preemptions", "prefix_cache_hits", "num_accepted_tokens", "num_plain_steps"):
         reached = sum(getattr(bench.totals, name) > 0 for bench in benches)

@@ -1,4 +1,4 @@
-"""Steps on a CPU are bounded by time: a stream gets its next token soon, whatever others send."""
+"""Steps on a CPU are bounded by time, so that every stream soon gets its next token."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from slipstream.runner.scheduling.step_time import LIMIT_SECONDS, PROMPT_SECONDS
 from ..fake_runner import FakeHandle
 from ..schedule_bench import Bench, Received
 
-BOUND = 1.25 * LIMIT_SECONDS  # what the issue asks for: 250 ms
+BOUND = 1.25 * LIMIT_SECONDS  # 250 ms
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What a step takes there, in seconds."""
+    """The simulated duration of a step, in seconds."""
 
     fixed: float = 0.020
     token: float = 0.0025
@@ -39,7 +39,7 @@ class Machine:
 
 
 class TimedBench(Bench):
-    """An engine over a fake runner whose steps take the time of a machine."""
+    """An engine over a fake runner with simulated step durations."""
 
     def __init__(self, machine: Machine, max_model_len: int = 4096, max_num_seqs: int = 8) -> None:
         groups = (BlockGroup(max_num_seqs * max_model_len // 16 + 1, 16),)
@@ -72,23 +72,23 @@ class TimedBench(Bench):
         return handle
 
     def stream(self) -> None:
-        """A short request that decodes while the others do what they do."""
+        """Add a short request that decodes while others run."""
         self.send("stream", [1, 2, 3], max_tokens=3000)
         for _ in range(20):
             self.step()
         self.steps.clear()
 
     def num_tokens(self, request_id: str) -> int:
-        """Tokens that a request has got."""
+        """Number of tokens that a request has received."""
         return len(self.received.get(request_id, Received()).token_ids)
 
     def step_until(self, request_id: str, num_tokens: int = 1) -> None:
-        """Step until a request has so many tokens."""
+        """Step until a request has `count` tokens."""
         while self.num_tokens(request_id) < num_tokens:
             self.step()
 
     def send(self, request_id: str, prompt: list[int], max_tokens: int, **options: object) -> None:
-        """A request that ends at `max_tokens`, whatever it says."""
+        """Parameters of a request that ends only at `max_tokens`."""
         self.add(request_id, prompt, max_tokens, stop_token_ids=[], **options)
 
 

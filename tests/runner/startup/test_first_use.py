@@ -1,4 +1,4 @@
-"""Libraries are loaded by products that steps will compute: each shape and size, torch's only."""
+"""Libraries are loaded by running each matrix product, shape and size, that torch will compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from slipstream.runner.startup.first_use import first_operations, first_products
 
 
 class OursUpTo16(LinearChooser):
-    """Our kernels for the output head, up to 16 rows."""
+    """Chooses our kernels for the output head of up to 16 rows."""
 
     def choose(self, shape: Shape, num_rows: int) -> Choice:
         ours = shape.role == "head" and num_rows <= 16
@@ -44,7 +44,7 @@ def test_each_shape_is_multiplied_once_at_each_size(products: list[tuple[int, in
     assert len(shapes) == 5 and {rows for _, rows in products} == {3, 40}
 
 
-def test_what_our_kernels_compute_is_left_to_them(products: list[tuple[int, int]]) -> None:
+def test_products_of_our_own_kernels_are_skipped(products: list[tuple[int, int]]) -> None:
     model = tiny_llama()
     for layer in model.modules():
         if isinstance(layer, Linear):
@@ -55,7 +55,7 @@ def test_what_our_kernels_compute_is_left_to_them(products: list[tuple[int, int]
     assert len(products) == 9
 
 
-def test_memory_that_does_not_suffice_is_found_by_whoever_sizes_it(
+def test_too_little_memory_is_left_for_sizing_the_cache_to_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail(*_: Any) -> None:

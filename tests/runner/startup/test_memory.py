@@ -1,4 +1,4 @@
-"""How much memory the KV cache takes, and what a start with too little of it advises."""
+"""The memory that the KV cache uses, and the advice if it is too little."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_only_flags_that_help_are_advised(device: str, given: int | None, advice
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint whose KV takes 512 bytes a token."""
+    """A checkpoint with 512 bytes of KV per token."""
     folder = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=4,

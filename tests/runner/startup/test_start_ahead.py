@@ -1,5 +1,4 @@
-"""What the stamp of a compiled start depends on, where none is compiled ahead, and how it is waited
-for."""
+"""Compiling ahead: what its stamp depends on, when it is skipped, and how the worker waits."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ def test_what_kernels_depend_on_makes_another_stamp(
     assert len(keys | {start_key(config)}) == len(others) + 1
 
 
-def test_a_start_without_a_card_or_on_the_cpu_has_no_process_beside_it(
+def test_a_start_without_a_gpu_or_on_the_cpu_starts_no_process(
     config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     there = tmp_path / "driver"
@@ -113,7 +112,7 @@ def test_a_start_without_a_card_or_on_the_cpu_has_no_process_beside_it(
 
 @pytest.fixture
 def start(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
-    """Starts, in place of the dry start, a script that has `gates`, the write ends by stage."""
+    """Replace the dry start by a script, which gets the write ends of the pipes as `gates`."""
 
     def begin(script: str) -> CompileAhead:
         program = tmp_path / "python"
@@ -133,7 +132,7 @@ def start(config: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> St
 
 
 def waits(ahead: CompileAhead) -> list[float]:
-    """Seconds that each stage is waited for."""
+    """The seconds that the worker waits at each stage."""
     found = []
     for stage in STAGES:
         before = ahead.seconds
@@ -143,7 +142,7 @@ def waits(ahead: CompileAhead) -> list[float]:
 
 
 def test_a_stage_ends_with_the_last_of_its_compilations(start: Start, tmp_path: Path) -> None:
-    """Of its processes one runs on when the next stage has begun, or ended."""
+    """One of a stage's processes may still run when the next stage has begun or ended."""
     ahead = start(
         f"""
 open({str(tmp_path / "began")!r}, "w").close()
@@ -174,7 +173,7 @@ print(json.dumps({{"num_compiled": 3}}))
 
 
 def test_a_start_on_other_cores_finds_what_was_compiled(start: Start) -> None:
-    """How many processes compile changes nothing about what they leave."""
+    """The number of compiling processes does not change their result."""
     ahead = start("print(json.dumps({}))")
     assert ahead.wait() is not None
     again = start("time.sleep(60)")
@@ -186,7 +185,7 @@ def test_a_start_on_other_cores_finds_what_was_compiled(start: Start) -> None:
         assert not others.is_compiling
 
 
-def test_a_process_that_dies_is_waited_for_no_more(
+def test_the_worker_stops_waiting_for_a_process_that_dies(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ahead = start("os._exit(7)")
@@ -213,14 +212,14 @@ def test_a_process_that_hangs_is_ended_after_the_longest_wait(
     assert time.monotonic() - began < 5 and not ahead.is_compiling
 
 
-def test_a_start_that_was_compiled_waits_for_nothing(start: Start) -> None:
+def test_a_start_compiled_before_waits_for_nothing(start: Start) -> None:
     first = start("""print("{}")""")
     assert first.wait() is not None
     second = start("time.sleep(60)")
     assert not second.is_compiling and waits(second) == [0, 0, 0] and second.wait() is None
 
 
-def test_a_start_goes_on_where_no_process_can_be_had(
+def test_a_start_continues_if_no_process_can_be_started(
     config: Config,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

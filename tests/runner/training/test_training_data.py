@@ -1,4 +1,4 @@
-"""What training reads of the engine: hidden states, replies, invented prompts."""
+"""What training reads from the engine: hidden states, replies and invented prompts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def config(folder: Path) -> Config:
-    """Room for 19 tokens a step, four requests and 160 tokens of KV."""
+    """Limits of 19 tokens per step, four requests and 160 tokens of KV."""
     return Config(
         model=ModelConfig(model=str(folder), dtype="float32", device="cpu"),
         scheduler=SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=19),
@@ -125,7 +125,7 @@ def test_geometry_is_the_targets_unless_told(target: TrainingEngine) -> None:
     assert head_geometry(target.target_config, 24, 96, TAPS, 128).intermediate_size == 96
 
 
-def test_replies_go_on_where_a_run_was_cut(target: TrainingEngine, tmp_path: Path) -> None:
+def test_replies_resume_where_a_run_was_interrupted(target: TrainingEngine, tmp_path: Path) -> None:
     asked = prompts([3, 5, 9, 4, 12, 2])
     whole = ReplyFile(tmp_path / "whole.jsonl")
     heard: list[int] = []

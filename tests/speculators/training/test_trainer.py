@@ -1,4 +1,4 @@
-"""The training loop: resuming, early stop, batches, the schedule, what it measures."""
+"""The training loop: resuming, early stopping, batches, the schedule and its measures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The head as trained is the head as served: unrolled forward, exported files, vocabulary maps."""
+"""The trained head equals the served head: unrolled forward, exported files, vocabulary maps."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def random_head(seed: int = 3) -> TrainingHead:
 
 
 def load(folder: Path, embeddings: Tensor, dtype: torch.dtype) -> Any:
-    """The head as the runner loads it, beside a target of nothing but embeddings."""
+    """The head as the runner loads it, with a target that has only embeddings."""
     config = SimpleNamespace(
         hidden_size=GEOMETRY.hidden_size, num_hidden_layers=8, vocab_size=GEOMETRY.vocab_size
     )
@@ -92,7 +92,7 @@ def test_unrolled_forward_equals_drafting_token_by_token(tmp_path: Path) -> None
             following, hidden = ids[row + 2 + step : row + 3 + step], stream[-1:]
 
 
-def test_a_draft_sees_no_token_behind_it_and_no_other_chain() -> None:
+def test_a_draft_sees_no_later_token_and_no_other_chain() -> None:
     head, num_steps, length, changed = random_head(), 3, 9, 5
     taps = torch.randn(1, length, 3 * GEOMETRY.hidden_size)
     embeddings = torch.randn(1, length, GEOMETRY.hidden_size)
@@ -107,7 +107,7 @@ def test_a_draft_sees_no_token_behind_it_and_no_other_chain() -> None:
         assert same == [row < first for row in range(length)]
 
 
-def test_whoever_may_read_the_folder_may_read_the_weights(tmp_path: Path) -> None:
+def test_users_who_may_read_the_folder_may_read_the_weights(tmp_path: Path) -> None:
     folder = save(tmp_path, random_head(), torch.bfloat16, FORMATS[0])
     modes = {path.stat().st_mode for path in Path(folder).iterdir()}
     assert len(modes) == 1, "config.json and model.safetensors differ"
