@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from .compile_log import watch_compilations
-from .device import Card
+from .device import Card, meta_tensors_on
 
 _COMPILED, _FAILED, _CACHED = 0, 1, 2  # exit statuses
 
@@ -101,14 +101,21 @@ def _run_and_exit(job: Callable[[], Any]) -> None:
         os._exit(status)
 
 
-def without_driver(card: Card) -> Any:
-    """Answers what Triton asks of a device, for `triton.runtime.driver.set_active`."""
+@contextmanager
+def without_gpu(card: Card) -> Iterator[None]:
+    """Inside, meta tensors are treated as tensors on `card`, and Triton compiles for it without a
+    driver. This process cannot launch kernels afterwards: Triton keeps the stand-in."""
     from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
 
     major, minor = card.capability
     target = GPUTarget("cuda", 10 * major + minor, 32)
-    return SimpleNamespace(
-        get_current_device=lambda: 0,
-        get_current_stream=lambda device=None: 0,
-        get_current_target=lambda: target,
+    driver.set_active(
+        SimpleNamespace(
+            get_current_device=lambda: 0,
+            get_current_stream=lambda device=None: 0,
+            get_current_target=lambda: target,
+        )
     )
+    with meta_tensors_on(card):
+        yield

@@ -1,75 +1,88 @@
 """Chooses between a Triton kernel and its plain-torch reference, by device.
 
-A start can be gone through without a card (see `compile_ahead`): tensors of torch's meta device,
-which have shapes and no memory, then stand for tensors on the card that `pretend_card` names.
+A start can also be replayed without a GPU (see `compile_ahead`): inside `meta_tensors_on(card)`,
+tensors of torch's meta device, which have shapes but no memory, are treated as tensors on that GPU.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import _lru_cache_wrapper, cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+T = TypeVar("T")
+_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
+# Triton, too, reads this once, when it is imported.
+_TRITON_INTERPRETED = _TRITON_INSTALLED and os.environ.get("TRITON_INTERPRET") == "1"
+
 
 @dataclass(frozen=True)
 class Card:
-    """What kernels, and the choice among them, depend on."""
+    """The properties of a GPU that kernels, and the choice between them, depend on."""
 
     name: str
     capability: tuple[int, int]
     num_processors: int
 
 
-_pretended: Card | None = None
+_meta_card: ContextVar[Card | None] = ContextVar("meta_card", default=None)
+_device_caches: list[_lru_cache_wrapper[Any]] = []
 
 
-def pretend_card(card: Card | None) -> None:
-    """From now on, meta tensors stand for tensors on `card`; None = for nothing."""
-    global _pretended
-    _pretended = card
+def cache_by_device(function: Callable[[torch.device], T]) -> Callable[[torch.device], T]:
+    """`functools.cache`, emptied whenever `meta_tensors_on` changes what meta tensors stand for."""
+    _device_caches.append(cached := cache(function))
+    return cached
+
+
+@contextmanager
+def meta_tensors_on(card: Card) -> Iterator[None]:
+    """Inside, in this thread, meta tensors are treated as tensors on `card`."""
+    token = _meta_card.set(card)
+    _forget_devices()
+    try:
+        yield
+    finally:
+        _meta_card.reset(token)
+        _forget_devices()
+
+
+def _forget_devices() -> None:
+    for cached in _device_caches:
+        cached.cache_clear()
 
 
 def is_card(device: torch.device) -> bool:
-    """Whether `device` is a CUDA card, or stands for one."""
-    return device.type == "cuda" or (device.type == "meta" and _pretended is not None)
+    """True if tensors on `device` are on a GPU, or are treated so."""
+    return card_of(device) is not None
 
 
+@cache_by_device
 def card_of(device: torch.device) -> Card | None:
-    """The card that `device` is, or stands for; None for a CPU."""
+    """The GPU of tensors on `device`; None for a CPU."""
     if device.type == "meta":
-        return _pretended
-    return _card(device) if device.type == "cuda" else None
-
-
-@cache
-def _card(device: torch.device) -> Card:
+        return _meta_card.get()
+    if device.type != "cuda":
+        return None
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
     return Card(properties.name, capability, properties.multi_processor_count)
 
 
-@cache
-def _triton_installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@cache
-def _triton_interpreted() -> bool:
-    return os.environ.get("TRITON_INTERPRET") == "1"  # triton, too, looks only once
-
-
 def use_triton(tensor: Tensor) -> bool:
     """True if the Triton implementation should work on `tensor`.
 
-    That is so for CUDA tensors where triton is installed. CPU tensors need Triton's interpreter
-    (`TRITON_INTERPRET=1`) and the wish to use it (`SLIPSTREAM_TRITON=1`): it is exact but slow.
+    On a GPU this is so where triton is installed. On the CPU it needs Triton's interpreter
+    (`TRITON_INTERPRET=1`) and `SLIPSTREAM_TRITON=1`, since the interpreter is exact but slow.
     """
-    if tensor.is_cuda or (_pretended is not None and tensor.is_meta):
-        return _triton_installed()
-    if not _triton_interpreted():
-        return False
-    return _triton_installed() and os.environ.get("SLIPSTREAM_TRITON") == "1"
+    if tensor.is_cpu:
+        return _TRITON_INTERPRETED and os.environ.get("SLIPSTREAM_TRITON") == "1"
+    return _TRITON_INSTALLED and (tensor.is_cuda or is_card(tensor.device))

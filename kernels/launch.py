@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from .device import card_of
+from .device import cache_by_device, card_of
 
 try:
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -30,9 +30,13 @@ _HOPPER = (9, 0)
 
 
 def hash_functions(namespace: dict[str, Any]) -> None:
-    """Have Triton hash the functions of a module, to be called at its end if kernels elsewhere call
-    them: the hash of a kernel covers the constants only of such functions as were hashed before it,
-    so it would depend on which kernel came first, and one on disk would not be found again."""
+    """Make Triton hash all functions of a module; to be called at the end of a module whose kernels
+    or functions are made of parts.
+
+    Triton's hash of a kernel covers the constants of a function only if that function was hashed
+    before. Without this call the hash would depend on which kernel is launched first, and a
+    compiled kernel on disk would not be found again.
+    """
     for value in list(namespace.values()):
         if isinstance(value, JITFunction):
             assert value.cache_key  # computed, and kept, when it is asked for
@@ -59,7 +63,7 @@ def fetch_early(pointers):
     )
 
 
-@cache
+@cache_by_device
 def _is_hopper(device: torch.device) -> bool:
     """Both features came with Hopper."""
     card = card_of(device)

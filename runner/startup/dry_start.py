@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ...configs.schema import Config, ParallelConfig, SchedulerConfig
-from ...kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
+from ...kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from ...kernels.compile_log import watch_compilations
-from ...kernels.device import Card, pretend_card
+from ...kernels.device import Card
 from ..attention.base import AttentionBackend
 from ..claims.at_start import ClaimsAtStart, claim_cases, claim_setup
 from ..graphs.capture import Graph, GraphBackend
@@ -209,14 +209,10 @@ def compile_start(
     config: Config, card: Card, num_processes: int, reached: Reached = lambda stage: None
 ) -> DryReport:
     """Compile what a start with `config` on the GPU `card` will launch, in `num_processes`."""
-    from triton.runtime import driver
-
     began = time.monotonic()
     report = DryReport()
     watch_compilations()
-    pretend_card(card)
-    driver.set_active(without_driver(card))
-    with compiling_only(ForkingExecutor(num_processes)) as kernels:
+    with without_gpu(card), compiling_only(ForkingExecutor(num_processes)) as kernels:
         try:
             dry_start(any_limits(config), reached, config.scheduler)
         except Exception as error:

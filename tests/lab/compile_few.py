@@ -11,11 +11,10 @@ import sys
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import torch
-from triton.runtime import driver
 
-from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
+from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from slipstream.kernels.compile_log import watch_compilations
-from slipstream.kernels.device import Card, pretend_card
+from slipstream.kernels.device import Card
 
 
 def outcomes() -> list[str]:
@@ -47,9 +46,8 @@ def compile_few(executor: Executor) -> dict[str, int]:
 
 if __name__ == "__main__":
     card = Card("NVIDIA H100 80GB HBM3", (9, 0), 132)
-    pretend_card(card)
-    driver.set_active(without_driver(card))
-    forks = compile_few(ForkingExecutor(2))
-    again = compile_few(ForkingExecutor(2))
-    found = {"jobs": outcomes(), "forks": forks, "again": again}
-    print(json.dumps(found | {"threads": compile_few(ThreadPoolExecutor(2))}))
+    with without_gpu(card):
+        forks = compile_few(ForkingExecutor(2))
+        again = compile_few(ForkingExecutor(2))
+        found = {"jobs": outcomes(), "forks": forks, "again": again}
+        print(json.dumps(found | {"threads": compile_few(ThreadPoolExecutor(2))}))

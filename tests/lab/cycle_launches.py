@@ -23,7 +23,6 @@ from unittest.mock import patch
 import torch
 from dry_launches import H100
 from torch.utils._python_dispatch import TorchDispatchMode
-from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from slipstream.configs.schema import (
@@ -34,8 +33,7 @@ from slipstream.configs.schema import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from slipstream.kernels.compile_ahead import without_driver
-from slipstream.kernels.device import pretend_card
+from slipstream.kernels.compile_ahead import without_gpu
 from slipstream.runner.graphs import manager as cuda_graphs
 from slipstream.runner.startup import dry_start
 
@@ -128,9 +126,8 @@ def cycle(model: str, drafter: str) -> Launches:
 
 
 def main(model: str, drafter: str, *flags: str) -> None:
-    pretend_card(H100)
-    driver.set_active(without_driver(H100))
-    launches = cycle(model, drafter)
+    with without_gpu(H100):
+        launches = cycle(model, drafter)
     for label, found in launches.graphs.items():
         torchs = sum(name.startswith("aten") for name, _, _ in found)
         plain = sum(not pdl and not name.startswith("aten") for name, _, pdl in found)

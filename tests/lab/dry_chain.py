@@ -12,22 +12,18 @@ from pathlib import Path
 
 import torch
 from dry_launches import Counting
-from triton.runtime import driver
 
-from slipstream.kernels.compile_ahead import compiling_only, without_driver
-from slipstream.kernels.device import pretend_card
+from slipstream.kernels.compile_ahead import compiling_only, without_gpu
 
 sys.path.append(str(Path(__file__).parent))
 import measure_chain  # noqa: E402
 
 
 def main() -> None:
-    pretend_card(measure_chain.H200)
-    driver.set_active(without_driver(measure_chain.H200))
     measure_chain.ROLES = {(name, 1): by_rows for (name, _), by_rows in measure_chain.ROLES.items()}
     for name, part in measure_chain.PARTS.items():
         counting, bench = Counting(), measure_chain.Bench(torch.device("meta"))
-        with torch.inference_mode(), compiling_only(counting):
+        with torch.inference_mode(), without_gpu(measure_chain.H200), compiling_only(counting):
             part(bench)
         for kernel in counting.kernels:
             kernel.device_caches.clear()

@@ -18,7 +18,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-from triton.runtime import driver
 
 from slipstream.configs.schema import (
     Config,
@@ -27,8 +26,8 @@ from slipstream.configs.schema import (
     SchedulerConfig,
     SpeculativeConfig,
 )
-from slipstream.kernels.compile_ahead import compiling_only, without_driver
-from slipstream.kernels.device import Card, pretend_card
+from slipstream.kernels.compile_ahead import compiling_only, without_gpu
+from slipstream.kernels.device import Card
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.scheduling.plan import NewRequest, ScheduledRow, StepPlan
 from slipstream.runner.startup import dry_start
@@ -204,10 +203,9 @@ def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> di
 
 def main(model: str, drafter: str) -> None:
     """A line of JSON for the model alone, one for both, and one for both without graphs."""
-    pretend_card(H100)
-    driver.set_active(without_driver(H100))
-    for case in ((model, None), (model, drafter), (model, drafter, True)):
-        print(json.dumps(launches(*case)))
+    with without_gpu(H100):
+        for case in ((model, None), (model, drafter), (model, drafter, True)):
+            print(json.dumps(launches(*case)))
 
 
 if __name__ == "__main__":

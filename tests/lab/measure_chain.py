@@ -31,8 +31,8 @@ from triton.runtime.errors import TritonError
 
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.kernels.attention.rotary_attention import rotary_attention
-from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_driver
-from slipstream.kernels.device import Card, pretend_card
+from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
+from slipstream.kernels.device import Card
 from slipstream.kernels.linear import head_sample, linear_tune
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Choice, Gemv, bucket_of
 from slipstream.kernels.linear.rotation import Rotation
@@ -336,13 +336,9 @@ PARTS: dict[str, Callable[[Bench], None]] = {
 
 
 def compile_all(names: Sequence[str], workers: int) -> None:
-    """In a process of its own: it must not have met the card."""
-    from triton.runtime import driver
-
-    pretend_card(H200)
-    driver.set_active(without_driver(H200))
-    bench = Bench(torch.device("meta"))
-    with torch.inference_mode(), compiling_only(ForkingExecutor(workers)) as kinds:
+    """Compile in this process, which must not have used the GPU."""
+    bench, executor = Bench(torch.device("meta")), ForkingExecutor(workers)
+    with torch.inference_mode(), without_gpu(H200), compiling_only(executor) as kinds:
         for name in names:
             PARTS[name](bench)
     print(f"{len(kinds)} kinds of kernels", flush=True)

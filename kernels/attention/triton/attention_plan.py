@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 from torch import Tensor
 
-from ...device import card_of
+from ...device import cache_by_device, card_of
 from ..paged_rows import PagedRows
 
 MAX_SPLITS = 16
@@ -45,7 +44,7 @@ class Launch:
     early: bool = False  # fused: the first keys are brought into L2 before the inputs are ready
 
 
-@cache
+@cache_by_device
 def num_processors(device: torch.device) -> int:
     """Of a card; a few, elsewhere."""
     card = card_of(device)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import fetch_early, pdl_options, wait_for_inputs
+from ...launch import fetch_early, hash_functions, pdl_options, wait_for_inputs
 from ...linear.rotation import Rotation
 from ...linear.triton.rotation import angles, load_parts, pairs, rotated
 from ..paged_rows import AttentionRule, PagedRows
@@ -393,3 +393,6 @@ def rotary_attention(
     if splits > 1 and not plan.last_sums:
         sum_splits(partial, lse, rows.query_start_loc, out, num_reqs)
     return out
+
+
+hash_functions(globals())
