@@ -18,7 +18,7 @@ class WeightType:
 
     @property
     def is_float(self) -> bool:
-        """Whether numbers are plain floats; their activations are not rounded to bytes."""
+        """Whether numbers are plain floats, whose activations are not rounded."""
         return self.block_size == 1
 
     def row_bytes(self, columns: int) -> int:

@@ -1,8 +1,8 @@
 """The weights of one linear layer side by side, and its product with activations.
 
-Quantised weights are multiplied as they are. Their activations are rounded to signed bytes with a
-scale for each 32, as llama.cpp rounds them; those of 16 and 32 bit weights stay fp32. A row's
-outputs don't depend on the number of rows.
+Quantised weights are multiplied as they are. Their activations are rounded to 15 bits with a scale
+for each 32 of them; those of 16 and 32 bit weights stay fp32. A row's outputs don't depend on the
+number of rows.
 """
 
 from __future__ import annotations

@@ -25,6 +25,18 @@ def stored_rows(tensor: Tensor) -> StoredRows:
     return StoredRows(WEIGHT_TYPES[_TYPE_OF_DTYPE[tensor.dtype]], data, tensor.shape[1])
 
 
+def pack_any(weight: Tensor | StoredRows) -> QuantizedWeight:
+    """A weight in its own format; fp32 as fp16, unless that cannot hold it."""
+    if isinstance(weight, StoredRows):
+        return QuantizedWeight.pack(weight)
+    if weight.dtype not in (torch.float16, torch.bfloat16):
+        weight = weight.float()
+        low, high = weight.aminmax()
+        if max(-float(low), float(high)) <= torch.finfo(torch.float16).max:
+            weight = weight.half()
+    return QuantizedWeight.pack(stored_rows(weight))
+
+
 class QuantizedWeight:
     """[rows, columns] numbers of one `WeightType`, packed in panels of 16 rows."""
 

@@ -16,7 +16,7 @@ from ...kernels.linear.streams import norm_pair, write_stream
 from ...speculators.draft_head import DraftHead, PickTokens
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from ..models.base import embedded
+from ..models.base import embedded, embedded_by
 from ..models.layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
 from ..models.llama import DecoderLayer, rows_by_block
 from ..models.rotary import RotaryEmbedding, rope_parameters
@@ -92,7 +92,7 @@ class EagleHead(DraftHead, nn.Module):
             weights = self.embedding_layernorm.weight, self.hidden_states_layernorm.weight
             eps = self.embedding_layernorm.eps
         table, ids = (
-            (self.embed_tokens.weight, input_ids)
+            embedded_by(self.embed_tokens, input_ids)
             if self._own_embeddings
             else embedded(self.target[0], input_ids)
         )

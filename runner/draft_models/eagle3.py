@@ -17,7 +17,7 @@ from ...kernels.linear.streams import norm_pair
 from ...speculators.draft_head import PickTokens
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from ..models.base import EmbeddedIds, embedded
+from ..models.base import EmbeddedIds, embedded, embedded_by
 from ..models.layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
 from ..models.llama import Attention, DecoderLayer, rows_by_block
 from ..models.rotary import RotaryEmbedding, RotaryStep, rope_parameters
@@ -182,7 +182,7 @@ class Eagle3Head(nn.Module):
 
     def _embed(self, input_ids: Tensor) -> EmbeddedIds:
         if "embed_tokens" in self._loaded:
-            return self.embed_tokens.weight, input_ids
+            return embedded_by(self.embed_tokens, input_ids)
         return embedded(self.target[0], input_ids)
 
     def attention_layers(self) -> list[AttentionLayer]:

@@ -130,7 +130,7 @@ def _format(host: HeadHost) -> WeightFormat:
     fmt: WeightFormat = host.target_model.format
     if fmt.device.type == host.device.type:
         return fmt
-    return replace(fmt, device=host.device, pack_fp16=False, linear=None)
+    return replace(fmt, device=host.device, pack_fp16=False, linear=None, native=False)
 
 
 def _find_whole_model(
@@ -154,6 +154,7 @@ def _load_whole_model(
         pack_fp16=fmt.pack_fp16,
         max_position=host.max_model_len,
         linear=fmt.linear,
+        native=fmt.native,
     )
     load_weights(model, found.source)
     return model

@@ -1,19 +1,16 @@
-"""Reads GGUF files: the config from the metadata, and dequantised weights, renamed as in
-transformers' checkpoints. Knows nothing about models."""
+"""Reads GGUF files: the config from the metadata, and the weights in their stored formats, renamed
+as in transformers' checkpoints. Knows nothing about models."""
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
-from gguf.constants import GGML_QUANT_SIZES
-from gguf.quants import dequantize
+from gguf import GGUFReader, GGUFValueType
 from torch import Tensor
 
 from ...configs.model.model_config import (
@@ -24,8 +21,11 @@ from ...configs.model.model_config import (
     check_weights,
     eos_token_ids,
 )
+from ...kernels.cpu.formats import WEIGHT_TYPES, StoredRows
 from ..errors import ModelLoadError, first_line
+from .gguf_values import dequantised
 
+Stored = Tensor | StoredRows
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -42,7 +42,6 @@ _BLOCK_NAMES = {
 _TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _MAY_LACK = ("num_key_value_heads", "head_dim", "rope_theta")  # numbers with a default
 _LONG_ARRAY = 1024  # arrays longer than this are vocabularies
-_PIECE = 8192  # quantised blocks converted at once
 _ROPE_DIVISORS = "rope_freqs.weight"  # the frequencies' divisors under llama3 scaling
 
 
@@ -159,7 +158,9 @@ class GGUFFile:
             "rope_theta": float(self._setting("rope.freq_base", 10000.0)),
         }
         if _ROPE_DIVISORS in self._tensors:
-            divisors = _dequantised(self._tensors[_ROPE_DIVISORS], _ROPE_DIVISORS)
+            stored = self._tensors[_ROPE_DIVISORS]
+            kind, shape = stored.tensor_type, _shape(stored)
+            divisors = dequantised(stored.data, kind, shape, _ROPE_DIVISORS)
             return rope | {"rope_type": "divisors", "divisors": divisors.tolist()}
         scaling = self._setting("rope.scaling.type", "none")
         if scaling in ("linear", "yarn"):
@@ -178,8 +179,8 @@ class GGUFFile:
             if name != _ROPE_DIVISORS
         }
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (transformers' name, fp32 tensor) for every weight."""
+    def tensors(self) -> Iterator[tuple[str, Stored]]:
+        """Yield (transformers' name, stored rows or fp32 tensor) for every weight."""
         # llama.cpp's converter reorders the rotary pairs of these architectures only
         heads: dict[str, int] = {}
         if self.architecture in ("llama", "mistral"):
@@ -189,11 +190,8 @@ class GGUFFile:
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
-            tensor = _dequantised(stored, name)
             kind = name.split(".")[2] if name.startswith("blk.") else ""
-            if kind in heads:
-                tensor = _split_rotary_pairs(tensor, heads[kind])
-            yield _checkpoint_name(name), tensor
+            yield _checkpoint_name(name), _stored(stored, name, heads.get(kind))
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
         """Like `tensors`, but yields meta tensors and reads only headers."""
@@ -206,60 +204,25 @@ def _shape(stored: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(stored.shape))
 
 
-def _dequantised(stored: Any, name: str) -> Tensor:
-    """Dequantise a stored tensor to fp32."""
-    shape, data = _shape(stored), stored.data
-    if stored.tensor_type in _FAST:
-        blocks, per_block = _FAST[stored.tensor_type]
-        out = torch.empty(shape)
-        rows = data.reshape(-1, GGML_QUANT_SIZES[stored.tensor_type][1])
-        into = out.view(-1, per_block)
-        # in pieces, so that intermediate results stay in the CPU's cache
-        for start in range(0, len(rows), _PIECE):
-            piece = slice(start, start + _PIECE)
-            # a copy, because torch does not accept read-only memory
-            blocks(torch.from_numpy(rows[piece].copy()), into[piece])
-        return out
-    if data.dtype == np.uint8 and data.ndim == 2:
-        # `dequantize` processes 16 rows at a time, which is slow if rows are short; as quantised
-        # blocks are contiguous, rows can be joined
-        joined = math.gcd(data.shape[0], 64)
-        data = data.reshape(data.shape[0] // joined, -1)
-    try:
-        values = dequantize(data, stored.tensor_type)
-    except NotImplementedError as error:
-        raise ModelLoadError(
-            f"tensor {name} has an unsupported quantisation: {stored.tensor_type.name}."
-        ) from error
-    values = values if values.flags.writeable else values.copy()
-    return torch.from_numpy(values).view(shape)
+def _stored(stored: Any, name: str, heads: int | None) -> Stored:
+    """A matrix of a known format as it is in the file; any other tensor in fp32.
+
+    If `heads` is given, the rows are those of so many heads, with interleaved rotary pairs.
+    """
+    shape, kind = _shape(stored), WEIGHT_TYPES.get(stored.tensor_type.name)
+    if kind is None or kind.name == "F32" or len(shape) != 2:
+        values = dequantised(stored.data, stored.tensor_type, shape, name)
+        return values if heads is None else values[torch.from_numpy(_pair_order(shape[0], heads))]
+    rows = stored.data.reshape(shape[0], -1).view(np.uint8)
+    order = None if heads is None else _pair_order(shape[0], heads)
+    return StoredRows(kind, rows, shape[1], order)
 
 
-def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    """[n, 20] bytes (fp16 scale, fp16 minimum, 32 nibbles: first the low ones) -> [n, 32] fp32."""
-    scales = blocks[:, :4].contiguous().view(torch.float16).float()
-    nibbles = blocks[:, 4:]
-    out[:, :16] = nibbles & 15
-    out[:, 16:] = nibbles >> 4
-    out.mul_(scales[:, :1]).add_(scales[:, 1:])
-
-
-def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    """[n, 34] bytes (fp16 scale, 32 int8) -> [n, 32] fp32."""
-    out.copy_(blocks[:, 2:].view(torch.int8))
-    out.mul_(blocks[:, :2].contiguous().view(torch.float16).float())
-
-
-# The formats of the default model. The gguf package's NumPy code takes ten times as long.
-_FAST: dict[GGMLQuantizationType, tuple[Callable[[Tensor, Tensor], None], int]] = {
-    GGMLQuantizationType.Q4_1: (_q4_1, 32),
-    GGMLQuantizationType.Q8_0: (_q8_0, 32),
-}
-
-
-def _split_rotary_pairs(tensor: Tensor, num_heads: int) -> Tensor:
-    """Undo the interleaving of rotary pairs: rows (2i, 2i + 1) of a head become (i, i + D / 2)."""
-    return tensor.reshape(num_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+def _pair_order(num_rows: int, num_heads: int) -> np.ndarray[Any, Any]:
+    """The row order that undoes the interleaving of rotary pairs: rows (2i, 2i + 1) of a head
+    become (i, i + D / 2)."""
+    order = np.arange(num_rows).reshape(num_heads, -1, 2).transpose(0, 2, 1)
+    return order.reshape(num_rows)
 
 
 def _checkpoint_name(name: str) -> str:

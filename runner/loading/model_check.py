@@ -39,7 +39,7 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
     Raises ModelLoadError if the config describes no model that can be built, and NotEnoughMemory
     if the weights are larger than the machine's memory.
     """
-    nowhere = replace(fmt, device=torch.device("meta"), pack_fp16=False, linear=None)
+    nowhere = replace(fmt, device=torch.device("meta"), pack_fp16=False, linear=None, native=False)
     try:
         model = build_model(
             resolved.hf_config, nowhere.device, nowhere.dtype, max_position=max_model_len
@@ -49,15 +49,18 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
         raise ModelLoadError(
             f"the config of {resolved.path} does not describe a valid model ({why})."
         ) from error
-    _refuse_too_large(model, fmt)
+    _refuse_too_large(model, resolved, fmt)
     return model
 
 
-def _refuse_too_large(model: TextModel, fmt: WeightFormat) -> None:
+def _refuse_too_large(model: TextModel, resolved: ResolvedModel, fmt: WeightFormat) -> None:
     needed = sum(tensor.nbytes for tensor in {id(b): b for b in model.buffers()}.values())
     total = memory_of(fmt.device)
-    # Weights packed for a CPU use half the memory of float32.
-    if total is not None and needed // (2 if fmt.pack_fp16 else 1) > total:
+    if fmt.native and resolved.kind == "gguf" and resolved.opened is not None:
+        needed = sum(resolved.opened.sizes().values())
+    elif fmt.native or fmt.pack_fp16:  # half the memory of float32
+        needed //= 2
+    if total is not None and needed > total:
         raise NotEnoughMemory(
             f"the model's weights need {_gib(needed)}, but only {_gib(total)} of memory exist."
         )

@@ -26,6 +26,7 @@ from ...configs.model.model_config import (
     text_config,
 )
 from ...configs.schema import ModelConfig
+from ...kernels.cpu.formats import StoredRows
 from ..errors import ModelLoadError
 from ..models.base import TextModel
 from ..models.layers import CheckpointSlot
@@ -47,7 +48,7 @@ class Checkpoint(Protocol):
     def sizes(self) -> dict[str, int]:
         """Bytes of each tensor in its stored form. Reads only headers."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor | StoredRows]]: ...
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
         """Like `tensors`, but yields meta tensors in any order and reads only headers."""
@@ -298,7 +299,7 @@ def check_outlines(model: TextModel, resolved: ResolvedModel) -> None:
             _check_shape(name, tensor, slots[target], source)
 
 
-def _check_shape(name: str, tensor: Tensor, slot: CheckpointSlot, source: str) -> None:
+def _check_shape(name: str, tensor: Tensor | StoredRows, slot: CheckpointSlot, source: str) -> None:
     if tuple(tensor.shape) != slot.shape:
         raise ModelLoadError(
             f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
@@ -317,9 +318,18 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _load(slot: CheckpointSlot, tensor: Tensor) -> None:
+def _load(slot: CheckpointSlot, weight: Tensor | StoredRows) -> None:
     with torch.no_grad():  # the mode is per thread
-        slot.load(tensor)
+        slot.load(weight if slot.takes_rows else widened(weight))
+
+
+def widened(weight: Tensor | StoredRows) -> Tensor:
+    """A stored weight as a float tensor."""
+    if isinstance(weight, Tensor):
+        return weight
+    from .gguf_values import values_of
+
+    return values_of(weight)
 
 
 def _complain(what: str, names: list[str]) -> None:

@@ -51,8 +51,13 @@ def embedded(model: Any, input_ids: Tensor) -> EmbeddedIds:
     """The embeddings of `input_ids`, as a table and ids if possible; `streams.norm_pair` reads
     both."""
     if getattr(type(model), "embed", None) is TextModel.embed:
-        return model.embed_tokens.weight, input_ids
+        return embedded_by(model.embed_tokens, input_ids)
     return model.embed(input_ids), None
+
+
+def embedded_by(table: Embedding, input_ids: Tensor) -> EmbeddedIds:
+    """The same for a table alone."""
+    return (table.forward(input_ids), None) if table.weight is None else (table.weight, input_ids)
 
 
 class TextModel(nn.Module):
@@ -65,7 +70,9 @@ class TextModel(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, fmt)
         self.tied = bool(config.tie_word_embeddings)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, fmt, role="head")
-        if self.tied and not fmt.pack_fp16:
+        if self.tied and fmt.native:
+            self.embed_tokens.heads.append(self.lm_head)
+        elif self.tied and not fmt.pack_fp16:
             self.lm_head.weight = self.embed_tokens.weight  # one shared tensor
 
     @abstractmethod

@@ -17,6 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.cpu import weight as native
+from ...kernels.cpu.formats import StoredRows
+from ...kernels.cpu.matrix import Matrix
+from ...kernels.cpu.weight import QuantizedWeight, pack_any
 from ...kernels.linear.embedding import embedding
 from ...kernels.linear.head_sample import Draws, sample_head
 from ...kernels.linear.linear import GATED, Norm, gated_linear, linear, linear_parts
@@ -35,9 +39,10 @@ class CheckpointSlot:
     """
 
     shape: tuple[int, ...]
-    load: Callable[[Tensor], None]
+    load: Callable[[Any], None]  # takes a Tensor, and StoredRows if `takes_rows`
     init: str = "normal"  # initial values if weights are random: "normal", "ones" or "zeros"
     optional: bool = False  # the checkpoint may lack it
+    takes_rows: bool = False  # `load` also accepts a matrix as a GGUF file stores it
 
 
 def tensor_slot(target: Tensor, init: str = "normal", optional: bool = False) -> CheckpointSlot:
@@ -65,10 +70,12 @@ class WeightFormat:
     dtype: torch.dtype  # activations, and weights unless packed
     pack_fp16: bool = False  # on a CPU: linear weights are packed fp16, with fp32 accumulation
     linear: LinearChooser | None = None  # chooses the kernels of linear layers; None = torch
+    native: bool = False  # on a CPU: `kernels.cpu` multiplies weights in their stored formats
 
     @property
     def table_dtype(self) -> torch.dtype:
-        """The dtype of embedding tables, which are only looked up, never multiplied."""
+        """The dtype of embedding tables, which are only looked up, never multiplied. A `native`
+        table has its stored format instead."""
         return torch.float16 if self.pack_fp16 else self.dtype
 
 
@@ -77,10 +84,13 @@ def resolve_format(
 ) -> WeightFormat:
     """The format for `--dtype name`.
 
-    `auto` is packed fp16 on x86 CPUs, fp32 on others, and on GPUs fp16 if the checkpoint is fp16,
+    On a CPU, `auto` keeps every weight in its stored format if there are native kernels; otherwise
+    it is packed fp16 on x86 and fp32 on others. On a GPU it is fp16 if the checkpoint is fp16,
     otherwise bf16.
     """
     if name == "auto" and device.type == "cpu":
+        if native.available():
+            return WeightFormat(device, torch.float32, native=True)
         return WeightFormat(device, torch.float32, pack_fp16=packing_available())
     if name == "auto":
         half = str(checkpoint_dtype).removeprefix("torch.") == "float16"
@@ -131,15 +141,20 @@ class Linear(nn.Module):
         kinds = ("weight", "bias") if bias else ("weight",)
         self._missing = {(shard, kind) for shard in self.shards for kind in kinds}
         self._packed: Any = None
+        self.matrix: Matrix | None = None  # the weights, if they are multiplied natively
+        self._parts: dict[str, QuantizedWeight] = {}  # native weights by shard
         self._lock = threading.Lock()  # guards what loading threads change
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
-        # packed weights exist unpacked only while their parts are loaded
-        weight = None if fmt.pack_fp16 else empty(self.out_features, in_features)
+        # fp16 weights exist unpacked only while their parts are loaded
+        has_weight = not (fmt.pack_fp16 or fmt.native)
+        weight = empty(self.out_features, in_features) if has_weight else None
         self.register_buffer("weight", weight)
         self.register_buffer("bias", empty(self.out_features) if bias else None)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., in_features] -> [..., out_features]."""
+        if self.matrix is not None:
+            return self.matrix.multiply(x)
         if self._packed is not None:
             # `.default` skips the overload lookup, which costs 9 us per call
             out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
@@ -155,19 +170,19 @@ class Linear(nn.Module):
         Returns [M, out_features], or S float32 partial sums [S, M, out_features], which
         `RMSNorm.add` or a fused rotary embedding adds up.
         """
-        if self._packed is not None or self.weight is None:
+        if self.weight is None:
             return self.forward(x if norm is None else rms_norm(x, *norm))
         return linear_parts(x, self.weight, self.bias, self._choice(x), norm)
 
     def gated(self, x: Tensor, activation: str, norm: Norm | None = None) -> Tensor:
         """act(gate) * up, for a fused gate and up projection; [M, in_features] -> [M, I]."""
-        if self._packed is not None or self.weight is None:
+        if self.weight is None:
             return GATED[activation](self.parts(x, norm))
         return gated_linear(x, self.weight, self.bias, activation, self._choice(x), norm)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + forward(x); [M, in_features] -> [M, out_features]."""
-        if self._packed is not None or self.weight is None:
+        if self.weight is None:
             return residual + self.forward(x)
         return linear(x, self.weight, self.bias, self._choice(x), None, residual)
 
@@ -202,8 +217,11 @@ class Linear(nn.Module):
         start = 0
         for shard, size in self.shards.items():
             path, part = f"{parent}{shard or name}", slice(start, start + size)
-            load = functools.partial(self._load_weight, shard, part)
-            yield f"{path}.weight", CheckpointSlot((size, self.in_features), load)
+            load: Callable[[Any], None] = functools.partial(self._load_weight, shard, part)
+            if self.format.native:
+                load = functools.partial(self._load_native, shard)
+            shape = (size, self.in_features)
+            yield f"{path}.weight", CheckpointSlot(shape, load, takes_rows=self.format.native)
             if self.bias is not None:
                 load = functools.partial(self._load_bias, shard, part)
                 yield f"{path}.bias", CheckpointSlot((size,), load, "zeros")
@@ -218,6 +236,14 @@ class Linear(nn.Module):
         self.weight[part].copy_(tensor)
         self._arrived(shard, "weight")
 
+    def _load_native(self, shard: str, weight: Tensor | StoredRows) -> None:
+        self.use(pack_any(weight), shard)
+
+    def use(self, weight: QuantizedWeight, shard: str = "") -> None:
+        """Take a part's weight, perhaps one that others use, too."""
+        self._parts[shard] = weight
+        self._arrived(shard, "weight")
+
     def _load_bias(self, shard: str, part: slice, tensor: Tensor) -> None:
         assert self.bias is not None
         self.bias[part].copy_(tensor)
@@ -227,6 +253,8 @@ class Linear(nn.Module):
         with self._lock:
             self._missing.discard((shard, kind))
             is_last = not self._missing
+            if self.format.native and is_last:
+                self.matrix = Matrix([self._parts[shard] for shard in self.shards], self.bias)
         if self.format.pack_fp16 and is_last:
             self._pack()
 
@@ -301,20 +329,38 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """An embedding table. Rows are returned in the dtype of activations."""
 
-    weight: Tensor  # [num_rows, size]
+    weight: Tensor | None  # [num_rows, size]; None where rows are in the format of their file
 
     def __init__(self, num_rows: int, size: int, fmt: WeightFormat) -> None:
         super().__init__()
-        self.dtype = fmt.dtype
+        self.shape, self.dtype, self.format = (num_rows, size), fmt.dtype, fmt
+        self.packed: QuantizedWeight | None = None
+        self.heads: list[Linear] = []  # which multiply by the table
         table = torch.empty(num_rows, size, dtype=fmt.table_dtype, device=fmt.device)
-        self.register_buffer("weight", table)
+        self.register_buffer("weight", None if fmt.native else table)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [M] int32 or int64 -> [M, size]."""
+        if self.packed is not None:
+            return self.packed.rows(ids)
+        assert self.weight is not None, "weights are not loaded"
         return embedding(ids, self.weight).to(self.dtype)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        yield f"{parent}{name}.weight", tensor_slot(self.weight)
+        slot = CheckpointSlot(self.shape, self._load, takes_rows=self.format.native)
+        yield f"{parent}{name}.weight", slot
+
+    def _load(self, table: Tensor | StoredRows) -> None:
+        if self.format.native and (self.heads or isinstance(table, StoredRows)):
+            self.packed = pack_any(table)
+            for head in self.heads:
+                head.use(self.packed)
+            return
+        assert isinstance(table, Tensor)
+        if self.weight is None:
+            dtype = torch.float16 if table.dtype is torch.float32 else table.dtype
+            self.weight = torch.empty(self.shape, dtype=dtype)
+        self.weight.copy_(table)
 
 
 def module_slots(root: nn.Module) -> dict[str, CheckpointSlot]:

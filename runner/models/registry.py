@@ -48,17 +48,18 @@ def build_model(
     pack_fp16: bool = False,
     max_position: int | None = None,
     linear: LinearChooser | None = None,
+    native: bool = False,
 ) -> TextModel:
     """Build a model with uninitialised weights, for positions below `max_position`.
 
-    `dtype`, `pack_fp16` and `linear` are the fields of `layers.WeightFormat`.
+    `dtype`, `pack_fp16`, `linear` and `native` are the fields of `layers.WeightFormat`.
     """
     module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
     module = importlib.import_module(f".{module_name}", __package__)
     text_config = getattr(hf_config, "text_config", None) or hf_config
     model: TextModel = getattr(module, class_name)(
         text_config,
-        WeightFormat(device, dtype, pack_fp16, linear),
+        WeightFormat(device, dtype, pack_fp16, linear, native),
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )

@@ -89,6 +89,7 @@ def load_target(
         pack_fp16=fmt.pack_fp16,
         max_position=max_model_len,
         linear=fmt.linear,
+        native=fmt.native,
     )
     if drafter is not None:
         host = OutlineHost(max_model_len, model, resolved)

@@ -107,14 +107,15 @@ def transformers_peer() -> Callable[[], float]:
 
     from slipstream.configs.preset import preset_model
     from slipstream.configs.schema import ModelConfig
-    from slipstream.runner.loading.weights import open_checkpoint, resolve_model
+    from slipstream.runner.loading.weights import open_checkpoint, resolve_model, widened
     from slipstream.server.text.tokenizer_source import find_tokenizer_folder
 
     path = preset_model(MODEL)
     folder, _, name = path.rpartition("/")
     config = AutoConfig.from_pretrained(folder, gguf_file=name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    weights = dict(open_checkpoint(resolve_model(ModelConfig(path))).tensors())
+    stored = open_checkpoint(resolve_model(ModelConfig(path))).tensors()
+    weights = {name: widened(rows) for name, rows in stored}
     model.load_state_dict(weights, strict=False)  # the head is the embedding
     text = Tokenizer.from_file(str(find_tokenizer_folder(path) / "tokenizer.json"))
     ids = torch.tensor([text.encode(PLAIN).ids])

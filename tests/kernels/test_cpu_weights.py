@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -23,7 +24,6 @@ RUNNABLE = [
     for name, (flags, _) in build.INSTRUCTION_SETS.items()
     if flags <= build.processor_flags() and build.find_compiler()
 ]
-QUANTIZED = [name for name, kind in WEIGHT_TYPES.items() if not kind.is_float]
 # where a block holds halves: its scale and its lowest value or their factors
 HALVES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
 
@@ -64,7 +64,7 @@ def values_of(rows: StoredRows) -> Tensor:
 def rounded(x: Tensor) -> Tensor:
     """Activations as the kernels round them: 32 of them share a scale."""
     blocks = x.reshape(-1, 32)
-    scale = blocks.abs().amax(1, keepdim=True) / 127
+    scale = blocks.abs().amax(1, keepdim=True) / 16319
     return (torch.where(scale > 0, blocks / scale, 0).round() * scale).view(x.shape)
 
 
@@ -96,7 +96,7 @@ def test_packed_weight_takes_the_bits_of_the_file(native: str, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 5, 7, 8, 9, 21])
+@pytest.mark.parametrize("num_rows", [1, 2, 7, 21])
 def test_product_equals_that_of_the_values(native: str, name: str, num_rows: int) -> None:
     stored = random_rows(name, 50, 512)
     x = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(2))
@@ -106,7 +106,7 @@ def test_product_equals_that_of_the_values(native: str, name: str, num_rows: int
     size = inputs.double().abs() @ values_of(stored).double().abs().T
     assert ((product - exact).abs() <= 2e-6 * size).all()
     # and the rounding of the activations costs little
-    assert (product - x @ values_of(stored).T).norm() <= 0.01 * exact.norm()
+    assert (product - x.double() @ values_of(stored).double().T).norm() <= 1e-4 * exact.norm()
 
 
 @pytest.mark.parametrize("name", WEIGHT_TYPES)
@@ -221,9 +221,6 @@ def test_instruction_set_is_the_best_one(flags: set[str], best: str | None) -> N
     assert build.instruction_set(flags) == best
 
 
-def test_names_are_those_of_the_gguf_package() -> None:
-    for name in QUANTIZED:
-        kind = WEIGHT_TYPES[name]
-        from gguf.constants import GGML_QUANT_SIZES
-
+def test_sizes_are_those_of_the_gguf_package() -> None:
+    for name, kind in WEIGHT_TYPES.items():
         assert GGML_QUANT_SIZES[GGMLQuantizationType[name]] == (kind.block_size, kind.block_bytes)

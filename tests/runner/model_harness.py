@@ -31,7 +31,8 @@ def load(folder: Path | str, dtype: str = "float32", **settings: Any) -> TextMod
     """Resolve, build and load a model as the worker does."""
     resolved = resolve_model(ModelConfig(model=str(folder), dtype=dtype, **settings))
     fmt = resolve_format(dtype, CPU, resolved.checkpoint_dtype)
-    model = build_model(resolved.hf_config, CPU, fmt.dtype, pack_fp16=fmt.pack_fp16)
+    packing = {"pack_fp16": fmt.pack_fp16, "native": fmt.native}
+    model = build_model(resolved.hf_config, CPU, fmt.dtype, **packing)
     load_weights(model, resolved)
     return model
 

@@ -56,7 +56,8 @@ struct Workspace {
         Activations out;
         out.columns = columns;
         out.floats = take<float>(rows * columns);
-        out.bytes = take<int8_t>(rows * columns);
+        out.high = take<int8_t>(rows * columns);
+        out.low = take<int8_t>(rows * columns);
         out.scales = take<float>(rows * blocks);
         out.sums = take<float>(rows * blocks);
         out.numbers = take<int32_t>(2 * rows * blocks);

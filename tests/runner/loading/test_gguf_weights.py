@@ -18,7 +18,7 @@ from torch import Tensor
 from slipstream.configs.schema import ModelConfig
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.gguf_weights import GGUFFile
-from slipstream.runner.loading.weights import resolve_model
+from slipstream.runner.loading.weights import resolve_model, widened
 
 from ..model_harness import Sequences, load
 
@@ -193,7 +193,7 @@ def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:
 def test_every_form_dequantises_as_the_gguf_package_does(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("slipstream.runner.loading.gguf_weights._PIECE", 100)  # several pieces
+    monkeypatch.setattr("slipstream.runner.loading.gguf_values._PIECE", 100)  # several pieces
     quantisation = GGMLQuantizationType[kind]
     from gguf.constants import GGML_QUANT_SIZES
 
@@ -207,7 +207,8 @@ def test_every_form_dequantises_as_the_gguf_package_does(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    [(name, tensor)] = GGUFFile(tmp_path / "k.gguf").tensors()
+    [(name, rows)] = GGUFFile(tmp_path / "k.gguf").tensors()
+    tensor = widened(rows)
     assert name == "model.layers.0.mlp.up_proj.weight"
     expected = torch.from_numpy(np.array(dequantize(raw, quantisation)))
     assert tensor.shape == (48, 512) and torch.equal(tensor, expected)

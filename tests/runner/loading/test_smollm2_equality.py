@@ -14,7 +14,12 @@ from transformers.initialization import no_init_weights
 
 from slipstream.configs.preset import preset_model
 from slipstream.configs.schema import ModelConfig
-from slipstream.runner.loading.weights import make_hf_config, open_checkpoint, resolve_model
+from slipstream.runner.loading.weights import (
+    make_hf_config,
+    open_checkpoint,
+    resolve_model,
+    widened,
+)
 from slipstream.runner.models.base import TextModel
 from slipstream.server.text.gguf_metadata import read_gguf_metadata
 
@@ -78,7 +83,7 @@ def oracle(gguf_path: Path) -> Any:
     config._attn_implementation = "eager"
     with no_init_weights():  # they come from the file
         model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.float32).eval()
-    weights = dict(open_checkpoint(resolved).tensors())
+    weights = {name: widened(rows) for name, rows in open_checkpoint(resolved).tensors()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     model.load_state_dict(weights)
     return model
