@@ -57,6 +57,7 @@ $(STAMP): pyproject.toml constraints.txt Makefile
 	  $(PIP) install "$(TORCH)"; }
 	@$(PIP) install --no-compile --no-deps --requirement constraints.txt
 	@$(PIP) install --no-compile --no-deps --no-build-isolation --editable .
+	@$(BIN)/python -m slipstream.kernels.cpu.build
 	@touch $@
 
 # For a CUDA machine. sgl-flash-mla requires a newer torch than it needs, so it is installed separately without dependencies.

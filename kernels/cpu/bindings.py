@@ -60,7 +60,8 @@ class StepFields(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in ("num_rows", "num_requests", "hidden")),
-        *((name, c_void_p) for name in ("positions", "query_start_loc", "seq_lens", "groups")),
+        *((name, c_void_p) for name in ("positions", "query_start_loc", "seq_lens")),
+        *((name, c_void_p) for name in ("groups", "input")),
     ]
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,12 +22,47 @@ from .base import (
 
 
 class ReferenceMetadata(AttentionMetadata):
-    """One step's page lists, masks and write slots, computed once for all layers."""
+    """One step's page lists, masks and write slots, computed once for all layers when the first of
+    them attends. Native layers need none of that: they read `common` and `block_size`."""
 
-    def __init__(self, plan: AttentionPlan, rows: Tensor | None, slots: Tensor) -> None:
-        self._plan = plan
-        self._rows = rows  # [written] token rows that have a slot; None = all
-        self._slots = slots  # [written] int64
+    def __init__(
+        self,
+        common: CommonAttentionMetadata,
+        block_size: int,
+        sliding_window: int | None,
+        dtype: torch.dtype,
+    ) -> None:
+        # later steps overwrite the buffers
+        self.common = replace(
+            common,
+            query_start_loc=common.query_start_loc.clone(),
+            seq_lens=common.seq_lens.clone(),
+            block_table=common.block_table.clone(),
+            slot_mapping=common.slot_mapping.clone(),
+        )
+        self.block_size = block_size
+        self._sliding_window, self._dtype = sliding_window, dtype
+
+    @functools.cached_property
+    def _plan(self) -> AttentionPlan:
+        return plan_attention(
+            self.common.block_table,
+            self.common.query_start_loc.tolist(),
+            self.common.seq_lens.tolist(),
+            self.block_size,
+            self._sliding_window,
+            self._dtype,
+        )
+
+    @functools.cached_property
+    def _written(self) -> tuple[Tensor | None, Tensor]:
+        """(token rows that have a slot, None = all; their slots); [written] int64."""
+        slots = self.common.slot_mapping
+        written = slots >= 0
+        if bool(written.all()):
+            return None, slots
+        rows = written.nonzero().squeeze(1)
+        return rows, slots[rows]
 
     def attend(
         self,
@@ -36,10 +73,11 @@ class ReferenceMetadata(AttentionMetadata):
         kv_cache: Tensor,
     ) -> Tensor:
         if key is not None:
-            if self._rows is not None:
-                key = key.index_select(0, self._rows)
-                value = None if value is None else value.index_select(0, self._rows)
-            store_kv_reference(key, value, kv_cache, self._slots, all_valid=True)
+            rows, slots = self._written
+            if rows is not None:
+                key = key.index_select(0, rows)
+                value = None if value is None else value.index_select(0, rows)
+            store_kv_reference(key, value, kv_cache, slots, all_valid=True)
         return planned_attention(query, kv_cache, self._plan, layer)
 
 
@@ -56,20 +94,7 @@ class ReferenceBuilder(AttentionBuilder):
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> ReferenceMetadata:
-        plan = plan_attention(
-            common.block_table,
-            common.query_start_loc.tolist(),
-            common.seq_lens.tolist(),
-            self._block_size,
-            self._sliding_window,
-            self._dtype,
-        )
-        slots = common.slot_mapping
-        written = slots >= 0
-        if bool(written.all()):
-            return ReferenceMetadata(plan, None, slots.clone())
-        rows = written.nonzero().squeeze(1)
-        return ReferenceMetadata(plan, rows, slots[rows])
+        return ReferenceMetadata(common, self._block_size, self._sliding_window, self._dtype)
 
 
 class ReferenceBackend(AttentionBackend):

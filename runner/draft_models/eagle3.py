@@ -19,7 +19,8 @@ from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.base import EmbeddedIds, embedded, embedded_by
 from ..models.layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
-from ..models.llama import Attention, DecoderLayer, rows_by_block
+from ..models.llama import Attention, DecoderLayer, rows_by_block, selected
+from ..models.native import NativeDecoder
 from ..models.rotary import RotaryEmbedding, RotaryStep, rope_parameters
 from .draft_config import DraftHeadConfig
 
@@ -67,10 +68,21 @@ class FirstLayer(DecoderLayer):
     ) -> tuple[Tensor, Tensor]:
         """The layer up to its MLP. Returns (attention's output or its parts, for the rows `only` if
         given; the normalised hidden state of all rows)."""
+        both, normed = self._normed(embedding, hidden)
+        return self.self_attn.forward(both, rotary, attention, only=only), normed
+
+    def _normed(self, embedding: EmbeddedIds, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(embedding and hidden state side by side, both normalised, [M, 2H]; the latter part)."""
         weights = self.input_layernorm.weight, self.hidden_norm.weight
         both = norm_pair(embedding[0], hidden, weights, self.hidden_norm.eps, embedding[1])
-        normed = both[:, hidden.shape[1] :]
-        return self.self_attn.forward(both, rotary, attention, only=only), normed
+        return both, both[:, hidden.shape[1] :]
+
+    def inputs(self, embedding: EmbeddedIds, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(the input of the query, key and value projection [M, 2H]; a copy of the residual stream
+        [M, H])."""
+        both, normed = self._normed(embedding, hidden)
+        residual = normed if self.norm_before_residual else hidden
+        return both, residual.clone(memory_format=torch.contiguous_format)
 
 
 class Eagle3Head(nn.Module):
@@ -107,6 +119,10 @@ class Eagle3Head(nn.Module):
         self.lm_head = Linear(hidden, head.draft_vocab_size, fmt, role="head")
         head_dim = self.blocks[0].self_attn.head_dim
         self.rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
+        self.decoder: NativeDecoder | None = None  # runs the blocks where it can
+        if fmt.native:
+            rotaries = [self.rotary] * len(self.blocks)
+            self.decoder = NativeDecoder(self.blocks, self.attention_layers(), rotaries)
         self._loaded: set[str] = set()
         self._offsets: Tensor | None = None  # d2t
         self._has_draft_id: Tensor | None = None  # t2d
@@ -144,12 +160,16 @@ class Eagle3Head(nn.Module):
         N are the rows `only` [N] int64, or all M. The raw stream is written to `feedback` if given,
         which may be the memory of `hidden`.
         """
-        rotary = self.rotary.at(positions)
         first = self.blocks[0]
         assert isinstance(first, FirstLayer)
         residual: Tensor | None
-        wanted = rows_by_block(len(self.blocks), only)
         embedding = self._embed(input_ids)
+        if self.decoder is not None and self.decoder.runs(attention):
+            both, stream = first.inputs(embedding, hidden)
+            self.decoder.run(stream, positions, attention, first_input=both)
+            return self.norm.add(selected(stream, only), None, stream=feedback)
+        rotary = self.rotary.at(positions)
+        wanted = rows_by_block(len(self.blocks), only)
         out, residual = first.first(embedding, hidden, rotary, attention, wanted[0])
         for block, rows in zip(self.blocks[1:], wanted[1:], strict=True):
             out, residual = block.forward(out, residual, rotary, attention, rows)

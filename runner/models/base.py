@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...kernels.linear.streams import write_stream
 from ..attention.base import AttentionLayer, AttentionState
 from .layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from .native import NativeDecoder
 from .rotary import RotaryEmbedding, RotaryStep
 
 # Tables stored in old checkpoints, which every implementation recomputes.
@@ -166,6 +167,7 @@ class PreNormModel(TextModel):
         self.layers = nn.ModuleList(block for block in blocks if isinstance(block, nn.Module))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.rotary = rotary
+        self.decoder: NativeDecoder | None = None  # runs the blocks where it can
 
     def forward(
         self,
@@ -177,12 +179,15 @@ class PreNormModel(TextModel):
     ) -> ForwardOutput:
         hidden: Tensor = self.embed(input_ids)
         residual: Tensor | None = None
-        rotary = self.rotary.at(positions)
         aux = AuxHiddenStates(aux_boundaries, hidden, into)
-        for index, block in enumerate(self._blocks):
-            aux.keep(index, hidden, residual)
-            hidden, residual = block.forward(hidden, residual, rotary, attention)
-        aux.keep(len(self._blocks), hidden, residual)
+        if self.decoder is not None and self.decoder.runs(attention):
+            self.decoder.run(hidden, positions, attention, aux_boundaries, aux.keep)
+        else:
+            rotary = self.rotary.at(positions)
+            for index, block in enumerate(self._blocks):
+                aux.keep(index, hidden, residual)
+                hidden, residual = block.forward(hidden, residual, rotary, attention)
+            aux.keep(len(self._blocks), hidden, residual)
         out = None if into is None else into[0]
         return self.norm.add(hidden, residual, out=out)[0], aux.all
 

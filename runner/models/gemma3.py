@@ -4,16 +4,19 @@ own rotary base."""
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels.cpu.layers import LayerWeights
 from ...kernels.linear.activation import gelu_tanh_and_mul
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from .base import AuxHiddenStates, ForwardOutput, TextModel
 from .layers import Linear, RMSNorm, WeightFormat
+from .native import NativeDecoder, native_weights
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 
 _LANGUAGE = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
@@ -129,6 +132,23 @@ class DecoderLayer(nn.Module):
         )
         return stream + self.post_feedforward_layernorm.forward(self.mlp.forward(normed))
 
+    def linears(self) -> Sequence[Linear]:
+        """Its projections, see `NativeBlock`."""
+        attend, mlp = self.self_attn, self.mlp
+        return attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+    def native_weights(self) -> LayerWeights | None:
+        """Its weights for `kernels.cpu.layers`; None if they are not all native."""
+        return native_weights(
+            self.linears(),
+            "gelu_tanh",
+            self.input_layernorm,
+            self.pre_feedforward_layernorm,
+            self.post_attention_layernorm,
+            self.post_feedforward_layernorm,
+            (self.self_attn.q_norm, self.self_attn.k_norm),
+        )
+
 
 class Gemma3Model(TextModel):
     """The whole language model. Attention layer i has the id `layer_id_offset + i`."""
@@ -151,6 +171,10 @@ class Gemma3Model(TextModel):
             )
             for kind in sorted(set(config.layer_types))
         }
+        self.decoder: NativeDecoder | None = None  # runs the blocks where it can
+        if fmt.native:
+            rotaries = [self.rotary[kind] for kind in config.layer_types]
+            self.decoder = NativeDecoder(self.blocks, self.attention_layers(), rotaries)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.embed_tokens.forward(input_ids) * self.scale
@@ -164,12 +188,15 @@ class Gemma3Model(TextModel):
         into: ForwardOutput | None = None,
     ) -> ForwardOutput:
         stream = self.embed(input_ids)
-        rotary = {kind: table.at(positions) for kind, table in self.rotary.items()}
         aux = AuxHiddenStates(aux_boundaries, stream, into)
-        for index, block in enumerate(self.blocks):
-            aux.keep(index, stream)
-            stream = block.forward(stream, rotary, attention)
-        aux.keep(len(self.blocks), stream)
+        if self.decoder is not None and self.decoder.runs(attention):
+            self.decoder.run(stream, positions, attention, aux_boundaries, aux.keep)
+        else:
+            rotary = {kind: table.at(positions) for kind, table in self.rotary.items()}
+            for index, block in enumerate(self.blocks):
+                aux.keep(index, stream)
+                stream = block.forward(stream, rotary, attention)
+            aux.keep(len(self.blocks), stream)
         out = None if into is None else into[0]
         return self.norm.add(stream, None, out=out)[0], aux.all
 

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ...kernels.cpu.layers import LayerWeights
 from ...kernels.linear.activation import silu_and_mul
 from ...kernels.linear.embedding import embedding
 from ...kernels.linear.linear import Norm
@@ -16,6 +18,7 @@ from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..errors import ModelLoadError
 from .base import PreNormModel
 from .layers import Linear, RMSNorm, WeightFormat
+from .native import NativeDecoder, native_weights
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 
 
@@ -217,6 +220,22 @@ class DecoderLayer(nn.Module):
         x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms)
         return mlp.parts(x, norm, stream if adds else None), None if adds else stream
 
+    def linears(self) -> Sequence[Linear]:
+        """Its projections, see `NativeBlock`."""
+        attend, mlp = self.self_attn, self.mlp
+        return attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj
+
+    def native_weights(self) -> LayerWeights | None:
+        """Its weights for `kernels.cpu.layers`; None if they are not all native."""
+        attend = self.self_attn
+        return native_weights(
+            self.linears(),
+            "silu",
+            self.input_layernorm,
+            self.post_attention_layernorm,
+            head_norms=(attend.q_norm, attend.k_norm) if attend.qk_norm else (None, None),
+        )
+
 
 def selected(x: Tensor, only: Tensor | None) -> Tensor:
     """The rows `only` of x [M, H], or all if it is None."""
@@ -257,6 +276,9 @@ class LlamaModel(PreNormModel):
         rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         super().__init__(config, fmt, blocks, rotary)
         self.blocks = blocks
+        if fmt.native:
+            rotaries = [rotary] * len(blocks)
+            self.decoder = NativeDecoder(blocks, self.attention_layers(), rotaries)
 
     def attention_layers(self) -> list[AttentionLayer]:
         return [block.self_attn.layer for block in self.blocks]

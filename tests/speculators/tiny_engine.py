@@ -83,11 +83,11 @@ class TinyEngine:
         scheduler = {"max_num_seqs": 8, "max_num_batched_tokens": 96} | changes.pop("scheduler", {})
         cache = {"block_size": 4, "num_gpu_blocks_override": 400} | changes.pop("cache", {})
         graph = GraphConfig(**changes.pop("graph", {}))
-        device = changes.pop("device", "cpu")
+        device, dtype = changes.pop("device", "cpu"), changes.pop("dtype", "float32")
         assert not changes, changes
         self.engine = build_engine(
             Config(
-                model=ModelConfig(model=str(model), dtype="float32", device=device),
+                model=ModelConfig(model=str(model), dtype=dtype, device=device),
                 scheduler=SchedulerConfig(**scheduler),
                 cache=CacheConfig(**cache),
                 speculative=speculative,

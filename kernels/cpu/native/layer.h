@@ -1,7 +1,7 @@
 // Decoder layers of a whole step in one call: norms, projections, rotary embedding, paged
 // attention and the gated feed-forward of Llama's and Gemma 3's kind.
 //
-// The structs are those of `kernels/cpu/layers.py`, field by field; every field has eight bytes.
+// The structs are those of `kernels/cpu/bindings.py`, field by field; every field has eight bytes.
 #pragma once
 
 #include <vector>
@@ -38,6 +38,7 @@ struct Step {
     const int32_t* query_start_loc;  // [num_requests + 1]
     const int32_t* seq_lens;         // [num_requests]
     const Group* groups;
+    const float* input;  // what the first layer projects, instead of its normed stream; or null
 };
 
 // Memory of a step that grows to the largest step and stays.
@@ -155,9 +156,9 @@ inline void attend(const Layer& layer, const float* query, int64_t kv_head, cons
     }
 }
 
-// A step's scratch memory.
+// A step's scratch memory, large enough for each of its layers.
 struct Scratch {
-    Activations hidden, attended, inner;
+    Activations first, hidden, attended, inner;  // what qkv, gate_up, o and down multiply
     float *qkv, *out;  // [rows][...]
     float* scores;     // [threads][longest]
     int64_t longest;
@@ -261,19 +262,25 @@ inline void gate(Pool::Worker& worker, const Layer& layer, int64_t rows, const A
     });
 }
 
-// stream [rows][hidden] goes through the layer.
-inline void run_layer(Pool::Worker& worker, const Layer& layer, const Step& step,
-                      const int32_t* request_of, const Scratch& scratch, float* stream) {
+// stream [rows][hidden] goes through the layer. `input` [rows][qkv's columns], if given, is projected
+// in place of the normed stream.
+inline void run_layer(Pool::Worker& worker, const Layer& layer, const Step& step, const float* input,
+                      const int32_t* request_of, Scratch scratch, float* stream) {
+    scratch.first.columns = layer.qkv.columns;
+    scratch.attended.columns = layer.o.columns;
+    scratch.inner.columns = layer.down.columns;
     const int64_t rows = step.num_rows, hidden = step.hidden;
     const int64_t heads_width = (layer.num_heads + 2 * layer.num_kv_heads) * layer.head_dim;
     worker.share(rows, 1, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r) {
-            float* normed = scratch.hidden.floats + r * hidden;
-            rms_norm(stream + r * hidden, layer.input_norm, hidden, layer.eps, normed);
-            prepare(scratch.hidden, layer.qkv, r, normed);
+            const int64_t width = layer.qkv.columns;
+            float* own = scratch.first.floats + r * width;
+            if (input) memcpy(own, input + r * width, width * sizeof(float));
+            else rms_norm(stream + r * hidden, layer.input_norm, hidden, layer.eps, own);
+            prepare(scratch.first, layer.qkv, r, own);
         }
     });
-    project(worker, layer.qkv, scratch.hidden, rows, scratch.qkv, heads_width);
+    project(worker, layer.qkv, scratch.first, rows, scratch.qkv, heads_width);
     worker.share(rows, 1, [&](int64_t begin, int64_t end) {
         for (int64_t r = begin; r < end; ++r)
             place_heads(layer, step, r, scratch.qkv + r * heads_width);

@@ -1,4 +1,6 @@
 // What Python calls: see kernels/cpu/bindings.py. Every function takes plain pointers and numbers.
+#include <algorithm>
+
 #include "layer.h"
 
 extern "C" {
@@ -63,9 +65,8 @@ void slipstream_linear(const Matrix* matrix, const float* x, int64_t rows, float
 void slipstream_layers(const Layer* const* layers, int64_t num_layers, const Step* step, float* stream,
                        int64_t num_threads) {
     static thread_local Workspace workspace;
-    static thread_local std::vector<int32_t> request_of;
     const int64_t rows = step->num_rows;
-    request_of.assign(rows, -1);
+    std::vector<int32_t> request_of(rows, -1);
     int64_t longest = 0;
     for (int64_t n = 0; n < step->num_requests; ++n) {
         if (step->seq_lens[n] > longest) longest = step->seq_lens[n];
@@ -75,20 +76,28 @@ void slipstream_layers(const Layer* const* layers, int64_t num_layers, const Ste
     }
     Scratch scratch;
     scratch.longest = (longest + 63) / 64 * 64 + 64;
-    const Layer& like = *layers[0];
+    int64_t first = 0, heads = 0, inner = 0, qkv = 0;
+    for (int64_t i = 0; i < num_layers; ++i) {
+        first = std::max(first, layers[i]->qkv.columns);
+        heads = std::max(heads, layers[i]->o.columns);
+        inner = std::max(inner, layers[i]->down.columns);
+        qkv = std::max(qkv, layers[i]->qkv.rows);
+    }
     for (int pass = 0; pass < 2; ++pass) {
         workspace.used = 0;
+        scratch.first = workspace.activations(rows, first);
         scratch.hidden = workspace.activations(rows, step->hidden);
-        scratch.attended = workspace.activations(rows, like.num_heads * like.head_dim);
-        scratch.inner = workspace.activations(rows, like.down.columns);
-        scratch.qkv = workspace.take<float>(rows * like.qkv.rows);
+        scratch.attended = workspace.activations(rows, heads);
+        scratch.inner = workspace.activations(rows, inner);
+        scratch.qkv = workspace.take<float>(rows * qkv);
         scratch.out = workspace.take<float>(rows * step->hidden);
         scratch.scores = workspace.take<float>(num_threads * scratch.longest);
         if (workspace.memory.size() < workspace.used + 64) workspace.memory.resize(workspace.used + 64);
     }
     Pool::get().run(num_threads, [&](Pool::Worker& worker) {
         for (int64_t i = 0; i < num_layers; ++i)
-            run_layer(worker, *layers[i], *step, request_of.data(), scratch, stream);
+            run_layer(worker, *layers[i], *step, i ? nullptr : step->input, request_of.data(),
+                      scratch, stream);
     });
 }
 

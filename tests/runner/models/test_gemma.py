@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from slipstream.kernels.cpu import weight as native
 from slipstream.runner.errors import ModelLoadError
 
 from ..model_harness import Sequences, assert_equals_transformers, load
@@ -76,6 +77,7 @@ def make_oracle(family: str, settings: dict[str, Any], folder: Path) -> Any:
         for name, tensor in (*oracle.named_parameters(), *oracle.named_buffers()):
             if "inv_freq" not in name and "embed_scale" not in name:
                 tensor.add_(torch.randn_like(tensor) * 0.1)
+                tensor.copy_(tensor.half())  # a CPU keeps these weights as fp16
     oracle.save_pretrained(folder)
     return oracle
 
@@ -84,6 +86,22 @@ def make_oracle(family: str, settings: dict[str, Any], folder: Path) -> Any:
 def test_gemma3_equals_transformers(case: str, tmp_path: Path) -> None:
     oracle = make_oracle("Gemma3", GEMMA3[case], tmp_path)
     assert_equals_transformers(load(tmp_path), oracle)
+
+
+@pytest.mark.skipif(not native.available(), reason="no native CPU kernels on this machine")
+@pytest.mark.parametrize("case", GEMMA3)
+def test_native_gemma3_equals_transformers(case: str, tmp_path: Path) -> None:
+    oracle = make_oracle("Gemma3", GEMMA3[case], tmp_path)
+    model = load(tmp_path, "auto")
+    assert_equals_transformers(model, oracle)
+    assert model.decoder.runs(Sequences(model, 1, 8).attention([0], [1])[0])
+
+
+@pytest.mark.skipif(not native.available(), reason="no native CPU kernels on this machine")
+@pytest.mark.parametrize("case", GEMMA4)
+def test_gemma4_with_native_projections_equals_transformers(case: str, tmp_path: Path) -> None:
+    oracle = make_oracle("Gemma4", GEMMA4[case], tmp_path)
+    assert_equals_transformers(load(tmp_path, "auto"), oracle)
 
 
 @pytest.mark.parametrize("case", GEMMA4)

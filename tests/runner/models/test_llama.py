@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from slipstream.kernels.cpu import weight as native
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.models.registry import build_model
 
@@ -68,6 +69,7 @@ def make_oracle(family: str, settings: dict[str, Any], folder: Path) -> Any:
     with torch.no_grad():
         for parameter in oracle.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
+            parameter.copy_(parameter.half())  # a CPU keeps these weights as fp16
     oracle.save_pretrained(folder)
     return oracle
 
@@ -76,6 +78,17 @@ def make_oracle(family: str, settings: dict[str, Any], folder: Path) -> Any:
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     oracle = make_oracle(*CASES[case], tmp_path)
     assert_equals_transformers(load(tmp_path), oracle)
+
+
+@pytest.mark.skipif(not native.available(), reason="no native CPU kernels on this machine")
+@pytest.mark.parametrize("case", CASES)
+def test_native_logits_equal_transformers(case: str, tmp_path: Path) -> None:
+    oracle = make_oracle(*CASES[case], tmp_path)
+    model = load(tmp_path, "auto")
+    assert_equals_transformers(model, oracle)
+    state = Sequences(model, 1, 8).attention([0], [1])[0]
+    # heads whose size is no multiple of 16 are left to torch
+    assert model.decoder.runs(state) == (model.attention_layers()[0].head_dim % 16 == 0)
 
 
 def test_aux_states_are_the_stream_at_layer_boundaries(tmp_path: Path) -> None:
