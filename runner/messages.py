@@ -200,7 +200,7 @@ class RequestOutput(msgspec.Struct, omit_defaults=True, gc=False):
     request_id: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None  # one per token in `token_ids`
-    # Those of the whole prompt, sent once, as `pack_logprobs` gives them.
+    # Those of the whole prompt, sent once, in the form of `pack_logprobs`.
     prompt_logprobs: list[bytes] | None = None
     finish_reason: str | None = None  # "stop" | "length" | "error"
     stop_token_id: int | None = None  # the stop token that ended it, the last of `token_ids`
@@ -253,21 +253,21 @@ encoder = msgspec.msgpack.Encoder()
 to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker | AddChildren])
 from_worker_decoder = msgspec.msgpack.Decoder(list[FromWorker])
 _logprobs_decoder = msgspec.msgpack.Decoder(list[TokenLogprobs])
-_PIECE_VALUES = 20_000  # log probabilities in a piece: it is decoded within some milliseconds
+_PIECE_VALUES = 20_000  # log probabilities per piece, so that decoding one takes milliseconds
 
 
 def pack_logprobs(items: Sequence[TokenLogprobs]) -> list[bytes]:
-    """Log probabilities of neighbouring prompt tokens as bytes.
+    """Encode the log probabilities of consecutive prompt tokens in pieces.
 
-    Those of a long prompt are a hundred megabytes of objects: whoever passes them on need not make
-    them, and whoever wants them makes them piece by piece.
+    As objects, those of a long prompt use a hundred megabytes. Code that only passes them on need
+    not decode them, and their consumer can do so piece by piece.
     """
     count = max(1, _PIECE_VALUES // (len(items[0].top_ids) + 1)) if items else 1
     return [encoder.encode(items[at : at + count]) for at in range(0, len(items), count)]
 
 
 def unpack_logprobs(pieces: Iterable[bytes]) -> list[TokenLogprobs | None]:
-    """Those of the whole prompt; its first token has none."""
+    """Decode the pieces of a whole prompt. The first entry is None, for the first token."""
     found: list[TokenLogprobs | None] = [None]
     for piece in pieces:
         found += _logprobs_decoder.decode(piece)

@@ -23,7 +23,7 @@ from ..configs.schema import Config
 
 MIN_ADDRESS_SPACE = 1 << 30  # bytes; torch alone maps 0.6 GiB
 _POLL_SECONDS = 0.05
-_OUT_OF_MEMORY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)  # C code may die of it
+_OUT_OF_MEMORY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)  # how C code dies without memory
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
@@ -41,7 +41,7 @@ class WorkerProcess:
     """A running worker process. Await `stop` or `kill` before dropping it."""
 
     def __init__(self, orders: WorkerOrders) -> None:
-        """Start the process. OSError if this machine does not allow that."""
+        """Start the process. Raises OSError if the machine or its limits prevent it."""
         _check_address_space()
         package = __package__ or ""
         root = sys.modules[package.partition(".")[0]].__path__[0]

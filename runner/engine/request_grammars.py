@@ -119,10 +119,10 @@ class RequestGrammars:
 
     def _end(self, request: Request, error: Exception) -> None:
         """End a request because filling its mask failed; a slow grammar is the client's fault."""
-        is_theirs = isinstance(error, GrammarTooSlow)
-        log = logger.info if is_theirs else logger.error
+        is_client_fault = isinstance(error, GrammarTooSlow)
+        log = logger.info if is_client_fault else logger.error
         log("the grammar of %s failed: %r", request.request_id, error)
-        self._scheduler.fail(request, f"The grammar failed: {error}.", is_theirs)
+        self._scheduler.fail(request, f"The grammar failed: {error}.", is_client_fault)
 
     def _unblock(self, request: Request, future: Future[GrammarMatcher]) -> None:
         """Let a request run with its compiled grammar, or end it if compiling failed."""
@@ -130,7 +130,9 @@ class RequestGrammars:
             matcher = future.result()
         except Exception as error:
             logger.info("grammar of %s: %s", request.request_id, error)
-            is_theirs = isinstance(error, ValueError)
-            self._scheduler.fail(request, f"The grammar cannot be compiled: {error}", is_theirs)
+            is_client_fault = isinstance(error, ValueError)
+            self._scheduler.fail(
+                request, f"The grammar cannot be compiled: {error}", is_client_fault
+            )
             return
         self._scheduler.unblock(request, matcher)

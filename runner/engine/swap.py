@@ -93,7 +93,7 @@ class DraftSwap:
                 self._answer(self._do(action))
             self._asked.clear()
         answers, self._answers = self._answers, []
-        return [self._told(answer) for answer in answers]
+        return [self._reply(answer) for answer in answers]
 
     def shutdown(self) -> None:
         """Wait up to two seconds for a load, because exiting during one can crash the
@@ -148,7 +148,7 @@ class DraftSwap:
     def _answer(self, error: str | None) -> None:
         self._answers.append(SpeculatorChanged(error))
 
-    def _told(self, answer: SpeculatorChanged) -> StepOutputs:
+    def _reply(self, answer: SpeculatorChanged) -> StepOutputs:
         outputs = self._news()
         outputs.speculator = answer
         if self._drafts is not None:

@@ -83,8 +83,8 @@ def run(engine: WorkerEngine, channel: WorkerChannel) -> None:
 def sentence(error: BaseException) -> str:
     """One line for a user that says what went wrong."""
     text = first_line(error)
-    spoken = isinstance(error, (*_OF_USERS, RuntimeError))  # torch's class for device faults
-    return text if text and spoken else f"{type(error).__name__}: {text}".rstrip(": ")
+    is_readable = isinstance(error, (*_OF_USERS, RuntimeError))  # torch's class for device faults
+    return text if text and is_readable else f"{type(error).__name__}: {text}".rstrip(": ")
 
 
 def serve(orders: WorkerOrders) -> int:

@@ -266,7 +266,7 @@ class StepClock:
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the masks were asked for."""
+        """Seconds since the masks were requested."""
         return time.monotonic() - self._began
 
     @property

@@ -19,7 +19,7 @@ from ..models.registry import build_model
 from .weights import ResolvedModel
 
 # Exceptions that building or filling a model from a malformed config can raise.
-_ODD_CONTENT = (
+_MALFORMED = (
     *(ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError),
     *(AssertionError, RuntimeError),
 )
@@ -44,7 +44,7 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
         model = build_model(
             resolved.hf_config, nowhere.device, nowhere.dtype, max_position=max_model_len
         )
-    except _ODD_CONTENT as error:
+    except _MALFORMED as error:
         why = f"{type(error).__name__}: {first_line(error)}".rstrip(": .")
         raise ModelLoadError(
             f"the config of {resolved.path} does not describe a valid model ({why})."
@@ -111,7 +111,7 @@ def memory_faults(doing: str) -> Iterator[None]:
 
 
 def _is_of_memory(error: BaseException) -> bool:
-    # torch's messages on a CPU, for memory and for a file to be mapped; on a GPU it says more.
+    # torch's messages on a CPU for memory and for mapping a file; on a GPU it says more
     text = str(error)
     return "can't allocate memory" in text or "Cannot allocate memory" in text
 

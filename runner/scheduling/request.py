@@ -66,7 +66,7 @@ class Request:
     num_cached_tokens: int | None = None  # prefix-cache hits at its first admission
     num_counted_prompt_tokens: int = 0  # prompt tokens already in the statistics
     has_emitted: bool = False
-    prompt_logprobs: list[bytes] = field(default_factory=list)  # as far as they are computed
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # those computed so far, packed
 
     @classmethod
     def from_message(cls, message: AddRequest, arrival: int, max_model_len: int) -> Request:

@@ -25,7 +25,7 @@ from ..models.registry import build_model
 from .memory import refuse_early
 
 # Exceptions that a malformed config can raise. Not RuntimeError, which is also a device fault.
-_ODD_CONTENT = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+_MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def faults_of_drafter() -> Iterator[None]:
     """Turn errors of code that reads the drafter into DrafterError, malformed contents included."""
     try:
         yield
-    except (RunnerError, ConfigError, OSError, *_ODD_CONTENT) as error:
+    except (RunnerError, ConfigError, OSError, *_MALFORMED) as error:
         raise DrafterError(why_unreadable(error)) from error
 
 
