@@ -7,12 +7,15 @@ from typing import Any
 
 from slipstream.configs.schema import SpeculativeConfig
 
+from ..cases import some
 from .eagle_oracle import head_weights, save_head
 from .gemma4_oracle import AssistantOracle
 from .mtp_oracle import MtpOracle
 from .tiny_engine import save_llama
 
 METHODS = ("eagle", "eagle3", "draft_model", "mtp", "gemma4_mtp")
+# Where all of them run the same code, CI has one whose positions advance and one whose do not.
+FEW_METHODS = some(METHODS, ("eagle3", "gemma4_mtp"))
 
 
 class Drafters:

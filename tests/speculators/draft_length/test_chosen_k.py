@@ -19,6 +19,7 @@ from slipstream.speculators.base import DraftInputs
 from slipstream.speculators.draft_length.controller import DraftLength
 from slipstream.speculators.draft_length.step_costs import StepCosts
 
+from ...cases import some
 from ..all_drafters import METHODS, Drafters
 from ..recorded_graphs import graph_engine
 from ..recorded_proposals import Proposals, recorded_proposals
@@ -60,7 +61,11 @@ def by_text(seen: Proposals) -> dict[tuple[int, ...], list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("method", "graphs"), [*((method, False) for method in METHODS), ("eagle3", True)]
+    ("method", "graphs"),
+    some(
+        [*((method, False) for method in METHODS), ("eagle3", True)],
+        kept=[("mtp", False), ("gemma4_mtp", False), ("eagle3", True)],
+    ),
 )
 def test_drafts_after_a_pause_are_those_of_a_drafter_that_never_paused(
     drafters: Drafters, method: str, graphs: bool, monkeypatch: pytest.MonkeyPatch
