@@ -7,7 +7,7 @@ Traps 3, 5 and 6 are in test_drafter_graphs, 8 and 9 in test_gemma4, 11 in test_
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -202,26 +202,36 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("method", ["eagle3", "draft_model"])
-def test_options_under_speculation_equal_off(drafters: Drafters, method: str, option: str) -> None:
-    """Greedy text and the logprobs of every emitted token, 5 alternatives beside each."""
-    target = drafters.pair(method)[0]
-    own = drafters.speculative(method, 3)
+@pytest.fixture(scope="module", params=["eagle3", "draft_model"])
+def drafted_and_alone(
+    drafters: Drafters, request: pytest.FixtureRequest
+) -> Iterator[tuple[TinyEngine, TinyEngine]]:
+    """Engines of one target with and without a drafter; for all options."""
+    target = drafters.pair(request.param)[0]
+    own = drafters.speculative(request.param, 3)
     # half the prompts meet a drafter that is mostly right, where accepted rows must be processed
-    config = own if method == "eagle3" else SpeculativeConfig(
+    config = own if request.param == "eagle3" else SpeculativeConfig(
         method="draft_model", model=str(target), num_speculative_tokens=3
     )  # fmt: skip
+    drafted, alone = TinyEngine(target, config), TinyEngine(target, SpeculativeConfig())
+    yield drafted, alone
+    drafted.close()
+    alone.close()
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_options_under_speculation_equal_off(
+    drafted_and_alone: tuple[TinyEngine, TinyEngine], option: str
+) -> None:
+    """Greedy text and the logprobs of every emitted token, 5 alternatives beside each."""
     asked = [
         AddRequest(
             str(i), prompt, SamplingParams(i, 20, temperature=0.0, logprobs=5, **OPTIONS[option])
         )
         for i, prompt in enumerate(prompts(4, seed=6))
     ]
-    drafted, alone = TinyEngine(target, config), TinyEngine(target, SpeculativeConfig())
+    drafted, alone = drafted_and_alone
     got, wanted = collect(drafted, asked), collect(alone, asked)
-    drafted.close()
-    alone.close()
     assert tokens_of(got) == tokens_of(wanted)
     for key, parts in wanted.items():
         mine = [entry for part in got[key] for entry in part.logprobs or []]
