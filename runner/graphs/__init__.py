@@ -1,1 +1,1 @@
-"""CUDA graphs: capture, dispatch and replay; on the CPU a recorder takes their place."""
+"""CUDA graphs: capture, dispatch and replay; a recorder replaces them on the CPU."""

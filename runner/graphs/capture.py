@@ -1,7 +1,7 @@
-"""What a graph is: begin, end, replay, and the memory pool that all graphs of one device share.
+"""Graphs of one device: recording, replay, and the memory pool that they share.
 
-`CudaGraphs` does it with torch.cuda, `graph_recorder.RecordedGraphs` does it on the CPU. Knows
-nothing about models or batches.
+`CudaGraphs` records with torch.cuda, `recorder.RecordedGraphs` on the CPU. Nothing here knows
+models or batches.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ class Graph(Protocol):
         """Run the recorded launches on the current stream."""
 
     def reset(self) -> None:
-        """Give the graph's memory back; it cannot be replayed any more."""
+        """Free the graph's memory; it cannot be replayed afterwards."""
 
 
 class GraphBackend(Protocol):
-    """How this device records graphs."""
+    """Records graphs on one kind of device."""
 
     def create_pool(self) -> Any:
         """A new memory pool handle."""
 
     def capturing(self) -> AbstractContextManager[None]:
-        """Where warm-ups and captures run: the capture stream, joined before and after."""
+        """A context for warm-ups and captures, on the capture stream; waits before and after."""
 
     def begin(self, pool: Any) -> Graph:
-        """Start recording; what is launched from here on is recorded and not executed."""
+        """Start recording: from now on launches are recorded, not executed."""
 
     def end(self, graph: Graph) -> None:
-        """Stop recording; the graph can be replayed."""
+        """Stop recording; the graph can be replayed afterwards."""
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        """The same memory without owning it, so that a later capture of the pool may reuse it."""
+        """A view that does not own the memory, so that a later capture in the pool may reuse it."""
 
     def synchronize(self) -> None:
         """Wait for the device."""
 
     def memory_used(self) -> int:
-        """Bytes of device memory in use by everyone."""
+        """Bytes of device memory in use, by all processes."""
 
     def release_unused(self) -> None:
         """Return cached, unused memory to the device."""
 
 
 class GraphPool:
-    """The memory pool of one device, shared by every manager: the target's and the drafter's.
+    """The memory pool of one device, shared by all graph managers: the target's and the drafter's.
 
-    Sharing is safe because graphs of one pool never run at once and outputs that outlive a replay
-    are copied, inside the graph, to buffers from outside the pool.
+    Sharing is safe because graphs of one pool never run at the same time, and each graph copies the
+    outputs that outlive its replay to buffers outside the pool.
     """
 
     def __init__(self, backend: GraphBackend) -> None:
         self.backend = backend
         self._handle: Any = None
-        self._num_graphs = 0  # that live in it
+        self._num_graphs = 0  # graphs in the pool
 
     @property
     def handle(self) -> Any:
-        """The pool that captures use now."""
+        """The pool handle for the next capture."""
         if self._handle is None:
             self._handle = self.backend.create_pool()
         return self._handle
 
     def add_graphs(self, count: int) -> None:
-        """Graphs were captured into the pool, or (negative) dropped.
+        """Count graphs that were captured into the pool, or (negative) dropped.
 
-        The allocator gives a pool up with its last graph and refuses captures into it from then on,
-        so the next capture gets a new one.
+        The allocator frees a pool with its last graph and then refuses captures into it, so the
+        next capture gets a new pool.
         """
         self._num_graphs += count
         if count < 0 and self._num_graphs == 0:
@@ -84,7 +84,10 @@ class GraphPool:
 
     @contextmanager
     def throw_away(self) -> Iterator[None]:
-        """Redirect the captures of *all* managers to a temporary pool; drop their graphs inside."""
+        """A context in which *all* managers capture into a temporary pool.
+
+        Their graphs must be dropped inside.
+        """
         kept = self._handle, self._num_graphs
         self._handle, self._num_graphs = None, 0
         try:
@@ -96,9 +99,9 @@ class GraphPool:
 
 @contextmanager
 def paused_garbage_collector(collect: bool = True) -> Iterator[None]:
-    """No collection inside: freeing a device object in the middle of a capture would break it.
+    """A context without garbage collection, as freeing a device object would break a capture.
 
-    Collecting walks all that start-up has made: of nested uses only the outermost does, if at all.
+    With `collect` it collects before, which is slow at start-up; nested uses do not repeat it.
     """
     if not gc.isenabled():
         yield
@@ -113,14 +116,17 @@ def paused_garbage_collector(collect: bool = True) -> Iterator[None]:
 
 
 def spare_modules() -> None:
-    """From now on no collection walks what was imported: a start has five and more, and modules
-    are nearly all that they would look at. Once in a process."""
+    """Exempt all existing objects from garbage collection; only the first call has an effect.
+
+    A start-up collects five times or more, and imported modules would be most of what each
+    collection visits.
+    """
     if not gc.get_freeze_count():
         gc.freeze()
 
 
 class _Borrowed:
-    """Foreign memory as torch reads it through the CUDA array interface (bytes, not owned)."""
+    """Memory that torch reads through the CUDA array interface, as bytes, without owning it."""
 
     def __init__(self, address: int, num_bytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -151,7 +157,7 @@ class CudaGraphs:
 
     def begin(self, pool: Any) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads (channel, weight loading) may use CUDA meanwhile.
+        # thread_local: other threads (channel, weight loading) may use CUDA at the same time.
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
         return graph
 
@@ -160,7 +166,7 @@ class CudaGraphs:
         graph.capture_end()
 
     def borrow(self, tensor: Tensor) -> Tensor:
-        # The array interface knows no bfloat16: borrow bytes and view them.
+        # The array interface does not support bfloat16: borrow bytes and view them.
         if tensor.numel() == 0:
             return tensor
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))

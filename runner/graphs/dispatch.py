@@ -1,6 +1,6 @@
-"""Which batches run in which graph: capture sizes, descriptors, dispatch and the choice of modes.
+"""Decides which batches run in which graph: capture sizes, descriptors, dispatch and graph modes.
 
-Pure functions over plain values; nothing here captures, allocates or knows a device.
+These are pure functions over plain values; nothing here captures, allocates or knows a device.
 """
 
 from __future__ import annotations
@@ -13,32 +13,32 @@ from ...configs.schema import GraphConfig
 from ..errors import RunnerError
 
 DEFAULT_MAX_CAPTURE_SIZE = 1024
-_MOST_CLOSE = 512  # tokens; beyond, capture sizes lie further apart, and none is of mixed batches
+_MOST_CLOSE = 512  # tokens; larger capture sizes are further apart, and only for uniform batches
 
 
 class GraphConfigError(RunnerError):
-    """The user asked for graphs that cannot be had; the message is one sentence for them."""
+    """The graph options that the user set cannot be satisfied."""
 
 
 @dataclass(frozen=True)
 class ModeDecision:
-    """What a role gets. `uniform_token_counts` are the query lengths that run as FULL decodes."""
+    """The mode of one forward pass, and the query lengths whose uniform batches run as FULL."""
 
     mode: CUDAGraphMode
     uniform_token_counts: tuple[int, ...]
-    reason: str = ""  # why it is less than what was wanted; "" = granted
+    reason: str = ""  # why it is less than what was wanted; "" = it is what was wanted
 
 
 # --- capture sizes --------------------------------------------------------------------------------
 
 
 def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
-    """1, 2, 4, every 8 to 32, every 16 to 512, every 128 to 1,024, or to `max_num_tokens` and that
-    itself; ascending.
+    """The token counts 1, 2, 4, then multiples of 8 to 32, of 16 to 512 and of 128 to 1,024.
 
-    Kernels take rows by 16, 32 or 64, or by 16s beyond: closer sizes would save little time, and
-    with drafts each is captured up to five times. The widest are those of many requests that verify
-    drafts: without a graph they wait for hundreds of launches.
+    The last one is `max_num_tokens` if that is smaller than 1,024. Kernels process 16, 32 or 64
+    rows at once, so closer sizes would save little time, and with drafts each size is captured up
+    to five times. The largest sizes serve many requests that verify drafts: without a graph, such a
+    step waits for hundreds of launches.
     """
     largest = min(max_num_tokens, DEFAULT_MAX_CAPTURE_SIZE)
     close = range(48, _MOST_CLOSE + 1, 16)
@@ -47,10 +47,11 @@ def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
 
 
 def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
-    """Sizes of mixed batches: the user's, else fewer than for uniform ones.
+    """The token counts of mixed batches to capture: the user's, else fewer than for uniform ones.
 
-    A mixed batch is cut at every layer, so each size costs a graph a layer, and padding costs it
-    little: up to some 256 tokens its time is that of reading the weights.
+    The graph of a mixed batch is cut at every layer, so each size costs one graph per layer.
+    Padding costs little: up to about 256 tokens, the step's duration is that of reading the
+    weights.
     """
     if wanted is not None:
         return capture_sizes(wanted, max_num_tokens)
@@ -59,13 +60,16 @@ def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tu
 
 
 def capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
-    """The token counts to capture: the user's, checked, or the default ones; ascending."""
+    """The token counts to capture, ascending: the user's, or the default ones.
+
+    Raises GraphConfigError for a size that no step can have.
+    """
     if wanted is None:
         return default_capture_sizes(max_num_tokens)
     for size in wanted:
         if not 1 <= size <= max_num_tokens:
             raise GraphConfigError(
-                f"--cudagraph-capture-sizes holds {size}, but a step has 1 to {max_num_tokens} "
+                f"--cudagraph-capture-sizes contains {size}, but a step has 1 to {max_num_tokens} "
                 "tokens (--max-num-batched-tokens)"
             )
     return tuple(sorted(set(wanted)))
@@ -78,12 +82,12 @@ def _round_up(size: int, multiple: int) -> int:
 def uniform_descriptors(
     sizes: Iterable[int], uniform_token_count: int, max_num_reqs: int, max_num_tokens: int
 ) -> list[BatchExecutionDescriptor]:
-    """FULL descriptors of one query length: M* = N* x L always, so sizes are multiples of L."""
+    """FULL descriptors of uniform batches with query length L: M* = N* x L."""
     length = uniform_token_count
     limit = min(max_num_reqs * length, max_num_tokens)
     counts = sorted({_round_up(size, length) for size in sizes})
     fitting = [count for count in counts if count <= limit]
-    # The largest decode batch must have a graph although no listed size rounds to it exactly.
+    # The largest batch needs a graph even if no size rounds to it exactly.
     largest = limit // length * length
     if counts and counts[-1] > largest > 0 and largest not in fitting:
         fitting.append(largest)
@@ -100,7 +104,8 @@ def mixed_descriptors(
     max_num_reqs: int,
     max_num_tokens: int,
 ) -> list[BatchExecutionDescriptor]:
-    """Descriptors of any batch. PIECEWISE pads no requests: its attention runs on real rows."""
+    """Descriptors of batches with any query lengths. In PIECEWISE mode requests are not padded,
+    because attention runs on the real rows."""
     counts = {_round_up(size, alignment) for size in sizes}
     counts = {count if count <= max_num_tokens else max_num_tokens for count in counts}
     return [
@@ -119,7 +124,8 @@ def descriptors(
     max_num_tokens: int,
     mixed_sizes: Sequence[int] | None = None,  # None: `sizes`
 ) -> list[BatchExecutionDescriptor]:
-    """All descriptors to capture, in capture order: PIECEWISE before FULL, largest first."""
+    """All descriptors to capture in this mode, in capture order: PIECEWISE before FULL, largest
+    first."""
     found: set[BatchExecutionDescriptor] = set()
     if mode.decode_mode() is CUDAGraphMode.FULL and mode.separate_routine():
         for length in uniform_token_counts:
@@ -134,8 +140,11 @@ def descriptors(
 
 
 def thinned(descs: list[BatchExecutionDescriptor]) -> list[BatchExecutionDescriptor]:
-    """About two sizes for each doubling, and the largest: lengths that only a controller chooses
-    need not fit as closely as they would cost in memory and start-up."""
+    """Keep about two sizes per doubling, and the largest one.
+
+    It is used for query lengths that only the draft controller selects: the memory and start-up
+    time of all sizes would cost more than closer sizes save.
+    """
     kept, last = [], 0
     for desc in descs[:-1]:
         requests = desc.num_reqs or 0
@@ -166,11 +175,10 @@ def dispatch(
     uniform_token_count: int | None,
     best: CUDAGraphMode = CUDAGraphMode.FULL,
 ) -> BatchExecutionDescriptor:
-    """The captured descriptor that serves a batch at least cost, or an eager one.
+    """The captured descriptor that runs a batch at least cost, or an eager one.
 
-    Looks through all sizes upwards, not at one: FULL before PIECEWISE, then the smallest padded
-    size, then a promise of uniform length before none. `best` caps the mode (data parallel: the
-    worst rank decides).
+    It prefers FULL to PIECEWISE, then the smallest padded size, then a uniform query length to any.
+    `best` limits the mode: with data parallelism the rank with the lowest mode decides.
     """
     fitting = [
         desc
@@ -202,7 +210,8 @@ def wanted_mode(config: GraphConfig, device_type: str) -> CUDAGraphMode:
 
 
 def supports_uniform(support: AttentionCGSupport, uniform_token_count: int) -> bool:
-    """True if a back end with this claim can run uniform batches of that length in a graph."""
+    """Whether a back end with this claim can run uniform batches of this query length in a
+    graph."""
     if uniform_token_count == 1:
         return support >= AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
     return support >= AttentionCGSupport.UNIFORM_BATCH
@@ -211,7 +220,10 @@ def supports_uniform(support: AttentionCGSupport, uniform_token_count: int) -> b
 def resolve_target(
     wanted: CUDAGraphMode, support: AttentionCGSupport, uniform_token_counts: Sequence[int]
 ) -> ModeDecision:
-    """What the target gets of `wanted`, given the least claim over its KV groups."""
+    """The target's mode: `wanted` as far as `support`, the least claim of its KV groups, allows.
+
+    Raises GraphConfigError if the user asked for full graphs and attention supports none.
+    """
     lengths = tuple(sorted(set(uniform_token_counts)))
     mode, reasons = wanted, []
     if mode.mixed_mode() is CUDAGraphMode.FULL and support < AttentionCGSupport.ALWAYS:
@@ -229,14 +241,15 @@ def resolve_target(
                 f"attention claims {support.name}, so query length {', '.join(refused)} runs "
                 "PIECEWISE"
             )
-            # A pair keeps FULL for the lengths that are left; without any it is not a pair.
+            # Query lengths that are left stay FULL; without any, no batch is FULL.
             mode = CUDAGraphMode.FULL_AND_PIECEWISE if allowed else CUDAGraphMode.PIECEWISE
             lengths = allowed
     return ModeDecision(mode, lengths, "; ".join(reasons))
 
 
 def resolve_draft_decode(wanted: CUDAGraphMode, support: AttentionCGSupport) -> ModeDecision:
-    """What draft decodes get of `wanted`, given the least claim over the drafter's KV groups."""
+    """The mode of draft decodes: `wanted` as far as `support`, the least claim of the drafter's KV
+    groups, allows. Raises GraphConfigError for PIECEWISE."""
     if CUDAGraphMode.PIECEWISE in (wanted, wanted.decode_mode()):
         raise GraphConfigError(
             "draft decodes run as one whole graph or without graphs, never piecewise: use "

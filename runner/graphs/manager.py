@@ -1,7 +1,7 @@
-"""`CudaGraphManager`: captures the graphs of one forward function at start-up and replays them.
+"""Captures the graphs of one forward function at start-up, and replays them.
 
-One manager a role (target, draft prefill, draft decode), one `GraphPool` for all of them. What is
-run is the forward function's affair, and with what attention metadata is the factory's.
+The target, draft prefills, draft decodes and token selection each have a manager; all of them share
+one `GraphPool`. A `CreateForwardFn` supplies the function and its attention metadata.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from .piecewise import BreakableGraph
 
 logger = logging.getLogger(__name__)
 
-# Runs the model on the persistent step buffers. What it returns (tensors that outlive the replay,
-# or None) it must have copied to memory from outside the pool.
+# Runs the model on the persistent step buffers. Tensors that it returns outlive the replay, so it
+# must have copied them to memory outside the pool.
 ForwardFn = Callable[[AttentionState], Any]
 ProgressFn = Callable[[int, int, str], None]  # (done, total, detail)
 
 
 class CreateForwardFn(Protocol):
-    """Makes dummy inputs and *fresh* attention metadata for one descriptor, called twice for each.
+    """Creates dummy inputs and *fresh* attention metadata for one descriptor; called twice for
+    each.
 
     With `warmup=True` the result is run eagerly, with `warmup=False` it is recorded. A FULL capture
-    bakes every Python number, so bounds such as max_seq_len must be the largest. In a PIECEWISE
-    function everything outside attention has token rows only: its requests are not padded.
+    records every Python number, so bounds such as max_seq_len must be the largest. In PIECEWISE
+    mode requests are not padded, so everything outside attention may depend on token rows only.
     """
 
     def __call__(
@@ -44,18 +45,18 @@ class CreateForwardFn(Protocol):
 
 
 class GraphMismatch(RuntimeError):
-    """`--debug-compare-eager` found a replay that differs from the eager run."""
+    """With `--debug-compare-eager`: a replay differs from the eager run."""
 
     def __init__(self, name: str, desc: BatchExecutionDescriptor, error: float) -> None:
         super().__init__(
-            f"graph of {name} {describe(desc)} differs from eager by {error:.2e} (relative)"
+            f"{name} graph {describe(desc)} differs from its eager run by {error:.2e} (relative)"
         )
         self.error = error
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What one manager captured."""
+    """The graphs that one manager captured."""
 
     name: str
     num_graphs: Mapping[str, int]  # by mode
@@ -74,12 +75,12 @@ class CaptureReport:
 
 @dataclass
 class MemoryByPurpose:
-    """Device memory of the worker, by what it is for; printed at start-up."""
+    """Device memory of the worker by purpose, logged at start-up."""
 
     purposes: dict[str, int] = field(default_factory=dict)  # bytes
 
     def add(self, purpose: str, num_bytes: int) -> None:
-        """Count `num_bytes` more for `purpose`."""
+        """Add `num_bytes` to `purpose`."""
         self.purposes[purpose] = self.purposes.get(purpose, 0) + num_bytes
 
     def line(self) -> str:
@@ -98,7 +99,7 @@ def describe(desc: BatchExecutionDescriptor) -> str:
 class CudaGraphManager:
     """The graphs of one forward function.
 
-    `wanted` are its descriptors in capture order (`graph_dispatch.descriptors`).
+    `wanted` are its descriptors in capture order (`dispatch.descriptors`).
     """
 
     def __init__(
@@ -120,8 +121,8 @@ class CudaGraphManager:
         self._full: dict[BatchExecutionDescriptor, Graph] = {}
         self._pieces: dict[BatchExecutionDescriptor, BreakableGraph] = {}
         self._outputs: dict[BatchExecutionDescriptor, list[Tensor]] = {}
-        # A plan computed by a graph lives in its captured state: kept as long as the graph. (A
-        # graph that gathers builds its state inside, and plans anew at each replay.)
+        # A graph may write its attention plan to its captured state, so that lives as long as the
+        # graph. (A graph that gathers builds its state, and its plan, at each replay.)
         self._states: dict[BatchExecutionDescriptor, AttentionStatePair] = {}
         self._dispatched: dict[
             tuple[int, int, int | None, CUDAGraphMode], BatchExecutionDescriptor
@@ -141,7 +142,7 @@ class CudaGraphManager:
         debug_compare_eager: bool = False,
         mixed_sizes: Sequence[int] | None = None,
     ) -> CudaGraphManager:
-        """A manager of all descriptors that `mode` asks for."""
+        """A manager of all descriptors of `mode`."""
         wanted = descriptors(
             mode, uniform_token_counts, sizes, max_num_reqs, max_num_tokens, mixed_sizes
         )
@@ -151,7 +152,7 @@ class CudaGraphManager:
 
     @property
     def captured(self) -> list[BatchExecutionDescriptor]:
-        """Descriptors that can be replayed now."""
+        """The descriptors that can be replayed."""
         return [*self._pieces, *self._full]
 
     def holds(self, desc: BatchExecutionDescriptor) -> bool:
@@ -165,7 +166,7 @@ class CudaGraphManager:
         uniform_token_count: int | None,
         best: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> BatchExecutionDescriptor:
-        """How to run this batch; an eager descriptor before capture or where nothing fits."""
+        """The descriptor to run this batch with; an eager one if no graph fits."""
         key = (num_tokens, num_reqs, uniform_token_count, best)
         if not self._full and not self._pieces:
             return eager_descriptor(num_tokens, num_reqs, uniform_token_count)
@@ -180,8 +181,7 @@ class CudaGraphManager:
     ) -> dict[BatchExecutionDescriptor, AttentionStatePair]:
         """Warm up and capture every descriptor, PIECEWISE before FULL and largest first.
 
-        Returns the two independent attention states of each; a drafter's prefill graphs take the
-        pair of the same descriptor and pick by `warmup`.
+        Returns the two independent attention states of each descriptor.
         """
         self.reset()
         backend, start = self._pool.backend, time.monotonic()
@@ -211,7 +211,8 @@ class CudaGraphManager:
         assert desc not in self._states, "its graph would be lost, and the pool's count be wrong"
         backend = self._pool.backend
         with backend.capturing():
-            # The warm-up compiles, autotunes and allocates; it also plans, so its state is used up.
+            # The warm-up compiles, autotunes and allocates. It also plans its attention state,
+            # which therefore cannot be captured.
             warmup_fn, warmup_state = create_forward_fn(desc, warmup=True)
             warmup_fn(warmup_state)
             backend.synchronize()
@@ -235,10 +236,10 @@ class CudaGraphManager:
             self._outputs[desc] = _tensors(result)
 
     def profile_memory(self, create_forward_fn: CreateForwardFn, num_graphs: int = 2) -> int:
-        """Bytes that `capture` will need, from the first throw-away graphs of each mode.
+        """Estimate the bytes that `capture` will need from the first graphs of each mode.
 
-        Call inside `GraphPool.throw_away()`, which all managers share; leaves nothing captured. The
-        first graph of a mode pays for the pool, the ones after it show what each more costs.
+        Call it inside `GraphPool.throw_away()`; it leaves nothing captured. The first graph of a
+        mode includes the pool, and later ones show the cost of each additional graph.
         """
         backend, total = self._pool.backend, 0
         for mode in (CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL):
@@ -255,7 +256,7 @@ class CudaGraphManager:
         return total
 
     def reset(self) -> None:
-        """Drop every graph and state."""
+        """Drop all graphs and states."""
         num_graphs = len(self._full) + len(self._pieces)
         for graph in self._full.values():
             graph.reset()
@@ -271,10 +272,10 @@ class CudaGraphManager:
     def run_fullgraph(
         self, desc: BatchExecutionDescriptor, eager: Callable[[], Any] | None = None
     ) -> None:
-        """Replay a FULL graph. The builders have updated its buffers in place before (spec 2.5).
+        """Replay a FULL graph; the attention builders must have updated its buffers before.
 
         `eager` runs the same step without a graph, with a *fresh* attention state, into the same
-        outputs; it is called only under `debug_compare_eager`, and raises `GraphMismatch`.
+        outputs. It is called only with `debug_compare_eager`; a difference raises `GraphMismatch`.
         """
         self._full[desc].replay()
         if self._debug_compare_eager and eager is not None:
@@ -287,7 +288,8 @@ class CudaGraphManager:
         num_tokens: int,
         eager: Callable[[], Any] | None = None,
     ) -> None:
-        """Replay; attention runs eagerly with this step's `state` on `num_tokens` rows."""
+        """Replay the pieces; attention runs eagerly with this step's `state` on `num_tokens`
+        rows."""
         self._pieces[desc].replay(state, num_tokens)
         if self._debug_compare_eager and eager is not None:
             self._compare(desc, eager, num_tokens)
@@ -303,14 +305,11 @@ class CudaGraphManager:
         for output, before in zip(self._outputs[desc], replayed, strict=True):
             if (error := relative_error(before, output[:num_rows])) > self._compare_tolerance:
                 raise GraphMismatch(self.name, desc, error)
-            output[:num_rows].copy_(before)  # the run goes on with what the graph computed
+            output[:num_rows].copy_(before)  # continue with the graph's result
 
 
 class FreshPair:
-    """An `AttentionStatePair` of which each half is built, over new dummy inputs, when it is read.
-
-    Only the half that is needed costs a build.
-    """
+    """An `AttentionStatePair` that builds each half when it is read, over new dummy inputs."""
 
     def __init__(self, desc: BatchExecutionDescriptor, create: CreateForwardFn) -> None:
         self._desc = desc
@@ -328,10 +327,10 @@ class FreshPair:
 
 
 class RebuiltStates(Mapping[BatchExecutionDescriptor, FreshPair]):
-    """The target's state pairs, built anew at every look-up: what a drafter's capture receives.
+    """The target's state pairs for a drafter's capture, rebuilt at every look-up.
 
-    Saved pairs may be views of builder buffers that later builds overwrote (#48261), and a saved
-    capture state is planned on paper only (#44253).
+    Don't reuse saved pairs: later builds may have overwritten the buffers they view (vllm#48261),
+    and the plan of a captured state was recorded, not run (vllm#44253).
     """
 
     def __init__(
@@ -355,7 +354,7 @@ class RebuiltStates(Mapping[BatchExecutionDescriptor, FreshPair]):
 
 
 def relative_error(got: Tensor, expected: Tensor) -> float:
-    """|got - expected| / |expected| over all elements; infinite if `got` has a NaN of its own."""
+    """|got - expected| / |expected| over all elements; infinite if only one of them has a NaN."""
     got, expected = got.double(), expected.double()
     both_nan = got.isnan() & expected.isnan()
     difference = torch.where(both_nan, 0.0, got - expected)
@@ -370,7 +369,7 @@ def _tensors(result: Any) -> list[Tensor]:
 
 
 def _assert_independent(warmup: AttentionState, captured: AttentionState) -> None:
-    """A shared metadata object would be planned already when its capture begins (#42444)."""
+    """A shared metadata object would already be planned when its capture begins (vllm#42444)."""
     assert warmup is not captured, "warm-up and capture share one attention state"
     shared = {id(metadata) for metadata in warmup.metadata} & {
         id(metadata) for metadata in captured.metadata

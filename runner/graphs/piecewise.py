@@ -1,8 +1,8 @@
-"""Graphs cut at attention (PIECEWISE): graph, attention, graph, attention, ..., graph.
+"""PIECEWISE graphs, which are cut at attention: graph, attention, graph, attention, ..., graph.
 
 The model is recorded with a `BreakableState` in place of its `AttentionState`; every `attend` ends
-one segment and begins the next. Attention itself is neither recorded nor run at capture: at replay
-it runs eagerly with the step's own metadata, on real rows only (#36626).
+one segment and begins the next. Attention is neither recorded nor run at capture. At replay it runs
+eagerly with the step's own metadata, on the real rows only (vllm#36626).
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from .capture import Graph, GraphPool
 
 @dataclass(frozen=True)
 class _AttentionCut:
-    """One eager attention call between two segments; tensors have the padded number of rows."""
+    """One eager attention call between two segments; its tensors have padded rows."""
 
     layer_id: int
     query: Tensor  # [M*, num_heads, head_dim]
     key: Tensor | None  # [M*, num_kv_heads, head_dim]
     value: Tensor | None  # [M*, num_kv_heads, head_dim_v]
-    output: Tensor  # [M*, num_heads, head_dim_v], the next segment has baked this address
+    output: Tensor  # [M*, num_heads, head_dim_v], read by the next segment
 
     def run(self, state: AttentionState, num_tokens: int) -> None:
         key = None if self.key is None else self.key[:num_tokens]
         value = None if self.value is None else self.value[:num_tokens]
         result = state.attend(self.layer_id, self.query[:num_tokens], key, value)
         self.output[:num_tokens].copy_(result)
-        # What a longer batch left in the padded rows may be NaN by now, and MoE would spread it.
+        # A longer batch may have left NaN in the padded rows, which MoE layers would spread.
         self.output[num_tokens:].zero_()
 
 
@@ -45,7 +45,7 @@ class BreakableGraph:
         self._open: Graph | None = None
 
     def record(self, forward: Callable[[AttentionState], Any], state: AttentionState) -> Any:
-        """Record `forward`; returns what it returned. `state` gives shapes and is not attended."""
+        """Record `forward` and return its result. `state` provides shapes; no attention is run."""
         self._begin()
         try:
             return forward(
@@ -59,8 +59,11 @@ class BreakableGraph:
     def cut(
         self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None, width: int
     ) -> Tensor:
-        """End the segment, note the attention call, begin the next; returns attention's output."""
-        # Allocated inside the segment: pool memory whose address the next segment may bake.
+        """End the segment, note the attention call and begin the next segment.
+
+        Returns the tensor for attention's output, [M*, num_heads, width].
+        """
+        # Allocated inside the segment, so that the pool keeps its address for the next one.
         output = query.new_empty(query.shape[0], query.shape[1], width)
         self._end()
         borrow = self._pool.backend.borrow
@@ -77,7 +80,8 @@ class BreakableGraph:
         return output
 
     def replay(self, state: AttentionState, num_tokens: int) -> None:
-        """Run all pieces; `state` is the step's own, `num_tokens` [of M*] its rows."""
+        """Run all segments, and attention between them with `state` on the first `num_tokens`
+        rows."""
         for step in self._steps:
             if isinstance(step, _AttentionCut):
                 step.run(state, num_tokens)
@@ -85,7 +89,7 @@ class BreakableGraph:
                 step.replay()
 
     def reset(self) -> None:
-        """Give the segments' memory back."""
+        """Free the segments' memory."""
         for step in self._steps:
             if not isinstance(step, _AttentionCut):
                 step.reset()
@@ -103,7 +107,7 @@ class BreakableGraph:
 
 @dataclass(frozen=True)
 class BreakableState(AttentionState):
-    """An `AttentionState` whose `attend` cuts the graph that is being recorded."""
+    """An `AttentionState` that cuts the graph being recorded wherever a layer attends."""
 
     graph: BreakableGraph
 
@@ -122,7 +126,7 @@ class BreakableState(AttentionState):
         value: Tensor | None,
         rotary: Rotary,
     ) -> Tensor:
-        # belongs to the segment before the cut
+        # Recorded in the segment before the cut.
         dtype = self.kv_caches[layer_id].dtype
         query, key, value = rotary.prepare(query, key, value, dtype)
         return self.attend(layer_id, query, key, value)

@@ -1,8 +1,8 @@
-"""Graphs on the CPU: torch operations are recorded without being executed, then replayed.
+"""Graphs on the CPU: torch operations are recorded without being executed, and replayed later.
 
-The CPU's stand-in for CUDA graphs, to test capture, padding and stale state without a GPU: what
-Python does during capture happens once, what torch does happens at each replay, what a capture
-computes is poison, and reading a value back to the host is refused as CUDA refuses it.
+They replace CUDA graphs in tests of capture, padding and stale state. Python code runs once, at
+capture; torch operations run at each replay. Values computed during a capture are poison, and
+reading a value on the host raises an error, as it does in a CUDA capture.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .capture import Graph
 
 _aten = torch.ops.aten
-# They only make memory; a CUDA graph has no node for them either.
+# They only allocate; a CUDA graph has no node for them either.
 _ALLOCATIONS = {
     _aten.empty.memory_format,
     _aten.empty_strided.default,
@@ -37,7 +37,7 @@ _HOST_READS = {
 
 
 class HostReadDuringCapture(RuntimeError):
-    """The code under capture waited for a value of the device."""
+    """Code under capture reads a value on the host."""
 
     def __init__(self, operation: str) -> None:
         super().__init__(f"{operation} reads device data while a graph is being captured")
@@ -59,10 +59,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._schema.is_mutable:
             self.nodes.append((str(func), lambda: func(*args, **kwargs)))
             return _written_arguments(func, args, kwargs)
-        # Without side effects: run once for shapes and types, hand out poison, compute at replay.
+        # Without side effects: run it now for shapes and types, return poison, compute at replay.
         result = func(*args, **kwargs)
         outputs = list(_tensors(result))
-        # Views compute nothing. Some operations (`to`, `reshape`) are views only if they can be.
+        # Views compute nothing. Whether `to` or `reshape` is a view depends on its arguments.
         if _storages(outputs) <= _storages(_tensors((args, kwargs))):
             return result
 
@@ -79,7 +79,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _tensors(values: object) -> Iterator[Tensor]:
-    """All in what an operation takes or returns. (torch's own walk takes as long as the rest.)"""
+    """All tensors in an operation's arguments or results. (torch's own tree walk is much
+    slower.)"""
     if isinstance(values, Tensor):
         yield values
     elif isinstance(values, (tuple, list)):
@@ -98,12 +99,12 @@ def _poison(result: Any) -> Any:
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
         else:
-            tensor.zero_()  # an integer may index something: stay in range
+            tensor.zero_()  # an integer may be used as an index, so it must be in range
     return result
 
 
 def _written_arguments(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an in-place or out= operation returns: the arguments that it writes."""
+    """The result of an in-place or out= operation: the arguments that it writes."""
     written = []
     for index, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -115,7 +116,7 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 class RecordedGraph:
-    """Operations in order. `node_names` tells what was recorded."""
+    """Recorded operations in order; `node_names` lists them."""
 
     def __init__(self) -> None:
         self._nodes: list[tuple[str, Callable[[], None]]] = []
@@ -137,7 +138,7 @@ class RecordedGraph:
 
 
 class RecordedGraphs:
-    """A `GraphBackend` for the CPU; keeps every graph it recorded in `graphs`."""
+    """A `GraphBackend` for the CPU; `graphs` keeps every graph that it recorded."""
 
     def __init__(self) -> None:
         self.graphs: list[RecordedGraph] = []
@@ -167,10 +168,10 @@ class RecordedGraphs:
         return tensor  # recorded operations keep their tensors alive anyway
 
     def synchronize(self) -> None:
-        """The CPU has nothing to wait for."""
+        """Nothing to do: the CPU runs operations at once."""
 
     def memory_used(self) -> int:
         return 0
 
     def release_unused(self) -> None:
-        """The CPU caches nothing."""
+        """Nothing to do: the CPU caches no memory."""

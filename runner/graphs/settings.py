@@ -1,4 +1,4 @@
-"""The settings that all graph managers of one device share."""
+"""Settings of graph capture."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .manager import CudaGraphManager, ProgressFn
 
 @dataclass(frozen=True)
 class GraphSettings:
-    """What every graph manager of this device shares."""
+    """The settings that all graph managers of one device share."""
 
     pool: GraphPool
     sizes: tuple[int, ...]
     debug_compare_eager: bool = False
     progress: ProgressFn | None = None
     mixed_sizes: tuple[int, ...] | None = None  # of mixed batches; None = `sizes`
-    draft_loop: bool = True  # all draft decodes of a step in one graph, where that can be
+    draft_loop: bool = True  # all draft decodes of a step in one graph if attention allows
 
     def manager(self, name: str, wanted: Sequence[BatchExecutionDescriptor]) -> CudaGraphManager:
         """A manager of the graphs `wanted`, in capture order."""
@@ -31,7 +31,7 @@ class GraphSettings:
     def create(
         cls, config: GraphConfig, pool: GraphPool, max_num_tokens: int, progress: ProgressFn
     ) -> GraphSettings:
-        """As configured, for steps of up to so many tokens."""
+        """The configured settings, for steps of up to `max_num_tokens` tokens."""
         listed = config.cudagraph_capture_sizes
         return cls(
             pool,

@@ -41,7 +41,7 @@ from ..step.device_queue import DeviceQueue, choose_device
 from ..step.parts import NO_SPECULATION, RunnerParts
 from ..step.target import Target
 from ..step.target_graphs import create_target_graphs
-from ..step.token_graphs import ChoiceGraphs, create_choices
+from ..step.token_graphs import TokenGraphs, create_token_graphs
 from .compile_ahead import ATTENTION, GRAPHS, CompileAhead
 from .facts import facts_of
 from .first_use import load_libraries
@@ -162,15 +162,17 @@ class Assembly:
                 shared = table if self._whole_steps else None
                 return Target(self.model, cache, builders, buffers, manager, taps, shared)
 
-            def choices_of(target: Target) -> ChoiceGraphs | None:
-                return create_choices(self.graphs, manager, target, sampling, table, buffers)
+            def token_graphs_of(target: Target) -> TokenGraphs | None:
+                return create_token_graphs(self.graphs, manager, target, sampling, table, buffers)
 
             sampling = RowSampling(
                 Sampler(config.speculative, self.device),
                 needs.num_speculative_tokens,
                 self.vocab_size,
             )
-            cache = self._kv_cache(groups, manager, needs, target_on, choices_of, draft_graph_bytes)
+            cache = self._kv_cache(
+                groups, manager, needs, target_on, token_graphs_of, draft_graph_bytes
+            )
         self.memory.add("KV cache", cache.num_bytes)
         self._note(None)
         target = target_on(cache)
@@ -187,7 +189,7 @@ class Assembly:
             DeviceQueue(self.device),
             self.memory,
             create_sync(config.parallel, target.dispatch, idle_query_len),
-            choices_of(target),
+            token_graphs_of(target),
             draft_graphs_on(cache),
         )
 
@@ -314,7 +316,7 @@ class Assembly:
         manager: CudaGraphManager | None,
         needs: SpeculatorNeeds,
         target_on: Callable[[KVCache], Target],
-        choices_of: Callable[[Target], ChoiceGraphs | None],
+        token_graphs_of: Callable[[Target], TokenGraphs | None],
         draft_graph_bytes: Callable[[Target], int],
     ) -> KVCache:
         layout = KVLayout(groups, self.block_size, self.format.dtype)
@@ -328,7 +330,7 @@ class Assembly:
             self.max_num_reqs * (needs.num_speculative_tokens + 1),
             None if self.graphs is None else self.graphs.pool,
             manager,
-            choices_of,
+            token_graphs_of,
             draft_graph_bytes,
         )
         available = self._kv_cache_bytes(profile)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from ..graphs.capture import GraphPool, paused_garbage_collector
 from ..graphs.manager import CudaGraphManager
 from ..step.target import Target
-from ..step.token_graphs import ChoiceGraphs
+from ..step.token_graphs import TokenGraphs
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class MemoryProfile:
     max_logits_rows: int
     pool: GraphPool | None  # None without graphs
     graphs: CudaGraphManager | None  # the target's
-    choices_of: Callable[[Target], ChoiceGraphs | None]
+    token_graphs_of: Callable[[Target], TokenGraphs | None]
     draft_graph_bytes: Callable[[Target], int]
 
     def run_largest_step(self) -> None:
@@ -39,6 +39,6 @@ class MemoryProfile:
         with self.pool.throw_away(), paused_garbage_collector(collect=False):
             target = self.small_target()
             total = self.graphs.profile_memory(target.create_forward_fn)
-            if (choices := self.choices_of(target)) is not None:
-                total += choices.profile_memory()
+            if (token_graphs := self.token_graphs_of(target)) is not None:
+                total += token_graphs.profile_memory()
             return total + self.draft_graph_bytes(target)

@@ -1,8 +1,8 @@
-"""Agreement of data-parallel ranks on each forward pass: same padded size and mode, or no work.
+"""Lets data-parallel ranks agree on each forward pass: same padded size and mode, or no work.
 
-With expert parallelism every MoE layer holds a collective, and graphs hold them too, so all ranks
-must run the same number of passes of the same size, all from graphs or none. One exchange a step on
-a CPU group settles the target's pass and the drafter's. Knows nothing about models.
+With expert parallelism every MoE layer contains a collective, in graphs too. So all ranks must run
+the same number of passes of the same size, all from graphs or none. One all-reduce per step, on a
+CPU group, decides the target's pass and the drafter's. Nothing here knows models.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from ...configs.schema import ParallelConfig
 from ..errors import RunnerError
 from ..graphs.dispatch import eager_descriptor
 
-NUM_ROWS = 7  # of the exchanged table, one column a rank
+NUM_ROWS = 7  # of the table that ranks share, with one column per rank
 _TOKENS, _MODE, _UNIFORM, _MAX_QUERY, _MICROBATCH, _REQS, _DRAFTS = range(NUM_ROWS)
 
 
 class DataParallelError(RunnerError):
-    """The exchange with the other ranks failed, as it does when one of them died or hangs."""
+    """Communication with the other ranks failed: one of them has died or hangs."""
 
     def __init__(self, rank: int, cause: Exception) -> None:
-        super().__init__(f"data-parallel rank {rank} lost the other ranks: {cause}")
+        super().__init__(f"data-parallel rank {rank} lost contact with the other ranks: {cause}")
 
 
 class Dispatch(Protocol):
-    """`CudaGraphManager.dispatch`; the same on all ranks, since all captured the same graphs."""
+    """`CudaGraphManager.dispatch`. All ranks have captured the same graphs, so it is the same on
+    each."""
 
     def __call__(
         self,
@@ -44,26 +45,26 @@ class Dispatch(Protocol):
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one rank would run on its own. `num_tokens` 0 = idle."""
+    """The pass that one rank would run alone; `num_tokens` 0 = idle."""
 
     num_tokens: int
     num_reqs: int
     uniform_token_count: int | None
     max_query_len: int | None = None
-    mode: CUDAGraphMode = CUDAGraphMode.NONE  # that its own dispatch gave
-    num_drafts: int = 0  # that it wants each request to make after the step
+    mode: CUDAGraphMode = CUDAGraphMode.NONE  # by its own dispatch
+    num_drafts: int = 0  # drafts that it wants for each request after the step
 
 
 @dataclass(frozen=True)
 class StepAgreement:
-    """What all ranks run; equal on every rank, except `descriptor` in an eager step."""
+    """The passes that all ranks run; equal on every rank, except `descriptor` in an eager step."""
 
     has_work: bool  # False: no rank runs anything in this step
     descriptor: BatchExecutionDescriptor  # of this rank's target pass
     num_tokens_across_dp: tuple[int, ...]  # [dp] rows that each rank's MoE layers see
-    num_draft_reqs: int  # N of every draft decode, on every rank; its dispatch is (N, N, 1)
-    uniform_token_count: int | None  # agreed by all that have work
-    num_drafts: int = 0  # that every rank makes: the most that one of them wants
+    num_draft_reqs: int  # N of every draft decode on every rank; its dispatch is (N, N, 1)
+    uniform_token_count: int | None  # of all ranks with work
+    num_drafts: int = 0  # drafts that every rank makes: the most that any rank wants
 
 
 def encode(batch: RankBatch, rank: int, size: int) -> Tensor:
@@ -75,7 +76,7 @@ def encode(batch: RankBatch, rank: int, size: int) -> Tensor:
             int(batch.mode.value),
             batch.uniform_token_count or 0,
             -1 if batch.max_query_len is None else batch.max_query_len,
-            0,  # microbatching: not offered
+            0,  # microbatching is not supported
             batch.num_reqs,
             batch.num_drafts,
         ]
@@ -89,10 +90,10 @@ def decide(
     dispatch: Dispatch,
     idle_query_len: int,  # K + 1, the same on all ranks
 ) -> StepAgreement:
-    """What to run, from what every rank would run. A pure function: no rank may decide otherwise.
+    """Decide what all ranks run from what each would run alone.
 
-    Idle ranks join with one dummy request and have no say in mode and query length, or they would
-    drag the others to eager.
+    This is a pure function, so that all ranks decide the same. Idle ranks take part with one dummy
+    request. They do not influence mode and query length, as they would make the others run eagerly.
     """
     tokens, reqs = list(table[_TOKENS]), list(table[_REQS])
     busy = [index for index, count in enumerate(tokens) if count > 0]
@@ -122,29 +123,28 @@ def decide(
 def create_sync(
     config: ParallelConfig, dispatch: Dispatch, idle_query_len: int
 ) -> DataParallelSync | None:
-    """This process' side over torch.distributed's default group, which must be on the CPU; None
-    where there is one rank."""
+    """This rank's side, over torch.distributed's default group, which must be on the CPU.
+
+    Returns None if there is only one rank; raises RunnerError if there is no group.
+    """
     if config.data_parallel_size == 1:
         return None
     import torch.distributed as dist
 
     if not dist.is_initialized():
-        raise RunnerError("several data-parallel ranks need a process group, and there is none")
+        raise RunnerError("several data-parallel ranks need a process group, but there is none")
     return DataParallelSync(dispatch, idle_query_len, dist.get_rank(), dist.get_world_size())
 
 
 class DataParallelSync:
-    """One rank's side of the exchange; without other ranks it costs nothing.
-
-    A single rank needs none at all: the model runner then has no such object.
-    """
+    """One rank's side of the agreement."""
 
     def __init__(
         self,
         dispatch: Dispatch,
         idle_query_len: int,
-        rank: int = 0,
-        size: int = 1,
+        rank: int,
+        size: int,
         group: object | None = None,  # torch.distributed CPU (gloo) group; None = the default one
     ) -> None:
         self.num_exchanges = 0
@@ -157,24 +157,15 @@ class DataParallelSync:
     def agree(
         self, num_tokens: int, num_reqs: int, uniform: int | None, num_drafts: int = 0
     ) -> StepAgreement:
-        """Agree on this step. Every rank calls it once a step, idle or not."""
-        if self._size == 1:
-            return self._alone(num_tokens, num_reqs, uniform, num_drafts)
+        """Agree on this step. Every rank must call it once per step, even if it is idle."""
         desc = self._dispatch(num_tokens, num_reqs, uniform)
         batch = RankBatch(num_tokens, num_reqs, uniform, uniform, desc.mode, num_drafts)
         table = encode(batch, self._rank, self._size)
         self._exchange(table)
         return decide(table.tolist(), self._rank, self._dispatch, self._idle_query_len)
 
-    def _alone(
-        self, num_tokens: int, num_reqs: int, uniform: int | None, num_drafts: int
-    ) -> StepAgreement:
-        desc = self._dispatch(num_tokens, num_reqs, uniform)
-        across = (desc.num_tokens,)
-        return StepAgreement(num_tokens > 0, desc, across, num_reqs, uniform, num_drafts)
-
     def _exchange(self, table: Tensor) -> None:
-        """Sum the columns of all ranks, in place; the group's time-out ends a wait for the dead."""
+        """Sum the tables of all ranks in place; a dead rank ends in the group's time-out."""
         import torch.distributed as dist
 
         self.num_exchanges += 1

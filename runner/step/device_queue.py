@@ -1,6 +1,7 @@
-"""Runs the steps' work in order: at once where a stream is the queue, on one thread on the CPU.
+"""Runs the work of steps in order: on the CPU in a thread, on a GPU at once.
 
-On the CPU the worker thread plays the stream, so that the host schedules while a step computes.
+A GPU's stream is a queue already. On the CPU the thread takes its place, so that the host schedules
+the next step while one computes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device for `--device`; "auto" is CUDA where there is one."""
+    """The device of `--device`; "auto" is CUDA if there is a GPU. Raises RunnerError if "cuda" has
+    none."""
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise RunnerError("--device cuda was asked for, but torch finds no CUDA device")
+        raise RunnerError("--device cuda: torch finds no CUDA device; use --device cpu or auto")
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -33,8 +35,8 @@ class DeviceQueue:
         if device.type == "cpu":
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="runner")
         elif device.type == "cuda":
-            # The host's own tensors are small: threads that spin between operations on them would
-            # only take cores from the server.
+            # The host's own tensors are small, and threads that spin between operations on them
+            # would occupy cores that the server needs.
             torch.set_num_threads(1)
 
     def submit(self, job: Callable[[], None]) -> None:
@@ -46,7 +48,7 @@ class DeviceQueue:
             self._executor.submit(_run_alone, job)
 
     def call(self, job: Callable[[], None]) -> None:
-        """Run `job` after all earlier ones and wait for it; raises what it raises."""
+        """Run `job` after all earlier ones, wait for it and raise its exception."""
         if self._executor is None:
             with torch.inference_mode():
                 job()
@@ -54,20 +56,20 @@ class DeviceQueue:
             self._executor.submit(_run, job).result()
 
     def shutdown(self) -> None:
-        """Let queued jobs finish and end the thread."""
+        """Wait for queued jobs and end the thread."""
         if self._executor is not None:
             self._executor.shutdown(wait=True)
 
 
 def _run(job: Callable[[], None]) -> None:
-    with torch.inference_mode():  # it is per thread
+    with torch.inference_mode():  # the mode belongs to a thread
         job()
 
 
 def _run_alone(job: Callable[[], None]) -> None:
-    """Run a job whose result nobody takes."""
+    """Run a job of `submit`, and log an exception that nobody would see."""
     try:
         _run(job)
     except BaseException:
-        log.exception("a job of the device's queue did not handle its error")
+        log.exception("a job of the device queue raised an error that it should have handled")
         raise

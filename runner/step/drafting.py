@@ -1,6 +1,6 @@
-"""Hands a finished step to the drafter, and its drafts to the request table.
+"""Passes each finished step to the drafter, and stores its drafts in the request table.
 
-It does not know how drafts are made; it keeps what a plan and the requests allow.
+It stores the drafts that the plan and the requests allow, and does not know how they are made.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Drafting:
         table: RequestTable,
         target: Target,
         buffers: InputBuffers,
-        counts: Tensor | None,  # [2, R] int32, of `ChoiceGraphs`; None: there are none
+        counts: Tensor | None,  # [2, R] int32, of `TokenGraphs`; None: there are none
     ) -> None:
         self._speculator = speculator
         self._graphs = graphs
@@ -137,7 +137,7 @@ class Drafting:
                 kept[:rows].copy_(counts)
 
     def _store_no_drafts(self, batch: InputBatch) -> None:
-        """Forget older drafts of the step's requests; mostly there are none."""
+        """Erase older drafts of the step's requests; usually there are none."""
         if not self._drafted.isdisjoint(batch.slots):
             slots = batch.idx_mapping[: batch.num_reqs].long()  # [N] batch row -> slot
             self._table.draft_tokens.index_fill_(0, slots, -1)
@@ -152,13 +152,13 @@ class Drafting:
         if missing:  # the speculator chose fewer than K
             drafts = pad(drafts, (0, missing), value=-1)
         steps = torch.arange(drafts.shape[1], device=drafts.device)
-        # No draft beyond the request's cap, and none for a prompt that is not finished.
+        # No draft beyond the request's cap, and none for an unfinished prompt.
         most = table.max_drafts[slots]
         limit = _most_drafts(plan)
         if isinstance(limit, list):
             most = torch.minimum(most, self._staging.upload(np.array(limit, dtype=np.int32)))
         wanted = (steps < most[:, None]) & (num_sampled > 0)[:, None]
-        # index_copy_, as assignment by index to a number would wait for the device.
+        # index_copy_, because an indexed assignment would wait for the device.
         table.draft_tokens.index_copy_(0, slots.long(), torch.where(wanted, drafts, -1))
 
 

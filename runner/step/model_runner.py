@@ -1,7 +1,7 @@
-"""Runs one step of a `StepPlan`: stage, gather, forward or replay, sample or verify, propose.
+"""Runs one step of a `StepPlan`: stage, gather, forward or replay, sample or verify, draft.
 
-Owns no request data (see `request_table`) and no KV memory (see `kv_cache`); it never sees text and
-never decides what runs. Nothing in a step waits for the device, unless a plan asks for drafts.
+It owns neither request data (see `request_table`) nor KV memory (see `kv_cache`), and does not
+decide what runs. No step waits for the device, unless the plan needs draft ids on the host.
 """
 
 from __future__ import annotations
@@ -40,15 +40,18 @@ class _Step:
     batch: InputBatch | None = None  # None: no rows
     state: AttentionState | None = None
     hidden_states: Tensor | None = None  # [M*, H]
-    aux_hidden_states: Tensor | None = None  # [M*, taps * H]
+    aux_hidden_states: Tensor | None = None  # [M*, boundaries * H]
     drafts: Future[tuple[HostCopy, list[int]]] = field(default_factory=Future)
     error: BaseException | None = None
     faults: dict[int, str] = field(default_factory=dict)  # slot -> why its request ends
-    agreement: StepAgreement | None = None  # with the other ranks, if there are any
+    agreement: StepAgreement | None = None  # with the other ranks; None: no other ranks
 
 
 class ModelRunner:
-    """One device's steps. Calls come from one thread, in step order; two steps may be in flight."""
+    """Runs the steps of one device.
+
+    All calls come from one thread in the order of steps; two steps may be in flight.
+    """
 
     def __init__(self, parts: RunnerParts) -> None:
         self.facts: RunnerFacts = parts.facts
@@ -56,11 +59,11 @@ class ModelRunner:
         self.buffers = parts.buffers
         self._target = target = parts.target
         self.sampling = parts.sampling
-        self._choices = parts.choices
+        self._token_graphs = parts.token_graphs
         self.speculator = parts.speculator
         self._drafting: Drafting | None = None
         if parts.speculator is not None:
-            counts = None if parts.choices is None else parts.choices.counts
+            counts = None if parts.token_graphs is None else parts.token_graphs.counts
             self._drafting = Drafting(
                 parts.speculator, parts.draft_graphs, parts.table, target, self.buffers, counts
             )
@@ -70,7 +73,7 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
         self._staging = StagingPool(self.table.device)
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
-        self._error: BaseException | None = None  # raised after a step's results were out
+        self._error: BaseException | None = None  # raised after a step's results were published
         self._on_cpu = self.facts.device == "cpu"
         on_cuda = self.facts.device == "cuda"
         self._copy_stream = CopyStream() if on_cuda else None
@@ -92,10 +95,10 @@ class ModelRunner:
         self._queue.submit(job)
 
     def take_draft_token_ids(self, plan: StepPlan) -> list[list[int]]:
-        """The drafts that this step verifies, per row; waits for them. Call before `sample`.
+        """Wait for the drafts that this step verifies, by row. Call it before `sample`.
 
-        The step has len(ids) + 1 logits rows for each row, in plan order: a grammar bitmask must
-        have the same layout. An id of -1 is a row without a draft.
+        Each row has len(ids) + 1 logits rows, in plan order; a grammar bitmask must have the same
+        layout. An id of -1 means that there is no draft.
         """
         assert plan.needs_draft_ids, "the plan did not ask for draft ids"
         copy, counts = self._steps[plan.step_id].drafts.result()
@@ -108,13 +111,13 @@ class ModelRunner:
         return drafts
 
     def sample(self, plan: StepPlan, grammar_bitmask: np.ndarray | None = None) -> StepHandle:
-        """Start sampling, post-update and drafting of a step whose `forward` was called.
+        """Start sampling and drafting of a step after `forward`.
 
-        `grammar_bitmask` [L, ceil(V / 32)] int32, a bit per allowed token, on the host.
+        `grammar_bitmask` [L, ceil(V / 32)] int32 on the host has a bit for each allowed token.
         """
         step = self._steps.pop(plan.step_id)
         handle = StepHandle()
-        # The caller may fill the same array again while this step waits for its turn.
+        # A copy, because the caller may reuse the array before this step runs.
         mask = None if grammar_bitmask is None else np.array(grammar_bitmask, order="C")
 
         def job() -> None:
@@ -132,34 +135,34 @@ class ModelRunner:
         return handle
 
     def execute(self, plan: StepPlan) -> StepHandle:
-        """`forward` and `sample` of a step that no grammar touches."""
+        """`forward` and `sample` of a step without grammars."""
         self.forward(plan)
         return self.sample(plan)
 
     def warm_up(self) -> None:
-        """Run a small step on dummy rows, so that no request pays for lazy set-up."""
+        """Run a small step on dummy rows, so that no request waits for lazy set-up."""
         self._queue.call(self._warm_up)
 
     def capture(self) -> None:
-        """Capture the graphs of target and drafter. Does nothing where no graphs are wanted."""
+        """Capture the graphs of target and drafter, if graphs are wanted."""
         self._queue.call(self._capture)
 
     def capture_reports(self) -> list[CaptureReport]:
-        """What each graph manager captured."""
+        """The report of each graph manager."""
         reports = [self._target.capture_report]
-        if self._choices is not None:
-            reports += self._choices.capture_reports
+        if self._token_graphs is not None:
+            reports += self._token_graphs.capture_reports
         if self._draft_graphs is not None:
             reports += [graphs.report for graphs in self._draft_graphs.managers]
         return [report for report in reports if report is not None]
 
     def note_traffic(self, engine: EngineT) -> EngineT:
-        """Let the engine tell what a decode step reads at least."""
+        """Add the bytes that a decode step reads to the engine's `ready`."""
         note_traffic(engine.ready, self._target.model, self._target.cache, self.speculator)
         return engine
 
     def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
-        """Pretend that the first slots drafted token 0 so often, to time steps that verify."""
+        """Give the first slots `num_drafts` drafts of token 0, to time steps that verify."""
 
         def job() -> None:
             self.table.draft_tokens[:num_slots, :num_drafts] = 0
@@ -167,8 +170,10 @@ class ModelRunner:
         self._queue.call(job)
 
     def exchange_drafter(self, swap: Callable[[], None]) -> None:
-        """Give the drafter other weights by `swap`; steps see the old ones or the new ones whole,
-        and none verifies a draft of the old ones afterwards."""
+        """Change the drafter's weights by `swap` between two steps.
+
+        Later steps verify no draft that was made with the old weights.
+        """
 
         def job() -> None:
             swap()
@@ -177,13 +182,13 @@ class ModelRunner:
         self._queue.call(job)
 
     def synchronize(self) -> None:
-        """Wait until everything launched so far has run, drafting included."""
+        """Wait until everything launched so far has run, including drafting."""
         self._queue.call(lambda: None)
         if self._copy_stream is not None:
             torch.cuda.synchronize()
 
     def shutdown(self) -> None:
-        """Finish queued work and free the thread."""
+        """Finish queued work and end the thread."""
         self._queue.shutdown()
 
     # --- a step, top to bottom ------------------------------------------------------------------
@@ -206,7 +211,7 @@ class ModelRunner:
         step.hidden_states, step.aux_hidden_states = self._target.run(batch, step.state)
 
     def _forward_for_others(self, step: _Step) -> None:
-        """A step without rows: if another rank has some, its passes need this rank's."""
+        """A step without rows runs a dummy pass if another rank has work."""
         if self._sync is None:
             return
         step.agreement = agreement = self._sync.agree(0, 0, None)
@@ -235,14 +240,14 @@ class ModelRunner:
             step.agreement = self._sync.agree(sum(query_lens), len(query_lens), uniform, wanted)
             desc = step.agreement.descriptor
         mode = self._target.step_mode(desc)
-        # Drafts that the host must see are gathered before the graph, which will do it again.
+        # If the host needs the drafts, gather now; the graph will gather again.
         if uniform is not None and mode is StepMode.WHOLE and not plan.needs_draft_ids:
             return self.buffers.place([row.slot for row in plan.rows], num_drafts, desc, uniform)
         args = (plan.rows, query_lens, num_drafts, self.table, desc, uniform, mode)
         return self.buffers.gather(*args)
 
     def _trim_drafts(self, plan: StepPlan, query_lens: list[int], num_drafts: list[int]) -> None:
-        """Leave out trailing drafts of -1. Only on the CPU, where reading them costs nothing."""
+        """Drop trailing drafts of -1; on the CPU only, where reading them does not wait."""
         drafts = self.table.draft_tokens.numpy()
         for index, row in enumerate(plan.rows):
             count = num_drafts[index]
@@ -262,16 +267,20 @@ class ModelRunner:
             slots = [row.slot for row in step.plan.rows]
             handle.faults = {slots.index(slot): fault for slot, fault in step.faults.items()}
         graphs = None
-        if batch.mode is StepMode.WHOLE and self._choices is not None and grammar_bitmask is None:
-            graphs = self._choices.find(batch)
-        if graphs is not None and self._choices is not None:
-            counts = self._choices.run(graphs, batch, handle, self._copy_stream)
+        if (
+            batch.mode is StepMode.WHOLE
+            and self._token_graphs is not None
+            and grammar_bitmask is None
+        ):
+            graphs = self._token_graphs.find(batch)
+        if graphs is not None and self._token_graphs is not None:
+            counts = self._token_graphs.run(graphs, batch, handle, self._copy_stream)
         else:
-            counts = self._choose(step, batch, hidden, grammar_bitmask, handle)
+            counts = self._select_tokens(step, batch, hidden, grammar_bitmask, handle)
         if self._drafting is not None:
             self._draft(self._drafting, step, *counts)
 
-    def _choose(
+    def _select_tokens(
         self,
         step: _Step,
         batch: InputBatch,
@@ -279,7 +288,10 @@ class ModelRunner:
         grammar_bitmask: np.ndarray | None,
         handle: StepHandle,
     ) -> tuple[Tensor, Tensor]:
-        """Tokens for every row, published and committed; num_sampled and num_rejected [N] int32."""
+        """Select tokens without a graph, publish and commit them.
+
+        Returns num_sampled and num_rejected, [N] int32 each.
+        """
         mask = None if grammar_bitmask is None else self._staging.upload(grammar_bitmask)
         target = self._target
         sampled = self.sampling.run(
@@ -328,9 +340,9 @@ class ModelRunner:
     def _capture(self) -> None:
         with paused_garbage_collector(collect=False):
             states = self._target.capture()
-            if self._choices is not None:
-                self._choices.capture()
+            if self._token_graphs is not None:
+                self._token_graphs.capture()
             if self._drafting is not None and states:
-                # Built anew at each look-up: the pairs that the target used are planned already.
+                # Rebuilt at each look-up, because the target's own pairs are already planned.
                 create = self._target.create_forward_fn
                 self._drafting.capture(RebuiltStates(list(states), create))

@@ -1,4 +1,4 @@
-"""What a model runner is made of, and what others need to know of it: plain values."""
+"""The parts of a model runner, and the facts about it that others need."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ..scheduling.kv_blocks import BlockGroup
 from .data_parallel import DataParallelSync
 from .device_queue import DeviceQueue
 from .target import Target
-from .token_graphs import ChoiceGraphs
+from .token_graphs import TokenGraphs
 
 NO_SPECULATION = SpeculatorNeeds(num_speculative_tokens=0)
 
 
 @dataclass(frozen=True)
 class RunnerFacts:
-    """What the engine and the server need to know of a runner."""
+    """Facts about a runner for the engine and the server."""
 
     max_model_len: int
     vocab_size: int
@@ -32,14 +32,14 @@ class RunnerFacts:
     attention_backend: str
     needs: SpeculatorNeeds  # of the drafter; NO_SPECULATION without one
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase; grows until ready
-    # (requests, drafts each) -> seconds of a step, as far as they were measured
+    # (requests, drafts of each) -> measured seconds of a step
     step_seconds: dict[tuple[int, int], float] = field(default_factory=dict)
-    lowered_claims: tuple[str, ...] = ()  # the back end of each claim that did not hold
+    lowered_claims: tuple[str, ...] = ()  # the back end of each claim that a test lowered
 
 
 @dataclass(frozen=True)
 class RunnerParts:
-    """What `ModelRunner` is made of."""
+    """The parts of a `ModelRunner`."""
 
     facts: RunnerFacts
     target: Target
@@ -49,6 +49,6 @@ class RunnerParts:
     speculator: BaseSpeculator | None
     queue: DeviceQueue
     memory: MemoryByPurpose = field(default_factory=MemoryByPurpose)
-    sync: DataParallelSync | None = None  # None: there are no other ranks
-    choices: ChoiceGraphs | None = None  # None: no graph chooses tokens
+    sync: DataParallelSync | None = None  # None: no other ranks
+    token_graphs: TokenGraphs | None = None  # None: no graphs select tokens
     draft_graphs: DraftGraphs | None = None  # runs the speculator's passes, if it has any

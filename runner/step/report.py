@@ -1,4 +1,4 @@
-"""What the worker says once it is ready: graphs, kernels, memory by purpose, time by phase."""
+"""Logs the worker's start-up: graphs, kernels, memory by purpose, time by phase."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ def log_startup(
     seconds: Mapping[str, float],
     compilations: CompileLog,
 ) -> None:
-    """One line for each graph manager, one for kernels, one for memory, one for time. From here on
-    a kernel that has to be compiled is a fault."""
+    """Log one line for each graph manager, and one each for kernels, memory and time.
+
+    It marks the start-up as finished: a compilation after it is reported as a fault.
+    """
     captured = [report for report in reports if report.num_graphs]
     for report in captured:
         logger.info("%s", report.line())

@@ -1,7 +1,7 @@
-"""Measures at start-up what a step takes, by its number of requests and of drafts.
+"""Measures the duration of a step at start-up, by its numbers of requests and of drafts.
 
-It runs whole steps of made-up requests through the model runner, graphs, sampling and drafting
-included. Their KV goes to blocks that nobody owns yet; afterwards their rows are free again.
+It runs whole steps of dummy requests through the model runner, including graphs, sampling and
+drafting. Their KV goes to blocks that no request owns yet; afterwards their slots are free again.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from ..messages import SamplingParams
 from ..scheduling.plan import NewRequest, ScheduledRow, StepPlan
 from .warm_up import request_fits
 
-_SIZES = (1, 256, 16, 64, 4, 128, 8, 32, 2, 512)  # most telling first: others lie between
-_CPU_SIZES = (1, 8)  # a full step takes a second
+_SIZES = (1, 256, 16, 64, 4, 128, 8, 32, 2, 512)  # in this order, so that interpolation is good
+_CPU_SIZES = (1, 8)  # a step of many requests takes a second
 _GPU_SECONDS, _CPU_SECONDS = 3.0, 1.2
-_ALWAYS = 2  # cells that are measured however long they take
-_GPU_STEPS, _CPU_STEPS = 4, 1  # timed steps of a cell, after one that is not
-_IN_FLIGHT = 2  # steps, as the engine has them
+_ALWAYS = 2  # cells that are measured even if that takes too long
+_GPU_STEPS, _CPU_STEPS = 4, 1  # timed steps of a cell, after one untimed step
+_IN_FLIGHT = 2  # steps, as in the engine
 _PROMPT_LEN = 8
 
 
 class TimedRunner(Protocol):
-    """What is used of a model runner."""
+    """The part of a model runner that is used here."""
 
     @property
     def facts(self) -> Any: ...
@@ -39,7 +39,8 @@ class TimedRunner(Protocol):
 
 
 def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], float]:
-    """(requests, drafts each) -> seconds, for as many pairs as fit into a bounded time."""
+    """Returns (requests, drafts of each) -> seconds of a step, for the cells that can be measured
+    within a few seconds."""
     on_cpu = runner.facts.device == "cpu"
     deadline = time.monotonic() + (_CPU_SECONDS if on_cpu else _GPU_SECONDS)
     counts = (0, *config.speculative.draft_counts)
@@ -48,14 +49,14 @@ def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], 
     found: dict[tuple[int, int], float] = {}
     if not request_fits(runner.facts, bench.num_tokens):
         return found
-    last = 0.0  # seconds that the last cell took
+    last = 0.0  # seconds for the last cell
 
     def is_over() -> bool:
         return len(found) >= _ALWAYS and time.monotonic() + last > deadline
 
     for num_reqs, some in _cells(scheduler.max_num_seqs, counts, on_cpu):
         some = [k for k in some if num_reqs * (k + 1) <= scheduler.max_num_batched_tokens]
-        if not some or is_over():  # then its requests are not started, either
+        if not some or is_over():
             continue
         with bench.requests(num_reqs):
             for num_drafts in some:
@@ -68,7 +69,8 @@ def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], 
 
 
 def _cells(most: int, counts: Sequence[int], on_cpu: bool) -> Iterator[tuple[int, Sequence[int]]]:
-    """What to measure, the most telling first: sizes, and which numbers of drafts."""
+    """The cells to measure, in order of their use for interpolation: a number of requests and its
+    numbers of drafts."""
     sizes = [size for size in (_CPU_SIZES if on_cpu else _SIZES) if size < most]
     if not on_cpu:
         sizes.insert(1, most)
@@ -81,21 +83,21 @@ def _cells(most: int, counts: Sequence[int], on_cpu: bool) -> Iterator[tuple[int
 
 
 class _Bench:
-    """Runs made-up requests in the first slots."""
+    """Runs dummy requests in the first slots."""
 
     def __init__(self, runner: TimedRunner, num_steps: int, counts: Sequence[int]) -> None:
         self._runner, self._num_steps = runner, num_steps
-        self._step_id = -1  # no step of a scheduler has a negative id
+        self._step_id = -1  # negative, unlike the ids of the scheduler's steps
         lookahead: int = runner.facts.needs.num_lookahead_tokens
         steps = (num_steps + 2) * sum(count + 1 for count in counts)
-        # Tokens that a request may come to, its drafts' KV included.
+        # The most tokens of a request, including KV slots of drafts.
         self.num_tokens = _PROMPT_LEN + steps + counts[-1] + 1 + lookahead
 
     @contextmanager
     def requests(self, num_reqs: int) -> Iterator[None]:
-        """So many requests in the first slots, behind their prompts."""
+        """A context with `num_reqs` requests that have finished their prompts."""
         sampling = SamplingParams(seed=0, max_tokens=self.num_tokens, temperature=0.0)
-        # All use the same blocks: what they compute is of no interest.
+        # All use the same blocks, as their results do not matter.
         blocks = [
             list(range(1, 1 - (-self.num_tokens // group.block_size)))
             for group in self._runner.facts.kv_groups
@@ -116,8 +118,8 @@ class _Bench:
             self._runner.execute(freed).get()
 
     def measure(self, num_reqs: int, num_drafts: int) -> float:
-        """Seconds of a step among others: while one runs the next is prepared, as in service."""
-        self._run(num_reqs, num_drafts)  # compiles and allocates what is missing
+        """Seconds of a step, while the next one is prepared as in the engine."""
+        self._run(num_reqs, num_drafts)  # untimed: it may compile and allocate
         start = time.perf_counter()
         self._run(num_reqs, num_drafts, self._num_steps)
         return (time.perf_counter() - start) / self._num_steps

@@ -1,8 +1,8 @@
-"""The target model's forward pass over the step buffers: eager, in pieces, or as one graph.
+"""Runs the target's forward pass over the step buffers: eagerly, in pieces, or as one graph.
 
-A pass is a function of (descriptor, step buffers, attention state). Outputs of graphs are copied,
-inside the graph, to buffers that outlive a replay. Where attention allows, the FULL graph of a
-uniform batch also gathers its rows and builds its attention, so that a step is one replay.
+A pass is a function of (descriptor, step buffers, attention state). Graphs write their outputs to
+buffers that outlive the replay. If attention allows, the FULL graph of a uniform batch also gathers
+its rows and builds its attention, so that the whole pass is one replay.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ..graphs.manager import CaptureReport, CudaGraphManager
 from ..models.short_model import ShortPass
 from ..sampling.row_sampling import PickTokens
 
-# hidden states [M*, H] and taps side by side [M*, taps * H], None if there are none
+# hidden states [M*, H]; auxiliary hidden states side by side [M*, boundaries * H], if any
 ForwardOutput = tuple[Tensor, Tensor | None]
 
 
 class TargetModel(Protocol):
-    """What a model of `runner.models` offers."""
+    """The interface of the models in `runner.models`."""
 
     def __call__(
         self,
@@ -41,7 +41,7 @@ class TargetModel(Protocol):
         positions: Tensor,  # [M*] int64
         attention: AttentionState,
         aux_boundaries: tuple[int, ...] = (),
-        into: ForwardOutput | None = None,  # where the results go
+        into: ForwardOutput | None = None,  # tensors for the results
     ) -> ForwardOutput: ...
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor: ...
@@ -69,7 +69,8 @@ class Target:
         on_device = graphs is not None and all(builder.builds_on_device for builder in builders)
         self._table = table if on_device else None
         self._short_pass = ShortPass(model)
-        self._outputs: list[Tensor] = []  # hidden states, then taps; [max M*, .], with graphs only
+        # Of graphs: hidden states, then auxiliary hidden states; [max M*, .] each.
+        self._outputs: list[Tensor] = []
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[L, H] -> [L, V]"""
@@ -77,7 +78,7 @@ class Target:
 
     @property
     def pick_tokens(self) -> PickTokens | None:
-        """The model's way to pick tokens without writing logits, if it has one."""
+        """The model's function that picks tokens without writing logits, if it has one."""
         picks: PickTokens | None = getattr(self.model, "pick_tokens", None)
         return picks
 
@@ -88,7 +89,7 @@ class Target:
         uniform_token_count: int | None,
         best: CUDAGraphMode = CUDAGraphMode.FULL,
     ) -> BatchExecutionDescriptor:
-        """How a batch of these sizes runs; `best` caps the mode."""
+        """The descriptor of a batch of these sizes; `best` limits the mode."""
         if self._graphs is None:
             return eager_descriptor(num_tokens, num_reqs, uniform_token_count)
         if best is CUDAGraphMode.FULL:
@@ -96,7 +97,7 @@ class Target:
         return self._graphs.dispatch(num_tokens, num_reqs, uniform_token_count, best)
 
     def step_mode(self, desc: BatchExecutionDescriptor) -> StepMode:
-        """How a step of this descriptor runs."""
+        """The mode of a step with this descriptor."""
         if desc.mode is not CUDAGraphMode.FULL:
             is_eager = desc.mode is CUDAGraphMode.NONE
             return StepMode.EAGER if is_eager else StepMode.PIECEWISE
@@ -104,7 +105,7 @@ class Target:
         return StepMode.WHOLE if is_whole else StepMode.FORWARD
 
     def outputs(self, desc: BatchExecutionDescriptor) -> ForwardOutput:
-        """What a graph of this descriptor leaves behind."""
+        """The tensors that a graph of this descriptor writes its outputs to."""
         return self._outputs_of(desc.num_tokens)
 
     def _outputs_of(self, num_tokens: int) -> ForwardOutput:
@@ -112,7 +113,7 @@ class Target:
         return hidden, taps[0] if taps else None
 
     def build_attention(self, batch: InputBatch) -> AttentionState:
-        """This step's attention; with a FULL graph, what its buffers hold is updated in place."""
+        """Build this step's attention state; for a FULL graph, update its buffers in place."""
         common: Sequence[CommonAttentionMetadata] = batch.common
         if batch.mode is StepMode.PIECEWISE:
             # Attention runs between the pieces, on the real rows.
@@ -124,7 +125,7 @@ class Target:
         return self.cache.attention_state(metadata)
 
     def run(self, batch: InputBatch, state: AttentionState | None) -> ForwardOutput:
-        """The forward pass of the batch in the step buffers; no state in a WHOLE step."""
+        """Run the batch in the step buffers; `state` is None in a WHOLE step."""
 
         def eager() -> None:  # for --debug-compare-eager; into the same outputs
             is_piecewise = batch.mode is StepMode.PIECEWISE
@@ -134,10 +135,10 @@ class Target:
         return self._run(batch.descriptor, state, batch.num_tokens, eager)
 
     def run_dummy(self, desc: BatchExecutionDescriptor) -> AttentionState:
-        """The forward pass of a rank that has no work where others have; no KV is written.
+        """Run a pass without requests on a rank that has no work while others have; writes no KV.
 
-        Tables and lengths in the step buffers are written anew: those of the last real batch are
-        stale. Returns the attention state, for the drafter's part of the same step.
+        It resets the tables and lengths in the step buffers, which still hold the last batch.
+        Returns the attention state, for the drafter's part of the same step.
         """
         common = self._buffers.fill_dummy(desc)
         state = self.cache.attention_state(
@@ -169,8 +170,10 @@ class Target:
         return self.outputs(desc)
 
     def warm_up(self, num_tokens: int = 1, max_num_reqs: int | None = None) -> Tensor:
-        """Run `num_tokens` dummy rows, one a request as far as there may be so many, without
-        touching the KV; returns logits."""
+        """Run `num_tokens` dummy rows, spread over as many requests as possible; writes no KV.
+
+        Returns the logits of a row for each request.
+        """
         num_reqs = min(num_tokens, max_num_reqs or self._buffers.max_num_reqs)
         desc = eager_descriptor(num_tokens, num_reqs, None)
         common = self._buffers.fill_dummy(desc)
@@ -179,14 +182,14 @@ class Target:
         return self.compute_logits(hidden[:num_reqs])
 
     def capture(self) -> Mapping[BatchExecutionDescriptor, AttentionStatePair]:
-        """Capture every wanted graph; empty where none is wanted."""
+        """Capture every wanted graph; returns the attention states of each."""
         if self._graphs is None or not self._graphs.wanted:
             return {}
         return self._graphs.capture(self.create_forward_fn)
 
     @property
     def capture_report(self) -> CaptureReport | None:
-        """What was captured; None without graphs."""
+        """The report of the last capture; None without graphs."""
         return None if self._graphs is None else self._graphs.report
 
     def create_forward_fn(self, desc: BatchExecutionDescriptor, warmup: bool) -> tuple[Any, Any]:
@@ -201,7 +204,7 @@ class Target:
                 state = self._state_for_capture(common, desc)
             return self._forward_into_outputs(desc.num_tokens, state)
 
-        def warm_up(state: AttentionState) -> list[Tensor]:  # each kind of layer, not each layer
+        def warm_up(state: AttentionState) -> list[Tensor]:  # runs one layer of each kind
             with self._short_pass.running():
                 return forward(state)
 
@@ -228,7 +231,7 @@ class Target:
         return [output[:num_tokens] for output in self._outputs]
 
     def _allocate_outputs(self) -> None:
-        """Outputs outlive replays: allocated before the first capture, at the largest size."""
+        """Allocate the outputs before the first capture, since they outlive replays."""
         desc = eager_descriptor(1, 1, 1)
         common = self._buffers.fill_dummy(desc)
         metadata = [b.build(c, desc) for b, c in zip(self.builders, common, strict=True)]

@@ -1,4 +1,4 @@
-"""Makes the target's graph manager: which of its steps are captured, as attention allows."""
+"""Creates the target's graph manager, for as many of the wanted graphs as attention allows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def create_target_graphs(
     max_num_reqs: int,
     max_num_tokens: int,
 ) -> tuple[CudaGraphManager | None, CUDAGraphMode]:
-    """The manager and the mode it runs in; None and NONE without graphs."""
+    """The target's graph manager and its mode; (None, NONE) without graphs."""
     if settings is None:
         return None, CUDAGraphMode.NONE
     support = min(builder.supports for builder in builders)

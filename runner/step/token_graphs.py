@@ -1,9 +1,8 @@
-"""Graphs of a step's end: choose or verify tokens, commit them to the table, pack the results.
+"""Graphs that end a step: select or verify tokens, commit them to the table, pack the results.
 
-One for each uniform batch of the target, behind whose graph it runs, for requests of which nothing
-needs the logits but the choice: greedy ones and those that draw by a key. Another one for steps of
-few rows whose drafts are judged by the target's distribution. Other steps choose their tokens
-without a graph, from the same outputs of the target.
+They run after the target's graph of a uniform batch. One kind serves requests that are greedy or
+draw by a key, whose logits nothing else reads. The other serves steps of few rows that verify
+drafts against the target's distribution. Other steps select their tokens without a graph.
 """
 
 from __future__ import annotations
@@ -30,29 +29,29 @@ from ..sampling.row_sampling import RowSampling
 from ..sampling.sampler import SamplerOutput, SamplingPath
 from .target import Target
 
-# Above, the device is busy for longer than a launch takes, and logits of all rows are large.
+# With more rows the device is busy for longer than launches take, and the logits need much memory.
 MAX_REJECTION_ROWS = 256
-# What requests may use whose tokens a graph samples; which row is which is decided on the device.
+# The features that each kind of graph supports; the device decides which row uses which.
 _DRAWN = Feature.GREEDY | Feature.RANDOM | Feature.SEEDED
 _REJECTED = _DRAWN | Feature.UNSEEDED
 
-# (logits rows, their hidden states [L*, H]) -> what they emit
-Choose = Callable[[SamplingRows, Tensor], SamplerOutput]
+# (logits rows, their hidden states [L*, H]) -> emitted tokens
+Select = Callable[[SamplingRows, Tensor], SamplerOutput]
 
 
 class _NoAttention:
-    """Stands for the attention state of a graph without attention."""
+    """Takes the place of an attention state for graphs without attention."""
 
     metadata: tuple[Any, ...] = ()
 
 
-class ChoiceGraphs:
-    """Owns the graphs, and the buffers of what they leave behind: each has a row of the batch."""
+class TokenGraphs:
+    """The graphs and the buffers of their results, which are indexed by batch row."""
 
     def __init__(
         self,
         drawing: CudaGraphManager,
-        rejecting: CudaGraphManager,  # where drawing does not do
+        rejecting: CudaGraphManager,  # for batches that need rejection sampling
         target: Target,
         sampling: RowSampling,
         table: RequestTable,
@@ -65,34 +64,34 @@ class ChoiceGraphs:
         self._packed = torch.zeros((reqs, width), dtype=torch.int64, device=table.device)
         # [2, R] int32, num_sampled and num_rejected by batch row; 0 in padded rows
         self.counts = torch.zeros((2, reqs), dtype=torch.int32, device=table.device)
-        # By number of rows, what `run` hands out.
+        # Number of rows -> views of the results that `run` returns.
         self._views: dict[int, tuple[PackedTensors, Tensor, Tensor]] = {}
-        self._copied: torch.cuda.Event | None = None  # of the last results to the host
+        self._copied: torch.cuda.Event | None = None  # the last results were copied to the host
         self._by_path = {SamplingPath.DRAW: drawing, SamplingPath.REJECT: rejecting}
 
     # --- capture --------------------------------------------------------------------------------
 
     def capture(self) -> None:
-        """Capture all of them; the target has captured its own."""
+        """Capture all graphs; the target's must have been captured before."""
         self._drawing.capture(self._creator(self._draw))
         self._rejecting.capture(self._creator(self._reject))
 
     def profile_memory(self) -> int:
-        """Bytes that `capture` will take; leaves nothing captured."""
+        """Bytes that `capture` will need; leaves nothing captured."""
         drawing = self._drawing.profile_memory(self._creator(self._draw))
         return drawing + self._rejecting.profile_memory(self._creator(self._reject))
 
     @property
     def capture_reports(self) -> list[CaptureReport]:
-        """What was captured."""
+        """The reports of both managers."""
         return [self._drawing.report, self._rejecting.report]
 
-    def _creator(self, choose: Choose) -> CreateForwardFn:
+    def _creator(self, select: Select) -> CreateForwardFn:
         def create(
             desc: BatchExecutionDescriptor, warmup: bool
         ) -> tuple[Callable[[Any], None], Any]:
-            self._buffers.fill_dummy(desc)  # of no request: nothing is committed
-            return lambda _: self._choose(desc, choose), _NoAttention()
+            self._buffers.fill_dummy(desc)  # rows of no request, so nothing is committed
+            return lambda _: self._select(desc, select), _NoAttention()
 
         return create
 
@@ -106,11 +105,11 @@ class ChoiceGraphs:
         pick = partial(pick_rows, logits)
         return self._sampling.sampler.draw(pick, rows, self._table, _REJECTED, logits)
 
-    def _choose(self, desc: BatchExecutionDescriptor, choose: Choose) -> None:
-        """For the capture; of the host it knows N* and L* alone."""
+    def _select(self, desc: BatchExecutionDescriptor, select: Select) -> None:
+        """Select tokens and commit them; from the host it uses N* and L* only."""
         assert desc.num_reqs is not None
         reqs, rows, buffers = desc.num_reqs, desc.num_tokens, self._buffers
-        sampled = choose(
+        sampled = select(
             SamplingRows(
                 slots=[],
                 idx_mapping=buffers.idx_mapping[:reqs],
@@ -128,7 +127,7 @@ class ChoiceGraphs:
         commit_step(self._table, buffers, sampled, self._packed, self.counts)
 
     def _picker(self, hidden: Tensor) -> Callable[[Draws | None], tuple[Tensor, Tensor]]:
-        """Picks tokens from the logits of these rows, or without writing them."""
+        """A function that picks tokens of these rows, without writing logits if the model can."""
         vocab_size, target = self._table.sampling.vocab_size, self._target
         pick = target.pick_tokens
         if pick is not None:
@@ -138,10 +137,9 @@ class ChoiceGraphs:
     # --- a step -----------------------------------------------------------------------------------
 
     def find(self, batch: InputBatch) -> CudaGraphManager | None:
-        """The graphs that sample this batch of a whole step; None if it takes the general path.
+        """The graphs that can sample this batch of a WHOLE step; None if it needs the general path.
 
-        Every row must judge or emit: none ends a prompt of several tokens, so that none asks for
-        log probabilities of its prompt either.
+        Every token row must have a logits row, so no row ends a prompt of several tokens.
         """
         if batch.num_logits != batch.num_tokens:
             return None
@@ -150,16 +148,16 @@ class ChoiceGraphs:
 
     def run(
         self,
-        graphs: CudaGraphManager,  # of `find`
+        graphs: CudaGraphManager,  # from `find`
         batch: InputBatch,
         handle: StepHandle,
         stream: CopyStream | None,
     ) -> tuple[Tensor, Tensor]:
-        """Replay, and start the results' copy on `stream`.
+        """Replay, and start copying the results to the host on `stream`.
 
-        Returns views of `counts`: num_sampled and num_rejected [N] int32.
+        Returns views of `counts`: num_sampled and num_rejected, [N] int32 each.
         """
-        if self._copied is not None and stream is not None:  # as a rule it is done long since
+        if self._copied is not None and stream is not None:  # usually it has finished long ago
             stream.main.wait_event(self._copied)
         graphs.run_fullgraph(batch.descriptor)
         rows = batch.num_reqs
@@ -171,15 +169,15 @@ class ChoiceGraphs:
         return num_sampled, num_rejected
 
 
-def create_choices(
+def create_token_graphs(
     settings: GraphSettings | None,
     graphs: CudaGraphManager | None,
     target: Target,
     sampling: RowSampling,
     table: RequestTable,
     buffers: InputBuffers,
-) -> ChoiceGraphs | None:
-    """Graphs behind those of the target (`graphs`) that gather; None if there are none."""
+) -> TokenGraphs | None:
+    """Create the graphs that follow the target's `graphs` of WHOLE steps; None if it has none."""
     if settings is None or graphs is None:
         return None
     wanted = [
@@ -196,6 +194,6 @@ def create_choices(
     ]
     drawing, rejecting = (
         CudaGraphManager(name, descs, settings.pool, settings.progress)
-        for name, descs in (("token choice", wanted), ("draft rejection", verified))
+        for name, descs in (("token selection", wanted), ("draft rejection", verified))
     )
-    return ChoiceGraphs(drawing, rejecting, target, sampling, table, buffers)
+    return TokenGraphs(drawing, rejecting, target, sampling, table, buffers)

@@ -1,6 +1,6 @@
-"""What a decode step must read at least: the weights once and the KV cache of its context.
+"""Counts the bytes that a decode step must read: all weights once, and the KV of its contexts.
 
-The share of a device's bandwidth that a measured step reaches follows from it.
+With the duration of a step, they give the share of the device's bandwidth that it reaches.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ EngineT = TypeVar("EngineT", bound=_Engine)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Of all weights that every step reads: tables that rows are only gathered from do not count.
+    """Bytes of all weights that every step reads; without tables of which it only gathers rows.
 
-    Weights packed by torch for the CPU are no parameters, and are missing here.
+    Weights that torch packed for the CPU are not parameters and are not counted.
     """
     owners: Counter[int] = Counter()
     sizes: dict[int, int] = {}
@@ -44,7 +44,7 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def note_traffic(ready: Ready, model: Any, cache: KVCache, speculator: Any) -> None:
-    """Tell `ready` what a step reads on a GPU; `speculator` is the drafter or None."""
+    """On a GPU, add the bytes that a step reads to `ready`; `speculator` is the drafter or None."""
     if not ready.device.startswith("cuda"):
         return
     ready.weight_bytes = weight_bytes(model)

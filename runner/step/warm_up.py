@@ -1,7 +1,8 @@
-"""Runs whole steps of made-up requests before the first real one, so that none pays for set-up.
+"""Runs whole steps of dummy requests before the first real one, so that no request waits for
+set-up.
 
-What is launched for the first time loads code, and what was never launched is compiled. Their KV
-goes to blocks that nobody owns yet; afterwards their rows are free again.
+The first launch of a kernel compiles it or loads its code. The dummy requests write their KV to
+blocks that no request owns yet; afterwards their slots are free again.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _KINDS = (
     SamplingParams(temperature=1.0, seed=0, has_own_seed=True, max_tokens=8),
     SamplingParams(temperature=1.0, seed=0, top_k=5, max_tokens=8),
     SamplingParams(temperature=1.0, seed=0, top_p=0.9, max_tokens=8),
-    # Its logits are written although nothing changes them, as no other kind's are outside graphs.
+    # Greedy, but its logits are written; outside graphs no other kind here has unchanged logits.
     SamplingParams(temperature=0.0, seed=0, logprobs=0, max_tokens=8),
 )
-# These differ in how the tokens of many rows are chosen outside graphs: without noise, with it, and
-# from logits that are written.
+# Outside graphs, these select the tokens of many rows by different kernels: without noise, with
+# noise, and from written logits.
 _WIDE = (_KINDS[0], _KINDS[2], _KINDS[4])
-# What takes memory for good at its first use is left to requests.
+# These allocate permanent memory at their first use, which is left to requests.
 _RARE = (SamplingParams(temperature=0.0, seed=0, presence_penalty=0.1, max_tokens=8),)
 
 
 class SteppedRunner(Protocol):
-    """What is used of a model runner."""
+    """The part of a model runner that is used here."""
 
     @property
     def facts(self) -> Any: ...
@@ -43,15 +44,15 @@ class SteppedRunner(Protocol):
 
 
 def warm_up_steps(runner: SteppedRunner, config: Config) -> None:
-    """A prefill, a decode and, with a drafter, a step that verifies, for every kind of sampling;
-    then as many rows at once as lead to other kernels."""
+    """Run a prefill, a decode and, with a drafter, a verification for every kind of sampling; then
+    the larger batches that use other kernels."""
     steps = _Steps(runner)
     if not steps.fit():
         return
     for params in _KINDS:
         steps.serve([params])
     if config.scheduler.max_num_seqs > 1:
-        steps.serve([_KINDS[0], _KINDS[2]])  # a batch whose rows are sampled differently
+        steps.serve([_KINDS[0], _KINDS[2]])  # rows that are sampled differently
         steps.serve([_KINDS[1], _KINDS[2]])
     for num_reqs in wide_batches(config.scheduler, steps.num_drafts):
         for params in _WIDE:
@@ -59,10 +60,10 @@ def warm_up_steps(runner: SteppedRunner, config: Config) -> None:
 
 
 def rare_steps(runner: SteppedRunner, config: Config) -> None:
-    """Steps of the kinds that `warm_up_steps` leaves to requests; only a dry start runs them.
+    """Run the steps that `warm_up_steps` leaves to requests; only a dry start does so.
 
-    Prompts and batches of all sizes are among them: where a step has no graph, its kernels depend
-    on its rows, and a drafter's on the number of requests, too.
+    They include prompts and batches of all sizes: without a graph, a step's kernels depend on its
+    number of rows, and a drafter's also on the number of requests.
     """
     steps = _Steps(runner)
     if not steps.fit():
@@ -78,8 +79,11 @@ def rare_steps(runner: SteppedRunner, config: Config) -> None:
 
 
 def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:
-    """Numbers of requests, ascending. With n of them `serve_wide` has n logits rows, and then
-    (n - 1) (K + 1) + 1 if there are drafts: so every bucket of rows is met that a step can have."""
+    """Numbers of requests, ascending, for which `serve_wide` uses every bucket of logits rows that
+    a step can have.
+
+    With n requests it has n logits rows, and then (n - 1) (K + 1) + 1 if there are drafts.
+    """
     width, found, below = num_drafts + 1, set(), 1
     most = min(scheduler.max_num_seqs, (scheduler.max_num_batched_tokens - 1) // width)
     for bucket in (*BUCKETS[1:], 2 * BUCKETS[-1]):
@@ -92,7 +96,7 @@ def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:
 
 
 def request_fits(facts: Any, num_tokens: int) -> bool:
-    """Whether a runner of these facts has the context, and the KV blocks, for one such request."""
+    """Whether a runner has the context length and the KV blocks for a request of `num_tokens`."""
     blocks = [group.num_blocks > -(-num_tokens // group.block_size) for group in facts.kv_groups]
     return num_tokens < facts.max_model_len and all(blocks)
 
@@ -101,18 +105,18 @@ class _Steps:
     def __init__(self, runner: SteppedRunner) -> None:
         self._runner = runner
         self.num_drafts: int = runner.facts.needs.num_speculative_tokens
-        self._step_id = -(1 << 40)  # no step of a scheduler has a negative id
+        self._step_id = -(1 << 40)  # negative, unlike the ids of the scheduler's steps
 
     def _length(self) -> int:
         lookahead: int = self._runner.facts.needs.num_lookahead_tokens
         return _PROMPT_LEN + 3 * (self.num_drafts + 1) + lookahead
 
     def fit(self) -> bool:
-        """Whether such requests fit into the context and the KV cache."""
+        """Whether the dummy requests fit into the context and the KV cache."""
         return request_fits(self._runner.facts, self._length())
 
     def serve(self, kinds: list[SamplingParams]) -> None:
-        """One request for each of `kinds`, all in one batch, through their first three steps."""
+        """Run one request for each of `kinds`, all in one batch, for three steps."""
         drafts, slots = self.num_drafts, range(len(kinds))
         new = [self._new_request(slot, _PROMPT_LEN, params) for slot, params in enumerate(kinds)]
         self._run([_prefill(request) for request in new], new)
@@ -123,15 +127,18 @@ class _Steps:
         self._run([], freed_slots=list(slots))
 
     def serve_prompt(self, prompt_len: int) -> None:
-        """The prefill of one request, if the KV cache has the blocks for it."""
+        """Run the prefill of one request if the KV cache has the blocks for it."""
         if request_fits(self._runner.facts, prompt_len):
             new = self._new_request(0, prompt_len, _KINDS[0])
             self._run([_prefill(new)], [new])
             self._run([], freed_slots=[0])
 
     def serve_wide(self, kinds: list[SamplingParams]) -> None:
-        """As few tokens as so many rows can have in steps that are not uniform, whose tokens no
-        graph chooses: prefills and, with a drafter, one prefill among rows that verify."""
+        """Run steps of many rows that are not uniform, so that no graph selects their tokens.
+
+        They have as few tokens as possible: prefills and, with a drafter, rows that verify beside
+        one prefill.
+        """
         last = len(kinds) - 1
         new = [self._new_request(slot, 1, params) for slot, params in enumerate(kinds[:last])]
         new.append(self._new_request(last, 2, kinds[last]))
@@ -143,14 +150,17 @@ class _Steps:
         self._run([], freed_slots=list(range(len(kinds))))
 
     def _verifying(self, slots: range, bound: int) -> list[ScheduledRow]:
-        """Rows with K drafts each, at most `bound` tokens before them."""
+        """Rows that verify K drafts each, after at most `bound` tokens."""
         drafts = self.num_drafts
         self._runner.fill_drafts(len(slots), drafts)
         return [ScheduledRow(slot, drafts + 1, drafts, bound, False, 1) for slot in slots]
 
     def _new_request(self, slot: int, prompt_len: int, params: SamplingParams) -> NewRequest:
-        """With blocks of its own, where there are enough: two that write to one block leave there
-        what nobody can foretell, and graphs are compared with eager runs."""
+        """A request with blocks of its own if there are enough.
+
+        If two requests wrote to one block, the result would be random, and graphs could not be
+        compared with eager runs.
+        """
         length, blocks = max(self._length(), prompt_len), []
         for group in self._runner.facts.kv_groups:
             count = -(-length // group.block_size)

@@ -69,7 +69,13 @@ def test_no_graph_of_a_cycle_launches_torchs_operations_but_products(tmp_path: P
     """Between kernels that start ahead of the end of the one before, each is a wait of its own."""
     output = run_script("cycle_launches.py", *save_configs(tmp_path))
     launches: dict[str, list[str]] = json.loads(output.splitlines()[-1])
-    roles = ("target FULL", "token choice", "draft rejection", "draft prefill", "draft decodes x 2")
+    roles = (
+        "target FULL",
+        "token selection",
+        "draft rejection",
+        "draft prefill",
+        "draft decodes x 2",
+    )
     for role in roles:
         found = [names for label, names in launches.items() if label.startswith(role)]
         assert found and all(len(names) > 5 for names in found), role

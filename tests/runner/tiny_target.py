@@ -30,7 +30,7 @@ from slipstream.runner.step.device_queue import DeviceQueue
 from slipstream.runner.step.model_runner import ModelRunner
 from slipstream.runner.step.parts import NO_SPECULATION, RunnerFacts, RunnerParts
 from slipstream.runner.step.target import Target
-from slipstream.runner.step.token_graphs import create_choices
+from slipstream.runner.step.token_graphs import create_token_graphs
 from slipstream.speculators.base import BaseSpeculator, DraftInputs, SpeculatorNeeds
 
 VOCAB, MAX_LEN, BLOCK, CPU = 67, 64, 4, torch.device("cpu")
@@ -188,13 +188,15 @@ def make_runner(
     shared = table if setup.whole else None
     target = Target(model, cache, builders, buffers, graphs, taps, shared)
     sampling = RowSampling(Sampler(SpeculativeConfig(), device), setup.num_drafts, VOCAB)
-    choices = None
+    token_graphs = None
     if setup.whole:
         settings = GraphSettings(graphs._pool, ())
-        choices = create_choices(settings, graphs, target, sampling, table, buffers)
+        token_graphs = create_token_graphs(settings, graphs, target, sampling, table, buffers)
     queue = DeviceQueue(device)
     runner = ModelRunner(
-        RunnerParts(facts, target, table, buffers, sampling, speculator, queue, choices=choices)
+        RunnerParts(
+            facts, target, table, buffers, sampling, speculator, queue, token_graphs=token_graphs
+        )
     )
     runner._on_cpu = device.type == "cpu" and setup.recorded is None  # the host sees no drafts
     return runner

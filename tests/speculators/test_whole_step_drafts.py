@@ -79,10 +79,10 @@ def test_text_and_drafts_are_those_of_plain_steps(
             with recorded_proposals() as seen:
                 tokens = mixed_life(engine)
         replays = engine.replays
-        assert bool(replays.get("token choice")) == whole
+        assert bool(replays.get("token selection")) == whole
         assert bool(replays.get("draft rejection")) == whole
         if whole:  # some steps hold requests that ask for more
-            assert replays["token choice"] < replays["target"]
+            assert replays["token selection"] < replays["target"]
         found.append((tokens, [(known, drafts) for known, drafts in seen if drafts]))
     assert found[0][0] == found[1][0]
     assert {len(text) for text in found[0][0].values()} >= {5, 8, 11, 14}
@@ -161,10 +161,10 @@ def test_a_steady_step_launches_graphs_and_one_copy(
                 engine.engine.step()
                 counts.append(list(names))
         engine.engine._runner._queue._executor = executor  # type: ignore[attr-defined]
-        steps = engine.replays["token choice"] - before["token choice"]
+        steps = engine.replays["token selection"] - before["token selection"]
         assert steps == 6
         each = {name: engine.replays[name] - before[name] for name in before}
-        kinds = {"target", "token choice"}
+        kinds = {"target", "token selection"}
         assert {name for name, count in each.items() if count} == kinds | (
             {"draft prefill", "draft loop"} if method else set()
         )

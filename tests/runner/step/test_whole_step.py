@@ -21,7 +21,7 @@ from slipstream.runner.graphs.recorder import RecordedGraphs
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.scheduling.plan import NewRequest, ScheduledRow, StepPlan
 from slipstream.runner.step.model_runner import ModelRunner
-from slipstream.runner.step.token_graphs import ChoiceGraphs
+from slipstream.runner.step.token_graphs import TokenGraphs
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 
@@ -101,7 +101,7 @@ def test_random_plans_give_the_recomputed_text(
     maker.run()
     runner.shutdown()
     assert len(maker.done) == len(jobs)
-    assert replays["target"] >= replays["token choice"] > 3
+    assert replays["target"] >= replays["token selection"] > 3
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -132,9 +132,9 @@ def test_every_option_gives_the_text_of_plain_steps_there_and_back(
         maker.run()
         runner.shutdown()
         texts.append([job.tokens for job in jobs])
-        assert (replays["token choice"] > 3) == whole
+        assert (replays["token selection"] > 3) == whole
         assert bool(replays["draft rejection"]) == (whole and num_drafts > 0)
-        assert replays["target"] > replays["token choice"] + replays["draft rejection"] + 3
+        assert replays["target"] > replays["token selection"] + replays["draft rejection"] + 3
     assert texts[0] == texts[1]
 
 
@@ -173,7 +173,7 @@ def test_a_steady_batch_costs_the_host_two_replays_and_nothing_else(
         slots = [2, 0] if step < 4 else [0]  # one is aborted
         runner.execute(decode(step, slots, 2 + step)).get()
     assert uploads == 2  # who is in the batch, when that changes
-    assert replays == {"target": 6, "token choice": 6}
+    assert replays == {"target": 6, "token selection": 6}
     runner.shutdown()
 
 
@@ -181,14 +181,14 @@ def test_results_are_one_tensor_for_the_host(model: Any, monkeypatch: pytest.Mon
     runner = runner_for(model)
     started(runner, [1])
     sent: list[list[Any]] = []
-    run = ChoiceGraphs.run
+    run = TokenGraphs.run
 
     def seen(self: Any, graphs: Any, batch: Any, handle: Any, stream: Any) -> Any:
         result = run(self, graphs, batch, handle, stream)
         sent.append(handle._output.result()[0].all())
         return result
 
-    monkeypatch.setattr(ChoiceGraphs, "run", seen)
+    monkeypatch.setattr(TokenGraphs, "run", seen)
     handle = runner.execute(decode(1, [1], 3))
     (result,) = handle.get()
     runner.synchronize()
@@ -213,14 +213,14 @@ def test_what_asks_for_more_than_tokens_chooses_without_a_graph(
 ) -> None:
     runner = runner_for(model, 2, lambda slot, known: [1, 2])
     cases: list[tuple[dict[str, Any], int, str | None]] = [
-        ({}, 2, "token choice"),
-        ({"temperature": 0.5, "has_own_seed": True}, 2, "token choice"),
-        ({"temperature": 0.5}, 0, "token choice"),
+        ({}, 2, "token selection"),
+        ({"temperature": 0.5, "has_own_seed": True}, 2, "token selection"),
+        ({"temperature": 0.5}, 0, "token selection"),
         ({"temperature": 0.5}, 2, "draft rejection"),
         ({"min_p": 0.1, "temperature": 0.5}, 0, None),
         ({"top_p": 0.9, "temperature": 0.5}, 2, None),
         ({"logprobs": 0}, 0, None),
-        ({"prompt_logprobs": 0}, 0, "token choice"),  # its prompt is behind it
+        ({"prompt_logprobs": 0}, 0, "token selection"),  # its prompt is behind it
     ]
     for options, drafts, name in cases:
         started(runner, [0], **options)
