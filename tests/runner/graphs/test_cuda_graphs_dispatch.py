@@ -86,9 +86,9 @@ def test_thinned_sizes_keep_the_ends_and_none_twice(most: int) -> None:
 
 def test_listed_sizes_are_sorted_and_checked() -> None:
     assert capture_sizes((8, 1, 8), 64) == (1, 8)
-    with pytest.raises(GraphConfigError, match="--cudagraph-capture-sizes holds 65"):
+    with pytest.raises(GraphConfigError, match="--cudagraph-capture-sizes contains 65"):
         capture_sizes((65,), 64)
-    with pytest.raises(GraphConfigError, match="holds 0"):
+    with pytest.raises(GraphConfigError, match="contains 0"):
         capture_sizes((0,), 64)
 
 

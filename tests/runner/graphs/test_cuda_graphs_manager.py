@@ -185,7 +185,7 @@ def test_debug_compare_finds_a_stale_replay() -> None:
     manager.capture(model.create_forward_fn)
     model.input.normal_()
     manager.run_fullgraph(full(4), lambda: model.run(4, model.state([4])))
-    with pytest.raises(GraphMismatch, match="target FULL 4 tokens") as caught:
+    with pytest.raises(GraphMismatch, match="target graph FULL 4 tokens") as caught:
         manager.run_fullgraph(full(4), lambda: model.run(4, model.state([1, 1, 2])))
     assert caught.value.error > 0.02
 
