@@ -23,6 +23,7 @@ _MIN = {
     "drain_timeout": 0,
     "worker_timeout": 0,
     "client_timeout": 0,
+    "sse_keep_alive": 0,
     "max_model_len": 1,
     "max_logprobs": 0,
     "seed": 0,

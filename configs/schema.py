@@ -67,6 +67,9 @@ class ServerConfig:
         "disconnect a client that takes this many seconds to send a request, or reads nothing of"
         " its reply for as long; 0 = never",
     )
+    sse_keep_alive: float = option(
+        15.0, "seconds of silence after which a stream gets a comment that clients skip; 0 = never"
+    )
     metrics_prefix: str = option("slipstream", "prefix of metric names")
     chat_template: str | None = option(None, "chat template file to use instead of the model's")
     default_max_tokens: int | None = option(

@@ -120,6 +120,11 @@ class Generation:
             if event.finish_reason is not None and alone:
                 return
 
+    @property
+    def keep_alive(self) -> float:
+        """Seconds of silence after which the stream gets a comment; 0 = never."""
+        return self._services.config.server.sse_keep_alive
+
     def live(self, frame: Frame) -> Live | None:
         """How a stream of one choice is written while its outputs arrive; None for other jobs.
 

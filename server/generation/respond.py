@@ -33,7 +33,8 @@ async def respond(request: Request, generation: Generation, reply: Whole | Frame
                 generation.__exit__(type(error), error, None)
                 raise
         pieces = _pieces(events, begun, reply)
-        return EventStream(generation, pieces, generation.live(reply.delta), reply.failed)
+        live, silence = generation.live(reply.delta), generation.keep_alive
+        return EventStream(generation, pieces, live, reply.failed, silence)
     with generation:
         answer = await unless_disconnected(request, _answer(generation, reply))
     return Response(await encode_reply(answer), media_type="application/json")

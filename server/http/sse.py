@@ -23,6 +23,7 @@ MAX_SILENT_TOKENS = 8  # without text, before a chunk without any shows that the
 WRITER = "slipstream.writer"  # the scope's extension that holds a Writer, if the server has one
 Write = Callable[[bytes], bool]
 Live = Callable[[Write], Awaitable[None]]
+KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
@@ -45,6 +46,43 @@ def event(data: bytes, name: str | None = None) -> bytes:
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
+class KeepAlive:
+    """Writes a comment whenever a stream has been silent for `seconds`, for example while its
+    request is queued or its prompt is computed, so that clients and proxies do not give it up.
+
+    A context. Each piece must be reported (`sent`) or written through it (`write`).
+    """
+
+    def __init__(self, writer: Writer, seconds: float) -> None:
+        self._writer, self._seconds = writer, seconds
+        self._loop = asyncio.get_running_loop()
+        self._last = self._loop.time()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def sent(self) -> None:
+        """Note that a piece was sent."""
+        self._last = self._loop.time()
+
+    def write(self, data: bytes) -> bool:
+        """Write a piece; returns `Writer.may_write`."""
+        self._last = self._loop.time()
+        return self._writer.write(data)
+
+    def _wake(self) -> None:
+        if self._loop.time() - self._last >= self._seconds and self._writer.may_write():
+            self.write(KEEP_ALIVE)
+        due = max(self._last + self._seconds, self._loop.time() + 0.01)
+        self._timer = self._loop.call_at(due, self._wake)
+
+    def __enter__(self) -> KeepAlive:
+        self._timer = self._loop.call_later(self._seconds, self._wake)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class EventStream(Response):
     """Sends what `events` yields, already framed; an error becomes what `failed` makes of it.
 
@@ -61,6 +99,7 @@ class EventStream(Response):
         events: AsyncGenerator[bytes, None],
         live: Live | None,
         failed: Callable[[APIError], bytes],
+        keep_alive: float = 0.0,  # seconds of silence before a comment; 0 = never
     ) -> None:
         super().__init__(headers=_HEADERS, media_type="text/event-stream")
         del self.headers["content-length"]
@@ -68,6 +107,7 @@ class EventStream(Response):
         self._events = events
         self._live = live
         self._failed = failed
+        self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the response."""
@@ -98,14 +138,24 @@ class EventStream(Response):
         try:
             with self._owner:
                 await send(start)
-                async with aclosing(self._events) as events:
-                    async for chunk in events:
-                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                        if self._live and writer and writer.may_write():
-                            await self._live(writer.write)
+                if writer is None or not self._keep_alive:
+                    await self._send_events(send, writer, writer and writer.write, lambda: None)
+                else:
+                    with KeepAlive(writer, self._keep_alive) as alive:
+                        await self._send_events(send, writer, alive.write, alive.sent)
         except Exception as error:
             last = self._failed(as_api_error(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _send_events(
+        self, send: Send, writer: Writer | None, write: Write | None, sent: Callable[[], None]
+    ) -> None:
+        async with aclosing(self._events) as events:
+            async for chunk in events:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                sent()
+                if self._live and writer and write and writer.may_write():
+                    await self._live(write)
 
 
 async def unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
