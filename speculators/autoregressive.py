@@ -105,7 +105,10 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         )
 
     def decode(self, num_reqs: int, attention: Any) -> None:
-        """One more token and one more draft per request."""
+        """Run the model on each request's newest draft, and draw the next one.
+
+        Reads and writes rows 0 .. num_reqs of the buffers.
+        """
         hidden = self.hidden[:num_reqs]
         ids, positions = self.decode_ids[:num_reqs], self.decode_positions[:num_reqs]
         self.draw_drafts(self.model.run(ids, positions, hidden, attention, hidden))

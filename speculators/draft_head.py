@@ -12,7 +12,8 @@ PickTokens = Callable[..., tuple[Tensor, Tensor]]
 
 
 class DraftModel(Protocol):
-    """What an `AutoRegressiveSpeculator` runs. Every function may be recorded in a graph."""
+    """The model of an `AutoRegressiveSpeculator`. Its functions may be recorded in a graph, so they
+    must not read values of the device."""
 
     input_width: int  # of the target's hidden states that the first pass reads
     feedback_width: int  # of the hidden state that one pass hands to the next
@@ -43,7 +44,7 @@ class DraftModel(Protocol):
     def write_kv(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: Any
     ) -> None:
-        """A pass of which only the KV is needed."""
+        """Write the KV that `run` would write."""
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """[N, .] -> [N, draft vocabulary]."""

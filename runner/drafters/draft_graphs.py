@@ -1,7 +1,7 @@
 """Runs the passes of an autoregressive drafter, from CUDA graphs where there are any.
 
-Owns the drafter's graphs and the loop over a proposal's passes; what a pass computes is the
-speculator's business.
+It owns the drafter's graphs and the loop over a proposal's passes; the speculator defines what each
+pass computes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .attention import DraftAttention
 
 logger = logging.getLogger(__name__)
 
-# The step that a graph of this descriptor finds in the step buffers: all rows of the descriptor,
-# padded ones with slot -1. None unless such a step is WHOLE.
+# Descriptor -> the step that a graph reads from the step buffers: all rows of the descriptor,
+# padded ones with slot -1. None if steps of this descriptor are not WHOLE.
 WholeStep = Callable[[BatchExecutionDescriptor], DraftInputs | None]
 StatePairs = Mapping[BatchExecutionDescriptor, Any]  # the target's `AttentionStatePair`s
 
@@ -38,10 +38,11 @@ class _NoAttention:
 
 
 class DraftGraphs:
-    """Managers and passes of one drafter.
+    """The graph managers of one drafter, and its passes.
 
-    Draft prefills have the descriptors of the target's FULL graphs, whose attention they share.
-    Draft decodes are all in one graph if attention is built on the device, else one graph each.
+    Draft prefills have the descriptors of the target's FULL graphs, and share their attention. If
+    attention can be built on the device, one graph holds all draft decodes of a step, else one
+    each.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class DraftGraphs:
         attention: DraftAttention,
         requests: RequestRows,
         settings: GraphSettings | None = None,  # None: this device has no graphs
-        of_target: Sequence[BatchExecutionDescriptor] = (),  # that the target captures
+        of_target: Sequence[BatchExecutionDescriptor] = (),  # of the target's graphs
         mode: CUDAGraphMode = CUDAGraphMode.NONE,  # of the target
     ) -> None:
         speculator.use_requests(requests)
@@ -61,7 +62,7 @@ class DraftGraphs:
             (host.max_num_reqs,), MAX_DRAFTS, dtype=torch.int32, device=host.device
         )  # [R] by batch row
         self._most_drafts_cpu: int | list[int] = MAX_DRAFTS  # for all rows, or by row
-        # A graph keeps the draft of a draft prefill if some steps make no other.
+        # The graphs of draft prefills store their draft if some steps make no other.
         self._prefill_stores = speculator.first_pass_drafts and 1 in speculator.config.draft_counts
         self._prefills: CudaGraphManager | None = None
         self._decodes: CudaGraphManager | None = None  # a graph for each decode
@@ -197,7 +198,7 @@ class DraftGraphs:
             self.speculator.host.upload(rows, out=self._most_drafts[: len(most_drafts)])
 
     def propose(self, inputs: DraftInputs) -> None:
-        """Draft for every row and store the drafts in the request table. Never syncs."""
+        """Draft for every row and store the drafts in the request table. Never waits."""
         speculator = self.speculator
         if speculator.deferred is not None:
             speculator.deferred.catch_up(
@@ -228,7 +229,8 @@ class DraftGraphs:
         num_decode_reqs: int,
         num_drafts: int,
     ) -> None:
-        """Run the passes of a proposal for no request: other ranks' passes hold collectives."""
+        """Run the passes of a proposal without requests, since other ranks' passes contain
+        collectives."""
         self.speculator.fill_dummy(0)
         self._passes(desc, attention, desc.num_tokens, 0, num_decode_reqs, num_drafts)
 
@@ -259,7 +261,7 @@ class DraftGraphs:
     def _first_pass(
         self, desc: BatchExecutionDescriptor, attention: Any, num_tokens: int, num_reqs: int
     ) -> bool:
-        """The pass over the target's rows; True if it was a replay."""
+        """Run the pass over the target's rows; True if a graph was replayed."""
         captured = self._prefills is not None and self._prefills.holds(desc)
         if captured and (attention is None or attention.can_replay):
             assert self._prefills is not None
@@ -284,9 +286,10 @@ class DraftGraphs:
         return True
 
     def _decode(self, num_reqs: int, padded: int, attention: Any) -> Any:
-        """One more draft per request; returns the attention state, for constant positions.
+        """Make one more draft per request.
 
-        `padded`: the most requests that any rank has.
+        `attention` is the result of the last call, which is reused if positions stay. `padded`: the
+        most requests of any rank.
         """
         speculator = self.speculator
         if speculator.advance_draft_positions:

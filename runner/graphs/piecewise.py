@@ -89,7 +89,7 @@ class BreakableGraph:
                 step.replay()
 
     def reset(self) -> None:
-        """Free the segments' memory."""
+        """Free the segments' memory; they cannot be replayed afterwards."""
         for step in self._steps:
             if not isinstance(step, _AttentionCut):
                 step.reset()

@@ -18,8 +18,10 @@ log = logging.getLogger(__name__)
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of `--device`; "auto" is CUDA if there is a GPU. Raises RunnerError if "cuda" has
-    none."""
+    """The device of `--device`; "auto" is CUDA if there is a GPU, else the CPU.
+
+    Raises RunnerError for "cuda" without a GPU.
+    """
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():

@@ -41,7 +41,7 @@ class RequestLimits:
         self._verdicts: list[deque[tuple[int, int]]] = [deque() for _ in range(max_num_reqs)]
 
     def restart(self, slot: int, greedy: bool) -> None:
-        """Forget the request that had the slot."""
+        """A new request has the slot; `greedy`: its temperature is 0."""
         self._acceptance.restart(slot)
         self._is_greedy[slot] = greedy
         self._skipped[slot], self._gap[slot] = 0, _FIRST_GAP

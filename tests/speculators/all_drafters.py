@@ -19,9 +19,9 @@ FEW_METHODS = some(METHODS, ("eagle3", "gemma4_mtp"))
 
 
 class Drafters:
-    """Makes each pair when it is first asked for.
+    """Creates each pair at its first use.
 
-    With `wide_heads` attention heads have 16 values, the least that a matrix unit takes.
+    With `wide_heads` attention heads have 16 values, the least that a matrix unit supports.
     """
 
     def __init__(self, folder: Path, wide_heads: bool = False) -> None:
@@ -30,7 +30,7 @@ class Drafters:
         self._pairs: dict[str, tuple[Path, Path | None]] = {}
 
     def pair(self, method: str) -> tuple[Path, Path | None]:
-        """(target, drafter); the drafter is None where the target brings it along."""
+        """(target, drafter); the drafter is None if it is in the target's checkpoint."""
         if method not in self._pairs:
             self._pairs[method] = self._make(method)
         return self._pairs[method]

@@ -1,7 +1,7 @@
-"""EAGLE heads stated plainly: tiny checkpoints, and drafts recomputed without a cache.
+"""Plain EAGLE heads: tiny checkpoints, and drafts recomputed without a cache.
 
-The statements follow the papers over whole sequences in plain torch, one matrix at a time; nothing
-of the package is used.
+They follow the papers over whole sequences in plain torch, one matrix at a time, and use nothing
+of the package.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear(weights: Weights, name: str, x: Tensor) -> Tensor:
-    """With a bias where there is one."""
+    """A linear layer, with its bias if there is one."""
     return F.linear(x, weights[f"{name}.weight"], weights.get(f"{name}.bias"))
 
 

@@ -1,9 +1,9 @@
-"""An example of a drafter of one's own: one matrix that guesses the next hidden state.
+"""An example of a custom drafter: one matrix that predicts the next hidden state.
 
-From the embedding of token p + 1 and the target's hidden state of p it guesses the hidden state of
-p + 1, which the target's own head turns into a draft for p + 2; its guess is fed back for the next
+From the embedding of token p + 1 and the target's hidden state of p it predicts the hidden state of
+p + 1, which the target's head turns into a draft for p + 2; the prediction is fed back for the next
 draft. Used with `-sc '{"method": "example_drafter:ExampleSpeculator", "model": "FOLDER"}'`, where
-FOLDER holds model.safetensors and the module can be imported.
+FOLDER contains model.safetensors and Python can import the module.
 """
 
 from __future__ import annotations
@@ -61,5 +61,6 @@ class ExampleSpeculator(AutoRegressiveSpeculator):
         return ExampleHead(weight, self.host.target_model)
 
     def describe_needs(self) -> SpeculatorNeeds:
-        """The target's hidden states, but no KV: no lookahead slots, and prefix hits stay whole."""
+        """The target's hidden states, but no KV: no lookahead slots, and prefix hits keep their
+        last block."""
         return replace(super().describe_needs(), num_lookahead_tokens=0, kv_needs_next_token=False)

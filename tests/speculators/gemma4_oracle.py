@@ -69,7 +69,8 @@ class AssistantOracle:
 
     @torch.no_grad()
     def drafts(self, tokens: Sequence[int], count: int, offset: int) -> list[int]:
-        """Greedy drafts after `tokens`; `offset` 1 is where transformers places the queries."""
+        """Greedy drafts after `tokens`; with `offset` 1 the queries have transformers'
+        positions."""
         known = torch.tensor([list(tokens[:-1])])
         out = self.target.model(known, return_shared_kv_states=True, use_cache=False)
         hidden = out.last_hidden_state[:, -1:]

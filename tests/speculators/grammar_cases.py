@@ -1,4 +1,4 @@
-"""24 schemas with the judges of their values, a small vocabulary, and engines that speak it."""
+"""24 schemas with checks of their values, a small vocabulary, and engines that use it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ KINDS: list[Any] = [
 
 @dataclass(frozen=True)
 class Case:
-    """A grammar and whether a text is what it promises."""
+    """A grammar and a check that a text conforms to it."""
 
     adapter: TypeAdapter[Any]
     spec: GrammarSpec
@@ -133,12 +133,12 @@ MORE_METHODS = ("eagle", "mtp", "gemma4_mtp")  # with a target of their own, or 
 
 
 def text_of(tokens: list[int]) -> bytes:
-    """What the tokens spell."""
+    """The text of the tokens."""
     return b"".join(TOKENS[token] for token in tokens)
 
 
 def tokens_of(text: bytes) -> list[int]:
-    """A spelling of a text, longest pieces first."""
+    """Token ids of a text, longest pieces first."""
     tokens = []
     while text:
         best = max((t for t in TOKENS if t and text.startswith(t)), key=len)
@@ -161,7 +161,8 @@ class Models:
         self._pairs: dict[str, tuple[Path, Path | None]] = {}
 
     def pair(self, method: str) -> tuple[Path, Path | None]:
-        """(target, drafter); the drafter is None where there is none or the target brings it."""
+        """(target, drafter); the drafter is None if there is none or it is in the target's
+        checkpoint."""
         if method not in self._pairs:
             self._pairs[method] = self._make(method)
         return self._pairs[method]
@@ -180,7 +181,7 @@ class Models:
         return self.target, {"draft_model": self.draft, "eagle3": self.head}.get(method)
 
     def engine(self, method: str, **changes: Any) -> TinyEngine:
-        """An engine with the drafter, 3 drafts a step, that knows the vocabulary."""
+        """An engine with this drafter, K = 3 and the small vocabulary."""
         target, drafter = self.pair(method)
         speculative = SpeculativeConfig(
             method=method,
@@ -195,7 +196,7 @@ class Models:
 
 @dataclass
 class Answers(Run):
-    """A run with the reasons of its ends."""
+    """A run with the finish reason of each request."""
 
     reasons: dict[str, str] = field(default_factory=dict)
     num_preemptions: int = 0
@@ -237,12 +238,13 @@ def run(engine: TinyEngine, asked: list[AddRequest]) -> Answers:
 
 
 def backend() -> GrammarBackend:
-    """A compiler of its own, to judge what an engine gave."""
+    """A separate grammar compiler, to check the engine's output."""
     return build_grammar_backend(TOKENS, "raw", [EOS], VOCAB)
 
 
 def check(answers: Answers, asked: list[AddRequest], judge: GrammarBackend) -> None:
-    """Every answer ended by itself, is valid, and no token was one that the grammar forbids."""
+    """Check that every answer stopped by itself, is valid, and has no token that the grammar
+    forbids."""
     for request in asked:
         name = request.request_id
         tokens = answers.tokens[name]

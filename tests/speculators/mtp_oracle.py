@@ -1,6 +1,6 @@
 """A tiny DeepSeek V3 with its MTP module in one checkpoint, and drafts recomputed without a cache.
 
-Target and module are transformers' own; only the reuse of one module for K drafts is stated here.
+Target and module are transformers' own; only the reuse of one module for K drafts is written here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SHAPE = dict(
 
 
 class MtpOracle:
-    """Builds both models and saves them as DeepSeek does, the module behind the last layer."""
+    """Builds both models and saves them as DeepSeek does, the module after the last layer."""
 
     def __init__(self, folder: Path, post_norm: bool = True, **settings: Any) -> None:
         torch.manual_seed(1)

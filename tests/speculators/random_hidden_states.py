@@ -1,4 +1,4 @@
-"""A stand-in for a target: what a trainer reads is a fixed function of the token ids."""
+"""A replacement for a target: the trainer reads fixed functions of the token ids."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def run_all_experts(
 
 
 class TensorBuilder(AttentionBuilder):
-    """Owns the buffers; `num_builds` counts."""
+    """Owns the buffers; `num_builds` counts the builds."""
 
     supports = AttentionCGSupport.ALWAYS
     builds_on_device = True
@@ -165,10 +165,10 @@ def graph_engine(
     sizes: Sequence[int] | None = None,
     **changes: Any,
 ) -> Iterator[GraphEngine]:
-    """An engine with recorded graphs, or (`graphs=False`) with the same attention, eager.
+    """An engine with recorded graphs, or (`graphs=False`) an eager one with the same attention.
 
-    With `loop` the draft decodes of a step are one graph. With `claims` the back end's are tested.
-    `backend` is the attention's, if not `TensorBackend`. `sizes` are captured, or those of 2 and 4
+    With `loop` the draft decodes of a step are one graph. With `claims` the back end's claims are
+    tested. `backend` replaces `TensorBackend`. `sizes` are captured; by default those of 2 and 4
     requests.
     """
     replays: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Records every proposal of a drafter with a model as an engine makes it."""
+"""Records every proposal that an engine's drafter makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A simulated engine around the controller: what steps cost is a table measured on an H100.
+"""A simulated engine around the controller, with step costs measured on an H100.
 
 The table: an 8B model with an EAGLE-3 head, milliseconds of a step by requests and by K.
 """
@@ -56,7 +56,7 @@ def controller(num_reqs: int, costs: StepCosts | None = None) -> DraftController
 
 @dataclass
 class Run:
-    """What a simulated run came to."""
+    """The result of a simulated run."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -68,13 +68,13 @@ class Run:
         return self.tokens / self.seconds
 
     def num_changes(self) -> int:
-        """Changes of K that were no probes."""
+        """Changes of K, not counting probes."""
         kept = [k for k, why in zip(self.chosen, self.reasons, strict=True) if why != "probe"]
         return sum(a != b for a, b in zip(kept, kept[1:], strict=False))
 
 
 def fixed_speed(law: Law, num_reqs: int, k: int, num_steps: int) -> float:
-    """Tokens per second that a fixed K comes to on the average."""
+    """The mean tokens per second of a fixed K."""
     laws = Counter(law(step / num_steps) for step in range(num_steps))
     tokens = sum(
         times * (1 + sum(np.prod(chances[: j + 1]) for j in range(k)))
@@ -85,11 +85,11 @@ def fixed_speed(law: Law, num_reqs: int, k: int, num_steps: int) -> float:
 
 @dataclass
 class Traffic:
-    """What a simulated run meets beside uniform decode steps."""
+    """How a simulated run differs from uniform decode steps."""
 
-    caps: Sequence[int] | None = None  # by request, the drafts that it takes at most
-    most_real: int = K  # a grammar cuts those behind
-    has_prompts: bool = False  # in every step, so that none tells a cost
+    caps: Sequence[int] | None = None  # the most drafts of each request
+    most_real: int = K  # a grammar cuts the others
+    has_prompts: bool = False  # in every step, so that no step shows a cost
     slowed: Callable[[int], float] = lambda step: 1.0  # by other work
 
 
@@ -100,7 +100,7 @@ def simulate(
     num_steps: int,
     traffic: Traffic | None = None,
 ) -> Run:
-    """Two steps in flight: the K of a step is chosen before the step before has landed."""
+    """Simulate two steps in flight: K is chosen before the previous step has landed."""
     random, traffic = np.random.default_rng(num_reqs), traffic or Traffic()
     slots, caps = list(range(num_reqs)), np.array(traffic.caps or [K] * num_reqs)
     for slot, cap in enumerate(traffic.caps or ()):

@@ -1,4 +1,4 @@
-"""Whatever attention claims, in every mode and with every drafter, steps are served and right."""
+"""Steps are right with every claim of attention, in every mode and with every drafter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 def test_every_claim_serves(
     drafters: Drafters, method: str, mode: CUDAGraphMode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prefills, steps that verify and, where nothing is drafted, steps of one token."""
+    """Prefills, steps that verify, and steps of one token without drafts."""
     target, config = drafters.pair(method)[0], drafters.speculative(method, 1)
     is_full = mode.decode_mode() is FULL
     texts = []

@@ -1,4 +1,4 @@
-"""Two ranks, each a whole runner with a drafter in graphs: an idle one runs what the other runs."""
+"""Two ranks, each a whole runner with a drafter in graphs: an idle one runs the other's passes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 
 
 class Meeting:
-    """Stands for the process group: adds up what all ranks bring."""
+    """Replaces the process group: adds up the tables of all ranks."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=60)
@@ -68,7 +68,7 @@ class Rank:
     def __init__(
         self, engine: GraphEngine, meeting: Meeting, rank: int, counts: Sequence[int] = ()
     ) -> None:
-        """`counts`: so many drafts after each step, over and over; none: as many as there are."""
+        """`counts`: the number of drafts after each step, repeated; empty: always the most."""
         self.scheduler: Any = engine.engine._scheduler
         self.runner: Any = engine.engine._runner
         self.engine = engine.engine
@@ -167,7 +167,7 @@ def test_trap_16_both_ranks_run_the_same_passes(
                 rank.land(handle)
         for rank in both:
             rank.runner.synchronize()
-            rank.runner._sync.meeting = None  # whoever asks once more fails
+            rank.runner._sync.meeting = None  # another call fails
     for rank in both:
         assert rank.idle_steps > 3
         for name, tokens in rank.tokens.items():

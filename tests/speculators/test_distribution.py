@@ -1,4 +1,5 @@
-"""Whole engines with drafters of every kind emit the target's own law: chi-square, enumerated."""
+"""Whole engines with every kind of drafter emit the target's distribution: chi-square tests against
+enumerated probabilities."""
 
 from __future__ import annotations
 
@@ -91,7 +92,7 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
 def emitted(
     folder: Path, method: str, sampling: str, options: dict[str, Any]
 ) -> tuple[Counter[tuple[int, ...]], float]:
-    """What COUNT requests with seeds of their own emitted, and the acceptance rate."""
+    """The tokens of COUNT requests with different seeds, and the acceptance rate."""
     config = SpeculativeConfig(
         method=method.replace("other", "draft"),
         model=str(folder / method),
@@ -121,7 +122,7 @@ def emitted(
 def test_trap_07_three_tokens_follow_the_joint_law(
     folder: Path, method: str, sampling: str, option: str
 ) -> None:
-    """The first comes from the prompt's row, the others are judged, recovered or bonus tokens."""
+    """The first comes from the prompt's row, the others are accepted, recovered or bonus tokens."""
     options = OPTIONS[option]
     law = exact_law(folder / "target", options)
     counts, rate = emitted(folder, method, sampling, options)

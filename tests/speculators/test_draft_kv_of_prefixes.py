@@ -1,4 +1,4 @@
-"""A drafter's KV in a reused prefix is what a fresh prefill writes, wherever texts part."""
+"""A drafter's KV in a reused prefix equals that of a fresh prefill, wherever texts diverge."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 
 
 def draft_kv(engine: TinyEngine, prompt: Sequence[int]) -> tuple[list[Tensor], int]:
-    """What the drafter's layers hold of the prompt, less its last token, and how many tokens of it
+    """The drafter's KV of the prompt without its last token, and how many tokens of the prompt
     were cached."""
     made = engine.engine
     made.handle([AddRequest("kv", list(prompt), SamplingParams(0, 2, temperature=0.0))])
@@ -55,7 +55,8 @@ def draft_kv(engine: TinyEngine, prompt: Sequence[int]) -> tuple[list[Tensor], i
 def test_at_every_edge_a_reused_prefix_has_the_kv_of_its_own_continuation(
     drafters: Drafters, method: str
 ) -> None:
-    """Three texts part at each place of a block; each goes on by an answer, and by another turn."""
+    """Three texts diverge at each place of a block; each continues with an answer and another
+    turn."""
     target, config = drafters.pair(method)[0], drafters.speculative(method, 2)
     warm = TinyEngine(target, config)
     cold = TinyEngine(target, config, cache={"enable_prefix_caching": False})

@@ -1,4 +1,4 @@
-"""Drafters inside graphs equal drafters without, whatever the padded rows held before."""
+"""Drafters in graphs equal eager drafters, whatever the padded rows contained before."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def proposals_of(
 
 @pytest.fixture(scope="module")
 def eager_proposals(drafters: Drafters) -> Callable[[str, float], Proposals]:
-    """Those of K = 3 by method and temperature, without a graph."""
+    """Eager proposals with K = 3, by method and temperature."""
 
     @functools.cache
     def make(method: str, temperature: float) -> Proposals:
@@ -105,7 +105,7 @@ def test_drafts_in_graphs_equal_eager_drafts(
 def test_all_decodes_as_one_graph_equal_the_plain_version(
     drafters: Drafters, method: str, k: int
 ) -> None:
-    """Rows of 4, 3, 2 and 1 on graphs of 4 and 2; greedy rows beside drawn ones."""
+    """Batches of 4, 3, 2 and 1 requests on graphs of 4 and 2; greedy rows beside drawn ones."""
     config = drafters.speculative(method, k, draft_sampling="probabilistic")
     asked = [
         AddRequest(str(i), ASKED[i], SamplingParams(i, length, temperature=(0.0, 0.7, 1.3)[i % 3]))
@@ -130,7 +130,7 @@ def test_all_decodes_as_one_graph_equal_the_plain_version(
 def test_a_loop_that_builds_its_metadata_once_is_wrong(
     drafters: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Trap 3 inside one graph: the negative control of the test above."""
+    """Stale metadata inside one graph: the negative control of the test above."""
     plain, _ = proposals_of(drafters, "eagle3", False, k=4)
     on_device = DraftAttention.on_device
 
@@ -164,7 +164,7 @@ def test_without_a_loop_or_with_a_back_end_of_the_host_each_decode_is_a_graph(
 def test_a_drafter_with_kv_groups_of_its_own_runs_in_graphs(
     drafters: Drafters, tmp_path: Path
 ) -> None:
-    """Its decodes attend in one group of two: the target's has nothing to build for them."""
+    """Its decodes attend in one of two groups, and build nothing for the target's."""
     target = drafters.pair("draft_model")[0]
     draft = save_llama(tmp_path, seed=5, layers=1, heads=8)
     config = SpeculativeConfig(
@@ -190,7 +190,7 @@ def test_with_full_graphs_for_mixed_batches_the_draft_prefill_follows(
 def test_attention_between_pieces_gets_the_real_rows_only(
     drafters: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Padded rows would cost work in every layer, and read tables that nobody filled."""
+    """Padded rows would cost time in every layer, and read tables that were not filled."""
     run, padded = Target.run, []
 
     def checked(self: Any, batch: Any, state: Any) -> Any:
@@ -318,7 +318,7 @@ def once(build: Any) -> Any:
 def test_trap_03_builds_per_proposal(
     drafters: Drafters, method: str, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once where positions are constant, else before each decode; never more."""
+    """Once if positions are constant, else before each decode; never more."""
     propose, builds = DraftGraphs.propose, set()
 
     def counted(self: Any, inputs: DraftInputs) -> None:
@@ -335,7 +335,8 @@ def test_trap_03_builds_per_proposal(
 def test_trap_02_draft_prefill_is_captured_with_fresh_states(
     drafters: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state that the target has used must not be used again: it may be planned on paper only."""
+    """A state that the target has used must not be reused: its plan may have been recorded, not
+    run."""
     used: list[int] = []
     kept: list[Any] = []  # alive, so that ids are not given again
     create = AttentionStatePair.__init__

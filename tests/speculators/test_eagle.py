@@ -1,4 +1,4 @@
-"""EAGLE heads against their plain statement: prefill, chunks, roll-back, formats, prefix hits."""
+"""EAGLE heads against a plain implementation: prefill, chunks, roll-back, formats, prefix hits."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_boundaries_out_of_order_or_range_are_an_error() -> None:
 
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_what_is_taken_in_leaves_the_kv_of_a_whole_pass(target: Path, num_layers: int) -> None:
-    """With one layer the MLP is left out; a second one depends on it."""
+    """With one layer the MLP is skipped; a second layer would need it."""
     model = load(target)
     config = LlamaConfig(**(model.config.to_dict() | {"num_hidden_layers": num_layers}))
     raw = config.to_dict() | {"target_hidden_size": 32}
@@ -234,7 +234,7 @@ def test_behind_the_last_attention_only_wanted_rows_are_computed(
 def test_the_tensors_decide_which_layers_of_a_head_have_a_bias(
     target: Path, tmp_path: Path, proposals: Proposals, stated: dict[str, bool], stored: bool
 ) -> None:
-    """Most EAGLE-1 heads store a bias that their configs do not state."""
+    """Most EAGLE-1 heads store a bias that their configs do not mention."""
     weights = head_weights(eagle3=False)
     if stored:
         sizes = {"fc": 32, "mlp.down_proj": 32, "mlp.up_proj": 48, "mlp.gate_proj": 48}

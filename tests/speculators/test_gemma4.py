@@ -1,4 +1,4 @@
-"""Gemma 4's assistant against transformers', and what it must not read or write."""
+"""Gemma 4's assistant against transformers', and the memory that it must not read or write."""
 
 from __future__ import annotations
 

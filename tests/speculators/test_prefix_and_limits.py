@@ -1,4 +1,4 @@
-"""Drafters at real lengths: a long shared prefix, and a drafter that knows fewer positions."""
+"""Drafters at real lengths: a long shared prefix, and a drafter with fewer positions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREFIX, BLOCK = 4000, 16
 def test_trap_15_turn_two_of_a_chat_finds_a_prefix_of_4000_tokens(
     tmp_path: Path, eagle3: bool
 ) -> None:
-    """All but two blocks of it at most are found, and drafts are those of a cold run."""
+    """All but at most two blocks of it are found, and the drafts equal those of a cold run."""
     target = save_llama(tmp_path / "target", layers=4, max_len=4224)
     taps: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]} if eagle3 else {}
     head = save_head(tmp_path / "head", head_weights(eagle3), eagle3, **taps)
@@ -59,7 +59,8 @@ def test_trap_15_turn_two_of_a_chat_finds_a_prefix_of_4000_tokens(
 def test_trap_17_a_shorter_drafter_keeps_the_kv_of_its_last_position(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop: bool
 ) -> None:
-    """Decodes of a request beyond the limit are held at limit - 1, whose KV others may share."""
+    """Decodes of a request beyond the limit stay at position limit - 1; other requests may share
+    its KV."""
     limit = 40
     target = save_llama(tmp_path, layers=4)
     config = SpeculativeConfig(

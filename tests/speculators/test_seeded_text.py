@@ -1,4 +1,5 @@
-"""A named seed repeats its text: whatever is drafted, whoever runs beside it, preempted or not."""
+"""An explicit seed repeats its text, whatever is drafted, with any other requests, preempted or
+not."""
 
 from __future__ import annotations
 

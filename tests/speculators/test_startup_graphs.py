@@ -1,4 +1,4 @@
-"""What start-up does with graphs: it tests claims, wastes nothing, and says what it captured."""
+"""Graphs at start-up: claims are tested, nothing is built twice, and captures are reported."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 
 
 class FrozenBuilder(TensorBuilder):
-    """Claims everything, but a graph holds the lengths of its capture."""
+    """Claims everything, but its graphs use the lengths of their capture."""
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
@@ -86,7 +86,7 @@ def test_a_claim_that_holds_is_measured_and_kept(
 
 
 def test_without_the_measurement_the_stale_graph_would_serve(drafters: Drafters) -> None:
-    """The negative control: the same back end, believed."""
+    """The negative control: the same back end without tests of its claims."""
     target, config = drafters.pair("eagle3")[0], drafters.speculative("eagle3", 3)
     with graph_engine(target, config, graphs=False) as engine:
         tokens = engine.run(ASKED, max_tokens=6).tokens

@@ -1,4 +1,4 @@
-"""Structured output through whole engines: 24 schemas, every drafter, preemption, exact laws."""
+"""Structured output through whole engines: 24 schemas, every drafter, preemption, distributions."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def judge() -> Iterator[GrammarBackend]:
 
 
 def prove(models: Models, judge: GrammarBackend, method: str, copies: int) -> Answers:
-    """In room that is short, so that many requests are preempted, too."""
+    """Run all cases with few KV blocks, so that many requests are preempted."""
     engine = models.engine(method, **TIGHT)
     asked = requests([*range(len(CASES))] * copies, seed=copies)
     answers = run(engine, asked)
@@ -116,7 +116,7 @@ def law(models: Models, prompt: list[int], texts: list[str]) -> list[float]:
 
 @pytest.mark.parametrize("method", some(("draft_model", "eagle3", "ngram"), ("draft_model",)))
 def test_the_law_of_masked_tokens_is_the_targets(models: Models, method: str) -> None:
-    """Two tokens out of three by a grammar: what the drafts were must not show."""
+    """A grammar allows two of three tokens: the distribution must not depend on the drafts."""
     # "b", the draft after "a" and after "c" that a lookup finds, is sometimes right.
     prompt = tokens_of(b"ab cb ab cb ")
     texts = ["".join(pair) for pair in itertools.product("abc", repeat=2)]

@@ -1,4 +1,4 @@
-"""The traps that a drafter with a model can fall into, numbered as in the list of twenty.
+"""Known faults of drafters with a model ("traps"), numbered from 1 to 20.
 
 Traps 3, 5 and 6 are in test_drafter_graphs, 8 and 9 in test_gemma4, 11 in test_mtp and test_eagle,
 15 and 17 also in test_prefix_and_limits, 16 in test_data_parallel_engine, the others in runner/.
@@ -97,7 +97,7 @@ def test_drafts_after_each_number_of_accepted_drafts_equal_a_fresh_request(
     rounds = 0
 
     def scripted(self: Any, inputs: DraftInputs) -> None:
-        """Records the drafter's own drafts; hands over `right` true tokens, then wrong ones."""
+        """Records the drafter's own drafts, and stores `right` true tokens and then wrong ones."""
         nonlocal rounds
         propose(self, inputs)
         drafts = made_drafts(self, inputs)
@@ -152,7 +152,7 @@ def test_trap_10_tap_convention_marker_model(
     config: dict[str, Any],
     taps: tuple[int, ...],
 ) -> None:
-    """Layer b adds 2^b, so the stream after b layers is 2^b - 1: a tap tells where it was taken."""
+    """Layer b adds 2^b, so the stream after b layers is 2^b - 1 and shows its boundary."""
     target = save_llama(tmp_path / "target", layers=8)
     head = save_head(tmp_path / "head", head_weights(True), True, **config)
     seen: list[Tensor] = []
@@ -185,7 +185,7 @@ def test_trap_10_tap_convention_marker_model(
     )
     lines = [r for r in caplog.records if "auxiliary hidden states" in r.getMessage()]
     assert len(lines) == 1 and str(list(taps)) in lines[0].getMessage()
-    # silent defaults cost most: they are a warning
+    # a default that may be wrong is a warning
     assert lines[0].levelno == (logging.INFO if config else logging.WARNING)
 
 

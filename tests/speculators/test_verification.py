@@ -1,4 +1,4 @@
-"""The law of verified text: two tokens jointly, poisoned rows, coupled mode."""
+"""The distribution of verified text: two tokens jointly, poisoned rows, coupled mode."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def verify(
 
 
 def two_tokens(count: int, kind: str, draft_salt: int = DRAFT, rule=verify_standard) -> Tensor:
-    """The first two tokens of `count` requests, [N, 2]; verify steps as often as they need."""
+    """The first two tokens of `count` requests, [N, 2], from as many verify steps as needed."""
     seeds = torch.arange(count)
     first = torch.full((count,), 10)  # position of the row that gives the first token
 
@@ -79,7 +79,7 @@ def two_tokens(count: int, kind: str, draft_salt: int = DRAFT, rule=verify_stand
 
 
 def distance_to_autoregressive(pairs: Tensor) -> float:
-    """Total variation between the pairs' law and the target's own, by enumeration."""
+    """Total variation between the distribution of pairs and the target's own, by enumeration."""
     law = (P_FIRST.softmax(-1)[:, None] * P_NEXT.softmax(-1)).flatten()
     counts = torch.bincount(pairs[:, 0] * V + pairs[:, 1], minlength=V * V)
     return 0.5 * float((counts / pairs.shape[0] - law).abs().sum())
@@ -206,7 +206,8 @@ def test_poison_a_draft_that_q_could_not_have_drawn() -> None:
 
 
 def test_poison_an_empty_residual_samples_p() -> None:
-    """p = q and one-hot at the rejected draft leave nothing: the row falls back to p."""
+    """If p = q, or both are one-hot at the rejected draft, the residual is empty: the row samples
+    p."""
     count = 2000
     p = torch.randn(V, generator=GENERATOR).expand(count, 2, V)
     one_hot = torch.full((count, 2, V), -torch.inf)

@@ -1,4 +1,4 @@
-"""Drafters behind graphs that commit steps: the same text and drafts, and no launches beside."""
+"""Drafters after WHOLE steps: the same texts and drafts, and no launches outside graphs."""
 
 from __future__ import annotations
 
@@ -81,19 +81,19 @@ def test_text_and_drafts_are_those_of_plain_steps(
         replays = engine.replays
         assert bool(replays.get("token selection")) == whole
         assert bool(replays.get("draft rejection")) == whole
-        if whole:  # some steps hold requests that ask for more
+        if whole:  # some steps contain requests with other options
             assert replays["token selection"] < replays["target"]
         found.append((tokens, [(known, drafts) for known, drafts in seen if drafts]))
     assert found[0][0] == found[1][0]
     assert {len(text) for text in found[0][0].values()} >= {5, 8, 11, 14}
-    # What stands in the table is compared by the text; here the drafts of requests without a cap.
+    # The table's drafts are compared by the texts; here are the drafts of requests without a cap.
     plain = {tuple(known): drafts for known, drafts in found[0][1]}
     shared = [(plain[tuple(k)], d) for k, d in found[1][1] if tuple(k) in plain and -1 not in d]
     assert len(shared) > 10 and all(theirs == mine for theirs, mine in shared)
 
 
 class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Names of operations that are no views and no part of a replay."""
+    """Records the names of operations outside replays, except views."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -114,7 +114,7 @@ class _Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def launches(engine: GraphEngine, patch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What steps launch beside replays, on this thread."""
+    """The operations that steps launch outside replays, on this thread."""
     mode = _Launches()
     replay = RecordedGraph.replay
 
@@ -197,7 +197,7 @@ def test_the_drafter_stages_no_step_that_a_graph_reads(
 
 
 def test_a_request_that_ends_its_context_keeps_no_draft_beyond_it(drafters: Drafters) -> None:
-    """The drafter knows 20 positions, the target more."""
+    """The drafter has 20 positions, the target more."""
     config = drafters.speculative("eagle3", 3, max_model_len=20)
     for whole in (False, True):
         graph = {"cudagraph_whole_step": whole}
@@ -261,7 +261,8 @@ class LazyBackend(TensorBackend):
 def test_trap_01_a_plan_made_at_first_use_is_in_every_graph_of_a_whole_step(
     drafters: Drafters,
 ) -> None:
-    """A state used before its capture has its plan already: replays would read an old one."""
+    """A state that was used before its capture is already planned: replays would read an old
+    plan."""
     target, config = drafters.pair("eagle3")[0], drafters.speculative("eagle3", 3, watchdog=False)
     found = []
     for graphs in (False, True):

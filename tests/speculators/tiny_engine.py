@@ -46,7 +46,7 @@ def save_llama(
 
 @dataclass
 class Run:
-    """What an engine gave for a set of requests."""
+    """The results of an engine for a set of requests."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     num_drafts: int = 0
@@ -118,7 +118,7 @@ class TinyEngine:
         return run
 
     def synchronize(self) -> None:
-        """Wait for the drafts of the last step, which nobody asks for."""
+        """Wait for the drafts of the last step."""
         self.engine._runner.synchronize()  # type: ignore[attr-defined]
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A head's contents change places with another's wholly or not at all, whatever fails."""
+"""The weights of two heads are swapped completely or not at all, whatever fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ..exchanging import content, engine, head, model
 
 
 class NoMemory(TorchDispatchMode):
-    """No operation may make a tensor."""
+    """Fails if an operation creates a tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not func.is_view and not func._schema.is_mutable:
@@ -152,7 +152,8 @@ def test_a_bias_comes_with_its_weights(pack: bool, scale: float) -> None:
 def test_weights_that_are_not_finite_are_refused(
     running: TinyEngine, heads: Path, tmp_path: Path, value: float
 ) -> None:
-    """Its KV would stay in the cache behind the trial; texts that go on would get no draft more."""
+    """NaN in the KV cache would outlast the trial, and running requests would get no more
+    drafts."""
     shutil.copytree(heads / "head2", tmp_path / "head")
     file = tmp_path / "head" / "model.safetensors"
     weights, old = load_file(file), content(running)

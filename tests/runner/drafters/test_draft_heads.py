@@ -36,7 +36,7 @@ TARGET: dict[str, Any] = {
 
 
 class Reached(Exception):
-    """The target's weights would be read now."""
+    """Raised where the target's weights would be read."""
 
 
 @pytest.fixture(autouse=True)

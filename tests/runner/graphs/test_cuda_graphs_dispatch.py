@@ -39,7 +39,8 @@ def test_default_sizes_grow_in_steps_of_8_then_16_then_128() -> None:
 
 
 def test_a_server_with_a_drafter_captures_few_mixed_batches() -> None:
-    """Each of them is a graph a layer: of 39 sizes 13 are left, uniform ones keep theirs."""
+    """Each mixed size needs one graph per layer: of 39 sizes 13 are left, while uniform batches
+    keep all."""
     sizes, mixed = default_capture_sizes(8192), mixed_capture_sizes(None, 8192)
     before = descriptors(BOTH, [1, 4], sizes, 256, 8192)
     after = descriptors(BOTH, [1, 4], sizes, 256, 8192, mixed)
@@ -57,7 +58,7 @@ def test_a_server_with_a_drafter_captures_few_mixed_batches() -> None:
 
 
 def test_steps_that_verify_are_padded_by_less_than_a_tile_of_rows() -> None:
-    """Each of their sizes is captured for the target, the choice, the rejection and the drafter."""
+    """Each size is captured for the target, token selection, draft rejection and the drafter."""
     found = descriptors(DECODE_ONLY, [1, 4], default_capture_sizes(2048), 64, 2048)
     verified = {desc.num_tokens for desc in found if desc.uniform_token_count == 4}
     assert (len(found), len(verified)) == (28, 19)
@@ -76,7 +77,7 @@ def test_256_requests_that_verify_3_drafts_have_graphs() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 3, 48, 64, 100, 256])
 def test_thinned_sizes_keep_the_ends_and_none_twice(most: int) -> None:
-    """A size captured twice is counted twice, and the pool was then taken to be in use for ever."""
+    """A size captured twice is counted twice, and then the pool seems to be in use for ever."""
     found = descriptors(DECODE_ONLY, [1], default_capture_sizes(8192), most, 8192)[::-1]
     few = [desc.num_tokens for desc in thinned(found)]
     assert few == sorted(set(few)) and few[0] == 1 and few[-1] == most

@@ -28,7 +28,8 @@ PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL
 
 
 class PrefixSum(AttentionMetadata):
-    """Stands for attention: mixes token rows of one request, depends on the step's boundaries."""
+    """Replaces attention: it mixes the token rows of a request and depends on the step's
+    boundaries."""
 
     def __init__(self, lens: list[int]) -> None:
         self.lens, self.seen = lens, 0

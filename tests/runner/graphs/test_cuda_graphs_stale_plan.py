@@ -1,7 +1,7 @@
-"""The seed faults of lazily planned attention, reproduced on the CPU and absent in the manager.
+"""Faults of lazily planned attention, reproduced on the CPU, which the manager does not have.
 
-vLLM #42444 (T1), #44253 (T2), #48261 (T3), #38311 and #41162 (T4), #39773 (T5). Every bad path
-stays as a negative control: the test asserts that it *is* wrong.
+vllm#42444 (T1), vllm#44253 (T2), vllm#48261 (T3), vllm#38311 and vllm#41162 (T4), vllm#39773 (T5).
+Every bad path is a negative control: the test asserts that it *is* wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class LazyMetadata(AttentionMetadata):
     """Plans at its first `attend` and sets a flag on the host, like FlashMLASchedMeta."""
 
     def __init__(self, seq_lens: Tensor) -> None:
-        self.seq_lens = seq_lens  # [N*], a view of a buffer whose address graphs bake
+        self.seq_lens = seq_lens  # [N*], a view of a buffer that graphs read
         self.planned = False
         self.plan: Tensor | None = None  # [N*]
 
@@ -96,7 +96,7 @@ def decode(num_reqs: int) -> BatchExecutionDescriptor:
     return BatchExecutionDescriptor(CUDAGraphMode.FULL, num_reqs, num_reqs, 1)
 
 
-# --- T1: #42444, one metadata object for warm-up and capture ------------------------------------
+# --- T1: vllm#42444, one metadata object for warm-up and capture --------------------------------
 
 
 def test_trap_01_t1_42444_shared_state_records_no_plan_and_replays_the_warmup() -> None:
@@ -135,7 +135,7 @@ def test_trap_01_t1_42444_manager_refuses_a_shared_state(share: str) -> None:
         rig.manager(4).capture(sharing)
 
 
-# --- T2: #44253, the drafter's prefill graph and the target's states ---------------------------
+# --- T2: vllm#44253, the drafter's prefill graph and the target's states ------------------------
 
 
 def target_and_pair(rig: Rig) -> tuple[CudaGraphManager, AttentionStatePair]:
@@ -147,7 +147,7 @@ def test_trap_02_t2_44253_target_capture_state_is_planned_on_paper_only() -> Non
     rig = Rig()
     _, pair = target_and_pair(rig)
     rig.forward(4)(pair.captured)  # the drafter's warm-up, with the wrong half of the pair
-    assert all(value != DUMMY_LEN for value in rig.rows(4))  # rubbish: recorded, never executed
+    assert all(value != DUMMY_LEN for value in rig.rows(4))  # garbage: the plan never ran
     graph = rig.record(4, pair.captured)
     rig.build(REAL_LENS)
     graph.replay()
@@ -195,7 +195,7 @@ def test_trap_02_t2_44253_rebuilt_states_put_the_plan_into_the_drafters_graph() 
         states[decode(2)]
 
 
-# --- T3: #48261, saved states are views of buffers that later builds overwrite -------------------
+# --- T3: vllm#48261, saved states are views of buffers that later builds overwrite --------------
 
 
 def test_trap_02_t3_48261_saved_pair_reads_what_a_later_build_wrote() -> None:
@@ -217,11 +217,11 @@ def test_trap_02_t3_48261_rebuilding_before_each_use_is_right() -> None:
         assert rig.rows(count) == [DUMMY_LEN] * count
 
 
-# --- T4: #38311 and #41162, metadata of draft decodes --------------------------------------------
+# --- T4: vllm#38311 and vllm#41162, metadata of draft decodes -----------------------------------
 
 
 class PlannedMetadata(AttentionMetadata):
-    """Planned by the builder on the host's order, like FlashInfer: the launch reads a buffer."""
+    """Metadata planned by the builder, as with FlashInfer: the launch reads a buffer."""
 
     def __init__(self, plan: Tensor) -> None:
         self.plan = plan  # [N*]
@@ -266,7 +266,7 @@ def test_trap_03_t4_38311_41162_when_draft_metadata_is_rebuilt(rebuild: str, adv
     assert right == expected[rebuild, advance]
 
 
-# --- T5: #39773, the padded tail of last_token_indices -------------------------------------------
+# --- T5: vllm#39773, the padded tail of last_token_indices --------------------------------------
 
 
 @pytest.mark.parametrize("fill_tail", [True, False], ids=["padded", "poisoned"])
@@ -287,7 +287,7 @@ def test_trap_05_t5_39773_three_requests_on_a_graph_of_four(fill_tail: bool) -> 
     manager = CudaGraphManager("draft prefill", [desc], rig.pool)
     manager.capture(create)
     hidden.copy_(torch.randn(num_tokens, 5))
-    last_token_indices.fill_(2**40)  # what a larger batch or nobody left there
+    last_token_indices.fill_(2**40)  # garbage, as a larger batch may leave it
     last_token_indices[:3] = torch.tensor([1, 3, 5])
     if not fill_tail:
         with pytest.raises(IndexError):

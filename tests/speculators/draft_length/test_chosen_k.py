@@ -1,4 +1,4 @@
-"""Whole engines whose K changes from step to step: the text stays, and so do the drafts."""
+"""Whole engines with a K that changes from step to step: texts and drafts stay the same."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def tiny_engine(target: Path, config: SpeculativeConfig) -> Iterator[TinyEngine]
 
 
 def planner(engine: TinyEngine) -> Any:
-    """What chooses K in an engine."""
+    """The planner of an engine, which chooses K."""
     return engine.engine.drafts
 
 
 def script(engine: TinyEngine, counts: Sequence[int]) -> None:
-    """Let the engine draft so many tokens, step by step, over and over."""
+    """Make the engine use these values of K, one per step, over and over."""
     steps = itertools.cycle(counts)
 
     def choose(slots: Sequence[int]) -> DraftLength:
@@ -128,7 +128,7 @@ def test_blocks_are_shared_only_once_the_drafter_has_seen_them(
 def test_drafts_come_back_when_they_become_right_again(
     drafters: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The drafter is a copy of the target, whose drafts are spoilt for a time."""
+    """The drafter is a copy of the target; for a time its drafts are made wrong."""
     target = str(drafters.pair("draft_model")[0])
     config = SpeculativeConfig(
         method="draft_model", model=target, draft_sampling="greedy", watchdog=False,
@@ -160,7 +160,7 @@ def test_drafts_come_back_when_they_become_right_again(
 def test_costs_measured_beside_other_work_are_asked_of_real_steps(
     drafters: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start a busy machine made drafts look fifty times too dear."""
+    """At start-up a busy machine measured drafts as fifty times too expensive."""
     target, _ = drafters.pair("eagle")
     config = drafters.speculative("eagle", num_speculative_tokens=None, max_speculative_tokens=K)
     engine = TinyEngine(target, config)
@@ -214,7 +214,7 @@ def run_with_stats(
 
 @pytest.fixture
 def copy_engine(drafters: Drafters) -> Iterator[TinyEngine]:
-    """K is fixed, and the drafter is a copy of the target."""
+    """An engine with a fixed K, and a copy of the target as its drafter."""
     target = str(drafters.pair("draft_model")[0])
     engine = TinyEngine(
         Path(target),

@@ -1,4 +1,4 @@
-"""The choice of K in a simulated engine."""
+"""How K is chosen in a simulated engine."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_drafts_that_begin_to_pay_are_noticed_soon(num_reqs: int) -> None:
 
 @pytest.mark.parametrize("num_reqs", [8, 64, 256])
 def test_drafts_that_only_seem_to_pay_are_seldom_tried(num_reqs: int) -> None:
-    """The first draft is often right and dear, the others are cheap and wrong: a probe judges the
-    first alone, so that its success promises more than there is."""
+    """The first draft is often right and expensive, the others are cheap and wrong: a probe judges
+    only the first, so its success promises more than there is."""
     law, factors = (0.7, 0.05, 0.05), (1.0, 1.75, 1.8, 1.85)
     costs = StepCosts({(num_reqs, k): factor for k, factor in enumerate(factors)}, K)
     chooser, slots = controller(num_reqs, costs), list(range(num_reqs))
@@ -63,7 +63,7 @@ def test_drafts_that_only_seem_to_pay_are_seldom_tried(num_reqs: int) -> None:
 
 
 def test_a_probe_moves_nothing_that_is_believed() -> None:
-    """What the requests have in common becomes what a new one is expected to do."""
+    """The acceptance that requests have in common becomes the prior of a new one."""
     chooser, slots = controller(3), [0, 1]
     for step in range(300):
         chooser.observe(slots, [3, 3], [3, 3] if step < 200 else [0, 1])
@@ -126,7 +126,7 @@ def test_one_poor_request_among_good_ones_does_not_stop_the_others() -> None:
 
 
 def drafted_by_request(greedy: bool, others: int, delay: int = 1) -> list[int]:
-    """Drafts of one request whose drafts are mostly right, in company that is hopeless."""
+    """The drafts of a request with good drafts, beside requests that accept none."""
     chooser = DraftController((1, 2, 4, 8), 1 + others, StepCosts({}, 8), per_request=True)
     slots = list(range(1 + others))
     for slot in slots:

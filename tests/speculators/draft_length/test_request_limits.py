@@ -1,4 +1,4 @@
-"""K by request: drafts that are accepted are paid for, others soon cost next to nothing."""
+"""K by request: accepted drafts are made, and rejected ones soon cost next to nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What steps are believed to take: measured well or badly, and corrected by real ones."""
+"""Estimated step costs: from good or bad measurements, corrected by real steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def test_wrong_measurements_are_mended_by_real_steps() -> None:
 def test_measurements_beside_other_work_are_put_right_soon(
     name: str, factor: float, num_reqs: int
 ) -> None:
-    """Drafts measured too dear would never be made, and so never be put right."""
+    """If drafts were measured as too expensive, they would never be made and the cost never
+    corrected."""
     random = np.random.default_rng(num_reqs)
     disturbed = {
         (n, k): seconds * (factor if k else 1.0) * np.exp(random.normal(0, 0.2))
@@ -70,7 +71,7 @@ def test_measurements_beside_other_work_are_put_right_soon(
 def test_trials_end_where_no_step_can_tell_the_cost(
     name: str, num_reqs: int, traffic: Traffic
 ) -> None:
-    """Guesses that happen to be right cost little more than if they were known to be."""
+    """Correct guesses cost little more than trusted measurements."""
     known = simulate(LAWS[name], num_reqs, controller(num_reqs), 2000, traffic)
     costs = StepCosts(measured(), K, is_trusted=False)
     run = simulate(LAWS[name], num_reqs, controller(num_reqs, costs), 2000, traffic)
@@ -81,7 +82,7 @@ def test_trials_end_where_no_step_can_tell_the_cost(
 
 @pytest.mark.parametrize(("num_reqs", "share"), [(64, 0.97), (256, 0.95)])
 def test_no_k_is_tried_that_could_not_pay(num_reqs: int, share: float) -> None:
-    """What fewer drafts are known to take, more take at least."""
+    """More drafts cost at least what fewer drafts are known to cost."""
     costs = StepCosts(measured(), K, is_trusted=False)
     run = simulate(LAWS["poor"], num_reqs, controller(num_reqs, costs), 300)
     assert run.speed >= share * fixed_speed(LAWS["poor"], num_reqs, 0, 1)
@@ -89,7 +90,7 @@ def test_no_k_is_tried_that_could_not_pay(num_reqs: int, share: float) -> None:
 
 
 def test_costs_of_a_busy_time_are_forgotten_after_it() -> None:
-    """Steps took three times as long at first; drafts pay only when that is long over."""
+    """At first steps took three times as long; drafts pay only long after that."""
     law: Law = lambda at: POOR if at < 0.5 else GOOD  # noqa: E731
     busy = Traffic(slowed=lambda step: 3.0 if step < 150 else 1.0)
     costs = StepCosts({cell: 3 * t for cell, t in measured().items()}, K, is_trusted=False)

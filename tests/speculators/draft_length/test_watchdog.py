@@ -1,4 +1,4 @@
-"""What the watchdog takes for a broken drafter, and when it lets it draft again."""
+"""Which drafters the watchdog stops, and when it lets them draft again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ K = 3
 
 
 class Clock:
-    """Time that a test moves."""
+    """A clock that the test sets."""
 
     now = 0.0
 
@@ -29,7 +29,7 @@ def clock() -> Clock:
 
 
 def feed(watchdog: Watchdog, rate: float, drafts: int, text: Sequence[int] = ()) -> None:
-    """Drafts in steps of ten, so many of them accepted."""
+    """Feed drafts in steps of ten, with the given share accepted."""
     for step in range(drafts // 10):
         right = int(rate * 10 * (step + 1)) - int(rate * 10 * step)
         texts = [text] if watchdog.wants_texts else []
