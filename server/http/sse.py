@@ -139,7 +139,8 @@ class EventStream(Response):
             with self._owner:
                 await send(start)
                 if writer is None or not self._keep_alive:
-                    await self._send_events(send, writer, writer and writer.write, lambda: None)
+                    write = None if writer is None else writer.write
+                    await self._send_events(send, writer, write, lambda: None)
                 else:
                     with KeepAlive(writer, self._keep_alive) as alive:
                         await self._send_events(send, writer, alive.write, alive.sent)
