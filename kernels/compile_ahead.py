@@ -1,8 +1,8 @@
-"""Compiles kernels ahead: while `compiling_only`, a launch submits its compilation, and no more.
+"""Compiles kernels ahead of time: inside `compiling_only`, a launch compiles but runs nothing.
 
-The compiled kernels land in Triton's cache on disk, where this and other processes find them. It
-knows no kernel, and needs Triton 3.6 or later. Meta tensors (see `device`) will do as arguments:
-only their kind is looked at.
+The compiled kernels go to Triton's cache on disk, where this and other processes find them. The
+module knows no particular kernel and needs Triton 3.6 or later. Meta tensors (see `device`) suffice
+as arguments, since only their type and alignment matter.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ _COMPILED, _FAILED, _CACHED = 0, 1, 2  # exit statuses
 
 @contextmanager
 def compiling_only(executor: Executor) -> Iterator[dict[Any, Any]]:
-    """Inside, launches of Triton kernels are jobs for `executor`, each kind once, and nothing runs.
+    """Inside, each launch of a Triton kernel only submits its compilation to `executor`.
 
-    Yields key -> `FutureKernel` of the kinds so far. Leaving waits for all of them. For this thread
-    only, and not where a graph is being captured.
+    A kernel is compiled once for each specialization. Yields a dictionary from key to
+    `FutureKernel` that grows with every new one; leaving the block waits for all of them. It
+    affects this thread only, and must not be used while a graph is being captured.
     """
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
@@ -37,7 +38,7 @@ def compiling_only(executor: Executor) -> Iterator[dict[Any, Any]]:
     def submit(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
         if hasattr(kernel, "finalize_compile") and kernel.kernel is None:
-            kernel.finalize_compile(kernel)  # the next launch finds what it stands for
+            kernel.finalize_compile(kernel)  # the next launch finds the compiled kernel itself
         return kernel
 
     with mode:
@@ -50,11 +51,11 @@ def compiling_only(executor: Executor) -> Iterator[dict[Any, Any]]:
 
 
 class ForkingExecutor(Executor):
-    """Runs each job in a fork of this process, up to `max_workers` at once; a result is True if the
-    job compiled, False if it found all on disk.
+    """Runs each job in a fork of this process, at most `max_workers` at once.
 
-    A thread would share Python's lock, which a fifth of a compilation holds. For a process with a
-    single thread and no CUDA context.
+    A job's result is True if it compiled something, and False if everything was on disk. Threads
+    would be slower: a compilation holds Python's lock for a fifth of its time. The process must
+    have a single thread and no CUDA context.
     """
 
     def __init__(self, max_workers: int) -> None:
@@ -62,7 +63,7 @@ class ForkingExecutor(Executor):
         self._running: dict[int, Future[Any]] = {}  # by process id
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start `fn`, after waiting for a place."""
+        """Start `fn` in a fork, as soon as fewer than `max_workers` jobs are running."""
         while len(self._running) >= self._max_workers:
             self._reap()
         future: Future[Any] = Future()
@@ -74,7 +75,7 @@ class ForkingExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Wait for all jobs."""
+        """Wait for all jobs, unless `wait` is false."""
         while wait and self._running:
             self._reap()
 

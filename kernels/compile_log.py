@@ -1,6 +1,6 @@
-"""Counts what Triton compiles in this process, and what it finds on disk instead.
+"""Counts the kernels that Triton compiles in this process, and those that it finds on disk.
 
-A kernel that is compiled once the worker is ready makes a request wait for it: that is logged.
+A kernel compiled after the worker is ready delays a request, so each one is logged.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class CompileLog:
-    """Compilations since `watch_compilations`; a listener of Triton's."""
+    """Compilations since the first call of `watch_compilations`; a listener that Triton calls."""
 
     compiled: list[str] = field(default_factory=list)  # names of kernels
-    seconds: float = 0.0  # that compiling them took; in several threads at once it adds up
+    seconds: float = 0.0  # spent compiling them, summed over threads
     num_cached: int = 0  # found on disk
-    is_ready: bool = False  # from here on nothing should be compiled
+    is_ready: bool = False  # once true, every further compilation is logged as a warning
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(
         self, *, src: Any, metadata: Any, metadata_group: Any, times: Any, cache_hit: bool
     ) -> None:
-        """Triton's `CompilationListener`; times are in microseconds."""
+        """Record one compilation (Triton's `CompilationListener`); times are in microseconds."""
         with self._lock:
             if cache_hit:
                 self.num_cached += 1
@@ -41,7 +41,7 @@ class CompileLog:
             )
 
     def line(self) -> str:
-        """One line for the start-up log."""
+        """The summary that the start-up log shows, in one line."""
         return (
             f"kernels: {len(self.compiled)} compiled by the worker itself in {self.seconds:.1f} s, "
             f"{self.num_cached} from Triton's cache"
@@ -50,13 +50,13 @@ class CompileLog:
 
 @cache
 def watch_compilations() -> CompileLog:
-    """This process's log, which counts from the first call on; empty without Triton."""
+    """The log of this process, counting from the first call; it stays empty without Triton."""
     log = CompileLog()
     if importlib.util.find_spec("triton") is None:
         return log
     try:
         from triton import knobs
-    except ImportError:  # before 3.4, which calls no listener
+    except ImportError:  # Triton before 3.4 has no listeners
         return log
     knobs.compilation.listener = log
     return log

@@ -1,8 +1,8 @@
-"""What this card and this Triton can do: programmatic dependent launch, tensor memory accelerator.
+"""Launch features of this GPU and this Triton: dependent launch and the tensor memory accelerator.
 
-With programmatic dependent launch (PDL) a kernel starts while the one before it still runs, loads
-what no kernel writes (weights), and waits before it touches the rest. Every kernel so launched must
-wait in every program, or a later kernel could overtake an earlier one.
+With programmatic dependent launch (PDL) a kernel starts while the previous one is still running. It
+may load what no kernel writes (weights), then waits before it touches anything else. Every program
+of a kernel launched this way must wait, or a later kernel could overtake an earlier one.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -44,7 +44,7 @@ def hash_functions(namespace: dict[str, Any]) -> None:
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait for the kernels before this one, then let the next one start."""
+    """Wait until the previous kernels have finished, then let the next one start."""
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -52,7 +52,7 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def fetch_early(pointers):
-    """Bring the line at each pointer into L2."""
+    """Prefetch the cache line at each pointer into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -65,31 +65,35 @@ def fetch_early(pointers):
 
 @cache_by_device
 def _is_hopper(device: torch.device) -> bool:
-    """Both features came with Hopper."""
+    """True if the GPU has both features: Hopper introduced them."""
     card = card_of(device)
     return card is not None and card.capability >= _HOPPER
 
 
 @cache
 def pdl_wanted() -> bool:
-    """False under SLIPSTREAM_PDL=0."""
+    """Whether dependent launch is enabled: it is, unless SLIPSTREAM_PDL=0."""
     return os.environ.get("SLIPSTREAM_PDL") != "0"
 
 
 def pdl_options(tensor: Tensor) -> dict[str, Any]:
-    """Arguments of a launch whose kernel calls `wait_for_inputs(PDL)`."""
+    """Keyword arguments for launching a kernel that calls `wait_for_inputs(PDL)`."""
     if gdc_wait is not None and pdl_wanted() and _is_hopper(tensor.device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
 def has_tma(tensor: Tensor) -> bool:
-    """True if the card loads tiles through descriptors."""
+    """True if the GPU can load tiles through tensor descriptors."""
     return _is_hopper(tensor.device)
 
 
 def fits_tma(*matrices: Tensor) -> bool:
-    """True if descriptors can describe these [rows, columns]: aligned, rows multiples of 16 B."""
+    """True if a tensor descriptor can describe each matrix [rows, columns].
+
+    Columns must be contiguous; the start and the distance between rows must be multiples of 16
+    bytes.
+    """
     return all(
         matrix.stride(1) == 1
         and matrix.data_ptr() % 16 == 0

@@ -1,7 +1,8 @@
-"""The per-head projections around absorbed latent attention (MLA): a small matrix product a head.
+"""The per-head projections before and after absorbed latent attention (MLA).
 
-The Triton version reads and writes rows of heads as they lie between the other layers, so that a
-decode step copies nothing; BLAS, which wants heads outermost, takes over where rows are many.
+Each head has a small matrix product. The Triton version reads and writes the layout of the
+neighbouring layers, [rows, heads, values], so a decode step copies nothing. BLAS needs heads
+outermost and is used for many rows.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from torch import Tensor
 
 from ..device import use_triton
 
-_MOST_ROWS = 256  # of the Triton version: more are a prefill's
+_MOST_ROWS = 256  # of the Triton version; only a prefill has more
 
 
 def absorb_query(query: Tensor, w_uk: Tensor) -> Tensor:
-    """Bring queries into the latent space of the cache: query [T, H, nope] -> [T, H, latent].
+    """Project queries into the latent space of the cache: [T, H, nope] -> [T, H, latent].
 
-    w_uk: [H, nope, latent], the key half of kv_b_proj.
+    query: [T, H, nope]; w_uk: [H, nope, latent], the key half of kv_b_proj.
     """
     if use_triton(query) and query.shape[0] <= _MOST_ROWS:
         from .triton.mla import project_heads
@@ -33,9 +34,9 @@ def absorb_query_reference(query: Tensor, w_uk: Tensor) -> Tensor:
 
 
 def expand_value(latent: Tensor, w_uv: Tensor) -> Tensor:
-    """Bring attended latents out again: latent [T, H, latent] -> [T, H, v].
+    """Project attention outputs from the latent space to values: [T, H, latent] -> [T, H, v].
 
-    w_uv: [H, v, latent], the value half of kv_b_proj.
+    latent: [T, H, latent]; w_uv: [H, v, latent], the value half of kv_b_proj.
     """
     if use_triton(latent) and latent.shape[0] <= _MOST_ROWS:
         from .triton.mla import project_heads

@@ -1,7 +1,7 @@
-"""Attention of query rows over a paged KV cache: decode, verify and chunked prefill alike.
+"""Attention of query rows over a paged KV cache, for decode, verification and chunked prefill.
 
-The reference plans a step once (`plan_attention`: which pages, which mask) and every layer of the
-KV group uses the plan: on the CPU that bookkeeping would cost more than the attention itself.
+The reference plans a step once (`plan_attention` finds pages and masks), and every layer of the KV
+group uses that plan. On the CPU, planning in each layer would cost more than the attention itself.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import Tensor
 from ..device import use_triton
 from .paged_rows import AttentionRule, PagedRows
 
-# Padding a request's keys by so many costs about as much as a separate attention call (CPU); a
-# request with more keys than that attends alone, since gathering its pages would cost more.
+# On the CPU, a separate attention call costs about as much as this number of padded keys. A request
+# with more keys has a call of its own, since gathering its pages would cost more than the call.
 _CALL_OVERHEAD_KEYS = 300
-_GROUPED_KEYS = 1024
+_GROUPED_KEYS = 1024  # from this number of keys on, a single query row is also grouped by key head
 
 
 def paged_attention(
@@ -55,29 +55,34 @@ def paged_attention_reference(
 
 @dataclass(frozen=True)
 class AttentionRun:
-    """`num_reqs` neighbouring requests of equal query length that attend in one call."""
+    """One attention call: `num_reqs` consecutive requests of equal query length."""
 
     start: int  # first token row
     num_reqs: int
     query_len: int
-    first_block: int  # first page when the pages of a single request follow one another
-    blocks: Tensor | None  # [num_reqs * num_blocks] int64 page ids, when they must be gathered
+    first_block: int  # first page, if `blocks` is None
+    # [num_reqs * num_blocks] int64 ids of pages to gather; None for a single request whose pages
+    # are contiguous, which are read in place
+    blocks: Tensor | None
     num_blocks: int  # per request
     offset: int  # keys skipped at the start of the first page
     num_keys: int  # keys per request after `offset`, padded to the longest
-    is_causal: bool  # plain causal square: needs no mask
+    is_causal: bool  # as many queries as keys: torch's own causal mask suffices
     mask: Tensor | None  # [num_reqs, 1, query_len, num_keys], added to the scores
-    padding: Tensor | None = None  # int64, gathered keys beyond a request's: they may hold NaN
+    padding: Tensor | None = None  # int64, gathered keys after a request's last; may hold NaN
     group_masks: dict[int, Tensor] = field(default_factory=dict)  # `mask` for groups of heads
 
     @property
     def groups_pay(self) -> bool:
-        """Whether query heads of one key head should attend as rows of one call (CPU): torch's own
-        grouping copies the keys for each of them, but is quicker for one row of few keys."""
+        """Whether the query heads of one key head should be rows of one call on the CPU.
+
+        Torch's own grouping copies the keys for each query head, but is faster for one row of few
+        keys.
+        """
         return not self.is_causal and (self.query_len > 1 or self.num_keys >= _GROUPED_KEYS)
 
     def group_mask(self, group: int) -> Tensor | None:
-        """`mask` with each query row repeated `group` times; made once a step."""
+        """`mask` with each query row repeated `group` times; computed once a step."""
         if self.mask is None or self.query_len == 1:
             return self.mask
         if group not in self.group_masks:
@@ -87,7 +92,7 @@ class AttentionRun:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """All runs of a step."""
+    """The attention calls of one step, for every layer of a KV group."""
 
     runs: list[AttentionRun]
     num_tokens: int  # token rows covered by the runs
@@ -101,7 +106,11 @@ def plan_attention(
     sliding_window: int | None,
     dtype: torch.dtype,
 ) -> AttentionPlan:
-    """Plan one step of one KV group on the host; shapes as in `paged_attention`."""
+    """Plan the attention of one step on the host; shapes as in `PagedRows`.
+
+    Consecutive requests of equal query length share a call while the padding this needs costs less
+    than another call. Requests without queries or keys are left out.
+    """
     pending: list[int] = []  # batch rows of the run being collected
     runs: list[AttentionRun] = []
     longest = num_tokens = 0
@@ -150,7 +159,7 @@ def _make_run(
 ) -> AttentionRun:
     start = query_start_loc[rows[0]]
     query_len = query_start_loc[rows[0] + 1] - start
-    # first key that any query row of the request sees, per request
+    # per request: the first key that any of its query rows attends to
     visible = [
         max(0, seq_lens[row] - query_len - sliding_window + 1) if sliding_window else 0
         for row in rows
@@ -167,7 +176,7 @@ def _make_run(
         num_keys = seq_lens[row] - key
         neighbours = num_blocks == 1 or bool((pages[1:] - pages[:-1] == 1).all())
         if query_len == 1:
-            mask = None  # all keys are visible: those before the window were skipped
+            mask = None  # all keys are visible; keys before the window were skipped
         elif query_len == num_keys and (sliding_window is None or num_keys <= sliding_window):
             mask = None
         else:
@@ -192,7 +201,7 @@ def _make_run(
     columns = torch.tensor(first_page, device=device).unsqueeze(1) + torch.arange(
         num_blocks, device=device
     )
-    columns.clamp_(max=block_table.shape[1] - 1)  # past the end: masked keys of any page will do
+    columns.clamp_(max=block_table.shape[1] - 1)  # beyond the table any page will do: it is masked
     pages = block_table[table_rows, columns].flatten().long()
     mask = _causal_mask(lengths, query_len, num_keys, sliding_window, dtype, device)
     beyond = torch.arange(num_blocks * block_size) >= torch.tensor(lengths)[:, None]
@@ -209,7 +218,7 @@ def _causal_mask(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """[n, 1, query_len, num_keys]: 0 where a query row sees a key, -inf elsewhere."""
+    """The mask [n, 1, query_len, num_keys]: 0 where a query row attends to a key, else -inf."""
     last = torch.tensor(lengths, device=device).view(-1, 1, 1, 1) - query_len
     query_at = last + torch.arange(query_len, device=device).view(1, 1, -1, 1)
     key_at = torch.arange(num_keys, device=device)
@@ -223,7 +232,7 @@ def _causal_mask(
 def planned_attention(
     query: Tensor, kv_cache: Tensor, plan: AttentionPlan, rule: AttentionRule
 ) -> Tensor:
-    """Attention of one layer by a plan; shapes as in `paged_attention`."""
+    """The attention of one layer, by the plan of its step; shapes as in `paged_attention`."""
     dim_v = rule.head_dim_v or query.shape[-1]
     out: Tensor | None = None
     if plan.num_tokens != query.shape[0] or len(plan.runs) != 1:
@@ -261,7 +270,10 @@ def planned_attention(
 def _grouped_attention(
     rows: Tensor, key: Tensor, value: Tensor, run: AttentionRun, scale: float
 ) -> Tensor:
-    """Query heads of one key head as neighbouring rows; rows [T, Hq, D] -> [n, L, Hkv, G, D]."""
+    """Attention with the query heads of each key head as rows of one call.
+
+    rows: [T, Hq, D]. Returns [n, L, Hkv, G, D], where G is the number of query heads per key head.
+    """
     num_kv_heads, dim = key.shape[1], rows.shape[2]
     group = rows.shape[1] // num_kv_heads
     shape = (run.num_reqs, run.query_len, num_kv_heads, group, dim)
@@ -276,7 +288,7 @@ def _grouped_attention(
 def _keys_and_values(
     kv_cache: Tensor, run: AttentionRun, is_mla: bool, dim_v: int
 ) -> tuple[Tensor, Tensor]:
-    """K and V of a run, [n, Hkv, num_keys, D]: a view of the cache where the pages allow it."""
+    """K and V of a run, both [n, Hkv, num_keys, D]: a view of the cache if pages are contiguous."""
 
     if run.blocks is None:  # one request, neighbouring pages
         first, last = run.first_block, run.first_block + run.num_blocks
@@ -284,7 +296,7 @@ def _keys_and_values(
             rows = kv_cache[first:last].flatten(0, 1)
             rows = rows[run.offset : run.offset + run.num_keys].transpose(0, 1).unsqueeze(0)
             return rows, rows[..., :dim_v]
-        # one operation each, on a cache whose pages follow one another
+        # contiguous pages: one strided view each
         _, _, block_size, num_heads, dim = kv_cache.shape
         between_kv, _, between_keys, between_heads, _ = kv_cache.stride()
         at = kv_cache.storage_offset() + (first * block_size + run.offset) * between_keys
@@ -297,7 +309,7 @@ def _keys_and_values(
     def gather(cache: Tensor) -> Tensor:
         assert run.blocks is not None
         pages = cache.index_select(0, run.blocks)
-        if run.padding is not None:  # a mask does not hide NaN, and pages of others may hold it
+        if run.padding is not None:  # a mask does not hide NaN, which foreign pages may hold
             pages.flatten(0, 1).index_fill_(0, run.padding, 0.0)
         keys = pages.view(run.num_reqs, -1, *cache.shape[2:])
         return keys[:, run.offset : run.offset + run.num_keys].transpose(1, 2)
@@ -315,7 +327,7 @@ def _explicit_attention(
     run: AttentionRun,
     rule: AttentionRule,
 ) -> Tensor:
-    """Attention written out, for soft-capped scores, sinks and MLA's shared row; [n, Hq, L, Dv]."""
+    """Attention in single operations, for soft caps, sinks and MLA. Returns [n, Hq, L, Dv]."""
     num_reqs, num_heads, query_len, dim = heads.shape
     num_kv_heads = key.shape[1]
     grouped = (heads * rule.scale).reshape(

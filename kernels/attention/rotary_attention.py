@@ -1,5 +1,7 @@
-"""What follows a QKV projection up to the attention's output: sum of its parts, norm of each head,
-rotary embedding, write of keys and values, attention. One kernel for steps of few tokens a request.
+"""Everything between a QKV projection and the attention output, in one kernel where possible.
+
+That is: the sum of the projection's parts, the norm of each head, rotary embedding, the KV write
+and attention. One kernel does it all if each request has only a few new tokens.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ def rotary_attention(
 ) -> Tensor:
     """`rotary_store_kv`, then `paged_attention` of the rotated queries; arguments as there.
 
-    It is one kernel if `rows.arrivals` are given and the launch plan allows it, else two. Where a
-    token's slot is -1, what its request attends to at its position is undefined.
-    Returns [T, Hq, D].
+    This is one kernel if `rows.arrivals` is given and the launch plan allows it, and two otherwise.
+    If a token's slot is -1, the key and value that its request reads at that position are
+    undefined. Returns [T, Hq, D].
     """
     one_dtype = query.dim() == 4 or query.dtype == kv_cache.dtype
     if rows.arrivals is not None and use_triton(query) and rule.sinks is None and one_dtype:

@@ -1,5 +1,5 @@
-"""What follows a QKV projection in one: sum of its parts, norm of each head, rotary embedding, and
-the write of keys and values into the cache."""
+"""Sums the parts of a QKV projection, norms and rotates its heads, and writes keys and values into
+the cache, in one kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Writes this step's keys and values into the paged cache."""
+"""Writes the keys and values of a step into the paged cache."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ..device import use_triton
 
 
 def store_kv(key: Tensor, value: Tensor | None, kv_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write row t of `key` and `value` at cache slot `slot_mapping[t]`; slot -1 writes nothing.
+    """Write row t of `key` and `value` at cache slot `slot_mapping[t]`; for slot -1 write nothing.
 
-    key: [T, Hkv, D]; value: [T, Hkv, D], None for MLA; slot_mapping: [T] int64, block * size +
-    offset; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA [num_blocks, block_size, 1, D].
+    key: [T, Hkv, D]; value: [T, Hkv, D], None for MLA; slot_mapping: [T] int64, block * block_size
+    + offset; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA [num_blocks, block_size, 1, D].
     """
     if use_triton(kv_cache):
         from .triton import store_kv as triton_store_kv
@@ -28,7 +28,7 @@ def store_kv_reference(
     slot_mapping: Tensor,
     all_valid: bool = False,
 ) -> None:
-    """Plain version of `store_kv`; `all_valid` promises that no slot is -1."""
+    """The plain version of `store_kv`; with `all_valid` the caller promises that no slot is -1."""
     if not all_valid:
         rows = (slot_mapping >= 0).nonzero().squeeze(1)  # [written] token rows
         if rows.numel() < slot_mapping.numel():

@@ -1,8 +1,8 @@
-"""Turns permanent request rows (slots) into one step's batch, and writes the step's result back.
+"""Gathers a step's batch from the request table's slots, and writes the step's results back.
 
-Every function writes into preallocated buffers and fills the padded part in the same pass: N real
-of N* padded requests, M real of M* padded tokens. Nothing here waits for the device; the caller
-knows N, M, N*, M* and the number of logits rows L on the host.
+N requests are padded to N*, M tokens to M*, and there are L logits rows; the host knows all five.
+Each function writes into preallocated buffers and fills their padding in the same pass. Nothing
+here waits for the device.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .step_sizes import StepSizes
 
 
 class RequestTensors(Protocol):
-    """The request table as these kernels see it; rows are slots. R slots, K drafts."""
+    """The columns of the request table that these kernels use, for R slots and K drafts."""
 
     all_token_ids: Tensor  # [R, max_model_len] int32
     prefill_len: Tensor  # [R] int32
@@ -31,13 +31,13 @@ class RequestTensors(Protocol):
 
 
 class BatchTensors(Protocol):
-    """One step's buffers; allocated once, at the largest padded sizes."""
+    """The buffers of a step, allocated once at the largest padded sizes."""
 
-    # Given by the host, padded to the end: -1, M and L.
+    # Filled by the host; the padding, to the end of each, is -1, M and L.
     idx_mapping: Tensor  # [max N*] int32, batch row -> slot
     query_start_loc: Tensor  # [max N* + 1] int32
     cu_num_logits: Tensor  # [max N* + 1] int32
-    # Made by prepare_inputs.
+    # Filled by `prepare_inputs`.
     seq_lens: Tensor  # [max N*] int32
     num_draft_tokens: Tensor  # [max N*] int32, drafts that are not -1
     input_ids: Tensor  # [max M*] int32
@@ -45,7 +45,7 @@ class BatchTensors(Protocol):
     logits_indices: Tensor  # [max L] int64, logits row -> token row
     expanded_idx_mapping: Tensor  # [max L] int32, logits row -> slot
     expanded_local_pos: Tensor  # [max L] int32, 0 .. n_draft within the request
-    draft_ids: Tensor  # [max L] int64, draft judged by that row; -1 = none
+    draft_ids: Tensor  # [max L] int64, the draft that the row verifies; -1 = none
     logits_positions: Tensor  # [max L] int64, sequence position of that row
 
 
@@ -72,11 +72,11 @@ class SampledTokens(Protocol):
 
 
 def prepare_inputs(requests: RequestTensors, batch: BatchTensors, sizes: StepSizes) -> None:
-    """Fill `batch` for N, M, L, N*, M* from the slots named in `batch.idx_mapping`.
+    """Fill `batch` from the slots in `batch.idx_mapping`.
 
-    Also stores the token after each unfinished prefill chunk in `requests.next_prefill_tokens`.
-    Padded requests get seq_len 0 (to the end of the buffer); padded tokens get id and position 0.
-    A draft of -1 becomes input id 0 and stays -1 in `draft_ids`.
+    It also stores the prompt token that follows each unfinished prefill chunk in
+    `requests.next_prefill_tokens`. Padded requests get seq_len 0, to the end of the buffer; padded
+    tokens get id and position 0. A draft of -1 becomes input id 0 and stays -1 in `draft_ids`.
     """
     if use_triton(batch.input_ids):
         from .triton.gather_batch import prepare_inputs as prepare_inputs_triton
@@ -91,7 +91,7 @@ def prepare_inputs(requests: RequestTensors, batch: BatchTensors, sizes: StepSiz
 def prepare_inputs_reference(
     requests: RequestTensors, batch: BatchTensors, sizes: StepSizes
 ) -> None:
-    """The plain version of `prepare_inputs`; its effect is the definition."""
+    """The plain version of `prepare_inputs`; it defines the correct result."""
     num_reqs, num_tokens, num_logits, _, num_tokens_padded = sizes
     slots = batch.idx_mapping[:num_reqs]  # [N] batch row -> slot
     starts = batch.query_start_loc[:num_reqs]  # [N]
@@ -192,10 +192,10 @@ def compute_slot_mappings(
     num_tokens: int,
     num_tokens_padded: int,
 ) -> None:
-    """Physical KV slot of every token: block * block_size + position mod block_size.
+    """Compute the KV slot of every token: block * block_size + position mod block_size.
 
-    -1 ("write nothing") for padded tokens in every group, for positions beyond the table and for
-    positions whose table entry is the null block.
+    The slot is -1, "write nothing", for padded tokens, for positions beyond the table and for
+    positions whose table entry is the null block 0.
     """
     args = (block_tables, block_sizes, query_start_loc, positions, out)
     if use_triton(positions):
@@ -237,10 +237,11 @@ def post_update(
     sampled: SampledTokens,
     output_bin_counts: Tensor | None,  # [R, V] int32, or None if no request counts its output
 ) -> None:
-    """Commit a step to the request rows: tokens, lengths, newest token, output counts.
+    """Write a step's result into the request table: tokens, lengths, newest token, output counts.
 
-    Computed tokens grow by query length - num_rejected: rejected KV is simply rewritten by the next
-    step. Tokens beyond the table's width are dropped and `total_len` stays within it.
+    `num_computed_tokens` grows by query length - num_rejected, since the next step overwrites the
+    KV of rejected drafts. Tokens beyond the table's width are dropped, and `total_len` stays within
+    that width.
     """
     if use_triton(batch.idx_mapping):
         from .triton.gather_batch import post_update as post_update_triton

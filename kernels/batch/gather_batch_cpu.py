@@ -1,7 +1,7 @@
-"""The CPU's versions of `gather_batch`'s `prepare_inputs` and `post_update`: NumPy, row by row.
+"""NumPy versions of `gather_batch`'s `prepare_inputs` and `post_update` for the CPU, row by row.
 
-A torch operation on a handful of numbers costs more than the numbers: as tensor code these two take
-as long as two layers of a small model.
+A torch operation costs much more than the few numbers it works on here: as tensor code, these two
+functions cost as much as two layers of a small model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def prepare_inputs_cpu(
     batch: Any,  # BatchTensors
     sizes: StepSizes,
 ) -> None:
-    """As `prepare_inputs_reference`."""
+    """Does what `prepare_inputs_reference` does."""
     num_reqs, num_tokens, _, _, num_tokens_padded = sizes
     all_ids, draft_tokens = requests.all_token_ids.numpy(), requests.draft_tokens.numpy()
     next_prefill = requests.next_prefill_tokens.numpy()
@@ -41,7 +41,7 @@ def prepare_inputs_cpu(
         seq_len = computed + end - start
         seq_lens[row] = seq_len
         positions[start:end] = np.arange(computed, seq_len)
-        known = max(min(seq_len, width) - computed, 0)  # of the tokens, those within the table
+        known = max(min(seq_len, width) - computed, 0)  # tokens within the table
         ids[start : start + known] = all_ids[slot, computed : computed + known]
         ids[start + known : end] = all_ids[slot, width - 1]
         if seq_len < prefill_len:
@@ -73,7 +73,7 @@ def post_update_cpu(
     sampled: Any,  # SampledTokens
     output_bin_counts: Tensor | None,
 ) -> None:
-    """As `post_update_reference`."""
+    """Does what `post_update_reference` does."""
     num_reqs = sampled.num_sampled.shape[0]
     all_ids, total_len = requests.all_token_ids.numpy(), requests.total_len.numpy()
     computed, newest = requests.num_computed_tokens.numpy(), requests.last_sampled_tokens.numpy()

@@ -1,7 +1,7 @@
-"""Begins and ends a step inside a graph: as `gather_batch`, with the number of rows on the device.
+"""`gather_batch` for graphs: begins and ends a step when only the device knows the number of rows.
 
-The host bakes N* and M*; which of the N* rows are real stands in `batch.idx_mapping` (-1 = padded,
-behind all others) and in the series beside it. No request is in the middle of its prompt.
+A graph bakes N* and M*. Which of the N* rows are real is read on the device: padded rows have slot
+-1 in `batch.idx_mapping` and follow all others. No request is in the middle of its prompt.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ def prepare_padded_inputs(
     num_tokens: int,  # M*
     num_logits: int,  # L*
 ) -> None:
-    """As `prepare_inputs`. Padded logits rows judge no draft of slot 0; a padded request that has
-    tokens (of a capture) gets their number as its length, ids and drafts of none."""
+    """Do what `prepare_inputs` does, with all numbers of rows padded.
+
+    Padded logits rows have slot 0 and verify no draft. During a capture, padded requests have
+    tokens: their length is then the number of these tokens, with id 0 and no drafts.
+    """
     if use_triton(batch.input_ids):
         from .triton.gather_batch import prepare_inputs
 
@@ -71,7 +74,7 @@ def prepare_padded_inputs_reference(
     batch.num_draft_tokens[num_reqs:] = 0
     batch.draft_ids[:num_logits] = torch.where(real, drafts[rows, local], -1)
 
-    # Ids of a decode: the newest token, then its drafts.
+    # A decoding request's input ids are its newest token, then its drafts.
     decodes = live & (seq_lens > requests.prefill_len[slots])
     _, rows, real = rows_of(ends, num_tokens)
     local = token_rows - (ends - num_logits_of)[rows]
@@ -87,7 +90,7 @@ def gather_padded_tables(
     out: Sequence[Tensor],  # per group [max N*, max_blocks_g] int32, rows are batch rows
     num_reqs: int,  # N*
 ) -> None:
-    """As `gather_block_tables`."""
+    """Do what `gather_block_tables` does, with the number of rows padded."""
     if use_triton(idx_mapping):
         from .triton.gather_batch import gather_block_tables
 
@@ -107,7 +110,7 @@ def map_padded_slots(
     num_reqs: int,  # N*
     num_tokens: int,  # M*
 ) -> None:
-    """As `compute_slot_mappings`."""
+    """Do what `compute_slot_mappings` does, with the numbers of rows and tokens padded."""
     if use_triton(positions):
         from .triton.gather_batch import compute_slot_mappings
 
@@ -130,9 +133,12 @@ def commit_step(
     packed: Tensor,  # [>= N*, K + 4] int64
     counts: Tensor,  # [2, >= N*] int32
 ) -> None:
-    """`post_update` without output counts, and the step's results where a copy and a drafter find
-    them: `packed` rows are token ids, num_sampled, num_draft_tokens, has_nan; `counts` holds
-    num_sampled and num_rejected."""
+    """Do what `post_update` does, without output counts, and store the step's results.
+
+    A row of `packed`, which is copied to the host, holds the token ids, num_sampled,
+    num_draft_tokens and has_nan. `counts`, which the drafter reads, holds num_sampled and
+    num_rejected.
+    """
     if use_triton(packed):
         from .triton.padded_step import commit_step as commit_step_triton
 
@@ -158,7 +164,7 @@ def commit_step_reference(
     counts[0, :num_reqs] = num_sampled
     counts[1, :num_reqs] = sampled.num_rejected
 
-    # Every slot looks for its batch row: the sizes are then those of the table.
+    # Look up the batch row of every slot, so that all sizes are those of the table.
     live, slots = slots_of(batch.idx_mapping, num_reqs)
     max_reqs, max_len = requests.all_token_ids.shape
     at = torch.where(live, slots, max_reqs)
@@ -180,13 +186,14 @@ def commit_step_reference(
 
 
 def slots_of(idx_mapping: Tensor, num_reqs: int) -> tuple[Tensor, Tensor]:
-    """(which rows are real [N*] bool, their slots [N*] int64, 0 for the others)."""
+    """Which rows are real ([N*] bool), and the slots of all ([N*] int64, 0 if padded)."""
     slots = idx_mapping[:num_reqs]
     return slots >= 0, slots.clamp(min=0).long()
 
 
 def rows_of(ends: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(0 .. count - 1, the request of each, whether it has one); ends: [N*] int32."""
+    """(0 .. count - 1, the batch row of each, whether it has one); ends: [N*] int32, where each
+    batch row's range ends."""
     each = torch.arange(count, device=ends.device, dtype=torch.int32)
     rows = torch.searchsorted(ends, each, right=True)
     return each, rows.clamp(max=ends.shape[0] - 1), each < ends[-1]

@@ -1,4 +1,4 @@
-"""How large a step is, as the host knows it."""
+"""The sizes of a step that the host knows."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class StepSizes(NamedTuple):
-    """Rows of a step, and the numbers that they are padded to."""
+    """The numbers of rows in a step, real and padded."""
 
     num_reqs: int  # N
     num_tokens: int  # M

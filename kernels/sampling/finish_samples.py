@@ -1,4 +1,4 @@
-"""The end of a sampling step: how many tokens each request really gets, and which rows were bad.
+"""Ends a sampling step: finds the number of tokens of each request, and which requests failed.
 
 Nothing here waits for the device.
 """
@@ -32,12 +32,14 @@ def finish_samples(
     rows: LogitsRows,
     prefill_len: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(num_sampled [N] int32, num_rejected [N] int32, is_bad [N] bool); changes `emitted` in place.
+    """Return num_sampled [N] int32, num_rejected [N] int32 and is_bad [N] bool; clear rows of
+    `emitted` that emit nothing.
 
-    A request still in prefill emits nothing, and neither does a padded row. A request is bad if a
-    row that emits held NaN or an infinity, or allowed no token. emitted: [N, K + 1] int64;
-    num_accepted: [N] int64; largest_raw: [L] float, each row's largest raw logit; largest: [L], the
-    same after processing, or None if processing forbids no token; prefill_len: [R] int32 by slot.
+    Requests still in prefill and padded rows emit nothing; their row of `emitted` becomes -1. A
+    request is bad if a logits row that emits contains NaN or an infinity, or allows no token.
+    emitted: [N, K + 1] int64, changed in place; num_accepted: [N] int64, accepted drafts;
+    largest_raw: [L] float, the largest raw logit of each row; largest: [L], the same after
+    processing, or None if processing forbids no token; prefill_len: [R] int32 by slot.
     """
     args = (emitted, num_accepted, largest_raw, largest, rows, prefill_len)
     if use_triton(emitted):
@@ -71,7 +73,7 @@ def finish_samples_reference(
     if num_rows > num_reqs:
         logits_rows = torch.arange(num_rows, device=bad.device, dtype=torch.int32)
         batch_rows = torch.searchsorted(cu_num_logits[1:], logits_rows, right=True)  # [L]
-        batch_rows.clamp_(max=num_reqs - 1)  # of padded logits rows, whose request is padded, too
+        batch_rows.clamp_(max=num_reqs - 1)  # padded logits rows belong to a padded request
         emits = logits_rows - cu_num_logits[batch_rows] <= num_accepted[batch_rows]
         of_request = torch.zeros_like(num_accepted)
         bad = of_request.index_add_(0, batch_rows, (bad & emits).long()) > 0

@@ -1,8 +1,8 @@
-"""Turns raw logits into the distribution a request asked for, one logits row at a time, in place.
+"""Applies sampling parameters to raw logits, in place and row by row.
 
-Every function has a per-row form: row r of L carries the parameters of its own request, and rows
-of one request's drafts see the drafts before them. Neutral parameters leave a row unchanged, so a
-batch may mix requests freely. Knows nothing of requests; nothing here waits for the device.
+Each of the L rows has the parameters of its own request, and the rows that verify a request's
+drafts take the earlier drafts into account. Neutral parameters leave a row unchanged, so a batch
+may mix any requests. This module knows nothing about requests; nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -16,34 +16,40 @@ _SHORT_SORT = 1024  # on the CPU, top-p first tries this many of the largest log
 
 
 def unpack_bits(words: Tensor, size: int) -> Tensor:
-    """Bit v of a row = bit v % 32 of word v // 32; [L, ceil(V / 32)] int32 -> [L, V] bool."""
+    """Unpack bits: [L, ceil(V / 32)] int32 -> [L, V] bool; bit v is bit v % 32 of word v // 32."""
     shifts = torch.arange(32, dtype=torch.int32, device=words.device)
     bits = (words.unsqueeze(-1) >> shifts).bitwise_and_(1).bool()
     return bits.flatten(1)[:, :size]
 
 
 def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> None:
-    """Forbid tokens whose bit is 0. logits: [L, V]; bitmask: [L, ceil(V / 32)] int32."""
+    """Forbid the tokens with bit 0. logits: [L, V]; bitmask: [L, ceil(V / 32)] int32."""
     logits.masked_fill_(~unpack_bits(bitmask, logits.shape[1]), float("-inf"))
 
 
 def add_at_tokens(logits: Tensor, token_ids: Tensor, values: Tensor) -> None:
-    """Add values at tokens. logits: [L, V]; token_ids: [L, B], -1 = unused; values: [L, B]."""
+    """Add `values` to the logits of some tokens.
+
+    logits: [L, V]; token_ids: [L, B], -1 = unused; values: [L, B].
+    """
     used = token_ids >= 0
     logits.scatter_add_(1, token_ids.clamp(min=0).long(), torch.where(used, values, 0.0))
 
 
 def forbid_tokens(logits: Tensor, token_ids: Tensor, forbidden: Tensor) -> None:
-    """Forbid the tokens chosen by `forbidden`. token_ids: [L, B], -1 = unused; forbidden: bool,
-    broadcast to [L, B]."""
+    """Forbid the tokens for which `forbidden` is true.
+
+    token_ids: [L, B], -1 = unused; forbidden: bool, broadcast to [L, B].
+    """
     values = torch.where(forbidden, float("-inf"), 0.0).expand(token_ids.shape)
     add_at_tokens(logits, token_ids, values)
 
 
 def previous_drafts(draft_ids: Tensor, local_pos: Tensor, max_num_drafts: int) -> Tensor:
-    """Drafts that stand before each row of the same request, nearest first: [L, K], -1 = none.
+    """The drafts before each row in the same request, nearest first: [L, K], -1 = none.
 
-    draft_ids: [L] draft judged by each row; local_pos: [L] int32, 0 .. n_draft in the request.
+    draft_ids: [L], the draft that each row verifies; local_pos: [L] int32, the row's number within
+    its request, 0 .. n_draft.
     """
     back = torch.arange(1, max_num_drafts + 1, device=draft_ids.device)  # [K]
     rows = torch.arange(draft_ids.shape[0], device=draft_ids.device)[:, None] - back
@@ -59,12 +65,12 @@ def apply_penalties(
     repetition: Tensor | None,
     prompt_bits: Tensor | None,
 ) -> None:
-    """Repetition, frequency and presence penalties over output so far and the drafts before a row.
+    """Apply repetition, frequency and presence penalties for the output and the row's drafts.
 
-    logits: [L, V]; counts: [L, V] int32, output tokens of the row's request (a copy: the drafts are
-    added to it); drafts: [L, K], -1 = none; presence, frequency, repetition: [L];
-    prompt_bits: [L, ceil(V / 32)] int32, for repetition, which also covers the prompt. None if no
-    row uses repetition.
+    logits: [L, V]; counts: [L, V] int32, output tokens of the row's request, to which the drafts
+    are added in place; drafts: [L, K], those before the row, -1 = none; presence, frequency,
+    repetition: [L]; prompt_bits: [L, ceil(V / 32)] int32, since repetition also covers the prompt.
+    `repetition` and `prompt_bits` are None if no row uses repetition.
     """
     counts.scatter_add_(1, drafts.clamp(min=0), (drafts >= 0).to(counts.dtype))
     in_output = counts > 0
@@ -78,12 +84,12 @@ def apply_penalties(
 
 
 def completed_words(tokens: Tensor, after: Tensor, first: Tensor, before: Tensor) -> Tensor:
-    """Which tokens would complete a word of a row's list, after the text before the row; [L, T].
+    """Which tokens would complete a bad word, given the text before the row: [L, T] bool.
 
-    A list holds the tokens of its words one after another; -1 = unused. tokens: [L, T]; after:
-    [L, T] how many tokens of its word follow each; first: [L, T] index in the list of its word's
-    first token; before: [L, T] the text's token as far before the row's as `after` says, which
-    means nothing where that is 0.
+    Each row has a list of words, stored as their tokens one after another. tokens: [L, T], -1 =
+    unused; after: [L, T], the number of tokens of the same word that follow; first: [L, T], the
+    index in the list of the word's first token; before: [L, T], the token of the text that is
+    `after` places before the row's position, unused where `after` is 0.
     """
     differs = ((after > 0) & (before != tokens)).cumsum(1)  # [L, T] up to and with each token
     until = torch.nn.functional.pad(differs, (1, 0))  # [L, T + 1] before each token
@@ -92,12 +98,12 @@ def completed_words(tokens: Tensor, after: Tensor, first: Tensor, before: Tensor
 
 
 def apply_temperature(logits: Tensor, temperature: Tensor) -> None:
-    """Divide by temperature, [L]; 0 means greedy and leaves the row as it is."""
+    """Divide each row by its temperature, [L]; a greedy row (0) stays as it is."""
     logits.div_(torch.where(temperature > 0, temperature, 1.0)[:, None])
 
 
 def apply_min_p(logits: Tensor, min_p: Tensor) -> None:
-    """Forbid tokens less likely than min_p times the most likely one. min_p: [L], 0 = off."""
+    """Forbid tokens with less than min_p times the largest probability. min_p: [L], 0 = off."""
     bound = logits.amax(-1) + min_p.log()
     logits.masked_fill_(logits < bound[:, None], float("-inf"))
 
@@ -109,10 +115,11 @@ def apply_top_k_top_p(
     max_top_k: int | None,
     any_top_p: bool,
 ) -> None:
-    """Keep the top_k most likely tokens, of these the smallest set with mass >= top_p.
+    """Keep the top_k most likely tokens, and of these the smallest set with mass >= top_p.
 
-    logits: [L, V]; top_k: [L] int64, 0 = off; top_p: [L], 1 = off; max_top_k: bound of top_k over
-    the rows if all of them use it. Tokens that tie with the last one kept are kept.
+    Tokens that tie with the last one kept are kept. logits: [L, V]; top_k: [L] int64, 0 = off;
+    top_p: [L], 1 = off; max_top_k: an upper bound of top_k, or None if a row does not use it;
+    any_top_p: whether a row uses top_p.
     """
     if use_triton(logits):
         from .triton.top_k_top_p import apply_top_k_top_p as apply_top_k_top_p_triton
@@ -144,7 +151,8 @@ def apply_top_k_top_p_reference(
 def _smallest_kept(
     logits: Tensor, top_k: Tensor, top_p: Tensor, width: int, any_top_p: bool
 ) -> tuple[Tensor, Tensor]:
-    """The smallest logit kept per row [L], from the `width` largest; were these enough? [L]"""
+    """The smallest logit to keep in each row, [L], judging by the `width` largest logits; and
+    whether these were enough to tell, [L] bool."""
     vocab_size = logits.shape[1]
     if width < vocab_size:
         largest = logits.topk(width, dim=-1).values  # [L, width], descending

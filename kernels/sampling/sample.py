@@ -1,10 +1,10 @@
-"""Counter-based random numbers and Gumbel-max sampling; knows nothing of requests or batches.
+"""Counter-based random numbers and Gumbel-max sampling; knows nothing about requests or batches.
 
-The noise of a token is a pure function of (seed, sequence position, salt, token id): it does not
+The noise of a token is a pure function of seed, sequence position, salt and token id. It does not
 depend on the batch row, padding, graphs or the number of GPUs. All mixing is 32-bit integer
-arithmetic, so that Triton and torch give the same bits. Streams with different salts are
-independent: drafts must never share the target's noise, or the output's law is wrong although the
-acceptance rate looks right.
+arithmetic, so that Triton and torch produce the same bits. Streams with different salts are
+independent. Drafts must never share the target's noise: the output's distribution would be wrong
+although the acceptance rate looks right.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ def gumbel_sample(
     salt: int | Tensor,
     greedy: Tensor | None = None,
 ) -> Tensor:
-    """Draw one token per row from softmax(logits) by argmax(logit + Gumbel noise); [L] int64.
+    """Draw a token per row from softmax(logits) as argmax(logits + Gumbel noise); [L] int64.
 
-    logits: [L, V] float32; seeds, positions: [L] int64, position = that of the row the logits
-    belong to; salt: one of the module's salts, or [L] int64; greedy: [L] bool, rows without noise.
+    logits: [L, V] float32; seeds: [L] int64; positions: [L] int64, the sequence position of the
+    row's input token; salt: one of the module's salts, or [L] int64; greedy: [L] bool, rows that
+    get no noise.
     """
     if use_triton(logits):
         from .triton.sample import gumbel_sample as gumbel_sample_triton
@@ -75,20 +76,20 @@ def gumbel_sample_reference(
 
 
 def uniform(seeds: Tensor, positions: Tensor, salt: int) -> Tensor:
-    """One number in (0, 1) per row; seeds, positions: [L] int64 -> [L] float32."""
+    """Draw a uniform number in (0, 1) per row: [L] float32. seeds, positions: [L] int64."""
     keys = row_keys(seeds, positions, salt)
     return _uniform_(token_bits(keys, 1))[:, 0]
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token; keys: [L, 2] int32 -> [L, V] float32."""
+    """Standard Gumbel noise for every token, [L, V] float32. keys: [L, 2] int32."""
     u = _uniform_(token_bits(keys, vocab_size))
-    # -log(-log1p(-u)): u near 0, where fp32 is fine-grained, gives the large values.
+    # -log(-log1p(-u)): large values come from u near 0, where float32 is fine-grained.
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
 def row_keys(seeds: Tensor, positions: Tensor, salt: int | Tensor) -> Tensor:
-    """Hash (seed, position, salt) to 64 bits per row; [L] int64 each -> [L, 2] int32."""
+    """Hash seed, position and salt, each [L] int64, to 64 bits per row: [L, 2] int32."""
     low, high = seeds & _LOW, (seeds >> 32) & _LOW
     words = []
     for start in (GOLDEN, SECOND):
@@ -100,7 +101,7 @@ def row_keys(seeds: Tensor, positions: Tensor, salt: int | Tensor) -> Tensor:
 
 
 def token_bits(keys: Tensor, vocab_size: int) -> Tensor:
-    """32 random bits per row and token; keys: [L, 2] int32 -> [L, V] int32."""
+    """32 random bits per row and token, [L, V] int32. keys: [L, 2] int32."""
     x = _token_words(vocab_size, keys.device) ^ keys[:, :1]
     x.mul_(keys[:, 1:] | 1)
     for shift, multiplier in ((16, MULTIPLIER_1), (15, MULTIPLIER_2)):
@@ -114,7 +115,7 @@ def _uniform_(bits: Tensor) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """32-bit finaliser on int64 tensors; the result is in [0, 2^32)."""
+    """Apply the 32-bit hash finaliser to an int64 tensor; the result is in [0, 2^32)."""
     x = x & _LOW
     x = (x ^ (x >> 16)) * MULTIPLIER_1 & _LOW
     x = (x ^ (x >> 15)) * MULTIPLIER_2 & _LOW
@@ -128,6 +129,6 @@ def _signed(word: int) -> int:
 
 @lru_cache(maxsize=16)
 def _token_words(vocab_size: int, device: torch.device) -> Tensor:
-    """Hashed token ids, [V] int32; the same for every row, so they are kept."""
+    """The hashed token ids, [V] int32; cached, since they are the same for every row."""
     ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
     return _mix(ids + GOLDEN).int()

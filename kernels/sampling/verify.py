@@ -1,9 +1,9 @@
-"""Rejection sampling of drafts over ragged logits rows; the output's law is the target's.
+"""Rejection sampling of drafts over ragged logits rows: the output has the target's distribution.
 
-Row r of L belongs to one request; a request's rows follow one another, `cu_num_logits` gives the
-bounds, and `draft_ids[r]` is the draft that row r judges (-1 = none: always rejected). A drafter's
-distribution q is the softmax of its stored logits, which already hold its temperature; without
-stored logits a draft was an argmax and q is one-hot. Nothing here waits for the device.
+The rows of a request are consecutive, bounded by `cu_num_logits`, and row r verifies the draft
+`draft_ids[r]` (-1 = none, which is always rejected). The drafter's distribution q is the softmax of
+its stored logits, which are already divided by the temperature. Without stored logits the draft was
+the argmax, and q is one-hot. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ __all__ = [
 
 
 def rejection_sample(rows: VerifyRows) -> tuple[Tensor, Tensor]:
-    """Accept with probability min(1, p / q), at the first rejection draw from max(p - q, 0).
+    """Accept each draft with probability min(1, p / q); at the first rejection, draw from
+    max(p - q, 0), normalised.
 
-    Returns (emitted tokens [N, K + 1] int64, -1 beyond; accepted drafts [N] int64). A greedy
-    request accepts the argmax and emits it. One that is `seeded` is judged by `drawn`, as in
-    `emit_matching`. Leviathan et al. 2023, Chen et al. 2023.
+    Returns the emitted tokens, [N, K + 1] int64 with -1 after the last, and the number of accepted
+    drafts, [N] int64. A greedy request accepts a draft if it is the argmax, and emits the argmax.
+    A seeded request accepts by its `drawn` tokens, as in `emit_matching`.
+    Source: Leviathan et al. 2023, Chen et al. 2023.
     """
     if use_triton(rows.logits):
         from .triton.verify import rejection_sample as rejection_sample_triton
@@ -56,13 +58,13 @@ def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
     num_accepted = count_accepted(accepted, rows.cu_num_logits, rows.local_pos)
 
     last = rows.cu_num_logits[:-1].long() + num_accepted  # [N] batch row -> its last emitting row
-    rejected = rows.draft_ids[last] >= 0  # [N] else the bonus row, or a row without a draft
+    rejected = rows.draft_ids[last] >= 0  # [N]; otherwise the last row, which has no draft
     use_residual = rejected & ~rows.greedy[last]
     log_p = rows.logits[last].sub_(log_z[last])  # [N, V]
     left = residual(log_p, None if log_q is None else log_q[last], drafts[last])
-    is_empty = left.amax(-1) == float("-inf")  # by rounding: then p itself
+    is_empty = left.amax(-1) == float("-inf")  # because of rounding: use p itself
     left = torch.where((use_residual & ~is_empty)[:, None], left, log_p)
-    # A recovered token's noise is neither the drafts' nor that of the accepting number.
+    # The noise of a recovered token must differ from the drafts' and the acceptance's.
     salt = torch.where(rejected, RECOVERY, TARGET)
     tokens = gumbel_sample_reference(
         left, rows.seeds[last], rows.positions[last], salt, rows.greedy[last]
@@ -78,7 +80,7 @@ def rejection_sample_reference(rows: VerifyRows) -> tuple[Tensor, Tensor]:
 
 
 def _scaled(rows: VerifyRows) -> VerifyRows:
-    """The same rows with logits that are divided by the temperature."""
+    """The same rows, with their logits divided by the temperature."""
     if rows.temperature is None:
         return rows
     heat = torch.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
@@ -86,9 +88,10 @@ def _scaled(rows: VerifyRows) -> VerifyRows:
 
 
 def emit_matching(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept drafts as long as they are the drawn tokens, then emit the drawn one.
+    """Accept drafts while they equal the target's drawn tokens, then emit the next drawn token.
 
-    drawn: [L] int64; returns (emitted tokens [N, K + 1] int64, accepted drafts [N] int64).
+    drawn: [L] int64. Returns the emitted tokens [N, K + 1] int64 and the number of accepted drafts
+    [N] int64.
     """
     if use_triton(drawn):
         from .triton.emit_drawn import emit_matching as emit_matching_triton
@@ -110,9 +113,10 @@ def emit_matching_reference(rows: VerifyRows, drawn: Tensor) -> tuple[Tensor, Te
 
 
 def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tensor, Tensor]:
-    """Accept draft j with probability rates[j], whatever it is; then emit the drawn token.
+    """Accept draft j with probability rates[j], whatever token it is; then emit the drawn token.
 
-    drawn: [L] int64; rates: [K] float32; returns as `emit_matching`.
+    This simulates a drafter of known acceptance. drawn: [L] int64; rates: [K] float32. Returns the
+    same as `emit_matching`.
     """
     if use_triton(drawn):
         from .triton.emit_drawn import emit_by_chance as emit_by_chance_triton
@@ -128,33 +132,36 @@ def emit_by_chance(rows: VerifyRows, drawn: Tensor, rates: Tensor) -> tuple[Tens
 
 
 def draft_log_probs(rows: VerifyRows) -> Tensor | None:
-    """log q of each row over the target's vocabulary, [L, V]; None for one-hot q."""
+    """The drafter's log probabilities over the target's vocabulary, [L, V]; None for one-hot q."""
     if rows.draft_logits is None:
         return None
-    column = rows.local_pos.clamp(max=rows.draft_logits.shape[1] - 1)  # the bonus row has no q
+    column = rows.local_pos.clamp(max=rows.draft_logits.shape[1] - 1)  # the last row has no q
     log_q = rows.draft_logits[rows.slots, column].log_softmax(-1)
     missing = rows.logits.shape[1] - log_q.shape[1]
     return torch.nn.functional.pad(log_q, (0, missing), value=float("-inf"))
 
 
 def residual(log_p: Tensor, log_q: Tensor | None, drafts: Tensor) -> Tensor:
-    """log max(p - q, 0), unnormalised; log_p, log_q: [N, V]; drafts: [N, 1]."""
+    """Compute log max(p - q, 0), unnormalised: [N, V].
+
+    log_p: [N, V]; log_q: [N, V], or None if q is one-hot at `drafts`, [N, 1].
+    """
     if log_q is None:
         return log_p.scatter(1, drafts, float("-inf"))
-    # log(p - q) = log p + log(1 - q / p), without the cancellation of p - q
+    # log(p - q) = log p + log(1 - q / p) avoids the cancellation in p - q
     difference = log_p + torch.log1p(-torch.exp(log_q - log_p))
     return torch.where(log_p > log_q, difference, float("-inf"))
 
 
 def count_accepted(accepted: Tensor, cu_num_logits: Tensor, local_pos: Tensor) -> Tensor:
-    """How many leading rows of each request are accepted; its last row never is. [N] int64.
+    """Count the leading accepted rows of each request, [N] int64; its last row never counts.
 
     accepted: [L] bool; cu_num_logits: [N + 1] int32; local_pos: [L] int32.
     """
     num_rows = accepted.shape[0]
     rejected = ~accepted
-    rejected.index_fill_(0, cu_num_logits[1:].long() - 1, True)  # assignment would wait
-    # First rejected row at or after each row; the answer for a request is at its first row.
+    rejected.index_fill_(0, cu_num_logits[1:].long() - 1, True)  # an assignment would synchronise
+    # The first rejected row at or after each row; a request's result is at its first row.
     rows = torch.arange(num_rows, device=accepted.device)
     at = torch.where(rejected, rows, num_rows)
     first = at.flip(0).cummin(0).values.flip(0)[cu_num_logits[:-1].long()]
@@ -162,7 +169,10 @@ def count_accepted(accepted: Tensor, cu_num_logits: Tensor, local_pos: Tensor) -
 
 
 def emit_tokens(rows: VerifyRows, tokens: Tensor, num_accepted: Tensor) -> Tensor:
-    """Accepted drafts, then the new token, then -1; tokens, num_accepted: [N] -> [N, K + 1]."""
+    """Join each request's accepted drafts, its new token and -1 for the rest: [N, K + 1].
+
+    tokens, num_accepted: [N] int64.
+    """
     columns = torch.arange(rows.width, device=tokens.device)
     at = rows.cu_num_logits[:-1, None].long() + columns  # [N, K + 1] -> logits row
     drafts = rows.draft_ids[at.clamp(max=rows.draft_ids.shape[0] - 1)]

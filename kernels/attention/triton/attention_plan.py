@@ -1,4 +1,4 @@
-"""How a call of the attention kernel is cut up: tile sizes and the number of KV splits."""
+"""Chooses tile sizes and the number of KV splits for a launch of an attention kernel."""
 
 from __future__ import annotations
 
@@ -12,60 +12,64 @@ from ...device import cache_by_device, card_of
 from ..paged_rows import PagedRows
 
 MAX_SPLITS = 16
-FUSED_QUERY_LEN = 16  # new keys of a request that a fused kernel has room for
-_LAST_SUMS_VALUES = 2048  # of one split, that a program can sum those of all splits of
-# What follows won in `tests/lab/measure_chain.py attention` on an H200.
-_PER_PROCESSOR = 2  # programs that hide each other's latency
-_FEW = 16  # fewer programs of large heads want as many splits as there are, summed by a kernel
-_LEAST_KEYS = 128  # that a split pays for, where programs are more
-_ALONE = 16384  # values of keys that a program reads without sharing them
-_KEYS_OF_A_SPLIT = 128  # at least, of the longest context, elsewhere
+FUSED_QUERY_LEN = 16  # the fused kernel takes at most this number of new tokens per request
+_LAST_SUMS_VALUES = 2048  # the last program sums the splits if one split has at most these values
+# Measured on an H200 with `tests/lab/measure_chain.py attention`.
+_PER_PROCESSOR = 2  # programs per multiprocessor, which hide each other's latency
+_FEW = 16  # with fewer programs of large heads, all splits work and a second kernel sums them
+_LEAST_KEYS = 128  # with more programs, a split is worthwhile from this number of keys on
+_ALONE = 16384  # up to this number of key values (keys x head size), one split does all the work
+_KEYS_OF_A_SPLIT = 128  # splits have at least this number of keys of the longest context
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a call is cut up; a function of shapes only."""
+    """The tiles and splits of one launch; a function of shapes only, so a graph may bake them."""
 
-    block_m: int
-    block_q: int
-    heads: int
-    block_n: int
-    splits: int
-    one_block: bool
+    block_m: int  # query rows of a program, tokens times heads
+    block_q: int  # query tokens of a program
+    heads: int  # query heads of a program
+    block_n: int  # keys of a tile
+    splits: int  # programs that share the keys of a request
+    one_block: bool  # each request's queries fit into one program
     num_warps: int
     num_stages: int
-    heads_first: bool = False  # neighbouring programs take the heads of one request
-    fused: bool = False  # rotary embedding and KV write inside
-    last_sums: int = 0  # fused: rows whose splits are summed by the last program; 0 = by a kernel
-    least_keys: int = 1  # fused: of a split that has work; how many have is seen in the kernel
-    alone: int = 0  # fused: keys up to which only one split has work
-    registers: int | None = None  # fused: of a thread, at most
-    rows: int = 0  # fused: of block_m, those that hold something; a power of two
-    early: bool = False  # fused: the first keys are brought into L2 before the inputs are ready
+    heads_first: bool = False  # consecutive programs have the heads of one request
+    fused: bool = False  # the kernel also rotates and writes the KV
+    # The rest is for the fused kernel.
+    last_sums: int = 0  # rows for which the last program sums the splits; 0 = a second kernel does
+    least_keys: int = 1  # keys of a split with work; the kernel itself finds how many have work
+    alone: int = 0  # up to this number of keys only one split has work
+    registers: int | None = None  # limit per thread
+    rows: int = 0  # the rows of block_m that are used; a power of two
+    early: bool = False  # prefetch the first keys into L2 before the inputs are ready
 
 
 @cache_by_device
 def num_processors(device: torch.device) -> int:
-    """Of a card; a few, elsewhere."""
+    """The number of multiprocessors of the GPU; 4 for a CPU, so that splits are tested there."""
     card = card_of(device)
     return 4 if card is None else card.num_processors
 
 
 def _tile_sizes(rows: int, dim: int, element_size: int) -> tuple[int, int, int]:
-    """(rows of a tile of queries, keys of a tile, stages), before programs are counted."""
+    """(query rows of a tile, keys of a tile, stages), before the number of programs is known."""
     largest = 128 if dim <= 128 else 64 if dim <= 256 else 32
-    if dim > 512:  # MLA: many heads share one KV row
+    if dim > 512:  # MLA, where many heads share one KV row
         largest = 64
     block_n, stages = (64, 3) if dim <= 128 else (32, 2)
-    if element_size > 2:  # tiles of the same number of bytes
+    if element_size > 2:  # keep the size of a tile in bytes
         largest, block_n, stages = largest // 2, block_n // 2, 2
     return max(16, min(largest, triton.next_power_of_2(rows))), block_n, stages
 
 
 def _decode_tiles(programs: int, num_processors: int, dim: int) -> tuple[int, int, int, int | None]:
-    """(keys of a tile, stages, warps, registers of a thread) for 16 rows: few programs have many
-    keys at once in wide tiles; many are small, so that a processor has room for more of them, down
-    to one warp, which waits for no other."""
+    """(keys of a tile, stages, warps, register limit) for tiles of 16 query rows.
+
+    A few programs use wide tiles, to have many keys in flight. Many programs use small tiles, so
+    that a multiprocessor holds more of them; the smallest have one warp, which never waits for
+    another.
+    """
     if programs > 5 * num_processors:
         return (16, 4, 1, None) if dim > 64 else (32, 3, 1, None)
     if dim > 64 and 2 * programs > 5 * num_processors:
@@ -76,7 +80,7 @@ def _decode_tiles(programs: int, num_processors: int, dim: int) -> tuple[int, in
 
 
 def _num_splits(programs: int, max_keys: int, most: int) -> int:
-    """A power of two: as many as give no more than `most` programs, and keep splits long enough."""
+    """The largest power of two with at most `most` programs and long enough splits."""
     splits = 1
     while (
         splits < MAX_SPLITS
@@ -98,10 +102,10 @@ def plan_launch(
     num_processors: int,
     element_size: int = 2,
 ) -> Launch:
-    """Tile sizes and the number of KV splits for a call of these shapes.
+    """Choose tile sizes and the number of KV splits for a launch with these shapes.
 
-    The main kernel's kinds change with the number of programs, and hold for twice as many: the
-    powers of two of `dry_start` meet them all.
+    Each variant of the main kernel is chosen for a range of programs that at least doubles, so
+    `dry_start` compiles all variants by trying powers of two of requests.
     """
     rows = group * max_query_len
     block_m, block_n, stages = _tile_sizes(rows, dim, element_size)
@@ -144,7 +148,8 @@ def plan_launch(
 
 
 def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows) -> Launch:
-    """The plan for query [T, Hq, D], or its parts, over kv_cache [2, num_blocks, PAGE, Hkv, D]."""
+    """The plan for query [T, Hq, D], or its parts [S, T, Hq, D], over kv_cache
+    [2, num_blocks, PAGE, Hkv, D]."""
     num_tokens, num_heads, dim = query.shape[-3:]
     page, kv_heads = kv_cache.shape[2:4]
     return plan_launch(

@@ -1,4 +1,4 @@
-"""Triton version of `kernels.attention.mla`: one product a head, rows and heads in place."""
+"""Triton version of `kernels.attention.mla`: one matrix product per head, without copies."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -56,14 +56,17 @@ def _project_heads_kernel(
 
 
 def project_heads(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, H, K] by weight [H, K, N], any strides but a contiguous K of x -> [T, H, N]."""
+    """Multiply x [T, H, K] by weight [H, K, N], head by head; returns [T, H, N].
+
+    Strides are free, except that K must be contiguous in x.
+    """
     rows, heads, depth = x.shape
     width = weight.shape[2]
     assert x.stride(2) == 1 and weight.shape[:2] == (heads, depth)
     out = torch.empty((rows, heads, width), dtype=x.dtype, device=x.device)
     if rows == 0:
         return out
-    # What M is not a multiple of is masked; 16 is the least that a matrix unit takes.
+    # Partial tiles are masked; a matrix unit needs at least 16 rows.
     block_m = min(64, max(16, triton.next_power_of_2(rows)))
     block_n = min(128, max(16, triton.next_power_of_2(width)))
     block_k = min(64, max(16, triton.next_power_of_2(depth)))

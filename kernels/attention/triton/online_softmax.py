@@ -1,4 +1,4 @@
-"""What attention kernels do with a block of scores: cap them, and add it to a running softmax."""
+"""Parts of attention kernels: capping a block of scores and adding it to a running softmax."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -10,12 +10,12 @@ import triton.language as tl
 from ...launch import hash_functions
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-1e30)  # where a running maximum begins: unlike -inf, it can be subtracted
+LEAST = tl.constexpr(-1e30)  # start of a running maximum; unlike -inf it can be subtracted
 
 
 @triton.jit
 def soft_capped(scores, softcap):
-    """softcap * tanh(scores / softcap)."""
+    """Compute softcap * tanh(scores / softcap)."""
     return softcap * (1.0 - 2.0 / (tl.exp2(2.0 * LOG2E * scores / softcap) + 1.0))
 
 
@@ -29,7 +29,10 @@ def absorb(
     acc,  # [M, D] float32, weighted sum of values
     PRECISION: tl.constexpr,
 ):
-    """(top, total, acc) with these keys and values added; a row may see none of them."""
+    """Add a block of keys to the running softmax: the new (top, total, acc).
+
+    A row may attend to none of the block's keys.
+    """
     scores = tl.where(visible, scores * LOG2E, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     base = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -46,11 +49,11 @@ def absorb_scaled(
     visible,  # [M, N]
     value,  # [N, D]
     top,  # [M] float32, running maximum, `LEAST` at first
-    total,  # [M, N] float32, sums of weights: to be summed over N when all keys are in
+    total,  # [M, N] float32, sums of weights; the caller sums over N after the last block
     acc,  # [M, D] float32, weighted sum of values
     PRECISION: tl.constexpr,
 ):
-    """`absorb` in fewer instructions."""
+    """`absorb` in fewer instructions: scores are scaled already, and `total` is summed later."""
     scores = tl.where(visible, scores, float("-inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     rescale = tl.exp2(top - new_top)[:, None]

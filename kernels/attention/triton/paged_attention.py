@@ -1,6 +1,7 @@
-"""Triton version of `kernels.attention.paged_attention`: decode, verify, prefill; GQA and MLA.
+"""Triton version of `kernels.attention.paged_attention`, for decode, verification and prefill, GQA
+and MLA.
 
-Every launch is shaped by sizes of tensors only, never by their contents, so it may be captured.
+A launch depends on the sizes of tensors and never on their contents, so a graph may hold it.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -21,7 +22,7 @@ from .split_sums import sum_splits
 
 @triton.jit
 def _find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
-    """The request of query block `block`: request i owns blocks start_i // BLOCK_Q + i onwards."""
+    """Find the request of a query block: request i owns the blocks from start_i // BLOCK_Q + i."""
     low, high = 0, num_reqs
     while low < high:
         middle = (low + high) // 2
@@ -64,7 +65,7 @@ def _attention_kernel(
     GROUP: tl.constexpr,  # query heads per KV head
     HEADS: tl.constexpr,  # query heads of one program
     DIM: tl.constexpr,  # main part of the head
-    DIM_REST: tl.constexpr,  # what follows it and is no part of V (MLA), or 0
+    DIM_REST: tl.constexpr,  # size of the rotary part after it, which V leaves out (MLA), or 0
     DIM_V: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
@@ -74,7 +75,7 @@ def _attention_kernel(
     BLOCK_N: tl.constexpr,
     SPLITS: tl.constexpr,
     WINDOW: tl.constexpr,  # 0 = none
-    ONE_BLOCK: tl.constexpr,  # every request fits into one program
+    ONE_BLOCK: tl.constexpr,  # each request's queries fit into one program
     HEADS_FIRST: tl.constexpr,
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
@@ -95,7 +96,7 @@ def _attention_kernel(
     head = kv_head * GROUP + in_group  # [BLOCK_M] query head
     dim_v = tl.arange(0, BLOCK_V)
 
-    if SPLITS == 1:  # token rows of no request are zeros, shared out among the programs
+    if SPLITS == 1:  # the programs share the work of zeroing token rows without a request
         covered = tl.load(query_start_loc + num_reqs)
         used = (row < HEADS) & (in_group < GROUP)
         for token in range(covered + block, num_tokens, num_blocks):
@@ -121,7 +122,7 @@ def _attention_kernel(
     position = seq_len - query_len + within  # [BLOCK_M] sequence position
     token = (start + within).to(tl.int64)
 
-    # Keys [low, high) are visible to some row; this program takes one chunk of them.
+    # Keys [low, high) are visible to some row; this program reads one chunk of them.
     high = tl.minimum(seq_len, seq_len - query_len + first + BLOCK_Q)
     low = 0
     if WINDOW > 0:

@@ -1,7 +1,8 @@
 """Triton version of `kernels.attention.rotary_attention`: decode and verify steps in one kernel.
 
-A program takes a request and a key head with its query heads, or a split of its keys. It stores
-those of the step itself that fall into its split, and then reads all of the split alike.
+A program works on one request and one key head with its query heads, or on a split of the request's
+keys. It first stores those of the step's own keys that belong to its split, then reads all keys of
+the split from the cache.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -36,7 +37,7 @@ def _keys_of_split(
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """(first key, end, number of splits that have work) of one split of a request's keys."""
+    """Find one split's range of a request's keys: (first key, end, number of splits with work)."""
     low = 0
     if WINDOW > 0:
         low = tl.maximum(0, cached - WINDOW + 1) // PAGE * PAGE
@@ -72,7 +73,7 @@ def _store_new_keys(
     NEW: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROT: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Write those of the step's own keys and values that lie in [low, high) into the cache."""
+    """Rotate the step's own keys and write those in [low, high), with values, into the cache."""
     partner, pair, is_first = turn
     dtype: tl.constexpr = key_cache.dtype.element_ty
     dim_inside = dim < DIM
@@ -113,7 +114,7 @@ def _attend(
     pages = table + key // PAGE
     in_page = (key % PAGE)[:, None] * ROW + column[None, :]
     key_rows, value_rows = key_cache + in_page, value_cache + in_page
-    last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] key that a row sees
+    last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] last key that a row attends to
     top = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -165,16 +166,16 @@ def _rotary_attention_kernel(
     seq_lens,  # [N] int32
     out,  # [T, Hq, D], contiguous
     partial,  # [splits, T, Hq, D] fp32
-    lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator; first inf: `out` is written
+    lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator; inf in split 0: `out` is final
     arrivals,  # [N, Hkv] int32, zeros before and after
     scale,
     softcap,
     eps,
     num_reqs,
     num_tokens,
-    splits,  # only those have work that begin within the keys; the first always has
-    least_keys,  # of a split, except the last that has work
-    alone,  # up to this number of keys one split has all the work
+    splits,  # a split has work if it begins within the keys; the first always has
+    least_keys,  # of a split, except the last with work
+    alone,  # up to this number of keys one split does all the work
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -190,7 +191,7 @@ def _rotary_attention_kernel(
     ROT: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,  # query rows: tokens times GROUP
-    ROWS: tl.constexpr,  # of BLOCK_M, those that hold something
+    ROWS: tl.constexpr,  # the rows of BLOCK_M that are used
     BLOCK_N: tl.constexpr,
     NEW: tl.constexpr,  # rows for the step's own keys
     WINDOW: tl.constexpr,  # 0 = none
@@ -200,7 +201,7 @@ def _rotary_attention_kernel(
     SOFTCAP: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
-    LAST_SUMS: tl.constexpr,  # the last program of a row sums its splits; 0 = another kernel does
+    LAST_SUMS: tl.constexpr,  # rows whose splits the last program sums; 0 = another kernel does
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = out.dtype.element_ty
@@ -216,7 +217,7 @@ def _rotary_attention_kernel(
     Q_HEADS: tl.constexpr = KV_HEADS * GROUP
     row_size: tl.constexpr = KV_HEADS * DIM
 
-    # What the previous kernel does not write can be read before it has ended.
+    # Read before the previous kernel has ended, since that kernel does not write these.
     start = tl.load(query_start_loc + request)
     query_len = tl.load(query_start_loc + request + 1) - start
     covered = tl.load(query_start_loc + num_reqs)
@@ -243,7 +244,7 @@ def _rotary_attention_kernel(
     cos, sin = angles(cos_sin, tl.load(positions + q_token), dim, pair, is_first, ROT, BLOCK_D)
     wait_for_inputs(PDL)
 
-    if split == 0:  # token rows of no request are zeros, shared out among the programs
+    if split == 0:  # the programs share the work of zeroing token rows without a request
         for empty in range(covered + request, num_tokens, stride):
             target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
             zeros = tl.zeros([BLOCK_M, BLOCK_D], dtype)
@@ -285,7 +286,7 @@ def _rotary_attention_kernel(
     if active == 1:
         tl.store(out + place, result.to(dtype), mask=mask)
         if LAST_SUMS == 0:
-            if splits > 1:  # there is nothing to sum
+            if splits > 1:  # tell the second kernel that there is nothing to sum
                 done = tl.full([BLOCK_M], float("inf"), tl.float32)
                 tl.store(lse + flat, done, mask=valid)
     else:

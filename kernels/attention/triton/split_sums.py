@@ -1,6 +1,7 @@
-"""Attention over all keys, from that over each split's: by a kernel, or by a split's last program.
+"""Combines the attention over each split of the keys into that over all keys.
 
-Many splits are loaded at once: one after the other, each would wait for its loads.
+A second kernel does it, or the last program of the first kernel. Several splits are loaded at once;
+one after the other, each would wait for its own loads.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -31,7 +32,7 @@ def sum_own_splits(
     ROWS: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
 ):
-    """The attention of one program's rows over all keys, from that over each split's."""
+    """Combine the splits for the rows of one program, inside the attention kernel."""
     split = tl.arange(0, MAX_SPLITS)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, BLOCK_D)
@@ -39,7 +40,7 @@ def sum_own_splits(
     flat = token * (KV_HEADS * GROUP) + kv_head * GROUP + row % GROUP
     valid = row // GROUP < query_len
     mask = valid[:, None] & (dim < DIM)[None, :]
-    # past the first cache: others of this processor may have filled it before these were written
+    # bypass L1: programs on this multiprocessor may have cached these lines before the write
     top = tl.load(
         lse + split[:, None].to(tl.int64) * split_stride + flat[None, :],
         mask=(split < splits)[:, None] & valid[None, :],
@@ -48,7 +49,7 @@ def sum_own_splits(
     )
     top = tl.max(top, 0)
     top = tl.where(top == float("-inf"), 0.0, top)
-    most: tl.constexpr = 8192 // (ROWS * BLOCK_D)  # splits at a time: registers for no more
+    most: tl.constexpr = 8192 // (ROWS * BLOCK_D)  # splits at a time that registers have room for
     at_once: tl.constexpr = min(max(most, 1), 8, MAX_SPLITS)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, BLOCK_D], tl.float32)
@@ -78,7 +79,7 @@ def sum_own_splits(
 )
 def _reduce_kernel(
     partial,  # [SPLITS, T, Hq, DIM_V] fp32
-    lse,  # [SPLITS, T, Hq] fp32, -inf: no partial; inf first: `out` is written
+    lse,  # [SPLITS, T, Hq] fp32; -inf: no partial; inf in split 0: `out` is final
     query_start_loc,  # [N + 1] int32
     out,  # [T, Hq, DIM_V]
     num_reqs,
@@ -97,14 +98,14 @@ def _reduce_kernel(
     dim = tl.arange(0, BLOCK_V)
     inside = (head < Q_HEADS)[:, None] & (dim < DIM_V)[None, :]
     target = out + (token * Q_HEADS + head)[:, None] * DIM_V + dim[None, :]
-    live = token < tl.load(query_start_loc + num_reqs)  # rows of no request hold no partials
+    live = token < tl.load(query_start_loc + num_reqs)  # other rows have no partials
     split = tl.arange(0, SPLITS_BLOCK)[:, None]
     flat = (split * num_tokens + token) * Q_HEADS + head[None, :]  # [SPLITS_BLOCK, HEADS]
     exists = (split < SPLITS) & live & (head < Q_HEADS)[None, :]
     weights = tl.load(lse + flat, mask=exists, other=float("-inf"))
     done = tl.max(tl.where((split == 0) & (weights == float("inf")), 1, 0), 0) > 0  # [HEADS]
     is_part = (weights != float("-inf")) & ~done[None, :]
-    part = tl.load(  # of all, since it would wait for the weights: memory of no part may hold NaN
+    part = tl.load(  # all of them, so as not to wait for the weights; unused memory may hold NaN
         partial + flat[:, :, None] * DIM_V + dim[None, None, :],
         mask=exists[:, :, None] & (dim < DIM_V)[None, None, :],
         other=0.0,
@@ -123,7 +124,7 @@ def _reduce_kernel(
 def sum_splits(
     partial: Tensor, lse: Tensor, query_start_loc: Tensor, out: Tensor, num_reqs: int
 ) -> None:
-    """Attention over all keys, from that over each split's."""
+    """Combine partial [splits, T, Hq, D] and lse [splits, T, Hq] into out [T, Hq, D]."""
     splits, num_tokens, num_heads, dim_v = partial.shape
     block_v = triton.next_power_of_2(dim_v)
     splits_block = triton.next_power_of_2(splits)

@@ -1,4 +1,4 @@
-"""Triton versions of `kernels.batch.gather_batch`: a program a row and one for the padding."""
+"""Triton versions of `kernels.batch.gather_batch`: one program per row and one for the padding."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -75,7 +75,7 @@ def _prepare_inputs_kernel(
             tl.store(logits_positions + at + lane, 0, mask=inside)
         return
     slot = tl.load(idx_mapping + row).to(tl.int64)
-    live = slot >= 0  # else a padded row of a graph: no request, and mostly no tokens
+    live = slot >= 0  # otherwise a padded row of a graph, which has tokens only in a capture
     start = tl.load(query_start_loc + row)
     end = tl.load(query_start_loc + row + 1)
     first_logit = tl.load(cu_num_logits + row)
@@ -94,7 +94,7 @@ def _prepare_inputs_kernel(
         inside = token < end
         position = computed + token - start
         ids = tl.load(tokens + tl.minimum(position, width - 1), mask=inside & live, other=0)
-        if seq_len > prefill:  # a decode: its last rows are the newest token and the drafts
+        if seq_len > prefill:  # decoding: the last rows are the newest token and the drafts
             local = token - (end - num_logits)
             ids = tl.where(local == 0, newest, ids)
             if NUM_DRAFTS > 0:
@@ -315,7 +315,7 @@ def _post_update_kernel(
         tl.store(total_len + slot, tl.minimum(total + count, width))
         if count > 0:
             tl.store(last_sampled_tokens + slot, tl.load(sampled + count - 1))
-        if COUNT:  # atomic: a row may emit the same token twice
+        if COUNT:  # atomic, since a row may emit the same token twice
             tl.atomic_add(output_bin_counts + slot * vocab_size + tokens, 1, mask=emitted)
 
 

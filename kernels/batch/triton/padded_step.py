@@ -1,4 +1,4 @@
-"""Triton version of `kernels.batch.padded_step.commit_step`: one small program per batch row."""
+"""Triton version of `kernels.batch.padded_step.commit_step`, with one program per batch row."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

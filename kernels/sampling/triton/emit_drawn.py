@@ -1,4 +1,7 @@
-"""Triton version of `kernels.sampling.verify` by the target's own tokens: a program per request."""
+"""Triton version of `emit_matching` and `emit_by_chance` of `kernels.sampling.verify`.
+
+One program works on one request.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -19,7 +22,7 @@ _ACCEPT = tl.constexpr(streams.ACCEPT)
 
 @triton.jit
 def count_matching(accepted, column, num_logits, WIDTH: tl.constexpr):
-    """How many leading drafts of a request stand; its last row judges none. int64"""
+    """Count the leading accepted drafts of a request, as int64; its last row has no draft."""
     stops = (accepted == 0) | (column >= num_logits - 1)
     return tl.min(tl.where(stops, column, WIDTH), axis=0).to(tl.int64)
 
@@ -41,7 +44,7 @@ def _emit_drawn_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: drafts up to the first that is not accepted, then the token drawn there."""
+    """Emit a request's accepted drafts, then the token drawn in the row after them."""
     wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     start = tl.load(cu_num_logits + request)

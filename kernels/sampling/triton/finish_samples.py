@@ -1,4 +1,4 @@
-"""Triton version of `kernels.sampling.finish_samples`: one small program per request."""
+"""Triton version of `kernels.sampling.finish_samples`, with one program per request."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -1,4 +1,4 @@
-"""Triton version of `kernels.sampling.sample`: the same bits, the noise made where it is used."""
+"""Triton version of `kernels.sampling.sample`: the same bits, but the noise is never stored."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -23,7 +23,7 @@ _SCALE = tl.constexpr(constants.UNIFORM_SCALE)
 
 @triton.jit
 def mix(x):
-    """32-bit finaliser; x: uint32."""
+    """Apply the 32-bit hash finaliser to x, uint32."""
     x ^= x >> 16
     x *= _MULTIPLIER_1
     x ^= x >> 15
@@ -41,7 +41,7 @@ def _key_word(low, high, position, salt, start):
 
 @triton.jit
 def row_key(seed, position, salt):
-    """Two uint32 words from (seed int64, position int64, salt)."""
+    """Hash seed (int64), position (int64) and salt to two uint32 words."""
     low = (seed & 0xFFFFFFFF).to(tl.uint32)
     high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
     at = (position & 0xFFFFFFFF).to(tl.uint32)
@@ -52,7 +52,7 @@ def row_key(seed, position, salt):
 
 @triton.jit
 def uniform(key_0, key_1, token):
-    """A number in (0, 1) for each token id; token: uint32."""
+    """Draw a uniform number in (0, 1) for each token id; token: uint32."""
     x = mix(token + _GOLDEN) ^ key_0
     x = mix(x * (key_1 | 1))
     return ((x & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * _SCALE
@@ -60,20 +60,20 @@ def uniform(key_0, key_1, token):
 
 @triton.jit
 def log_1_minus(t):
-    """log(1 - t) for t in [0, 1], accurate near 0."""
+    """Compute log(1 - t) for t in [0, 1], accurately near 0."""
     series = -t * (1.0 + t * (0.5 + t * (0.33333334 + t * (0.25 + t * 0.2))))
     return tl.where(t < 0.015625, series, tl.log(1.0 - t))
 
 
 @triton.jit
 def gumbel(key_0, key_1, token):
-    """Standard Gumbel noise for each token id; token: uint32."""
+    """Draw standard Gumbel noise for each token id; token: uint32."""
     return -tl.log(-log_1_minus(uniform(key_0, key_1, token)))
 
 
 @triton.jit
 def best_of(score, first_token):
-    """(largest score, its token id); NaN counts as -inf, so that the id is always in the block."""
+    """Find the largest score and its token id; NaN counts as -inf, so the id is always valid."""
     score = tl.where(score == score, score, float("-inf"))
     value, index = tl.max(score, axis=0, return_indices=True)
     return value, first_token + index
@@ -138,7 +138,7 @@ def _pick_kernel(
 
 @triton.jit
 def pick(best, best_token, num_blocks, BLOCKS: tl.constexpr):
-    """(best score, its token) over a row's blocks."""
+    """Find the best score over a row's blocks, and its token."""
     block = tl.arange(0, BLOCKS)
     value = tl.load(best + block, mask=block < num_blocks, other=float("-inf"))
     value, index = tl.max(value, axis=0, return_indices=True)

@@ -1,7 +1,8 @@
-"""Triton version of top-k and top-p: a radix search for the smallest logit kept, without a sort.
+"""Triton version of top-k and top-p: a radix search for the smallest logit to keep, not a sort.
 
-The smallest kept logit is the largest t for which the tokens at or above t are enough: k of them,
-or a mass of p. Floats map to integers of the same order, whose bits are found two by two.
+That logit is the largest t for which the tokens at or above t suffice: there are k of them, or
+their mass is p. Floats are mapped to integers in the same order, and the search finds two bits at a
+time.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,14 +18,14 @@ BLOCK = 4096  # tokens read at once
 
 @triton.jit
 def _ordered(x):
-    """uint32 keys in the order of the floats."""
+    """Map floats to uint32 keys in the same order."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, ~bits, bits | -2147483648).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _enough(row, vocab_size, top, key, at_least, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """Count, or mass relative to exp(top), of tokens whose key is at least max(key, at_least)."""
+    """Count the tokens with a key of at least max(key, at_least), or sum exp(logit - top)."""
     total = 0.0
     bound = tl.maximum(key, at_least)
     for start in range(0, vocab_size, BLOCK):
@@ -38,7 +39,7 @@ def _enough(row, vocab_size, top, key, at_least, BY_MASS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _search(row, vocab_size, top, wanted, at_least, BY_MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest key at which the tokens are still `wanted`."""
+    """The largest key for which the tokens at or above it still count, or weigh, `wanted`."""
     prefix = tl.full([], 0, tl.uint32)
     unit = tl.full([], 1 << 30, tl.uint32)
     for _ in range(0, 16):
@@ -83,7 +84,7 @@ def _top_k_top_p_kernel(
         token = start + tl.arange(0, BLOCK)
         x = tl.load(row + token, mask=token < vocab_size, other=float("-inf"))
         top = tl.maximum(top, tl.max(x, axis=0))
-    if top > float("-inf"):  # else nothing is allowed, and the row stays as it is
+    if top > float("-inf"):  # otherwise no token is allowed, and the row stays as it is
         bound = tl.full([], 0, tl.uint32)
         if ANY_TOP_K:
             k = tl.load(top_k + index)
@@ -95,7 +96,7 @@ def _top_k_top_p_kernel(
             if p < 1.0:
                 total = _enough(row, vocab_size, top, bound, bound, True, BLOCK)
                 smallest = _search(row, vocab_size, top, p * total, bound, True, BLOCK)
-                # At p near 0 any key is enough, also those above the largest logit.
+                # For p near 0 every key suffices, even those above the largest logit.
                 most = tl.max(_ordered(tl.full([1], 0.0, tl.float32) + top), axis=0)
                 bound = tl.maximum(bound, tl.minimum(smallest, most))
         for start in range(0, vocab_size, BLOCK):

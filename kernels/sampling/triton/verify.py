@@ -1,6 +1,7 @@
-"""Triton version of `kernels.sampling.verify`: four kernels, no [N, V] tensor but the logits.
+"""Triton version of `rejection_sample` of `kernels.sampling.verify`: four kernels.
 
-Where a temperature is given, logits are divided by it wherever they are read.
+They allocate no tensor as large as the logits. If a temperature is given, each kernel divides the
+logits by it as it reads them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -24,13 +25,14 @@ _RECOVERY = tl.constexpr(streams.RECOVERY)
 _TARGET = tl.constexpr(streams.TARGET)
 
 
-# Small arrays whose place in a packed buffer depends on N: their alignment must not make kernels.
+# The position of these small arrays in a packed buffer depends on N. Their alignment must not be
+# specialised on, or each alignment would need a kernel of its own.
 _PER_ROW = ["draft_ids", "slots", "local_pos", "cu_num_logits", "positions"]
 
 
 @triton.jit
 def _load_logits(pointers, inside, temperature, HEAT: tl.constexpr):
-    """Logits of one row, whose temperature is at the pointer, -inf where they are not `inside`."""
+    """Load logits of one row, divided by its temperature if HEAT; -inf where not `inside`."""
     p = tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32)
     if HEAT:
         heat = tl.load(temperature)
@@ -40,7 +42,7 @@ def _load_logits(pointers, inside, temperature, HEAT: tl.constexpr):
 
 @triton.jit
 def _exp_sum(x):
-    """(max, sum of exp(x - max)) of a block; (-inf, 0) if all are -inf."""
+    """Compute max(x) and the sum of exp(x - max) of a block: (-inf, 0) if all are -inf."""
     top = tl.max(x, axis=0)
     safe = tl.where(top == float("-inf"), 0.0, top)
     return top, tl.sum(tl.exp(x - safe), axis=0)
@@ -48,7 +50,7 @@ def _exp_sum(x):
 
 @triton.jit
 def _log_sum(tops, sums, num_blocks, BLOCKS: tl.constexpr):
-    """log of the whole row's sum of exponentials."""
+    """Combine the blocks of a row into the log of its sum of exponentials."""
     block = tl.arange(0, BLOCKS)
     inside = block < num_blocks
     top = tl.load(tops + block, mask=inside, other=float("-inf"))
@@ -136,7 +138,7 @@ def _accept_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One request: its rows from the left, until the first rejection."""
+    """Verify the rows of one request in order, up to the first rejection."""
     wait_for_inputs(PDL)
     request = tl.program_id(0)
     start = tl.load(cu_num_logits + request)
