@@ -146,8 +146,8 @@ ToWorker = (
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """Start-up progress. `phase` is "download" or "load" (both count bytes), "kv_cache" or
-    "capture"."""
+    """Start-up progress. `phase` is "download", "load" or "load_drafter", which count bytes, or
+    "kv_cache" or "capture"."""
 
     phase: str
     done: int

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 _NAMES = {
     "download": "downloading",
     "load": "loading weights",
+    "load_drafter": "loading the drafter",
     "kv_cache": "allocating KV blocks",
     "capture": "capturing CUDA graphs",
 }
-_IN_BYTES = ("download", "load")
+_IN_BYTES = ("download", "load", "load_drafter")
 _LINE_SECONDS = 10.0
 
 

@@ -17,6 +17,7 @@ from torch import nn
 from ...configs.schema import ModelConfig, SpeculativeConfig
 from ..errors import ModelLoadError
 from ..loading.hub import find_model
+from ..loading.inspection import Progress
 from ..loading.weights import (
     ResolvedModel,
     _read_json,
@@ -50,6 +51,10 @@ class HeadHost(Protocol):
     def target_resolved(self) -> ResolvedModel | None:
         """The files of the target; None if it was not loaded from files."""
 
+    @property
+    def loading(self) -> Progress | None:
+        """Called with the bytes of the drafter that have been read; None: nobody wants to know."""
+
 
 @dataclass(frozen=True)
 class OutlineHost:
@@ -59,6 +64,7 @@ class OutlineHost:
     target_model: Any
     target_resolved: ResolvedModel | None
     device: torch.device = torch.device("meta")
+    loading: Progress | None = None
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ def _load_whole_model(
         linear=fmt.linear,
         native=fmt.native,
     )
-    load_weights(model, found.source)
+    load_weights(model, found.source, host.loading)
     return model
 
 
@@ -217,7 +223,7 @@ def _load_eagle(
         from ..draft_models.eagle import EagleHead
 
         model = EagleHead(*args)
-    _fill(model, found.source, host.device)
+    _fill(model, found.source, host)
     return model  # type: ignore[no-any-return]
 
 
@@ -253,7 +259,7 @@ def _load_mtp(
         speculative.mtp_feedback == "post_norm",
     )
     # The target's checkpoint also holds the target's layers, so only this module is read.
-    _fill(model, source, host.device, only=model.prefix if index else "")
+    _fill(model, source, host, only=model.prefix if index else "")
     return model
 
 
@@ -287,7 +293,7 @@ def _load_assistant(
         layer_id,
         tuple(settings.get("suppress_tokens") or ()),
     )
-    _fill(model, source, host.device)
+    _fill(model, source, host)
     return model
 
 
@@ -305,17 +311,16 @@ def _own_or_target(
     return FoundDrafter(target)
 
 
-def _fill(model: Any, source: ResolvedModel, device: torch.device, only: str = "") -> None:
+def _fill(model: Any, source: ResolvedModel, host: HeadHost, only: str = "") -> None:
     """Load the tensors whose names start with `only`, or random ones; each slot exactly once."""
     dummy = source.kind == "dummy"
     if dummy:
-        load_random(model.checkpoint_slots(), device, seed=source.seed + 1)
+        load_random(model.checkpoint_slots(), host.device, source.seed + 1, host.loading)
     else:
-        checkpoint = open_checkpoint(source, device)
+        checkpoint = open_checkpoint(source, host.device)
         checkpoint.names = [name for name in checkpoint.names if name.startswith(only)]
-        load_checkpoint(
-            model.checkpoint_slots(), checkpoint, model.checkpoint_name, str(source.path)
-        )
+        slots, source_name = model.checkpoint_slots(), str(source.path)
+        load_checkpoint(slots, checkpoint, model.checkpoint_name, source_name, host.loading)
     model.finish_loading(dummy)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...configs.schema import SpeculativeConfig
 from ..attention.base import AttentionLayer
 from ..batch.staging import StagingPool
+from ..loading.inspection import Progress
 from ..loading.weights import ResolvedModel
 from .heads import FoundDrafter, load_head
 
@@ -33,6 +34,7 @@ class DraftModelHost:
         num_target_layers: int,
         target_resolved: ResolvedModel | None = None,
         drafter: FoundDrafter | None = None,  # the drafter's files, if they have been found
+        loading: Progress | None = None,  # called with the bytes of the drafter that are read
     ) -> None:
         self.device = device
         self.dtype = dtype
@@ -42,6 +44,7 @@ class DraftModelHost:
         self.vocab_size = vocab_size
         self.target_model = target_model
         self.target_resolved = target_resolved  # some targets bring their drafter along
+        self.loading = loading
         self._drafter = drafter
         self.draft_layers: list[AttentionLayer] = []
         self._next_layer_id = num_target_layers
@@ -55,6 +58,7 @@ class DraftModelHost:
         """Build the draft architecture `kind`, load its weights, register its attention layers."""
         layer_id = self._next_layer_id
         model: Any = load_head(kind, speculative, self, layer_id, self._drafter)
+        self.loading = None  # a head that is loaded later is not part of the start
         layers = model.attention_layers()
         self.draft_layers += layers
         self._next_layer_id += len(layers)

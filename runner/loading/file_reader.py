@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -70,9 +70,11 @@ def read_tensors(
     num_readers: int = _NUM_READERS,
     piece_bytes: int = _PIECE_BYTES,
     ahead_bytes: int = _AHEAD_BYTES,
+    count: Callable[[int, int], None] = lambda index, num_bytes: None,
 ) -> Iterator[Tensor]:
     """Yield each stretch as a tensor on `device`, in order, reading some ahead.
 
+    `count` is called with a stretch's place in the list and the bytes of it that were read.
     Raises OSError if a file cannot be read or is too short.
     """
     lanes: SimpleQueue[_Lane] = SimpleQueue()
@@ -114,8 +116,10 @@ def read_tensors(
                 num_pending += stretch.num_bytes
                 started += 1
             tensor, pieces = pending.popleft()
-            for piece in pieces:
+            index = started - len(pending) - 1
+            for number, piece in enumerate(pieces):
                 piece.result()
+                count(index, min(piece_bytes, tensor.nbytes - number * piece_bytes))
             num_pending -= tensor.nbytes
             yield tensor
 

@@ -24,6 +24,7 @@ from ...configs.model.model_config import (
 from ...kernels.cpu.formats import WEIGHT_TYPES, StoredRows
 from ..errors import ModelLoadError, first_line
 from .gguf_values import dequantised
+from .inspection import BytesRead, ignore, touch
 
 Stored = Tensor | StoredRows
 _BLOCK_NAMES = {
@@ -179,8 +180,11 @@ class GGUFFile:
             if name != _ROPE_DIVISORS
         }
 
-    def tensors(self) -> Iterator[tuple[str, Stored]]:
-        """Yield (transformers' name, stored rows or fp32 tensor) for every weight."""
+    def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Stored]]:
+        """Yield (transformers' name, stored rows or fp32 tensor) for every weight.
+
+        `read` is called with the bytes of each weight as they are read.
+        """
         # llama.cpp's converter reorders the rotary pairs of these architectures only
         heads: dict[str, int] = {}
         if self.architecture in ("llama", "mistral"):
@@ -190,6 +194,7 @@ class GGUFFile:
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
+            touch(stored.data, _checkpoint_name(name), read)
             kind = name.split(".")[2] if name.startswith("blk.") else ""
             yield _checkpoint_name(name), _stored(stored, name, heads.get(kind))
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...configs.model.model_config import OTHER_WEIGHTS, is_file_name
 from ..errors import ModelLoadError
 from .file_reader import Stretch, read_tensors
+from .inspection import BytesRead, ignore, touch
 
 _SCALE = "_scale_inv"  # suffix of the block scales of an fp8 matrix: weight_scale_inv
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,11 +49,14 @@ class SafetensorsCheckpoint:
         stretches = self._stretches_in_order()
         return {name: stretches[name].num_bytes for name in self.names}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for every weight, file by file."""
+    def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) for every weight, file by file.
+
+        `read` is called with the bytes of each weight as they are read.
+        """
         if self._device is not None and self._device.type == "cuda":
-            return self._read(self._device)
-        return self._mapped()
+            return self._read(self._device, read)
+        return self._mapped(read)
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
         """Like `tensors`, but yields meta tensors and reads only headers."""
@@ -61,10 +65,10 @@ class SafetensorsCheckpoint:
             stretch = stretches[name]
             yield name, torch.empty(stretch.shape, dtype=stretch.dtype, device="meta")
 
-    def _mapped(self) -> Iterator[tuple[str, Tensor]]:
+    def _mapped(self, read: BytesRead) -> Iterator[tuple[str, Tensor]]:
         opened: dict[str, Any] = {}
 
-        def read(name: str) -> Tensor:
+        def view(name: str) -> Tensor:
             file = self._files[name]
             try:
                 if file not in opened:
@@ -77,15 +81,21 @@ class SafetensorsCheckpoint:
             return tensor
 
         for name in sorted(self.names, key=lambda name: self._files[name]):
-            tensor = read(name)
+            tensor = view(name)
+            touch(tensor.reshape(-1).view(torch.uint8).numpy(), name, read)
             if tensor.dtype in _FP8 and name + _SCALE in self._files:
-                tensor = self._dequantised(name, tensor, read(name + _SCALE))
+                tensor = self._dequantised(name, tensor, view(name + _SCALE))
             yield name, tensor
 
-    def _read(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    def _read(self, device: torch.device, read: BytesRead) -> Iterator[tuple[str, Tensor]]:
         """Like `_mapped`, but on the device, in the order of the bytes in the files."""
         wanted = self._stretches_in_order()
-        tensors = read_tensors(list(wanted.values()), device)
+        names = list(wanted)
+
+        def count(index: int, num_bytes: int) -> None:
+            read(names[index], num_bytes)
+
+        tensors = read_tensors(list(wanted.values()), device, count=count)
         left = iter(wanted)
         for name in left:
             tensor = self._next(tensors, name)

@@ -31,9 +31,9 @@ from ..errors import ModelLoadError
 from ..models.base import TextModel
 from ..models.layers import CheckpointSlot
 from .hub import find_model
+from .inspection import BytesRead, FiniteCheck, LoadMeter, Progress, ignore
 from .plain_config import plain_config
 
-Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 _LOADERS = 2  # threads that load slots; packing weights on a CPU uses one core each
 _MAX_PENDING_BYTES = 256 << 20  # of tensors that are read but not loaded yet
 _PLAIN_WINDOW = ("llama", "mistral")  # types in which all layers have the same window
@@ -48,7 +48,8 @@ class Checkpoint(Protocol):
     def sizes(self) -> dict[str, int]:
         """Bytes of each tensor in its stored form. Reads only headers."""
 
-    def tensors(self) -> Iterator[tuple[str, Tensor | StoredRows]]: ...
+    def tensors(self, read: BytesRead = ...) -> Iterator[tuple[str, Tensor | StoredRows]]:
+        """Yield (name, tensor). `read` is called with the bytes of each tensor as they are read."""
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
         """Like `tensors`, but yields meta tensors in any order and reads only headers."""
@@ -63,7 +64,7 @@ class _Outlines:
     def sizes(self) -> dict[str, int]:
         return dict.fromkeys(self.names, 0)  # nothing is read
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Tensor]]:
         wanted = set(self.names)
         return ((name, tensor) for name, tensor in self.outlines() if name in wanted)
 
@@ -235,33 +236,32 @@ def load_checkpoint(
     """Fill `slots`. `checkpoint_name` maps a stored tensor to its slot, or to None to skip it."""
     targets = match_names(slots, checkpoint.names, checkpoint_name, source)
     sizes = checkpoint.sizes()
-    jobs: deque[tuple[Future[None], str, int]] = deque()  # and the bytes of its tensor
-    total = sum(sizes[name] for name, target in targets.items() if target is not None)
-    pending_bytes = done = 0
-    tell = progress or (lambda done, total: None)
-    tell(0, total)
+    jobs: deque[tuple[Future[None], int]] = deque()  # and the bytes of its tensor
+    used = {name: sizes[name] for name, target in targets.items() if target is not None}
+    meter, check = LoadMeter(used, progress), FiniteCheck(source)
+    pending_bytes = 0
 
     def finish_oldest() -> None:
-        nonlocal pending_bytes, done
-        job, name, size = jobs.popleft()
+        nonlocal pending_bytes
+        job, size = jobs.popleft()
         job.result()
         pending_bytes -= size
-        done += sizes[name]
-        tell(done, total)
 
     with _one_thread_each(), ThreadPoolExecutor(_LOADERS, "load-weights") as loaders:
-        for name, tensor in checkpoint.tensors():
+        for name, tensor in checkpoint.tensors(meter.read):
+            meter.finish(name)
             target = targets[name]
             if target is None:
                 continue
             slot = slots[target]
             _check_shape(name, tensor, slot, source)
-            jobs.append((loaders.submit(_load, slot, tensor), name, tensor.nbytes))
+            jobs.append((loaders.submit(_load, slot, name, tensor, check), tensor.nbytes))
             pending_bytes += tensor.nbytes
             while jobs and (pending_bytes > _MAX_PENDING_BYTES or jobs[0][0].done()):
                 finish_oldest()
         while jobs:
             finish_oldest()
+    check.report()
 
 
 def match_names(
@@ -318,8 +318,9 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _load(slot: CheckpointSlot, weight: Tensor | StoredRows) -> None:
+def _load(slot: CheckpointSlot, name: str, weight: Tensor | StoredRows, check: FiniteCheck) -> None:
     with torch.no_grad():  # the mode is per thread
+        check.inspect(name, weight)
         slot.load(weight if slot.takes_rows else widened(weight))
 
 

@@ -232,6 +232,7 @@ class Assembly:
             len(self.model.attention_layers()),
             self.loaded.resolved,
             self.loaded.drafter,
+            lambda done, total: self.progress(Progress("load_drafter", done, total)),
         )
 
     def _builder(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +169,13 @@ def test_a_gguf_model_equals_transformers(
     assert resolve_model(ModelConfig(model=str(path))).hf_config.eos_token_id == [3, 5]
     file = GGUFFile(path)
     outlines = {name: tensor.shape for name, tensor in file.outlines()}
-    assert outlines == {name: tensor.shape for name, tensor in file.tensors()}
+    counted: Counter[str] = Counter()
+
+    def count(name: str, num_bytes: int) -> None:
+        counted[name] += num_bytes
+
+    assert outlines == {name: tensor.shape for name, tensor in file.tensors(count)}
+    assert counted == file.sizes()
 
 
 def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:

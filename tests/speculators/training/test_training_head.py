@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.drafters.heads import load_head
+from slipstream.runner.loading.inspection import Progress
 from slipstream.runner.models.layers import WeightFormat
 from slipstream.speculators.training.export import FORMATS, Verifier, save_head
 from slipstream.speculators.training.geometry import HeadGeometry, check_taps, default_taps
@@ -41,7 +42,9 @@ def random_head(seed: int = 3) -> TrainingHead:
     return head
 
 
-def load(folder: Path, embeddings: Tensor, dtype: torch.dtype) -> Any:
+def load(
+    folder: Path, embeddings: Tensor, dtype: torch.dtype, loading: Progress | None = None
+) -> Any:
     """The head as the runner loads it, with a target that has only embeddings."""
     config = SimpleNamespace(
         hidden_size=GEOMETRY.hidden_size, num_hidden_layers=8, vocab_size=GEOMETRY.vocab_size
@@ -50,7 +53,7 @@ def load(folder: Path, embeddings: Tensor, dtype: torch.dtype) -> Any:
         config=config, format=WeightFormat(CPU, dtype), embed=lambda ids: embeddings[ids.long()]
     )
     host: Any = SimpleNamespace(
-        device=CPU, max_model_len=128, target_model=target, target_resolved=None
+        device=CPU, max_model_len=128, target_model=target, target_resolved=None, loading=loading
     )
     return load_head("eagle3", SpeculativeConfig("eagle3", str(folder)), host, 8)
 
@@ -64,6 +67,15 @@ def save(
 ) -> Path:
     save_head(folder, dict(head.named_parameters()), geometry, VOCABULARY, VERIFIER, 4, form, dtype)
     return folder
+
+
+def test_the_bytes_of_a_head_are_counted_while_it_is_loaded(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    embeddings = torch.randn(GEOMETRY.vocab_size, GEOMETRY.hidden_size)
+    folder = save(tmp_path, random_head(), torch.float32)
+    load(folder, embeddings, torch.float32, lambda done, total: seen.append((done, total)))
+    size = sum(parameter.nbytes for parameter in random_head().parameters())
+    assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] >= size and len(seen) > 3
 
 
 @torch.no_grad()

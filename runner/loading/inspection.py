@@ -1,0 +1,119 @@
+"""Counts the bytes of weights as they are read, and finds weights that are not finite."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...kernels.cpu.formats import StoredRows
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]  # (bytes done, total bytes)
+BytesRead = Callable[[str, int], None]  # (name of a stored tensor, bytes of it that were read)
+_PIECE_VALUES = 4 << 20  # values inspected at once, so that they come from the CPU's cache
+_PAGE_BYTES = 4096
+_PIECE_BYTES = 8 << 20
+_PIECE_BLOCKS = 1 << 16
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_SCALES = {  # the bytes of a block that hold its fp16 scale, and its fp16 minimum if it has one
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0"), (0, 2)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 4)),
+    "Q6_K": (208, 210),
+}
+_MAX_MESSAGES = 200  # about progress
+_MAX_NAMED = 5  # tensor names in a warning
+
+
+def ignore(name: str, num_bytes: int) -> None:
+    """A `BytesRead` for those who do not count."""
+
+
+class LoadMeter:
+    """Counts the bytes of the tensors that are used. All calls come from one thread."""
+
+    def __init__(self, sizes: dict[str, int], progress: Progress | None) -> None:
+        """`sizes` holds the stored bytes of each tensor that is used."""
+        self._left = dict(sizes)
+        self._done = self._told = 0
+        self._total = sum(sizes.values())
+        self._tell = progress or (lambda done, total: None)
+        self._tell(0, self._total)
+
+    def read(self, name: str, num_bytes: int) -> None:
+        """Count bytes of a tensor that were just read."""
+        counted = min(num_bytes, self._left.get(name, 0))
+        if counted:
+            self._left[name] -= counted
+            self._done += counted
+            is_much = self._done - self._told >= self._total / _MAX_MESSAGES
+            if is_much or self._done == self._total:
+                self._told = self._done
+                self._tell(self._done, self._total)
+
+    def finish(self, name: str) -> None:
+        """Count what is left of a tensor that was read whole."""
+        self.read(name, self._left.get(name, 0))
+
+
+def touch(stored: np.ndarray[Any, Any], name: str, read: BytesRead) -> None:
+    """Have the pages of a tensor in a mapped file read, in order, and count them."""
+    data = stored.reshape(-1).view(np.uint8)
+    for start in range(0, len(data), _PIECE_BYTES):
+        piece = data[start : start + _PIECE_BYTES]
+        piece[::_PAGE_BYTES].sum()
+        read(name, len(piece))
+
+
+class FiniteCheck:
+    """Looks for NaN and infinity in weights. `inspect` may be called from several threads."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._ends: list[tuple[str, Tensor]] = []  # least and greatest value, perhaps on a GPU
+
+    def inspect(self, name: str, weight: Tensor | StoredRows) -> None:
+        """Note the least and the greatest value, without waiting for the device.
+
+        Both are NaN if one value is. This reads each value once: 20 GB/s on one core.
+        """
+        if isinstance(weight, StoredRows):
+            pieces = _pieces_of_rows(weight)
+        elif weight.is_meta or not weight.is_floating_point() or weight.dtype.itemsize < 2:
+            return  # 8-bit floats have no such operation
+        else:
+            flat = weight.reshape(-1)
+            pieces = iter([flat] if weight.is_cuda else torch.split(flat, _PIECE_VALUES))
+        ends = [torch.stack(piece.aminmax()).float() for piece in pieces if piece.numel()]
+        if ends:
+            self._ends.append((name, torch.cat(ends)))
+
+    def report(self) -> list[str]:
+        """Log a warning that names the tensors with values that are not finite; returns them."""
+        found = sorted(name for name, ends in self._ends if not bool(ends.isfinite().all()))
+        if found:
+            shown = ", ".join(found[:_MAX_NAMED])
+            more = f" and {len(found) - _MAX_NAMED} more" if len(found) > _MAX_NAMED else ""
+            logger.warning(
+                "%s holds NaN or infinite weights in %s%s: requests may fail with NaN",
+                self._source,
+                shown,
+                more,
+            )
+        return found
+
+
+def _pieces_of_rows(rows: StoredRows) -> Iterator[Tensor]:
+    """The floats of a stored matrix: its values, or the scales of its blocks."""
+    kind, blocks = rows.type, rows.data.reshape(-1, rows.type.block_bytes)
+    dtype = _FLOATS.get(kind.name, torch.float16)
+    columns = slice(None) if kind.is_float else slice(*_SCALES[kind.name])
+    for start in range(0, len(blocks), _PIECE_BLOCKS):
+        # A copy, because torch does not accept read-only memory.
+        piece = blocks[start : start + _PIECE_BLOCKS, columns].copy()
+        yield torch.from_numpy(piece).view(dtype)
