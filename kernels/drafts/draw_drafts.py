@@ -1,10 +1,9 @@
-"""Draws one more draft for every row of a drafter, keeps it, and what it was drawn from.
+"""Draws the next draft of every row of a drafter, and stores it with its distribution.
 
-A draft is the argmax of its row's logits over temperature plus the noise of
-`kernels.sampling.sample`. The scaled logits, whose softmax is q, go straight to the request's slot,
-and only for rows that draw: verification reads no q of a greedy request. Places of ids that a
-drafter cannot draw are never written; they hold -inf from the start. All may stand in a graph: slot
--1 = a padded row.
+A draft is argmax(logits / temperature + noise), with the noise of `kernels.sampling.sample`. The
+scaled logits, of which the softmax is the distribution q, are written to the request's slot. Greedy
+rows write none, since their verification does not need q. Entries of ids that the drafter cannot
+draw are never written and stay -inf. A graph may hold all of this; padded rows have slot -1.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ from ..sampling.sample import DRAFT, gumbel_sample_reference
 
 
 class DraftRows(Protocol):
-    """A drafter's buffers by batch row [R]; see `DraftModelSpeculator`."""
+    """A drafter's buffers, by batch row; see `DraftModelSpeculator`."""
 
     idx_mapping: Tensor  # [R] int32, batch row -> slot, padded -1
     temperature: Tensor  # [R] float32, 0 = greedy
     seed: Tensor  # [R] int64
-    noise_positions: Tensor  # [R] int64, position of the target row that draws the token
-    step: Tensor  # [R] int64, which draft is made next
+    noise_positions: Tensor  # [R] int64, position of the target's row that would draw this token
+    step: Tensor  # [R] int64, the index of the next draft
     draft_tokens: Tensor  # [R, K] int64
     decode_ids: Tensor  # [R] int32, newest draft
 
@@ -35,14 +34,15 @@ def draw_drafts(
     logits: Tensor,  # [N*, draft vocabulary], the model's dtype
     of: DraftRows,
     to_target: Tensor | None,  # [draft vocabulary] int64 -> the target's ids; None = the same
-    kept: Tensor | None,  # [R, K, V] float32 by slot; None: drafts are the likeliest tokens
+    kept: Tensor | None,  # [R, K, V] float32 by slot; None: every draft is an argmax
 ) -> None:
-    """Draw from `logits` what `take_drafts` then takes; keep the distributions in `kept`.
+    """Draw a draft per row, store it as `take_drafts` does, and its scaled logits in `kept`.
 
-    Without `to_target`, ids beyond V are not drawn. A step beyond K draws, and keeps nothing.
+    Without `to_target`, ids beyond V are not drawn. A step beyond K draws a token but stores no
+    logits.
     """
     assert kept is None or (kept.is_contiguous() and kept.shape[1] == of.draft_tokens.shape[1])
-    if kept is not None and to_target is None:  # padded vocabularies differ: the smaller counts
+    if kept is not None and to_target is None:  # padded vocabularies differ: use the smaller
         logits = logits[:, : kept.shape[2]]
     if use_triton(logits):
         from .triton.draw_drafts import draw_drafts as draw_drafts_triton
@@ -74,10 +74,14 @@ def draw_drafts_reference(
 
 
 def _keep(kept: Tensor, lines: Tensor, wanted: Tensor, new: Tensor, ids: Tensor | None) -> None:
-    """kept: [R * K, V]; lines: [N*] int64; wanted: [N*] bool; new: [N*, draft vocabulary]."""
+    """Write the rows of `new` that are `wanted` to `lines` of `kept`, at the columns `ids`.
+
+    kept: [R * K, V]; lines: [N*] int64; wanted: [N*] bool; new: [N*, draft vocabulary];
+    ids: [draft vocabulary] int64, None = the first columns.
+    """
     if ids is None:
         kept = kept[:, : new.shape[1]]
-    # One row after the other, since padded rows stand for slot 0 and must change nothing.
+    # Row by row, since padded rows are mapped to slot 0 and must not change it.
     for row in range(new.shape[0]):
         line, is_wanted = lines[row : row + 1], wanted[row : row + 1]
         if ids is None:
@@ -92,7 +96,7 @@ def take_drafts(
     of: DraftRows,
     to_target: Tensor | None,  # [draft vocabulary] int64
 ) -> None:
-    """Make these each row's next draft and the input of its next decode, and step on."""
+    """Store each row's next draft, make it the input of the next decode, and advance the step."""
     if use_triton(ids):
         from .triton.draw_drafts import take_drafts as take_drafts_triton
 
@@ -107,7 +111,7 @@ def take_drafts_reference(ids: Tensor, of: DraftRows, to_target: Tensor | None) 
     if to_target is not None:
         ids = to_target[ids]
     columns = torch.arange(of.draft_tokens.shape[1], device=ids.device)
-    taken = columns == of.step[:rows, None]  # none where the step is beyond K
+    taken = columns == of.step[:rows, None]  # none if the step is beyond K
     of.draft_tokens[:rows] = torch.where(taken, ids[:, None], of.draft_tokens[:rows])
     of.decode_ids[:rows] = ids
     of.noise_positions[:rows] += 1

@@ -1,10 +1,10 @@
-"""Prompt lookup: finds where a request's last tokens stood before and proposes what followed there.
+"""Prompt lookup: finds an earlier occurrence of a request's last tokens and proposes what followed.
 
-The longest match wins; among equal ones the most recent, which follows the text's present topic
-better than the first. The copy may run into its own output, as in LZ77, so a loop of any period is
-drafted in full. A *prediction* (text that the client expects) is a second place to look; there, of
-equal matches, the one nearest to the output's length wins, and the start of the output matches the
-start of the prediction.
+The longest match wins, and among equal ones the most recent, which fits the text's current topic
+better than the first. The copy may continue into its own output, as in LZ77, so that a loop of any
+period is drafted in full. A *prediction*, the output that the client expects, is searched as well:
+there, among equal matches, the one nearest to the output's length wins, and the start of the output
+matches the start of the prediction.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ def ngram_scan(
     max_n: int,
     num_drafts: int,
 ) -> Tensor:
-    """Drafts from the longest match of the last max_n .. min_n tokens; [N, K] int64, -1 = none.
+    """Propose drafts from the longest match of the last min_n to max_n tokens.
 
-    slots: [N] int64, batch row -> slot; lengths: [N] int32, known tokens, 0 = no drafts.
+    slots: [N] int64, batch row -> slot; lengths: [N] int32, known tokens, 0 = propose nothing.
+    Returns [N, num_drafts] int64, -1 = no draft.
     """
     if use_triton(slots):
         from .triton.ngram_scan import ngram_scan as ngram_scan_triton
@@ -48,7 +49,7 @@ def ngram_scan_reference(
     max_n: int,
     num_drafts: int,
 ) -> Tensor:
-    """The plain version of `ngram_scan`: fixed shapes, no wait for the device."""
+    """The plain version of `ngram_scan`, with fixed shapes and without waiting for the device."""
     tokens = haystack.token_ids[slots].long()  # [N, S]
     length = lengths.long()[:, None]  # [N, 1]
     back = torch.arange(1, max_n + 1, device=slots.device)  # [max_n]
@@ -56,7 +57,7 @@ def ngram_scan_reference(
     suffix = tokens.gather(1, (length - back).clamp(min=0))  # [N, max_n], newest first
     suffix = torch.where(back <= length, suffix, OUTSIDE)
 
-    ends = torch.arange(tokens.shape[1], device=slots.device)  # a match ends before this index
+    ends = torch.arange(tokens.shape[1], device=slots.device)  # index after a match's last token
     matched = torch.where(ends < length, _match_lengths(tokens, suffix, -1), 0)  # [N, S]
     end = (matched * tokens.shape[1] + ends).argmax(1, keepdim=True)  # [N, 1]
     best = matched.gather(1, end)
@@ -84,9 +85,9 @@ def ngram_scan_reference(
 
 
 def _match_lengths(text: Tensor, suffix: Tensor, outside: int) -> Tensor:
-    """How many tokens before each index equal the suffix; [N, S] in 0 .. max_n.
+    """Count the tokens before each index that match the suffix: [N, S], 0 .. max_n.
 
-    text: [N, S]; suffix: [N, max_n], newest first; outside: what stands before index 0.
+    text: [N, S]; suffix: [N, max_n], newest first; outside: the token id assumed before index 0.
     """
     lengths = torch.zeros_like(text)
     alive = torch.ones_like(text, dtype=torch.bool)
@@ -106,7 +107,7 @@ def ngram_scan_cpu(
     max_n: int,
     num_drafts: int,
 ) -> Tensor:
-    """The CPU's version of `ngram_scan`: row by row, looking only at places that still match."""
+    """The CPU version of `ngram_scan`: row by row, checking only places that still match."""
     drafts = np.full((slots.shape[0], num_drafts), -1, dtype=np.int64)
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         if length == 0:
@@ -137,9 +138,10 @@ def ngram_scan_cpu(
 
 
 def _longest_matches(text: np.ndarray, suffix: np.ndarray, first: int) -> tuple[int, np.ndarray]:
-    """Longest n so that suffix (newest first) ends before some index; and all such indices, rising.
+    """Find the longest match of the suffix: (its length, the ascending indices after each one).
 
-    Indices lie in [max(first, 1), len(text)), where a token follows.
+    suffix: newest token first. Only indices in [max(first, 1), len(text)) count, since a token must
+    follow the match.
     """
     start = max(first, 1)
     ends = np.flatnonzero(text[start - 1 : -1] == suffix[0]) + start
@@ -147,7 +149,7 @@ def _longest_matches(text: np.ndarray, suffix: np.ndarray, first: int) -> tuple[
         return 0, ends
     best = 1
     for n in range(1, suffix.shape[0]):
-        longer = ends[np.searchsorted(ends, n + 1) :]  # n + 1 tokens must stand before the index
+        longer = ends[np.searchsorted(ends, n + 1) :]  # with at least n + 1 tokens before them
         longer = longer[text[longer - n - 1] == suffix[n]]
         if not longer.size:
             break

@@ -1,4 +1,4 @@
-"""Moves a drafter from one decode to the next: positions, lengths, and where KV goes."""
+"""Advances a drafter from one decode to the next: positions, lengths and KV slots."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def advance_draft_decode(
     max_model_len: int,
     out_write_positions: Tensor | None = None,  # [N*] int64
 ) -> None:
-    """Move every request one token on, held at the last position that the model knows.
+    """Advance every request by one token, but not beyond the model's last position.
 
-    `out_write_positions` is where KV belongs: -1 for padded rows and for a request that is held,
-    since its last position holds the KV of the token that truly stands there.
+    `out_write_positions` receives the positions at which KV is written. It is -1 for padded rows
+    and for a request held at the last position, which already has the KV of its own token.
     """
     args = (positions, seq_lens, max_model_len, out_write_positions)
     if use_triton(positions):
@@ -53,8 +53,10 @@ def map_draft_slots(
     write_positions: Tensor,  # [N*] int64, -1 = write nothing
     out: Tensor,  # [G, >= N*] int64
 ) -> None:
-    """KV slot of one token per request, -1 ("write nothing") for padded rows, for positions outside
-    the table and for the null block. What is padding stands in `seq_lens`: a graph may hold this.
+    """Compute the KV slot of one token per request, in every group.
+
+    It is -1, "write nothing", for padded rows, positions beyond the table and the null block 0. The
+    device reads from `seq_lens` which rows are padded, so a graph may hold this.
     """
     args = (block_tables, block_sizes, seq_lens, write_positions, out)
     if use_triton(write_positions):

@@ -1,8 +1,8 @@
-"""Begins and ends a proposal: the target's step into a drafter's buffers, drafts into the table.
+"""Begins and ends a proposal: fills a drafter's buffers from the target's step, stores its drafts.
 
-A token row carries the target's hidden state of its position and the token after it; positions are
-not shifted. Rejected rows stay in the batch, as leaving them out would wait for the device. Both
-may stand in a graph: which rows are real is on the device (slot -1 = padded, behind the rest).
+A token row has the target's hidden state of its position, and the token that follows; positions are
+not shifted. Rejected rows stay in the batch, since leaving them out would wait for the device. A
+graph may hold both functions: padded rows, with slot -1 after all others, are found on the device.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..device import use_triton
 
 
 class TargetStep(Protocol):
-    """A step of the target, as its drafter reads it; N real of N* rows, M of M* tokens."""
+    """The tensors of the target's step that a drafter reads, of N* rows and M* tokens."""
 
     @property
     def input_ids(self) -> Tensor: ...  # [>= M*] int32
@@ -36,7 +36,7 @@ class TargetStep(Protocol):
 
 
 class DraftedRequests(Protocol):
-    """What of the request table is read; rows are slots."""
+    """The columns of the request table that are read, by slot."""
 
     last_sampled_tokens: Tensor  # [R] int64, after post_update
     next_prefill_tokens: Tensor  # [R] int64
@@ -46,7 +46,7 @@ class DraftedRequests(Protocol):
 
 
 class DraftBuffers(Protocol):
-    """A drafter's buffers by batch row [R] or token row [T]; see `DraftModelSpeculator`."""
+    """A drafter's buffers, by batch row [R] or token row [T]; see `DraftModelSpeculator`."""
 
     input_ids: Tensor  # [T] int32, shifted by one
     positions: Tensor  # [T] int64
@@ -60,7 +60,7 @@ class DraftBuffers(Protocol):
     seed: Tensor  # [R] int64
     allowed: Tensor  # [R] int32, drafts that the request may keep
     draft_tokens: Tensor  # [R, K] int64
-    step: Tensor  # [R] int64, drafts that are made
+    step: Tensor  # [R] int64, number of drafts made
 
 
 def stage_draft_rows(
@@ -71,12 +71,13 @@ def stage_draft_rows(
     num_tokens: int,  # M*
     max_position: int,
 ) -> None:
-    """Fill `out`, padded rows to the end of the buffers and padded tokens to M*.
+    """Fill the drafter's buffers `out` from the target's step.
 
-    Ids are shifted: a row carries the token after it, a request's last valid row (query start +
-    length - rejected - 1) the newest token or the next of the prompt; rows after it get id 0. The
-    decode begins at that row. A request may keep as many drafts as its cap says, none beyond
-    `max_position`, none before its prompt is finished.
+    Padding is filled too: rows to the end of the buffers, tokens to M*. Ids are shifted by one, so
+    that each row has the token after it. A request's last valid row (query start + query length -
+    rejected - 1) gets the newest token, or the next one of the prompt; its decodes begin there, and
+    the rows after it get id 0. `allowed` is the request's limit of drafts, less those beyond
+    `max_position`, and 0 until its prompt is finished.
     """
     args = (of, requests, out, num_reqs, num_tokens, max_position)
     if use_triton(out.input_ids):
@@ -134,14 +135,14 @@ def stage_draft_rows_reference(
 
 def store_draft_rows(
     of: DraftBuffers,
-    most_drafts: Tensor,  # [>= N*] int32, by batch row: what the step allows
+    most_drafts: Tensor,  # [>= N*] int32, by batch row: the step's limit
     out: Tensor,  # [R, K] int64 by slot
     num_reqs: int,  # N*
     num_made: int,  # drafts that were made, <= K
 ) -> None:
-    """Write each request's drafts to its slot, -1 beyond what it may keep and the step allows.
+    """Write each request's drafts to its slot, with -1 beyond `of.allowed` and `most_drafts`.
 
-    In `of.draft_tokens`, too, become -1 those that the request may not keep.
+    Drafts beyond `of.allowed` also become -1 in `of.draft_tokens`.
     """
     args = (of, most_drafts, out, num_reqs, num_made)
     if use_triton(out):
@@ -166,7 +167,7 @@ def store_draft_rows_reference(
 
 
 def _row_of_slot(idx_mapping: Tensor, num_reqs: int, num_slots: int) -> tuple[Tensor, Tensor]:
-    """(which slots are in the batch [R] bool, their batch rows [R] int64, 0 for the others)."""
+    """Which slots are in the batch ([R] bool), and their batch rows ([R] int64, otherwise 0)."""
     live, slots = slots_of(idx_mapping, num_reqs)
     at = torch.where(live, slots, num_slots)
     rows = torch.full((num_slots + 1,), -1, device=slots.device)

@@ -1,4 +1,4 @@
-"""Gated activations of a fused gate and up projection."""
+"""Gated activations for the output of a fused gate and up projection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..device import use_triton
 
 
 def silu_and_mul(x: Tensor) -> Tensor:
-    """silu(x[:, :I]) * x[:, I:]; x: [T, 2I] -> [T, I]."""
+    """Compute silu(x[:, :I]) * x[:, I:]. x: [T, 2I]; returns [T, I]."""
     if use_triton(x):
         from .triton import activation as triton_activation
 
@@ -19,13 +19,13 @@ def silu_and_mul(x: Tensor) -> Tensor:
 
 
 def silu_and_mul_reference(x: Tensor) -> Tensor:
-    """Plain version of `silu_and_mul`."""
+    """The plain version of `silu_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
 
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
-    """gelu_tanh(x[:, :I]) * x[:, I:]; x: [T, 2I] -> [T, I]."""
+    """Compute gelu_tanh(x[:, :I]) * x[:, I:]. x: [T, 2I]; returns [T, I]."""
     if use_triton(x):
         from .triton import activation as triton_activation
 
@@ -35,6 +35,6 @@ def gelu_tanh_and_mul(x: Tensor) -> Tensor:
 
 
 def gelu_tanh_and_mul_reference(x: Tensor) -> Tensor:
-    """Plain version of `gelu_tanh_and_mul`."""
+    """The plain version of `gelu_tanh_and_mul`."""
     gate, up = x.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)

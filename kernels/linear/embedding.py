@@ -1,4 +1,4 @@
-"""Rows of an embedding table, or of any other matrix."""
+"""Gathers rows of an embedding table or of any other matrix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..device import use_triton
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
-    """table[ids], [M, H]; ids: [M] int32 or int64; table: [V, H], whose rows may lie apart."""
+    """Return table[ids], [M, H]. ids: [M] int32 or int64; table: [V, H], with any row stride."""
     if ids.dim() == 1 and use_triton(table):
         from .triton import embedding as triton_embedding
 

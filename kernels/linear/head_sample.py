@@ -1,9 +1,9 @@
-"""An output head and the choice of a token in one: the logits are never written.
+"""Computes an output head and picks tokens in one kernel, without writing the logits.
 
-A token is the argmax of its row's logits, rounded to the model's dtype, over temperature plus the
-noise of `kernels.sampling.sample`: what that module would pick from the same logits, ties included.
-The logits themselves are those of the chosen linear kernel, which differ in the last bits between
-kernels, as any two matrix products do; noise and ties never depend on the kernel or the batch.
+A token is argmax(logits / temperature + noise) of its row, where the logits are rounded to the
+model's dtype and the noise is that of `kernels.sampling.sample`. It is the token which that module
+picks from the same logits, also if there are ties. Logits of different linear kernels may differ in
+the last bits; noise and ties never depend on the kernel or the batch.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from .linear_choice import Choice, Gemv
 
 @dataclass(frozen=True)
 class Draws:
-    """How the rows of a head draw their tokens; all [L]."""
+    """How L rows draw their tokens; each tensor is [L]."""
 
     seeds: Tensor  # int64
-    positions: Tensor  # int64, sequence position of the row
+    positions: Tensor  # int64, sequence position of the row's input token
     greedy: Tensor  # bool
     temperature: Tensor  # float32, 0 = greedy
     salt: int = TARGET
@@ -33,8 +33,11 @@ class Draws:
 def gather_draws(
     slots: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, salt: int = TARGET
 ) -> Draws:
-    """How rows draw whose requests have these slots, [L] int32; temperature: [R] float32 and
-    seeds: [R] int64, by slot; positions: [L] int64."""
+    """Gather the `Draws` of rows from their requests' columns.
+
+    slots: [L] int32, row -> slot; temperature: [R] float32 and seeds: [R] int64, by slot;
+    positions: [L] int64.
+    """
     if use_triton(slots):
         from .triton.head_sample import gather_draws as gather_draws_triton
 
@@ -48,9 +51,10 @@ def gather_draws(
 def sample_head(
     x: Tensor, weight: Tensor, draws: Draws | None = None, choice: Choice = None
 ) -> tuple[Tensor, Tensor]:
-    """(tokens [L] int64, each row's largest logit [L] float32, NaN if one is).
+    """Pick a token for each row of the head's input.
 
-    x: [L, H]; weight: [V, H]; without `draws` every row is greedy.
+    x: [L, H]; weight: [V, H]; without `draws` every row is greedy. Returns the tokens [L] int64 and
+    each row's largest logit [L] float32, which is NaN if any logit is.
     """
     if not use_triton(x):
         return sample_head_reference(x, weight, draws)
@@ -85,12 +89,12 @@ def sample_head(
 def sample_head_reference(
     x: Tensor, weight: Tensor, draws: Draws | None = None, choice: Choice = None
 ) -> tuple[Tensor, Tensor]:
-    """Plain version of `sample_head`: writes the logits, then picks; `choice` makes the logits."""
+    """The plain version of `sample_head`: computes the logits with `choice`, then picks tokens."""
     return pick_rows_reference(linear(x, weight, None, choice), draws)
 
 
 def pick_rows(logits: Tensor, draws: Draws | None = None) -> tuple[Tensor, Tensor]:
-    """As `sample_head`, from logits [L, V]; a greedy row costs no noise."""
+    """Pick a token for each row of logits [L, V]; otherwise as `sample_head`."""
     if use_triton(logits):
         from .triton.head_sample import pick_rows as pick_rows_triton
 

@@ -1,8 +1,8 @@
-"""Linear layers of few rows, with what surrounds them: norm, bias, residual, gated activation.
+"""Linear layers for few rows, fused with a norm, bias, residual or gated activation.
 
-`choice` says which kernel computes it (see `linear_choice`); None, or a tensor that Triton cannot
-take, means torch. Kernels accumulate in float32 and round once, where the references round between
-their steps.
+`choice` names the kernel (see `linear_choice`); torch computes the layer if it is None or Triton
+cannot be used. Kernels accumulate in float32 and round once, while the references round after each
+of their steps.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def linear(
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """residual + rms_norm(x) Wᵀ + b; the norm and the residual only where they are given.
+    """Compute residual + rms_norm(x) Wᵀ + b, leaving out what is None.
 
-    x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N]. Returns [M, N] in `x`'s dtype.
+    x: [M, K]; weight: [N, K]; bias: [N]; residual: [M, N]. Returns [M, N] in the dtype of `x`.
     """
     if choice is None or not use_triton(x):
         return linear_reference(x, weight, bias, norm, residual)
@@ -58,7 +58,7 @@ def linear_reference(
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """Plain version of `linear`."""
+    """The plain version of `linear`."""
     out = F.linear(_normed(x, norm), weight, bias)
     return out if residual is None else out + residual
 
@@ -70,7 +70,10 @@ def linear_parts(
     choice: Choice = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """x Wᵀ + b, for a kernel that sums parts: [M, N], or [S, M, N] float32 whose sum it is."""
+    """Compute rms_norm(x) Wᵀ + b for a next kernel that can sum parts.
+
+    Returns [M, N], or float32 parts [S, M, N] whose sum is the result.
+    """
     if choice is None or isinstance(choice, Gemv) or not use_triton(x):
         return linear(x, weight, bias, choice, norm)
     x, norm = _outside(x, norm, choice)
@@ -90,7 +93,7 @@ def gated_linear(
     choice: Choice = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """act(gate) * up of a fused gate and up projection.
+    """Compute act(gate) * up for a fused gate and up projection.
 
     x: [M, K]; weight: [2 I, K], gate rows first; bias: [2 I]; activation: "silu" or "gelu_tanh".
     Returns [M, I].
@@ -117,12 +120,12 @@ def gated_linear_reference(
     activation: str = "silu",
     norm: Norm | None = None,
 ) -> Tensor:
-    """Plain version of `gated_linear`."""
+    """The plain version of `gated_linear`."""
     return GATED[activation](F.linear(_normed(x, norm), weight, bias))
 
 
 def _outside(x: Tensor, norm: Norm | None, choice: Gemv | Skinny) -> tuple[Tensor, Norm | None]:
-    """The norm done before a kernel that does none itself."""
+    """Apply the norm now if the chosen kernel does not: (input, norm left to the kernel)."""
     return (x, norm) if choice.norm else (_normed(x, norm), None)
 
 

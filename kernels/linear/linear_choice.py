@@ -1,7 +1,7 @@
-"""Which kernel computes a linear layer of few rows: the kinds, their tile sizes, the known winners.
+"""The kernels for linear layers of few rows, their tile sizes, and the fastest ones measured.
 
-A choice is a function of the layer's shape and the number of rows alone, never of data, so a CUDA
-graph may bake it. Rows are padded rows: what a row holds, and where it stands, changes nothing.
+A choice depends on the layer's shape and the padded number of rows, never on data, so a CUDA graph
+may bake it.
 """
 
 from __future__ import annotations
@@ -11,26 +11,28 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 ROLES = ("qkv", "o", "gate_up", "down", "head", "other")
-BUCKETS = (1, 16, 32, 64, 128, 256)  # a choice holds for row counts up to these
+BUCKETS = (1, 16, 32, 64, 128, 256)  # upper bounds of the numbers of rows that share a choice
 
 
 @dataclass(frozen=True)
 class Gemv:
-    """One row, on the CUDA cores: each program sums `rows` weight rows in registers."""
+    """A kernel for one row on the CUDA cores; each program sums `rows` weight rows in registers."""
 
     rows: int  # weight rows of a program
     block_k: int
     num_warps: int
-    stages: int = 0  # 0 = the first chunks are loaded before the kernel waits for its input
-    norm: int = 1  # 0 = the norm before the layer is a kernel of its own
-    ahead: int = 1  # without stages: chunks in flight beside the one in use, 1 or 2
-    hint: int = 0  # of loads of weights: 0 = evict first, 1 = none, 2 = past the first cache
+    stages: int = 0  # 0 = load the first chunks before waiting for the input
+    norm: int = 1  # 1 = the kernel applies the norm before the layer; 0 = another kernel does
+    ahead: int = 1  # if stages is 0: chunks in flight besides the one in use, 1 or 2
+    hint: int = 0  # cache hint of weight loads: 0 = evict first, 1 = none, 2 = bypass L1
 
 
 @dataclass(frozen=True)
 class Skinny:
-    """Few rows, on the tensor cores, the weights as the left operand; split over K to fill the
-    card. The parts of a split are float32 and summed by whatever kernel comes next."""
+    """A kernel for few rows on the tensor cores, with the weights as the left operand.
+
+    Splitting K lets more programs fill the GPU; the next kernel sums the float32 parts.
+    """
 
     block_n: int  # weight rows of a program
     block_k: int
@@ -38,8 +40,8 @@ class Skinny:
     num_warps: int
     split_k: int
     block_m: int  # rows of a program
-    norm: int = 0  # 1 = the norm before the layer is inside; not where a split is
-    early: int = 256  # columns of weights brought into L2 before the input is ready
+    norm: int = 0  # 1 = the kernel applies the norm before the layer; needs split_k = 1
+    early: int = 256  # weight columns prefetched into L2 before the input is ready
 
 
 Choice: TypeAlias = Gemv | Skinny | None  # None = torch (cuBLAS)
@@ -47,25 +49,25 @@ Choice: TypeAlias = Gemv | Skinny | None  # None = torch (cuBLAS)
 
 @dataclass(frozen=True)
 class Shape:
-    """A linear layer: its part in the model, its number of outputs and of inputs."""
+    """A linear layer's role in the model and its numbers of outputs and inputs."""
 
     role: str  # one of ROLES
-    outputs: int  # of gate_up: gate and up together
+    outputs: int  # for gate_up, those of gate and up together
     inputs: int
 
     @property
     def may_split(self) -> bool:
-        """Whether what follows can sum parts."""
+        """Whether the next kernel can sum the parts of a split."""
         return self.role in ("qkv", "o", "down")
 
 
 def bucket_of(num_rows: int) -> int | None:
-    """The smallest bucket that holds `num_rows`, None = none does."""
+    """The smallest of `BUCKETS` that is at least `num_rows`; None if there is none."""
     return next((bucket for bucket in BUCKETS if num_rows <= bucket), None)
 
 
 def fits(choice: Choice, shape: Shape, num_rows: int) -> bool:
-    """Whether the kernels can compute this at all; else torch does."""
+    """Whether the chosen kernel can compute this layer; if not, torch must."""
     if choice is None:
         return True
     if shape.inputs % 8 or shape.outputs % (2 if shape.role == "gate_up" else 1):
@@ -78,7 +80,7 @@ def fits(choice: Choice, shape: Shape, num_rows: int) -> bool:
 
 
 def default_choice(shape: Shape, num_rows: int) -> Choice:
-    """A choice for a shape that nobody measured, by the pattern of the measured ones."""
+    """A choice for a shape without measurements, in the pattern of the measured ones."""
     bucket = bucket_of(num_rows)
     if bucket is None or bucket > 64:
         return None
@@ -100,7 +102,7 @@ def _skinny(**of_role: tuple[int, int, int, int, int, int] | None) -> dict[str, 
     return {role: None if sizes is None else Skinny(*sizes) for role, sizes in of_role.items()}
 
 
-# The winners on an H100 and an H200 (SXM, bf16), layer by layer and as whole steps.
+# The fastest on an H100 and an H200 (SXM, bf16), measured for single layers and whole steps.
 _LARGE: Mapping[int, Mapping[str, Choice]] = {
     1: {
         **_gemvs(
@@ -131,7 +133,7 @@ _LARGE: Mapping[int, Mapping[str, Choice]] = {
         down=(64, 128, 5, 4, 2, 64),
         head=(128, 64, 4, 4, 1, 64),
     ),
-    128: _skinny(  # two programs of gate_up share a processor
+    128: _skinny(  # two programs of gate_up share a multiprocessor
         qkv=(64, 128, 4, 4, 1, 128),
         o=(64, 128, 4, 4, 2, 128),
         gate_up=(64, 64, 3, 4, 1, 128),
@@ -194,5 +196,5 @@ def _table() -> dict[tuple[Shape, int], Choice]:
     return table
 
 
-# (shape, bucket) -> winner on Hopper cards; what is not in it is torch's
+# (shape, bucket) -> fastest kernel on Hopper GPUs; torch computes all others
 H100_WINNERS: Mapping[tuple[Shape, int], Choice] = _table()

@@ -1,8 +1,8 @@
-"""Measures which kernel computes a linear layer of few rows best on this card.
+"""Measures which kernel computes a linear layer of few rows fastest on this GPU.
 
-Run from a script (see tests/lab/measure_linear.py), not while serving. Each candidate runs over so
-many copies of the weights that none is found in the cache, inside a CUDA graph, and counts only if
-its numbers are right.
+A script runs it (see tests/lab/measure_linear.py), not the server. Each candidate runs in a CUDA
+graph over enough copies of the weights that none stays in the cache. Candidates with wrong results
+are discarded.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .linear_tuned import card_name, save_tuned
 
 logger = logging.getLogger(__name__)
 TUNED_ROWS = (1, 16, 32, 64)
-COLD_BYTES = 256 << 20  # several times the cache of any card
-MIN_CALLS = 16  # of one graph, whose launch must not count
-MARGIN = 0.98  # what is hardly quicker than torch is not kept
-TOLERANCE = 1e-2  # relative error against float32 of the same inputs
+COLD_BYTES = 256 << 20  # bytes of weight copies: several times the cache of any GPU
+MIN_CALLS = 16  # calls in a graph, so that the cost of its launch does not matter
+MARGIN = 0.98  # a kernel must need less than this share of torch's time
+TOLERANCE = 1e-2  # largest relative error against float32 with the same inputs
 _GEMVS = (
     *((4, 1024, 4, 0), (4, 2048, 4, 0), (8, 1024, 4, 0), (8, 512, 4, 0), (2, 1024, 2, 0)),
     *((2, 1024, 4, 0), (8, 1024, 8, 0), (4, 1024, 4, 4), (8, 1024, 4, 3)),
@@ -38,7 +38,7 @@ TimeCalls: TypeAlias = Callable[[Sequence[Callable[[], object]]], float]
 
 
 def candidates(shape: Shape, num_rows: int) -> Iterator[Choice]:
-    """Kernels worth measuring for a layer, without torch's."""
+    """Yields the kernels worth measuring for a layer, except torch's."""
     if num_rows == 1:
         yield from (Gemv(*sizes) for sizes in _GEMVS)
     if num_rows > 64:
@@ -58,7 +58,7 @@ def candidates(shape: Shape, num_rows: int) -> Iterator[Choice]:
 
 
 def layer_call(shape: Shape, choice: Choice, x: Tensor, weight: Tensor) -> Tensor:
-    """What a model runs for this layer, less its norm; x: [M, K]."""
+    """Run this layer as a model does, but without its norm; x: [M, K]."""
     if shape.role == "gate_up":
         return gated_linear(x, weight, None, "silu", choice)
     if shape.may_split:
@@ -67,7 +67,7 @@ def layer_call(shape: Shape, choice: Choice, x: Tensor, weight: Tensor) -> Tenso
 
 
 def relative_error(shape: Shape, choice: Choice, x: Tensor, weight: Tensor) -> float:
-    """Of `layer_call`, against float32 of the same inputs; NaN where it forgot to write."""
+    """The relative error of `layer_call` against float32; NaN if an output was not written."""
     exact_of = gated_linear_reference if shape.role == "gate_up" else linear_reference
     exact = exact_of(x.float(), weight.float())
     got = layer_call(shape, choice, x, weight)
@@ -85,7 +85,11 @@ def measure(
     time_calls: TimeCalls | None = None,
     deadline: float = float("inf"),
 ) -> list[Timed]:
-    """Microseconds of each choice that works, best first; `deadline` in time.monotonic()."""
+    """Measure the choices that work: (microseconds a call, choice), fastest first.
+
+    It stops at `deadline`, a value of time.monotonic(). A choice that fails or has a large error is
+    logged and left out.
+    """
     time_calls = time_calls or time_in_graph
     count = max(1, min(64, COLD_BYTES // (2 * shape.outputs * shape.inputs)))
     size = (shape.outputs, shape.inputs)
@@ -112,12 +116,14 @@ def measure(
             calls *= -(-MIN_CALLS // count)
             found.append((time_calls(calls), choice))
         except problems as problem:
-            logger.warning("%s, %d rows: %s does not work: %s", shape, num_rows, choice, problem)
+            logger.warning(
+                "%s, %d rows: %s is left out, since it failed: %s", shape, num_rows, choice, problem
+            )
     return sorted(found, key=lambda timed: timed[0])
 
 
 def _errors_of_triton() -> tuple[type[Exception], ...]:
-    """What Triton raises for a kernel that does not fit the card."""
+    """The exceptions that Triton raises for a kernel that does not fit the GPU."""
     try:
         from triton.errors import TritonError
     except ImportError:
@@ -130,7 +136,7 @@ def _call(shape: Shape, choice: Choice, x: Tensor, weight: Tensor) -> Callable[[
 
 
 def best_of(timed: Sequence[Timed]) -> Choice:
-    """The quickest, but torch unless another is quicker by more than noise."""
+    """The fastest choice if it beats torch by more than `MARGIN`, else torch (None)."""
     torch_time = next((us for us, choice in timed if choice is None), float("inf"))
     return timed[0][1] if timed and timed[0][0] < MARGIN * torch_time else None
 
@@ -142,7 +148,11 @@ def tune(
     rows: Sequence[int] = TUNED_ROWS,
     seconds: float = float("inf"),
 ) -> dict[tuple[Shape, int], Choice]:
-    """Measure every shape and number of rows, and keep the winners on disk for this card."""
+    """Measure every shape and number of rows, and save the fastest choices for this GPU.
+
+    Returns them by (shape, number of rows). After `seconds` it stops, without an unfinished
+    comparison.
+    """
     deadline = time.monotonic() + seconds
     winners: dict[tuple[Shape, int], Choice] = {}
     for shape in shapes:
@@ -150,7 +160,7 @@ def tune(
             choices = [None, *candidates(shape, num_rows)]
             timed = measure(shape, num_rows, choices, device, dtype, deadline=deadline)
             if time.monotonic() > deadline:
-                break  # an unfinished comparison decides nothing
+                break  # leave out an unfinished comparison
             winners[shape, num_rows] = best_of(timed)
             logger.info("%s, %d rows: %s", shape, num_rows, timed[:3])
         save_tuned(card_name(device), dtype, winners)
@@ -158,7 +168,7 @@ def tune(
 
 
 def time_in_graph(calls: Sequence[Callable[[], object]], repeats: int = 5) -> float:
-    """Microseconds a call of `calls`, run one after the other in one CUDA graph; the median."""
+    """Time calls that run one after another in a CUDA graph: median microseconds per call."""
     for call in calls[:2]:
         call()  # compiles
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""The choice of a linear kernel by shape and card, and where measured choices live on disk.
+"""Chooses the linear kernel for a shape and GPU, and stores measured choices on disk.
 
-A choice comes from what was measured on this very card with these very kernels, else from the
-built-in table of an H100, else it is torch's. Tuning itself is `linear_tune`.
+A choice comes from measurements with the same GPU model and the same kernels, or else from the
+built-in H100 table on Hopper GPUs, or else torch computes the layer. `linear_tune` measures.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _SOURCES = ("linear_choice.py", "triton/gemv.py", "triton/skinny.py", "../launch
 
 
 class LinearChooser:
-    """Chooses for one model. `anywhere` uses Triton also for shapes that nobody measured."""
+    """Chooses kernels for a model; with `anywhere`, Triton also computes unmeasured shapes."""
 
     def __init__(self, winners: Winners, anywhere: bool = False) -> None:
         self._winners = winners
@@ -67,7 +67,7 @@ class LinearChooser:
 
 
 def create_chooser(mode: str, device: torch.device, dtype: torch.dtype) -> LinearChooser | None:
-    """The chooser for `--linear-backend mode`; None where torch computes everything."""
+    """The chooser for `--linear-backend mode`, or None if torch computes everything."""
     if mode == "torch" or dtype not in (torch.bfloat16, torch.float16):
         return None
     if not use_triton(torch.empty(0, device=device)):
@@ -83,9 +83,9 @@ def create_chooser(mode: str, device: torch.device, dtype: torch.dtype) -> Linea
 
 
 def card_name(device: torch.device) -> str:
-    """The card as the driver calls it, with its number of processors (MIG slices share names)."""
+    """The GPU's name and its number of multiprocessors, since MIG slices share names."""
     card = card_of(device)
-    assert card is not None, "only cards have names"
+    assert card is not None, "not a GPU"
     return f"{card.name} {card.num_processors}"
 
 
@@ -93,19 +93,23 @@ def card_name(device: torch.device) -> str:
 
 
 def load_tuned(card: str, dtype: torch.dtype) -> dict[tuple[Shape, int], Choice]:
-    """What was measured on this card with these kernels; empty if nothing, or nothing readable."""
+    """Load the choices measured for this GPU with these kernels; empty if there are none, or if the
+    file cannot be read (which is logged)."""
     path = tuned_path(card, dtype)
     if path is None or not path.exists():
         return {}
     try:
         return _parse(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        logger.warning("measured linear kernels of %s cannot be read: %s", path, error)
+        logger.warning("cannot read the measured linear kernels in %s: %s", path, error)
         return {}
 
 
 def save_tuned(card: str, dtype: torch.dtype, found: Winners) -> Path | None:
-    """Add measurements to the file of this card, in one move; None if there is no place for it."""
+    """Add measurements to this GPU's file, atomically, and return its path.
+
+    Returns None if there is no directory for it, or if it cannot be written (which is logged).
+    """
     path = tuned_path(card, dtype)
     if path is None:
         return None
@@ -124,13 +128,13 @@ def save_tuned(card: str, dtype: torch.dtype, found: Winners) -> Path | None:
             json.dump({"card": card, "dtype": str(dtype), "choices": shapes}, file, indent=1)
         os.replace(file.name, path)
     except OSError as error:
-        logger.warning("measured linear kernels cannot be kept in %s: %s", path, error)
+        logger.warning("cannot save the measured linear kernels to %s: %s", path, error)
         return None
     return path
 
 
 def tuned_path(card: str, dtype: torch.dtype) -> Path | None:
-    """Where measurements of `card` live; None for a user without a home."""
+    """The file for measurements of `card`; None if the user has no home directory."""
     root = os.environ.get("XDG_CACHE_HOME")
     try:
         cache_dir = Path(root) if root and Path(root).is_absolute() else Path.home() / ".cache"
@@ -142,7 +146,7 @@ def tuned_path(card: str, dtype: torch.dtype) -> Path | None:
 
 @cache
 def _version() -> str:
-    """Changes with the kernels, Triton and torch: older measurements are then ignored."""
+    """A hash of the kernels, Triton and torch; measurements with another version are ignored."""
     digest = hashlib.sha256(torch.__version__.encode())
     if importlib.util.find_spec("triton") is not None:
         import triton
@@ -159,7 +163,7 @@ def _parse(content: Any) -> dict[tuple[Shape, int], Choice]:
         role, _, size = name.partition(" ")
         outputs, inputs = map(int, size.split("x"))
         if role not in ROLES:
-            raise ValueError(f"no layer is called {role!r}")
+            raise ValueError(f"unknown layer role {role!r}")
         for bucket, line in of_rows.items():
             choice: Choice = None
             if line is not None:

@@ -1,4 +1,4 @@
-"""Mixture of experts: choosing experts per token, and running them."""
+"""Mixture of experts: chooses the experts of each token and runs them."""
 
 from __future__ import annotations
 
@@ -13,23 +13,26 @@ from ..device import use_triton
 
 @dataclass(frozen=True)
 class Routing:
-    """How experts are chosen."""
+    """How a router chooses experts."""
 
     top_k: int
     scoring: str = "softmax"  # or "sigmoid"
     num_groups: int = 1
-    top_groups: int = 1  # groups whose experts may be chosen
-    group_score: str = "max"  # of its best expert, or "top2": sum of its best two
-    renormalise: bool = False  # chosen weights sum to 1 before `scale`
+    top_groups: int = 1  # experts come from this number of groups, those with the best scores
+    group_score: str = (
+        "max"  # a group's score: its best expert's, or "top2", the sum of its best two
+    )
+    renormalise: bool = False  # make the chosen weights sum to 1 before `scale` is applied
     scale: float = 1.0
 
 
 def select_experts(
     logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(weights [T, k] fp32, expert ids [T, k] int64) of router logits [T, E] fp32.
+    """Choose experts from router logits [T, E] float32: (weights [T, k] float32, ids [T, k] int64).
 
-    `bias` [E] is added for the choice only, never to the weights. Free of data-dependent branches.
+    `bias` [E] affects which experts are chosen, but not their weights. No branch depends on data,
+    so a graph may hold this.
     """
     scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
@@ -54,7 +57,7 @@ def run_experts(
     ids: Tensor,
     activation: str = "silu",
 ) -> Tensor:
-    """Weighted sum of each token's experts, [T, H].
+    """Compute the weighted sum of each token's experts, [T, H].
 
     x: [T, H]; gate_up: [E, 2I, H]; down: [E, H, I]; weights: [T, k] fp32; ids: [T, k] int64;
     activation: "silu" or "gelu_tanh".
@@ -75,7 +78,7 @@ def run_experts_reference(
     ids: Tensor,
     activation: str = "silu",
 ) -> Tensor:
-    """Plain version of `run_experts`: one pass per expert that has tokens."""
+    """The plain version of `run_experts`: one pass per expert that has tokens."""
     top_k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # [T * k] (token, choice) pairs by expert
     counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()

@@ -12,9 +12,10 @@ from .rotation import Rotation
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, out: Tensor | None = None) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dim, computed in fp32, in `x`'s dtype.
+    """Compute x / sqrt(mean(x^2) + eps) * weight over the last dimension.
 
-    x: [..., H]; weight: [H], None = 1. The result is written to `out`, contiguous, if given.
+    x: [..., H]; weight: [H], None = 1. The arithmetic is float32, and the result has the dtype of
+    `x`. It is written to `out`, which must be contiguous, if given.
     """
     if weight is not None and use_triton(x):
         from .triton import norm_rope as triton_norm_rope
@@ -29,12 +30,12 @@ def _kept(result: Tensor, out: Tensor | None) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """Plain version of `rms_norm`."""
+    """The plain version of `rms_norm`."""
     size = x.shape[-1]
     wide = x.float()
-    # a vector norm is one pass; torch's own rms_norm takes twice the time on few CPU rows
+    # a vector norm is one pass; torch's own rms_norm needs twice the time for few rows on a CPU
     norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    if norm.is_cpu:  # one operation for three: few rows cost as much as their operations
+    if norm.is_cpu:  # one operation instead of three, since few rows cost what their calls cost
         inverse = torch.addcmul(_scalar(eps), norm, norm, value=1 / size).rsqrt_()
     else:
         inverse = norm.square_().mul_(1 / size).add_(eps).rsqrt_()
@@ -63,11 +64,11 @@ def fused_add_rms_norm(
     out: Tensor | None = None,
     stream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); both inputs possibly overwritten.
+    """Compute rms_norm(x + residual) and x + residual, both [T, H].
 
-    x: [T, H], or float32 parts [S, T, H] whose sum is meant; residual: [T, H], or more rows, of
-    which `rows` [T] int64 names those that are meant. Results go to `out`, contiguous, and to
-    `stream`, both [T, H], where these are given.
+    x: [T, H], or float32 parts [S, T, H] to sum; residual: [T, H], or a larger matrix from which
+    `rows` [T] int64 selects rows. The results are written to `out`, which must be contiguous, and
+    `stream`, if given. Both inputs may be overwritten.
     """
     if use_triton(x):
         from .triton import norm_rope as triton_norm_rope
@@ -85,7 +86,7 @@ def fused_add_rms_norm(
 def fused_add_rms_norm_reference(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """Plain version of `fused_add_rms_norm`; leaves its inputs alone."""
+    """The plain version of `fused_add_rms_norm`; it does not change its inputs."""
     if x.dim() > residual.dim():
         residual = (x.sum(0) + residual).to(residual.dtype)
     else:
@@ -122,9 +123,10 @@ def rotary_embedding_reference(
 def rotary_factors(
     positions: Tensor, cos_sin_cache: Tensor, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Cos and signed sin of each token, both [T, 1, rot_dim] fp32, shared by all layers of a step.
+    """The cosine and signed sine of each token, both [T, 1, rot_dim] float32, for all layers.
 
-    The sign makes a rotation `x * cos + swapped(x) * sin`, where `swapped` exchanges pair members.
+    With these signs a rotation is x * cos + swapped(x) * sin, where `swapped` swaps the two members
+    of each pair.
     """
     cos, sin = cos_sin_cache.index_select(0, positions).float().chunk(2, dim=-1)
     if interleaved:
@@ -137,7 +139,7 @@ def rotary_factors(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate x [T, H, D] by the factors of `rotary_factors`; computed in fp32, in `x`'s dtype."""
+    """Rotate x [T, H, D] by the factors of `rotary_factors`, in float32; keeps the dtype of `x`."""
     rot_dim = cos.shape[-1]
     rotated = (x if rot_dim == x.shape[-1] else x[..., :rot_dim]).float()
     if interleaved:

@@ -1,4 +1,4 @@
-"""What a rotary embedding rotates by: the argument that its reference and its kernels share."""
+"""The argument that describes a rotary embedding to its reference and its kernels."""
 
 from __future__ import annotations
 

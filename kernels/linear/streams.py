@@ -1,6 +1,6 @@
-"""Rows of a residual stream brought to where they are read: sums, two norms abreast.
+"""Small kernels between layers: sums into a residual stream, and two norms side by side.
 
-These are small kernels between layers; of plain torch operations each would be several.
+Each replaces several torch operations.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from .norm_rope import rms_norm_reference
 
 
 def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """hidden + residual, [M, H], in `out` if that is given: its rows may lie apart.
+    """Compute hidden + residual, [M, H], and write it to `out` if given.
 
-    hidden: [M, H], or float32 parts [S, M, H] whose sum is meant; residual: [M, H], None = 0.
+    hidden: [M, H], or float32 parts [S, M, H] to sum; residual: [M, H], None = 0; out: [M, H], with
+    any row stride.
     """
     if out is None and residual is None:
         return hidden
@@ -28,12 +29,12 @@ def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None = N
     if out is None:
         return stream_reference(hidden, residual)
     if residual is not None and hidden.dim() == out.dim():
-        return torch.add(hidden, residual, out=out)  # one operation, as without `out`
+        return torch.add(hidden, residual, out=out)  # a single operation
     return out.copy_(stream_reference(hidden, residual))
 
 
 def stream_reference(hidden: Tensor, residual: Tensor | None) -> Tensor:
-    """The sum that `write_stream` writes."""
+    """Compute the sum that `write_stream` writes."""
     if residual is None:
         return hidden
     if hidden.dim() > residual.dim():
@@ -48,10 +49,10 @@ def norm_pair(
     eps: float,
     ids: Tensor | None = None,
 ) -> Tensor:
-    """left and right side by side, [M, 2H], each normed by its weight [H] first, if there are some.
+    """Concatenate left and right to [M, 2H], after an RMS norm of each if `weights` are given.
 
-    left: [M, H], or with `ids` a table [V, H], of which they name the rows, [M] int32 or int64;
-    right: [M, H].
+    left: [M, H], or a table [V, H] from which `ids`, [M] int32 or int64, selects rows;
+    right: [M, H]; weights: two [H].
     """
     if use_triton(right):
         from .triton.streams import norm_pair as norm_pair_triton

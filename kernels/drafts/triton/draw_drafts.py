@@ -1,4 +1,4 @@
-"""Triton versions of `kernels.drafts.draw_drafts`: one kernel reads the logits, one picks."""
+"""Triton versions of `kernels.drafts.draw_drafts`: one kernel reads the logits, another picks."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -15,7 +15,7 @@ from ...launch import pdl_options, wait_for_inputs
 from ...sampling import random_streams as streams
 from ...sampling.triton.sample import best_of, gumbel, pick, row_key
 
-BLOCK = 1024  # tokens of one program: few rows, too, must keep a card busy
+BLOCK = 1024  # tokens of one program; small, so that a few rows keep a GPU busy
 
 _DRAFT = tl.constexpr(streams.DRAFT)
 
@@ -42,7 +42,7 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best token of one block of a row."""
+    """Find the best token of one block of a row; store the scaled logits if KEEPS."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -73,7 +73,7 @@ def _draw_kernel(
 @triton.jit(do_not_specialize_on_alignment=["ids"])
 def _take_kernel(
     ids,  # [N*] int64, of the draft vocabulary
-    best,  # [N*, B] float32, in place of ids
+    best,  # [N*, B] float32, used if not GIVEN
     best_token,  # [N*, B] int32
     to_target,  # [Vd] int64
     draft_tokens,  # [R, K] int64
@@ -87,7 +87,7 @@ def _take_kernel(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best token of a row, or the one given, becomes its next draft."""
+    """Make a row's best token, or the one given, its next draft."""
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
     if GIVEN:

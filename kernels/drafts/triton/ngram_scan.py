@@ -1,4 +1,4 @@
-"""Triton version of `kernels.drafts.ngram_scan`: one program per row, one pass over its tokens."""
+"""Triton version of `kernels.drafts.ngram_scan`: one program and one pass over tokens per row."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -11,16 +11,17 @@ from torch import Tensor
 
 from ..haystack import OUTSIDE, Haystack
 
-BLOCK = 1024  # places looked at together
+BLOCK = 1024  # positions compared at once
 
 _OUTSIDE = tl.constexpr(OUTSIDE)
 
 
 @triton.jit
 def _matched(text, end, tokens, length, output_len, outside, MAX_N: tl.constexpr):
-    """How many tokens before each `end` in `text` equal the newest of `tokens`; [BLOCK] int32.
+    """Count the tokens before each `end` in `text` that match the newest tokens: [BLOCK] int32.
 
-    Tokens older than `output_len` count as outside, and so does what stands before the text.
+    Tokens older than the newest `output_len` have the id `_OUTSIDE`, and positions before the text
+    the id `outside`.
     """
     count = tl.zeros_like(end)
     alive = end >= 0

@@ -1,4 +1,4 @@
-"""Triton versions of `kernels.drafts.stage_drafts`: a program a row of the drafter's buffers."""
+"""Triton versions of `kernels.drafts.stage_drafts`, with one program per row of the buffers."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -37,7 +37,7 @@ def _gated_kernel(
         activated = g / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * inner))
     else:
         activated = g / (1.0 + tl.exp2(-1.4426950408889634 * g))
-    # rounded between the two steps, as the reference is
+    # round between the two steps, as the reference does
     activated = activated.to(gate.dtype).to(tl.float32) * up.to(tl.float32)
     tl.store(out + row * size + column, activated.to(gate.dtype), mask=inside)
 

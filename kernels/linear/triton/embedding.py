@@ -1,4 +1,4 @@
-"""Triton version of `kernels.linear.embedding`: the first layer need not wait for its launch."""
+"""Triton version of `kernels.linear.embedding`; with it, the first layer can start early (PDL)."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 

@@ -1,7 +1,7 @@
-"""Triton linear layer of one row (batch 1): weights stream through registers once.
+"""Triton linear layer for one row (batch size 1): weights pass through registers once.
 
-What surrounds the layer is fused: RMSNorm of the input, bias, residual, gated activation, or the
-choice of the best token. The first chunk of weights is in flight before the input is ready.
+It can be fused with an RMS norm of the input, bias, residual, gated activation, or picking the best
+token. The first chunk of weights is loaded before the input is ready.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -17,7 +17,7 @@ from ...launch import pdl_options, wait_for_inputs
 from ..linear_choice import Gemv
 from .head_sample import HeadRows, keep_best
 
-_PLAIN, _ADD, _GATED, _SAMPLE = 0, 1, 2, 3  # what becomes of the sum
+_PLAIN, _ADD, _GATED, _SAMPLE = 0, 1, 2, 3  # values of MODE: what is done with the product
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def _chunk(
 
 @triton.jit
 def gated(gate, up, ACTIVATION: tl.constexpr):
-    """silu(gate) * up, or gelu_tanh(gate) * up for ACTIVATION 1; float32."""
+    """Compute silu(gate) * up, or gelu_tanh(gate) * up if ACTIVATION is 1, in float32."""
     if ACTIVATION == 1:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         activated = gate / (1.0 + tl.exp2(-2.0 * 1.4426950408889634 * inner))
@@ -137,7 +137,7 @@ def _gemv_kernel(
                 acc_up += up.to(tl.float32) * value[None, :]
 
     y = tl.sum(acc, 1)
-    if NORM:  # the factor of the whole row comes last
+    if NORM:  # the scale of the whole row is applied last
         scale = tl.rsqrt(tl.sum(squares) / K + eps)
         y *= scale
     if BIAS:

@@ -1,7 +1,8 @@
-"""The end of an output head that picks tokens where the logits are made, without writing them.
+"""Picks tokens inside an output head's linear kernel, so that the logits are never written.
 
-Every program of a linear kernel keeps the best of its tokens (`keep_best`); one small kernel picks
-the best of those. Noise and ties are those of `kernels.sampling.sample`, so the tokens are, too.
+Each program of the linear kernel stores the best of its own tokens (`keep_best`), and a small
+second kernel picks the best of these. Noise, ties and therefore tokens are those of
+`kernels.sampling.sample`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -20,14 +21,14 @@ from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ...sampling.triton.sample import BLOCK as LOGITS_BLOCK
 from ...sampling.triton.sample import gumbel, row_key
 
-_BLOCK = 4096  # best tokens that the last kernel looks at at once
+_BLOCK = 4096  # best tokens that the second kernel reads at once
 
 
 @triton.jit
 def keep_best(
     logits,  # [N, M] float32, already rounded to the model's dtype
     token,  # [N] int32
-    inside,  # [N, 1] or [N, M], which of them exist
+    inside,  # [N, 1] or [N, M], whether the logit exists
     row,  # [M] int32
     row_inside,  # [M]
     block,
@@ -42,14 +43,14 @@ def keep_best(
     salt,
     NOISE: tl.constexpr,
 ):
-    """Store, for each row, the best token of this block of the vocabulary; the lowest of equals."""
+    """Store each row's best token of this block of the vocabulary, the lowest id among equals."""
     logits = tl.where(inside, logits, float("-inf"))
     is_nan = logits != logits
     finite = tl.where(is_nan, float("-inf"), logits)
     score = finite
     if NOISE:
         cold = tl.load(greedy + row, mask=row_inside, other=1) != 0
-        if tl.max((cold == 0).to(tl.int32), 0) > 0:  # else no row of the tile draws
+        if tl.max((cold == 0).to(tl.int32), 0) > 0:  # skip the noise if all rows are greedy
             heat = tl.load(temperature + row, mask=row_inside, other=1.0)
             heat = tl.where(heat > 0.0, heat, 1.0)
             seed = tl.load(seeds + row, mask=row_inside, other=0)
@@ -60,7 +61,7 @@ def keep_best(
             score = tl.div_rn(finite, heat[None, :] + tl.zeros_like(finite)) + noise
             score = tl.where(inside, score, float("-inf"))
     value = tl.max(score, 0)
-    # a maximum and then its place are two cheap reductions; both at once are one that is not
+    # two cheap reductions, maximum and then index, are faster than one that finds both
     best_at = tl.min(tl.where(score == value[None, :], token[:, None], 2147483647), 0)
     at = row * num_blocks + block
     tl.store(best + at, value, mask=row_inside)
@@ -92,7 +93,7 @@ def _finish_kernel(
         inside = start + lane < num_blocks
         score = tl.load(best + at, mask=inside, other=float("-inf"))
         candidate = tl.load(best_token + at, mask=inside, other=2147483647)
-        # a lane meets its tokens in ascending order: only a larger score replaces
+        # a lane reads its tokens in ascending order, so only a larger score replaces
         replaces = (score > value) | (token == 2147483647)
         token = tl.where(replaces, candidate, token)
         value = tl.where(replaces, score, value)
@@ -214,7 +215,7 @@ def _gather_draws_kernel(
 def gather_draws(
     slots: Tensor, temperature: Tensor, seeds: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(seeds, greedy, temperature) of rows: see `kernels.linear.head_sample.gather_draws`."""
+    """Gather (seeds, greedy, temperature) by row: see `kernels.linear.head_sample.gather_draws`."""
     num_rows, block = slots.shape[0], 128
     row_seeds = torch.empty(num_rows, dtype=torch.int64, device=slots.device)
     greedy = torch.empty(num_rows, dtype=torch.bool, device=slots.device)
@@ -237,7 +238,7 @@ def gather_draws(
 
 @dataclass
 class HeadRows:
-    """The rows whose tokens are picked. Without noise every row is greedy."""
+    """The rows that a head picks tokens for. Without seeds every row is greedy."""
 
     num_rows: int  # L
     device: torch.device
@@ -253,7 +254,8 @@ class HeadRows:
         return self.seeds is not None
 
     def arguments(self, num_blocks: int) -> tuple[Any, ...]:
-        """What a linear kernel takes for `keep_best`; it has `num_blocks` blocks of tokens."""
+        """The arguments for `keep_best` of a kernel with `num_blocks` blocks of tokens; allocates
+        its results."""
         shape, device = (self.num_rows, num_blocks), self.device
         self.best = torch.empty(shape, dtype=torch.float32, device=device)
         self.largest = torch.empty(shape, dtype=torch.float32, device=device)
@@ -264,7 +266,8 @@ class HeadRows:
         return (*rows, self.best, self.best_token, self.largest, self.salt)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """(tokens [L] int64, largest logit of each row [L] float32, NaN if it holds one)."""
+        """Pick from the blocks' best: tokens [L] int64, and each row's largest logit [L] float32,
+        which is NaN if any logit is."""
         tokens = torch.empty(self.num_rows, dtype=torch.int64, device=self.device)
         largest = torch.empty(self.num_rows, dtype=torch.float32, device=self.device)
         num_blocks = self.best.shape[1]

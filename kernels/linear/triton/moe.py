@@ -1,6 +1,7 @@
-"""Triton version of `kernels.linear.moe.run_experts`: two products grouped by expert.
+"""Triton version of `kernels.linear.moe.run_experts`: two matrix products grouped by expert.
 
-The number of row blocks is a bound from shapes; blocks beyond the real ones find no expert and end.
+The number of row blocks is an upper bound computed from shapes; surplus blocks find no expert and
+end at once.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -15,7 +16,7 @@ from torch import Tensor
 
 @triton.jit
 def _expert_of(block_ends, num_experts, block):
-    """The first expert whose blocks end behind `block`."""
+    """Find the expert that owns a row block; num_experts if none does."""
     low, high = 0, num_experts
     while low < high:
         middle = (low + high) // 2
@@ -31,7 +32,7 @@ def _expert_kernel(
     x,  # GATED: [T, K] tokens; else [T * k, K] in sorted order
     weight,  # [E, N or 2 N, K]
     out,  # GATED: [T * k, N] in sorted order; else [T * k, N] by (token, choice)
-    order,  # [T * k] int64, sorted place -> (token, choice)
+    order,  # [T * k] int64, sorted index -> (token, choice)
     counts,  # [E] pairs of each expert
     pair_ends,  # [E] their cumulative sum
     block_ends,  # [E] cumulative number of row blocks
@@ -56,7 +57,7 @@ def _expert_kernel(
     blocks = tl.cdiv(count, BLOCK_M)
     within = (block - (tl.load(block_ends + expert) - blocks)) * BLOCK_M + tl.arange(0, BLOCK_M)
     valid = within < count
-    place = tl.load(pair_ends + expert) - count + within  # [BLOCK_M] place in sorted order
+    place = tl.load(pair_ends + expert) - count + within  # [BLOCK_M] index in sorted order
     pair = tl.load(order + place, mask=valid, other=0)  # [BLOCK_M] (token, choice)
     if GATED:
         source = x + (pair // top_k) * stride_x
@@ -81,7 +82,7 @@ def _expert_kernel(
     inside = valid[:, None] & (column < N)[None, :]
     if GATED:
         dtype = x.dtype.element_ty
-        gate = acc.to(dtype).to(tl.float32)  # rounded where the reference rounds
+        gate = acc.to(dtype).to(tl.float32)  # round where the reference does
         if GELU:
             inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
             gate = gate / (1.0 + tl.exp(-2.0 * inner))

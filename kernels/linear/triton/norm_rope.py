@@ -1,4 +1,4 @@
-"""Triton versions of `kernels.linear.norm_rope`, and rotary embedding fused with the KV write."""
+"""Triton versions of `kernels.linear.norm_rope`, and of rotary embedding with the KV write."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -17,8 +17,8 @@ from .rotation import load_parts, pairs
 @triton.jit(do_not_specialize=["num_rows", "inner"], do_not_specialize_on_alignment=["rows"])
 def _rms_norm_kernel(
     x,  # [A, B, H]; PARTS: [PARTS, A * B, H], contiguous, float32
-    residual,  # [A * B, H]; SELECT: of more rows
-    rows,  # [A * B] int64, which of them
+    residual,  # [A * B, H]; SELECT: more rows
+    rows,  # [A * B] int64, the selected rows
     weight,  # [H]
     out,  # [A * B, H], contiguous
     new_residual,  # [A * B, H]
@@ -57,13 +57,14 @@ def _rms_norm_kernel(
     v = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(v * v, 1) / SIZE + eps)
     normed = v * scale[:, None]
-    if w.dtype != tl.float32:  # a weight kept exact is applied before rounding
+    if w.dtype != tl.float32:  # a float32 weight is applied before rounding
         normed = normed.to(dtype).to(tl.float32)
     tl.store(out + flat, (normed * w.to(tl.float32)[None, :]).to(dtype), mask=inside)
 
 
 def norm_tiles(num_rows: int, size: int) -> tuple[int, int, int]:
-    """(block of columns, rows of a program, warps) of a norm: they decide how it sums."""
+    """(columns of a block, rows of a program, warps) of a norm; the order of its sums depends on
+    them."""
     block = triton.next_power_of_2(size)
     per_program = max(1, min(16, 2048 // block, triton.next_power_of_2(num_rows)))
     return block, per_program, 8 if block >= 4096 else 4
@@ -139,7 +140,7 @@ def fused_add_rms_norm(
     out: Tensor | None = None,
     stream: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.linear.norm_rope.fused_add_rms_norm`; leaves its inputs alone."""
+    """See `kernels.linear.norm_rope.fused_add_rms_norm`; it does not change its inputs."""
     return _launch_norm(x, residual, weight, eps, rows, out, stream)
 
 
@@ -240,7 +241,10 @@ def _launch_rotary(
     outputs: tuple[Tensor, Tensor, Tensor],
     slot_mapping: Tensor | None = None,
 ) -> None:
-    """`outputs` for query, key and value; key and value by slot where there is a mapping."""
+    """Rotate query and key into `outputs` (query, key, value).
+
+    With `slot_mapping`, key and value go to their slots of the cache.
+    """
     parts = query.shape[0] if query.dim() == 4 else 0
     part_stride = query.stride(0) if parts else 0
     if parts:
@@ -291,7 +295,7 @@ def _launch_rotary(
 
 
 def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Room for x [T, H, D], or for the sum of its parts."""
+    """An empty tensor for x [T, H, D], or for the sum of its parts."""
     return torch.empty(x.shape[-3:], dtype=dtype, device=x.device)
 
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of heads in registers, for kernels that go on with them."""
+"""Rotary embedding of heads in registers, as parts of other kernels."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -12,7 +12,7 @@ from ...launch import hash_functions
 
 @triton.jit
 def load_parts(pointers, inside, stride, PARTS: tl.constexpr):
-    """What is at `pointers`, or the sum of PARTS parts that lie `stride` apart, in their order."""
+    """Load the values at `pointers`, or sum PARTS parts that are `stride` apart, in order."""
     value = tl.load(pointers, mask=inside, other=0.0)
     for part in tl.static_range(1, PARTS):
         value += tl.load(pointers + part * stride, mask=inside, other=0.0)
@@ -21,7 +21,10 @@ def load_parts(pointers, inside, stride, PARTS: tl.constexpr):
 
 @triton.jit
 def pairs(dim, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
-    """Of dims [D], of which the first ROT rotate: (partner, number of the pair, whether first)."""
+    """For each dim [D]: (partner in its pair, number of the pair, whether it is the first member).
+
+    Only the first ROT dims rotate; a dim beyond them is its own partner.
+    """
     half: tl.constexpr = ROT // 2
     if INTERLEAVED:
         partner, pair, is_first = dim ^ 1, dim // 2, dim % 2 == 0
@@ -45,7 +48,7 @@ def rotated(
     NORM: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """[R, D] float32."""
+    """Load heads, sum their parts, norm and rotate them; [R, D] float32."""
     x = load_parts(rows + dim[None, :], inside, part_stride, PARTS)
     swapped = load_parts(rows + partner[None, :], inside, part_stride, PARTS)
     x, swapped = x.to(tl.float32), swapped.to(tl.float32)
@@ -67,7 +70,7 @@ def angles(
     ROT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """([R, D] cosines, [R, D] signed sines) of rows at these positions; float32."""
+    """Load the cosines and signed sines of rows at `position` [R], both [R, D] float32."""
     row = cos_sin + position[:, None] * ROT + pair[None, :]
     if ROT == BLOCK:
         cos, sin = tl.load(row), tl.load(row + ROT // 2)

@@ -1,8 +1,9 @@
-"""Triton linear layer of few rows: out = x Wᵀ with the weights as the left operand of wgmma.
+"""Triton linear layer for few rows: out = x Wᵀ, with the weights as the left operand of wgmma.
 
-A tile of 64 or 128 weight rows meets all rows of x at once, so the tensor cores' smallest shape is
-filled by weights and not by padding. Tiles arrive through TMA descriptors on Hopper, by ordinary
-loads elsewhere. Split over K, each part is float32, and the next kernel sums them in fixed order.
+A tile of 64 or 128 weight rows is multiplied with all rows of x at once, so that weights and not
+padding fill the smallest shape of the tensor cores. Tiles are loaded through TMA descriptors on
+Hopper, and by ordinary loads elsewhere. If K is split, the parts are float32, and the next kernel
+sums them in a fixed order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -34,7 +35,7 @@ def _tile(
     BLOCK_K: tl.constexpr,
     TMA: tl.constexpr,
 ):
-    """[ROWS, BLOCK_K] of a matrix, zeros beyond its end."""
+    """Load the tile [ROWS, BLOCK_K] of a matrix, with zeros beyond its end."""
     if TMA:
         tile = source.load([row, k])
     else:
@@ -79,11 +80,11 @@ def _skinny_kernel(
     ACTIVATION: tl.constexpr,
     NOISE: tl.constexpr,
     TMA: tl.constexpr,
-    EARLY: tl.constexpr,  # columns fetched before the input is ready
+    EARLY: tl.constexpr,  # columns prefetched before the input is ready
     DTYPE: tl.constexpr,  # of the model
     PDL: tl.constexpr,
 ):
-    block = tl.program_id(1) // SPLIT_K  # blocks of rows are neighbours: they read the same weights
+    block = tl.program_id(1) // SPLIT_K  # consecutive programs read the same weights
     part = tl.program_id(1) % SPLIT_K
     n_start = block * BLOCK_N
     m_start = tl.program_id(0) * BLOCK_M
@@ -121,7 +122,7 @@ def _skinny_kernel(
             acc_up = tl.dot(up, x.T, acc_up)
 
     inside = (n < num_outputs)[:, None] & (m < num_rows)[None, :]
-    if NORM:  # the factor of the whole row comes last
+    if NORM:  # the scale of the whole row is applied last
         scale = tl.rsqrt(tl.sum(squares, 1) / num_inputs + eps)
         acc *= scale[None, :]
         acc_up *= scale[None, :]
@@ -239,7 +240,7 @@ def linear(
     tma: bool | None = None,
     norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    """See `kernels.linear.linear`; `tma` overrides whether tiles come through descriptors."""
+    """See `kernels.linear.linear.linear`; `tma` overrides whether descriptors load the tiles."""
     return _launch(x, weight, bias, choice, _PLAIN, tma=tma, norm=norm)
 
 

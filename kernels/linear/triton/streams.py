@@ -94,7 +94,7 @@ def _norm_pair_kernel(
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One half of some rows; sums in the order of `_rms_norm_kernel`."""
+    """Norm one half of some rows; the order of sums is that of `_rms_norm_kernel`."""
     dtype: tl.constexpr = out.dtype.element_ty
     half = tl.program_id(1)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
