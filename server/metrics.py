@@ -191,7 +191,7 @@ class Metrics:
         )
         self._troubles = Counter(
             self._name("spec_decode_drafter_troubles"),
-            "Times that a drafter was turned off as broken, by sign.",
+            "Signs of trouble the watchdog saw; zero and loop turn the drafter off, drop warns.",
             [*self._labels, "sign"],
             registry=self.registry,
         )

@@ -1,7 +1,8 @@
 """Detects a drafter that seems broken, stops it, and lets it try again after a while.
 
-There are three signs: no draft is accepted for long, far fewer are accepted than before, or nearly
-all are accepted while the texts repeat themselves. How many drafts pay is not decided here.
+Two signs stop it: no draft is accepted for long, or nearly all are accepted while the texts repeat
+themselves. A third one, far fewer accepted drafts than before, only warns: texts of another kind
+look the same, and the choice of K stops drafts that do not pay.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ _LOOP_TOKENS, _LONGEST_PERIOD = 96, 8
 _PROBE_DRAFTS = 32
 _FIRST_WAIT, _LONGEST_WAIT = 10.0, 600.0  # seconds
 
-TROUBLES = {
+SIGNS = ("zero", "drop", "loop")
+_REASONS = {
     "zero": f"none of the last {WINDOW} drafts was accepted",
-    "drop": "far fewer drafts are accepted than before, by a fault or for texts of another kind",
     "loop": "nearly every draft is accepted and the texts repeat themselves",
 }
 
@@ -33,7 +34,7 @@ class Watchdog:
     """The health of one drafter: "healthy", "off", or "probe" (drafting a little to find out)."""
 
     def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_troubles = dict.fromkeys(TROUBLES, 0)  # times each was detected
+        self.num_troubles = dict.fromkeys(SIGNS, 0)  # times each was detected
         self._method, self._clock = method, clock
         self._trouble = ""  # "" = healthy
         self._probing = False
@@ -41,7 +42,6 @@ class Watchdog:
         self._mean, self._num_windows = 0.0, 0
         self._drafted = self._accepted = 0  # of the present window
         self._in_vain = 0  # drafts since one was accepted
-        self._failed_probes: list[float] = []  # accepted shares of probes after a drop
 
     @property
     def is_healthy(self) -> bool:
@@ -53,7 +53,6 @@ class Watchdog:
         self._trouble, self._probing, self._wait = "", False, _FIRST_WAIT
         self._mean, self._num_windows = 0.0, 0
         self._drafted = self._accepted = self._in_vain = 0
-        self._failed_probes.clear()
 
     def state(self) -> str:
         """ "healthy": draft as usual; "off": do not draft; "probe": draft a little to find out."""
@@ -91,16 +90,26 @@ class Watchdog:
         loops = rate >= _LOOP_RATE and bool(texts) and all(is_loop(text) for text in texts)
         if self._probing:
             self._end_probe(rate, loops)
-        elif trouble := self._trouble_of(rate, loops):
-            self._stop(trouble, rate)
+        elif loops:
+            self._stop("loop", rate)
+        elif self._dropped(rate):
+            self._report_drop(rate)
         else:
             self._keep(rate)
 
-    def _trouble_of(self, rate: float, loops: bool) -> str:
+    def _dropped(self, rate: float) -> bool:
         known = self._num_windows >= _MEAN_WINDOWS and self._mean >= _LEAST_MEAN
-        if known and rate < _DROP * self._mean:
-            return "drop"
-        return "loop" if loops else ""
+        return known and rate < _DROP * self._mean
+
+    def _report_drop(self, rate: float) -> None:
+        """Warn and count, and compare with the new rate from now on."""
+        self.num_troubles["drop"] += 1
+        logger.warning(
+            "acceptance has dropped: %.0f %% of the last %d drafts were accepted%s (drafter %s). "
+            "The texts may have changed, or the drafter is at fault; drafts go on where they pay",
+            100 * rate, WINDOW, self._before(), self._method,
+        )  # fmt: skip
+        self._mean, self._num_windows = rate, 1
 
     def _keep(self, rate: float) -> None:
         self._num_windows += 1
@@ -111,13 +120,12 @@ class Watchdog:
     def _stop(self, trouble: str, rate: float) -> None:
         self._trouble, self._until = trouble, self._clock() + self._wait
         self._drafted = self._accepted = self._in_vain = 0
-        self._failed_probes.clear()
         self.num_troubles[trouble] += 1
         logger.warning(
             "speculation is off for now: %s (drafter %s, %.0f %% accepted%s). Requests go on "
             "without drafts; in %.0f s a few are tried, and it is on again by itself if they are "
             "accepted",
-            TROUBLES[trouble], self._method, 100 * rate, self._before(), self._wait,
+            _REASONS[trouble], self._method, 100 * rate, self._before(), self._wait,
         )  # fmt: skip
 
     def _before(self) -> str:
@@ -125,14 +133,13 @@ class Watchdog:
 
     def _end_probe(self, rate: float, loops: bool) -> None:
         self._probing = False
-        if self._is_cured(rate, loops):
+        if rate and not loops:
             logger.info(
                 "speculation is on again: %.0f %% of the drafts of a probe were accepted",
                 100 * rate,
             )
             self._trouble = ""
             return
-        self._failed_probes.append(rate)
         self._wait = min(2 * self._wait, _LONGEST_WAIT)
         self._until = self._clock() + self._wait
         logger.info(
@@ -141,17 +148,6 @@ class Watchdog:
             100 * rate, self._before(), " and the texts repeat themselves" if loops else "",
             self._wait,
         )  # fmt: skip
-
-    def _is_cured(self, rate: float, loops: bool) -> bool:
-        if rate == 0 or loops:
-            return False
-        if self._trouble != "drop" or rate >= 0.5 * self._mean:
-            return True
-        # A lower rate that lasts is not a fault: the traffic has changed, and K adapts to it.
-        if len(self._failed_probes) < 2 or min(self._failed_probes) == 0:
-            return False
-        self._mean, self._num_windows = rate, 1
-        return True
 
 
 def is_loop(tokens: Sequence[int]) -> bool:

@@ -43,7 +43,6 @@ LOOP, PROSE = [7, 8, 9] * 60, list(range(180))
     ("before", "after", "text", "trouble"),
     [
         (0.6, 0.0, PROSE, "zero"),
-        (0.6, 0.05, PROSE, "drop"),
         (0.6, 1.0, LOOP, "loop"),
     ],
 )
@@ -104,13 +103,30 @@ def test_a_right_drafter_of_a_text_that_goes_on_is_left_alone(clock: Clock) -> N
     assert watchdog.is_healthy
 
 
-def test_a_lower_level_that_stays_is_taken_as_the_traffic(clock: Clock) -> None:
+def test_a_drop_warns_once_and_drafting_goes_on(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A healthy head was once stopped twice in a minute because the texts changed."""
+    watchdog = Watchdog("eagle3", clock)
+    feed(watchdog, 0.6, 2000, PROSE)
+    feed(watchdog, 0.05, 2000, PROSE)
+    assert watchdog.is_healthy and watchdog.state() == "healthy"
+    assert watchdog.num_troubles == {"zero": 0, "drop": 1, "loop": 0}
+    assert caplog.text.count("acceptance has dropped") == 1
+    assert "5 % of the last 200 drafts were accepted, 60 % before (drafter eagle3)" in caplog.text
+    feed(watchdog, 0.6, 2000, PROSE)
+    feed(watchdog, 0.05, 400, PROSE)  # again, from the level that was usual in between
+    assert watchdog.num_troubles["drop"] == 2 and watchdog.is_healthy
+    feed(watchdog, 0.0, 400, PROSE)
+    assert not watchdog.is_healthy and watchdog.num_troubles["zero"] == 1
+
+
+def test_a_low_but_living_probe_ends_the_pause(clock: Clock) -> None:
     watchdog = Watchdog("eagle", clock)
     feed(watchdog, 0.8, 2000)
-    feed(watchdog, 0.1, 200)
+    feed(watchdog, 0.0, 200)
     assert not watchdog.is_healthy
-    for _ in range(3):
-        clock.now += 1000
-        assert watchdog.state() == "probe"
-        feed(watchdog, 0.1, 40)
+    clock.now += 11
+    assert watchdog.state() == "probe"
+    feed(watchdog, 0.1, 40)
     assert watchdog.is_healthy
