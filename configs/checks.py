@@ -29,7 +29,7 @@ _MIN = {
     "seed": 0,
     "block_size": 1,
     "kv_cache_memory_bytes": 1,
-    "num_gpu_blocks_override": 2,  # block 0 is never handed out
+    "num_gpu_blocks_override": 2,  # block 0 is reserved
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
     "tensor_parallel_size": 1,

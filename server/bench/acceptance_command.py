@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from ...configs.load import load_config
 from ...configs.options import ConfigError, all_options, read_text
 from ...configs.schema import Config
-from .output import add_output, check_file, tables_aside, write_figures
+from .output import add_output, check_file, tables_to_stderr, write_figures
 
 if TYPE_CHECKING:
     from ..drafters.acceptance import MeasuredPrompt
@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     }
     flags = {name: given[name] for name in _TARGET if name in given}
     config = load_config(flags | {"speculative_config": json.dumps(speculative)}, os.environ)
-    with tables_aside(args.output):
+    with tables_to_stderr(args.output):
         figures = asyncio.run(_measure(config, args, temperatures))
     if figures is None:
         return 1
@@ -105,7 +105,7 @@ def _temperatures(text: str) -> tuple[float, ...]:
 async def _measure(
     config: Config, args: argparse.Namespace, temperatures: tuple[float, ...]
 ) -> dict[str, Any] | None:
-    """The figures, or None after a printed error."""
+    """Measure at each temperature; returns the figures, or None after printing an error."""
     from ..drafters.acceptance import MeasurementFailed
     from ..drafters.training_prompts import PromptError
     from ..engine.engine_client import EngineClient, EngineDead, WorkerFailed
@@ -119,7 +119,8 @@ async def _measure(
             ready = await client.start(progress)
         stop = sorted({*stop_token_ids, *ready.eos_token_ids})
         figures = [
-            await _at(client, temperature, prompts, stop, args) for temperature in temperatures
+            await _measure_at(client, temperature, prompts, stop, args)
+            for temperature in temperatures
         ]
     except (PromptError, TokenizerLoadError, OSError) as error:
         raise ConfigError(str(error).rstrip(".")) from None
@@ -158,7 +159,7 @@ def prompts_to_measure(config: Config, data: str) -> tuple[list[MeasuredPrompt],
     return [MeasuredPrompt(tuple(found), p.domain) for found, p in pairs], set(tokenizer.eos_ids)
 
 
-async def _at(
+async def _measure_at(
     client: EngineClient,
     temperature: float,
     prompts: list[MeasuredPrompt],

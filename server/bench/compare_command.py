@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...configs.options import ConfigError
-from .output import add_output, check_file, tables_aside, write_figures
+from .output import add_output, check_file, tables_to_stderr, write_figures
 
 SUMMARY = "compare the figures of two runs: of offline, serve, acceptance, or another engine"
 Runs = dict[str, dict[str, dict[str, float]]]  # run -> row -> figure -> value
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     rows = compare(first, second)
     if not rows:
         raise ConfigError(f"{args.first} and {args.second} have no figure in common")
-    with tables_aside(args.output):
+    with tables_to_stderr(args.output):
         print(table(rows))
     write_figures(args.output, rows)
     return 0

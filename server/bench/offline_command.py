@@ -13,7 +13,7 @@ from ...configs.bars import share_bars_between_threads
 from ...configs.load import add_flags, load_config
 from ...configs.options import ConfigError
 from ...configs.schema import Config
-from .output import add_output, check_file, tables_aside, write_figures
+from .output import add_output, check_file, tables_to_stderr, write_figures
 
 SUMMARY = "measure the engine's decode speed by batch size, with and without speculation"
 _SPARE = 64  # positions after the longest request, for drafts
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         args.same_prompts,
     )
     try:
-        with tables_aside(args.output):
+        with tables_to_stderr(args.output):
             figures = _figures(_configs(args, load), load, args)
     except (WorkerFailed, MeasurementFailed) as error:
         print(f"slipstream bench offline: error: {error}", file=sys.stderr)

@@ -37,7 +37,7 @@ def check_file(flag: str, path: str | None) -> None:
 
 
 @contextlib.contextmanager
-def tables_aside(path: str | None) -> Iterator[None]:
+def tables_to_stderr(path: str | None) -> Iterator[None]:
     """Print to standard error within this context if the figures go to standard output."""
     if path != _STANDARD_OUTPUT:
         yield

@@ -113,7 +113,7 @@ class Outcome:
         return (self.latency - self.ttft) / more if more > 0 else None
 
 
-def key_wanted(headers: dict[str, str]) -> str:
+def unauthorized_error(headers: dict[str, str]) -> str:
     """The error for HTTP status 401: whether a key is missing or wrong, and how to pass one."""
     given = any(name.lower() == "authorization" for name in headers)
     why = "does not accept this API key" if given else "requires an API key"
@@ -131,7 +131,7 @@ async def send_request(client: httpx.AsyncClient, target: Target, request: Bench
             "POST", target.url, json=target.body(request), headers=target.headers
         ) as reply:
             if reply.status_code == 401:
-                outcome.error = key_wanted(target.headers)
+                outcome.error = unauthorized_error(target.headers)
                 return outcome
             if reply.status_code != 200:
                 text = (await reply.aread()).decode("utf-8", "replace")
@@ -197,7 +197,7 @@ async def run_load(
             late = time.perf_counter() - began - at
             outcome = await send_request(client, target, request)
         else:
-            async with slots:  # waiting for a slot is the load's own doing
+            async with slots:  # waiting for a slot does not count as lateness
                 late = 0.0
                 outcome = await send_request(client, target, request)
         outcome.late = max(0.0, late)
@@ -266,12 +266,12 @@ def figures(
     }
     found |= {f"{name}_ms": summary(values) for name, values in samples.items()}
     if goodput:
-        kept = sum(_keeps(outcome, goodput) for outcome in good)
+        kept = sum(_is_within(outcome, goodput) for outcome in good)
         found["goodput"] = {"slo_ms": goodput, "request_throughput": round(kept / seconds, 3)}
     return found | {"samples": samples}
 
 
-def _keeps(outcome: Outcome, limits: dict[str, float]) -> bool:
+def _is_within(outcome: Outcome, limits: dict[str, float]) -> bool:
     seen = {"ttft": outcome.ttft, "tpot": outcome.tpot or 0.0, "e2el": outcome.latency}
     return all(1e3 * seen[name] <= limit for name, limit in limits.items())
 

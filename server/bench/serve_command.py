@@ -13,7 +13,7 @@ from typing import Any
 from ...configs.logs import one_line
 from ...configs.options import ConfigError
 from ...configs.preset import preset_model
-from .output import add_output, check_file, tables_aside, write_figures
+from .output import add_output, check_file, tables_to_stderr, write_figures
 
 SUMMARY = "measure latency, throughput and acceptance of any OpenAI-compatible server under load"
 _LATENCIES = ("ttft", "tpot", "e2el")  # those that --goodput can limit
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
     check_plot(args.plot)
     check_file("--output", args.output)
     limits, requests = _limits(args.goodput), _requests(args)
-    with tables_aside(args.output):
+    with tables_to_stderr(args.output):
         found = asyncio.run(_measure(args, limits, requests))
         if found is None:
             return 1
@@ -251,14 +251,14 @@ async def _measure(
 async def _target(client: Any, args: argparse.Namespace, base: str, headers: dict[str, str]) -> Any:
     import httpx
 
-    from .serve import Target, key_wanted
+    from .serve import Target, unauthorized_error
 
     model = args.model
     if model is None:
         try:
             reply = await client.get(f"{base}/v1/models", headers=headers)
             if reply.status_code == 401:
-                raise ConfigError(key_wanted(headers))
+                raise ConfigError(unauthorized_error(headers))
             if reply.status_code != 200:
                 raise ConfigError(f"{base}/v1/models: HTTP {reply.status_code}")
             model = reply.json()["data"][0]["id"]

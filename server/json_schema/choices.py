@@ -46,7 +46,7 @@ def choose(schema: Schema, context: Context) -> None:
     shared = dict(schema)
     schema.clear()
     branches = [_merged(shared, branch, context) for branch in given]
-    left = [branch for branch in branches if not _is_void(branch, context)]
+    left = [branch for branch in branches if not _is_unsatisfiable(branch, context)]
     if not left:
         raise SchemaError(f"no value satisfies any schema of {chooser!r}")
     schema["anyOf"] = make_exclusive(left, context) if chooser == "oneOf" else left
@@ -59,11 +59,11 @@ def _merged(shared: Schema, branch: Any, context: Context) -> Any:
     if branch is True:
         return dict(shared)
     context.budget.spend(len(shared) + len(branch) + len(shared.get("properties", ())) // 8)
-    torn = _torn(shared, branch) or _torn(branch, shared)
-    if torn and context.strict:
+    dependent = _dependent_keyword(shared, branch) or _dependent_keyword(branch, shared)
+    if dependent and context.strict:
         raise SchemaError(
-            f"{torn!r} cannot be enforced apart from the keywords that it depends on: one of them "
-            "is beside a choice, the other inside"
+            f"{dependent!r} cannot be enforced apart from the keywords that it depends on: one of "
+            "them is beside a choice, the other inside"
         )
     merged = {**shared, **branch}
     for name in shared.keys() & branch.keys():
@@ -79,7 +79,7 @@ def _merged(shared: Schema, branch: Any, context: Context) -> Any:
     return merged
 
 
-def _torn(ours: Schema, theirs: Schema) -> str | None:
+def _dependent_keyword(ours: Schema, theirs: Schema) -> str | None:
     """A keyword in `ours` that would change its meaning when merged with `theirs`, or None.
 
     For example, `additionalProperties` depends on the `properties` of its own schema."""
@@ -97,7 +97,7 @@ def _torn(ours: Schema, theirs: Schema) -> str | None:
     return None
 
 
-def _is_void(branch: Any, context: Context) -> bool:
+def _is_unsatisfiable(branch: Any, context: Context) -> bool:
     """Whether a branch is false, or lists only values that contradict its own `type`."""
     if not isinstance(branch, dict):
         return branch is False

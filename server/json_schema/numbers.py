@@ -109,7 +109,7 @@ def _multiples(schema: Schema, low: Fraction, high: Fraction, factor: Fraction) 
     found = [number * factor for number in range(first, last + 1)]
     if not found:
         raise SchemaError("no multiple of 'multipleOf' lies between its limits")
-    return _written([int(v) if v.denominator == 1 else float(v) for v in found])
+    return _exact_values([int(v) if v.denominator == 1 else float(v) for v in found])
 
 
 def listed(values: list[Any], context: Context) -> Schema:
@@ -119,7 +119,7 @@ def listed(values: list[Any], context: Context) -> Schema:
     able = [value for value in values if _is_exact(value, context)]
     if not able:
         raise SchemaError("its integers do not fit into 64 bits")
-    return _written(able)
+    return _exact_values(able)
 
 
 def _is_exact(value: Any, context: Context) -> bool:
@@ -136,11 +136,13 @@ def _is_exact(value: Any, context: Context) -> bool:
     return True
 
 
-def _written(values: list[Any]) -> Schema:
+def _exact_values(values: list[Any]) -> Schema:
     """A schema of the values, with each fraction as a range that contains only itself.
 
     In an enum, the compiler would write 0.1 as 0.10000000000000001."""
-    short = [v for v in values if isinstance(v, float) and not v.is_integer() and _is_short(v)]
+    short = [
+        v for v in values if isinstance(v, float) and not v.is_integer() and _has_few_decimals(v)
+    ]
     taken = set(short)
     rest = [v for v in values if not (isinstance(v, float) and v in taken)]
     if not short:
@@ -149,5 +151,5 @@ def _written(values: list[Any]) -> Schema:
     return {"anyOf": [{"enum": rest}, *ranges] if rest else ranges}
 
 
-def _is_short(value: float) -> bool:
+def _has_few_decimals(value: float) -> bool:
     return abs(value) < 1e9 and (Fraction(str(value)) * 10**_DECIMALS).denominator == 1

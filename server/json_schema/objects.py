@@ -34,7 +34,7 @@ def limit_object(schema: Schema, context: Context) -> None:
     _list_required(schema, context)
     _limit_patterns(schema, context)
     _count_properties(schema, context)
-    _close(schema, context)
+    _rewrite_patterns(schema, context)
     _drop_impossible(schema, context)
 
 
@@ -52,7 +52,7 @@ def _limit_names(schema: Schema, context: Context) -> None:
     known = {name: value for name, value in names.items() if name in KNOWN}
     wrong = not known.keys() <= _NAME_KEYWORDS or known.get("type", "string") != "string"
     fixed = "enum" in known or "const" in known
-    if wrong or (schema.keys() & ({"patternProperties"} if fixed else _LISTING)):
+    if wrong or (schema.keys() & ({"patternProperties"} if fixed else _LISTING_KEYWORDS)):
         schema["propertyNames"] = names
         context.refuse(schema, {"propertyNames"}, "cannot be enforced here")
     elif not fixed and schema.get("additionalProperties", True) is False:
@@ -64,7 +64,7 @@ def _limit_names(schema: Schema, context: Context) -> None:
         _list_names(schema, [name for name in listed if isinstance(name, str)], context)
 
 
-_LISTING = {"properties", "patternProperties", "required"}
+_LISTING_KEYWORDS = {"properties", "patternProperties", "required"}
 
 
 def _list_names(schema: Schema, names: list[str], context: Context) -> None:
@@ -160,7 +160,7 @@ def _list_required(schema: Schema, context: Context) -> None:
     schema["properties"] = {**properties, **added}
 
 
-def _close(schema: Schema, context: Context) -> None:
+def _rewrite_patterns(schema: Schema, context: Context) -> None:
     """Rewrite the patterns for the compiler, and forbid additional properties beside them.
 
     Otherwise the compiler would accept any name as an additional property."""

@@ -38,8 +38,8 @@ def make_exclusive(branches: list[Any], context: Context) -> list[Any]:
     Raises SchemaError, if strict, where this cannot be proved."""
     if len(branches) == 1 or not context.strict:
         return branches
-    opened = [_opened(branch, context) for branch in branches]
-    facts = [None if each is None else _facts(each, context) for each in opened]
+    resolved = [_resolved(branch, context) for branch in branches]
+    facts = [None if each is None else _facts(each, context) for each in resolved]
     if any(each is None for each in facts):
         raise SchemaError(f"'oneOf' {_WHY}")
     known = [each for each in facts if each is not None]
@@ -47,13 +47,15 @@ def make_exclusive(branches: list[Any], context: Context) -> list[Any]:
     if name is not None:
         return [
             branch if name in each.required else _requiring(inner, name)
-            for branch, inner, each in zip(branches, opened, known, strict=True)
+            for branch, inner, each in zip(branches, resolved, known, strict=True)
         ]
     if len(known) > _MAX_BRANCHES:
         raise SchemaError(f"'oneOf' has more than {_MAX_BRANCHES} schemas without a discriminator")
     for number, ours in enumerate(known):
         context.budget.spend(number)
-        if not all(_misses(ours, each) and _misses(each, ours) for each in known[:number]):
+        if not all(
+            _never_satisfies(ours, each) and _never_satisfies(each, ours) for each in known[:number]
+        ):
             raise SchemaError(f"'oneOf' {_WHY}")
     return branches
 
@@ -63,7 +65,7 @@ def _requiring(schema: Any, name: str) -> Schema:
     return {**schema, "required": [*schema.get("required", ()), name]}
 
 
-def _opened(branch: Any, context: Context) -> Schema | None:
+def _resolved(branch: Any, context: Context) -> Schema | None:
     """The branch after following references and an `allOf` of one; None if it is another choice."""
     for _ in range(10):
         if not isinstance(branch, dict):
@@ -135,30 +137,30 @@ def _discriminator(known: list[_Facts], context: Context) -> str | None:
     return None
 
 
-def _misses(ours: _Facts, theirs: _Facts) -> bool:
+def _never_satisfies(ours: _Facts, theirs: _Facts) -> bool:
     """Whether provably no value generated from `ours` satisfies `theirs`."""
-    if not _wide(ours.made) & _wide(theirs.kinds):
+    if not _merge_integer(ours.made) & _merge_integer(theirs.kinds):
         return True
     if ours.values is not None and theirs.values is not None:
         return not ours.values & theirs.values
     if ours.values is not None:
-        return not any(_kind(value) in _wide(theirs.kinds) for value in ours.values)
+        return not any(_kind(value) in _merge_integer(theirs.kinds) for value in ours.values)
     if theirs.values is not None:
-        return not any(_kind(value) in _wide(ours.made) for value in theirs.values)
+        return not any(_kind(value) in _merge_integer(ours.made) for value in theirs.values)
     if ours.made <= {"integer", "number"}:
         return ours.high < theirs.low or theirs.high < ours.low
     if ours.made != {"object"}:
         return False
     fixed = ours.required & ours.fixed.keys() & theirs.fixed.keys()
-    return _lacks(ours, theirs) or any(not ours.fixed[n] & theirs.fixed[n] for n in fixed)
+    return _lacks_required(ours, theirs) or any(not ours.fixed[n] & theirs.fixed[n] for n in fixed)
 
 
-def _lacks(ours: _Facts, theirs: _Facts) -> bool:
+def _lacks_required(ours: _Facts, theirs: _Facts) -> bool:
     """Whether objects of `ours` can never have some property that `theirs` requires."""
     return ours.names is not None and bool(theirs.required - ours.names)
 
 
-def _wide(kinds: set[str]) -> set[str]:
+def _merge_integer(kinds: set[str]) -> set[str]:
     return {"number" if kind == "integer" else kind for kind in kinds}
 
 

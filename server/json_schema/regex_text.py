@@ -44,7 +44,7 @@ def json_pattern(text: str) -> str:
     """Rewrite a pattern to match the JSON text between the quotes of a string.
 
     Raises RegexError if the pattern cannot be enforced or matches nothing."""
-    body = _written(whole_regex(text))
+    body = _compiler_pattern(whole_regex(text))
     if body is None:
         raise RegexError("matches nothing")
     return f"^{body}{_NO_AUTOMATON}$"
@@ -109,19 +109,19 @@ def _total(node: Node) -> int:
     return 1
 
 
-def _written(node: Node) -> str | None:
+def _compiler_pattern(node: Node) -> str | None:
     """The compiler's pattern for a tree; None if it matches nothing."""
     match node:
         case Chars(ranges):
             return _chars(ranges)
         case Seq(parts):
-            written = [_written(part) for part in parts]
+            written = [_compiler_pattern(part) for part in parts]
             return None if None in written else "".join(filter(None, written))
         case Alt(branches):
-            able = [each for each in map(_written, branches) if each is not None]
+            able = [each for each in map(_compiler_pattern, branches) if each is not None]
             return f"(?:{'|'.join(able)})" if able else None
         case Repeat(part, low, high):
-            inner = _written(part)
+            inner = _compiler_pattern(part)
             if not inner:
                 return inner if low else ""
             alone = inner[0] == "[" or len(inner.removeprefix("\\")) == 1

@@ -31,7 +31,7 @@ class TooManyTokens(Exception):
 def encode(
     backend: Backend, texts: Sequence[str], add_special_tokens: bool, limit: int | None
 ) -> list[list[int]]:
-    """The ids of each text; TooManyTokens if one has more than `limit`."""
+    """The token ids of each text; raises TooManyTokens if one has more than `limit` tokens."""
     found: list[list[int]] = []
     for group in _groups(texts):
         if limit is not None:

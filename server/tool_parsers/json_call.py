@@ -196,7 +196,7 @@ class JsonToolParser(ToolParser):
         """Read a list of call objects.
 
         Returns None if all were calls, otherwise the text that was read and is not a call."""
-        raw = self.take(1)  # the bracket
+        raw = self.take(1)  # the opening bracket
         while True:
             raw += yield from self.take_space()
             rest = yield from self.json_call()
