@@ -22,8 +22,11 @@ from .base import (
 
 
 class ReferenceMetadata(AttentionMetadata):
-    """One step's page lists, masks and write slots, computed once for all layers when the first of
-    them attends. Native layers need none of that: they read `common` and `block_size`."""
+    """One step's page lists, masks and write slots, shared by all layers.
+
+    They are computed when the first layer attends. Native layers do not need them: these read
+    `common` and `block_size`.
+    """
 
     def __init__(
         self,
@@ -32,7 +35,7 @@ class ReferenceMetadata(AttentionMetadata):
         sliding_window: int | None,
         dtype: torch.dtype,
     ) -> None:
-        # later steps overwrite the buffers
+        # copies, because later steps overwrite the buffers
         self.common = replace(
             common,
             query_start_loc=common.query_start_loc.clone(),
@@ -56,7 +59,7 @@ class ReferenceMetadata(AttentionMetadata):
 
     @functools.cached_property
     def _written(self) -> tuple[Tensor | None, Tensor]:
-        """(token rows that have a slot, None = all; their slots); [written] int64."""
+        """(token rows that have a slot, None = all; their slots), each [written] int64."""
         slots = self.common.slot_mapping
         written = slots >= 0
         if bool(written.all()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +17,11 @@ from slipstream.runner.attention.base import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
-from slipstream.runner.attention.reference import ReferenceBackend
+from slipstream.runner.attention.reference import (
+    ReferenceBackend,
+    ReferenceBuilder,
+    ReferenceMetadata,
+)
 from slipstream.runner.claims.case import ClaimSetup, check_claim
 from slipstream.runner.claims.claims import LoweredClaim
 from slipstream.runner.graphs.capture import GraphPool
@@ -77,15 +82,33 @@ class MaskedBackend(ReferenceBackend):
         return MaskedBuilder()
 
 
-class BoastfulBackend(ReferenceBackend):
-    """The reference plans on the host, so a graph would keep the plan of its capture."""
+class BoastfulBuilder(ReferenceBuilder):
+    """The reference plans on the host, so a graph keeps the plan of its capture."""
 
+    supports = AttentionCGSupport.ALWAYS
+
+    def build(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
+    ) -> ReferenceMetadata:
+        metadata = super().build(common, desc)
+        _ = metadata._plan, metadata._written  # not at the first use, which is being captured
+        return metadata
+
+
+class BoastfulBackend(ReferenceBackend):
     name = "boastful"
 
-    def create_builder(self, *args: Any) -> Any:
-        builder = super().create_builder(*args)
-        builder.supports = AttentionCGSupport.ALWAYS  # type: ignore[misc]
-        return builder
+    def create_builder(
+        self,
+        layers: Sequence[AttentionLayer],
+        block_size: int,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        max_model_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> ReferenceBuilder:
+        return BoastfulBuilder(block_size, layers[0].sliding_window, dtype)
 
 
 @pytest.mark.parametrize(
