@@ -1,1 +1,1 @@
-"""The HTTP server process: OpenAI API, text, metrics, commands. Never imports torch."""
+"""The HTTP server process: OpenAI's API, text processing, metrics, commands. No torch."""

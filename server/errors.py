@@ -1,6 +1,7 @@
-"""The one exception tree of the server, and its mapping to OpenAI's error object and HTTP status.
+"""The server's exceptions and their mapping to HTTP statuses and OpenAI's error object.
 
-Classes take facts and write their own sentence; routes raise them and never build an error body.
+Each class takes facts and writes its own message. Routes raise these errors and never build an
+error body themselves.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from .request_stream import EngineDead, ShutDown
 
 logger = logging.getLogger(__name__)
 
-_MAX_ECHO = 400  # characters of a client's that an error repeats
+_MAX_ECHO = 400  # characters of client input repeated in an error message
 
 
 class APIError(Exception):
-    """Anything a client is told; `headers` go with the response."""
+    """Base of all errors sent to clients; `headers` are added to the response."""
 
     status = 500
     type = "server_error"
@@ -40,12 +41,12 @@ class APIError(Exception):
 
     @property
     def reason(self) -> str:
-        """The status in words."""
+        """The reason phrase of the HTTP status, such as "Not Found"."""
         return HTTPStatus(self.status).phrase
 
 
 class InvalidRequest(APIError):
-    """A value the client must change; `param` names it."""
+    """The request is invalid; `param` names the parameter that the client must change."""
 
     status = 400
     type = "invalid_request_error"
@@ -56,14 +57,14 @@ class InvalidRequest(APIError):
 
 
 class MalformedBody(InvalidRequest):
-    """The body is no JSON object."""
+    """The body is not a valid JSON object."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"We could not parse the JSON body of your request: {reason}.")
 
 
 class UnsupportedMediaType(InvalidRequest):
-    """The body says that it is something else than JSON."""
+    """The request's content type is not JSON."""
 
     status = 415
 
@@ -72,7 +73,7 @@ class UnsupportedMediaType(InvalidRequest):
 
 
 class UnsupportedEncoding(InvalidRequest):
-    """The body is compressed."""
+    """The body has a content encoding, such as gzip."""
 
     status = 415
 
@@ -81,12 +82,12 @@ class UnsupportedEncoding(InvalidRequest):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """Prompt and wanted output do not fit the model."""
+    """The prompt and the requested output together exceed the model's context length."""
 
     def __init__(
         self, limit: int, prompt: int, output: int, param: str, *, exact: bool = True
     ) -> None:
-        """`exact` says that the prompt has no more tokens than `prompt`."""
+        """`prompt` is the prompt's number of tokens, or a lower bound if not `exact`."""
         least = "" if exact else "at least "
         wanted = (
             f"{least}{prompt + output} tokens ({least}{prompt} in the prompt, "
@@ -101,7 +102,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ModelNotFound(InvalidRequest):
-    """A model name that is not served."""
+    """The requested model name is not one that this server serves."""
 
     status = 404
 
@@ -116,7 +117,7 @@ class ModelNotFound(InvalidRequest):
 
 
 class NotSupported(InvalidRequest):
-    """An endpoint of OpenAI's that this model or server cannot offer."""
+    """An endpoint or feature that this server does not offer."""
 
     status = 404
 
@@ -125,7 +126,7 @@ class NotSupported(InvalidRequest):
 
 
 class AuthenticationFailed(APIError):
-    """No key, or a wrong one."""
+    """The API key is missing or wrong."""
 
     status = 401
     type = "invalid_request_error"
@@ -141,7 +142,7 @@ class AuthenticationFailed(APIError):
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body passes the server's limit."""
+    """The body exceeds --max-body-bytes."""
 
     status = 413
 
@@ -152,7 +153,7 @@ class BodyTooLarge(InvalidRequest):
 
 
 class BodyTooSlow(APIError):
-    """The client did not send its body in time."""
+    """The body did not arrive within --client-timeout."""
 
     status = 408
     type = "invalid_request_error"
@@ -166,7 +167,7 @@ class BodyTooSlow(APIError):
 
 
 class HeadTooSlow(APIError):
-    """The client did not send its request's head in time."""
+    """The request line and headers did not arrive within --client-timeout."""
 
     status = 408
     type = "invalid_request_error"
@@ -177,19 +178,19 @@ class HeadTooSlow(APIError):
 
 
 class HeadTooLarge(APIError):
-    """The request's line and headers pass the server's limit."""
+    """The request line and headers exceed the server's limits."""
 
     status = 431
     type = "invalid_request_error"
     code = "headers_too_large"
 
     def __init__(self, limit: str) -> None:
-        """`limit` such as "64 KiB" or "256 headers"."""
-        super().__init__(f"The request's line and headers are more than {limit}.")
+        """`limit` is the exceeded limit in words, such as "64 KiB" or "256 headers"."""
+        super().__init__(f"The request head is too large: the limit is {limit}.")
 
 
 class MalformedRequest(APIError):
-    """What the client sent is no HTTP."""
+    """The bytes received are not a valid HTTP request."""
 
     status = 400
     type = "invalid_request_error"
@@ -200,7 +201,7 @@ class MalformedRequest(APIError):
 
 
 class BodiesTooLarge(APIError):
-    """The bodies of the requests under way would take more memory than the server gives them."""
+    """The bodies of all open requests together exceed the memory reserved for bodies."""
 
     status = 429
     type = "rate_limit_error"
@@ -208,14 +209,14 @@ class BodiesTooLarge(APIError):
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"The server is busy: the bodies of its requests together reach {limit} bytes. "
+            f"The server is busy: the bodies of its open requests together exceed {limit} bytes. "
             "Try again in 1 s.",
             headers={"Retry-After": "1"},
         )
 
 
 class QueueFull(APIError):
-    """As many requests wait as the server lets wait."""
+    """The queue of waiting requests is full."""
 
     status = 429
     type = "rate_limit_error"
@@ -258,19 +259,19 @@ class EngineStopped(APIError):
 
 
 class ServerStopped(EngineStopped):
-    """The server was told to end, and the request took longer than it may wait."""
+    """The server is shutting down, and the request did not finish within --drain-timeout."""
 
     code = "server_shutting_down"
 
 
 class GenerationFailed(APIError):
-    """The engine could not finish this one request."""
+    """The engine failed on this request; other requests are not affected."""
 
     code = "generation_failed"
 
 
 class InternalError(APIError):
-    """A bug of ours; the client learns no details, the log does."""
+    """An unexpected exception. Details go to the log, not to the client."""
 
     code = "internal_error"
 
@@ -288,13 +289,13 @@ class ErrorObject(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """What every failing response carries."""
+    """The JSON body of every error response."""
 
     error: ErrorObject
 
 
 def as_api_error(error: BaseException) -> APIError:
-    """The error a client is told for any exception; unexpected ones are logged with their trace."""
+    """The API error for any exception. Unexpected exceptions are logged with their traceback."""
     if isinstance(error, APIError):
         return error
     if isinstance(error, HTTPException):
@@ -307,9 +308,10 @@ def as_api_error(error: BaseException) -> APIError:
 
 
 def outcome_of(error: BaseException | None) -> str | None:
-    """How metrics count a request that was left early: "abort" if nobody waits for it any more,
+    """How metrics count a request that did not finish.
 
-    "error" if it failed, None if it was refused: nothing was served then, as with any other 4xx.
+    "abort" if the client disconnected, "error" if it failed, None if it was refused with a 4xx:
+    refused requests are not counted.
     """
     if isinstance(error, APIError) and error.status < 500:
         return None
@@ -318,7 +320,7 @@ def outcome_of(error: BaseException | None) -> str | None:
 
 
 def error_body(error: APIError) -> bytes:
-    """`{"error": {...}}` as JSON."""
+    """The error as a JSON object with the one key "error"."""
     fields = ErrorObject(error.message, error.type, error.param, error.code)
     return msgspec.json.encode(ErrorBody(fields))
 
@@ -329,10 +331,13 @@ def error_response(error: APIError) -> Response:
 
 
 def invalid_value(error: ValidationError, body: object, prefix: str = "") -> InvalidRequest:
-    """The first complaint of pydantic as a 400 that names the parameter in `body`."""
+    """Pydantic's validation error as a 400 that names the parameter in `body`.
+
+    Only one of several problems is reported. `prefix` is put before the parameter's name.
+    """
     found = error.errors(include_url=False, include_context=False, include_input=False)
     named = [(parameter_name(each["loc"], body, each["type"] == "missing"), each) for each in found]
-    # Of a union's members, the one that got furthest into the value is the one that was meant.
+    # For a union, report the member that matched deepest: it is probably the intended one.
     outer = named[0][0]
     inner, first = max(
         (each for each in named if each[0].startswith(outer)), key=lambda each: len(each[0])
@@ -344,20 +349,21 @@ def invalid_value(error: ValidationError, body: object, prefix: str = "") -> Inv
         )
     code = "invalid_type" if first["type"].endswith("_type") else "invalid_value"
     reason = _cut(first["msg"].removeprefix("Value error, ").rstrip("."))
-    if not param:  # several parameters are at fault together
+    if not param:  # the problem is in a combination of parameters
         return InvalidRequest(f"Invalid request: {reason}.", None, code)
     return InvalidRequest(f"Invalid value for '{param}': {reason}.", param, code)
 
 
 def _cut(text: str) -> str:
-    """No more than a line of what a client sent."""
+    """The text, shortened to _MAX_ECHO characters."""
     return text if len(text) <= _MAX_ECHO else text[:_MAX_ECHO] + "…"
 
 
 def parameter_name(loc: Sequence[str | int], body: object, missing: bool = False) -> str:
-    """`messages[0].content` for a location of pydantic's; parts that name a union's member go.
+    """A pydantic error location as a parameter name, such as `messages[0].content`.
 
-    `missing` says that the last part is a field that `body` lacks.
+    Parts of the location that only name a union's member are left out. `missing` means that the
+    last part is a required field that `body` lacks.
     """
     name, here = "", body
     for number, part in enumerate(loc):
@@ -383,7 +389,7 @@ def _from_http(error: HTTPException) -> APIError:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Make every exception that reaches the application leave as OpenAI's error object."""
+    """Answer every exception that a route raises with OpenAI's error object."""
 
     async def handle(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientDisconnect):

@@ -1,4 +1,4 @@
-"""Owns what the server says about itself: one state, since when, and why. Routes only read it."""
+"""The server's health: its state, the reason for it and the time of the last change."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ State = Literal["starting", "ready", "restarting", "failed", "draining"]
 
 @dataclass(frozen=True)
 class HealthReport:
-    """The state at one moment."""
+    """A snapshot of the server's health."""
 
     state: State
     detail: str
     since: float  # time.monotonic() of the last change
     retry_at: float | None  # time.monotonic() of the next start of the worker
-    restarts: int  # of the worker, since the server's start
-    lost_drafters: int = 0  # that a worker could not be started again with
+    restarts: int  # number of worker restarts since the server started
+    lost_drafters: int = 0  # worker restarts at which the drafter could not be loaded
 
     @property
     def is_ready(self) -> bool:
-        """True if requests are served: HTTP status 200, otherwise 503."""
+        """Whether requests are served; health routes answer 200 if so and 503 otherwise."""
         return self.state == "ready"
 
     @property
     def retry_after(self) -> int:
-        """Whole seconds after which a client may try again; at least 1."""
+        """Seconds after which a client should retry, a whole number of at least 1."""
         wait = 1.0 if self.retry_at is None else self.retry_at - time.monotonic()
         return max(1, round(wait + 0.5))
 
     def as_dict(self) -> dict[str, Any]:
-        """The body of /health."""
+        """The fields of the JSON body of /health."""
         body: dict[str, Any] = {
             "status": self.state,
             "seconds_in_state": round(time.monotonic() - self.since, 3),
@@ -44,18 +44,22 @@ class HealthReport:
 
 
 class Health:
-    """The state's one owner is the engine client; everyone else reads `report`."""
+    """Holds the current health. Only the engine client changes it; all others read `report`."""
 
     def __init__(self) -> None:
         self.report = HealthReport("starting", "", time.monotonic(), None, 0)
 
     @property
     def state(self) -> State:
-        """The state alone."""
+        """The current state."""
         return self.report.state
 
     def change(self, state: State, detail: str = "", retry_in: float | None = None) -> None:
-        """Enter a state; entering "restarting" from another one counts as a restart."""
+        """Enter a state. Entering "restarting" from another state counts as a restart.
+
+        `detail` is the reason in words; `retry_in` is the time in seconds until the next attempt to
+        start the worker.
+        """
         now = time.monotonic()
         old = self.report
         self.report = HealthReport(
@@ -68,5 +72,5 @@ class Health:
         )
 
     def lose_drafter(self) -> None:
-        """The worker is started with another drafter, or none, as its own cannot be loaded."""
+        """Count a drafter that could not be loaded when the worker restarted."""
         self.report = replace(self.report, lost_drafters=self.report.lost_drafters + 1)

@@ -1,7 +1,8 @@
-"""Counts what a JSON text holds before it is parsed, since parsing cannot be interrupted.
+"""Limits on the number of values in JSON text, checked before parsing.
 
-A parser makes an object for every value and holds Python's lock meanwhile: some megabytes of
-brackets cost seconds. The counts cost a few passes over the bytes, in pieces.
+Parsing cannot be interrupted: the parser creates an object for every value and holds Python's
+global lock until it is done, so a few megabytes of brackets would block the server for seconds.
+Counting costs only a few passes over the bytes.
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ MAX_DEPTH = 64
 MAX_VALUES = 1_000_000
 MAX_TEXTS = 300_000
 MAX_CONTAINERS = 100_000  # objects and lists
-MAX_NAMES = 100_000  # of members of objects
+MAX_NAMES = 100_000  # members of all objects together
 _PIECE = 1 << 18  # bytes
 
 
 def too_many(data: bytes) -> str | None:
-    """What there is too much of, as words for the client; None if the text may be parsed."""
-    if not _complaint(_counts(data)):  # also counts what stands in strings
+    """The exceeded limit in words for the client, or None if the text may be parsed."""
+    if not _complaint(_counts(data)):  # an upper bound: it also counts characters inside strings
         return None
     totals = [0, 0, 0, 0]
     in_string, start = False, 0
     while start < len(data):
         end = start + _PIECE
-        while data[end - 1 : end] == b"\\":  # do not cut an escape
+        while data[end - 1 : end] == b"\\":  # do not split an escape sequence
             end += 1
         piece = data[start:end].replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.split(b'"')
@@ -40,7 +41,7 @@ def too_many(data: bytes) -> str | None:
 
 
 def too_deep(data: bytes, value: Any) -> bool:
-    """Whether the value that the text says is nested more than MAX_DEPTH levels deep."""
+    """Whether `value`, parsed from `data`, is nested more than MAX_DEPTH levels deep."""
     if data.count(b"[") + data.count(b"{") <= MAX_DEPTH:
         return False
     level = [value]
@@ -58,7 +59,7 @@ def too_deep(data: bytes, value: Any) -> bool:
 
 
 def _counts(data: bytes) -> list[int]:
-    """Values, containers, names and quotation marks, each at most."""
+    """Upper bounds of the numbers of values, containers, names and quotation marks."""
     return [
         data.count(b",") + data.count(b"[") + data.count(b"{"),
         data.count(b"[") + data.count(b"{"),
@@ -74,5 +75,5 @@ def _complaint(counts: list[int]) -> str | None:
     if names > MAX_NAMES:
         return f"objects with more than {MAX_NAMES:,} members"
     if quotes > 2 * MAX_TEXTS:
-        return f"more than {MAX_TEXTS:,} texts"
+        return f"more than {MAX_TEXTS:,} strings"
     return f"more than {MAX_VALUES:,} values" if values > MAX_VALUES else None

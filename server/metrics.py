@@ -138,20 +138,18 @@ class Metrics:
 
     def _make_gauges(self) -> None:
         self.running = self._gauge("num_requests_running", "Requests in the running batch.")
-        self.waiting = self._gauge("num_requests_waiting", "Requests that wait to run.")
+        self.waiting = self._gauge("num_requests_waiting", "Requests waiting to run.")
         self.kv_usage = self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.")
         self._up = self._gauge("engine_up", "1 while the worker serves, otherwise 0.")
-        self._current_k = self._gauge(
-            "spec_decode_current_k", "Drafts that the newest step asked for each request (K)."
-        )
+        self._current_k = self._gauge("spec_decode_current_k", "Draft length K of the newest step.")
         self._healthy = self._gauge(
             "spec_decode_drafter_healthy",
-            "0 while a drafter that seems broken is off, otherwise 1.",
+            "0 while drafting is off because the drafter seems broken, otherwise 1.",
         )
         self._healthy.set(1)
         self._startup = Gauge(
             self._name("startup_seconds"),
-            "Seconds that the worker's start took, by phase.",
+            "Duration of the worker's start, by phase.",
             [*self._labels, "phase"],
             registry=self.registry,
         )
@@ -168,11 +166,11 @@ class Metrics:
         self._restarts = self._counter("engine_restarts", "Times the worker was started again.")
         self._lost_drafters = self._counter(
             "spec_decode_lost_drafters",
-            "Drafters that could not be loaded at a worker's restart, which got another or none.",
+            "Worker restarts at which the drafter could not be loaded and was replaced or dropped.",
         )
         self._num_restarts = self._num_lost_drafters = 0
         self._plain_steps = self._counter(
-            "plain_decode_steps", "Steps of a request that verified no draft."
+            "plain_decode_steps", "Decode steps of a request without drafts to verify."
         )
         self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified drafts.")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
@@ -185,7 +183,7 @@ class Metrics:
         )
         self._k_steps = Counter(
             self._name("spec_decode_k_steps"),
-            "Steps by the K that was chosen, and why.",
+            "Steps, by draft length K and the reason for choosing it.",
             [*self._labels, "k", "reason"],
             registry=self.registry,
         )
@@ -207,7 +205,7 @@ class Metrics:
         self.outcomes = {outcome: success.labels(*values, outcome) for outcome in OUTCOMES}
         self._lowered_claims = Counter(
             self._name("attention_claims_lowered"),
-            "Claims of the attention back end that its graphs did not keep at start-up.",
+            "Graph-capture claims of the attention back end that failed their start-up test.",
             [*self._labels, "backend"],
             registry=self.registry,
         )

@@ -1,7 +1,7 @@
-"""Runs long work in threads of its own, off the event loop.
+"""Runs long work in a small thread pool, off the event loop.
 
-There are few of them, so that long work delays other long work and nothing else. Python's global
-lock remains: what holds it for long (one call into C) must be bounded by its caller.
+The pool has few threads, so that long work delays only other long work. Threads still share
+Python's global lock: the caller must bound the length of single calls into C, which hold it.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-LONG_BODY = 16384  # bytes of a request; what is prepared for larger ones leaves the event loop
+LONG_BODY = 16384  # bytes; work on larger requests runs in the thread pool
 _NUM_THREADS = 2
-_SWITCH_SECONDS = 0.001  # how long the event loop waits for the lock at each of its steps
+_SWITCH_SECONDS = 0.001  # after which a thread must hand the global lock to the event loop
 
-_LOGPROBS_BYTES = 64  # what a token's log probabilities count as
-_PACKED_BYTES = 4  # what a byte of packed ones counts as
+_LOGPROBS_BYTES = 64  # assumed size of a token's log probabilities
+_PACKED_BYTES = 4  # assumed size of one byte of packed log probabilities
 
 Result = TypeVar("Result")
 
@@ -31,19 +31,22 @@ _threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="long", initializ
 
 
 async def off_loop(function: Callable[..., Result], *arguments: object) -> Result:
-    """What the function returns, computed in a thread."""
+    """Call the function in the thread pool and return its result."""
     context = contextvars.copy_context()  # the log's request id
     loop = asyncio.get_running_loop()
     return await loop.run_in_executor(_threads, context.run, function, *arguments)
 
 
 def logprobs_size(packed: Sequence[bytes] | None, *lists: Sequence[object]) -> int:
-    """The size for `by_size` of a reply with the log probabilities of a prompt and of tokens."""
+    """The size, as `by_size` takes it, of a reply with these log probabilities.
+
+    `packed` are those of a prompt; each of `lists` has an entry per generated token.
+    """
     return _PACKED_BYTES * sum(map(len, packed or ())) + _LOGPROBS_BYTES * sum(map(len, lists))
 
 
 async def by_size(size: int, function: Callable[..., Result], *arguments: object) -> Result:
-    """The same for a request of `size` bytes, at once if it is short."""
+    """Call the function: directly if `size` is at most LONG_BODY bytes, else with `off_loop`."""
     if size <= LONG_BODY:
         return function(*arguments)
     return await off_loop(function, *arguments)

@@ -1,4 +1,4 @@
-"""Owns how the worker's start-up and counted work look: bars on a terminal, lines elsewhere."""
+"""Shows the progress of start-up and of counted work: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ _LINE_SECONDS = 10.0
 
 
 class StartupProgress:
-    """Call it with each Progress message. A context around what sends them, which ends the last
-    phase, as done or not."""
+    """Shows the phases of the worker's start.
+
+    Call it with each Progress message. It is a context manager: leaving it ends the last phase,
+    as stopped if an exception is raised.
+    """
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -89,8 +92,10 @@ class StartupProgress:
 
 
 class CountProgress:
-    """How many of `total` are done: `update` counts one. A context, whose end says it if not all
-    were."""
+    """Shows how many of `total` items are done; `update` counts one.
+
+    It is a context manager: leaving it early reports how many items were done.
+    """
 
     def __init__(
         self,
@@ -112,18 +117,18 @@ class CountProgress:
             share_bars_between_threads()
             self._bar = tqdm(total=self._total, desc=self._name, file=self._stream)
         else:
-            self._tell()
+            self._print_count()
         return self
 
     def update(self) -> None:
-        """One more is done."""
+        """Count one more item as done."""
         self._done += 1
         if self._bar is not None:
             self._bar.update()
         elif self._done == self._total or self._clock() >= self._due:
-            self._tell()
+            self._print_count()
 
-    def _tell(self, how: str = "") -> None:
+    def _print_count(self, how: str = "") -> None:
         self._due = self._clock() + _LINE_SECONDS
         line = f"{self._name}: {how}{self._done} of {self._total} {self._noun}"
         _print(line, self._stream)
@@ -137,7 +142,7 @@ class CountProgress:
         if self._bar is not None:
             self._bar.close()
         elif self._done < self._total:
-            self._tell("stopped after ")
+            self._print_count("stopped after ")
 
 
 def _print(line: str, stream: TextIO) -> None:

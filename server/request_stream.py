@@ -1,4 +1,4 @@
-"""Owns the way of one request's outputs from the dispatcher to the coroutine that reads them."""
+"""Streams of engine outputs, from the dispatcher of messages to the coroutine that reads them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from ..runner.messages import RequestOutput
 
 
 class EngineDead(Exception):
-    """The engine cannot serve: HTTP 503. The text is one sentence; try again in `retry_after` s."""
+    """The engine cannot serve requests (HTTP 503). The message is one sentence.
+
+    Clients should retry after `retry_after` seconds.
+    """
 
     def __init__(self, message: str, retry_after: int = 1) -> None:
         super().__init__(message)
@@ -19,15 +22,15 @@ class EngineDead(Exception):
 
 
 class ShutDown(EngineDead):
-    """The server ends, and has no more time for the request."""
+    """The server is shutting down before the request has finished."""
 
 
 class SpeculatorRefused(Exception):
-    """The worker did not change its drafter. The text is one sentence."""
+    """The worker refused to change its drafter. The message is one sentence."""
 
 
 class OutputStream(Protocol):
-    """What the routes use of a request's stream."""
+    """The part of `RequestStream` that generations use, so that tests can script one."""
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
 
@@ -37,16 +40,17 @@ class OutputStream(Protocol):
 
 
 class Turn:
-    """The streams that have news in one turn of the event loop; all are served at its end.
+    """The streams that received outputs in one turn of the event loop; delivers to all at its end.
 
-    One callback for all of them: one for each would cost as much as what it does.
+    A single callback serves all streams, because a callback for each would cost as much as the
+    delivery itself.
     """
 
     def __init__(self) -> None:
         self._streams: list[RequestStream] = []
 
     def add(self, stream: RequestStream) -> None:
-        """Serve this one, too."""
+        """Deliver this stream's outputs at the end of the turn."""
         if not self._streams:
             asyncio.get_running_loop().call_soon(self._end)
         self._streams.append(stream)
@@ -58,25 +62,26 @@ class Turn:
 
 
 class RequestStream:
-    """Async iterator of a request's outputs; ends after the one that carries a finish reason.
+    """Async iterator over a request's outputs, for one reader; ends after the final output.
 
-    Raises EngineDead once the worker is gone, after what arrived before. One reader. Putting never
-    waits, so a slow reader delays nobody: what it has not read is bounded by its own `max_tokens`.
+    If the worker dies, iteration raises EngineDead after the outputs received so far. `put` never
+    waits, so a slow reader delays no other request; unread outputs are bounded by the request's
+    `max_tokens`.
     """
 
     def __init__(self, request_id: str, turn: Turn | None = None) -> None:
-        """`turn` is shared by streams whose outputs come together."""
+        """`turn` is shared by the streams of one engine."""
         self.request_id = request_id
         self._turn = turn or Turn()
         self._outputs: deque[RequestOutput] = deque()
         self._news = asyncio.Event()
         self._error: EngineDead | None = None
         self._take: Callable[[list[RequestOutput]], bool] | None = None
-        self._fault: Exception | None = None  # of `_take`
-        self._ended = False  # nothing more will be put
+        self._fault: Exception | None = None  # raised by `_take`
+        self._ended = False  # no more outputs will arrive
 
     def put(self, output: RequestOutput) -> None:
-        """Hand over an output."""
+        """Append an output."""
         outputs = self._outputs
         outputs.append(output)
         if output.finish_reason is not None:
@@ -87,11 +92,11 @@ class RequestStream:
             self._turn.add(self)
 
     async def follow(self, take: Callable[[list[RequestOutput]], bool]) -> None:
-        """Call `take` with what was put in each turn of the event loop; cheaper than iteration.
+        """Call `take` with the outputs of each turn of the event loop; cheaper than iteration.
 
-        Returns when `take` says False, when the output that ends the request is there (which is
-        left to the reader, as is all that follows), or at once if outputs wait already. Raises what
-        `take` raises.
+        Returns when `take` returns False, when the final output arrives, or at once if unread
+        outputs exist. The final output and all later ones are left for iteration. Exceptions of
+        `take` are raised here.
         """
         if self._outputs or self._ended:
             return
@@ -105,23 +110,23 @@ class RequestStream:
             raise self._fault
 
     def deliver(self) -> None:
-        """Give a follower what was put, up to the end; for `Turn`."""
+        """Pass the outputs before the final one to a follower; called by `Turn`."""
         take, outputs = self._take, self._outputs
         if take is None:
-            return  # nobody follows any more: the reader finds it
+            return  # no follower any more; iteration yields the outputs
         batch = []
         while outputs and outputs[0].finish_reason is None:
             batch.append(outputs.popleft())
         try:
             more = not batch or take(batch)
-        except Exception as error:  # the reader's, not the event loop's
+        except Exception as error:  # raise it in the reader, not in the event loop
             more, self._fault = False, error
         if not more or outputs:
             self._take = None
             self._news.set()
 
     def drain(self) -> list[RequestOutput]:
-        """Take the outputs that are there already."""
+        """Remove and return all unread outputs, without waiting."""
         outputs = list(self._outputs)
         self._outputs.clear()
         return outputs

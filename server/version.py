@@ -1,10 +1,10 @@
-"""Owns the answer to `--version` and GET /version."""
+"""The version that `--version` and GET /version report."""
 
 from __future__ import annotations
 
 
 def version() -> str:
-    """The installed version; `unknown` when the code runs without having been installed."""
+    """The version of the installed package, or "unknown" if it is not installed."""
     from importlib.metadata import PackageNotFoundError
     from importlib.metadata import version as installed  # slow to import, so late
 

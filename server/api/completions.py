@@ -62,11 +62,11 @@ async def _prepare(services: Services, body: CompletionRequest) -> Job:
 def _check(body: CompletionRequest, n: int, best_of: int) -> None:
     wrong: tuple[str, str] | None = None
     if body.suffix:
-        wrong = "suffix", "this model cannot fill in the middle"
+        wrong = "suffix", "this server does not support fill-in-the-middle"
     elif best_of < n:
         wrong = "best_of", f"it must be at least n ({n})"
     elif best_of > n and body.stream:
-        wrong = "best_of", "a stream cannot choose the best of several"
+        wrong = "best_of", "a value above n is not available with 'stream'"
     elif body.max_tokens == 0 and not body.echo:
         wrong = "max_tokens", "it must be at least 1 unless 'echo' is set"
     if wrong:

@@ -14,11 +14,11 @@ from ..generation.services import Services
 from ..version import version
 
 _ABSENT = {
-    "/v1/embeddings": "This model generates text; it has no embeddings.",
-    "/v1/moderations": "This server has no moderation model.",
-    "/v1/images/generations": "This model generates text only.",
-    "/v1/audio/transcriptions": "This model generates text only.",
-    "/v1/audio/speech": "This model generates text only.",
+    "/v1/embeddings": "This server generates text; it does not offer embeddings.",
+    "/v1/moderations": "This server does not offer moderation.",
+    "/v1/images/generations": "This server generates text only.",
+    "/v1/audio/transcriptions": "This server generates text only.",
+    "/v1/audio/speech": "This server generates text only.",
 }
 
 

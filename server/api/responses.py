@@ -60,7 +60,7 @@ def response_routes(services: Services) -> APIRouter:
     async def absent(request: Request) -> Response:
         if request.path_params.get("response_id") in ("compact", "input_tokens"):  # no ids
             raise HTTPException(405, headers={"Allow": "POST"})
-        raise NotSupported("This server stores no responses; send the whole conversation.")
+        raise NotSupported("This server does not store responses; send the whole conversation.")
 
     router.add_api_route("/v1/responses/compact", absent, methods=["POST"], status_code=404)
     for path, methods in (
@@ -92,7 +92,7 @@ def _check(body: ResponsesRequest) -> None:
     for name in ("previous_response_id", "conversation", "background", "prompt"):
         if getattr(body, name):
             raise InvalidRequest(
-                f"'{name}' is not supported, because this server stores no responses: "
+                f"'{name}' is not supported, because this server does not store responses: "
                 "send the whole conversation as 'input'.",
                 name,
                 "not_supported",

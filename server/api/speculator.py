@@ -81,7 +81,7 @@ class SpeculatorBusy(APIError):
     code = "speculator_busy"
 
     def __init__(self) -> None:
-        super().__init__("Another drafter is being tried; ask again when it has been decided on.")
+        super().__init__("Another drafter is on trial; try again when its trial has ended.")
 
 
 def speculator_routes(services: Services) -> APIRouter:
@@ -115,7 +115,9 @@ def speculator_routes(services: Services) -> APIRouter:
 
 def _check_key(request: Request, keys: KeyRing) -> None:
     if not keys:
-        raise NotSupported("This server changes no drafter; it would with --admin-api-key.")
+        raise NotSupported(
+            "Drafter swapping is disabled; start the server with --admin-api-key to enable it."
+        )
     keys.check(request.headers)
 
 
@@ -147,7 +149,7 @@ class Trial:
             raise EngineStopped(str(error)) from None
         finally:
             self.model = None
-        log.info("drafter %s %s: %s", model, "taken" if keep else "not taken", reason)
+        log.info("drafter %s %s: %s", model, "kept" if keep else "not kept", reason)
         figures = {"before": before.tally.as_dict(), "after": after.tally.as_dict()}
         return SpeculatorReply(keep, reason, model, figures)
 

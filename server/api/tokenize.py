@@ -37,7 +37,7 @@ class TokenizeRequest(SizedBody):
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("exactly one of 'prompt' and 'messages' is needed")
+            raise ValueError("exactly one of 'prompt' and 'messages' must be given")
         return self
 
 

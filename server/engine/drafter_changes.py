@@ -59,7 +59,7 @@ class DrafterChanges:
             if action == "load":
                 self._loaded, self._is_lost = "", False
             elif self._is_lost:
-                raise EngineDead("the engine was started again while a drafter was tried")
+                raise EngineDead("the engine restarted during the trial of a drafter")
             self._post(ChangeSpeculator(action, model))
             self._answer = asyncio.get_running_loop().create_future()
             self._asked = action
@@ -80,4 +80,4 @@ class DrafterChanges:
 def _note_failure(asked: asyncio.Task[None]) -> None:
     """The caller gets it too, unless it has left."""
     if not asked.cancelled() and (error := asked.exception()) is not None:
-        log.info("the drafter was not changed: %s", error)
+        log.info("the drafter change failed: %s", error)

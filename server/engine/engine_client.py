@@ -229,7 +229,7 @@ class EngineClient:
             try:
                 self.stats(outputs.stats)
             except Exception:  # counting must not end requests
-                log.exception("the metrics of a step were lost")
+                log.exception("cannot record the metrics of a step")
 
     def _forget(self, request_id: str) -> RequestStream | None:
         stream = self._streams.pop(request_id, None)
@@ -292,7 +292,7 @@ class EngineClient:
         try:
             outcome = await worker.watch(self._on_message, self._hung())
         except Exception as error:  # a bug, or a message that cannot be read
-            log.exception("the worker's messages cannot be handled")
+            log.exception("cannot handle the worker's messages")
             return f"its messages cannot be handled ({type(error).__name__})"
         assert isinstance(outcome, Fatal)
         return outcome.message
@@ -301,9 +301,9 @@ class EngineClient:
         """The supervisor's end was not asked for: only a bug ends it, and it must show."""
         if task.cancelled() or (error := task.exception()) is None:
             return
-        log.critical("the worker is not watched any more; restart the server", exc_info=error)
-        self.health.change("failed", "the worker is not watched any more; restart the server")
-        self._fail_streams("the engine stopped: the worker is not watched any more")
+        log.critical("the worker is no longer supervised; restart the server", exc_info=error)
+        self.health.change("failed", "the worker is no longer supervised; restart the server")
+        self._fail_streams("the engine stopped: the worker is no longer supervised")
 
     async def _hung(self) -> str:
         await self._watchdog.bite()
@@ -329,7 +329,7 @@ class EngineClient:
                 continue
             if self.state != "draining":
                 self.health.change("ready")
-                log.info("the worker serves again")
+                log.info("the worker is ready again")
             return failures
 
     def _announce(self, reason: str, failures: int) -> None:
@@ -353,4 +353,4 @@ async def _end(worker: Worker) -> None:
     try:
         await worker.end()
     except Exception:
-        log.exception("what the worker held was not given back")
+        log.exception("cannot release the resources of the ended worker")

@@ -31,10 +31,13 @@ class NextDrafter:
         if lost.method == "off":
             return False
         if lost.model != configured.model:
-            self.current, instead = configured, f"the configured drafter {configured.model} is back"
+            self.current, instead = (
+                configured,
+                f"using the configured one, {configured.model}",
+            )
         else:
-            self.current, instead = SpeculativeConfig(), "the server goes on without a drafter"
+            self.current, instead = SpeculativeConfig(), "serving without a drafter"
         named = lost.model or lost.method
-        self.fallback = f"the drafter {named} is lost ({reason.rstrip('.')}): {instead}"
+        self.fallback = f"cannot load the drafter {named} ({reason.rstrip('.')}): {instead}"
         log.warning(self.fallback)
         return True

@@ -1,7 +1,7 @@
-"""From prompts to a stream of text events: admission, n children, aborts, usage.
+"""Runs a job on the engine: admission, one engine request per choice, text events, usage, aborts.
 
-Owns a request between the routes and the engine: whatever way the reader leaves (end, error,
-disconnect), no child is left running. It knows neither HTTP nor OpenAI's shapes.
+However the reader leaves (end, error, disconnect), no engine request is left running. This module
+knows neither HTTP nor the shapes of OpenAI's replies.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ Frame = Callable[[GenerationEvent], bytes]
 
 @dataclass(frozen=True)
 class Job:
-    """What one HTTP request wants generated: every prompt `n` times."""
+    """The work of one HTTP request: `n` choices for every prompt."""
 
     request_id: str
     prompts: list[list[int]]
-    sampling: SamplingParams  # of child 0 of every prompt, with max_tokens 0
+    sampling: SamplingParams  # for choice 0 of a prompt; max_tokens is still 0
     max_tokens: list[int]  # [prompts]
     text: TextOptions
     n: int = 1
     priority: int = 0
-    prompt_text: str = ""  # of a chat, as the template rendered it
-    cache_salt: str = ""  # requests with different ones share no cached prefix
+    prompt_text: str = ""  # a chat as rendered by the template; empty for completions
+    cache_salt: str = ""  # requests share cached prefixes only if their salts are equal
     predicted: bool = False  # the n-gram drafter's drafts count as predicted tokens in the usage
 
     @property
     def num_choices(self) -> int:
-        """Choices of all prompts together."""
+        """Number of choices of all prompts together."""
         return len(self.prompts) * self.n
 
 
 @dataclass
 class TokenCounts:
-    """What a request used so far, all choices together."""
+    """The tokens that a request used so far, summed over its choices."""
 
     prompt: int = 0
     cached: int = 0
@@ -57,10 +57,13 @@ class TokenCounts:
 
 
 class Generation:
-    """A running job: `submit`, iterate `events()`; leaving it aborts what still runs."""
+    """A running job: call `submit`, then iterate `events()`.
+
+    It is a context manager: leaving it aborts every choice that has not finished.
+    """
 
     def __init__(self, services: Services, job: Job, arrived: float) -> None:
-        """`arrived` is time.monotonic() when the HTTP request came."""
+        """`arrived` is time.monotonic() at the arrival of the HTTP request."""
         self._services = services
         self.job = job
         grammar = job.sampling.grammar
@@ -79,10 +82,13 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
 
     def submit(self) -> None:
-        """Hand all children to the engine, or none: QueueFull, NotReady."""
+        """Submit all choices to the engine, or none of them.
+
+        Raises InvalidRequest, QueueFull, NotReady.
+        """
         self._admit()
         children = [self._child(index) for index in range(self.job.num_choices)]
-        # `_admit` has seen an engine that is ready, and nothing was awaited since: none is refused.
+        # `_admit` found the engine ready and nothing was awaited since, so none can be refused.
         self._streams = [self._services.engine.submit(child) for child in children]
         if self._services.capture is not None:
             self._services.capture.record(self.job.prompts)
@@ -101,14 +107,18 @@ class Generation:
         self._abort(outcome_of(error))
 
     async def events(self) -> AsyncGenerator[GenerationEvent, None]:
-        """Events of all choices as they come; each choice's last one has a finish reason."""
+        """Yield the events of all choices in order of arrival.
+
+        The last event of each choice has a finish reason. Raises EngineDead, EngineStopped,
+        GenerationFailed, or InvalidRequest if the engine refuses the request.
+        """
         alone = self._streams[0] if len(self._streams) == 1 else None
         arriving = self._merged() if alone is None else self._one(alone)
         async for index, output in arriving:
             choice = self.choices[index]
             if choice.finish_reason is not None:
-                continue  # a stop string ended it; what the engine had on its way is dropped
-            # What came while the client or the event loop was slow leaves as one event.
+                continue  # a stop string ended this choice; drop outputs that were on their way
+            # Outputs that piled up while the client or the event loop was slow become one event.
             outputs = [output, *alone.drain()] if alone else [output]
             event = choice.feed(outputs)
             self._timings[index].tokens(event.num_read, monotonic())
@@ -126,10 +136,10 @@ class Generation:
         return self._services.config.server.sse_keep_alive
 
     def live(self, frame: Frame) -> Live | None:
-        """How a stream of one choice is written while its outputs arrive; None for other jobs.
+        """A function that writes a stream of one choice as its outputs arrive; None for other jobs.
 
-        What comes without anything held up goes through `frame` straight to the client's socket;
-        all else, the end included, is left to `events`.
+        While the client keeps up, each event is framed and written directly to its socket. The
+        rest, including the end, is left to `events`.
         """
         if len(self._streams) != 1 or self.job.text.stop:
             return None
@@ -148,13 +158,13 @@ class Generation:
         return follow
 
     def counts(self) -> TokenCounts:
-        """The usage so far."""
+        """The token counts so far."""
         counts = TokenCounts(prompt=sum(map(len, self.job.prompts)))
-        # Drafts of other drafters come from elsewhere, whatever the client predicted.
+        # Only the n-gram drafter uses the client's prediction.
         predicted = self.job.predicted and self._services.config.speculative.method == "ngram"
         for index, choice in enumerate(self.choices):
             counts.completion += choice.num_tokens
-            if index % self.job.n == 0:  # the others find the first one's blocks
+            if index % self.job.n == 0:  # its siblings find the KV blocks of choice 0
                 counts.cached += choice.num_cached_tokens
             if predicted:
                 counts.accepted_prediction += choice.num_accepted_tokens
@@ -168,7 +178,8 @@ class Generation:
         wanted = self.job.num_choices
         if wanted > capacity:
             raise InvalidRequest(
-                f"The request asks for {wanted} choices; the server takes at most {capacity}.", "n"
+                f"The request asks for {wanted} choices; the server accepts at most {capacity}.",
+                "n",
             )
         if engine.num_open + wanted > capacity:
             raise QueueFull(engine.num_open, 1)

@@ -1,7 +1,7 @@
-"""Encodes large replies piece by piece, so that no call holds Python's lock for long.
+"""Encodes large replies piece by piece, so that no call holds Python's global lock for long.
 
-A thread does not help by itself: the encoder runs in C and holds the lock until it is done, and the
-event loop waits for the lock.
+Running the encoder in a thread is not enough: it is C code that holds the lock until it is done,
+and the event loop waits for the lock.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import msgspec
 from ..off_loop import off_loop
 from ..openai_types.replies import ChatTokenLogprob, encode
 
-PIECE_VALUES = 2_000  # values, such as candidates of a token, in one call: about a millisecond
-_CHARACTERS = 50  # of text, that count as a value
+PIECE_VALUES = 2_000  # values per call of the encoder, which then takes about 1 ms
+_CHARACTERS = 50  # characters of text that count as one value
 
 
 async def encode_reply(reply: msgspec.Struct) -> bytes:
-    """What `encode` gives: at once for a short reply, else off the event loop."""
+    """The reply as JSON; a large reply is encoded off the event loop."""
     if _num_values(reply) <= PIECE_VALUES:
         return encode(reply)
     return await off_loop(encode_in_pieces, reply)
 
 
 def encode_in_pieces(reply: msgspec.Struct) -> bytes:
-    """What `encode` gives, in calls of a millisecond or so, and one that copies the result."""
+    """The same bytes as `encode`, from many calls of about 1 ms each and a final copy."""
     return encode(_with_pieces(reply))
 
 
 def _with_pieces(value: Any) -> Any:
-    """The same value with its long lists encoded already."""
+    """The value with its long lists replaced by their encoded bytes."""
     if isinstance(value, msgspec.Struct):
         found = {name: getattr(value, name) for name in value.__struct_fields__}
         pieces = {name: _with_pieces(item) for name, item in found.items()}
@@ -47,7 +47,7 @@ def _with_pieces(value: Any) -> Any:
 
 
 def _num_values(value: Any) -> int:
-    """About how many values there are. The last entry of a list of candidates stands for all."""
+    """An estimate of the number of values; in a list, the last entry is taken as typical."""
     if isinstance(value, ChatTokenLogprob):
         return 3 * len(value.top_logprobs) + 1
     if isinstance(value, msgspec.Struct):

@@ -1,6 +1,6 @@
-"""Log probabilities of tokens in OpenAI's two forms, and vLLM's form for those of the prompt.
+"""Converts log probabilities to OpenAI's two forms, and those of prompts to vLLM's form.
 
-Token ids become texts here; numbers that JSON cannot carry become -9999.
+Token ids become text. Values that JSON cannot represent (-inf, NaN) become -9999.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def _finite(logprob: float) -> float:
 def chat_logprobs(
     entries: Sequence[TokenEntry], tokenizer: Tokenizer, as_ids: bool = False
 ) -> ChatLogprobs:
-    """Chat's form; `as_ids` names tokens by their ids: vLLM's `return_tokens_as_token_ids`.
+    """The log probabilities of a chat choice.
 
-    Tokens without text in the message (the stop token, skipped special tokens) have none here
-    either, so that all tokens together spell the message.
+    `as_ids` names tokens by id (vLLM's `return_tokens_as_token_ids`). Tokens without text in the
+    message, such as the stop token, have an empty text here, so that the tokens together spell the
+    message.
     """
     return ChatLogprobs([_chat_entry(entry, tokenizer, as_ids) for entry in entries])
 
@@ -60,7 +61,10 @@ def _id_name(token_id: int) -> str:
 def completion_logprobs(
     entries: Sequence[TokenEntry], tokenizer: Tokenizer, start: int = 0, as_ids: bool = False
 ) -> CompletionLogprobs:
-    """Completions' form; `start` is the length of an echoed prompt."""
+    """The log probabilities of a completion's output.
+
+    `start` is the length of the echoed prompt in characters; it is added to all text offsets.
+    """
     names = [_names(entry.logprobs, entry.hidden, tokenizer, as_ids) for entry in entries]
     return CompletionLogprobs(
         text_offset=[start + entry.offset for entry in entries],
@@ -73,7 +77,10 @@ def completion_logprobs(
 def _names(
     found: TokenLogprobs, hidden: bool, tokenizer: Tokenizer, as_ids: bool
 ) -> Callable[[int], str]:
-    """How the tokens at one place are spelled; a hidden one has no text."""
+    """A function from token id to text for the candidates at one position.
+
+    If the chosen token is `hidden`, its text is empty.
+    """
 
     def name(token_id: int) -> str:
         if as_ids:
@@ -90,10 +97,10 @@ def echoed_logprobs(
     text: str,
     as_ids: bool = False,
 ) -> CompletionLogprobs:
-    """Completions' form of a prompt that is echoed as `text`; its first token has none."""
+    """The log probabilities of a prompt that is echoed as `text`; its first token has none."""
     reader = tokenizer.detokenizer(True)
     pieces = reader.push_tokens(ids)
-    if "".join(pieces) != text:  # the text spells special tokens
+    if "".join(pieces) != text:  # then the text includes special tokens
         reader = tokenizer.detokenizer(False)
         pieces = reader.push_tokens(ids)
 
@@ -118,7 +125,7 @@ def echoed_logprobs(
 
 
 def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    """One after the other."""
+    """The entries of `first`, followed by those of `second`."""
     return CompletionLogprobs(
         first.text_offset + second.text_offset,
         first.token_logprobs + second.token_logprobs,
@@ -128,7 +135,7 @@ def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionL
 
 
 def prompt_logprobs(found: Sequence[TokenLogprobs | None], tokenizer: Tokenizer) -> PromptLogprobs:
-    """vLLM's form: for every prompt token a map from id to what is known of it."""
+    """vLLM's form: a map from token id to log probability, rank and text for each prompt token."""
     return [None if entry is None else _by_id(entry, tokenizer) for entry in found]
 
 
@@ -143,9 +150,10 @@ def _by_id(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[str, PromptLogpro
 
 
 def _spelled(token_id: int, tokenizer: Tokenizer) -> str:
-    """A token's text; a part of a character as OpenAI spells it: bytes:\\xf0\\x9f.
+    """A token's text; incomplete UTF-8 is spelled as OpenAI does: bytes:\\xf0\\x9f.
 
-    Completions key their candidates by text, so parts of characters need names that differ.
+    Completions key their candidates by text, so different incomplete characters need different
+    names.
     """
     data = tokenizer.token_bytes(token_id)
     try:
@@ -155,7 +163,10 @@ def _spelled(token_id: int, tokenizer: Tokenizer) -> str:
 
 
 def _top(entry: TokenLogprobs, name: Callable[[int], str]) -> dict[str, float]:
-    """The likeliest tokens and the chosen one; of tokens with the same text, the likelier."""
+    """The log probabilities of the top tokens and of the chosen one, by text.
+
+    If several tokens have the same text, the likeliest one counts.
+    """
     top: dict[str, float] = {}
     for i, logprob in zip(entry.top_ids, entry.top_logprobs, strict=True):
         top.setdefault(name(i), _finite(logprob))

@@ -1,6 +1,6 @@
-"""Makes a job of a request's body, the same way for chat, completions and responses.
+"""Turns a request body into a job, the same way for chat, completions and responses.
 
-Whatever can be refused is refused here, before the engine hears of the request.
+Invalid requests are refused here, before they reach the engine.
 """
 
 from __future__ import annotations
@@ -22,21 +22,27 @@ from .services import Services
 
 @dataclass(frozen=True)
 class Wanted:
-    """What an endpoint finds in fields of its own; `prepare` reads those that all bodies share."""
+    """The options that each endpoint spells in its own way.
 
-    id_prefix: str  # of the request's id
-    param: str  # the field that holds the prompt, named in errors
-    encode: Callable[[Fit], Awaitable[Prompts]]
-    n: int  # choices of each prompt
-    max_tokens: int | None  # None: as many as fit, at most the server's default
-    logprobs: int | None  # alternatives of each token; None: no log probabilities
-    echo_logprobs: int | None = None  # the same for the tokens of an echoed prompt
-    prompt_copies: int = 1  # how often the reply has a prompt's log probabilities, if it has them
+    `prepare` reads the fields that all bodies share itself.
+    """
+
+    id_prefix: str  # prefix of the request id, such as "chatcmpl"
+    param: str  # body field with the prompt, for error messages
+    encode: Callable[[Fit], Awaitable[Prompts]]  # tokenizes the prompts
+    n: int  # choices per prompt
+    max_tokens: int | None  # None: as many as fit, at most --default-max-tokens
+    logprobs: int | None  # alternatives per token; None: no log probabilities
+    echo_logprobs: int | None = None  # alternatives per token of an echoed prompt
+    prompt_copies: int = 1  # times that a reply repeats a prompt's log probabilities
     form: ChatFormat = ChatFormat()
 
 
 async def prepare(services: Services, body: GenerationBody, wanted: Wanted) -> Job:
-    """The job of a request. Raises ModelNotFound, NotReady, InvalidRequest."""
+    """The job of a request.
+
+    Raises ModelNotFound, NotReady, ContextLengthExceeded and other kinds of InvalidRequest.
+    """
     services.check_model(body.model)
     services.check_ready()
     ready, tokenizer = services.engine.ready, services.tokenizer

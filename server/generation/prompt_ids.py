@@ -1,6 +1,7 @@
-"""From texts to prompts of token ids that fit the model: encodes off the event loop, cuts, refuses.
+"""Tokenizes texts into prompts that fit the model; long texts are tokenized off the event loop.
 
-It must not know endpoints. A text that cannot fit is refused after a part of it was encoded.
+A prompt that is too long is truncated if the request allows it, else refused. A text that cannot
+fit is refused after only a part of it was tokenized. This module does not know the endpoints.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ from ..text.tokenizer import TooManyTokens
 from .services import Services
 
 _LONG_TEXT = 4096  # characters; shorter texts are tokenized on the event loop
-_VERY_LONG_TEXT = 65536  # longer ones do not delay what others encode
+_VERY_LONG_TEXT = 65536  # characters; longer texts get the pool for long work
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What a prompt has to fit in."""
+    """The limits that a prompt must fit, and how the request wants it truncated."""
 
-    limit: int  # tokens of prompt and output
-    param: str  # where the client gave the prompt
-    keep: int | None = None  # the last tokens alone; -1: as many as fit with the output
-    wanted: int | None = None  # tokens of output that the client named
+    limit: int  # maximum number of tokens, prompt and output together
+    param: str  # request parameter that holds the prompt
+    keep: int | None = None  # keep only the last tokens; -1: as many as fit; None: all
+    wanted: int | None = None  # output tokens requested; None: not specified
 
     @property
     def last(self) -> int | None:
-        """As many of the last tokens are needed; None for all."""
+        """An upper bound on the number of last tokens that are kept; None if all are."""
         if self.keep is None:
             return None
         return self.limit if self.keep < 0 else min(max(self.keep, 1), self.limit)
 
     @property
     def output(self) -> int:
-        """Tokens that must be left for the output."""
+        """The number of tokens that must be left for the output."""
         return 1 if self.wanted is None else self.wanted
 
     def exceeded(self, count: int, is_exact: bool = True) -> ContextLengthExceeded:
@@ -48,9 +49,9 @@ class Fit:
 async def tokenize(
     services: Services, texts: Sequence[str], add_special_tokens: bool, fit: Fit
 ) -> list[list[int]]:
-    """The ids of each text. ContextLengthExceeded if one has more tokens than the limit.
+    """The token ids of each text. Raises ContextLengthExceeded if a text exceeds the limit.
 
-    To be cut to the last tokens, only the end of a long text is encoded (see `truncated`).
+    If only the last tokens are kept, only the end of a long text is tokenized (see `truncated`).
     """
     encode = services.tokenizer.encode_batch
     arguments = (texts, add_special_tokens, fit.limit, fit.last)
@@ -68,7 +69,7 @@ async def tokenize(
 async def tokenize_chat(
     services: Services, prompt: RenderedChat, add_special_tokens: bool, fit: Fit
 ) -> list[int]:
-    """The ids of a rendered chat."""
+    """The token ids of a rendered chat. Raises ContextLengthExceeded as `tokenize` does."""
     if prompt.parts is None:
         (ids,) = await tokenize(services, [prompt.text], add_special_tokens, fit)
         return ids
@@ -82,12 +83,16 @@ async def tokenize_chat(
 
 
 def truncated(ids: list[int], fit: Fit) -> list[int]:
-    """The last `keep` ids; -1 keeps as many as fit with the output, one token if none is named."""
+    """The last `fit.keep` ids, or all if it is None.
+
+    -1 keeps as many as leave room for the requested output, or for one token by default.
+    """
     if fit.keep is None:
         return ids
     if fit.keep == 0 or fit.keep >= fit.limit:
         raise InvalidRequest(
-            f"Invalid value for 'truncate_prompt_tokens': expected -1 or 1 … {fit.limit - 1}.",
+            "Invalid value for 'truncate_prompt_tokens': "
+            f"expected -1 or a number from 1 to {fit.limit - 1}.",
             "truncate_prompt_tokens",
             "invalid_value",
         )
@@ -95,9 +100,9 @@ def truncated(ids: list[int], fit: Fit) -> list[int]:
 
 
 def room(prompt: Sequence[int], fit: Fit, default: int | None = None) -> int:
-    """How many tokens may be generated; ContextLengthExceeded if those wanted do not fit.
+    """The maximum number of tokens to generate. Raises ContextLengthExceeded if they do not fit.
 
-    A request that names no number gets what fits, but at most `default`.
+    A request that does not specify a number gets as many as fit, at most `default`.
     """
     if not prompt:
         raise InvalidRequest("The prompt is empty.", fit.param, "invalid_value")

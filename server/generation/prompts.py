@@ -1,4 +1,4 @@
-"""From the body of a chat or completion to prompts of token ids."""
+"""Turns the body of a chat or completion into prompts of token ids."""
 
 from __future__ import annotations
 
@@ -14,29 +14,35 @@ from ..output.sampling import check_token_ids
 from .prompt_ids import Fit, tokenize, tokenize_chat
 from .services import Services
 
-_MAX_ECHO = 1000  # characters of an error, which a template may have made of the messages
-# What a client's chat_template_kwargs must not replace.
+_MAX_ECHO = 1000  # characters of a template's error message, which may contain the messages
+# Names that a client's chat_template_kwargs must not set.
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt", "tokenize", "chat_template"}
 
 
 class Prompts(NamedTuple):
-    """A request's prompts."""
+    """The prompts of a request, as token ids."""
 
     ids: list[list[int]]
-    text: str = ""  # of a chat, as the template rendered it
+    text: str = ""  # a chat as rendered by the template; empty for completions
 
 
 async def chat_prompt(
     services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None, fit: Fit
 ) -> Prompts:
-    """The prompt of a chat; `tools` as the template gets them."""
+    """The prompt of a chat; `tools` are passed to the template.
+
+    Raises InvalidRequest if the template rejects the chat, ContextLengthExceeded.
+    """
     rendered = await _render(services, body, tools)
     ids = await tokenize_chat(services, rendered, bool(body.add_special_tokens), fit)
     return Prompts([ids], rendered.text)
 
 
 async def completion_prompts(services: Services, body: CompletionRequest, fit: Fit) -> Prompts:
-    """The prompts of a completion; ids that the model has no token for are refused."""
+    """The prompts of a completion.
+
+    Raises InvalidRequest for ids outside the vocabulary, ContextLengthExceeded.
+    """
     texts = [prompt for prompt in body.prompts if isinstance(prompt, str)]
     ids = [prompt for prompt in body.prompts if isinstance(prompt, list)]
     if texts:
@@ -53,9 +59,9 @@ async def completion_prompts(services: Services, body: CompletionRequest, fit: F
 async def _render(
     services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
 ) -> RenderedChat:
-    """The prompt; whatever the template objects to is the client's 400.
+    """Render a chat. A template's error becomes an InvalidRequest.
 
-    A long chat is rendered off the event loop, a template of the request's own in a child process.
+    A long chat is rendered off the event loop, and a template from the request in a child process.
     """
     try:
         if services.template.knows(body.chat_template):
@@ -72,7 +78,7 @@ async def _render(
 def _arguments(
     services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """What the template is rendered with, checked."""
+    """The checked arguments of the template."""
     continued = bool(body.continue_final_message)
     if continued and body.add_generation_prompt:
         raise InvalidRequest(
@@ -91,8 +97,8 @@ def _arguments(
         kwargs.setdefault("reasoning_effort", body.reasoning_effort)
     if body.chat_template is not None and not services.config.server.trust_request_chat_template:
         raise InvalidRequest(
-            "The server takes no chat templates from clients; it would with "
-            "--trust-request-chat-template.",
+            "Chat templates in requests are disabled; start the server with "
+            "--trust-request-chat-template to enable them.",
             "chat_template",
             "invalid_value",
         )

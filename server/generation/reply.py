@@ -1,4 +1,7 @@
-"""The shapes of a reply that `respond` fills: a whole reply, or the pieces of a stream."""
+"""Base classes of the endpoints' replies: whole replies and framers of streams.
+
+`respond` passes them the events of a generation.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +33,12 @@ from .large_replies import encode_in_pieces
 from .services import Services
 from .usage import reply_metrics, usage
 
-PLACE = secrets.token_hex(16)  # in place of a chunk's text; in no client's id or model name
+PLACE = secrets.token_hex(16)  # placeholder for the text; random, so that it occurs nowhere else
 
 
 @dataclass
 class Collected:
-    """All events of one choice put together."""
+    """All events of one choice, joined."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
@@ -45,7 +48,7 @@ class Collected:
     stop_reason: int | str | None = None
 
     def add(self, item: GenerationEvent) -> None:
-        """Add the next event."""
+        """Append the next event."""
         self.texts.append(item.text)
         self.token_ids += item.token_ids
         self.logprobs += item.logprobs
@@ -55,7 +58,7 @@ class Collected:
 
 
 class Whole(ABC):
-    """A reply that is sent once everything is there."""
+    """A reply that is sent as one JSON object after the last event."""
 
     def __init__(self, num_choices: int) -> None:
         self.parts = [Collected() for _ in range(num_choices)]
@@ -65,48 +68,48 @@ class Whole(ABC):
         self.parts[item.index].add(item)
 
     def size(self) -> int:
-        """About how many bytes of log probabilities `answer` encodes."""
+        """The approximate size in bytes of the log probabilities in the reply."""
         of_prompts = [piece for part in self.parts for piece in part.prompt_logprobs or ()]
         return logprobs_size(of_prompts, *(part.logprobs for part in self.parts))
 
     @abstractmethod
     def answer(self) -> Any:
-        """The reply, after the last event."""
+        """The reply object; called after the last event."""
 
 
 class Framer(ABC):
-    """A reply that is sent as a stream; each piece is one or more server-sent events."""
+    """Frames a reply as a stream of pieces, each of which is one or more server-sent events."""
 
     def first(self) -> bytes:
-        """The piece before any token, if there is one."""
+        """The piece to send before any token; may be empty."""
         return b""
 
     def size(self, item: GenerationEvent) -> int:
-        """About how many bytes of log probabilities `delta` encodes for this event, if many."""
+        """The approximate size in bytes of `delta(item)` if it may be large, else 0."""
         return 0
 
     @abstractmethod
     def delta(self, item: GenerationEvent) -> bytes:
-        """The piece for an event; empty if there is nothing to show."""
+        """The piece for an event; empty if there is nothing to send yet."""
 
     @abstractmethod
     def last(self) -> bytes:
-        """The piece after the last event."""
+        """The piece to send after the last event."""
 
     def failed(self, error: APIError) -> bytes:
-        """The piece that ends the stream if it cannot go on."""
+        """The last piece of a stream that ends with an error."""
         return event(error_body(error))
 
 
 class Reply:
-    """What a whole reply and a stream of OpenAI's chunks both carry."""
+    """The contents that whole replies and streams of a request share."""
 
     def __init__(self, services: Services, body: GenerationBody, generation: Generation) -> None:
         self.services = services
         self.options = body
         self.generation = generation
         self.job = generation.job
-        # The first fields of a reply and of each chunk: id, time, model, fingerprint.
+        # The first fields of a reply and of each chunk: id, created, model, system_fingerprint.
         self.head = (self.job.request_id, int(time.time()), body.model, services.fingerprint)
 
     def usage(self) -> Usage:
@@ -115,24 +118,27 @@ class Reply:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The tokens of reasoning so far."""
+        """The number of reasoning tokens so far."""
         return 0
 
     def metrics(self) -> ReplyMetrics | UnsetType:
-        """What became of the drafts; unset unless it was asked for."""
+        """The speculation metrics; UNSET unless requested."""
         return reply_metrics(self.services, self.options.speculative, self.generation.choices)
 
 
 @dataclass(slots=True)
 class StreamedChoice:
-    """What a stream has shown of one choice."""
+    """The state of one choice in a stream."""
 
-    began: bool = False
+    began: bool = False  # its first content was framed; what follows may be text alone
     num_silent: int = 0  # tokens since the last chunk
-    around: tuple[bytes, bytes] | None = None  # the text of a chunk that has nothing else
+    around: tuple[bytes, bytes] | None = None  # bytes before and after a chunk's text
 
     def is_overdue(self, num_tokens: int, shown: bool) -> bool:
-        """Count tokens; true if an empty chunk must show that they come, though without text."""
+        """Count tokens; whether to send an empty chunk as a sign of life.
+
+        `shown` means that a chunk is sent for these tokens anyway.
+        """
         self.num_silent = 0 if shown else self.num_silent + num_tokens
         if self.num_silent < MAX_SILENT_TOKENS:
             return False
@@ -141,9 +147,10 @@ class StreamedChoice:
 
 
 class ChunkFramer(Framer):
-    """Frames OpenAI's chunks. What is around the text of a chunk is encoded once for each choice.
+    """Frames a stream of OpenAI's chunks.
 
-    It is cut out of a chunk that was encoded as usual, so both are the same bytes by construction.
+    Most chunks of a choice differ only in their text, so the bytes around the text are encoded once
+    and reused. They are cut from a chunk with a placeholder, so reuse cannot change the encoding.
     """
 
     def __init__(self, reply: Reply) -> None:
@@ -154,20 +161,20 @@ class ChunkFramer(Framer):
 
     @abstractmethod
     def chunk(self, choices: list[Any]) -> ChatChunk | Completion:
-        """A chunk with these choices."""
+        """A chunk that contains these choices."""
 
     @abstractmethod
     def choices(
         self, item: GenerationEvent, streamed: StreamedChoice
     ) -> Sequence[ChunkChoice | CompletionChoice]:
-        """What each chunk for an event holds."""
+        """The choices to send for an event, one per chunk."""
 
     @abstractmethod
     def text_choice(self, index: int, text: str) -> ChunkChoice | CompletionChoice | None:
-        """What a chunk of text and nothing else holds; None if there is more to tell."""
+        """The choice of a text-only chunk; None if this choice's chunks hold more than text."""
 
     def delta(self, item: GenerationEvent) -> bytes:
-        """One chunk or more. All that came with an event is sent at once: see `EventStream`."""
+        """The chunks for an event as one piece, as `EventStream` requires."""
         streamed = self._streamed[item.index]
         around, text = streamed.around, item.text
         if around is not None and text and not (item.finish_reason or item.logprobs):
@@ -181,7 +188,7 @@ class ChunkFramer(Framer):
         return b"".join([self.framed(self.chunk([choice]), encoder) for choice in choices])
 
     def last(self) -> bytes:
-        """The usage, if it is wanted, and the end."""
+        """The usage chunk, if requested, and the end of the stream."""
         if not self._reply.options.wants_usage:
             return DONE
         chunk = self.chunk([])
@@ -191,7 +198,7 @@ class ChunkFramer(Framer):
     def framed(
         self, chunk: ChatChunk | Completion, encoder: Callable[[Any], bytes] = encode
     ) -> bytes:
-        """The chunk as an event, with the usage so far if that is wanted."""
+        """The chunk as a server-sent event, with the usage so far if requested."""
         options = self._reply.options
         if options.wants_usage:
             chunk.usage = self._reply.usage() if options.wants_running_usage else None

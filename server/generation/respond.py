@@ -1,4 +1,4 @@
-"""Runs a generation and answers with it, whole or as a stream; the same for every endpoint."""
+"""Runs a generation and sends the reply, whole or as a stream; the same for every endpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from .reply import Framer, Whole
 
 
 async def respond(request: Request, generation: Generation, reply: Whole | Framer) -> Response:
-    """Submit the generation and answer.
+    """Submit the generation and return the response.
 
-    A stream's status stays open until its first event if the engine may still refuse the request:
-    it compiles grammars itself.
+    With a grammar, a streamed response starts only after its first event: the engine compiles the
+    grammar, and a refusal must still be able to set the HTTP status.
     """
     generation.submit()
     if isinstance(reply, Framer):
@@ -50,7 +50,10 @@ async def _answer(generation: Generation, reply: Whole) -> Any:
 async def _pieces(
     events: AsyncGenerator[GenerationEvent, None], begun: list[GenerationEvent], reply: Framer
 ) -> AsyncGenerator[bytes, None]:
-    """Events that are there already are in the first piece, since `live` may go on after each."""
+    """Yield the pieces of the stream.
+
+    The events in `begun` join the first piece, because `live` may continue after any piece.
+    """
     async with aclosing(events):
         first = reply.first() + b"".join([reply.delta(item) for item in begun])
         if first:

@@ -1,7 +1,6 @@
-"""What every route works with, as one value made once by `create_app`; and the engine's interface.
+"""The services that routes use, created once by `create_app`, and the engine's interface.
 
-Routes take this instead of globals. The protocol says what is used of the engine client, so tests
-can script one.
+Routes receive them as an argument instead of using globals.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ..text.tokenizer import Tokenizer
 
 
 class Engine(Protocol):
-    """What the routes use of the engine client."""
+    """The part of `EngineClient` that routes use, so that tests can script an engine."""
 
     health: Health
     stats: Callable[[StepStats], None] | None
@@ -48,7 +47,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Services:
-    """The parts that a route needs."""
+    """The objects that routes share."""
 
     config: Config
     engine: Engine
@@ -62,21 +61,21 @@ class Services:
     created: int  # Unix time at which this server started
 
     template_children: TemplateChildren
-    guard: ContentGuard | None = None  # of what clients write in chats
-    capture: TrafficCapture | None = None  # only where the operator asked for it
+    guard: ContentGuard | None = None  # masks special tokens in the contents of chats
+    capture: TrafficCapture | None = None  # set by --capture-traffic
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names clients may use; replies carry the one the client used."""
+        """The model names that clients may use. Replies repeat the name that the client used."""
         return self.config.server.served_model_name or (self.config.model.model,)
 
     def check_model(self, name: str) -> None:
-        """Raise ModelNotFound unless the name is served."""
+        """Raise ModelNotFound unless the server serves a model of this name."""
         if name not in self.model_names:
             raise ModelNotFound(name, self.model_names)
 
     def check_ready(self) -> None:
-        """Raise NotReady unless the engine takes requests."""
+        """Raise NotReady unless the engine accepts requests."""
         report = self.engine.health.report
         if not report.is_ready:
             raise NotReady(report.state, report.detail, report.retry_after)

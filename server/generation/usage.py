@@ -1,4 +1,4 @@
-"""OpenAI's usage object from a request's counts, and what became of its drafts."""
+"""Builds OpenAI's usage object and the speculation metrics of a reply."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .services import Services
 
 
 def usage(counts: TokenCounts, reasoning_tokens: int = 0) -> Usage:
-    """All choices together; the prompt counts once."""
+    """The usage object of a request: all choices together, each prompt counted once."""
     return Usage(
         prompt_tokens=counts.prompt,
         completion_tokens=counts.completion,
@@ -37,7 +37,10 @@ def usage(counts: TokenCounts, reasoning_tokens: int = 0) -> Usage:
 def reply_metrics(
     services: Services, asked: Speculative | None, choices: Sequence[ChoiceText]
 ) -> ReplyMetrics | UnsetType:
-    """What a reply tells of its drafts; unset where nobody asked or nothing drafts."""
+    """The speculation metrics of a reply; UNSET if not requested or without a drafter.
+
+    `asked` overrides the server's --per-request-spec-decode-metrics.
+    """
     level = services.config.server.per_request_spec_decode_metrics
     if asked is not None and asked.metrics is not None:
         level = asked.metrics
@@ -51,7 +54,10 @@ def reply_metrics(
 def speculative_metrics(
     steps: Sequence[tuple[int, int]], most: int, detailed: bool = False
 ) -> SpeculativeMetrics:
-    """From (accepted, drafted) of each verification step; `most` is K."""
+    """The metrics of the (accepted, drafted) pairs of all verification steps.
+
+    `most` is the maximum draft length K. `detailed` adds the pairs themselves.
+    """
     histogram = [0] * (most + 1)
     by_length: dict[int, list[int]] = {}
     for accepted, drafted in steps:

@@ -12,8 +12,8 @@ from fastapi import FastAPI, Response
 from ..errors import NotSupported
 
 _ADVICE = (
-    "This server has no page of its API; it would with `pip install 'slipstream[docs]'`. "
-    "The API's document is /openapi.json."
+    "The API page is not installed; `pip install 'slipstream[docs]'` adds it. "
+    "The OpenAPI document is at /openapi.json."
 )
 
 

@@ -38,7 +38,7 @@ _MAX_NAMES_AT_ONCE = 20
 _PIECE = 1 << 20  # bytes looked through in one go
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
-_LONE_SURROGATE = "a string of it holds half of a surrogate pair, which is no character"
+_LONE_SURROGATE = "one of its strings contains half of a surrogate pair, which is not a character"
 
 
 class BodyReader:
@@ -62,7 +62,7 @@ class BodyReader:
             name = name[:80]
             if name not in self._logged and len(self._logged) < _MAX_NAMES:
                 self._logged.add(name)
-                logger.warning("the parameter %r is not known and has no effect", name)
+                logger.warning("ignoring the unknown parameter %r", name)
         return body
 
     async def _bytes(self, request: Request) -> bytes:

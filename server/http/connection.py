@@ -25,7 +25,7 @@ MAX_CONNECTIONS = 8192
 _OTHER_FILES = 256  # that the process opens beside connections
 MAX_PIPELINED = 32  # requests that wait while another is answered
 _HEAD_LIMIT = f"{MAX_HEAD_BYTES >> 10} KiB"
-_TOO_MANY = f"More than {MAX_PIPELINED} requests came before the first of them was answered."
+_TOO_MANY = f"More than {MAX_PIPELINED} pipelined requests wait for an answer on this connection."
 _LOOKS = 4  # within one time-out
 _WITHOUT_CHUNKS = ("0.9", "1.0")  # versions of HTTP
 
@@ -38,7 +38,7 @@ class TooManyConnections(APIError):
     code = "too_many_connections"
 
     def __init__(self) -> None:
-        super().__init__("The server has no connection free. Try again in 1 s.")
+        super().__init__("The server has no free connection. Try again in 1 s.")
 
 
 class _ChunkWriter:

@@ -137,7 +137,7 @@ class Speculative(Body):
         unknown = sorted(self.model_extra or ())
         if unknown:  # it is ours alone, so that nobody else gives such a key a meaning
             known = ", ".join(type(self).model_fields)
-            raise ValueError(f"{unknown[0][:40]!r} is not a key of it; it has {known}")
+            raise ValueError(f"unknown key {unknown[0][:40]!r}; the known keys are {known}")
         return self
 
 

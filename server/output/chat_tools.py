@@ -123,7 +123,7 @@ def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
     if not wish.tools or wish.mode == "none":
         return plain
     if constraint is not None and forced:
-        raise _wrong(wish.param, "forced calls leave no room for another output format")
+        raise _wrong(wish.param, "forced tool calls cannot be combined with another output format")
     try:
         schemas = [(tool.get("function") or tool).get("parameters") or {} for tool in wish.tools]
         budget = Budget.of(*schemas)
@@ -134,7 +134,7 @@ def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
             grammar = model.strict_grammar(wish.tools, budget)
     except SchemaError as error:
         param = "functions" if wish.legacy else "tools"
-        raise _wrong(param, f"wrong parameters: {error}") from None
+        raise _wrong(param, f"invalid parameters: {error}") from None
     if wish.mode == "auto":
         return replace(
             plain, tools=wish.tools, grammar=grammar, parallel=wish.parallel, legacy=wish.legacy
@@ -188,7 +188,7 @@ def _wish(body: ChatCompletionRequest) -> _Wish:
 def _wish_of_functions(body: ChatCompletionRequest) -> _Wish:
     """`functions` and `function_call`, which `tools` followed: one call at most."""
     if body.tools or body.tool_choice is not None:
-        raise _wrong("functions", "they are not allowed beside 'tools'")
+        raise _wrong("functions", "they cannot be combined with 'tools' or 'tool_choice'")
     functions = [each.model_dump(exclude_none=True) for each in body.functions or ()]
     tools = [{"type": "function", "function": function} for function in functions]
     choice = body.function_call
@@ -200,7 +200,7 @@ def _wish_of_functions(body: ChatCompletionRequest) -> _Wish:
 
 def _refuse_unknown(names: set[str], param: str) -> None:
     for name in sorted(names)[:1]:
-        raise _wrong(param, f"there is no tool {name[:64]!r}")
+        raise _wrong(param, f"unknown tool {name[:64]!r}")
 
 
 def _wrong(param: str, reason: str) -> InvalidRequest:

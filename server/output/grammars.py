@@ -104,7 +104,7 @@ def json_schema_grammar(schema: Any, param: str, strict: bool = True) -> Grammar
     if isinstance(schema, str):
         schema = _parsed(schema, param)
     if not isinstance(schema, dict | bool):
-        raise _invalid(param, "a JSON schema is an object")
+        raise _invalid(param, "a JSON schema must be an object")
     try:
         text = _encode(prepare_schema(schema, strict))
     except SchemaError as error:
@@ -170,7 +170,7 @@ def _structural_tag(given: dict[str, Any] | str | None, param: str) -> GrammarSp
         return None
     tag = _parsed(given, param) if isinstance(given, str) else given
     if not isinstance(tag, dict):
-        raise _invalid(param, "a structural tag is an object")
+        raise _invalid(param, "a structural tag must be an object")
     try:
         text = _encode(_prepared_tag(tag, Budget(MAX_PARTS), Budget(MAX_GIVEN_PARTS)))
     except (SchemaError, RegexError) as error:
@@ -200,8 +200,8 @@ def _prepared_tag(tag: Any, budget: Budget, given: Budget) -> Any:
 
 def _short(text: str, param: str, what: str) -> str:
     if len(text) > MAX_GRAMMAR_CHARS:
-        reason = f"the {what} comes to {len(text)} characters, at most {MAX_GRAMMAR_CHARS} can be"
-        raise _invalid(param, f"{reason} compiled")
+        limit = f"the maximum is {MAX_GRAMMAR_CHARS}"
+        raise _invalid(param, f"the {what} has {len(text)} characters; {limit}")
     return text
 
 

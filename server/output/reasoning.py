@@ -93,7 +93,7 @@ def reasoning_parser_class(name: str) -> type[ReasoningParser]:
     """The parser of a format. Raises ValueError for a name that is not in REASONING_PARSERS."""
     if name not in _PARSERS:
         known = ", ".join(_PARSERS)
-        raise ValueError(f"There is no reasoning parser {name!r}; there are {known}.")
+        raise ValueError(f"Unknown reasoning parser {name!r}. Available: {known}.")
     return _PARSERS[name]
 
 

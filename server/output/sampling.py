@@ -94,7 +94,7 @@ def check_logprobs(body: GenerationBody, logprobs: int | None, limit: int) -> No
     for value, param in ((logprobs, name), (body.prompt_logprobs, "prompt_logprobs")):
         if value is not None and value > limit:
             raise InvalidRequest(
-                f"Invalid value for '{param}': at most {limit} are possible, got {value}.",
+                f"Invalid value for '{param}': the maximum is {limit}, got {value}.",
                 param,
                 "invalid_value",
             )
@@ -117,9 +117,9 @@ def check_prompt_logprobs(
     count = num_tokens * (min(top, limits.vocab_size) + 1)
     if count > MAX_PROMPT_LOGPROBS:
         raise InvalidRequest(
-            f"The reply would hold {count} log probabilities: of {num_tokens} prompt tokens, "
-            f"{top} alternatives and the token itself each. At most {MAX_PROMPT_LOGPROBS} are "
-            "possible: ask for fewer alternatives, or send a shorter prompt.",
+            f"The reply would contain {count} log probabilities: {num_tokens} prompt tokens, each "
+            f"with {top} alternatives and its own. The maximum is {MAX_PROMPT_LOGPROBS}: ask for "
+            "fewer alternatives or send a shorter prompt.",
             param,
             "invalid_value",
         )
@@ -129,7 +129,9 @@ def check_stops(body: GenerationBody) -> None:
     """Refuse more stop strings than are watched for, and stream options without a stream."""
     if len(body.stops) > MAX_STOPS:
         raise InvalidRequest(
-            f"Invalid value for 'stop': at most {MAX_STOPS} strings.", "stop", "invalid_value"
+            f"Invalid value for 'stop': at most {MAX_STOPS} strings are allowed.",
+            "stop",
+            "invalid_value",
         )
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest(
@@ -144,7 +146,8 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(
-            f"Invalid value for '{param}': {wrong} is no token id, there are {vocab_size} tokens.",
+            f"Invalid value for '{param}': {wrong} is not a valid token id "
+            f"(the vocabulary has {vocab_size} tokens).",
             param,
             "invalid_value",
         )
@@ -157,14 +160,14 @@ def logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, flo
         # isdecimal alone would let "٣" and a million digits through.
         if not (key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < vocab_size):
             raise InvalidRequest(
-                f"Invalid value for 'logit_bias': {key[:40]!r} is no token id, "
-                f"there are {vocab_size} tokens.",
+                f"Invalid value for 'logit_bias': {key[:40]!r} is not a valid token id "
+                f"(the vocabulary has {vocab_size} tokens).",
                 "logit_bias",
                 "invalid_value",
             )
         if not -100 <= value <= 100:
             raise InvalidRequest(
-                f"Invalid value for 'logit_bias': the bias of {key} must be in -100 … 100.",
+                f"Invalid value for 'logit_bias': the bias of {key} must be between -100 and 100.",
                 "logit_bias",
                 "invalid_value",
             )
@@ -181,8 +184,8 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
     ids = [list(each) for each in dict.fromkeys(map(tuple, found)) if each]
     if (count := sum(map(len, ids))) > MAX_BAD_WORD_TOKENS:
         raise InvalidRequest(
-            f"Invalid value for 'bad_words': the words have {count} tokens, with and without a "
-            f"space before them; at most {MAX_BAD_WORD_TOKENS} are possible.",
+            f"Invalid value for 'bad_words': the words have {count} tokens, counted with and "
+            f"without a leading space; the maximum is {MAX_BAD_WORD_TOKENS}.",
             "bad_words",
             "invalid_value",
         )

@@ -77,8 +77,8 @@ def bind(server: ServerConfig) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, proto)
     except (OSError, UnicodeError) as error:  # UnicodeError: no name could be so
-        why = getattr(error, "strerror", None) or "no name of a host is like that"
-        raise LaunchError(f"--host {server.host} is not an address: {why}") from None
+        why = getattr(error, "strerror", None) or "it is not a valid host name"
+        raise LaunchError(f"cannot resolve --host {server.host}: {why}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if unsent := getattr(socket, "TCP_NOTSENT_LOWAT", None):
@@ -95,9 +95,9 @@ def bind(server: ServerConfig) -> socket.socket:
 def _unusable(server: ServerConfig, error: OSError) -> LaunchError:
     why = (error.strerror or str(error)).lower()
     if error.errno == errno.EADDRNOTAVAIL:
-        return LaunchError(f"--host {server.host} is no address of this machine ({why})")
-    where = f"port {server.port} on {server.host}"
-    return LaunchError(f"{where} cannot be used ({why}): choose another with --port")
+        return LaunchError(f"cannot bind to {server.host}: it is not an address of this machine")
+    where = f"port {server.port} of {server.host}"
+    return LaunchError(f"cannot listen on {where} ({why}): choose another with --port")
 
 
 class Launch:

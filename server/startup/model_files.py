@@ -150,7 +150,9 @@ def _gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
 def _check_length(wanted: int | None, model: dict[str, Any]) -> None:
     longest = context_length(model)
     if longest is not None and wanted is not None and wanted > longest:
-        raise ModelFilesError(f"--max-model-len {wanted} is beyond the model's {longest} tokens")
+        raise ModelFilesError(
+            f"--max-model-len {wanted} exceeds the model's context length of {longest} tokens"
+        )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -180,7 +182,7 @@ def _safetensors(folder: Path) -> Iterator[Path]:
     paths = [folder / name for name in sorted(set(files.values()))]
     missing = [path.name for path in paths if not path.exists()]
     if missing:
-        raise ModelFilesError(f"{folder} lacks the weight file {', '.join(missing)}.")
+        raise ModelFilesError(f"{folder} is missing the weight file {', '.join(missing)}.")
     yield from paths
 
 
@@ -196,14 +198,14 @@ def _check_safetensors(path: Path) -> tuple[int, int]:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
-                raise broken("its header is not whole")
+                raise broken("its header is truncated")
             header = json.loads(file.read(length))
         tensors = [value for key, value in header.items() if key != "__metadata__"]
         end = max((int(tensor["data_offsets"][1]) for tensor in tensors), default=0)
     except OSError as error:
         raise broken(error.strerror or "an input error") from error
     except (ArithmeticError, ValueError, RecursionError, TypeError, LookupError, AttributeError):
-        raise broken("its header makes no sense") from None
+        raise broken("its header is malformed") from None
     if size != 8 + length + end:
-        raise broken(f"it has {size} bytes, and its header says {short(8 + length + end)}")
+        raise broken(f"it has {size} bytes, but its header implies {short(8 + length + end)}")
     return len(tensors), end

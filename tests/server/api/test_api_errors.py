@@ -191,7 +191,7 @@ async def test_parameters_that_are_wrong_together_are_told_without_a_name() -> N
         error = error_of(await client.post("/tokenize", json={}), 400)
     assert error["param"] is None
     assert error["message"] == (
-        "Invalid request: exactly one of 'prompt' and 'messages' is needed."
+        "Invalid request: exactly one of 'prompt' and 'messages' must be given."
     )
 
 

@@ -234,7 +234,7 @@ async def test_truncation_drops_the_start_where_it_is_asked_for() -> None:
 
 async def test_stored_responses_do_not_exist() -> None:
     async with sdk_client(app_for(ScriptedEngine())) as client:
-        with pytest.raises(openai.NotFoundError, match="stores no responses"):
+        with pytest.raises(openai.NotFoundError, match="does not store responses"):
             await client.responses.retrieve("resp_1")
 
 

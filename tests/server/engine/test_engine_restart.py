@@ -152,7 +152,7 @@ async def test_the_end_of_the_supervisor_shows(
     await anext(stream)
     assert client.worker_pid is not None
     os.kill(client.worker_pid, signal.SIGKILL)
-    with pytest.raises(EngineDead, match="not watched any more"):
+    with pytest.raises(EngineDead, match="no longer supervised"):
         await tokens(stream)
     assert client.state == "failed"
     assert "restart the server" in client.health.report.detail

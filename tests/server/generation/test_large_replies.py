@@ -154,4 +154,4 @@ async def test_log_probabilities_of_prompts_have_a_limit(
         return
     error = msgspec.json.decode(answer.content)["error"]
     assert (answer.status_code, error["param"]) == (400, param)
-    assert "At most 100 are possible" in error["message"]
+    assert "The maximum is 100" in error["message"]

@@ -240,7 +240,7 @@ async def test_bad_words_have_a_limit_on_their_tokens() -> None:
         answer = await client.post("/v1/chat/completions", json=body)
     error = answer.json()["error"]
     assert answer.status_code == 400 and error["param"] == "bad_words"
-    assert "at most 16384 are possible" in error["message"]
+    assert "the maximum is 16384" in error["message"]
 
 
 def nested_choices(size: int) -> dict[str, Any]:

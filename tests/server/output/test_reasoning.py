@@ -103,5 +103,5 @@ def test_the_format_is_read_off_the_template() -> None:
 
 def test_names() -> None:
     assert REASONING_PARSERS == REASONING_FORMATS  # which the flag takes
-    with pytest.raises(ValueError, match="no reasoning parser 'x'; there are deepseek_r1"):
+    with pytest.raises(ValueError, match="Unknown reasoning parser 'x'. Available: deepseek_r1"):
         reasoning_parser_class("x")

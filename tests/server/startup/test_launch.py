@@ -290,7 +290,7 @@ def test_busy_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
         assert serve(make_config(port)) == 1
     shown = capsys.readouterr().err
     assert shown == (
-        f"slipstream serve: error: port {port} on 127.0.0.1 cannot be used "
+        f"slipstream serve: error: cannot listen on port {port} of 127.0.0.1 "
         "(address already in use): choose another with --port\n"
     )
 
@@ -298,10 +298,13 @@ def test_busy_port_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("host", "words"),
     [
-        ("no.such.host.invalid", "--host no.such.host.invalid is not an address: "),
-        ("a..b", "--host a..b is not an address: "),
-        ("x" * 70, "--host x+ is not an address: "),
-        ("192.0.2.1", "--host 192.0.2.1 is no address of this machine "),  # of documents only
+        ("no.such.host.invalid", "cannot resolve --host no.such.host.invalid: "),
+        ("a..b", "cannot resolve --host a..b: "),
+        ("x" * 70, "cannot resolve --host x+: "),
+        (
+            "192.0.2.1",
+            "cannot bind to 192.0.2.1: it is not an address of this machine",
+        ),  # of documents only
     ],
 )
 def test_a_host_that_is_not_here_is_one_sentence(host: str, words: str) -> None:

@@ -118,7 +118,7 @@ def test_files_of_broken_json_are_one_sentence(model: Path, name: str, text: str
 @pytest.mark.parametrize(
     ("weight_map", "words"),
     [
-        ({"a": "gone.safetensors"}, "lacks the weight file gone.safetensors"),
+        ({"a": "gone.safetensors"}, "is missing the weight file gone.safetensors"),
         ({"a": "../../secret"}, "is not a valid safetensors index"),
         ({"a": ""}, "is not a valid safetensors index"),
         ({"a": 7}, "is not a valid safetensors index"),

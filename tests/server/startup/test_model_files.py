@@ -111,16 +111,16 @@ def header(path: Path, text: bytes) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda p: cut(p, -1), "it has 199 bytes, and its header says 200"),
-        (lambda p: cut(p, 40), "its header is not whole"),
-        (lambda p: cut(p, 0), "its header is not whole"),
+        (lambda p: cut(p, -1), "it has 199 bytes, but its header implies 200"),
+        (lambda p: cut(p, 40), "its header is truncated"),
+        (lambda p: cut(p, 0), "its header is truncated"),
         (lambda p: p.write_bytes(p.read_bytes() + b"x"), "it has 201 bytes"),
-        (lambda p: p.write_bytes(b"<html>404 Not Found</html>"), "its header is not whole"),
-        (lambda p: header(p, b"{"), "its header makes no sense"),
-        (lambda p: header(p, b"[1]"), "its header makes no sense"),
-        (lambda p: header(p, b'{"a": {"dtype": "F32"}}'), "its header makes no sense"),
-        (lambda p: header(p, b"[" * 100_000), "its header makes no sense"),
-        (lambda p: header(p, b"\xff\xfe"), "its header makes no sense"),
+        (lambda p: p.write_bytes(b"<html>404 Not Found</html>"), "its header is truncated"),
+        (lambda p: header(p, b"{"), "its header is malformed"),
+        (lambda p: header(p, b"[1]"), "its header is malformed"),
+        (lambda p: header(p, b'{"a": {"dtype": "F32"}}'), "its header is malformed"),
+        (lambda p: header(p, b"[" * 100_000), "its header is malformed"),
+        (lambda p: header(p, b"\xff\xfe"), "its header is malformed"),
     ],
 )
 def test_a_broken_safetensors_file_is_named(
@@ -139,7 +139,7 @@ def test_missing_shards_and_broken_indexes_are_named(tmp_path: Path) -> None:
     model = folder(tmp_path / "m")
     index = model / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "two.safetensors"}}))
-    with pytest.raises(ModelFilesError, match="lacks the weight file two.safetensors"):
+    with pytest.raises(ModelFilesError, match="is missing the weight file two.safetensors"):
         check_model_files(config(model))
     for text in ("{", "[]", '{"weight_map": 3}', '{"weight_map": {"a": 3}}'):
         index.write_text(text)
@@ -191,25 +191,25 @@ def test_a_length_beyond_the_model_is_refused_from_its_config(
 ) -> None:
     model = folder(tmp_path / "m", **values)
     check_model_files(config(model, max_model_len=longest, hf_overrides=overrides))
-    with pytest.raises(ModelFilesError, match=f"--max-model-len {longest + 1} is beyond"):
+    with pytest.raises(ModelFilesError, match=f"--max-model-len {longest + 1} exceeds"):
         check_model_files(config(model, max_model_len=longest + 1, hf_overrides=overrides))
 
 
 def test_a_length_beyond_a_gguf_model_is_refused(tmp_path: Path) -> None:
     gguf_file(tmp_path / "m.gguf")
-    with pytest.raises(ModelFilesError, match="--max-model-len 101 is beyond the model's 100"):
+    with pytest.raises(ModelFilesError, match="--max-model-len 101 exceeds the model's .* of 100"):
         check_model_files(config(tmp_path, max_model_len=101))
     path = gguf_file(tmp_path / "m.gguf")
-    with pytest.raises(ModelFilesError, match="--max-model-len 101 is beyond the model's 100"):
+    with pytest.raises(ModelFilesError, match="--max-model-len 101 exceeds the model's .* of 100"):
         check_model_files(config(path, max_model_len=101))
-    with pytest.raises(ModelFilesError, match="8193 is beyond the model's 8192 tokens"):
+    with pytest.raises(ModelFilesError, match="8193 exceeds the model's context length of 8192"):
         check_model_files(load_config({"max_model_len": 8193}))
 
 
 def test_a_gguf_model_stretched_by_yarn_takes_its_factor_times_the_original(tmp_path: Path) -> None:
     path = gguf_file(tmp_path / "m.gguf", yarn_factor=4.0)
     check_model_files(config(path, max_model_len=400))
-    with pytest.raises(ModelFilesError, match="--max-model-len 401 is beyond the model's 400"):
+    with pytest.raises(ModelFilesError, match="--max-model-len 401 exceeds the model's .* of 400"):
         check_model_files(config(path, max_model_len=401))
 
 
