@@ -310,8 +310,7 @@ def as_api_error(error: BaseException) -> APIError:
 def outcome_of(error: BaseException | None) -> str | None:
     """How metrics count a request that did not finish.
 
-    "abort" if the client disconnected, "error" if it failed, None if it was refused with a 4xx:
-    refused requests are not counted.
+    "abort" if the client disconnected, "error" if it failed, None (not counted) if it was refused.
     """
     if isinstance(error, APIError) and error.status < 500:
         return None
@@ -331,10 +330,7 @@ def error_response(error: APIError) -> Response:
 
 
 def invalid_value(error: ValidationError, body: object, prefix: str = "") -> InvalidRequest:
-    """Pydantic's validation error as a 400 that names the parameter in `body`.
-
-    Only one of several problems is reported. `prefix` is put before the parameter's name.
-    """
+    """One problem that pydantic found, as a 400 that names `prefix` plus the parameter in `body`."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     named = [(parameter_name(each["loc"], body, each["type"] == "missing"), each) for each in found]
     # For a union, report the member that matched deepest: it is probably the intended one.
@@ -362,8 +358,7 @@ def _cut(text: str) -> str:
 def parameter_name(loc: Sequence[str | int], body: object, missing: bool = False) -> str:
     """A pydantic error location as a parameter name, such as `messages[0].content`.
 
-    Parts of the location that only name a union's member are left out. `missing` means that the
-    last part is a required field that `body` lacks.
+    Parts that only name a union's member are left out. If `missing`, `body` lacks the last part.
     """
     name, here = "", body
     for number, part in enumerate(loc):
