@@ -330,7 +330,7 @@ def error_response(error: APIError) -> Response:
 
 
 def invalid_value(error: ValidationError, body: object, prefix: str = "") -> InvalidRequest:
-    """One problem that pydantic found, as a 400 that names `prefix` plus the parameter in `body`."""
+    """A problem that pydantic found, as a 400 that names the parameter, with `prefix`."""
     found = error.errors(include_url=False, include_context=False, include_input=False)
     named = [(parameter_name(each["loc"], body, each["type"] == "missing"), each) for each in found]
     # For a union, report the member that matched deepest: it is probably the intended one.

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: parse, render, generate, answer whole or as a stream."""
+"""POST /v1/chat/completions, answered whole or as a stream."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def chat_routes(services: Services) -> APIRouter:
 
 
 async def prepare_chat(services: Services, body: ChatCompletionRequest, form: ChatFormat) -> Job:
-    """The job of a chat; whatever can be refused is refused here."""
+    """The job of a chat. Raises what `prepare` raises."""
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest(
             "'top_logprobs' is only allowed when 'logprobs' is true.",
@@ -70,7 +70,7 @@ async def prepare_chat(services: Services, body: ChatCompletionRequest, form: Ch
 
 
 class _Reply(Reply):
-    """What a whole reply and a stream both make of events."""
+    """Converts the events of a chat; shared by whole replies and streams."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class _Reply(Reply):
         self.body = body
         self._form = form
         self._parsers = [form.parser(self.job.prompt_text) for _ in range(self.job.n)]
-        self._called: set[int] = set()  # choices that call a tool
+        self._called: set[int] = set()  # indices of choices that call a tool
 
     def deltas(self, item: GenerationEvent) -> list[Delta]:
-        """What an event adds to its choice's message."""
+        """The deltas that an event adds to the message of its choice."""
         parser = self._parsers[item.index]
         deltas = parser.push(item.text, item.token_ids)
         if item.finish_reason:
@@ -96,26 +96,26 @@ class _Reply(Reply):
         return deltas
 
     def is_plain(self, index: int) -> bool:
-        """Whether the choice's text is its content."""
+        """Whether all text of the choice is content, without tool calls or reasoning."""
         return isinstance(self._parsers[index], PlainText)
 
     def finish_reason(self, index: int, reason: str) -> str:
-        """OpenAI's reason, from the engine's."""
+        """OpenAI's finish reason for the engine's `reason`."""
         return self._form.finish_reason(reason, index in self._called)
 
     def logprobs(self, entries: Sequence[TokenEntry]) -> ChatLogprobs:
-        """Chat's form of log probabilities."""
+        """The log probabilities of these tokens, in the chat's form."""
         as_ids = bool(self.body.return_tokens_as_token_ids)
         return chat_logprobs(entries, self.services.tokenizer, as_ids)
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The tokens of reasoning so far, of all choices."""
+        """The number of reasoning tokens so far, summed over the choices."""
         return sum(parser.num_reasoning_tokens for parser in self._parsers)
 
 
 class _Whole(Whole):
-    """The reply as one object."""
+    """A chat completion as one JSON object."""
 
     def __init__(self, reply: _Reply) -> None:
         super().__init__(reply.job.n)
@@ -123,13 +123,13 @@ class _Whole(Whole):
         self._messages = [MessageBuilder() for _ in self.parts]
 
     def add(self, item: GenerationEvent) -> None:
-        """Take the next event."""
+        """Append the next event."""
         super().add(item)
         for delta in self._reply.deltas(item):
             self._messages[item.index].add(delta)
 
     def answer(self) -> ChatCompletion:
-        """The reply, after the last event."""
+        """The reply object; called after the last event."""
         reply, body = self._reply, self._reply.body
         choices = [self._choice(index, part) for index, part in enumerate(self.parts)]
         answer = ChatCompletion(*reply.head, choices, reply.usage())
@@ -154,14 +154,14 @@ class _Whole(Whole):
 
 
 class _Framer(ChunkFramer):
-    """The reply as a stream: roles, deltas, perhaps the usage, the end."""
+    """A chat completion as a stream: roles, deltas, the usage if requested."""
 
     def __init__(self, reply: _Reply) -> None:
         super().__init__(reply)
         self._chat = reply
 
     def first(self) -> bytes:
-        """The role of each choice; where the message may be calls alone, its content is open."""
+        """A chunk with the role of each choice; `content` is null if only tool calls may follow."""
         pieces = []
         for index in range(self._chat.job.n):
             content = "" if self._chat.is_plain(index) else None
@@ -172,11 +172,11 @@ class _Framer(ChunkFramer):
         return b"".join(pieces)
 
     def text_choice(self, index: int, text: str) -> ChunkChoice | None:
-        """See the base."""
+        """The choice of a text-only chunk, if all text is content."""
         return ChunkChoice(index, Delta(content=text)) if self._chat.is_plain(index) else None
 
     def choices(self, item: GenerationEvent, streamed: StreamedChoice) -> Sequence[ChunkChoice]:
-        """One for each delta; the first carries tokens and logprobs, the last the end."""
+        """One choice per delta: the first has token ids and logprobs, the last a finish reason."""
         body, deltas = self._chat.body, self._chat.deltas(item)
         overdue = streamed.is_overdue(len(item.token_ids), bool(deltas))
         must = item.finish_reason or item.logprobs or (body.return_token_ids and item.token_ids)
@@ -195,5 +195,5 @@ class _Framer(ChunkFramer):
         return choices
 
     def chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
-        """See the base."""
+        """A chunk that contains these choices."""
         return ChatChunk(*self._chat.head, choices)

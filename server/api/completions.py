@@ -1,4 +1,4 @@
-"""POST /v1/completions: parse, generate, answer whole or as a stream."""
+"""POST /v1/completions, answered whole or as a stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..openai_types.completions import CompletionRequest
 from ..openai_types.replies import Completion, CompletionChoice, CompletionLogprobs, Usage
 from ..text.choice_text import GenerationEvent, TokenEntry
 
-DEFAULT_MAX_TOKENS = 16  # OpenAI's
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default
 
 
 def completion_routes(services: Services) -> APIRouter:
@@ -76,16 +76,16 @@ def _check(body: CompletionRequest, n: int, best_of: int) -> None:
 
 
 class _Reply(Reply):
-    """What a whole reply and a stream both make of events and of an echoed prompt."""
+    """Converts events and echoed prompts; shared by whole replies and streams."""
 
     def __init__(self, services: Services, body: CompletionRequest, generation: Generation) -> None:
         super().__init__(services, body, generation)
         self.body = body
-        self.only_echo = body.max_tokens == 0  # one token is generated all the same
+        self.only_echo = body.max_tokens == 0  # one token is generated, but not reported
         self._skip = body.skip_special_tokens is not False
 
     def completion(self, choices: list[CompletionChoice]) -> Completion:
-        """The reply, or a chunk, with these choices."""
+        """A reply or a chunk that contains these choices."""
         return Completion(*self.head, choices)
 
     def usage(self) -> Usage:
@@ -96,7 +96,7 @@ class _Reply(Reply):
         return super().usage()
 
     def echo(self, prompt: int) -> str:
-        """The text of a prompt, if it is echoed."""
+        """The echoed text of a prompt, or "" without `echo`."""
         if not self.body.echo:
             return ""
         given = self.body.prompts[prompt]
@@ -105,7 +105,7 @@ class _Reply(Reply):
         return self.services.tokenizer.decode(self.job.prompts[prompt], self._skip)
 
     def logprobs(self, entries: Sequence[TokenEntry], start: int) -> CompletionLogprobs:
-        """Of tokens after `start` characters of echo."""
+        """The log probabilities of output tokens, after `start` characters of echo."""
         as_ids = bool(self.body.return_tokens_as_token_ids)
         return completion_logprobs(entries, self.services.tokenizer, start, as_ids)
 
@@ -116,7 +116,10 @@ class _Reply(Reply):
         prompt: int,
         of_prompt: list[bytes] | None,
     ) -> tuple[str, CompletionLogprobs | None]:
-        """Text and logprobs of a choice's beginning, after the prompt if that is echoed."""
+        """Text and logprobs of the first part of a choice, preceded by those of an echoed prompt.
+
+        `of_prompt` are the packed log probabilities of the prompt.
+        """
         echoed = self.echo(prompt)
         if self.body.logprobs is None:
             return echoed + text, None
@@ -131,7 +134,7 @@ class _Reply(Reply):
 
 
 class _Whole(Whole):
-    """The reply as one object."""
+    """A completion as one JSON object."""
 
     def __init__(self, reply: _Reply) -> None:
         super().__init__(reply.job.num_choices)
@@ -139,7 +142,7 @@ class _Whole(Whole):
         self._n = reply.body.n or 1
 
     def answer(self) -> Completion:
-        """The reply, after the last event."""
+        """The reply object; called after the last event."""
         reply = self._reply
         choices = [
             self._choice(prompt * self._n + place, prompt, self.parts[own])
@@ -151,7 +154,7 @@ class _Whole(Whole):
         return answer
 
     def _best(self, prompt: int) -> list[int]:
-        """The job's choices of a prompt that are shown: best_of's best by mean log probability."""
+        """The indices of a prompt's reported choices: the best n of best_of by mean logprob."""
         n, choices = self._reply.job.n, self._reply.generation.choices
         indices = list(range(prompt * n, (prompt + 1) * n))
         if n == self._n:
@@ -166,7 +169,7 @@ class _Whole(Whole):
         reply, body = self._reply, self._reply.body
         if reply.only_echo:
             part = Collected(finish_reason="length")
-        of_prompt = self.parts[prompt * reply.job.n].prompt_logprobs  # only child 0 computed it
+        of_prompt = self.parts[prompt * reply.job.n].prompt_logprobs  # only choice 0 computes them
         text, logprobs = reply.beginning("".join(part.texts), part.logprobs, prompt, of_prompt)
         choice = CompletionChoice(index, text, logprobs, part.finish_reason, part.stop_reason)
         if body.return_token_ids:
@@ -179,26 +182,26 @@ class _Whole(Whole):
 
 
 class _Framer(ChunkFramer):
-    """The reply as a stream: text, after its prompt's echo, perhaps the usage, the end."""
+    """A completion as a stream: the echoed prompt, text, the usage if requested."""
 
     def __init__(self, reply: _Reply) -> None:
         super().__init__(reply)
         self._completion = reply
-        self._starts = [0] * reply.job.num_choices  # characters of the echo
+        self._starts = [0] * reply.job.num_choices  # choice -> length of its echo in characters
         self._of_prompts: dict[int, list[bytes]] = {}
-        self._waiting: dict[int, list[GenerationEvent]] = {}  # prompt -> events
+        self._waiting: dict[int, list[GenerationEvent]] = {}  # by prompt; wait for its logprobs
 
     def chunk(self, choices: list[CompletionChoice]) -> Completion:
-        """See the base."""
+        """A chunk that contains these choices."""
         return self._completion.completion(choices)
 
     def text_choice(self, index: int, text: str) -> CompletionChoice | None:
-        """See the base."""
+        """The choice of a text-only chunk."""
         only_echo = self._completion.only_echo
         return None if only_echo else CompletionChoice(index, text, stop_reason=UNSET)
 
     def size(self, item: GenerationEvent) -> int:
-        """The first chunk of a choice may have the log probabilities of an echoed prompt."""
+        """The size of the echoed prompt's log probabilities in the first chunk of a choice."""
         if self._streamed[item.index].began:
             return 0
         prompt = item.index // self._completion.job.n
@@ -207,12 +210,12 @@ class _Framer(ChunkFramer):
     def choices(
         self, item: GenerationEvent, streamed: StreamedChoice
     ) -> Sequence[CompletionChoice]:
-        """One for each event that can be shown now."""
+        """The choices of all events that can be sent now."""
         made = [self._choice(each, self._streamed[each.index]) for each in self._ready(item)]
         return [choice for choice in made if choice is not None]
 
     def _ready(self, item: GenerationEvent) -> list[GenerationEvent]:
-        """Child 0 brings the logprobs of an echoed prompt; its siblings wait for them."""
+        """The events to send now; siblings wait for choice 0, which has the prompt's logprobs."""
         body, prompt = self._completion.body, item.index // self._completion.job.n
         if not body.echo or body.logprobs is None:
             return [item]
@@ -224,7 +227,7 @@ class _Framer(ChunkFramer):
         return [item, *self._waiting.pop(prompt, ())]
 
     def _choice(self, item: GenerationEvent, streamed: StreamedChoice) -> CompletionChoice | None:
-        """None if there is nothing to show."""
+        """The choice to send for an event, or None if there is nothing to send yet."""
         reply, body, index = self._completion, self._completion.body, item.index
         prompt, is_first = index // reply.job.n, not streamed.began
         streamed.began = True

@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}: the one model, under each of its names."""
+"""GET /v1/models and /v1/models/{id}: the served model, listed under each of its names."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..generation.services import Services
 
 
 class ModelCard(msgspec.Struct):
-    """One model."""
+    """A model object of OpenAI's API, with vLLM's `max_model_len`."""
 
     id: str
     created: int
@@ -21,14 +21,14 @@ class ModelCard(msgspec.Struct):
 
 
 class ModelList(msgspec.Struct):
-    """All models."""
+    """The reply of GET /v1/models."""
 
     data: list[ModelCard]
     object: str = "list"
 
 
 def model_routes(services: Services) -> APIRouter:
-    """The routes about models."""
+    """The routes that list models."""
     router = APIRouter()
 
     def card(name: str) -> ModelCard:

@@ -1,4 +1,4 @@
-"""What operators ask: /, /health, /metrics, /version; and a clear no for what is not here."""
+"""Routes for operators (/, /health, /metrics, /version) and errors for missing endpoints."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def operation_routes(services: Services) -> APIRouter:
         return report()
 
     for path in ("/health", "/ready", "/ping"):
-        # One route for both methods, so that a 405 names both; the second is for the document.
+        # The first route serves both methods, so that a 405 lists both; the second is documented.
         router.add_api_route(path, health, methods=["GET", "HEAD"], include_in_schema=False)
         router.add_api_route(path, health)
 
@@ -71,7 +71,7 @@ def operation_routes(services: Services) -> APIRouter:
 
 
 def _add_index(router: APIRouter) -> None:
-    """`/`, the address that the start prints: what this is, and where to go on."""
+    """Add `/`, the address printed at start-up: name, version and links."""
 
     async def index(request: Request) -> Response:
         prefix = request.scope.get("root_path", "").rstrip("/")
@@ -82,7 +82,7 @@ def _add_index(router: APIRouter) -> None:
         body = {"name": "slipstream", "version": version(), "links": links}
         return Response(msgspec.json.encode(body), 200, headers, "application/json")
 
-    # As below: one route for both methods, the second for the document.
+    # The first route serves both methods; the second is the one in the OpenAPI document.
     router.add_api_route("/", index, methods=["GET", "HEAD"], include_in_schema=False)
     router.add_api_route("/", index)
 
@@ -100,7 +100,7 @@ def _page(links: dict[str, str]) -> str:
 
 
 def absent_routes() -> APIRouter:
-    """Endpoints of OpenAI's that a text model cannot offer, with a sentence that says so."""
+    """Routes of OpenAI's API that this server does not offer: 404 with an explanation."""
     router = APIRouter()
 
     async def absent(request: Request) -> Any:

@@ -1,6 +1,6 @@
-"""Puts a message's deltas together as the output items of /v1/responses, and tells the events.
+"""Builds the output items of /v1/responses from a message's deltas, and the stream events for them.
 
-One machine for both ways of answering: a whole reply is its items, a stream its events.
+Whole replies use the items, streams use the events.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from typing import Any
 
 from ..openai_types.replies import Delta, ReplyToolCall
 
-Event = dict[str, Any]  # of the stream, without its sequence number
+Event = dict[str, Any]  # a stream event without its sequence number
 
 
 class ResponseItems:
-    """The items so far; at most the last one is open."""
+    """The output items of a response; only the last one can be open, that is, unfinished."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self.logprobs: list[dict[str, Any]] = []  # of tokens whose text comes next
-        self._open = ""  # the open item's type
+        self.logprobs: list[dict[str, Any]] = []  # logprobs of tokens for the next text delta
+        self._open = ""  # type of the open item, or ""
 
     def add(self, delta: Delta) -> list[Event]:
-        """Take a delta; returns its events."""
+        """Add a delta; returns the stream events for it."""
         events: list[Event] = []
         if delta.reasoning_content:
             events += self._text("reasoning", delta.reasoning_content)
@@ -33,7 +33,7 @@ class ResponseItems:
         return events
 
     def finish(self, status: str = "completed") -> list[Event]:
-        """Close the open item; an answer without any gets an empty message."""
+        """Close the open item; returns its events. Without any item, adds an empty message."""
         events = [] if self.items else self._begin("message")
         return events + self._close(status)
 

@@ -1,4 +1,4 @@
-"""POST /v1/responses: a chat in another shape. Nothing is stored between requests."""
+"""POST /v1/responses: served as a chat, in another format. Nothing is stored between requests."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from .response_items import ResponseItems
 
 
 class InputTokens(msgspec.Struct):
-    """How many tokens a request's input has."""
+    """The reply of /v1/responses/input_tokens."""
 
     input_tokens: int
     object: str = "response.input_tokens"
 
 
 def response_routes(services: Services) -> APIRouter:
-    """The route of responses, and a clear no for stored ones."""
+    """The routes of responses; those for stored responses answer 404."""
     router = APIRouter()
 
     @router.post("/v1/responses")
@@ -58,7 +58,7 @@ def response_routes(services: Services) -> APIRouter:
         return Response(msgspec.json.encode(count), media_type="application/json")
 
     async def absent(request: Request) -> Response:
-        if request.path_params.get("response_id") in ("compact", "input_tokens"):  # no ids
+        if request.path_params.get("response_id") in ("compact", "input_tokens"):
             raise HTTPException(405, headers={"Allow": "POST"})
         raise NotSupported("This server does not store responses; send the whole conversation.")
 
@@ -100,7 +100,7 @@ def _check(body: ResponsesRequest) -> None:
 
 
 def _renamed(error: InvalidRequest) -> InvalidRequest:
-    """An error about the chat, in the names of this endpoint."""
+    """An error about a chat's parameter, with this endpoint's name for the parameter."""
     for chat, own in CHAT_NAMES.items():
         if error.param is not None and error.param.startswith(chat):
             error.message = error.message.replace(f"'{error.param}'", f"'{own}'")
@@ -113,7 +113,7 @@ def _without_none(body: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Reply(Whole):
-    """The response of one request as far as it has come."""
+    """The response of one request, built up event by event."""
 
     def __init__(
         self,
@@ -134,19 +134,19 @@ class _Reply(Whole):
 
     @property
     def status(self) -> str:
-        """How the reply ends."""
+        """The final status: "completed", or "incomplete" at the token limit."""
         return "incomplete" if self._reason == "length" else "completed"
 
     def add(self, item: GenerationEvent) -> None:
-        """Take the next event."""
+        """Add the next event."""
         self.events(item)
 
     def answer(self) -> dict[str, Any]:
-        """The response, after the last event."""
+        """The response object; called after the last event."""
         return self.response(self.status)
 
     def events(self, item: GenerationEvent) -> list[dict[str, Any]]:
-        """What an event adds to the items, as the stream says it, without numbers."""
+        """Add an event to the items; returns its stream events without sequence numbers."""
         deltas = self._parser.push(item.text, item.token_ids)
         if item.finish_reason:
             deltas = deltas + self._parser.finish()
@@ -161,7 +161,7 @@ class _Reply(Whole):
         return events
 
     def response(self, status: str, error: APIError | None = None) -> dict[str, Any]:
-        """The response object as it is now."""
+        """The response object in its present state."""
         body = self._body
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         return {
@@ -226,27 +226,27 @@ class _Reply(Whole):
 
 
 class _Framer(Framer):
-    """The reply as a stream of numbered events; a fault ends it with response.failed."""
+    """The response as a stream of numbered events; an error ends it with response.failed."""
 
     def __init__(self, reply: _Reply) -> None:
         self._reply = reply
         self._number = 0
 
     def first(self) -> bytes:
-        """The response without any output."""
+        """The events response.created and response.in_progress."""
         names = ("created", "in_progress")
         return b"".join([self._response(name, "in_progress") for name in names])
 
     def delta(self, item: GenerationEvent) -> bytes:
-        """What an event adds."""
+        """The stream's events for an event of the generation."""
         return b"".join([self._framed(each) for each in self._reply.events(item)])
 
     def last(self) -> bytes:
-        """The whole response."""
+        """The event with the complete response."""
         return self._response(self._reply.status, self._reply.status)
 
     def failed(self, error: APIError) -> bytes:
-        """The response as far as it came."""
+        """The event response.failed, with the output so far."""
         return self._response("failed", "failed", error)
 
     def _response(self, name: str, status: str, error: APIError | None = None) -> bytes:

@@ -1,8 +1,8 @@
-"""POST /v1/speculator: try another draft head in the running server; it stays if it is not worse.
-GET tells which one it has.
+"""POST /v1/speculator tries another draft head in the running server; GET reports the present one.
 
-Acceptance on a built-in probe decides (see `head_verdict`). The probe runs as requests beside all
-others; the weights are exchanged between two steps, so a request notices nothing but other drafts.
+The new head is kept if its acceptance on built-in probe prompts is not worse (see `head_verdict`).
+Probes run as ordinary requests beside all others. Weights are swapped between two steps, so that
+other requests only see different drafts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _PER_DOMAIN, _PROBE_TOKENS = 4, 48
 
 
 class ChangesSpeculator(Engine, Protocol):
-    """The engine client, as far as this route needs more of it."""
+    """The additional part of `EngineClient` that these routes use."""
 
     async def change_speculator(self, action: str, model: str = "") -> None:
-        """Raises SpeculatorRefused, EngineDead."""
+        """See `EngineClient.change_speculator`."""
 
     @property
     def drafter(self) -> str | None: ...
@@ -49,32 +49,32 @@ class ChangesSpeculator(Engine, Protocol):
 
 
 class SpeculatorRequest(Body):
-    """Which head to try."""
+    """The body of POST /v1/speculator."""
 
     model: str = Field(min_length=1)  # folder or hub id of a checkpoint
-    force: bool = False  # keep it whatever the probe says
+    force: bool = False  # keep it even if the probe finds it worse
 
 
 class SpeculatorReply(msgspec.Struct):
-    """What was decided, and on which figures."""
+    """The reply of POST /v1/speculator: the decision and the acceptance rates behind it."""
 
     swapped: bool
     reason: str
-    model: str  # that was tried
+    model: str  # the head that was tried
     acceptance: dict[str, Any]  # "before" and "after"
 
 
 class SpeculatorState(msgspec.Struct):
-    """What drafts."""
+    """The reply of GET /v1/speculator: the present drafter."""
 
     method: str  # "off" without a drafter
-    model: str | None  # as configured or kept since; a worker that is started again begins with it
-    on_trial: str | None  # the head that is being loaded or measured
-    fallback: str | None  # why it is another than was configured or kept, if that was lost
+    model: str | None  # as configured or kept since; a restarted worker loads it
+    on_trial: str | None  # head being loaded or measured
+    fallback: str | None  # why another drafter had to replace it
 
 
 class SpeculatorBusy(APIError):
-    """Another head is being tried."""
+    """Another head is on trial (409)."""
 
     status = 409
     type = "invalid_request_error"
@@ -85,7 +85,7 @@ class SpeculatorBusy(APIError):
 
 
 def speculator_routes(services: Services) -> APIRouter:
-    """The routes; they need the admin's key, which is not a client's."""
+    """The routes; they require the admin API key, not a client's key."""
     router = APIRouter()
     keys = KeyRing(services.config.server.admin_api_key)
     gate = asyncio.Lock()
@@ -103,7 +103,7 @@ def speculator_routes(services: Services) -> APIRouter:
         return Response(msgspec.json.encode(reply), media_type="application/json")
 
     @router.get("/v1/speculator")
-    async def tell_speculator(request: Request) -> Response:
+    async def report_speculator(request: Request) -> Response:
         _check_key(request, keys)
         engine = cast(ChangesSpeculator, services.engine)
         method = engine.ready.speculative_method
@@ -122,22 +122,23 @@ def _check_key(request: Request, keys: KeyRing) -> None:
 
 
 class Trial:
-    """Loads a head, measures the running one and then it in its place, settles which one stays."""
+    """Loads a head, measures the present one and then the new one, and keeps one of them."""
 
     def __init__(self, services: Services) -> None:
         self._services = services
         self._prompts: list[MeasuredPrompt] = []
-        self.model: str | None = None  # that is on trial
+        self.model: str | None = None  # the head on trial
 
     async def run(self, model: str, force: bool) -> SpeculatorReply:
-        """InvalidRequest if the head cannot be loaded; EngineStopped if the worker dies.
+        """Run a whole trial; `force` keeps the new head whatever the verdict.
 
-        Cancelled, the trial is given up: the old head is back before this ends.
+        Raises InvalidRequest if the head cannot be loaded, EngineStopped if the worker dies. If
+        cancelled, it restores the old head first.
         """
         engine = cast(ChangesSpeculator, self._services.engine)
         self.model = model
         try:
-            await self._load(engine, model)  # refused before anything is measured
+            await self._load(engine, model)  # refuses a head that does not fit
             before, after = await self._measure(engine)
             keep, reason = judge(before, after, force)
             await _to_the_end(self._settle(engine, "keep" if keep else "revert"))
@@ -156,12 +157,12 @@ class Trial:
     async def _load(self, engine: ChangesSpeculator, model: str) -> None:
         try:
             await engine.change_speculator("load", model)
-        except asyncio.CancelledError:  # it is loaded nonetheless
+        except asyncio.CancelledError:  # the worker loads it nevertheless
             await _to_the_end(self._give_up(engine))
             raise
 
     async def _measure(self, engine: ChangesSpeculator) -> tuple[Measurement, Measurement]:
-        """Of the running head, and of the loaded one, which is then in its place."""
+        """Measure the present head, swap in the loaded one, measure it, too."""
         try:
             before = await self._probe(engine)
             await engine.change_speculator("try")
@@ -171,17 +172,20 @@ class Trial:
             raise
 
     async def _give_up(self, engine: ChangesSpeculator) -> None:
-        with contextlib.suppress(EngineDead, EngineStopped):  # then it has ended with its worker
+        with contextlib.suppress(EngineDead, EngineStopped):  # the trial ended with its worker
             await self._settle(engine, "revert")
 
     @staticmethod
     async def _settle(engine: ChangesSpeculator, action: str) -> None:
-        """A refusal is no fault of the caller's: the worker is not the one that began."""
+        """End the trial with "keep" or "revert".
+
+        A refusal here means that the worker was restarted, which is not the client's fault.
+        """
         try:
             await engine.change_speculator(action)
         except SpeculatorRefused as error:
             raise EngineStopped(str(error)) from None
-        engine.reset_prefix_cache()  # its KV of drafts is the other head's
+        engine.reset_prefix_cache()  # cached KV of drafts belongs to the other head
 
     async def _probe(self, engine: ChangesSpeculator) -> Measurement:
         engine.reset_prefix_cache()
@@ -206,7 +210,7 @@ class Trial:
             by_domain[prompt.domain] = by_domain.get(prompt.domain, 0) + 1
             if by_domain[prompt.domain] <= _PER_DOMAIN:
                 chosen.append(prompt)
-        if services.template.source is None:  # a model without chats goes on with texts
+        if services.template.source is None:  # without a chat template, use plain texts
             texts = [str(prompt.messages[0]["content"]) for prompt in chosen]
             ids = services.tokenizer.encode_batch(texts)
         else:
@@ -215,7 +219,7 @@ class Trial:
 
 
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:
-    """Do it whole, and only then be cancelled."""
+    """Run `work` to its end even if cancelled; the cancellation is raised afterwards."""
     task = asyncio.create_task(work)
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, in vLLM's shapes."""
+"""POST /tokenize and /detokenize, compatible with vLLM."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..openai_types.chat import ChatCompletionRequest, Message, Tool
 from ..openai_types.common import Many, SizedBody, TokenId
 from ..output.sampling import check_token_ids
 
-MAX_COUNTED = 1 << 18  # tokens that /tokenize gives, where the model takes fewer
+MAX_COUNTED = 1 << 18  # tokens in a reply of /tokenize, if the model's limit is lower
 
 
 class TokenizeRequest(SizedBody):
-    """A text, or a chat as /v1/chat/completions would render it."""
+    """The body of /tokenize: a text, or a chat, which is rendered as by /v1/chat/completions."""
 
     model: str | None = None
     prompt: str | None = None
@@ -42,7 +42,7 @@ class TokenizeRequest(SizedBody):
 
 
 class DetokenizeRequest(SizedBody):
-    """Token ids."""
+    """The body of /detokenize."""
 
     model: str | None = None
     tokens: Many[TokenId]
@@ -64,7 +64,7 @@ class Detokenized(msgspec.Struct):
 
 
 def tokenize_routes(services: Services) -> APIRouter:
-    """Both routes."""
+    """The routes /tokenize and /detokenize."""
     router = APIRouter()
 
     @router.post("/tokenize")
