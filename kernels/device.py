@@ -38,7 +38,7 @@ _device_caches: list[_lru_cache_wrapper[Any]] = []
 
 
 def cache_by_device(function: Callable[[torch.device], T]) -> Callable[[torch.device], T]:
-    """`functools.cache`, emptied whenever `meta_tensors_on` changes what meta tensors stand for."""
+    """Cache a function of a device; `meta_tensors_on` clears the cache when it begins and ends."""
     _device_caches.append(cached := cache(function))
     return cached
 

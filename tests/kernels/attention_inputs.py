@@ -1,4 +1,4 @@
-"""The arguments of the attention kernels, made of a flat dictionary that tests write down."""
+"""Builds the arguments of the attention kernels from the flat dictionaries of tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NO_SLOTS = torch.empty(0, dtype=torch.int64)
 def paged_inputs(
     query: Tensor, kv_cache: Tensor, **args: Any
 ) -> tuple[Tensor, Tensor, PagedRows, AttentionRule]:
-    """What `paged_attention` takes; arguments are the fields of `PagedRows` and `AttentionRule`."""
+    """The arguments of `paged_attention`, from fields of `PagedRows` and `AttentionRule`."""
     names = ("block_table", "query_start_loc", "seq_lens", "max_query_len")
     slots, arrivals = args.pop("slot_mapping", NO_SLOTS), args.pop("arrivals", None)
     rows = PagedRows(*(args.pop(name) for name in names), slots, arrivals)
@@ -34,6 +34,6 @@ def rotary_inputs(
     norms: Any = None,
     **args: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Rotation, Tensor, PagedRows, AttentionRule]:
-    """What `rotary_attention` takes; other arguments as in `paged_inputs`."""
+    """The arguments of `rotary_attention`; further keywords as for `paged_inputs`."""
     rotation = Rotation(positions, cos_sin_cache, interleaved, norms)
     return query, key, value, rotation, *paged_inputs(query, kv_cache, **args)[1:]

@@ -1,4 +1,4 @@
-"""The step buffers that gathering writes, poisoned: what a kernel forgets to write shows."""
+"""Step buffers for tests, filled with poison so that unwritten values are noticed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ POISON = 77
 
 
 def poisoned_buffers(max_reqs: int, max_tokens: int) -> dict[str, Tensor]:
-    """By the names of `InputBatch`, each [max_reqs] or [max_tokens]; on the CPU."""
+    """The buffers by the names of `InputBatch`, each [max_reqs] or [max_tokens]; on the CPU."""
     buffers = {
         "seq_lens": (max_reqs, torch.int32),
         "num_draft_tokens": (max_reqs, torch.int32),
@@ -29,7 +29,7 @@ def poisoned_buffers(max_reqs: int, max_tokens: int) -> dict[str, Tensor]:
 def sampled_tokens(
     token_ids: Tensor, num_sampled: Tensor, num_rejected: Tensor, has_nan: Tensor | None = None
 ) -> SimpleNamespace:
-    """What a step sampled, as `post_update` and `commit_step` read it."""
+    """The samples of a step, in the form that `post_update` and `commit_step` read."""
     return SimpleNamespace(
         sampled_token_ids=token_ids,
         num_sampled=num_sampled,

@@ -1,4 +1,4 @@
-"""A start is gone through without a card: what it launches is compiled, and nothing comes later."""
+"""A dry start without a GPU compiles all kernels; later steps launch no others."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ DRAFTER = TARGET | {
 
 
 def run_script(script: str, *arguments: str, **environment: str) -> str:
-    """Standard output of a script of `tests/lab`, which must succeed."""
+    """Run a script of `tests/lab`, which must succeed, and return its standard output."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, str(FOLDER / script), *arguments],
@@ -45,7 +45,7 @@ def run_script(script: str, *arguments: str, **environment: str) -> str:
 
 
 def save_configs(folder: Path) -> list[str]:
-    """Folders of the target and the drafter."""
+    """Write the configs of the target and the drafter; returns their folders."""
     folders = [folder / name for name in ("target", "drafter")]
     for path, config in zip(folders, (TARGET, DRAFTER), strict=True):
         path.mkdir()
@@ -55,7 +55,7 @@ def save_configs(folder: Path) -> list[str]:
 
 @needs_triton
 def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(tmp_path: Path) -> None:
-    """Nor does a server with limits of its own: the dry start assumes others."""
+    """This also holds for a server with other limits than the dry start assumes."""
     output = run_script("dry_launches.py", *save_configs(tmp_path))
     cases = [json.loads(line) for line in output.splitlines()[-3:]]
     assert [case["later"] for case in cases] == [[], [], []]
@@ -66,7 +66,7 @@ def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(tmp_pa
 
 @needs_triton
 def test_no_graph_of_a_cycle_launches_torchs_operations_but_products(tmp_path: Path) -> None:
-    """Between kernels that start ahead of the end of the one before, each is a wait of its own."""
+    """Torch's operations do not start early, so each one among dependent launches costs a wait."""
     output = run_script("cycle_launches.py", *save_configs(tmp_path))
     launches: dict[str, list[str]] = json.loads(output.splitlines()[-1])
     roles = (
@@ -85,7 +85,7 @@ def test_no_graph_of_a_cycle_launches_torchs_operations_but_products(tmp_path: P
 
 @needs_triton
 def test_what_was_launched_before_does_not_change_a_kernels_name_on_disk() -> None:
-    """Triton leaves constants of functions out of a kernel's hash that it had not hashed before."""
+    """Triton's hash of a kernel covers a function's constants only if that was hashed before."""
     first, last = map(json.loads, run_script("hash_kernels.py").splitlines())
     assert len(first) > 80
     assert first == last
@@ -96,7 +96,7 @@ def test_launches_are_compiled_elsewhere_once_each_and_then_found(tmp_path: Path
     found = json.loads(run_script("compile_few.py", TRITON_CACHE_DIR=str(tmp_path)))
     assert found["forks"] == {"kinds": 2, "failed": 0, "compiled": 2}
     assert found["again"] == found["threads"] == {"kinds": 2, "failed": 0, "compiled": 0}
-    # A job that fails fails its own future only; one that compiled nothing says False.
+    # A failing job affects only its own future; a job that compiled nothing returns False.
     assert found["jobs"] == ["RuntimeError", "NoneType", "RuntimeError", "False"]
 
 

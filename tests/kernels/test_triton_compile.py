@@ -18,7 +18,7 @@ KERNELS = FOLDER.parents[1] / "kernels"
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_every_kernel_compiles_for_sm_90a() -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["SLIPSTREAM_PDL"] = "1"  # the fuller form of each kernel
+    environment["SLIPSTREAM_PDL"] = "1"  # each kernel with dependent launch
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     compiled: set[str] = set()
     for script in ("compile_sm90.py", "compile_linear.py"):

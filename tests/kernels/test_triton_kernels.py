@@ -1,4 +1,4 @@
-"""Triton kernels, interpreted, against their references: fresh inputs, poisoned outputs."""
+"""Triton kernels, interpreted, equal their references."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel forgets to write shows: fresh memory holds NaN or 77."""
+    """Fill new memory with NaN or 77, so that unwritten outputs are noticed."""
 
     def poisoned(make: object) -> object:
         def empty(*args: object, **kwargs: object) -> Tensor:
@@ -69,7 +69,7 @@ def test_fused_add_rms_norm(dtype: torch.dtype) -> None:
 
 
 def heads_of(tokens: int, num_heads: int, dim: int, dtype: torch.dtype) -> Tensor:
-    """A strided view, as models cut it from a fused projection."""
+    """A strided view like those that models take of a fused projection."""
     return torch.randn(tokens, num_heads + 2, dim).to(dtype)[:, 1 : num_heads + 1]
 
 
@@ -147,7 +147,7 @@ SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS = 7, 50, 3, 6, 64
 
 
 def random_step() -> tuple[SimpleNamespace, SimpleNamespace, tuple[int, ...]]:
-    """A request table and a batch of prefills and decodes over it; buffers hold poison."""
+    """A request table and a batch of its prefills and decodes; buffers are poisoned."""
     num_reqs = int(torch.randint(1, MAX_REQS, ()))
     requests = SimpleNamespace(
         all_token_ids=torch.randint(0, 90, (SLOTS, MAX_LEN), dtype=torch.int32),

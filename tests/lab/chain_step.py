@@ -1,5 +1,5 @@
-"""A decode step of few layers for `measure_chain.py`: its model, its cache, its choices, and what
-it is without one of its parts."""
+"""A decode step of a few layers for `measure_chain.py`: its model, cache and kernel choices, and
+the same step with one part left out."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FUNCTIONS = {  # part -> where its functions are looked up
 
 @contextmanager
 def without(part: str) -> Iterator[None]:
-    """A step in which this part's kernels run once, and later calls find what they made then."""
+    """Inside, the kernels of this part run only once; later calls reuse their results."""
     kept: dict[Any, Any] = {}
 
     def lazy(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +60,7 @@ def without(part: str) -> Iterator[None]:
 
 
 def make_model(name: str, device: torch.device, dtype: torch.dtype = BF16, **changes: Any) -> Any:
-    """One of `MODELS` with random weights; `changes` are of its config."""
+    """Make one of `MODELS` with random weights; `changes` override fields of its config."""
     sizes = {**MODELS[name], "max_position_embeddings": MAX_LEN, **changes}
     model = build_model(LlamaConfig(**sizes), device, dtype)
     load_random(model.checkpoint_slots(), device, seed=1)
@@ -68,7 +68,7 @@ def make_model(name: str, device: torch.device, dtype: torch.dtype = BF16, **cha
 
 
 def use(model: Any, chooser: LinearChooser | None) -> None:
-    """Let `chooser` choose for every layer of the model; None = torch."""
+    """Let `chooser` choose the kernel of every layer of the model; None = torch."""
     for module in model.modules():
         if isinstance(module, Linear):
             module.chooser = chooser
@@ -77,7 +77,7 @@ def use(model: Any, chooser: LinearChooser | None) -> None:
 
 
 def shapes_of(model: Any) -> dict[str, Shape]:
-    """By role."""
+    """The shapes of a model's linear layers, by role."""
     return {m.shape.role: m.shape for m in model.modules() if isinstance(m, Linear)}
 
 
@@ -91,7 +91,7 @@ def chooser(model: Any, rows: int, changes: Mapping[str, Choice]) -> LinearChoos
 
 @contextmanager
 def planned(changes: Mapping[str, Any]) -> Iterator[None]:
-    """Every launch of attention has these changes of its plan."""
+    """Inside, these changes are applied to the plan of every attention launch."""
     plan_launch = attention_plan.plan_launch
 
     def plan(*sizes: Any) -> attention_plan.Launch:
@@ -135,7 +135,7 @@ class Step:
 def step_metadata(
     reqs: int, tokens: int, context: int, device: torch.device
 ) -> tuple[CommonAttentionMetadata, Tensor]:
-    """(metadata, positions) of requests whose pages are shuffled, in a table of MAX_LEN tokens."""
+    """Make requests with shuffled pages in a table of MAX_LEN tokens: (metadata, positions)."""
     pages = -(-context // PAGE)
     make = torch.Generator().manual_seed(reqs)
     table = torch.zeros(reqs, max(MAX_LEN, context) // PAGE, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""What `measure_chain.py` compares: linear kernels by role, launch plans of attention, heads."""
+"""The variants that `measure_chain.py` compares: linear kernels, attention launch plans, heads."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def _gemvs(*sizes: tuple[int, ...]) -> list[Choice]:
 
 
 def _skinny(rows: int, *sizes: tuple[int, ...]) -> list[Choice]:
-    """Sizes without block_m, which is `rows`; a sixth is `norm`."""
+    """Make a `Skinny` from sizes without block_m, which is `rows`; a sixth size is `norm`."""
     return [Skinny(*of[:5], rows, *of[5:]) for of in sizes]
 
 
 def _together(block_m: int, *sizes: tuple[int, ...]) -> list[Variant]:
-    """qkv and o alike, so that no kernel of torch's is left in a layer."""
+    """Use the same kernel for qkv and o, so that torch computes no part of a layer."""
     return [{"qkv": choice, "o": choice} for choice in _skinny(block_m, *sizes)]
 
 
@@ -90,7 +90,7 @@ _ONE_ROW_SMALL: dict[str, Sequence[Variant]] = {
 
 
 def _few(rows: int, *sizes: tuple[int, int, int, int, int]) -> dict[str, Sequence[Variant]]:
-    """Neighbours of the built-in choices (of qkv, o, gate_up and down) at 2 to 64 rows."""
+    """Variants near the built-in choices of qkv, o, gate_up and down, for 2 to 64 rows."""
     found: dict[str, Sequence[Variant]] = {}
     for role, size in zip(("qkv", "o", "gate_up", "down"), sizes, strict=True):
         block_n, block_k, stages, warps, split_k = size
@@ -101,7 +101,7 @@ def _few(rows: int, *sizes: tuple[int, int, int, int, int]) -> dict[str, Sequenc
 
 
 def _many(rows: int) -> dict[str, Sequence[Variant]]:
-    """At 128 and 256 rows; one program a processor, or two with stages for half its memory."""
+    """Variants for 128 and 256 rows, with one or two programs per multiprocessor."""
     parts = _skinny(
         128, (64, 128, 4, 4, 2), (64, 64, 6, 4, 2), (128, 128, 3, 8, 2), (64, 64, 4, 4, 4)
     )
@@ -137,7 +137,7 @@ def _many_small(rows: int) -> dict[str, Sequence[Variant]]:
 
 @dataclass(frozen=True)
 class PlanCase:
-    """A call of attention, and what is changed in its `attention_plan.Launch`."""
+    """An attention call, and the changes of its `attention_plan.Launch` to compare."""
 
     reqs: int
     context: int
@@ -149,7 +149,7 @@ class PlanCase:
 
     @property
     def label(self) -> str:
-        """For a line."""
+        """The name of the case in the output."""
         heads = f"{self.group * self.kv_heads}/{self.kv_heads}x{self.dim}"
         return f"attn {self.reqs}x{self.tokens} at {self.context} {heads}"
 
@@ -165,7 +165,7 @@ def _in_a_step(*sizes: tuple[int, ...]) -> dict[str, Sequence[Variant]]:
 
 
 def _plans(*sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    """(block_n, stages, warps, heads first, splits), as far as given."""
+    """Plan changes from (block_n, stages, warps, heads first, splits); the last may be missing."""
     names = ("block_n", "num_stages", "num_warps", "heads_first", "splits")
     plans: list[dict[str, Any]] = [dict(zip(names, of, strict=False)) for of in sizes]
     return [{**plan, "heads_first": bool(plan["heads_first"])} for plan in plans]

@@ -1,4 +1,4 @@
-"""Compiles few kernels in forks, finds them again, and runs jobs that fail.
+"""Compiles a few kernels in forks, finds them again on disk, and runs jobs that fail.
 
 Run by `test_compile_ahead.py` in a process of its own, with an empty cache.
 """
@@ -18,7 +18,7 @@ from slipstream.kernels.device import Card
 
 
 def outcomes() -> list[str]:
-    """What became of a job that exits, of one that is fine, and of one that raises."""
+    """The outcomes of three jobs: one exits, one succeeds and one raises."""
     executor = ForkingExecutor(2)
     jobs = [executor.submit(sys.exit, 3), executor.submit(int), executor.submit(int, "x")]
     executor.shutdown()
@@ -27,7 +27,7 @@ def outcomes() -> list[str]:
 
 
 def compile_few(executor: Executor) -> dict[str, int]:
-    """Three launches of two kinds: how many rows there are makes no kind of its own."""
+    """Compile three launches of two kernels: the number of rows is not specialised on."""
     log = watch_compilations()
     before = len(log.compiled)
     norm = importlib.import_module("slipstream.kernels.linear.triton.norm_rope")
@@ -35,9 +35,9 @@ def compile_few(executor: Executor) -> dict[str, int]:
         for rows, size in ((64, 128), (19, 128), (64, 256)):
             x = torch.empty(rows, size, dtype=torch.bfloat16, device="meta")
             norm.rms_norm(x, x[0], 1e-5)
-    norm._rms_norm_kernel.device_caches.clear()  # what is found again is on disk
+    norm._rms_norm_kernel.device_caches.clear()  # so that kernels are found on disk
     failed = sum(kernel.future.exception() is not None for kernel in kernels.values())
-    # What a fork found out is its own; its result says whether it had to compile.
+    # A fork's log stays in the fork; its result says whether it had to compile.
     compiled = len(log.compiled) - before or sum(
         kernel.future.result() is True for kernel in kernels.values()
     )

@@ -1,7 +1,7 @@
-"""Compiles the linear kernels of few rows for sm_90a without a GPU, as `compile_sm90` does.
+"""Compiles the linear kernels for few rows for sm_90a without a GPU, as `compile_sm90` does.
 
-Without arguments: each kernel and mode once. With `all`: every choice of the built-in table, with
-its registers, spills and shared memory.
+Without arguments it compiles each kernel and mode once. With `all` it compiles every choice of the
+built-in table and prints its registers, spills and shared memory.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def compile_and_keep(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: A
 
 
 def meta(*shape: int, dtype: torch.dtype = base.BF16) -> torch.Tensor:
-    """A large tensor that takes no memory: launches only look at type and alignment."""
+    """A large tensor without memory of that size: a launch needs only its type and alignment."""
     return torch.empty_strided(shape, (0,) * len(shape), dtype=dtype)
 
 
 class Weights(torch.Tensor):
-    """Claims to be contiguous although all its rows are one."""
+    """A matrix that claims to be contiguous although all its rows share memory."""
 
     def is_contiguous(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -65,7 +65,7 @@ def weights(outputs: int, inputs: int) -> Any:
 
 
 def one(shape: Shape, choice: Choice, num_rows: int, options: dict[str, Any]) -> None:
-    """Compile what a model runs for this layer."""
+    """Compile the kernels that a model runs for this layer."""
     from slipstream.kernels.linear.triton import gemv, skinny
 
     x, weight = t(num_rows, shape.inputs), weights(shape.outputs, shape.inputs)
@@ -101,7 +101,7 @@ def head_rows(rows: int, noise: bool) -> Any:
 
 
 def resources(kernel: Any) -> tuple[int, int]:
-    """(registers, bytes of spills) of a compiled kernel."""
+    """Find a compiled kernel's (registers, bytes of spills)."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
@@ -113,7 +113,7 @@ def resources(kernel: Any) -> tuple[int, int]:
 
 
 def parts_of(num_parts: int) -> None:
-    """What sums parts: norm, rotary embedding with and without norms and KV write."""
+    """Compile the kernels that sum parts: norm, and rotary embedding in its forms."""
     norm = base.module("norm_rope")
     norm.fused_add_rms_norm(t(num_parts, 16, 4096, dtype=torch.float32), t(16, 4096), t(4096), 1e-5)
     positions, cos_sin = t(16, dtype=base.I64), t(64, 128, dtype=torch.float32)
@@ -125,7 +125,7 @@ def parts_of(num_parts: int) -> None:
 
 
 def rotary_attention() -> None:
-    """Rotary embedding, KV write and attention in one, by tiles of queries and forms of input."""
+    """Compile the fused rotary attention kernel for different tiles and forms of input."""
     norms, windowed = (t(128), t(128), 1e-6), {"sliding_window": 9, "softcap": 50.0}
     for dim, heads, group, queries, parts, turn, limits in [
         (128, 8, 4, 1, 0, {}, {}),
@@ -148,7 +148,7 @@ def rotary_attention() -> None:
 
 
 def check_instructions() -> None:
-    """Weights as the left operand of wgmma, through TMA; weights in flight before the wait."""
+    """Check that weights are the left operand of wgmma, use TMA, and load before the wait."""
     for kernel in kernels:
         ptx, name = kernel.asm["ptx"], kernel.metadata.name
         before, wait, _ = ptx.partition("griddepcontrol.wait")
@@ -162,7 +162,7 @@ def check_instructions() -> None:
 
 
 def few() -> None:
-    """Each kernel and mode once."""
+    """Compile each kernel and mode once."""
     for role in ("qkv", "o", "gate_up", "head"):
         shape = Shape(role, 256, 192)
         one(shape, Gemv(4, 128, 4), 1, {"bias": True, "noise": True})
@@ -175,7 +175,7 @@ def few() -> None:
 
 
 def everything() -> None:
-    """The built-in table, and the rule for other shapes; prints what each needs."""
+    """Compile the built-in table and the rule for other shapes; print what each needs."""
     cases = [(shape, choice, rows) for (shape, rows), choice in H100_WINNERS.items()]
     for shape in (Shape("qkv", 3072, 2048), Shape("gate_up", 16384, 2048), Shape("o", 2048, 2048)):
         cases += [(shape, default_choice(shape, rows), rows) for rows in (1, 16, 32, 64)]

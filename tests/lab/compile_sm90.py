@@ -1,7 +1,7 @@
-"""Compiles the Triton kernels for sm_90a on a machine without a GPU; prints one line a kernel.
+"""Compiles the Triton kernels for sm_90a on a machine without a GPU; prints a line per kernel.
 
-Run by `test_triton_compile.py` in a process of its own, since Triton decides at import time between
-compiling and interpreting. Launches become compilations; tensors are never read.
+`test_triton_compile.py` runs it in a process of its own, since Triton decides at import whether it
+compiles or interprets. Launches become compilations; tensors are never read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ done: dict[str, int] = {}
 
 
 class NoDriver:
-    """Answers what the compiler asks of a device."""
+    """The driver that the compiler queries, for a GPU that is not there."""
 
     def get_current_device(self) -> int:
         return 0

@@ -1,12 +1,12 @@
 """Prints what the graphs of a speculative cycle launch: our kernels and torch's operations.
 
-Goes through a start for one request on meta tensors, so it needs no card and computes nothing:
+It replays a start for one request on meta tensors, so it needs no GPU and computes nothing:
 
     PYTHONPATH=.src python tests/lab/cycle_launches.py TARGET DRAFTER [--lines]
 
-Layers that repeat others are left out, and operations that make views, or memory without filling
-it, as they launch nothing. Run by `test_compile_ahead.py` in a process of its own, since Triton
-decides at import time between compiling and interpreting.
+Duplicate layers are left out. So are operations that only make views or allocate memory, since they
+launch nothing. `test_compile_ahead.py` runs it in a process of its own, since Triton decides at
+import whether it compiles or interprets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _OURS = ("/kernels/", "/runner/", "/speculators/")
 
 
 def _line() -> str:
-    """The innermost lines of ours that led here."""
+    """The innermost lines of our own code on the call stack."""
     frames = [
         f"{frame.filename.rsplit('/', 2)[-2]}/{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
         for frame in traceback.extract_stack()
@@ -56,7 +56,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class Launches(TorchDispatchMode):
-    """Names and places of what was launched between `begin` and `end` of a capture."""
+    """Records the name and code line of each launch between `begin` and `end` of a capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Launches(TorchDispatchMode):
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, launches of Triton kernels are listed and do nothing."""
+        """Inside, launches of Triton kernels are recorded and do nothing."""
 
         def launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
             if self.now is not None:
@@ -106,7 +106,7 @@ class Launches(TorchDispatchMode):
 
 
 def cycle(model: str, drafter: str) -> Launches:
-    """The launches of all graphs of a server with one request and three drafts."""
+    """Collect the launches of all graphs of a server with one request and three drafts."""
     config = Config(
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64),

@@ -1,7 +1,7 @@
-"""Prints how many kinds of kernels each part of tests/lab/measure_chain.py launches, and its lines.
+"""Prints how many kernels each part of tests/lab/measure_chain.py launches, and its output.
 
-Run by `test_measure_chain.py` in a process of its own, since Triton decides at import time between
-compiling and interpreting. Nothing is compiled. Chains are short: a layer knows nothing of others.
+`test_measure_chain.py` runs it in a process of its own, since Triton decides at import whether it
+compiles or interprets. Nothing is compiled. Chains are short, since all layers launch the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Prints what a start on an H100 would compile, and what steps of other sizes would add to it.
+"""Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
-Run by `test_compile_ahead.py` in a process of its own, since Triton decides at import time between
-compiling and interpreting. Nothing is compiled: kinds of launches are counted. `dry_launches.py
-MODEL DRAFTER`.
+Usage: `dry_launches.py MODEL DRAFTER`. `test_compile_ahead.py` runs it in a process of its own,
+since Triton decides at import whether it compiles or interprets. Nothing is compiled; the script
+only counts the specializations of each kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ DRAWS: tuple[dict[str, Any], ...] = (
 
 
 class Counting(Executor):
-    """Says that everything was compiled, and keeps what each kernel was to be compiled for."""
+    """An executor that compiles nothing and records the specialization of each kernel."""
 
     def __init__(self) -> None:
         self.kinds: list[str] = []
@@ -81,7 +81,7 @@ def serve(
     step_id: int,
     has_grammar: bool = False,
 ) -> None:
-    """A prefill of each of these lengths in one batch, and three decodes."""
+    """Run a prefill of each of these lengths in one batch, then three decodes."""
     drafts: int = runner.facts.needs.num_speculative_tokens
     words = -(-runner.facts.vocab_size // 32)
 
@@ -111,19 +111,21 @@ def serve(
 
 
 class Stages:
-    """Which kinds were met by the end of each stage, and all in the end."""
+    """The specializations seen by the end of each stage, and all of them at the end."""
 
     def __init__(self, counting: Counting) -> None:
         self._counting = counting
         self.kinds: dict[str, set[str]] = {}
 
     def reached(self, stage: str) -> None:
-        """Called by the dry start."""
+        """Note the end of a stage; the dry start calls this."""
         self.kinds[stage] = set(self._counting.kinds)
 
     def early(self, assumed: Stages) -> list[str]:
-        """Kinds that come in an earlier stage than a dry start assumed: the worker, which waits for
-        a stage at a time, would have to compile them itself."""
+        """The specializations that come in an earlier stage than the dry start assumed.
+
+        The worker waits for one stage at a time, so it would have to compile them itself.
+        """
         assert list(self.kinds) == list(assumed.kinds) == list(STAGES)
         return sorted(
             f"{stage}: {kind}"
@@ -133,7 +135,7 @@ class Stages:
 
 
 def each_option() -> list[list[SamplingParams]]:
-    """Each option with each way to draw, by turns alone and beside a request that only draws."""
+    """Yields each option with each way to draw, alternately alone and with a plain request."""
     plain = SamplingParams(seed=1, max_tokens=8, has_own_seed=True)
     kinds = [
         SamplingParams(seed=3, max_tokens=8, **option, **draw)
@@ -144,20 +146,20 @@ def each_option() -> list[list[SamplingParams]]:
 
 
 def many(num_reqs: int, chance: random.Random) -> list[list[int]]:
-    """Prompts that end together, of which each row then verifies drafts; by buckets, at random."""
+    """Random prompt lengths per bucket that finish together; each row then verifies drafts."""
     counts = [2, 17, num_reqs, chance.randint(1, num_reqs), chance.randint(1, num_reqs)]
     return [[chance.randint(1, 4) for _ in range(count)] for count in counts]
 
 
 def forget(counting: Counting) -> None:
-    """Let the next start find nothing."""
+    """Clear the caches, so that the next start finds no kernel."""
     for kernel in counting.kernels:
         kernel.device_caches.clear()
 
 
 def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> dict[str, Any]:
-    """How many kinds of launches a start has, those that come earlier in a server with limits of
-    its own and none of its blocks left out, and those that came after its start."""
+    """Count the specializations of a dry start; list those that a real start meets in an earlier
+    stage, and those that only later steps launch."""
     speculative = SpeculativeConfig()
     scheduler = SchedulerConfig(max_num_seqs=39, max_num_batched_tokens=200)
     if drafter is not None:
@@ -169,7 +171,7 @@ def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> di
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
         scheduler=scheduler,
         speculative=speculative,
-        # Other kernels in every bucket of rows, and sizes that are no powers of two.
+        # Other linear kernels in every bucket of rows, and sizes that are not powers of two.
         graph=GraphConfig(
             linear_backend="triton",
             cudagraph_capture_sizes=(1, 3, 24, 40, 120),
@@ -202,7 +204,7 @@ def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> di
 
 
 def main(model: str, drafter: str) -> None:
-    """A line of JSON for the model alone, one for both, and one for both without graphs."""
+    """Print a line of JSON for the model alone, one with the drafter, and one without graphs."""
     with without_gpu(H100):
         for case in ((model, None), (model, drafter), (model, drafter, True)):
             print(json.dumps(launches(*case)))

@@ -10,7 +10,7 @@ _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
 
 def kernel_nodes(graph: torch.cuda.CUDAGraph) -> int:
-    """Kernel nodes of a graph that was made with `keep_graph=True`."""
+    """Count the kernel nodes of a graph captured with `keep_graph=True`."""
     driver = ctypes.CDLL("libcuda.so.1")
     handle, count = ctypes.c_void_p(graph.raw_cuda_graph()), ctypes.c_size_t()
     assert driver.cuGraphGetNodes(handle, None, ctypes.byref(count)) == 0

@@ -1,7 +1,7 @@
-"""Prints Triton's hash of every function of `kernels/*/triton`, twice; the order changes nothing.
+"""Prints Triton's hashes of all functions in `kernels/*/triton`, in two orders.
 
-Run by `test_compile_ahead.py` in a process of its own, of which each order has a fork. A line with
-kernels first, and one with functions first.
+One line has kernels first and the other functions first; both should be equal.
+`test_compile_ahead.py` runs it in a process of its own, which forks for each order.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Prints which kernels make a decode step quickest on this card, each among its neighbours.
+"""Prints which kernels make a decode step fastest on this GPU, each measured among its neighbours.
 
     PYTHONPATH=.src python tests/lab/measure_chain.py [roles] [attention] [parts] [heads]
 
-With `--json FILE` all figures are kept, too.
+`--json FILE` also saves all figures.
 
-Layers with weights of their own run one after the other in one CUDA graph with dependent launches,
-as a step runs them; one choice at a time differs from the built-in one. `roles`: microseconds a
-layer by linear kernel, those of one role changed. `attention`: the kernel over many layers' caches,
-by launch plan. `parts`: a whole step, and how much quicker it is without one of its parts. `heads`:
-logits and tokens. Everything is compiled first, in parallel and without the card. A variant whose
-numbers are wrong is listed as wrong, not timed.
+Layers with separate weights run one after another in a CUDA graph with dependent launches, as in a
+real step; one choice at a time differs from the built-in one. `roles` prints microseconds per layer
+for different linear kernels of one role. `attention` times the kernel over the caches of many
+layers, for different launch plans. `parts` times a whole step and how much faster it is with one
+part left out. `heads` times logits and tokens. All kernels are compiled first, in parallel and
+without the GPU. A variant with wrong results is listed as wrong and not timed.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ from chain_variants import ATTENTION, HEADS, MODELS, ROLES, PlanCase, Variant  #
 
 H200 = Card("NVIDIA H200", (9, 0), 132)
 TOLERANCE = 0.05  # relative error of hidden states after several layers of bf16
-SHOWN = 4  # variants a line
-COLD_BYTES = 160 << 20  # of KV that calls go through before they meet a page again
+SHOWN = 4  # variants per line
+COLD_BYTES = 160 << 20  # KV bytes read before a page is read again
 
 
 @dataclass
 class Bench:
-    """Where things run: on the card, or on meta tensors, where launches only compile."""
+    """The device to measure on: the GPU, or meta tensors, with which launches only compile."""
 
     device: torch.device
     results: dict[str, dict[str, float | None]] = field(default_factory=dict)
@@ -72,14 +72,14 @@ class Bench:
         return self.device.type == "meta"
 
     def time(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Microseconds of all calls together."""
+        """Time all calls together, in microseconds."""
         if not self.is_dry:
             return linear_tune.time_in_graph(calls) * len(calls)
         calls[0]()  # the others launch the same kernels
         return 0.0
 
     def error(self, got: Tensor, exact: Tensor) -> float:
-        """Relative; NaN where something was not written."""
+        """The relative error; NaN if an output was not written."""
         if self.is_dry:
             return 0.0
         return float((got.float() - exact.float()).norm() / exact.float().norm())
@@ -87,7 +87,7 @@ class Bench:
     def line(
         self, label: str, base: float, found: dict[str, float | None], note: Callable[[float], str]
     ) -> None:
-        """The quickest variants of one comparison; None = wrong."""
+        """Print the fastest variants of one comparison; None = wrong."""
         self.results[label] = {"built-in": base, **found}
         if self.is_dry:
             return
@@ -101,7 +101,7 @@ class Bench:
 
 
 def brief(choice: Variant) -> str:
-    """gemv(...), skinny(...) or torch, without the fields that nobody changed."""
+    """A short name of a choice: gemv(...), skinny(...) or torch, without default fields."""
     if isinstance(choice, Mapping):
         return " ".join(
             f"{key}={int(value) if isinstance(value, int) else brief(value)}"
@@ -121,7 +121,7 @@ def brief(choice: Variant) -> str:
 
 
 def roles(bench: Bench) -> None:
-    """Microseconds a layer, by the kernel of one role; of `head`, of a step."""
+    """Print microseconds per layer by the kernel of one role; for `head`, per step."""
     for (name, num_layers), by_rows in ROLES.items():
         model = make_model(name, bench.device, num_hidden_layers=num_layers)
         for rows, by_role in by_rows.items():
@@ -153,7 +153,7 @@ def role_time(
     largest: Tensor,
     variant: Variant,
 ) -> float | None:
-    """Of one layer of the chain, or of its end with the head; None = the numbers are wrong."""
+    """Time one layer of the chain, or its end with the head; None = the results are wrong."""
     changes: Mapping[str, Any] = {}
     choices: Mapping[str, Choice] = {}
     if not isinstance(variant, Mapping):
@@ -180,7 +180,7 @@ def role_time(
 
 
 def attention(bench: Bench) -> None:
-    """Microseconds a layer, and what its bytes come to."""
+    """Print microseconds per layer, and the bandwidth that its KV bytes amount to."""
     for case in ATTENTION:
         kv_bytes = 2 * 2 * case.reqs * case.context * case.kv_heads * case.dim
         count = max(2, -(-COLD_BYTES // kv_bytes))
@@ -264,7 +264,7 @@ def plan_time(
 
 
 def parts(bench: Bench) -> None:
-    """A step with its head, and what it saves to leave one part out (more than one, for layers)."""
+    """Print the time of a step with its head, and the time saved by leaving out each part."""
     for name, num_layers in (("Llama-8B", 8), ("SmolLM2", 30)):
         num_layers = 1 if bench.is_dry else num_layers  # all launch the same kernels
         model = make_model(name, bench.device, num_hidden_layers=num_layers)
@@ -275,7 +275,7 @@ def parts(bench: Bench) -> None:
             saved: dict[str, float | None] = {}
             for part in (*FUNCTIONS, "qkv", "o", "gate_up", "down", "head"):
                 with without(part):
-                    step.tokens()  # makes what later calls find
+                    step.tokens()  # makes the results that later calls reuse
                     saved[part] = bench.time([step.tokens])
             label = f"{name} {rows} step"
             bench.results[label] = {"built-in": base, **saved}
@@ -289,7 +289,7 @@ def parts(bench: Bench) -> None:
 
 
 def heads(bench: Bench) -> None:
-    """Microseconds of logits and tokens; `logits` writes them out, else both are one kernel."""
+    """Print microseconds of logits and tokens, with logits written out and in a single kernel."""
     for name, by_rows in HEADS.items():
         vocab, size = MODELS[name]["vocab_size"], MODELS[name]["hidden_size"]
         count = max(1, (100 << 20) // (2 * vocab * size))

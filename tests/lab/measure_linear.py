@@ -1,12 +1,13 @@
-"""Prints what the linear kernels of few rows gain on this card; a script, not a test.
+"""Prints how much faster the linear kernels for few rows are than torch on this GPU.
 
     PYTHONPATH=.src python tests/lab/measure_linear.py [layers] [heads] [errors] [steps] [tune]
 
-Without arguments all but `tune`, in under four minutes on an H100. `layers`: microseconds of each
-kernel, shape and number of rows, torch before and the chosen kernel after. `heads`: logits and
-argmax, written out and fused. `errors`: logits of two layers of each model against float32, and a
-graph against eager. `steps`: a whole decode or verify step in one graph, by linear backend and with
-and without dependent launches. `tune` measures all candidates and keeps the winners on disk.
+Without arguments it runs all but `tune`, in under four minutes on an H100. `layers` prints
+microseconds by kernel, shape and number of rows, first torch's and then the chosen kernel's.
+`heads` compares logits and argmax in two kernels and in one. `errors` compares logits of two layers
+of each model with float32, and a graph with eager code. `steps` times a whole decode or verify step
+in one graph, by linear back end, with and without dependent launches. `tune` measures all
+candidates and saves the fastest on disk.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def dependent_launches(wanted: bool) -> Iterator[None]:
 
 
 def layers() -> None:
-    """Each layer alone; one row includes the norm before qkv and gate_up."""
+    """Time each layer alone; for one row, with the norm before qkv and gate_up."""
     print(f"{'layer':28} {'rows':>4} {'torch':>8} {'chosen':>8}  gain  choice")
     for (shape, bucket), choice in H100_WINNERS.items():
         if shape.inputs == 8192:
@@ -68,7 +69,7 @@ def layers() -> None:
 
 
 def one_row(shape: Shape, choice: Choice) -> tuple[float, float]:
-    """(norm, product and activation one by one; all in one kernel), microseconds."""
+    """Time norm, product and activation, in microseconds: (one by one, in a single kernel)."""
     count = max(1, linear_tune.COLD_BYTES // (2 * shape.outputs * shape.inputs))
     weights = [torch.randn(shape.outputs, shape.inputs, device=CUDA).to(BF16) for _ in range(count)]
     x = torch.randn(1, shape.inputs, device=CUDA).to(BF16)
@@ -89,7 +90,7 @@ def one_row(shape: Shape, choice: Choice) -> tuple[float, float]:
 
 
 def heads() -> None:
-    """Head and argmax: logits by torch, logits by the chosen kernel, and no logits at all."""
+    """Time head and argmax with torch's logits, the chosen kernel's logits, and none written."""
     print(f"{'head':20} {'rows':>4} {'torch':>8} {'kernel':>8} {'fused':>8}  same tokens")
     for size in MODELS.values():
         shape = Shape("head", size["vocab_size"], size["hidden_size"])
@@ -116,7 +117,7 @@ def written_out(x: Tensor, weight: Tensor, choice: Choice) -> Tensor:
 
 def create() -> LinearChooser:
     chooser = create_chooser("auto", CUDA, BF16)
-    assert chooser is not None, "auto is torch on this card: run `tune` first"
+    assert chooser is not None, "auto means torch on this GPU: run `tune` first"
     return chooser
 
 
@@ -160,7 +161,7 @@ class Step:
 
 
 def steps() -> None:
-    """Milliseconds of whole steps."""
+    """Print milliseconds of whole steps."""
     print(f"{'step':24} {'torch':>8} {'+ PDL':>8} {'kernels':>8} {'+ PDL':>8}  gain")
     for name in MODELS:
         model = make_model(name, CUDA)
@@ -179,7 +180,7 @@ def steps() -> None:
 
 
 def errors() -> None:
-    """Relative errors of logits against float32; bits of a replayed graph against eager."""
+    """Print the errors of logits against float32, and whether a graph's bits equal eager code's."""
     print(f"{'logits of 2 layers':24} {'torch':>9} {'kernels':>9}  graph == eager, 5 replays")
     for name in MODELS:
         model = make_model(name, CUDA, num_hidden_layers=2)

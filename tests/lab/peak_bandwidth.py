@@ -1,7 +1,8 @@
-"""Prints the bytes a second that kernels which only read reach on this card.
+"""Prints the bytes per second that a kernel can read on this GPU.
 
-`PYTHONPATH=.src python tests/lab/peak_bandwidth.py`: what `slipstream bench offline` calls the
-ceiling (its --peak-bandwidth). Sums over 8 GB of random bf16, the best of several shapes.
+`PYTHONPATH=.src python tests/lab/peak_bandwidth.py` measures the ceiling that `slipstream bench
+offline` takes as --peak-bandwidth. It sums 8 GB of random bf16 and prints the best of several
+shapes.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Prints what torch's matrix products reach on this card: the largest, and Llama 8B's by rows.
+"""Prints the speed of torch's matrix products on this GPU: a large one, and Llama 8B's by rows.
 
-`PYTHONPATH=.src python tests/lab/peak_products.py`: microseconds, TFLOP/s and TB/s of weights, in a
-CUDA graph over six weights of each shape, which are more than a cache holds.
-Beside them the processors' clock and the power while they run: at many rows the card's limit of
-power, and not its products' shape, sets the pace.
+`PYTHONPATH=.src python tests/lab/peak_products.py` prints microseconds, TFLOP/s and TB/s of
+weights, measured in a CUDA graph over six weights of each shape, which exceed the cache. It also
+prints the clock and the power during each run: for many rows the GPU's power limit, and not the
+shape of the product, limits the speed.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The best token of one block at a request's last emitting row."""
+    """Find the best token of one block in a request's last emitting row."""
     wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
@@ -268,7 +268,7 @@ def _emit_kernel(
     WIDTH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Accepted drafts, the new token, -1; p takes over where the residual is empty."""
+    """Emit accepted drafts, the new token, then -1; where the residual is empty, draw from p."""
     wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     at = request * num_blocks

@@ -1,4 +1,4 @@
-"""The paged attention reference equals attention written out per request over plain tensors."""
+"""The paged attention reference equals plain attention, computed request by request."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BATCHES: dict[str, list[tuple[int, int]]] = {
 def make_step(
     batch: list[tuple[int, int]], dim: int, heads: int, is_mla: bool, in_order: bool = False
 ) -> tuple[dict[str, Any], list[tuple[Tensor, Tensor, Tensor]]]:
-    """Arguments of `paged_attention` and, per request, its query, keys and values."""
+    """The arguments of `paged_attention` and, for each request, its query, keys and values."""
     torch.manual_seed(3)
     pages = max(1, max(-(-length // BLOCK) for _, length in batch))
     num_blocks = 1 + len(batch) * pages
@@ -40,7 +40,7 @@ def make_step(
     for row, (_, length) in enumerate(batch):
         order[row, -(-length // BLOCK) :] = 0  # unused entries point at the null block
     shape = (num_blocks, BLOCK, heads, dim)
-    # poison where nothing is stored
+    # NaN wherever nothing is stored
     cache = torch.full(shape if is_mla else (2, *shape), float("nan"))
     requests, queries = [], []
     for row, (count, length) in enumerate(batch):
@@ -75,7 +75,7 @@ def written_out(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """[L, Hq, Dv] in fp64, one query row and head at a time."""
+    """Plain attention in float64, one query row and head at a time; [L, Hq, Dv]."""
     out = torch.zeros(*query.shape[:2], value.shape[-1], dtype=torch.float64)
     group = query.shape[1] // key.shape[1]
     for row in range(query.shape[0]):

@@ -1,4 +1,4 @@
-"""Triton's paged attention in Triton's interpreter against the reference, over every option."""
+"""Triton's paged attention, interpreted, equals the reference with every option."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def case(
     mla: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, Any]:
-    """Random arguments; pages are shuffled, unused memory is NaN, and padded rows have length 0."""
+    """Random arguments: pages are shuffled, unused memory is NaN, and padded rows have length 0."""
     num_blocks = sum(-(-n // page) for n in seq_lens) + 3
     max_blocks = max(-(-n // page) for n in seq_lens) + 2
     free = (torch.randperm(num_blocks - 1) + 1).tolist()
@@ -120,7 +120,7 @@ def test_mla(num_heads: int, splits: int) -> None:
 
 
 def test_half_precision() -> None:
-    # Triton 3.6 interprets no bf16 products; tests/gpu has them.
+    # Triton 3.6 cannot interpret bf16 products; tests/gpu tests them.
     args = case([1, 5], [60, 40], (4, 2), 64, dtype=torch.float16)
     check(args, tolerance=2e-3, splits=2)
 

@@ -1,4 +1,4 @@
-"""The MLA projections in Triton's interpreter equal their references; outputs poisoned."""
+"""Triton's MLA projections, interpreted, equal their references."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_projections_equal_their_references(
 ) -> None:
     from slipstream.kernels.attention.triton.mla import project_heads
 
-    # views, as a model cuts them: the rope part lies behind each head's query
+    # views as in a model, where the rope part follows each head's query
     query = torch.randn(rows, heads, nope + 8).to(dtype)[..., :nope]
     w_uk = (torch.randn(heads, nope, latent) / nope**0.5).to(dtype)
     w_uv = (torch.randn(heads, value, latent) / latent**0.5).to(dtype)

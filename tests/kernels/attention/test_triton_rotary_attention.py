@@ -1,4 +1,4 @@
-"""Rotary embedding, KV write and attention in one kernel, interpreted, against the references."""
+"""Rotary embedding, KV write and attention in one kernel, interpreted, equal the references."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ def case(
     dtype: torch.dtype = torch.float32,
     page: int = PAGE,
 ) -> dict[str, Any]:
-    """Requests that verify `query_len` tokens each, those of length 0 padded; memory that no key
-    has filled yet is NaN, and pages are shuffled."""
+    """Requests that verify `query_len` tokens each; those of length 0 are padding.
+
+    Pages are shuffled, and memory without a key is NaN.
+    """
     live = [length for length in seq_lens if length]
     tokens, padded = query_len * len(live), query_len * (len(seq_lens) - len(live)) + 1
     num_blocks = sum(-(-length // page) for length in live) + 2
@@ -75,7 +77,7 @@ def case(
 
 
 def expected_of(args: dict[str, Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """(output, cache afterwards) by the references, one after the other."""
+    """Run the references one after another: (output, cache afterwards)."""
     *qkv, rotation, cache, rows, rule = rotary_inputs(**args, **options)
     cache = cache.clone()
     query = rotary_store_kv_reference(*qkv, rotation, cache, rows.slot_mapping)
@@ -159,8 +161,10 @@ def test_splits_without_work(
     alone: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of 8 splits those have work that come to `least_keys`: one, some or all, by request; up to
-    `alone` keys, one."""
+    """Only splits with at least `least_keys` keys have work: one, some or all of 8, by request.
+
+    With up to `alone` keys, only one has.
+    """
     args = case(query_len, [query_len, 12, 23, 50, 58, 0])
     changes = {"splits": 8, "block_n": 16, "least_keys": least_keys, "last_sums": last_sums}
     changes["alone"] = alone
@@ -202,12 +206,12 @@ def test_parts_norms_and_a_part_that_rotates(
 
 
 def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Triton 3.6 interprets no bf16 products; tests/gpu has them.
+    # Triton 3.6 cannot interpret bf16 products; tests/gpu tests them.
     args = case(4, [60, 4, 0], (8, 2), 64, 64, 2, torch.float16)
     check(monkeypatch, args, {"splits": 2}, 4e-3)
 
 
-def test_what_one_kernel_does_not_do_is_done_by_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_kernels_run_what_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.attention.triton import rotary_attention as fused
 
     monkeypatch.setattr(fused, "rotary_attention", None)
@@ -245,8 +249,8 @@ def test_only_short_queries_of_one_program_are_fused() -> None:
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 6, 7, 8, 12])
-def test_powers_of_two_meet_every_kind(kv_heads: int, dim: int) -> None:
-    """As the dry start compiles them: a plan's kind is what a kernel is compiled for."""
+def test_powers_of_two_cover_every_kernel_variant(kv_heads: int, dim: int) -> None:
+    """The dry start relies on it: it plans powers of two of requests to compile all variants."""
     from slipstream.kernels.attention.triton.attention_plan import Launch, plan_launch
 
     def kind(reqs: int) -> Launch:
@@ -257,8 +261,8 @@ def test_powers_of_two_meet_every_kind(kv_heads: int, dim: int) -> None:
     assert {kind(reqs) for reqs in range(1, 1025)} == met
 
 
-def test_long_contexts_are_not_split_where_programs_fill_the_card() -> None:
+def test_long_contexts_are_not_split_if_programs_fill_the_gpu() -> None:
     from slipstream.kernels.attention.triton.attention_plan import plan_launch
 
     assert plan_launch(32, 32, 8, 4, 128, 1, 16384, 132).splits == 1
-    assert not plan_launch(1, 1, 1, 128, 128, 1, 4096, 132, 4).fused  # heads of two programs
+    assert not plan_launch(1, 1, 1, 128, 128, 1, 4096, 132, 4).fused  # the heads need two programs

@@ -1,4 +1,4 @@
-"""The batch kernels against plain Python lists, and every padding rule of a step."""
+"""The batch kernels equal plain Python lists, and obey every padding rule of a step."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def batch_rows(slots: list[int], starts: list[int]) -> SimpleNamespace:
 
 
 def make_batch(rows: list[Row]) -> SimpleNamespace:
-    """Buffers full of in-range garbage, and the three series that the host gives."""
+    """Buffers with arbitrary valid values, and the three series that the host fills."""
 
     def garbage(size: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.randint(0, 2 if dtype is torch.bool else 30, (size,)).to(dtype)
@@ -122,7 +122,7 @@ def test_prepare_inputs_equals_lists(seed: int, prepare: Callable[..., None]) ->
 
     ids: list[int] = []
     positions: list[int] = []
-    logits: list[tuple[int, int, int, int, int]] = []  # token row, slot, local, judged, position
+    logits: list[tuple[int, int, int, int, int]] = []  # token row, slot, local, draft, position
     for row in rows:
         known = row.tokens + [max(draft, 0) for draft in row.drafts]
         span = range(row.computed, row.computed + row.query_len)
@@ -171,7 +171,7 @@ def test_padded_rows_get_the_null_block_and_slot_minus_one() -> None:
     assert slots[0].tolist() == [
         *[int(first[0, p // 4]) * 4 + p % 4 for p in (7, 8, 9)],
         int(first[1, 0]) * 4 + 2,
-        *(-1, -1, 123, 123),  # padded to 6; what lies beyond is nobody's
+        *(-1, -1, 123, 123),  # padded to 6; the rest is unused
     ]
     assert slots[1].tolist() == [
         *(int(second[0, 1]) * 4 + 3, -1, -1, int(second[1, 0]) * 4 + 2),
@@ -207,7 +207,7 @@ def test_post_update_follows_the_worked_example(update: Callable[..., None]) -> 
     assert requests.total_len.tolist() == [0, 0, 10, 0, 0, 0]
     assert requests.last_sampled_tokens[2] == 30
     before[2, 8:10] = torch.tensor([1, 30])
-    assert requests.all_token_ids.equal(before)  # a padded row writes nothing, slot 0 least of all
+    assert requests.all_token_ids.equal(before)  # a padded row writes nothing, not even to slot 0
     assert counts.nonzero().tolist() == [[2, 1], [2, 30]]
 
 
@@ -249,7 +249,7 @@ def test_post_update_counts_a_repeated_token_twice_and_stops_at_the_table_end(
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_cpu_version_equals_the_reference_on_whole_steps(seed: int) -> None:
-    """Also near the end of the table, where positions of drafts have no place."""
+    """It does so near the end of the table, too, where drafts lie beyond it."""
     rng = random.Random(seed)
     rows = random_rows(rng)
     for row in rows:
@@ -272,7 +272,7 @@ def test_the_cpu_version_equals_the_reference_on_whole_steps(seed: int) -> None:
         requests, batch = make_requests(rows), make_batch(rows)
         counts = torch.zeros((SLOTS, VOCAB), dtype=torch.int32)
         prepare(requests, batch, sizes)
-        batch.idx_mapping[num_reqs // 2] = -1  # a row whose request is gone
+        batch.idx_mapping[num_reqs // 2] = -1  # a row without a request
         update(requests, batch, sampled_tokens(sampled, num_sampled, num_rejected), counts)
         after.append({**vars(requests), **vars(batch), "counts": counts})
     for name, tensor in after[0].items():

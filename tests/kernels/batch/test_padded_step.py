@@ -1,4 +1,4 @@
-"""What begins and ends a step inside a graph equals the plain kernels at every number of rows."""
+"""The kernels that begin and end a step inside a graph equal the plain ones for any rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_TOKENS = MAX_REQS * (DRAFTS + 1)
 
 @pytest.fixture(params=["torch", "triton"])
 def triton(request: pytest.FixtureRequest) -> bool:
-    """Whether the kernels are Triton's, interpreted."""
+    """Run the test with the references, and with interpreted Triton kernels."""
     if request.param == "triton":
         request.getfixturevalue("triton_interpreter")
         return True
@@ -37,7 +37,7 @@ def chosen(triton: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def step(seed: int, num_reqs: int, length: int) -> tuple[SimpleNamespace, SimpleNamespace]:
-    """A table, and a batch of decodes with `length` - 1 drafts each; the outputs hold poison."""
+    """A table, and a batch of decodes with `length` - 1 drafts each; outputs are poisoned."""
     torch.manual_seed(seed)
     prefill = torch.randint(1, 20, (SLOTS,), dtype=torch.int32)
     total = prefill + torch.randint(1, MAX_LEN - 20, (SLOTS,), dtype=torch.int32)
@@ -76,7 +76,7 @@ def test_inputs_equal_those_of_real_rows(num_reqs: int, length: int) -> None:
     sizes = StepSizes(num_reqs, tokens, tokens, MAX_REQS, padded)
     gather_batch.prepare_inputs_reference(table, expected, sizes)
     for name in ("logits_indices", "expanded_idx_mapping", "expanded_local_pos"):
-        getattr(expected, name)[tokens:padded] = 0  # rows that no plain step has
+        getattr(expected, name)[tokens:padded] = 0  # rows that a plain step does not have
     expected.logits_positions[tokens:padded] = 0
     expected.draft_ids[tokens:padded] = -1
     padded_step.prepare_padded_inputs(requests, batch, MAX_REQS, padded, padded)
@@ -134,7 +134,7 @@ def test_blocks_and_slots(num_reqs: int) -> None:
 def test_commit_is_post_update_and_what_the_host_reads(num_reqs: int) -> None:
     requests, batch = step(40 + num_reqs, num_reqs, DRAFTS + 1)
     slot = int(batch.idx_mapping[0])
-    requests.total_len[slot] = MAX_LEN - 1  # the text ends inside what is emitted
+    requests.total_len[slot] = MAX_LEN - 1  # the table ends within the emitted tokens
     batch.num_draft_tokens = torch.randint(0, DRAFTS + 1, (MAX_REQS,), dtype=torch.int32)
     live = torch.arange(MAX_REQS) < num_reqs
     accepted = torch.randint(0, DRAFTS + 1, (MAX_REQS,))
@@ -214,7 +214,7 @@ def test_rows_draw_as_their_requests_say(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_pick_rows_draws_by_seed_and_position(triton: bool) -> None:
-    rows = 16 if triton else 64  # a row is a program, which the interpreter is slow at
+    rows = 16 if triton else 64  # fewer programs, since the interpreter is slow
     logits = torch.zeros(rows, VOCAB)
     temperature, positions = torch.ones(rows), torch.arange(rows)
 

@@ -1,4 +1,4 @@
-"""Drafts are drawn as `gumbel_sample` draws, and q lands in the slots of rows that draw, only."""
+"""Drafts are drawn as by `gumbel_sample`, and q is stored only for rows that draw."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slipstream.kernels.drafts import draw_drafts as kernels
 from slipstream.kernels.sampling.sample import DRAFT, gumbel_sample_reference
 
 SLOTS, MAX_REQS, K, VOCAB, POISON = 7, 6, 3, 2500, 77
-LIVE = {0: 5, 1: 0, 2: 3, 3: 6}  # batch row -> slot; rows behind them are padded
-HEAT = (1.7, 0.0, 1.3, 0.3, 0.9, 0.0)  # a padded row's is anything
+LIVE = {0: 5, 1: 0, 2: 3, 3: 6}  # batch row -> slot; later rows are padded
+HEAT = (1.7, 0.0, 1.3, 0.3, 0.9, 0.0)  # padded rows may have any value
 
 
 @pytest.fixture(params=["torch", "triton"], autouse=True)
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain kernels, and Triton's, interpreted."""
+    """Run the test with the references, and with interpreted Triton kernels."""
     triton = request.param == "triton"
     if triton:
         request.getfixturevalue("triton_interpreter")
@@ -40,7 +40,7 @@ def drafter() -> SimpleNamespace:
 
 
 def drawn(of: SimpleNamespace, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """(scaled logits, ids): what a draft is, in as many words."""
+    """The definition of a draft: (scaled logits, ids)."""
     rows = logits.shape[0]
     heat, greedy = of.temperature[:rows], of.temperature[:rows] <= 0
     scaled = logits.float() / torch.where(greedy, 1.0, heat)[:, None]
@@ -55,7 +55,7 @@ def test_k_drafts_and_what_they_were_drawn_from(
     rows: int, mapped: bool, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(rows)
-    size = 1100  # more than a block, and no multiple of one
+    size = 1100  # more than a block, but not a multiple
     to_target = torch.randperm(VOCAB)[:size] if mapped else None
     places = torch.arange(size) if to_target is None else to_target
     of, kept = drafter(), torch.full((SLOTS, K, VOCAB), float("-inf"))
@@ -79,7 +79,7 @@ def test_k_drafts_and_what_they_were_drawn_from(
 
 
 def test_logits_with_their_rows_apart_and_slots_that_held_others() -> None:
-    """Only the places of a row's own ids are written, whatever stands beside them."""
+    """Only the entries of a row's own ids are written, whatever their neighbours hold."""
     torch.manual_seed(1)
     to_target = torch.randperm(VOCAB)[:600]
     of, kept = drafter(), torch.full((SLOTS, K, VOCAB), float(POISON))
@@ -106,7 +106,7 @@ def test_ids_beyond_the_targets_vocabulary_are_never_drawn() -> None:
 
 
 def test_a_draft_too_many_is_not_kept() -> None:
-    """A captured step may be replayed further than the buffers reach: nobody else's rows change."""
+    """Replaying a captured step beyond the buffers' last draft changes no other rows."""
     torch.manual_seed(4)
     of, kept = drafter(), torch.full((SLOTS, K, 700), float("-inf"))
     of.step[:] = K
@@ -141,7 +141,7 @@ def test_the_likeliest_tokens_and_given_ones(rows: int, mapped: bool) -> None:
 
 
 def test_none_is_the_best_of_a_row_of_minus_infinity() -> None:
-    """Such rows exist in dry and padded steps: an id of the vocabulary, all the same."""
+    """Dry and padded steps have such rows; they must still get an id of the vocabulary."""
     of, kept = drafter(), torch.full((SLOTS, K, VOCAB), float("-inf"))
     kernels.draw_drafts(torch.full((MAX_REQS, 1100), float("-inf")), of, None, kept)
     assert ((of.draft_tokens[:, 0] >= 0) & (of.draft_tokens[:, 0] < 1100)).all()

@@ -1,4 +1,4 @@
-"""A drafter's decodes: positions and lengths that move on, and where their KV goes."""
+"""A drafter's decodes: positions and lengths advance, and KV slots follow."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_decodes_advance_and_stop_at_the_last_position() -> None:
 
 
 def test_a_request_at_the_last_position_writes_no_kv() -> None:
-    """The last known position holds the KV of the token that stands there (trap 17)."""
+    """The last position already has the KV of its own token, which must not be overwritten."""
     positions, seq_lens = torch.tensor([8, 9, 20, 0]), torch.tensor([9, 10, 10, 0]).int()
     writes = torch.full((4,), 77)
     advance_draft_decode(positions, seq_lens, 10, writes)
@@ -31,5 +31,5 @@ def test_slots_of_draft_decodes() -> None:
     writes, seq_lens = torch.tensor([5, 11, -1, 2]), torch.tensor([6, 12, 4, 0]).int()
     out = torch.full((2, 4), 77)
     map_draft_slots(tables, [4, 2], seq_lens, writes, out)
-    # of two tokens a block, position 5 is in the null block and 11 beyond the table
+    # with two tokens per block, position 5 is in the null block and 11 beyond the table
     assert out.tolist() == [[13, 39, -1, -1], [-1, -1, -1, -1]]

@@ -1,4 +1,4 @@
-"""A target's step in a drafter's buffers, and drafts in the table: against lists, padded or not."""
+"""Staging a target's step and storing drafts equal plain lists, with and without padding."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SLOTS, MAX_REQS, TOKENS, K, VOCAB, MAX_POSITION, POISON = 7, 6, 40, 3, 50, 30, 7
 
 @pytest.fixture(params=["torch", "triton"], autouse=True)
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plain kernels, and Triton's, interpreted."""
+    """Run the test with the references, and with interpreted Triton kernels."""
     triton = request.param == "triton"
     if triton:
         request.getfixturevalue("triton_interpreter")
@@ -22,7 +22,7 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def a_step(seed: int, num_reqs: int) -> tuple[SimpleNamespace, SimpleNamespace, list[int]]:
-    """(the target's step with all its rows, the requests, query lengths)"""
+    """Make a target's step: (its tensors, the requests, query lengths)."""
     torch.manual_seed(seed)
     lens = torch.randint(1, 6, (num_reqs,)).tolist()
     starts = torch.zeros(MAX_REQS + 1, dtype=torch.int32)
@@ -38,7 +38,7 @@ def a_step(seed: int, num_reqs: int) -> tuple[SimpleNamespace, SimpleNamespace, 
     seq_lens[:num_reqs] = torch.tensor([b + n for b, n in zip(first, lens, strict=True)])
     rejected = [int(torch.randint(0, n, ())) for n in lens]
     sampled = [int(torch.randint(0, 3, ())) for _ in lens]
-    counts = torch.full((2, MAX_REQS), POISON, dtype=torch.int32)  # padded: anything
+    counts = torch.full((2, MAX_REQS), POISON, dtype=torch.int32)  # padded rows may have any value
     counts[0, :num_reqs], counts[1, :num_reqs] = torch.tensor(sampled), torch.tensor(rejected)
     of = SimpleNamespace(
         input_ids=torch.randint(0, VOCAB, (TOKENS,), dtype=torch.int32),

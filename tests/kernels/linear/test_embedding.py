@@ -1,4 +1,4 @@
-"""Rows of a table, interpreted, against torch."""
+"""Gathering rows of a table, interpreted, equals torch."""
 
 from __future__ import annotations
 

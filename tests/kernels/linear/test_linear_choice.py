@@ -1,4 +1,4 @@
-"""The choice of a linear kernel by shape and rows, and measured choices on disk."""
+"""Choosing a linear kernel by shape and rows, and storing measured choices on disk."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_no_kernel_computes_is_torchs() -> None:
     assert not fits(gemv, QKV, 2)  # one row only
     assert not fits(skinny, Shape("qkv", 6144, 4090), 2)  # rows of 16 bytes
     assert not fits(skinny, Shape("head", 262144, 8192), 2)  # 32-bit offsets
-    assert not fits(Skinny(64, 128, 3, 4, 2, 16), HEAD, 2)  # nothing would sum its parts
+    assert not fits(Skinny(64, 128, 3, 4, 2, 16), HEAD, 2)  # no kernel would sum its parts
     chooser = LinearChooser({(QKV, 1): gemv, (QKV, 16): gemv})
     assert chooser.choose(QKV, 1) == gemv
     assert chooser.choose(QKV, 2) is None
@@ -140,7 +140,7 @@ def test_tuning_keeps_only_what_pays() -> None:
 def test_tuning_measures_right_candidates_and_drops_wrong_ones(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On the CPU all choices are torch's, so they are right; one is made to compute nonsense."""
+    """On the CPU torch computes all choices correctly; the test makes one of them wrong."""
     shape = Shape("gate_up", 96, 64)
     choices: list[Choice] = [None, *linear_tune.candidates(shape, 3)]
     assert len(choices) > 4 and len(set(choices)) == len(choices)

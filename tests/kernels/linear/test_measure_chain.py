@@ -1,4 +1,4 @@
-"""The comparisons of tests/lab/measure_chain.py run without a card, and are possible ones."""
+"""The comparisons of tests/lab/measure_chain.py run without a GPU and use valid choices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Expert choice, experts and latent projections against their definitions, token by token."""
+"""Expert choice, experts and latent projections equal their definitions, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RMSNorm, rotary embedding and gated activations against their formulas in fp64."""
+"""RMSNorm, rotary embedding and gated activations equal their formulas in float64."""
 
 from __future__ import annotations
 

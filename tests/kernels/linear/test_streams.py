@@ -1,4 +1,4 @@
-"""Streams that are summed, chosen and normed abreast, in interpreted Triton and in plain torch."""
+"""Stream sums, row selection and paired norms: interpreted Triton equals plain torch."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from slipstream.kernels.linear import norm_rope, streams
 
 pytestmark = pytest.mark.usefixtures("triton_interpreter")
-HALF = torch.float16  # the interpreter rounds to bfloat16 in another way
+HALF = torch.float16  # the interpreter rounds to bfloat16 differently
 
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks per row, the last one ragged."""
+    """Use several blocks per row, the last one partly filled."""
     from slipstream.kernels.linear.triton import streams as kernels
 
     monkeypatch.setattr(kernels, "_BLOCK", 16)
@@ -59,7 +59,7 @@ def test_two_norms_abreast(dtype: torch.dtype, kind: torch.dtype | None, normed:
     expected = streams.norm_pair_reference(left, right, weights, 1e-5, ids)
     tolerance = 1e-6 if dtype == torch.float32 else 1.6e-2
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
-    if weights is not None:  # the very bits of two norms one after the other
+    if weights is not None:  # bit-identical to two single norms
         rows = left if ids is None else left[ids]
         halves = [rms_norm(x, w, 1e-5) for x, w in zip((rows, right), weights, strict=True)]
         assert torch.equal(bits(got), bits(torch.cat(halves, -1)))

@@ -1,4 +1,4 @@
-"""Linear layers of few rows, interpreted, against torch: fresh inputs, poisoned outputs."""
+"""Linear layers of few rows, interpreted, equal torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ pytestmark = [
 HALVES = [torch.bfloat16, torch.float16]
 ONE_ROW = [Gemv(16, 64, 4), Gemv(32, 256, 4), Gemv(32, 64, 4, 3)]
 OTHER_ONE_ROW = [Gemv(64, 32, 4, 0, 0), Gemv(64, 64, 4, 0, 1, 2), Gemv(64, 256, 4, 0, 1, 2, 2)]
-# Triton 3.6 interprets no bf16 products: these are fp16 here, and bf16 in tests/gpu.
+# Triton 3.6 cannot interpret bf16 products: fp16 is tested here, and bf16 in tests/gpu.
 FEW_ROWS = [Skinny(16, 32, 3, 4, 1, 16), Skinny(64, 64, 3, 4, 1, 32)]
 
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton takes the tensors of these tests, and what a kernel forgets to write shows."""
+    """Use Triton for these tests, and fill new memory so that unwritten outputs are noticed."""
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
     empty = torch.empty
 
@@ -45,8 +45,10 @@ def inputs(rows: int, outputs: int, size: int, dtype: torch.dtype) -> tuple[Tens
 
 
 def close(got: Tensor, exact: Tensor, roundings: int = 1) -> None:
-    """`exact` is float64 of the same rounded inputs: what remains is rounding (the interpreter cuts
-    bf16 off instead)."""
+    """Compare with `exact`, computed in float64 from the same rounded inputs.
+
+    The difference is rounding only; the interpreter truncates bf16 instead.
+    """
     assert got.shape == exact.shape and not got.isnan().any()
     error = (got.double() - exact).norm() / exact.norm()
     bound = {torch.bfloat16: 8e-3, torch.float16: 6e-4, torch.float32: 1e-6}[got.dtype]
@@ -98,7 +100,7 @@ def test_few_rows(rows: int, outputs: int, size: int, choice: Skinny, tma: bool)
     gate, up = (exact + bias).chunk(2, -1)
     got = skinny.gated_linear(x, weight, bias, "silu", choice, tma)
     close(got, torch.nn.functional.silu(gate) * up)
-    for split_k in (2, 5):  # parts may be ragged, the last ones empty
+    for split_k in (2, 5):  # parts may be unequal, and the last ones empty
         of = Skinny(*(choice.block_n, choice.block_k, 3, 4, split_k, choice.block_m))
         parts = skinny.linear_parts(x, weight, bias, of, tma)
         assert parts.shape == (split_k, rows, outputs) and parts.dtype == torch.float32
@@ -131,8 +133,10 @@ def whole(parts: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("choice", [FEW_ROWS[1], Skinny(64, 32, 3, 4, 3, 16)])
 def test_a_row_does_not_depend_on_its_place_or_company(choice: Choice) -> None:
-    """Within a choice a row's bits are the same anywhere, also beside padded rows of NaN. (Small
-    integers, whose sums are exact: numpy's products depend on the place.)"""
+    """With the same kernel, a row's result does not depend on other rows, even NaN in padded ones.
+
+    Inputs are small integers, which sum exactly, since numpy's products depend on the position.
+    """
     x, weight = torch.randint(-8, 8, (9, 72)).half(), torch.randint(-8, 8, (40, 72)).half()
     alone = linear.linear_parts(x, weight, None, choice)
     place = torch.randperm(19)[:9]
@@ -195,7 +199,7 @@ def test_norm_of_parts(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("num_parts", [0, 3])
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_rotary_of_parts(num_parts: int, has_norms: bool, dtype: torch.dtype) -> None:
-    """Sum, norm of heads, rotation and KV write, from one tensor of parts of a fused QKV."""
+    """Sum, head norms, rotation and KV write start from the parts of a fused QKV projection."""
     shape = (num_parts, 7, 8, 64) if num_parts else (7, 8, 64)
     qkv = torch.randn(shape) if num_parts else torch.randn(shape).to(dtype)
     query, key, value = qkv.split([4, 2, 2], dim=-2)

@@ -1,4 +1,4 @@
-"""Triton's grouped product over experts, interpreted, against the reference."""
+"""Triton's grouped matrix product over experts, interpreted, equals the reference."""
 
 from __future__ import annotations
 

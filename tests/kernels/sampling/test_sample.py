@@ -1,4 +1,4 @@
-"""The quality of the counter-based noise, and that it depends on nothing but its counters."""
+"""The counter-based noise has good quality and depends only on its counters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from slipstream.kernels.sampling.sample import (
 N, V = 2000, 512
 COUNTER = torch.arange(N)
 CONSTANT = torch.full((N,), 7)
-# (seeds, positions): one counter moves, the other stands still
+# (seeds, positions): one counter varies, the other is constant
 STREAMS = {
     "positions": (CONSTANT, COUNTER),
     "seeds": (COUNTER, CONSTANT),
@@ -39,7 +39,7 @@ def numbers(seeds: Tensor, positions: Tensor, salt: int = TARGET) -> np.ndarray:
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """In standard deviations."""
+    """The correlation of two series, in standard deviations."""
     return float(np.corrcoef(a.ravel(), b.ravel())[0, 1] * a.size**0.5)
 
 
@@ -54,7 +54,7 @@ def test_numbers_are_uniform_and_neighbours_are_independent(stream: str) -> None
         assert abs(correlation(a, b)) < 4.5
         joint = np.histogram2d(a.ravel(), b.ravel(), 32, [[0, 1], [0, 1]])[0]
         assert chisquare(joint.ravel()).pvalue > 1e-4
-    # sums along either axis spread as sums of independent numbers do
+    # sums along either axis vary like sums of independent numbers
     for sums, count in ((u.sum(1), V), (u.sum(0), N)):
         assert kstest((sums - count / 2) / (count / 12) ** 0.5, "norm").pvalue > 1e-4
 
@@ -112,6 +112,6 @@ def test_greedy_rows_take_the_argmax() -> None:
 
 
 def test_the_bits_are_pinned() -> None:
-    """A change of the hash changes the text of every seed: it must be meant."""
+    """Changing the hash changes the output for every seed, so it must be intentional."""
     bits = token_bits(row_keys(torch.tensor([1234]), torch.tensor([56]), TARGET), 3)
     assert bits.tolist() == [[-435118590, -1976129617, 227021488]]

@@ -1,4 +1,4 @@
-"""Sampling, verification and n-gram scan in Triton, interpreted, against their references."""
+"""Sampling, verification and n-gram scan in Triton, interpreted, equal their references."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several blocks per row, the last one ragged."""
+    """Use several blocks per row, the last one partly filled."""
     from slipstream.kernels.drafts.triton import ngram_scan
     from slipstream.kernels.sampling.triton import sample, top_k_top_p
 
@@ -110,7 +110,7 @@ def test_rejection_sample(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["one_hot", "probabilistic"])
 def test_rejection_sample_of_logits_as_the_head_wrote_them(kind: str) -> None:
-    """Divided by the temperature where they are read; requests with a seed keep what they drew."""
+    """Logits are divided by the temperature on reading; seeded requests keep their drawn tokens."""
     from slipstream.kernels.sampling.triton.verify import rejection_sample
 
     torch.manual_seed(9)
@@ -135,7 +135,7 @@ def test_an_empty_residual_falls_back_to_the_target() -> None:
     torch.manual_seed(4)
     rows = ragged_rows("probabilistic", 200, 200)
     assert rows.draft_logits is not None
-    # p and q are certain of token 150, and the draft is another: nothing is left of p - q
+    # p and q both give token 150 probability 1, and the draft is another: p - q is empty
     for logits in (rows.logits, rows.draft_logits):
         logits.fill_(-torch.inf)
         logits[..., 150] = 1.0
