@@ -114,6 +114,7 @@ def test_auto_on_a_gpu_picks_by_model_and_packages(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(choice, "is_card", lambda device: True)
     monkeypatch.setattr(FlashMLABackend, "check", lambda self, layers, device: flash_mla)
     monkeypatch.setattr(TritonBackend, "check", lambda self, layers, device: None)
     assert choose_backend("auto", [layer], torch.device("cuda")).name == name
@@ -165,6 +166,7 @@ def test_a_back_end_that_cannot_be_imported_breaks_only_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(choice._BACKENDS, "triton", ("no_such_module", "None"))
+    monkeypatch.setattr(choice, "is_card", lambda device: device.type == "cuda")
     with pytest.raises(UnusableBackend, match="no_such_module"):
         choose_backend("triton", [GQA], CPU)
     assert choose_backend("auto", [GQA], torch.device("cuda")).name == "reference"
