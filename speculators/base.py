@@ -72,7 +72,7 @@ class DraftInputs:
     num_sampled: Tensor  # [N] int32, emitted tokens (0 for a prefill chunk)
     num_rejected: Tensor  # [N] int32
     requests: RequestRows
-    attention: Any = None  # the target's AttentionState; None in a WHOLE step: its graph made it
+    attention: Any = None  # the target's AttentionState; None in a WHOLE step, whose graph built it
     hidden_states: Tensor | None = None  # [M, H] after the final norm
     aux_hidden_states: Tensor | None = None  # [M, boundaries * H], side by side
     num_drafts: int | None = None  # how many to make; None = K; 0 = only process the step
@@ -105,8 +105,8 @@ class DraftHost(Protocol):
 class BaseSpeculator(ABC):
     """A drafter.
 
-    A subclass either implements `propose`, or is an `AutoRegressiveSpeculator`, whose passes the
-    runner calls one by one, from CUDA graphs where it can.
+    A subclass either implements `propose`, or is an `AutoRegressiveSpeculator`: then the runner
+    calls its passes one by one, and records them in CUDA graphs.
     """
 
     needs: SpeculatorNeeds

@@ -19,8 +19,7 @@ from .draft_head import DraftHead, DraftModel, PickTokens
 
 
 class _LanguageModel(DraftHead, nn.Module):
-    """A served model behind the interface of a draft head; it reads and feeds back no hidden
-    states."""
+    """Makes a served model a `DraftModel` that neither reads nor feeds back hidden states."""
 
     input_width = feedback_width = 1
 

@@ -143,7 +143,7 @@ class Eagle3Head(nn.Module):
         feedback: Tensor,
         only: Tensor | None = None,
     ) -> Tensor:
-        """See `DraftModel.run`; the logits read the normed stream, and the raw one is fed back."""
+        """See `DraftModel.run`: the normalised stream gives the logits, the raw one is fed back."""
         return self.forward(input_ids, positions, hidden, attention, only, feedback)[0]
 
     def forward(
@@ -155,7 +155,7 @@ class Eagle3Head(nn.Module):
         only: Tensor | None = None,
         feedback: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """input_ids, positions [M], hidden [M, H] -> (normed stream, raw stream), [N, H] each.
+        """input_ids, positions [M], hidden [M, H] -> (normalised stream, raw stream), [N, H] each.
 
         N are the rows `only` [N] int64, or all M. The raw stream is written to `feedback` if given,
         which may be the memory of `hidden`.

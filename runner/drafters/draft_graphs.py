@@ -267,6 +267,7 @@ class DraftGraphs:
             assert self._prefills is not None
             self._prefills.run_fullgraph(desc)
             return True
+        assert attention is not None, "a WHOLE step has a graph for the draft prefill"
         # PIECEWISE attention has the real rows only.
         full = desc.mode is not CUDAGraphMode.PIECEWISE
         rows = max(1, num_reqs)  # a dummy step has none

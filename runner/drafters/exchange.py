@@ -24,7 +24,7 @@ _HEAD = (
 
 
 class Exchange:
-    """The running head and another one, whose weights can be swapped any number of times.
+    """Swaps the weights of the running head and another one, any number of times.
 
     The constructor raises RunnerError if they do not match, or torch.OutOfMemoryError; `swap`
     allocates nothing.

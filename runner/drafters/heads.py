@@ -58,7 +58,7 @@ class HeadHost(Protocol):
 
 @dataclass(frozen=True)
 class OutlineHost:
-    """A `HeadHost` whose models are meta tensors, which have shapes but no memory."""
+    """A `HeadHost` for models of meta tensors, which have shapes but no memory."""
 
     max_model_len: int
     target_model: Any
@@ -312,7 +312,8 @@ def _own_or_target(
 
 
 def _fill(model: Any, source: ResolvedModel, host: HeadHost, only: str = "") -> None:
-    """Load the tensors whose names start with `only`, or random ones; each slot exactly once."""
+    """Fill each slot exactly once: with random numbers, or from the tensors with the prefix
+    `only`."""
     dummy = source.kind == "dummy"
     if dummy:
         load_random(model.checkpoint_slots(), host.device, source.seed + 1, host.loading)

@@ -43,7 +43,7 @@ class DraftModelHost:
         self.max_model_len = max_model_len
         self.vocab_size = vocab_size
         self.target_model = target_model
-        self.target_resolved = target_resolved  # some targets bring their drafter along
+        self.target_resolved = target_resolved  # its files may contain a drafter
         self.loading = loading
         self._drafter = drafter
         self.draft_layers: list[AttentionLayer] = []

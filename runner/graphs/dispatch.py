@@ -22,7 +22,7 @@ class GraphConfigError(RunnerError):
 
 @dataclass(frozen=True)
 class ModeDecision:
-    """The mode of one forward pass, and the query lengths whose uniform batches run as FULL."""
+    """The mode of a forward pass, and the query lengths for which uniform batches run as FULL."""
 
     mode: CUDAGraphMode
     uniform_token_counts: tuple[int, ...]
@@ -201,7 +201,7 @@ def dispatch(
 
 
 def wanted_mode(config: GraphConfig, device_type: str) -> CUDAGraphMode:
-    """The mode that `--cudagraph-mode` and `--enforce-eager` ask for on this kind of device."""
+    """The mode set by `--cudagraph-mode` and `--enforce-eager` on this kind of device."""
     if config.enforce_eager or device_type != "cuda":
         return CUDAGraphMode.NONE
     if config.cudagraph_mode == "auto":

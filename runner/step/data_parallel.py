@@ -161,10 +161,10 @@ class DataParallelSync:
         desc = self._dispatch(num_tokens, num_reqs, uniform)
         batch = RankBatch(num_tokens, num_reqs, uniform, uniform, desc.mode, num_drafts)
         table = encode(batch, self._rank, self._size)
-        self._exchange(table)
+        self._sum_over_ranks(table)
         return decide(table.tolist(), self._rank, self._dispatch, self._idle_query_len)
 
-    def _exchange(self, table: Tensor) -> None:
+    def _sum_over_ranks(self, table: Tensor) -> None:
         """Sum the tables of all ranks in place; a dead rank ends in the group's time-out."""
         import torch.distributed as dist
 

@@ -56,7 +56,7 @@ class Drafting:
             return None
         assert desc.num_reqs is not None
         reqs, tokens, buffers = desc.num_reqs, desc.num_tokens, self._buffers
-        hidden, taps = self._target.outputs(desc)
+        hidden, aux_hidden = self._target.outputs(desc)
         return DraftInputs(
             num_reqs=reqs,
             num_tokens=tokens,
@@ -70,7 +70,7 @@ class Drafting:
             num_rejected=self._counts[1, :reqs],
             requests=self._table,
             hidden_states=hidden,
-            aux_hidden_states=taps,
+            aux_hidden_states=aux_hidden,
             mode=StepMode.WHOLE,
         )
 
@@ -123,7 +123,7 @@ class Drafting:
             self._drafted.update(batch.slots)
 
     def run_dummy(self, agreement: StepAgreement, attention: AttentionState | None) -> None:
-        """The drafter's part of a step without rows, whose passes other ranks need."""
+        """The drafter's passes in a step without rows; the passes of other ranks need them."""
         if self._graphs is not None:
             self._graphs.run_dummy(
                 agreement.descriptor, attention, agreement.num_draft_reqs, agreement.num_drafts

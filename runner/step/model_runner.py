@@ -100,7 +100,7 @@ class ModelRunner:
         Each row has len(ids) + 1 logits rows, in plan order; a grammar bitmask must have the same
         layout. An id of -1 means that there is no draft.
         """
-        assert plan.needs_draft_ids, "the plan did not ask for draft ids"
+        assert plan.needs_draft_ids, "the plan does not need draft ids"
         copy, counts = self._steps[plan.step_id].drafts.result()
         ids = copy.wait()[0].tolist() if counts else []
         copy.release()

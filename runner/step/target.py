@@ -109,8 +109,8 @@ class Target:
         return self._outputs_of(desc.num_tokens)
 
     def _outputs_of(self, num_tokens: int) -> ForwardOutput:
-        hidden, *taps = (output[:num_tokens] for output in self._outputs)
-        return hidden, taps[0] if taps else None
+        hidden, *aux_hidden = (output[:num_tokens] for output in self._outputs)
+        return hidden, aux_hidden[0] if aux_hidden else None
 
     def build_attention(self, batch: InputBatch) -> AttentionState:
         """Build this step's attention state; for a FULL graph, update its buffers in place."""

@@ -1,7 +1,7 @@
 """Graphs that end a step: select or verify tokens, commit them to the table, pack the results.
 
 They run after the target's graph of a uniform batch. One kind serves requests that are greedy or
-draw by a key, whose logits nothing else reads. The other serves steps of few rows that verify
+draw by a key, if nothing else reads their logits. The other serves steps of few rows that verify
 drafts against the target's distribution. Other steps select their tokens without a graph.
 """
 

@@ -24,7 +24,7 @@ EngineT = TypeVar("EngineT", bound=_Engine)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights that every step reads; without tables of which it only gathers rows.
+    """Bytes of all weights that every step reads; tables from which it gathers rows do not count.
 
     Weights that torch packed for the CPU are not parameters and are not counted.
     """

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-_FIRST_RATE = 0.6  # prior of a drafter that nobody has seen draft
+_FIRST_RATE = 0.6  # prior of a drafter without observations
 _PRIOR = 6.0  # judged drafts that the prior, or the position before, counts as
 _DEEPER = 0.97  # prior of a position, as a share of the rate of the position before
 # A verdict's weight falls to 1 / e after this many further ones on its position, but not within

@@ -60,7 +60,7 @@ class Probe:
 
 
 class Trials:
-    """Steps that measure the cost of a K whose cost is a guess.
+    """Steps that measure the cost of a K if that is only a guess.
 
     A K that was guessed too dear would otherwise never be chosen, and its cost never be corrected.
     """

@@ -16,7 +16,7 @@ from .step_costs import StepCosts, assumed_row
 
 _LEAST_GAIN = 1.05  # drafts must promise this much more speed, as estimates of few drafts err
 _MEMORY = 0.9  # weight that a judged draft keeps when another one is judged
-# Of the steps for which drafts do not pay, one in this many asks for a single draft.
+# Of the steps for which drafts do not pay, one in this many makes a single draft, as a probe.
 _FIRST_GAP, _MAX_GAP = 4, 64
 
 
@@ -36,8 +36,8 @@ class RequestLimits:
         self._skipped = np.zeros(max_num_reqs, dtype=np.int64)  # steps since drafts paid
         self._gap = np.full(max_num_reqs, _FIRST_GAP)
         self._planned = [0] * max_num_reqs  # rows planned
-        self._applied = [0] * max_num_reqs  # rows whose verdicts are used
-        # (drafted, accepted) of each row whose verdict is not used yet
+        self._applied = [0] * max_num_reqs  # verdicts used
+        # Verdicts not used yet: (drafted, accepted) of each row.
         self._verdicts: list[deque[tuple[int, int]]] = [deque() for _ in range(max_num_reqs)]
 
     def restart(self, slot: int, greedy: bool) -> None:
