@@ -196,11 +196,11 @@ def _find_eagle(
     return FoundDrafter(source, head)
 
 
-def check_vocabulary(whose: str, size: int, target_size: int) -> None:
+def check_vocabulary(owner: str, size: int, target_size: int) -> None:
     """Raise ModelLoadError if the two models have vocabularies of different sizes."""
     if size != target_size:
         raise ModelLoadError(
-            f"the {whose} vocabulary has {size} tokens, "
+            f"the {owner} vocabulary has {size} tokens, "
             f"the target's {target_size}: they do not share a tokenizer."
         )
 

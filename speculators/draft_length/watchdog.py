@@ -122,9 +122,9 @@ class Watchdog:
         self._drafted = self._accepted = self._in_vain = 0
         self.num_troubles[trouble] += 1
         logger.warning(
-            "speculation is off for now: %s (drafter %s, %.0f %% accepted%s). Requests go on "
-            "without drafts; in %.0f s a few are tried, and it is on again by itself if they are "
-            "accepted",
+            "speculation is off for now: %s (drafter %s, %.0f %% accepted%s). Requests continue "
+            "without drafts. In %.0f s a few drafts are tried; if they are accepted, speculation "
+            "resumes",
             _REASONS[trouble], self._method, 100 * rate, self._before(), self._wait,
         )  # fmt: skip
 

@@ -64,7 +64,7 @@ def test_a_broken_drafter_is_stopped_and_found_healthy_again(
     assert (chooser.choose([0]).num_drafts, chooser.choose([0]).reason) == (0, "unhealthy")
     assert watchdog.num_troubles[trouble] == 1 and sum(watchdog.num_troubles.values()) == 1
     assert f"drafter eagle3, {100 * after:.0f} % accepted, 60 % before)" in caplog.text
-    assert "in 10 s a few are tried, and it is on again by itself" in caplog.text
+    assert "In 10 s a few drafts are tried; if they are accepted" in caplog.text
     clock.now += 11  # a probe, in vain
     assert chooser.choose([0]).reason == "health_probe" and chooser.choose([0]).num_drafts > 0
     with caplog.at_level(logging.INFO):
