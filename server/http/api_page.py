@@ -1,6 +1,6 @@
-"""Owns /docs, the page that shows the API: its scripts come from this machine, or there is none.
+"""The page /docs, which shows the API. Its scripts are served locally.
 
-FastAPI's own page loads them from elsewhere, which a server behind a firewall cannot.
+FastAPI's own page loads scripts from the internet, which does not work behind a firewall.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ _ADVICE = (
 
 
 def app_with_page(**settings: Any) -> FastAPI:
-    """An application with `settings` and /docs; that says what to install if the extra lacks."""
+    """An application with `settings` and /docs.
+
+    Without the extra `docs`, /docs answers 404 with the command that installs it.
+    """
     try:
         from fastapi_offline import FastAPIOffline
     except ImportError:

@@ -1,8 +1,8 @@
-"""Reads a request's JSON body into its model; whatever is wrong with it is the client's 400.
+"""Reads a request's JSON body into its model; an invalid body is answered with a 400.
 
-msgspec does the parsing: it refuses NaN, lone surrogates, bytes that are no UTF-8, and numbers no
-machine can hold. Depth is bounded, since what comes after recurses over it; so is the number of
-values, since parsing holds Python's lock. A large body is parsed and checked off the event loop.
+msgspec parses; it refuses NaN, lone surrogates, invalid UTF-8 and numbers out of range. The nesting
+depth is bounded because later code recurses over the value, and the number of values because
+parsing holds Python's global lock. Large bodies are parsed off the event loop.
 """
 
 from __future__ import annotations
@@ -35,22 +35,25 @@ Model = TypeVar("Model", bound=BaseModel)
 
 _MAX_NAMES = 1000
 _MAX_NAMES_AT_ONCE = 20
-_PIECE = 1 << 20  # bytes looked through in one go
+_PIECE = 1 << 20  # bytes searched in one call
 _HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF = re.compile(rb"%b(?!%b)|(?<!%b)%b" % (_HIGH, _LOW, _HIGH, _LOW))
 _LONE_SURROGATE = "one of its strings contains half of a surrogate pair, which is not a character"
 
 
 class BodyReader:
-    """Reads bodies; remembers which unknown parameters the log has."""
+    """Reads bodies, and logs each unknown parameter once."""
 
     def __init__(self, timeout: float = 60.0) -> None:
-        """`timeout` in seconds, for a whole body; 0 waits for ever."""
+        """`timeout` is the time in seconds for receiving a body; 0 disables it."""
         self._timeout = timeout or None
         self._logged: set[str] = set()
 
     async def read(self, request: Request, model: type[Model]) -> Model:
-        """The body as `model`. Unknown fields are accepted and logged once each."""
+        """The body as `model`. Unknown fields are accepted and logged.
+
+        Raises UnsupportedMediaType, UnsupportedEncoding, BodyTooSlow, InvalidRequest.
+        """
         data = await self._bytes(request)
         return await by_size(len(data), self._parsed, data, model)
 
@@ -81,7 +84,7 @@ class BodyReader:
 
 
 def validated(value: Any, model: type[Model]) -> Model:
-    """`value` as `model`, or InvalidRequest that names the parameter."""
+    """`value` as `model`. Raises InvalidRequest, which names the invalid parameter."""
     if not isinstance(value, dict):
         raise MalformedBody("it is not a JSON object")
     try:
@@ -91,7 +94,7 @@ def validated(value: Any, model: type[Model]) -> Model:
 
 
 def parse_json(data: bytes) -> Any:
-    """JSON bytes as plain values; MalformedBody if they are none."""
+    """Parse JSON into plain Python values. Raises MalformedBody."""
     if not data.strip():
         raise MalformedBody("it is empty")
     if (excess := too_many(data)) is not None:
@@ -108,8 +111,10 @@ def parse_json(data: bytes) -> Any:
 
 
 def _decoded(data: bytes) -> Any:
-    """What the JSON says. The collector would look at all lists again and again while they grow;
-    no other thread runs meanwhile."""
+    """Decode JSON with the garbage collector off, which would scan the growing lists repeatedly.
+
+    No other thread runs meanwhile, so turning it off affects nothing else.
+    """
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -122,7 +127,7 @@ def _decoded(data: bytes) -> Any:
 def _why_malformed(data: bytes, error: Exception) -> str:
     try:
         data.decode()
-    except UnicodeDecodeError as bad:  # msgspec counts from the beginning of a string
+    except UnicodeDecodeError as bad:  # msgspec reports positions within a string
         if data[bad.start] == 0xED and data[bad.start + 1 : bad.start + 2] >= b"\xa0":
             return _LONE_SURROGATE
         return f"it is not UTF-8: byte 0x{data[bad.start]:02x} in position {bad.start}"
@@ -132,10 +137,10 @@ def _why_malformed(data: bytes, error: Exception) -> str:
 
 
 def _has_lone_surrogate(data: bytes) -> bool:
-    """Whether an escape is half of a pair: msgspec calls some of these something else."""
-    data = data.replace(b"\\\\", b"")  # an escaped backslash begins no escape
+    """Whether an escape is half of a surrogate pair, which msgspec reports in other words."""
+    data = data.replace(b"\\\\", b"")  # an escaped backslash does not start an escape
     for start in range(0, len(data), _PIECE):
-        found = _HALF.search(data, start, start + _PIECE + 12)  # the other half may follow
+        found = _HALF.search(data, start, start + _PIECE + 12)  # include the second half of a pair
         if found is not None and found.start() < start + _PIECE:
             return True
     return False

@@ -1,8 +1,8 @@
-"""Owns one client's connection: what a client that stalls, floods or talks nonsense is told.
+"""A client's HTTP connection, with time-outs and limits that uvicorn's protocol does not have.
 
-uvicorn's protocol does the HTTP; it waits for ever for a client that has begun something. Here such
-a client is cut: one that sends its request too slowly, and one that does not read its reply. Both
-are looked for a few times within the time-out, so a connection costs one timer in all.
+uvicorn waits forever for a client that has started a request or is receiving a reply. This class
+disconnects clients that send their request too slowly or do not read their reply. One timer per
+connection checks for both a few times within the time-out.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .sse import WRITER
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
 MAX_CONNECTIONS = 8192
-_OTHER_FILES = 256  # that the process opens beside connections
-MAX_PIPELINED = 32  # requests that wait while another is answered
+_OTHER_FILES = 256  # file descriptors reserved for everything but connections
+MAX_PIPELINED = 32  # requests that may wait on a connection while one is being answered
 _HEAD_LIMIT = f"{MAX_HEAD_BYTES >> 10} KiB"
 _TOO_MANY = f"More than {MAX_PIPELINED} pipelined requests wait for an answer on this connection."
-_LOOKS = 4  # within one time-out
-_WITHOUT_CHUNKS = ("0.9", "1.0")  # versions of HTTP
+_LOOKS = 4  # checks within one time-out
+_WITHOUT_CHUNKS = ("0.9", "1.0")  # HTTP versions without chunked encoding
 
 
 class TooManyConnections(APIError):
-    """Every connection that the server can have open is in use by a request."""
+    """The maximum number of connections is open, and each has a request."""
 
     status = 503
     type = "service_unavailable"
@@ -42,7 +42,7 @@ class TooManyConnections(APIError):
 
 
 class _ChunkWriter:
-    """Writes chunks of one reply to the socket, past the layers that saw its beginning."""
+    """Writes chunks of a reply directly to the socket, bypassing ASGI and uvicorn."""
 
     __slots__ = ("_cycle", "_flow", "_write")
 
@@ -52,13 +52,13 @@ class _ChunkWriter:
         self._write = cycle.transport.write
 
     def may_write(self) -> bool:
-        """Whether the reply is chunked and open, and the client reads it."""
+        """Whether the reply is chunked and unfinished, and the client keeps up with reading."""
         cycle = self._cycle
         open_ = cycle.response_started and not (cycle.response_complete or cycle.disconnected)
         return bool(open_ and cycle.chunked_encoding and not cycle.flow.write_paused)
 
     def write(self, data: bytes) -> bool:
-        """Send a chunk; false when the next one must wait."""
+        """Send a chunk; returns False if the next one must wait."""
         cycle = self._cycle
         if not cycle.disconnected:
             self._write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -66,9 +66,9 @@ class _ChunkWriter:
 
 
 def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
-    """The application for a client older than HTTP/1.1, whose protocol has no chunks.
+    """The application for a client older than HTTP/1.1, which has no chunked encoding.
 
-    A reply without a length is sent as it is, and ends where its connection does.
+    A reply without a content length is sent unchunked and ends when the connection is closed.
     """
 
     async def serve(scope: Any, receive: Any, send: Any) -> None:
@@ -82,7 +82,8 @@ def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
                 if ends_with_connection:
                     cycle.chunked_encoding = False
             elif ends_with_connection:
-                cycle.expected_content_length = len(message.get("body", b""))  # all that it has
+                # keeps uvicorn's length check satisfied
+                cycle.expected_content_length = len(message.get("body", b""))
             await send(message)
 
         await app(scope, receive, send_whole)
@@ -91,40 +92,40 @@ def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP/1.1 connection with time-outs and with errors in OpenAI's form.
+    """uvicorn's HTTP/1.1 connection with time-outs, and with errors in OpenAI's form.
 
-    Two things are cut when they take `timeout` seconds: to send a request's head, or its body when
-    the reply has gone out already (a route that waits for a body watches that itself); and to read
-    any byte of a reply that is ready. Then the socket is closed, and the request that wrote to it
-    is aborted as after any disconnect.
+    The connection is closed if the client takes `timeout` seconds to send a request's head, to send
+    the rest of a body after its reply has gone out (a route that waits for a body has a time-out of
+    its own), or to read any byte of a reply. A request that was writing is then aborted, as after
+    any disconnect.
 
-    Two faults of uvicorn's are mended: of pipelined requests the one that runs is told of a
-    disconnect, not the last one; and a request that offers an upgrade keeps its body.
+    It also fixes two bugs of uvicorn. With pipelining, a disconnect is reported to the running
+    request and not to the last one; and a request that offers an upgrade keeps its body.
     """
 
     def __init__(
         self, *arguments: Any, timeout: float = 0.0, most: int = MAX_CONNECTIONS, **options: Any
     ) -> None:
-        """`timeout` in seconds; 0 waits for ever. At most `most` connections are open at once."""
+        """`timeout` is in seconds, 0 disables it. At most `most` connections are open at once."""
         super().__init__(*arguments, **options)
         self._timeout = timeout
         self._most = most
         self._since = 0.0
         self._timer: asyncio.TimerHandle | None = None
-        self._head_since: float | None = None  # the client owes the rest of a head since then
-        self._head_bytes = 0  # of packets that held nothing but a part of this head
-        self._refusal: APIError | None = None  # why a callback made the parser stop
-        self._in_body = False  # a head came, and the end of its body is due
-        self._got_body = False  # by the packet that is parsed
-        self._framing_bytes = 0  # of packets without any of the body that is due
-        self._unread: tuple[int, float] | None = None  # bytes that wait for the client, since when
-        self._late_since: float | None = None  # a body still comes though the reply has gone out
-        self._running: RequestResponseCycle | None = None  # of pipelined ones: the one being served
+        self._head_since: float | None = None  # when the unfinished head began
+        self._head_bytes = 0  # bytes received of the unfinished head
+        self._refusal: APIError | None = None  # the error for which a callback stopped the parser
+        self._in_body = False  # between the end of a head and the end of its body
+        self._got_body = False  # whether the present packet contained a part of a body
+        self._framing_bytes = 0  # bytes received since the last part of the body
+        self._unread: tuple[int, float] | None = None  # unread bytes, since when
+        self._late_since: float | None = None  # since when a body still arrives after its reply
+        self._running: RequestResponseCycle | None = None  # the request being served
 
     # --- what uvicorn calls -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """A client is there."""
+        """Called by asyncio: a client has connected."""
         super().connection_made(transport)
         self._head_since = self._since = self.loop.time()
         if len(self.connections) > self._most:
@@ -133,9 +134,9 @@ class Connection(HttpToolsProtocol):
             self._timer = self.loop.call_later(self._timeout / _LOOKS, self._look)
 
     def _make_room(self) -> None:
-        """Close the oldest connections without a request, or this one if all have one.
+        """Close the oldest idle connections, or refuse this one if none is idle.
 
-        Several at once, since to find them takes a while.
+        Several are closed at once, because finding them is slow.
         """
         others = cast("set[Connection]", self.connections) - {self}
         idle = [c for c in others if c._has_answered and not c.transport.is_closing()]
@@ -146,7 +147,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(TooManyConnections())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It is gone."""
+        """Called by asyncio: the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -157,7 +158,7 @@ class Connection(HttpToolsProtocol):
             self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """A packet came."""
+        """Called by asyncio: bytes have arrived."""
         began = self._head_since
         self._got_body = False
         self._unset_keepalive_if_required()
@@ -175,17 +176,20 @@ class Connection(HttpToolsProtocol):
 
     @property
     def _lacks_body(self) -> bool:
-        """Whether the newest packet had but extensions of a chunk, or headers behind the body."""
+        """Whether a body is unfinished and the last packet held none of it, only chunk framing."""
         return self._in_body and not self._got_body
 
     def on_message_begin(self) -> None:
-        """A request's first byte came."""
+        """Called by the parser at the first byte of a request."""
         super().on_message_begin()
-        if self._head_since is None:  # else it counts from the connection's beginning
+        if self._head_since is None:  # for the first request, the time of connecting counts
             self._head_since = self.loop.time()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header came. One behind the body is dropped: a proxy may not have checked it."""
+        """Called by the parser for each header.
+
+        Headers after the body (trailers) are dropped, because a proxy may not have checked them.
+        """
         if self._head_since is None:
             return
         super().on_header(name, value)
@@ -193,30 +197,30 @@ class Connection(HttpToolsProtocol):
             self._stop(HeadTooLarge(f"{MAX_HEADERS} headers"))
 
     def on_body(self, body: bytes) -> None:
-        """A part of a body came."""
+        """Called by the parser for each part of a body."""
         self._got_body = True
         super().on_body(body)
 
     def _stop(self, error: APIError) -> None:
-        """In a callback: the parser ends with an error of its own, and this is the answer."""
+        """Stop the parser from within a callback; the client gets `error`."""
         self._refusal = error
         raise ValueError(error.message)
 
     def on_headers_complete(self) -> None:
-        """A request's head is there."""
+        """Called by the parser at the end of a request's head."""
         self._head_since = None
         self._head_bytes = 0
         self._in_body = True
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if size > MAX_HEAD_BYTES:  # in a packet or two, which nobody counted
+        if size > MAX_HEAD_BYTES:  # it came in few packets, which `_head_bytes` does not cover
             self._stop(HeadTooLarge(_HEAD_LIMIT))
         if len(self.pipeline) >= MAX_PIPELINED:
             self._stop(MalformedRequest(_TOO_MANY))
-        if not self.parser.should_upgrade():  # else `_feed` brings it again, without the offer
+        if not self.parser.should_upgrade():  # else `_feed` parses it again without the offer
             super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        """A request's last byte came."""
+        """Called by the parser at the end of a request."""
         self._in_body = False
         if not self.parser.should_upgrade():
             super().on_message_complete()
@@ -228,9 +232,10 @@ class Connection(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app if has_chunks else _without_chunks(app, cycle))
 
     def _feed(self, data: bytes) -> None:
-        """Parse a packet. Some clients offer HTTP/2 with every request: served without it.
+        """Parse bytes; offers to upgrade the protocol are ignored.
 
-        After an offer the parser takes what follows, the body included, for another protocol.
+        Some clients offer HTTP/2 with every request. After such an offer the parser would treat the
+        rest, body included, as another protocol, so the head is parsed again without the offer.
         """
         try:
             self.parser.feed_data(data)
@@ -247,7 +252,7 @@ class Connection(HttpToolsProtocol):
     def _look(self) -> None:
         now = self.loop.time()
         if self._reads_nothing(now):
-            self.transport.abort()  # `close` would wait for the bytes that nobody reads
+            self.transport.abort()  # `close` would wait for the unread bytes
             return
         if self._is_past(self._head_since, now) and not self.transport.is_closing():
             if self._head_bytes:
@@ -262,7 +267,7 @@ class Connection(HttpToolsProtocol):
         return since is not None and now - since >= self._timeout
 
     def _reads_nothing(self, now: float) -> bool:
-        """Whether no byte left for a time-out, at moments when none is added either."""
+        """Whether the client has read nothing for `timeout` s, while no bytes were added."""
         size = self.transport.get_write_buffer_size()
         adds = not (self.flow.write_paused or self._has_answered or self.transport.is_closing())
         if not size or adds:
@@ -272,7 +277,7 @@ class Connection(HttpToolsProtocol):
         return self._unread is not None and self._is_past(self._unread[1], now)
 
     def _in_kernel(self) -> int:
-        """Bytes that the client's side has not acknowledged; 0 where that cannot be known."""
+        """Bytes in the kernel's send buffer that the client has not acknowledged; 0 if unknown."""
         try:
             from fcntl import ioctl
             from termios import TIOCOUTQ
@@ -283,7 +288,7 @@ class Connection(HttpToolsProtocol):
         return int(struct.unpack("i", found)[0])
 
     def _sends_for_nothing(self, now: float) -> bool:
-        """Whether a body still comes a time-out after its reply went out."""
+        """Whether a body still arrives `timeout` seconds after its reply went out."""
         if not (self._has_answered and self._running is not None and self._running.more_body):
             self._late_since = None
         elif self._late_since is None:
@@ -295,7 +300,10 @@ class Connection(HttpToolsProtocol):
         return self._running is None or self._running.response_complete
 
     def _refuse(self, error: APIError) -> None:
-        """Answer what never became a request, and close. Not while an answer is on its way."""
+        """Answer bytes that did not become a request with `error`, and close the connection.
+
+        If a reply is being sent, only close.
+        """
         if self._has_answered or (self._running and not self._running.response_started):
             body = error_body(error)
             head = (
@@ -307,12 +315,15 @@ class Connection(HttpToolsProtocol):
 
 
 def connection_factory(timeout: float) -> Any:
-    """What uvicorn takes as its protocol class."""
+    """A factory of connections, for uvicorn's option `http`."""
     return partial(Connection, timeout=timeout, most=_most_connections())
 
 
 def _most_connections() -> int:
-    """As many as leave files for all else that the process opens; the system's limit is raised."""
+    """The maximum number of connections that the limit on file descriptors allows.
+
+    Raises the soft limit if possible.
+    """
     try:
         from resource import RLIM_INFINITY, RLIMIT_NOFILE, getrlimit, setrlimit
     except ImportError:  # Windows

@@ -1,6 +1,6 @@
-"""Owns the comparison of a request's bearer token with the keys that the operator accepts.
+"""Compares a request's bearer token with the API keys.
 
-Keys and tokens are compared as bytes: a header has no encoding, and clients send a key in UTF-8.
+Keys and tokens are compared as bytes, because headers have no encoding and clients send UTF-8.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from ..errors import AuthenticationFailed
 
 
 class KeyRing:
-    """The accepted keys. Comparing takes the same time whichever key matches, or none."""
+    """The accepted keys. The time of a comparison does not depend on which key matches, if any."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         # Digests have one length, so the time of a comparison does not depend on the keys.
         self._digests = [_digest(key.encode("utf-8", "surrogateescape")) for key in keys]
 
     def __bool__(self) -> bool:
-        """Whether there is any key."""
+        """Whether any key is set."""
         return bool(self._digests)
 
     def check(self, headers: Headers) -> None:
-        """AuthenticationFailed unless the header `Authorization: Bearer KEY` has a known key."""
+        """Raise AuthenticationFailed unless `Authorization: Bearer KEY` has an accepted key."""
         scheme, _, token = headers.get("authorization", "").partition(" ")
-        # `strip` alone would take bytes of a UTF-8 character for spaces.
+        # `strip()` would also remove bytes of UTF-8 characters that Latin-1 reads as spaces.
         given = token.strip(" \t") if scheme.lower() == "bearer" else ""
         digest = _digest(given.encode("latin-1"))  # the bytes that the client sent
         matches = [hmac.compare_digest(digest, known) for known in self._digests]

@@ -1,6 +1,6 @@
-"""What happens to every request before and after its route: id, count, faults, keys, body size.
+"""Middleware around all routes: request ids, counting, errors, API keys, body size.
 
-Plain ASGI, each a small wrapper, because they are also around every chunk of every stream.
+They are plain ASGI wrappers, which cost little, because every chunk of every stream passes them.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from .keys import KeyRing
 
 access_log = logging.getLogger(ACCESS_LOGGER)
 
-ADMIN_PATHS = {"/v1/speculator"}  # they ask for a key of their own
+ADMIN_PATHS = {"/v1/speculator"}  # their routes require the admin key
 OPEN_PATHS = {"/", "/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
-_MAX_BODIES = 16  # of the largest size, at once
+_MAX_BODIES = 16  # bodies of maximum size that may be held at once
 _MAX_LOGGED_PATH = 512  # characters
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestScope:
-    """Outermost: gives the request its id, counts the response, writes the access log.
+    """The outermost middleware: assigns request ids, counts responses, writes the access log.
 
-    `root_path` is the prefix that a proxy strips; requests that still carry it are served, too.
+    `root_path` is the path prefix that a proxy strips. Requests that still have it are served, too.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class RequestScope:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -62,7 +62,7 @@ class RequestScope:
         scope.setdefault("state", {})["request_id"] = request_id
         current_request.set(request_id)
         began = time.monotonic()
-        status = 499  # nothing was sent: the client went away
+        status = 499  # stays if the client disconnects before a response
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -108,13 +108,13 @@ def _logged_path(scope: Scope) -> str:
 
 
 class Faults:
-    """Turns what no route handled into a 500 with OpenAI's error object; the log has the trace."""
+    """Turns unhandled exceptions into a 500 with OpenAI's error object, and logs the traceback."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve a request."""
         started = False
 
         async def watched(message: Message) -> None:
@@ -132,14 +132,14 @@ class Faults:
 
 
 class Keys:
-    """Lets only bearers of a key through; everything is open when there are no keys."""
+    """Requires an API key, if any is set."""
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
         self._app = app
         self._keys = KeyRing(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve a request."""
         if self._keys and scope["type"] == "http" and not _is_open(scope):
             try:
                 self._keys.check(Headers(scope=scope))
@@ -150,7 +150,7 @@ class Keys:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether a request needs no key, or one that its route checks."""
+    """Whether a request needs no key, or its route checks the key."""
     path = route_path(scope)
     return (
         scope["method"] == "OPTIONS"
@@ -161,16 +161,17 @@ def _is_open(scope: Scope) -> bool:
 
 
 def route_path(scope: Scope) -> str:
-    """The path without the prefix of a proxy."""
+    """The path without the proxy's prefix."""
     path: str = scope["path"]
     prefix: str = scope.get("root_path", "").rstrip("/")
     return path.removeprefix(prefix) if path.startswith(f"{prefix}/") else path
 
 
 class BodyLimit:
-    """Refuses bodies over a size, by their header or while they come.
+    """Refuses bodies larger than `max_bytes`, by their content length or while they arrive.
 
-    All bodies of requests that have not ended are bounded together, too: each is kept until then.
+    The bodies of all open requests together are limited, too, because each is kept until its
+    request ends.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -180,7 +181,7 @@ class BodyLimit:
         self._total = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
+        """Serve a request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

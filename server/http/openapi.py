@@ -1,6 +1,6 @@
-"""The OpenAPI document: bodies from the pydantic models, replies from the msgspec structs.
+"""The OpenAPI document: bodies from pydantic models, replies from msgspec structs.
 
-Routes read their bodies themselves (see `body`), so FastAPI does not know these shapes.
+Routes read their bodies themselves (see `body`), so FastAPI cannot describe them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _REF = "#/components/schemas/{model}"
 
 
 class Documented(msgspec.Struct, frozen=True):
-    """What one operation takes and gives."""
+    """The body and reply of an operation."""
 
     body: type[BaseModel] | None
     reply: Any
     streams: bool = False
     media: str = "application/json"
-    statuses: tuple[str, ...] = ("200",)  # that come with the reply
-    serves: bool = True  # a `model` in the body is a served one's name
+    statuses: tuple[str, ...] = ("200",)  # statuses that have this reply
+    serves: bool = True  # whether `model` in the body is the name of a served model
 
 
 def install_openapi(
     app: FastAPI, documented: Mapping[Operation, Documented], models: Sequence[str] = ()
 ) -> None:
-    """Complete FastAPI's document with these operations' shapes and the names of `models`."""
+    """Add the schemas of these operations and the names of `models` to FastAPI's document."""
     plain = app.openapi
     complete: dict[str, Any] = {}
 
@@ -79,7 +79,7 @@ def _complete(
 def _body(
     body: type[BaseModel], components: dict[str, Any], names: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """A reference to the body's schema, which is put to the others."""
+    """A reference to the body's schema, which is added to `components`."""
     schema = body.model_json_schema(ref_template=_REF)
     components.update(schema.pop("$defs", {}))
     if names is not None and "model" in schema["properties"]:

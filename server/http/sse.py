@@ -1,6 +1,6 @@
-"""Server-sent events as an ASGI response that ends its source when the client goes away.
+"""Server-sent events as an ASGI response, which stops its source when the client disconnects.
 
-It knows neither OpenAI's shapes nor the engine: bytes in, events out.
+This module knows neither OpenAI's formats nor the engine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..errors import APIError, as_api_error
 Result = TypeVar("Result")
 
 DONE = b"data: [DONE]\n\n"
-MAX_SILENT_TOKENS = 8  # without text, before a chunk without any shows that the stream lives
-WRITER = "slipstream.writer"  # the scope's extension that holds a Writer, if the server has one
+MAX_SILENT_TOKENS = 8  # tokens without text after which an empty chunk is sent as a sign of life
+WRITER = "slipstream.writer"  # ASGI extension with a Writer, if the server offers it
 Write = Callable[[bytes], bool]
 Live = Callable[[Write], Awaitable[None]]
 KEEP_ALIVE = b": keep-alive\n\n"  # a comment, which clients skip
@@ -28,10 +28,10 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class Writer(Protocol):
-    """Writes a piece of a response that has begun, without waiting."""
+    """Writes to a response that has begun, without waiting."""
 
     def may_write(self) -> bool:
-        """Whether the client takes more at once."""
+        """Whether more can be written without waiting."""
         ...
 
     def write(self, data: bytes) -> bool:
@@ -40,7 +40,7 @@ class Writer(Protocol):
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """One event."""
+    """A server-sent event with this data and, optionally, a name."""
     if name is None:
         return b"data: " + data + b"\n\n"
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
@@ -84,13 +84,14 @@ class KeepAlive:
 
 
 class EventStream(Response):
-    """Sends what `events` yields, already framed; an error becomes what `failed` makes of it.
+    """Sends the framed events that `events` yields; an error is framed by `failed` and sent last.
 
-    `owner` is left when the response ends, however that happens: at the end of `events`, by an
-    error, or because the client disconnected, which cancels the sending at once.
+    `owner` is a context that is left when the response ends: at the end of `events`, after an
+    error, or when the client disconnects, which cancels sending at once.
 
-    `live` writes events by itself while nothing holds them up; `events` goes on behind them. So a
-    piece of `events` holds all that was there to send: what came later could overtake the rest.
+    After each piece of `events`, `live` may write later events directly while the client keeps up;
+    then `events` continues. A piece must therefore contain everything available so far, or later
+    events could overtake the rest.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class EventStream(Response):
         self._keep_alive = keep_alive
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Run the response."""
+        """Send the response."""
         sender = asyncio.current_task()
         assert sender is not None
         gone = False
@@ -160,7 +161,7 @@ class EventStream(Response):
 
 
 async def unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
-    """The result of `work`; cancels it and raises ClientDisconnect when the client goes away."""
+    """The result of `work`. If the client disconnects, cancel it and raise ClientDisconnect."""
 
     async def watch() -> None:
         while (await request.receive())["type"] != "http.disconnect":

@@ -1,6 +1,6 @@
-"""Owns the traces: a span for each HTTP request and, below it, one for each choice it generates.
+"""OpenTelemetry traces: a span per HTTP request and a child span per generated choice.
 
-Loaded only when an endpoint is set; OpenTelemetry is an optional dependency.
+This module is imported only with --otlp-traces-endpoint, because the dependency is optional.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _current: ContextVar[Span | None] = ContextVar("span", default=None)
 
 
 class TracingUnavailable(ValueError):
-    """The packages are missing."""
+    """The OpenTelemetry packages are not installed."""
 
     def __init__(self) -> None:
         super().__init__(f"--otlp-traces-endpoint needs OpenTelemetry: pip install '{_EXTRA}'")
 
 
 def start_tracing(endpoint: str, model_name: str, metrics: Metrics) -> Tracer:
-    """A tracer that sends to `endpoint` from a thread of its own; raises TracingUnavailable.
+    """A tracer that sends spans to `endpoint` from a background thread. Raises TracingUnavailable.
 
-    What is not sent yet is sent when the process ends. `metrics` tells of the choices that end.
+    Remaining spans are sent at the end of the process. `metrics` reports each finished choice.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -52,7 +52,7 @@ def start_tracing(endpoint: str, model_name: str, metrics: Metrics) -> Tracer:
 
 
 def _record_choice(tracer: Tracer, model_name: str, ended: Ended) -> None:
-    """A span from the request's arrival until now, below the request's own."""
+    """Record a span from the request's arrival until now, as a child of the request's span."""
     from opentelemetry.trace import set_span_in_context
 
     parent = _current.get()
@@ -76,14 +76,14 @@ def _record_choice(tracer: Tracer, model_name: str, ended: Ended) -> None:
 
 
 class Traces:
-    """ASGI middleware inside `RequestScope`: continues the client's trace or begins one."""
+    """ASGI middleware inside `RequestScope` that continues the client's trace or starts one."""
 
     def __init__(self, app: ASGIApp, tracer: Tracer) -> None:
         self._app = app
         self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request; what probes and scrapers ask is not traced."""
+        """Serve a request, with a span unless it is for a health or metrics route."""
         if scope["type"] != "http" or route_path(scope) in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
