@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tomllib
@@ -40,3 +41,13 @@ def test_only_extras_for_gpus_and_tests_ask_for_triton() -> None:
     extras = project["optional-dependencies"].items()
     asking = [name for name, needs in extras if any(need.startswith("triton") for need in needs)]
     assert asking == ["dev", "gpu"]
+
+
+def test_the_commands_for_pip_in_the_readme_leave_it_out() -> None:
+    """constraints.txt holds it for the tests, and xgrammar would bring it along."""
+    pinned = (ROOT / "constraints.txt").read_text()
+    commands = re.findall(r"^.*pip install.*$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert commands and all("--no-deps" in command for command in commands)
+    (command,) = [command for command in commands if "constraints.txt" in command]
+    assert command.startswith("grep -v '^triton==' constraints.txt | ")
+    assert re.search(r"^triton==", pinned, re.MULTILINE)
