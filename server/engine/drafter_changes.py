@@ -1,6 +1,6 @@
-"""Owns what is asked of the worker about another drafter: one question at a time, each answered.
+"""Drafter swaps of an engine client: sends one action at a time and waits for its answer.
 
-A trial belongs to one worker: when that ends, what it tried is gone, and the next starts without.
+A trial belongs to one worker. When that worker ends, the trial ends with it.
 """
 
 from __future__ import annotations
@@ -16,40 +16,45 @@ log = logging.getLogger("slipstream.engine")
 
 
 class DrafterChanges:
-    """The questions of an engine client; all methods are for the event loop's thread."""
+    """The state of drafter swaps. Call its methods only from the event loop's thread."""
 
     def __init__(
         self,
-        post: Callable[[ChangeSpeculator], None],  # raises EngineDead if no worker serves
-        keep: Callable[[str], None],  # called with the drafter that a worker has kept
+        post: Callable[[ChangeSpeculator], None],  # raises EngineDead unless ready
+        keep: Callable[[str], None],  # called with each drafter that is kept
     ) -> None:
         self._post, self._keep = post, keep
         self._turn = asyncio.Lock()
         self._answer: asyncio.Future[SpeculatorChanged] | None = None
-        self._loaded = ""  # the drafter of the last "load", until it is settled
-        self._is_lost = False  # the worker that had it has ended
-        self._asked = ""  # the action whose answer is waited for
+        self._loaded = ""  # the loaded drafter, until "keep" or "revert"
+        self._is_lost = False  # whether the worker that loaded it has ended
+        self._asked = ""  # the action that awaits its answer, or ""
 
     @property
     def is_owed(self) -> bool:
-        """The worker owes an answer that takes no longer than a step; a load takes its time, which
-        the worker bounds."""
+        """Whether the worker owes an answer that it gives within a step.
+
+        A load takes longer; the worker bounds its time itself.
+        """
         return self._asked not in ("", "load")
 
     async def ask(self, action: str, model: str = "") -> None:
-        """See `EngineClient.change_speculator`. The answer is waited for though the caller leaves:
-        it must not be taken for that to the next question."""
+        """See `EngineClient.change_speculator`.
+
+        The answer is awaited even if the caller is cancelled, so that it cannot be mistaken for the
+        answer to the next action.
+        """
         asked = asyncio.ensure_future(self._ask(action, model))
         asked.add_done_callback(_note_failure)
         await asyncio.shield(asked)
 
     def answer(self, changed: SpeculatorChanged) -> None:
-        """The worker's answer to the question that was posted."""
+        """Deliver the worker's answer to the action that was sent."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_result(changed)
 
     def fail(self, error: EngineDead) -> None:
-        """The worker has ended."""
+        """Fail the pending action, because the worker has ended."""
         self._is_lost = bool(self._loaded)
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
@@ -78,6 +83,6 @@ class DrafterChanges:
 
 
 def _note_failure(asked: asyncio.Task[None]) -> None:
-    """The caller gets it too, unless it has left."""
+    """Log an error, in case the caller was cancelled and does not receive it."""
     if not asked.cancelled() and (error := asked.exception()) is not None:
         log.info("the drafter change failed: %s", error)

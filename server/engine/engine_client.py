@@ -1,7 +1,7 @@
-"""Owns the worker as the server sees it: its start, the requests it has, its death and its return.
+"""The server's client of the worker: starts it, submits requests, restarts it if it dies.
 
-It knows nothing of text or HTTP. Every request that is submitted ends: with a finish reason, by an
-abort, or with EngineDead.
+Every submitted request ends: with a finish reason, by an abort, or with EngineDead. This module
+knows nothing about text or HTTP.
 """
 
 from __future__ import annotations
@@ -41,32 +41,32 @@ log = logging.getLogger("slipstream.engine")
 
 StatsCallback = Callable[[StepStats], None]
 _SHUTTING_DOWN = "the server is shutting down"
-STOP_SECONDS = 5.0  # for the step in flight when the worker is told to stop
+STOP_SECONDS = 5.0  # time for the step in flight when the worker is told to stop
 
 
 class WorkerFailed(Exception):
-    """The worker did not start; the text is one sentence for the user."""
+    """The worker did not start. The message is one sentence for the user."""
 
     def __init__(self, message: str, of_drafter: bool = False) -> None:
         super().__init__(message)
-        self.of_drafter = of_drafter  # the drafter alone is at fault
+        self.of_drafter = of_drafter  # whether only the drafter kept it from starting
 
 
 @dataclass(frozen=True)
 class Backoff:
-    """How long to wait before the worker is started again: 1, 2, 4 ... 30 seconds."""
+    """The delays before restarts of the worker: 1, 2, 4 ... 30 seconds."""
 
     first: float = 1.0
     longest: float = 30.0
-    healthy_after: float = 60.0  # seconds of service after which the count begins anew
+    healthy_after: float = 60.0  # seconds of service after which the delays start over
 
     def delay(self, failures: int) -> float:
-        """Seconds before the next start, after so many failures in a row (from 1)."""
+        """Seconds to wait before the next start, after `failures` >= 1 failures in a row."""
         return min(self.longest, self.first * 2.0 ** min(failures - 1, 30))
 
 
 class EngineClient:
-    """One worker process and the requests it runs. All methods are for the event loop's thread."""
+    """Runs one worker process. Call its methods only from the event loop's thread."""
 
     def __init__(
         self, config: Config, *, engine: str | None = None, backoff: Backoff | None = None
@@ -93,37 +93,37 @@ class EngineClient:
 
     @property
     def ready(self) -> Ready:
-        """What the worker said when it was ready; only after `start`."""
+        """The facts that the newest worker reported when it was ready. Only after `start`."""
         assert self._ready is not None, "start() has not returned"
         return self._ready
 
     @property
     def state(self) -> State:
-        """The health's state."""
+        """The present state, as in `health`."""
         return self.health.state
 
     @property
     def num_open(self) -> int:
-        """Requests submitted and not yet ended."""
+        """The number of submitted requests that have not ended."""
         return len(self._streams)
 
     @property
     def worker_pid(self) -> int | None:
-        """The worker's process id, if there is one."""
+        """The worker's process id, or None if no worker runs."""
         return None if self._worker is None else self._worker.process.pid
 
     @property
     def drafter(self) -> str | None:
-        """The drafter's folder or id, as configured or kept since."""
+        """The folder or hub id of the present drafter: the one kept last, or the configured one."""
         return self._drafter.current.model
 
     @property
     def drafter_fallback(self) -> str | None:
-        """Why it is not the one that was configured or kept, if that could not be loaded."""
+        """Why the worker runs with another drafter or none, if a drafter could not be loaded."""
         return self._drafter.fallback
 
     async def start(self, progress: ProgressCallback | None = None) -> Ready:
-        """Start the worker and wait until it serves. WorkerFailed if it cannot."""
+        """Start the worker and wait until it is ready. Raises WorkerFailed."""
         try:
             self._ready = await self._launch(progress)
         except WorkerFailed as error:
@@ -135,7 +135,7 @@ class EngineClient:
         return self._ready
 
     def submit(self, request: AddRequest) -> RequestStream:
-        """Hand a request to the worker; EngineDead if there is none that serves."""
+        """Submit a request; returns the stream of its outputs. Raises EngineDead unless ready."""
         if self.state != "ready":
             raise self._dead()
         assert request.request_id not in self._streams, f"{request.request_id} is running"
@@ -146,34 +146,35 @@ class EngineClient:
         return stream
 
     def abort(self, request_id: str) -> None:
-        """Forget a request and end its stream; nothing happens if it has ended."""
+        """Abort a request and end its stream. Does nothing if it has ended."""
         stream = self._forget(request_id)
         if stream is not None:
             stream.close()
             self._post(AbortRequests([request_id]))
 
     def set_vocabulary(self, vocabulary: SetVocabulary) -> None:
-        """Tell this worker, and each that follows it, what the tokens spell."""
+        """Send the vocabulary to the present worker and to every later one."""
         self._vocabulary = vocabulary
         if self._worker is not None:
             self._worker.channel.send([vocabulary])
 
     def reset_prefix_cache(self) -> None:
-        """Drop every cached block that no request holds."""
+        """Drop all cached KV blocks that no request uses."""
         self._post(ResetPrefixCache())
 
     async def change_speculator(self, action: str, model: str = "") -> None:
-        """Load another drafter, try its weights, keep or revert them; callers wait for each other.
+        """Perform one action of a drafter swap: "load", "try", "keep" or "revert".
 
-        Raises SpeculatorRefused if nothing changed, EngineDead if the worker ends, or if it is not
-        the one that was to load the drafter.
+        Concurrent calls wait for each other. Raises SpeculatorRefused if the worker refuses, and
+        EngineDead if the worker dies or is no longer the one that loaded the drafter.
         """
         await self._changes.ask(action, model)
 
     async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
-        """Refuse new requests, let the open ones finish for so long, then end the worker.
+        """Refuse new requests, let open ones finish for `drain_timeout` s, then stop the worker.
 
-        `grace` is how long the step in flight may take; 0 kills the worker, as does a cancellation.
+        `grace` is the time in seconds for the step in flight; 0 kills the worker at once, as does a
+        cancellation.
         """
         await self.drain(drain_timeout)
         if self._supervisor is not None:
@@ -185,12 +186,12 @@ class EngineClient:
             worker.channel.send([*self._outbox, Shutdown()])
             try:
                 await worker.end(grace)
-            except asyncio.CancelledError:  # there is no time for its step in flight
+            except asyncio.CancelledError:  # do not wait for the step in flight
                 await worker.end()
                 raise
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests and return once the open ones have ended, or after `timeout` s."""
+        """Refuse new requests and wait until all open ones have ended, at most `timeout` s."""
         if self.state != "failed":
             self.health.change("draining", _SHUTTING_DOWN)
         with contextlib.suppress(TimeoutError):
@@ -199,7 +200,7 @@ class EngineClient:
     # --- messages -----------------------------------------------------------------------------
 
     def _post(self, message: ToWorker) -> None:
-        """Send at the end of this turn of the event loop, all of the turn's messages together."""
+        """Queue a message; at the end of a turn of the event loop, all are sent together."""
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append(message)
@@ -228,7 +229,7 @@ class EngineClient:
         if self.stats is not None:
             try:
                 self.stats(outputs.stats)
-            except Exception:  # counting must not end requests
+            except Exception:  # an error in metrics must not end requests
                 log.exception("cannot record the metrics of a step")
 
     def _forget(self, request_id: str) -> RequestStream | None:
@@ -252,11 +253,11 @@ class EngineClient:
     # --- life of the worker -------------------------------------------------------------------
 
     async def _launch(self, progress: ProgressCallback | None) -> Ready:
-        """Start a worker and wait for its Ready; it is ended if that does not come."""
+        """Start a worker and wait for Ready; stop it and raise WorkerFailed if that fails."""
         config = replace(self._config, speculative=self._drafter.current)
         try:
             worker = Worker.begin(config, self._engine)
-        except OSError as error:  # no file descriptors, processes, memory or space
+        except OSError as error:  # out of file descriptors, processes, memory or disk space
             raise WorkerFailed(f"the worker cannot be started ({error})") from error
         outcome = await worker.started(progress)
         if isinstance(outcome, Fatal):
@@ -267,7 +268,7 @@ class EngineClient:
         return outcome
 
     async def _supervise(self) -> None:
-        """Serve; when the worker dies, end its requests at once and start another."""
+        """Watch the worker; when it dies, fail its requests at once and start another."""
         failures = 0
         while True:
             assert self._worker is not None
@@ -287,18 +288,18 @@ class EngineClient:
             failures = await self._restart(failures)
 
     async def _why_ended(self, worker: Worker) -> str:
-        """Serve until the worker ends, or cannot be listened to; the reason, as a sentence."""
+        """Handle messages until the worker ends or hangs; returns the reason as a sentence."""
         self._watchdog.feed()
         try:
             outcome = await worker.watch(self._on_message, self._hung())
-        except Exception as error:  # a bug, or a message that cannot be read
+        except Exception as error:  # a bug, or an undecodable message
             log.exception("cannot handle the worker's messages")
             return f"its messages cannot be handled ({type(error).__name__})"
         assert isinstance(outcome, Fatal)
         return outcome.message
 
     def _unsupervised(self, task: asyncio.Task[None]) -> None:
-        """The supervisor's end was not asked for: only a bug ends it, and it must show."""
+        """Report the end of the supervisor, which only a bug or a cancellation can cause."""
         if task.cancelled() or (error := task.exception()) is None:
             return
         log.critical("the worker is no longer supervised; restart the server", exc_info=error)
@@ -310,7 +311,7 @@ class EngineClient:
         return f"the worker finished no step in {self._config.server.worker_timeout:g} s"
 
     async def _restart(self, failures: int) -> int:
-        """Try until a worker serves; returns the failures so far."""
+        """Start workers until one is ready; returns the number of failures in a row."""
         while True:
             await asyncio.sleep(self._backoff.delay(failures))
             try:
@@ -322,7 +323,7 @@ class EngineClient:
                 failures += 1
                 self._announce(str(error), failures)
                 continue
-            except Exception as error:  # a bug, perhaps of this moment: go on trying
+            except Exception as error:  # a bug, perhaps temporary: keep trying
                 log.exception("the worker cannot be started")
                 failures += 1
                 self._announce(f"the worker cannot be started ({error!r})", failures)
@@ -333,7 +334,7 @@ class EngineClient:
             return failures
 
     def _announce(self, reason: str, failures: int) -> None:
-        """Tell log and health that the worker is gone."""
+        """Report the end of the worker to the log and the health."""
         delay = self._backoff.delay(failures)
         log.error("%s; starting the worker again in %g s", reason, delay)
         if self.state != "draining":

@@ -1,7 +1,7 @@
-"""Owns which drafter the next worker starts with: the one kept last, the command line's, or none.
+"""Decides which drafter the next worker loads: the one kept last, the configured one, or none.
 
-A head that was kept may be gone when the worker has to be started again. To serve without it is
-better than not to serve.
+The files of a kept head may be missing when the worker restarts. Serving without it is better than
+not serving.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ log = logging.getLogger("slipstream.speculator")
 
 
 class NextDrafter:
-    """The drafter of an engine client."""
+    """The drafter for the next start of the worker."""
 
     def __init__(self, configured: SpeculativeConfig) -> None:
         self.current = self._configured = configured
-        self.fallback: str | None = None  # why it is another one than was wanted
+        self.fallback: str | None = None  # why `current` replaces another drafter
 
     def keep(self, model: str) -> None:
-        """A worker that has to be started again starts with this head."""
+        """Load this head at the next restart."""
         self.current, self.fallback = replace(self.current, model=model), None
 
     def fall_back(self, reason: str) -> bool:
-        """The current one could not be loaded: take the next best; False if there is none left."""
+        """Replace a drafter that could not be loaded; returns False if drafting is off already."""
         lost, configured = self.current, self._configured
         if lost.method == "off":
             return False

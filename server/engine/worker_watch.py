@@ -1,4 +1,4 @@
-"""Owns one worker process and its channel: the start, what it says, how its end is noticed."""
+"""One worker process and its channel: starting it, receiving messages, noticing its end."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from ...runner.messages import Fatal, FromWorker, Progress, Ready
 from ...runner.process import WorkerOrders, WorkerProcess, describe_exit
 
 ProgressCallback = Callable[[Progress], None]
-_LAST_WORDS_SECONDS = 0.3  # for a Fatal that is still on its way when the process has ended
+_LAST_WORDS_SECONDS = 0.3  # time for a Fatal message that arrives after the exit
 
 
 @dataclass(frozen=True)
 class Worker:
-    """A process that was told to load a model."""
+    """A worker process and the channel to it."""
 
     process: WorkerProcess
     channel: ServerChannel
 
     @classmethod
     def begin(cls, config: Config, engine: str | None) -> Worker:
-        """Start the process; `engine` is "module:function" in place of the real one, for tests.
+        """Start the process. Tests pass `engine`, "module:function" of a replacement.
 
-        OSError if the machine lacks what it needs: file descriptors, processes, a folder.
+        Raises OSError if file descriptors, processes or the temporary folder are missing.
         """
         channel = ServerChannel()
         try:
@@ -40,7 +40,7 @@ class Worker:
             raise
 
     async def started(self, progress: ProgressCallback | None) -> Ready | Fatal:
-        """Wait for its Ready, or for the reason why it does not serve; then it has been ended."""
+        """Wait for Ready. Returns Fatal if the worker does not start; it has then been stopped."""
         try:
             outcome = await self.watch(lambda message: _on_start(message, progress))
         except BaseException:
@@ -51,7 +51,7 @@ class Worker:
         return outcome
 
     async def end(self, grace: float = 0.0) -> int:
-        """Let the process end within `grace` seconds, or end it; returns its status."""
+        """Wait up to `grace` s for the process to exit, then kill it; returns its exit status."""
         try:
             return await (self.process.stop(grace) if grace else self.process.kill())
         finally:
@@ -62,10 +62,10 @@ class Worker:
         handle: Callable[[FromWorker], Ready | Fatal | None],
         hung: Coroutine[None, None, str] | None = None,
     ) -> Ready | Fatal:
-        """Handle messages until one of them says that it is the last, or the worker is gone or
-        hangs.
+        """Handle messages until `handle` returns a result, or the worker exits or hangs.
 
-        Returns what the handler returned, or a sentence about the end of the process.
+        Returns the handler's result, or a Fatal that describes the worker's end. `hung` returns a
+        sentence when the worker hangs.
         """
 
         async def read() -> Ready | Fatal:

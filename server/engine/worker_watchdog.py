@@ -1,6 +1,6 @@
-"""Owns the suspicion that a worker hangs: it has requests, but no step of it has ended for long.
+"""Detects a worker that hangs: it has requests but has finished no step for a long time.
 
-ZeroMQ's heartbeats find a process that is frozen; this finds one that lives and makes no progress.
+ZeroMQ's heartbeats detect a frozen process; this detects one that runs without making progress.
 """
 
 from __future__ import annotations
@@ -8,28 +8,28 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-_TICKS = 10  # looks within one time-out
+_TICKS = 10  # checks within one time-out
 
 
 class Watchdog:
-    """Counts looks at a busy and silent worker, not seconds.
+    """Counts the checks that find the worker busy and silent, instead of measuring seconds.
 
-    A server that was itself stopped for an hour (Ctrl-Z, a frozen container) then takes one look,
-    reads what has come meanwhile, and suspects nobody.
+    If the server itself was suspended for an hour (Ctrl-Z, a frozen container), it counts one check
+    and then reads the worker's messages, so there is no false alarm.
     """
 
     def __init__(self, timeout: float, is_busy: Callable[[], bool]) -> None:
-        """`timeout` in seconds; 0 never suspects. `is_busy` says whether a step is owed."""
+        """`timeout` is in seconds, 0 disables the watchdog; `is_busy` tells if a step is due."""
         self._timeout = timeout
         self._is_busy = is_busy
         self._silent = 0
 
     def feed(self) -> None:
-        """The worker said something."""
+        """Reset the watchdog; called for every message of the worker."""
         self._silent = 0
 
     async def bite(self) -> None:
-        """Return once the worker has been busy and silent for as long as the time-out."""
+        """Return when the worker has been busy and silent for `timeout` seconds."""
         if self._timeout <= 0:
             await asyncio.Event().wait()
         while self._silent <= _TICKS:

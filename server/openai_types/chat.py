@@ -1,4 +1,4 @@
-"""The body of /v1/chat/completions: messages, tools and their choice."""
+"""The body of /v1/chat/completions: messages, tools, tool_choice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .common import INT32, Body, Content, GenerationBody, Integer, Many
 
 
 class FunctionCall(Body):
-    """A call that an earlier assistant message made."""
+    """The function and arguments of a tool call in an earlier assistant message."""
 
     name: str
     arguments: str = "{}"
@@ -31,7 +31,7 @@ class Message(Body):
     content: Content | None = None
     name: str | None = None
     tool_calls: Many[ToolCall] | None = None
-    function_call: FunctionCall | None = None  # older OpenAI's, as roles "function" are
+    function_call: FunctionCall | None = None  # OpenAI's older form of tool_calls
     tool_call_id: str | None = None
     reasoning_content: str | None = None
 
@@ -57,7 +57,7 @@ class Message(Body):
 
 
 class FunctionDefinition(Body):
-    """What a function is called and takes."""
+    """A function's name, description and parameters."""
 
     name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")
     description: str | None = None
@@ -66,34 +66,34 @@ class FunctionDefinition(Body):
 
 
 class Tool(Body):
-    """One tool the model may call."""
+    """A tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
 class FunctionName(Body):
-    """Names one function."""
+    """The name of a function."""
 
     name: str
 
 
 class NamedToolChoice(Body):
-    """Forces one function."""
+    """A `tool_choice` that forces a call of one function."""
 
     type: Literal["function"]
     function: FunctionName
 
 
 class AllowedTools(Body):
-    """Of the tools, those that may be called."""
+    """The subset of the tools that may be called."""
 
     mode: Literal["auto", "required"]
     tools: Many[NamedToolChoice] = Field(min_length=1)
 
 
 class AllowedToolsChoice(Body):
-    """Lets only some of the tools be called."""
+    """A `tool_choice` that allows only some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -106,7 +106,7 @@ ToolChoice = (
 
 
 class ChatCompletionRequest(GenerationBody):
-    """`POST /v1/chat/completions`."""
+    """The body of `POST /v1/chat/completions`."""
 
     messages: Many[Message] = Field(min_length=1)
     max_tokens: Integer | None = Field(None, ge=1, le=INT32)
@@ -134,4 +134,5 @@ class ChatCompletionRequest(GenerationBody):
 
     @property
     def has_schema(self) -> bool:
+        """Whether the request contains tools, a schema, pattern or grammar."""
         return bool(self.tools or self.functions) or super().has_schema

@@ -1,6 +1,6 @@
-"""Request fields that completions and chat share; types and ranges only, nothing about the model.
+"""Request fields shared by completions and chat: types and ranges, independent of the model.
 
-Bodies are strict (no "5" for 5), allow unknown fields, and take null wherever a default exists.
+Bodies are strict (no "5" for 5), allow unknown fields, and accept null wherever a default exists.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_STOP_LENGTH = 4096  # characters
 MAX_WORD_LENGTH = 1024  # characters of one of `bad_words`
 MAX_CHOICES = 128
 MAX_CACHE_SALT = 256  # characters
-MAX_ALLOWED = 1 << 18  # no vocabulary is larger
+MAX_ALLOWED = 1 << 18  # ids; larger than any vocabulary
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
 
@@ -26,7 +26,7 @@ def _integral(value: object) -> object:
 
 
 def _of_at_most(count: int) -> Callable[[object], object]:
-    """Counts the members before they are looked at, each of which could be wrong."""
+    """A validator that limits an object's members before each of them is checked."""
 
     def check(value: object) -> object:
         if isinstance(value, dict) and len(value) > count:
@@ -41,7 +41,7 @@ TokenId = Annotated[int, Field(ge=0, le=INT32)]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 BadWord = Annotated[str, Field(min_length=1, max_length=MAX_WORD_LENGTH)]
 Item = TypeVar("Item")
-# A list whose first wrong item ends the check: a complaint of each could cost minutes.
+# A list that is checked up to its first invalid item: reporting all could take minutes.
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Metadata = Annotated[dict[str, str], Field(max_length=16), BeforeValidator(_of_at_most(16))]
 MAX_BIASES = 1024
@@ -51,42 +51,42 @@ Biases = Annotated[
 
 
 class Body(BaseModel):
-    """A JSON object of a request; fields it does not know are kept in `model_extra`."""
+    """A JSON object in a request. Unknown fields are kept in `model_extra`."""
 
     model_config = ConfigDict(extra="allow", strict=True, populate_by_name=True)
 
 
-# What a byte of a request counts as that holds a schema: 2 kB of nested choices take 10 ms.
+# Weight of a byte in a request with a schema: analysing 2 kB of nested choices takes 10 ms.
 SCHEMA_WEIGHT = 8
 
 
 class SizedBody(Body):
-    """A whole request, which knows how large it was; what it needs may have to leave the loop."""
+    """The body of a whole request with its size, which decides where it is processed."""
 
     _num_bytes: int = PrivateAttr(0)
 
     @property
     def num_bytes(self) -> int:
-        """The size of the request's body."""
+        """The size of the request's body in bytes."""
         return self._num_bytes
 
     @property
     def has_schema(self) -> bool:
-        """Whether a schema, pattern or grammar comes with it."""
+        """Whether the request contains a schema, pattern or grammar."""
         return False
 
     @property
     def analysis_bytes(self) -> int:
-        """The size that decides where the request's output format is analysed."""
+        """The size as `by_size` takes it for analysing the output format: schemas weigh more."""
         return self._num_bytes * (SCHEMA_WEIGHT if self.has_schema else 1)
 
     def note_size(self, num_bytes: int) -> None:
-        """Remember the body's size."""
+        """Set the size of the body in bytes."""
         self._num_bytes = num_bytes
 
 
 class StreamOptions(Body):
-    """What a stream carries besides the text."""
+    """`stream_options`: what a stream contains besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -115,7 +115,7 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
-    """vLLM's `structured_outputs`: exactly one of these."""
+    """vLLM's `structured_outputs`; exactly one field may be set."""
 
     json_: dict[str, Any] | str | bool | None = Field(None, alias="json")
     regex: str | None = None
@@ -126,23 +126,23 @@ class StructuredOutputs(Body):
 
 
 class Speculative(Body):
-    """Per-request control of speculative decoding."""
+    """`speculative`: control of speculative decoding for one request."""
 
     enabled: bool | None = None
     max_tokens: Integer | None = Field(None, ge=0, le=INT32)
-    metrics: Literal["none", "summary", "detailed"] | None = None  # over the server's setting
+    metrics: Literal["none", "summary", "detailed"] | None = None  # overrides the server's setting
 
     @model_validator(mode="after")
     def _knows_all(self) -> Speculative:
         unknown = sorted(self.model_extra or ())
-        if unknown:  # it is ours alone, so that nobody else gives such a key a meaning
+        if unknown:  # our own extension, so an unknown key can only be a mistake
             known = ", ".join(type(self).model_fields)
             raise ValueError(f"unknown key {unknown[0][:40]!r}; the known keys are {known}")
         return self
 
 
 class TextPart(Body):
-    """A text part of a content list."""
+    """A text part of a message's content."""
 
     type: str
     text: str | None = None
@@ -165,21 +165,21 @@ Content = str | Many[TextPart]
 
 
 def content_text(content: Content | None) -> str:
-    """A message's content as one text; parts are joined by line breaks."""
+    """The text of a message's content; parts are joined by line breaks."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.content for part in content)
 
 
 class Prediction(Body):
-    """OpenAI's predicted output: text that the answer probably repeats."""
+    """OpenAI's predicted output: text that the reply is expected to repeat."""
 
     type: Literal["content"] = "content"
     content: Content
 
 
 class GenerationBody(SizedBody):
-    """How to sample and what to return; shared by completions and chat."""
+    """The sampling and output parameters that completions and chat share."""
 
     model: str = Field(max_length=1024)
     n: Integer | None = Field(None, ge=1, le=MAX_CHOICES)
@@ -188,7 +188,7 @@ class GenerationBody(SizedBody):
     seed: Integer | None = Field(None, ge=-INT64 - 1, le=INT64)
     user: str | None = None
     metadata: Metadata | None = None
-    store: bool | None = None  # nothing is stored; this and the next ones have no effect
+    store: bool | None = None  # accepted without effect, as are the next three
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -212,7 +212,7 @@ class GenerationBody(SizedBody):
     ignore_eos: bool | None = None
     min_tokens: Integer | None = Field(None, ge=0, le=INT32)
     skip_special_tokens: bool | None = None
-    spaces_between_special_tokens: bool | None = None  # fast tokenizers never add any
+    spaces_between_special_tokens: bool | None = None  # without effect: none are added
     use_beam_search: bool | None = None
 
     prompt_logprobs: Integer | None = Field(None, ge=0, le=INT32)
@@ -243,11 +243,11 @@ class GenerationBody(SizedBody):
 
     @property
     def wants_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """Whether the stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def wants_running_usage(self) -> bool:
-        """Whether every chunk of a stream carries the usage so far."""
+        """Whether every chunk of the stream contains the usage so far."""
         options = self.stream_options
         return self.wants_usage and options is not None and bool(options.continuous_usage_stats)

@@ -30,7 +30,7 @@ Prompt = Annotated[
 
 
 class CompletionRequest(GenerationBody):
-    """`POST /v1/completions`."""
+    """The body of `POST /v1/completions`."""
 
     prompt: Prompt
     max_tokens: Integer | None = Field(None, ge=0, le=INT32)

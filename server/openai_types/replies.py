@@ -1,4 +1,4 @@
-"""What completions and chat answer, as msgspec structs: one is encoded for every streamed chunk."""
+"""Replies and chunks of completions and chat, as msgspec structs, which are fast to encode."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ encode = msgspec.json.Encoder().encode
 
 
 class PromptTokensDetails(msgspec.Struct):
-    """Of the prompt's tokens, those served from the prefix cache."""
+    """The breakdown of a prompt's tokens; cached ones came from the prefix cache."""
 
     cached_tokens: int = 0
     audio_tokens: int = 0
 
 
 class CompletionTokensDetails(msgspec.Struct):
-    """Of the output's tokens, those of reasoning; and the fate of predicted tokens."""
+    """The number of reasoning tokens in the output, and of predicted tokens by outcome."""
 
     reasoning_tokens: int = 0
     audio_tokens: int = 0
@@ -36,7 +36,7 @@ class Usage(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """One candidate at one position of the prompt (vLLM's `prompt_logprobs`)."""
+    """A candidate token at a position of the prompt (vLLM's `prompt_logprobs`)."""
 
     logprob: float
     rank: int | None
@@ -44,11 +44,11 @@ class PromptLogprob(msgspec.Struct):
 
 
 class SpeculativeMetrics(msgspec.Struct, omit_defaults=True):
-    """Acceptance of one request's drafts, all choices together (vLLM's shape)."""
+    """The acceptance of one request's drafts, all choices together (vLLM's format)."""
 
-    mean_acceptance_length: float  # tokens per verification step, the target's own included
+    mean_acceptance_length: float  # tokens per verification step, including the target's own
     draft_acceptance_rate: float
-    acceptance_histogram: list[int]  # [K + 1] steps that accepted so many drafts
+    acceptance_histogram: list[int]  # [K + 1] number of accepted drafts -> steps
     acceptance_histogram_by_draft_length: dict[str, list[int]]
     num_spec_steps: int
     num_accepted_draft_tokens: int
@@ -59,7 +59,7 @@ class SpeculativeMetrics(msgspec.Struct, omit_defaults=True):
 
 
 class ReplyMetrics(msgspec.Struct):
-    """Facts about one request beside its usage."""
+    """Measurements of one request besides its usage."""
 
     speculative_decoding: SpeculativeMetrics
 
@@ -71,7 +71,7 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Completions' logprobs: four parallel lists."""
+    """The log probabilities of a completion, as four parallel lists."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -80,7 +80,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One text; the same shape streamed and whole."""
+    """A choice of a completion, whole or as a part in a chunk."""
 
     index: int
     text: str
@@ -93,7 +93,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class Completion(msgspec.Struct):
-    """The reply of /v1/completions and each chunk of its stream."""
+    """The reply of /v1/completions, and a chunk of its stream."""
 
     id: str
     created: int
@@ -109,7 +109,7 @@ class Completion(msgspec.Struct):
 
 
 class TopLogprob(msgspec.Struct):
-    """One candidate at one position."""
+    """A candidate token at one position."""
 
     token: str
     logprob: float
@@ -117,7 +117,7 @@ class TopLogprob(msgspec.Struct):
 
 
 class ChatTokenLogprob(msgspec.Struct):
-    """The token at one position and the likeliest candidates."""
+    """The chosen token at one position, and the likeliest candidates."""
 
     token: str
     logprob: float
@@ -126,21 +126,21 @@ class ChatTokenLogprob(msgspec.Struct):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Chat's logprobs."""
+    """The log probabilities of a chat choice."""
 
     content: list[ChatTokenLogprob]
     refusal: None = None
 
 
 class CalledFunction(msgspec.Struct):
-    """Name and arguments (JSON text); in a stream, each may be missing from a delta."""
+    """The name and arguments (JSON text) of a call; a stream's delta may lack either."""
 
     name: str | UnsetType = UNSET
     arguments: str | UnsetType = UNSET
 
 
 class ReplyToolCall(msgspec.Struct):
-    """A tool call of the reply; `index` only in streams."""
+    """A tool call in a reply. `index` is set only in streams."""
 
     function: CalledFunction
     id: str | UnsetType = UNSET
@@ -160,7 +160,7 @@ class ChatMessage(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One message of a whole reply."""
+    """A choice of a whole chat reply."""
 
     index: int
     message: ChatMessage
@@ -187,7 +187,7 @@ class ChatCompletion(msgspec.Struct):
 
 
 class Delta(msgspec.Struct, omit_defaults=True):
-    """What a chunk adds to a message; what is not there is omitted."""
+    """The part of a message in a chunk; unset fields are omitted."""
 
     role: str | None = None
     content: str | None = None
@@ -197,7 +197,7 @@ class Delta(msgspec.Struct, omit_defaults=True):
 
 
 class ChunkChoice(msgspec.Struct):
-    """One choice's part of a chunk."""
+    """A choice in a chunk of a chat stream."""
 
     index: int
     delta: Delta
@@ -208,7 +208,7 @@ class ChunkChoice(msgspec.Struct):
 
 
 class ChatChunk(msgspec.Struct):
-    """One chunk of a chat stream."""
+    """A chunk of a chat stream."""
 
     id: str
     created: int

@@ -1,4 +1,4 @@
-"""The body of /v1/responses, and how it reads as a chat."""
+"""The body of /v1/responses, and its conversion to the body of a chat."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .common import INT32, INT64, MAX_CACHE_SALT, Body, Content, Integer, Many, 
 
 
 class InputItem(Body):
-    """A message, a call the model made, its result, or reasoning of an earlier turn."""
+    """An item of `input`: a message, a function call, its result, or earlier reasoning."""
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -37,7 +37,7 @@ _NEEDED = {
 
 
 class FunctionTool(Body):
-    """A function the model may call; flat, unlike in chats."""
+    """A function that the model may call; its fields are not nested as in chats."""
 
     type: Literal["function"]
     name: str
@@ -47,14 +47,14 @@ class FunctionTool(Body):
 
 
 class NamedFunction(Body):
-    """Forces one function."""
+    """A `tool_choice` that forces a call of one function."""
 
     type: Literal["function"]
     name: str
 
 
 class AllowedTools(Body):
-    """Lets only some of the tools be called."""
+    """A `tool_choice` that allows only some of the tools."""
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
@@ -62,7 +62,7 @@ class AllowedTools(Body):
 
 
 class TextFormat(Body):
-    """`text.format`; flat, unlike `response_format`."""
+    """`text.format`; its fields are not nested as in a chat's `response_format`."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -78,21 +78,24 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """`text`."""
+    """`text`: output format and verbosity."""
 
     format: TextFormat | None = None
     verbosity: str | None = None
 
 
 class Reasoning(Body):
-    """`reasoning`."""
+    """`reasoning`: effort and summary."""
 
     effort: str | None = None
     summary: str | None = None
 
 
 class ResponsesRequest(SizedBody):
-    """`POST /v1/responses`. Nothing is stored, so a turn must bring its whole conversation."""
+    """The body of `POST /v1/responses`.
+
+    Nothing is stored, so each request must contain the whole conversation.
+    """
 
     model: str = Field(max_length=1024)
     input: str | Many[InputItem] = Field(min_length=1)
@@ -135,11 +138,11 @@ class ResponsesRequest(SizedBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether the text comes with the log probabilities of its tokens."""
+        """Whether the reply must contain the log probabilities of its tokens."""
         return "message.output_text.logprobs" in (self.include or ())
 
     def chat(self) -> dict[str, Any]:
-        """The same wish as the body of a chat completion."""
+        """The same request as the body of a chat completion."""
         body: dict[str, Any] = {
             "model": self.model,
             "messages": self._messages(),
@@ -155,7 +158,7 @@ class ResponsesRequest(SizedBody):
             body["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice}
         if self.wants_logprobs:
             body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        if self.truncation == "auto":  # as vLLM: what is too much is cut off at the start
+        if self.truncation == "auto":  # as in vLLM: the start of a long prompt is cut off
             body["truncate_prompt_tokens"] = -1
         if self.tools is not None:
             body["tools"] = [_nested(tool.model_dump()) for tool in self.tools]
@@ -189,7 +192,7 @@ class ResponsesRequest(SizedBody):
         elif item.type == "function_call":
             function = {"name": item.name, "arguments": item.arguments or "{}"}
             call = {"id": item.call_id, "type": "function", "function": function}
-            if messages and messages[-1]["role"] == "assistant":  # calls follow their message
+            if messages and messages[-1]["role"] == "assistant":  # its calls
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
@@ -201,7 +204,7 @@ _SHARED = (
     *("temperature", "top_p", "top_k", "seed", "stream", "parallel_tool_calls", "user"),
     "cache_salt",
 )
-# The chat's names of what is called otherwise here, for errors.
+# Names of chat parameters and of their equivalents here, for error messages.
 CHAT_NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
@@ -212,7 +215,7 @@ CHAT_NAMES = {
 
 
 def _nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """A function in the chat's form."""
+    """A function in the nested form that chats use."""
     return {"type": "function", "function": {k: v for k, v in flat.items() if k != "type"}}
 
 

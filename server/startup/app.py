@@ -1,4 +1,4 @@
-"""Makes the HTTP application of one engine: services, routes, middleware, error handlers."""
+"""Creates the HTTP application of an engine: services, routes, middleware, error handlers."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def create_app(
     tokenizer: Tokenizer | None = None,
     template: ChatTemplate | None = None,
 ) -> FastAPI:
-    """The application. `source` says where the tokenizer is, if not where the model is.
+    """The application. `source` is the folder, file or hub id of the tokenizer, if not the model's.
 
-    Loads tokenizer and chat template unless they are given, which may take seconds; needs no event
-    loop. Takes over the engine's `stats` callback. Raises TokenizerLoadError, OSError.
+    Loads the tokenizer and chat template unless they are given, which may take seconds. Needs no
+    event loop. Sets the engine's `stats` callback. Raises TokenizerLoadError, ValueError, OSError.
     """
     services = _services(config, engine, source, tokenizer, template)
     engine.stats = services.metrics.step
@@ -143,7 +143,7 @@ def _capture(server: ServerConfig) -> TrafficCapture | None:
 
 
 def _add_middleware(app: FastAPI, services: Services) -> None:
-    """The last one added is the outermost."""
+    """Add the middleware, innermost first."""
     server = services.config.server
     app.add_middleware(BodyLimit, max_bytes=server.max_body_bytes)
     app.add_middleware(Keys, keys=server.api_key)

@@ -1,6 +1,6 @@
-"""Owns the server process from the first check to the exit status: port, worker, HTTP, signals.
+"""Runs the server process from the first check to the exit status: port, worker, HTTP, signals.
 
-It imports no torch and knows no routes.
+It does not import torch and knows no routes.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _FORCED = 130  # exit status after a second Ctrl-C
-_KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that they close first
-_UNSENT_BYTES = 128 << 10  # more than a fast network drains before the event loop comes round
-_CLOSE_SECONDS = 5  # for responses whose last bytes are still on their way after the drain
-# "module:function" that builds an engine in place of the real one, for tests of this process.
+_KEEP_ALIVE_SECONDS = 75  # longer than most clients' own, so that clients close first
+_UNSENT_BYTES = 128 << 10  # a fast network sends less in a turn of the event loop
+_CLOSE_SECONDS = 5  # time for the last bytes of responses after the drain
+# "module:function" that builds a replacement of the engine, for tests of this process.
 _ENGINE_VARIABLE = "SLIPSTREAM_TEST_ENGINE"
 
 
 class LaunchError(Exception):
-    """The server cannot start; the text is one sentence for the user."""
+    """The server cannot start. The message is one sentence for the user."""
 
 
 def serve(config: Config) -> int:
@@ -70,20 +70,20 @@ def _run(config: Config, listener: socket.socket) -> int:
 
 
 def bind(server: ServerConfig) -> socket.socket:
-    """The listening address, taken before any work is done; LaunchError if it cannot be had."""
+    """Bind the listening socket, before any other work. Raises LaunchError."""
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             server.host, server.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, proto)
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name could be so
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         why = getattr(error, "strerror", None) or "it is not a valid host name"
         raise LaunchError(f"cannot resolve --host {server.host}: {why}") from None
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if unsent := getattr(socket, "TCP_NOTSENT_LOWAT", None):
-            # Accepted sockets inherit it. Else the kernel takes megabytes for a client that does
-            # not read, and what waits for it is noticed late.
+            # Accepted sockets inherit it. Without it, the kernel buffers megabytes for a client
+            # that does not read, so that the server notices late.
             listener.setsockopt(socket.IPPROTO_TCP, unsent, _UNSENT_BYTES)
         listener.bind(address)
     except OSError as error:
@@ -124,11 +124,13 @@ class Launch:
         return _FORCED if self._force.is_set() else 0
 
     async def _start(self, client: EngineClient) -> uvicorn.Server:
-        """The worker and, while it loads, the app; then the HTTP server that is to run it. Before
-        both, what the model's files alone can say against it."""
+        """Check the model's files, then start the worker and create the app at the same time.
+
+        Returns the HTTP server, which is not listening yet.
+        """
         await _in_daemon_thread(_check_model, self._config)
         worker = asyncio.create_task(_start_worker(client))
-        await asyncio.sleep(0)  # let the worker's process begin
+        await asyncio.sleep(0)  # let the worker's process start first
         try:
             making = _in_daemon_thread(_create_app, self._config, client)
             # Whichever fails first ends the start at once.
@@ -142,7 +144,7 @@ class Launch:
     async def _unless_stopped(
         self, start: Coroutine[None, None, uvicorn.Server]
     ) -> uvicorn.Server | None:
-        """The started server, or None when a signal came first."""
+        """The server that `start` returns, or None if a signal came first."""
         starting = asyncio.create_task(start)
         stop = asyncio.create_task(self._stop.wait())
         await asyncio.wait({starting, stop}, return_when=asyncio.FIRST_COMPLETED)
@@ -154,14 +156,14 @@ class Launch:
         return None
 
     async def _serve(self, server: uvicorn.Server, client: EngineClient) -> None:
-        """Answer requests until a signal; then drain, end what is left, and close."""
+        """Serve requests until a signal; then drain, abort the rest, and close."""
         with _settled_heap():
             await self._answer(server, client)
 
     async def _answer(self, server: uvicorn.Server, client: EngineClient) -> None:
         try:
             self._listener.listen(2048)
-        except OSError as error:  # someone else began to listen since `bind`
+        except OSError as error:  # another process has started to listen since `bind`
             raise _unusable(self._config.server, error) from None
         # `_serve` and not `serve`: uvicorn's own signal handlers would close before the drain.
         serving = asyncio.create_task(server._serve([self._listener]))
@@ -185,7 +187,7 @@ class Launch:
 
     @staticmethod
     async def _first(*awaitables: Coroutine[None, None, object] | asyncio.Task[None]) -> None:
-        """Return when one of them is done; coroutines that are not are cancelled and have ended."""
+        """Wait until one awaitable is done; cancel the other coroutines, but not the tasks."""
         tasks = [a if isinstance(a, asyncio.Task) else asyncio.create_task(a) for a in awaitables]
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         ours = [task for task, given in zip(tasks, awaitables, strict=True) if task is not given]
@@ -195,10 +197,10 @@ class Launch:
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
-        """SIGTERM, Ctrl-C and a closed terminal ask for a drain; another Ctrl-C ends it."""
+        """Drain on SIGTERM, Ctrl-C or a closed terminal; a second Ctrl-C stops at once."""
         loop = asyncio.get_running_loop()
         asking = [signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # nohup's wish is kept
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # keep SIGHUP ignored under nohup
             asking.append(signal.SIGHUP)
 
         def interrupted() -> None:
@@ -222,7 +224,10 @@ async def _start_worker(client: EngineClient) -> None:
 
 @contextlib.contextmanager
 def _settled_heap() -> Iterator[None]:
-    """Keep what the start made out of later collections: walking it would hold up every stream."""
+    """Exclude the objects made at start-up from garbage collection.
+
+    Scanning them would delay every stream.
+    """
     thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
@@ -235,7 +240,7 @@ def _settled_heap() -> Iterator[None]:
 
 
 def _in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
-    """The call's result, to come; unlike an executor's, its thread never delays the exit."""
+    """Call a function in a daemon thread, which unlike an executor's does not delay the exit."""
     outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -246,13 +251,13 @@ def _in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwarg
         else:
             outcome.set_result(result)
 
-    outcome.set_running_or_notify_cancel()  # from now on a cancellation leaves the thread alone
+    outcome.set_running_or_notify_cancel()  # a later cancellation does not affect the thread
     threading.Thread(target=run, name=function.__name__, daemon=True).start()
     return asyncio.wrap_future(outcome)
 
 
 def _check_model(config: Config) -> None:
-    """LaunchError if the model's files show that it cannot be served."""
+    """Raise LaunchError if the model's files show that it cannot be served."""
     from .model_files import ModelFilesError, check_model_files
 
     try:
@@ -262,9 +267,9 @@ def _check_model(config: Config) -> None:
 
 
 def _create_app(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocabulary]:
-    """The app with its tokenizer, and what the worker must know of that.
+    """The app, and the vocabulary to send to the worker.
 
-    LaunchError if the model's text side cannot be set up.
+    Raises LaunchError if the tokenizer or chat template cannot be loaded.
     """
     from ..text.tokenizer_source import TokenizerLoadError
 
@@ -287,7 +292,7 @@ def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
     return uvicorn.Config(
         app,
-        log_config=None,  # its loggers pass their lines on to ours
+        log_config=None,  # its loggers propagate to ours
         access_log=False,  # `RequestScope` writes it
         ssl_keyfile=server.ssl_keyfile,
         ssl_certfile=server.ssl_certfile,
@@ -296,20 +301,20 @@ def _uvicorn_config(config: Config, app: FastAPI) -> uvicorn.Config:
         timeout_graceful_shutdown=_CLOSE_SECONDS,
         server_header=False,
         ws="none",
-        lifespan="off",  # the app has none, and a second Ctrl-C would show how it was cut
+        lifespan="off",  # unused, and a second Ctrl-C would log its cancellation
     )
 
 
 def _say(text: str) -> None:
-    """Print a line; a full disk behind the output, or a reader that left, must not end a server."""
+    """Print a line. Errors, such as a full disk or a closed pipe, are ignored."""
     try:
         print(text, flush=True)
     except OSError:
-        sys.stdout = open(os.devnull, "w")  # else the end of the process tries the line again
+        sys.stdout = open(os.devnull, "w")  # else the line is flushed again at exit
 
 
 def _greeting(config: Config, client: EngineClient, listener: socket.socket) -> str:
-    """The line that says where, what and how, once requests are answered."""
+    """The line printed when the server is ready: model, URL, device, speculation."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.server.ssl_certfile else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"

@@ -1,7 +1,7 @@
-"""Looks at a local model's files before anything is loaded: are they whole, do they fit the flags?
+"""Checks a model's files before anything is loaded: are they complete, do they suit the flags?
 
-Reads headers only, in a fraction of a second, so that a broken download is refused at once and not
-after minutes of downloading or loading. What it does not know it leaves to the worker.
+It reads only headers, in a fraction of a second, so that a broken download is reported at once
+instead of after minutes of loading. The worker checks the rest.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ _MAX_HEADER = 100 << 20  # safetensors' own limit
 
 
 class ModelFilesError(Exception):
-    """A model cannot be served from its files; the text is one sentence for the user."""
+    """The model cannot be served from its files. The message is one sentence for the user."""
 
 
 def check_model_files(config: Config) -> None:
-    """Raise ModelFilesError if a model's architecture or quantisation is not served, if a file of
-    the model or of its drafter is broken or missing, or if --max-model-len is beyond the model.
+    """Check the files of the model and of its drafter. Raises ModelFilesError.
 
-    Of a model on the hub, only its config.json is downloaded.
+    Refuses unsupported architectures and quantisations, broken or missing files, and a
+    --max-model-len above the model's context length. For a model on the hub, only config.json is
+    downloaded and checked.
     """
     model, drafts = config.model, config.speculative
     overrides = json.loads(model.hf_overrides) if model.hf_overrides else {}
@@ -65,14 +66,14 @@ def _local(name: str) -> Path | None:
 def _checked(
     name: str, revision: str | None, load_format: str, overrides: dict[str, Any], whole: bool = True
 ) -> dict[str, Any]:
-    """What the model says of itself, in the words of a config.json; empty if it says nothing.
+    """The model's config in the form of a config.json, after checks; empty if unknown.
 
-    `whole`: it is a model of its own and not a draft head, which may name any architecture.
+    `whole` means a complete model. A draft head is not one and may name any architecture.
     """
     path = _local(name)
     if path is None:
         if name.count("/") != 1 or name.startswith(("/", ".", "~")) or name.endswith(".gguf"):
-            return {}  # no hub id
+            return {}  # not a hub id
         try:
             raw = merged(_json(download_config(name, revision)), overrides)
         except HubError as error:
@@ -93,7 +94,7 @@ def _checked(
 
 
 def _check_folder(folder: Path, config: dict[str, Any]) -> None:
-    """ModelFilesError if weights or generation_config.json are broken, or do not suit `config`."""
+    """Raise ModelFilesError if weights or configs in a folder are broken or contradict `config`."""
     counts = [_check_safetensors(file) for file in _safetensors(folder)]
     try:
         if counts:
@@ -106,7 +107,7 @@ def _check_folder(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _served(name: str, raw: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """The config with its language part on top; ModelFilesError if it cannot be served."""
+    """The config of the language model in `raw`. Raises ModelFilesError if it is not supported."""
     try:
         if whole:
             served_architecture(raw)
@@ -135,7 +136,7 @@ def _checked_gguf(path: Path) -> dict[str, Any]:
 
 
 def _gguf_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The header's numbers in the words of a config.json."""
+    """The numbers of a GGUF header under the names that config.json uses."""
     architecture = metadata["general.architecture"]
     scaling = f"{architecture}.rope.scaling"
     rope = {
@@ -168,7 +169,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _safetensors(folder: Path) -> Iterator[Path]:
-    """The weight files that will be read; ModelFilesError if one is missing."""
+    """The weight files to be loaded. Raises ModelFilesError if one is missing."""
     index = folder / "model.safetensors.index.json"
     if not index.exists():
         single = folder / "model.safetensors"
@@ -187,8 +188,7 @@ def _safetensors(folder: Path) -> Iterator[Path]:
 
 
 def _check_safetensors(path: Path) -> tuple[int, int]:
-    """The header's length, its JSON, and that the file ends where the last tensor does; returns the
-    number of tensors, and of their bytes."""
+    """Check a file's header and size; returns the number of tensors and of their bytes."""
 
     def broken(reason: str) -> ModelFilesError:
         return ModelFilesError(f"{path} is not a readable safetensors file: {reason}.")
