@@ -1,7 +1,7 @@
-"""Owns the Prometheus metrics of one server: vLLM's names behind a prefix, in an own registry.
+"""The Prometheus metrics of a server: vLLM's names with a prefix, in a registry of their own.
 
-Fed by the engine's step statistics and by the requests' timings. Histograms are plain lists that a
-collector reads, because they are written for every token.
+They are updated from the engine's step statistics and from the timings of requests. Histograms are
+plain lists that a collector reads, because they are updated for every token.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OUTCOMES = ("stop", "length", "abort", "error")
 
 
 class Histogram:
-    """Counts values in buckets; not locked, for the event loop only."""
+    """Counts values in buckets. It has no lock: use it only in the event loop."""
 
     def __init__(self, name: str, doc: str, bounds: Sequence[float]) -> None:
         self.name, self.doc, self.bounds = name, doc, bounds
@@ -38,12 +38,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value, several times at once."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Cumulative counts, as Prometheus writes them."""
+        """The cumulative counts in Prometheus' format: (upper bound, count)."""
         total, found = 0, []
         for bound, count in zip((*self.bounds, float("inf")), self.counts, strict=True):
             total += count
@@ -64,7 +64,7 @@ class _Histograms(Collector):
 
 
 class Ended(NamedTuple):
-    """A choice that has ended."""
+    """The facts about a choice that has ended."""
 
     arrived: float  # time.monotonic() of the HTTP request
     first_token_seconds: float | None  # None if there was no token
@@ -74,7 +74,7 @@ class Ended(NamedTuple):
 
 
 class RequestTiming:
-    """The clock of one choice, from the HTTP request's arrival to its end."""
+    """The timing of one choice, from the HTTP request's arrival to the choice's end."""
 
     __slots__ = ("_arrived", "_ended", "_first", "_last", "_metrics", "_num_tokens", "_prompt")
 
@@ -87,7 +87,10 @@ class RequestTiming:
         self._ended = False
 
     def tokens(self, count: int, now: float) -> None:
-        """`count` tokens came together; they share the time since the last ones."""
+        """Record `count` tokens that arrived together at `now`.
+
+        The time since the previous tokens is divided evenly among them.
+        """
         if not count:
             return
         metrics = self._metrics
@@ -103,7 +106,7 @@ class RequestTiming:
         self._last = now
 
     def end(self, outcome: str) -> None:
-        """The choice ended; "stop", "length", "abort" or "error". Later calls do nothing."""
+        """Record the end: "stop", "length", "abort" or "error". Later calls do nothing."""
         if self._ended:
             return
         self._ended = True
@@ -128,9 +131,9 @@ class Metrics:
 
     def __init__(self, prefix: str, model_name: str, engine: str = "0") -> None:
         self.registry = CollectorRegistry()
-        self.on_end: Callable[[Ended], None] | None = None  # told of every choice that ends
+        self.on_end: Callable[[Ended], None] | None = None  # called for every choice that ends
         self._prefix = prefix
-        self._ready: Ready | None = None  # of the newest worker
+        self._ready: Ready | None = None  # facts of the newest worker
         self._labels = {"model_name": model_name, "engine": engine}
         self._make_gauges()
         self._make_counters()
@@ -229,7 +232,7 @@ class Metrics:
         self.inter_token = histogram(
             "inter_token_latency_seconds", "Between two tokens of a request.", TOKEN_SECONDS
         )
-        # vLLM's older name of the same; its dashboards still read it.
+        # vLLM's older name for the same histogram, which its dashboards still use.
         older = histogram("time_per_output_token_seconds", "As inter_token_latency.", TOKEN_SECONDS)
         older.counts = self.inter_token.counts
         self._mirror: Callable[[], None] = lambda: setattr(older, "sum", self.inter_token.sum)
@@ -249,11 +252,11 @@ class Metrics:
         self.registry.register(_Histograms(self._labels, made))
 
     def request(self, arrived: float, num_prompt_tokens: int) -> RequestTiming:
-        """The clock of a new choice."""
+        """The timing of a new choice; `arrived` is time.monotonic() at the request's arrival."""
         return RequestTiming(self, arrived, num_prompt_tokens)
 
     def step(self, stats: StepStats) -> None:
-        """Take what one engine step counted."""
+        """Add the statistics of an engine step."""
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
         self.kv_usage.set(stats.kv_cache_usage)
@@ -288,7 +291,7 @@ class Metrics:
             self._k_steps.labels(*labels).inc()
 
     def engine_ready(self, ready: Ready) -> None:
-        """The worker serves; show how long its start took. Of one worker it may be said often."""
+        """Record that the worker is ready, and its start-up times. May be called repeatedly."""
         self._up.set(1)
         for phase, seconds in ready.startup_seconds.items():
             self._startup.labels(*self._labels.values(), phase).set(seconds)
@@ -299,27 +302,27 @@ class Metrics:
             self._per_position.labels(*self._labels.values(), str(position))
 
     def engine_gone(self) -> None:
-        """Nothing runs while there is no worker."""
+        """Reset the gauges while no worker runs."""
         for gauge in (self._up, self.running, self.waiting, self.kv_usage, self._current_k):
             gauge.set(0)
-        self._healthy.set(1)  # of the next worker, nothing is known against it
+        self._healthy.set(1)  # the next worker's drafter counts as healthy
 
     def engine_restarts(self, total: int) -> None:
-        """Take how often the worker was started again since the server's start."""
+        """Set the number of worker restarts since the server started."""
         self._restarts.inc(total - self._num_restarts)
         self._num_restarts = total
 
     def lost_drafters(self, total: int) -> None:
-        """Take how often a worker was started with another drafter because its own was lost."""
+        """Set the number of restarts at which the drafter could not be loaded."""
         self._lost_drafters.inc(total - self._num_lost_drafters)
         self._num_lost_drafters = total
 
     def http(self, method: str, handler: str, status: int) -> None:
-        """Count an HTTP response; `handler` is the route, never the raw path."""
+        """Count an HTTP response. `handler` is the route, not the path, so that labels are few."""
         self._http.labels(method, handler, str(status)).inc()
 
     def text(self) -> bytes:
-        """The exposition in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         self._mirror()
         return generate_latest(self.registry)
 

@@ -1,1 +1,1 @@
-"""What a reply may contain, and its split into content, reasoning and tool calls."""
+"""Constraints on replies, and their split into content, reasoning and tool calls."""

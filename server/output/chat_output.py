@@ -1,7 +1,7 @@
-"""Owns one choice's way from text to a message: content, reasoning, tool calls.
+"""Turns the text of one choice into a message: content, reasoning, tool calls.
 
-A parser turns the growing text into deltas; a whole message is the sum of the same deltas, so that
-both ways of answering agree by construction.
+A parser converts the growing text to deltas. A whole message is the sum of the same deltas, so
+whole replies and streams always agree.
 """
 
 from __future__ import annotations
@@ -17,56 +17,56 @@ from .output_parser import OutputParser
 
 
 class MessageParser(Protocol):
-    """Reads the text of one choice, in any pieces."""
+    """Parses the text of one choice, which may arrive in pieces of any size."""
 
     num_reasoning_tokens: int
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """What these characters add to the message; `token_ids` came with them."""
+        """The deltas that `text` adds to the message; `token_ids` arrived with it."""
         ...
 
     def finish(self) -> list[Delta]:
-        """What was held back, once the text has ended."""
+        """The deltas that were held back; called at the end of the text."""
         ...
 
 
 class PlainText:
-    """The text is the content."""
+    """The parser for output without tool calls and reasoning: all text is content."""
 
     num_reasoning_tokens = 0
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """The text as content."""
+        """The text as a content delta."""
         return [Delta(content=text)] if text else []
 
     def finish(self) -> list[Delta]:
-        """Nothing is ever held back."""
+        """No deltas, because nothing is held back."""
         return []
 
 
 class EventParser:
-    """The events of a tool and reasoning parser as deltas."""
+    """Converts the events of a tool-call and reasoning parser to deltas."""
 
     def __init__(
         self, output: OutputParser, show_reasoning: bool, parallel: bool, legacy: bool = False
     ) -> None:
-        """`legacy` tells calls as `function_call`, as OpenAI did before there were tools."""
+        """Without `parallel`, only the first call is reported; `legacy` uses `function_call`."""
         self.num_reasoning_tokens = 0
         self._output = output
         self._show_reasoning = show_reasoning
         self._parallel = parallel
         self._legacy = legacy
         self._num_tokens = 0
-        self._reasoned = False  # reasoning has begun
-        self._answered = False  # content or a call has begun
+        self._reasoned = False  # whether reasoning has begun
+        self._answered = False  # whether content or a call has begun
 
     def push(self, text: str, token_ids: Sequence[int]) -> list[Delta]:
-        """What the parser makes of these characters."""
+        """The deltas that `text` completes."""
         self._num_tokens += len(token_ids)
         return self._deltas(self._output.push(text)) if text else []
 
     def finish(self) -> list[Delta]:
-        """What the parser held back."""
+        """The deltas that the parser held back."""
         return self._deltas(self._output.finish())
 
     def _deltas(self, events: list[Event]) -> list[Delta]:
@@ -96,7 +96,7 @@ class EventParser:
 
 
 class MessageBuilder:
-    """Adds deltas up to a message."""
+    """Builds a message from its deltas."""
 
     def __init__(self) -> None:
         self._content: list[str] = []
@@ -106,11 +106,11 @@ class MessageBuilder:
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool is called."""
+        """Whether the message contains a tool or function call."""
         return bool(self._calls) or self._function is not None
 
     def add(self, delta: Delta) -> None:
-        """Add one delta."""
+        """Append a delta."""
         if delta.content:
             self._content.append(delta.content)
         if delta.reasoning_content:
@@ -131,7 +131,7 @@ class MessageBuilder:
         _extend(call.function, part.function)
 
     def message(self) -> ChatMessage:
-        """The message; `content` is null when there are only tool calls or reasoning."""
+        """The message. `content` is null if it has only tool calls or reasoning."""
         content = "".join(self._content)
         empty = not content and (self.has_calls or self._reasoning)
         message = ChatMessage(None if empty else content)

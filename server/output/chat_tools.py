@@ -1,6 +1,6 @@
-"""Decides how a chat's output is read: which tools the model sees, what may come, who parses.
+"""Decides which tools a chat's model sees, which grammar constrains it and how its text is parsed.
 
-It knows the request and the model's format, not the text.
+This depends on the request and on the model's format, not on the text.
 """
 
 from __future__ import annotations
@@ -35,18 +35,21 @@ Tools = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class OutputFormat:
-    """How the model writes tool calls and reasoning; None where it does not."""
+    """The parsers for the model's tool calls and reasoning; None if it does not write them."""
 
     tools: type[ToolParser] | None = None
     reasoning: type[ReasoningParser] | None = None
-    # A grammar that begins with a call's marker needs the marker to be text, no special token.
+    # Whether the marker of a tool call is ordinary text, which a grammar needs, or a special token.
     has_plain_markers: bool = True
 
     @classmethod
     def of(
         cls, server: ServerConfig, template: ChatTemplate, tokenizer: Tokenizer | None = None
     ) -> OutputFormat:
-        """By the flags, or read off the template. ValueError for a name that is not known."""
+        """The format that the flags name; "auto" detects it from the chat template.
+
+        Raises ValueError for unknown names.
+        """
         tools: str | None = server.tool_call_parser
         if tools == "auto":
             tools = detect_tool_parser(template.source, template.supports_tools)
@@ -60,7 +63,7 @@ class OutputFormat:
         )
 
     def strict_grammar(self, tools: Tools, budget: Budget) -> GrammarSpec | None:
-        """What keeps calls of strict functions to their parameters, where the model may call."""
+        """The grammar for calls of functions with "strict": true, if the model need not call."""
         if self.tools is not HermesToolParser or not self.has_plain_markers:
             return None
         return strict_grammar(tools, budget)
@@ -68,32 +71,35 @@ class OutputFormat:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How one chat's output is made and read."""
+    """How the output of one chat is constrained and parsed."""
 
     model: OutputFormat = field(default_factory=OutputFormat)
-    tools: Tools | None = None  # as the template gets them
-    grammar: GrammarSpec | None = None  # of forced or strict calls
-    forced: bool = False  # the output is calls and nothing else
+    tools: Tools | None = None  # as passed to the template
+    grammar: GrammarSpec | None = None  # constrains the output
+    forced: bool = False  # the output must consist of calls
     name: str | None = None  # the function that the client named
-    reasoning: bool = True  # look for reasoning
+    reasoning: bool = True  # parse reasoning
     show_reasoning: bool = True
     parallel: bool = True
-    legacy: bool = False  # the client speaks of functions, not of tools
+    legacy: bool = False  # the request uses `functions`, OpenAI's older form
 
     def parser(self, prompt: str) -> MessageParser:
-        """A parser for one choice of the rendered chat `prompt`."""
+        """A new parser for a choice that continues the rendered chat `prompt`."""
         output = self._output(prompt)
         if output is None:
             return PlainText()
         return EventParser(output, self.show_reasoning, self.parallel, self.legacy)
 
     def kept_ids(self, tokenizer: TokenIds) -> frozenset[int]:
-        """Special tokens that must stay in the text for the parser to see."""
+        """The special tokens that detokenization must keep for the parser."""
         output = self._output("")
         return output.kept_ids(tokenizer) if output else frozenset()
 
     def finish_reason(self, reason: str, called: bool) -> str:
-        """OpenAI's reason: "tool_calls" where the model chose to call."""
+        """OpenAI's finish reason; `called` means that the output contains a call.
+
+        It is "tool_calls" (or "function_call") if the model called without being told which.
+        """
         if not called or reason != "stop" or self.name is not None:
             return reason
         return "function_call" if self.legacy else "tool_calls"
@@ -109,93 +115,96 @@ class ChatFormat:
 
 
 def chat_format(model: OutputFormat, body: ChatCompletionRequest) -> ChatFormat:
-    """How this request's output is read. InvalidRequest if tools and tool_choice disagree."""
-    wish = _wish_of_functions(body) if body.functions else _wish(body)
-    forced = bool(wish.tools) and wish.mode == "required"
+    """The format for a request. Raises InvalidRequest if its tools and tool_choice disagree."""
+    calls = _calls_of_functions(body) if body.functions else _calls_of_tools(body)
+    forced = bool(calls.tools) and calls.mode == "required"
     constraint = grammar_of_calls(body) if forced else grammar_of(body)
-    # A grammar holds from the first token on, so there is no room for reasoning before it.
+    # A grammar applies from the first token on, so no reasoning can precede it.
     plain = ChatFormat(
         model,
         grammar=constraint,
         reasoning=constraint is None,
         show_reasoning=body.include_reasoning is not False,
     )
-    if not wish.tools or wish.mode == "none":
+    if not calls.tools or calls.mode == "none":
         return plain
     if constraint is not None and forced:
-        raise _wrong(wish.param, "forced tool calls cannot be combined with another output format")
+        raise _wrong(calls.param, "forced tool calls cannot be combined with another output format")
     try:
-        schemas = [(tool.get("function") or tool).get("parameters") or {} for tool in wish.tools]
+        schemas = [(tool.get("function") or tool).get("parameters") or {} for tool in calls.tools]
         budget = Budget.of(*schemas)
         grammar = constraint
         if forced:
-            grammar = forced_grammar(wish.tools, wish.name, wish.parallel, budget)
+            grammar = forced_grammar(calls.tools, calls.name, calls.parallel, budget)
         elif constraint is None:
-            grammar = model.strict_grammar(wish.tools, budget)
+            grammar = model.strict_grammar(calls.tools, budget)
     except SchemaError as error:
-        param = "functions" if wish.legacy else "tools"
+        param = "functions" if calls.legacy else "tools"
         raise _wrong(param, f"invalid parameters: {error}") from None
-    if wish.mode == "auto":
+    if calls.mode == "auto":
         return replace(
-            plain, tools=wish.tools, grammar=grammar, parallel=wish.parallel, legacy=wish.legacy
+            plain, tools=calls.tools, grammar=grammar, parallel=calls.parallel, legacy=calls.legacy
         )
     return ChatFormat(
         model,
-        tools=wish.tools,
+        tools=calls.tools,
         grammar=grammar,
         forced=True,
-        name=wish.name,
+        name=calls.name,
         reasoning=False,
-        parallel=wish.parallel,
-        legacy=wish.legacy,
+        parallel=calls.parallel,
+        legacy=calls.legacy,
     )
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """Which calls the client wants; `param` is where it said so."""
+class _AllowedCalls:
+    """The calls that a request allows or forces; `param` is the parameter that says so."""
 
     tools: Tools
-    mode: str  # none, auto, required; a name forces that function
-    name: str | None = None
+    mode: str  # "none", "auto" or "required"
+    name: str | None = None  # the function that must be called
     parallel: bool = True
     legacy: bool = False
     param: str = "tool_choice"
 
 
-def _wish(body: ChatCompletionRequest) -> _Wish:
+def _calls_of_tools(body: ChatCompletionRequest) -> _AllowedCalls:
+    """The calls that `tools`, `tool_choice` and `parallel_tool_calls` allow."""
     if body.function_call is not None and body.function_call != "none":
         raise _wrong("function_call", "it is only allowed when 'functions' are given")
     tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    choice = body.tool_choice
+    tool_choice = body.tool_choice
     if not tools:
-        if choice is not None and choice != "none":
+        if tool_choice is not None and tool_choice != "none":
             raise _wrong("tool_choice", "it is only allowed when 'tools' are given")
-        return _Wish(tools, "none")
+        return _AllowedCalls(tools, "none")
     parallel = body.parallel_tool_calls is not False
     names = {tool["function"]["name"] for tool in tools}
-    if isinstance(choice, AllowedToolsChoice):
-        allowed = {named.function.name for named in choice.allowed_tools.tools}
+    if isinstance(tool_choice, AllowedToolsChoice):
+        allowed = {named.function.name for named in tool_choice.allowed_tools.tools}
         _refuse_unknown(allowed - names, "tool_choice")
         shown = [tool for tool in tools if tool["function"]["name"] in allowed]
-        return _Wish(shown, choice.allowed_tools.mode, None, parallel)
-    if isinstance(choice, NamedToolChoice):
-        _refuse_unknown({choice.function.name} - names, "tool_choice")
-        return _Wish(tools, "required", choice.function.name, parallel)
-    return _Wish(tools, choice or "auto", None, parallel)
+        return _AllowedCalls(shown, tool_choice.allowed_tools.mode, None, parallel)
+    if isinstance(tool_choice, NamedToolChoice):
+        _refuse_unknown({tool_choice.function.name} - names, "tool_choice")
+        return _AllowedCalls(tools, "required", tool_choice.function.name, parallel)
+    return _AllowedCalls(tools, tool_choice or "auto", None, parallel)
 
 
-def _wish_of_functions(body: ChatCompletionRequest) -> _Wish:
-    """`functions` and `function_call`, which `tools` followed: one call at most."""
+def _calls_of_functions(body: ChatCompletionRequest) -> _AllowedCalls:
+    """The calls that `functions` and `function_call` allow: at most one."""
     if body.tools or body.tool_choice is not None:
         raise _wrong("functions", "they cannot be combined with 'tools' or 'tool_choice'")
     functions = [each.model_dump(exclude_none=True) for each in body.functions or ()]
     tools = [{"type": "function", "function": function} for function in functions]
-    choice = body.function_call
-    if isinstance(choice, FunctionName):
-        _refuse_unknown({choice.name} - {each["name"] for each in functions}, "function_call")
-        return _Wish(tools, "required", choice.name, False, True, "function_call")
-    return _Wish(tools, choice or "auto", None, False, True, "function_call")
+    function_call = body.function_call
+    if isinstance(function_call, FunctionName):
+        _refuse_unknown(
+            {function_call.name} - {each["name"] for each in functions}, "function_call"
+        )
+        return _AllowedCalls(tools, "required", function_call.name, False, True, "function_call")
+    return _AllowedCalls(tools, function_call or "auto", None, False, True, "function_call")
 
 
 def _refuse_unknown(names: set[str], param: str) -> None:

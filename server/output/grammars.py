@@ -1,7 +1,7 @@
-"""Makes the grammar that a request asks for: response_format, structured_outputs and guided_*.
+"""Builds a request's grammar from response_format, structured_outputs and guided_*.
 
-Whatever a client may write in them is checked here, so that a fault is a 400 that names the field
-before the engine hears of the request.
+Their contents are checked here, so that an error is a 400 that names the parameter, before the
+request reaches the engine.
 """
 
 from __future__ import annotations
@@ -18,19 +18,23 @@ from ..json_schema.regex_text import whole_regex
 from ..json_schema.shape import MAX_GIVEN_PARTS, MAX_PARTS
 from ..openai_types.common import GenerationBody
 
-MAX_JSON_CHARS = 1 << 18  # of JSON that is sent as text
-_MAX_TEXT_DEPTH = 64  # as bodies have it
+MAX_JSON_CHARS = 1 << 18  # characters of JSON sent as a string
+_MAX_TEXT_DEPTH = 64  # nesting levels, the same limit as for bodies
 
 
 def grammar_of(body: GenerationBody) -> GrammarSpec | None:
-    """The constraint of response_format, structured_outputs or guided_*; at most one may be set."""
+    """The grammar of response_format, structured_outputs or guided_*, or None.
+
+    Raises InvalidRequest if more than one is set, or one is invalid.
+    """
     return _only([("response_format", _response_format(body)), *_whole_outputs(body)])
 
 
 def grammar_of_calls(body: GenerationBody) -> GrammarSpec | None:
-    """The constraint where the answer is forced calls: response_format binds text alone, and there
+    """The grammar of a request that forces tool calls, or None.
 
-    is none. What binds the whole output remains.
+    response_format constrains only text, and such a reply has none, so it is checked and ignored.
+    structured_outputs and guided_* constrain the whole output and still apply.
     """
     named = body.response_format.json_schema if body.response_format else None
     if named is not None and named.schema_ is not None:
@@ -95,9 +99,9 @@ def _guided(body: GenerationBody) -> list[tuple[str, GrammarSpec | None]]:
 
 
 def json_schema_grammar(schema: Any, param: str, strict: bool = True) -> GrammarSpec | None:
-    """The grammar of a schema, which may be JSON text. InvalidRequest if it cannot be enforced;
+    """The grammar of a JSON schema, which may be given as JSON text.
 
-    what cannot be is left out if not `strict`.
+    Keywords that cannot be enforced raise InvalidRequest if `strict`, else they are ignored.
     """
     if schema is None:
         return None
@@ -113,7 +117,7 @@ def json_schema_grammar(schema: Any, param: str, strict: bool = True) -> Grammar
 
 
 def _parsed(text: str, param: str) -> Any:
-    """JSON that came as text, held to what holds for bodies: no NaN, no halves of characters."""
+    """Parse JSON given as a string, with the rules for bodies: no NaN, no lone surrogates."""
     if len(text) > MAX_JSON_CHARS:
         raise _invalid(param, f"its text is longer than {MAX_JSON_CHARS} characters")
     try:
@@ -165,7 +169,7 @@ def _choice(choices: list[str] | None, param: str) -> GrammarSpec | None:
 
 
 def _structural_tag(given: dict[str, Any] | str | None, param: str) -> GrammarSpec | None:
-    """A structural tag whose schemas are prepared and whose patterns hold whole characters."""
+    """The grammar of a structural tag, with its schemas and patterns prepared."""
     if given is None:
         return None
     tag = _parsed(given, param) if isinstance(given, str) else given
@@ -180,7 +184,7 @@ def _structural_tag(given: dict[str, Any] | str | None, param: str) -> GrammarSp
 
 
 def _prepared_tag(tag: Any, budget: Budget, given: Budget) -> Any:
-    """A copy in which each part of its own language was read; bodies bound its depth."""
+    """A copy with all schemas, patterns and grammars prepared. The body limits bound its depth."""
     if isinstance(tag, list):
         return [_prepared_tag(each, budget, given) for each in tag]
     if not isinstance(tag, dict):

@@ -1,4 +1,4 @@
-"""One model output as events: reasoning is split off first, then tool calls from what remains."""
+"""Splits model output into events: first reasoning, then tool calls in the rest."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .reasoning import ReasoningParser
 
 
 class TokenIds(Protocol):
-    """What is needed of a tokenizer."""
+    """The part of a tokenizer that is needed here."""
 
     def token_to_id(self, token: str) -> int | None:
-        """The id of a token as the vocabulary spells it."""
+        """The id of a token given by its text in the vocabulary, or None."""
         ...
 
 
 class OutputParser:
-    """Feeds a reasoning parser and a tool parser, either of which may be missing."""
+    """Combines a reasoning parser and a tool-call parser; either may be None."""
 
     def __init__(self, reasoning: ReasoningParser | None, tools: ToolParser | None) -> None:
         self._reasoning = reasoning
@@ -30,16 +30,16 @@ class OutputParser:
         return self._through_tools(events)
 
     def finish(self) -> list[Event]:
-        """The events that were waiting for more text; nothing may be pushed afterwards."""
+        """The events that were held back. Nothing may be pushed afterwards."""
         events = self._through_tools(self._reasoning.finish() if self._reasoning else [])
         return events + (self._tools.finish() if self._tools else [])
 
     def parse(self, text: str) -> ParsedOutput:
-        """A whole output at once; the same as its stream, joined."""
+        """Parse a whole output; gives the same as its streamed events, joined."""
         return ParsedOutput().add(self.push(text)).add(self.finish())
 
     def kept_ids(self, tokenizer: TokenIds) -> frozenset[int]:
-        """The special tokens that detokenization must keep, for these parsers to see them."""
+        """The ids of special tokens that detokenization must keep for these parsers."""
         parsers = filter(None, (self._reasoning, self._tools))
         ids = (tokenizer.token_to_id(token) for p in parsers for token in p.special_tokens)
         return frozenset(index for index in ids if index is not None)

@@ -1,4 +1,4 @@
-"""Tells a model's reasoning from its answer, in text deltas of any cut."""
+"""Separates a model's reasoning from its answer, in text that arrives in pieces of any size."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from ..tool_parsers.base import ContentDelta, Parser, ReasoningDelta, Wait
 
 
 class ReasoningParser(Parser):
-    """Reasoning between two markers at the start of the output.
+    """Parses reasoning between two markers at the start of the output.
 
-    `prompt` is the rendered chat: its end tells whether the model already is inside its reasoning.
+    `prompt` is the rendered chat; its end shows whether the output starts inside the reasoning.
     White space around reasoning is dropped.
     """
 
     begin: ClassVar[str] = "<think>"
     end: ClassVar[str] = "</think>"
-    starts_inside: ClassVar[bool] = False  # where the prompt does not tell
+    starts_inside: ClassVar[bool] = False  # if the prompt does not show it
     special_tokens = ("<think>", "</think>")
 
     def __init__(self, prompt: str | None = None) -> None:
@@ -27,7 +27,7 @@ class ReasoningParser(Parser):
         super().__init__()
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """Parse the output; see `Parser.run`."""
         space = yield from self.take_space()
         began = bool((yield from self.take_any([self.begin])))
         if began or self._inside:
@@ -36,7 +36,7 @@ class ReasoningParser(Parser):
             self.content(space)
 
     def _reasoning(self) -> Wait[None]:
-        """Emit up to the end marker."""
+        """Emit the text before the end marker as reasoning."""
         yield from self.take_space()
         self._space = ""
         yield from self.take_until([self.end], self._reason)
@@ -51,30 +51,30 @@ class ReasoningParser(Parser):
         self._space += text[len(kept) :]
 
     def content(self, text: str) -> None:
-        """Emit content as it is."""
+        """Emit text as content."""
         if text:
             self.emit(ContentDelta(text))
 
 
 class DeepSeekR1Parser(ReasoningParser):
-    """The model always reasons first, even where it leaves out the first marker."""
+    """DeepSeek R1 always reasons first, even without writing the opening marker."""
 
     starts_inside = True
 
 
 class Qwen3Parser(ReasoningParser):
-    """The model reasons if it says so itself, or if the prompt does."""
+    """Qwen 3 reasons if the output or the end of the prompt has the opening marker."""
 
 
 class GemmaParser(ReasoningParser):
-    """Gemma 4's thought channel, which may open again between parts of the answer."""
+    """Gemma 4 reasons in a thought channel, which may reopen between parts of the answer."""
 
     begin = "<|channel>thought"
     end = "<channel|>"
     special_tokens = ("<|channel>", "<channel|>")
 
     def run(self) -> Wait[None]:
-        """See the base."""
+        """Parse the output; see `Parser.run`."""
         yield from super().run()
         while (yield from self.take_until([self.begin], self.content)):
             yield from self._reasoning()
@@ -90,7 +90,7 @@ REASONING_PARSERS = tuple(_PARSERS)
 
 
 def reasoning_parser_class(name: str) -> type[ReasoningParser]:
-    """The parser of a format. Raises ValueError for a name that is not in REASONING_PARSERS."""
+    """The parser class of a format. Raises ValueError unless it is in REASONING_PARSERS."""
     if name not in _PARSERS:
         known = ", ".join(_PARSERS)
         raise ValueError(f"Unknown reasoning parser {name!r}. Available: {known}.")
@@ -98,7 +98,7 @@ def reasoning_parser_class(name: str) -> type[ReasoningParser]:
 
 
 def detect_reasoning_parser(chat_template: str | None) -> str | None:
-    """The format whose markers a chat template mentions, or None."""
+    """The reasoning format with markers in the chat template, or None."""
     template = chat_template or ""
     if "<|channel>" in template:
         return "gemma"

@@ -1,6 +1,6 @@
-"""Makes the worker's SamplingParams from a request body: defaults, the model's limits, token ids.
+"""Converts a request body to the worker's SamplingParams: defaults, limits of the model, token ids.
 
-It must not know whether the request is a completion or a chat.
+It does not know whether the request is a completion or a chat.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from ..openai_types.common import INT64, MAX_STOPS, GenerationBody, content_text
 from ..text.tokenizer import Tokenizer
 from .grammars import grammar_of
 
-# Log probabilities of prompt tokens in one reply. Each takes 400 bytes while it is put together.
+# Log probabilities of prompt tokens in one reply; each needs 400 bytes while the reply is built.
 MAX_PROMPT_LOGPROBS = 1 << 20
-_PREDICTED_CHARACTERS = 8  # of `prediction` that are looked at, for each token it may have
+_PREDICTED_CHARACTERS = 8  # characters of `prediction` that are read, per token of context
 
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Facts about the model that a request is checked against."""
+    """The limits of the model against which requests are checked."""
 
     max_model_len: int
     vocab_size: int
@@ -33,7 +33,7 @@ class ModelLimits:
 
     @classmethod
     def of(cls, ready: Ready, tokenizer: Tokenizer, max_logprobs: int) -> ModelLimits:
-        """From what worker and tokenizer say."""
+        """The limits, from the worker's and the tokenizer's facts."""
         eos = frozenset(ready.eos_token_ids) | tokenizer.eos_ids
         return cls(ready.max_model_len, ready.vocab_size, eos, max_logprobs)
 
@@ -47,10 +47,11 @@ def sampling_params(
     echo_logprobs: int | None = None,
     grammar: GrammarSpec | None = None,
 ) -> SamplingParams:
-    """The parameters of child 0; `max_tokens` is still open (see `with_max_tokens`).
+    """The parameters for choice 0 of a prompt, with max_tokens 0 (see `with_max_tokens`).
 
-    A request that names no seed gets a random one of 63 bits. Child i uses seed + i.
-    The prompt gets the log probabilities that the body or an echo (`echo_logprobs`) asks for.
+    A request without a seed gets a random one of 63 bits; choice i uses seed + i. `logprobs` and
+    `echo_logprobs` are the numbers of alternatives per output token and per token of an echoed
+    prompt. `grammar` replaces that of the body. Raises InvalidRequest.
     """
     check_logprobs(body, logprobs, limits.max_logprobs)
     check_stops(body)
@@ -89,7 +90,7 @@ def sampling_params(
 
 
 def check_logprobs(body: GenerationBody, logprobs: int | None, limit: int) -> None:
-    """Refuse more alternatives than the server gives."""
+    """Raise InvalidRequest for more alternatives than `limit`, or prompt_logprobs in a stream."""
     name = "top_logprobs" if hasattr(body, "top_logprobs") else "logprobs"
     for value, param in ((logprobs, name), (body.prompt_logprobs, "prompt_logprobs")):
         if value is not None and value > limit:
@@ -107,9 +108,9 @@ def check_logprobs(body: GenerationBody, logprobs: int | None, limit: int) -> No
 def check_prompt_logprobs(
     params: SamplingParams, num_tokens: int, limits: ModelLimits, param: str = "prompt_logprobs"
 ) -> None:
-    """Refuse a reply with too many log probabilities of prompt tokens.
+    """Raise InvalidRequest if a reply would have too many log probabilities of prompt tokens.
 
-    `num_tokens` are those that the reply reports, each choice's echo counted.
+    `num_tokens` is the number of prompt tokens in the reply, counting each choice's copy.
     """
     top = params.prompt_logprobs
     if top is None:
@@ -126,7 +127,7 @@ def check_prompt_logprobs(
 
 
 def check_stops(body: GenerationBody) -> None:
-    """Refuse more stop strings than are watched for, and stream options without a stream."""
+    """Raise InvalidRequest for too many stop strings, or stream_options without stream."""
     if len(body.stops) > MAX_STOPS:
         raise InvalidRequest(
             f"Invalid value for 'stop': at most {MAX_STOPS} strings are allowed.",
@@ -142,7 +143,7 @@ def check_stops(body: GenerationBody) -> None:
 
 
 def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
-    """Refuse ids that the model has no token for."""
+    """Raise InvalidRequest if an id is outside the vocabulary."""
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         wrong = next(i for i in ids if not 0 <= i < vocab_size)
         raise InvalidRequest(
@@ -154,7 +155,7 @@ def check_token_ids(ids: Sequence[int], vocab_size: int, param: str) -> None:
 
 
 def logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
-    """OpenAI's map from ids as texts to -100 … 100."""
+    """Convert OpenAI's map from token ids (as strings) to biases in -100 … 100."""
     bias: dict[int, float] = {}
     for key, value in (given or {}).items():
         # isdecimal alone would let "٣" and a million digits through.
@@ -176,7 +177,7 @@ def logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, flo
 
 
 def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
-    """The token sequences that spell each word, at the start of a text and after a space."""
+    """The token sequences of each word, with and without a leading space."""
     spellings = [each for word in words for each in (word, " " + word.lstrip())]
     if not spellings:
         return []
@@ -193,7 +194,7 @@ def bad_words(words: Sequence[str], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def prediction(body: GenerationBody, limits: ModelLimits, tokenizer: Tokenizer) -> list[int]:
-    """The ids of `prediction`, no more than the model could ever emit."""
+    """The token ids of `prediction`, at most the model's context length."""
     if body.prediction is None:
         return []
     text = content_text(body.prediction.content)[: _PREDICTED_CHARACTERS * limits.max_model_len]
@@ -201,7 +202,11 @@ def prediction(body: GenerationBody, limits: ModelLimits, tokenizer: Tokenizer) 
 
 
 def with_max_tokens(params: SamplingParams, max_tokens: int, child: int = 0) -> SamplingParams:
-    """The parameters of one child. Only child 0 computes the prompt's logprobs."""
+    """The parameters of choice number `child` of a prompt.
+
+    Only choice 0 computes the prompt's log probabilities. Raises InvalidRequest if min_tokens is
+    more than `max_tokens`.
+    """
     if params.min_tokens > max_tokens:
         raise InvalidRequest(
             f"Invalid value for 'min_tokens': {params.min_tokens} is more than the "
