@@ -256,7 +256,7 @@ class Metrics:
         return RequestTiming(self, arrived, num_prompt_tokens)
 
     def step(self, stats: StepStats) -> None:
-        """Add the statistics of an engine step."""
+        """Update gauges, counters and histograms with the statistics of an engine step."""
         self.running.set(stats.num_running)
         self.waiting.set(stats.num_waiting)
         self.kv_usage.set(stats.kv_cache_usage)
@@ -291,7 +291,10 @@ class Metrics:
             self._k_steps.labels(*labels).inc()
 
     def engine_ready(self, ready: Ready) -> None:
-        """Record that the worker is ready, and its start-up times. May be called repeatedly."""
+        """Record that the worker is ready, with the facts of its start.
+
+        May be called repeatedly: a worker's lowered claims are counted once.
+        """
         self._up.set(1)
         for phase, seconds in ready.startup_seconds.items():
             self._startup.labels(*self._labels.values(), phase).set(seconds)

@@ -137,7 +137,7 @@ class RequestStream:
         self.close()
 
     def close(self) -> None:
-        """End the stream."""
+        """End the stream; iteration still yields the unread outputs first."""
         self._ended = True
         self._news.set()
 

@@ -227,7 +227,7 @@ class _Framer(ChunkFramer):
         return [item, *self._waiting.pop(prompt, ())]
 
     def _choice(self, item: GenerationEvent, streamed: StreamedChoice) -> CompletionChoice | None:
-        """The choice to send for an event, or None if there is nothing to send yet."""
+        """The choice to send for an event, the first with the echo; None if there is none yet."""
         reply, body, index = self._completion, self._completion.body, item.index
         prompt, is_first = index // reply.job.n, not streamed.began
         streamed.began = True

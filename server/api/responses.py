@@ -204,10 +204,10 @@ class _Reply(Whole):
         return {"format": form, "verbosity": verbosity or "medium"}
 
     def _reasoning(self) -> dict[str, Any]:
-        asked = self._body.reasoning
+        given = self._body.reasoning
         return {
-            "effort": asked.effort if asked else None,
-            "summary": asked.summary if asked else None,
+            "effort": given.effort if given else None,
+            "summary": given.summary if given else None,
         }
 
     def _tool_choice(self) -> Any:

@@ -28,7 +28,7 @@ class DrafterChanges:
         self._answer: asyncio.Future[SpeculatorChanged] | None = None
         self._loaded = ""  # the loaded drafter, until "keep" or "revert"
         self._is_lost = False  # whether the worker that loaded it has ended
-        self._asked = ""  # the action that awaits its answer, or ""
+        self._pending = ""  # the action that awaits its answer, or ""
 
     @property
     def is_owed(self) -> bool:
@@ -36,17 +36,17 @@ class DrafterChanges:
 
         A load takes longer; the worker bounds its time itself.
         """
-        return self._asked not in ("", "load")
+        return self._pending not in ("", "load")
 
-    async def ask(self, action: str, model: str = "") -> None:
+    async def perform(self, action: str, model: str = "") -> None:
         """See `EngineClient.change_speculator`.
 
         The answer is awaited even if the caller is cancelled, so that it cannot be mistaken for the
         answer to the next action.
         """
-        asked = asyncio.ensure_future(self._ask(action, model))
-        asked.add_done_callback(_note_failure)
-        await asyncio.shield(asked)
+        action_done = asyncio.ensure_future(self._perform(action, model))
+        action_done.add_done_callback(_note_failure)
+        await asyncio.shield(action_done)
 
     def answer(self, changed: SpeculatorChanged) -> None:
         """Deliver the worker's answer to the action that was sent."""
@@ -59,7 +59,7 @@ class DrafterChanges:
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
 
-    async def _ask(self, action: str, model: str) -> None:
+    async def _perform(self, action: str, model: str) -> None:
         async with self._turn:
             if action == "load":
                 self._loaded, self._is_lost = "", False
@@ -67,11 +67,11 @@ class DrafterChanges:
                 raise EngineDead("the engine restarted during the trial of a drafter")
             self._post(ChangeSpeculator(action, model))
             self._answer = asyncio.get_running_loop().create_future()
-            self._asked = action
+            self._pending = action
             try:
                 answer = await self._answer
             finally:
-                self._asked = ""
+                self._pending = ""
             if answer.error is not None:
                 raise SpeculatorRefused(answer.error)
             if action == "load":
@@ -82,7 +82,7 @@ class DrafterChanges:
                 self._loaded = ""
 
 
-def _note_failure(asked: asyncio.Task[None]) -> None:
+def _note_failure(action_done: asyncio.Task[None]) -> None:
     """Log an error, in case the caller was cancelled and does not receive it."""
-    if not asked.cancelled() and (error := asked.exception()) is not None:
+    if not action_done.cancelled() and (error := action_done.exception()) is not None:
         log.info("the drafter change failed: %s", error)

@@ -168,7 +168,7 @@ class EngineClient:
         Concurrent calls wait for each other. Raises SpeculatorRefused if the worker refuses, and
         EngineDead if the worker dies or is no longer the one that loaded the drafter.
         """
-        await self._changes.ask(action, model)
+        await self._changes.perform(action, model)
 
     async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
         """Refuse new requests, let open ones finish for `drain_timeout` s, then stop the worker.

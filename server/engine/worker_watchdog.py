@@ -19,7 +19,7 @@ class Watchdog:
     """
 
     def __init__(self, timeout: float, is_busy: Callable[[], bool]) -> None:
-        """`timeout` is in seconds, 0 disables the watchdog; `is_busy` tells if a step is due."""
+        """`timeout` is in seconds, 0 disables the watchdog; `is_busy` says if a step is due."""
         self._timeout = timeout
         self._is_busy = is_busy
         self._silent = 0

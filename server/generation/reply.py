@@ -58,7 +58,7 @@ class Collected:
 
 
 class Whole(ABC):
-    """A reply that is sent as one JSON object after the last event."""
+    """Collects events for a reply that is sent as one JSON object."""
 
     def __init__(self, num_choices: int) -> None:
         self.parts = [Collected() for _ in range(num_choices)]

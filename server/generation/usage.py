@@ -35,15 +35,15 @@ def usage(counts: TokenCounts, reasoning_tokens: int = 0) -> Usage:
 
 
 def reply_metrics(
-    services: Services, asked: Speculative | None, choices: Sequence[ChoiceText]
+    services: Services, requested: Speculative | None, choices: Sequence[ChoiceText]
 ) -> ReplyMetrics | UnsetType:
     """The speculation metrics of a reply; UNSET if not requested or without a drafter.
 
-    `asked` overrides the server's --per-request-spec-decode-metrics.
+    `requested` overrides the server's --per-request-spec-decode-metrics.
     """
     level = services.config.server.per_request_spec_decode_metrics
-    if asked is not None and asked.metrics is not None:
-        level = asked.metrics
+    if requested is not None and requested.metrics is not None:
+        level = requested.metrics
     most = services.engine.ready.num_speculative_tokens
     if level == "none" or not most:
         return UNSET

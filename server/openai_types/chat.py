@@ -79,7 +79,7 @@ class FunctionName(Body):
 
 
 class NamedToolChoice(Body):
-    """A `tool_choice` that forces a call of one function."""
+    """Names one function: a forced `tool_choice`, or an entry of `allowed_tools`."""
 
     type: Literal["function"]
     function: FunctionName

@@ -98,7 +98,7 @@ class ChatFormat:
     def finish_reason(self, reason: str, called: bool) -> str:
         """OpenAI's finish reason; `called` means that the output contains a call.
 
-        It is "tool_calls" (or "function_call") if the model called without being told which.
+        It is "tool_calls" (or "function_call") for calls, unless the request named the function.
         """
         if not called or reason != "stop" or self.name is not None:
             return reason
