@@ -63,7 +63,7 @@ class ForkingExecutor(Executor):
         self._running: dict[int, Future[Any]] = {}  # by process id
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start `fn` in a fork, as soon as fewer than `max_workers` jobs are running."""
+        """Start `fn` in a fork, after waiting until fewer than `max_workers` jobs are running."""
         while len(self._running) >= self._max_workers:
             self._reap()
         future: Future[Any] = Future()

@@ -14,7 +14,7 @@ from ..device import use_triton
 
 
 class LogitsRows(Protocol):
-    """Which logits rows N requests have: L in all, a request's rows one after another."""
+    """Which of the L logits rows belong to each of N requests; a request's rows are consecutive."""
 
     @property
     def cu_num_logits(self) -> Tensor: ...  # [N + 1] int32, batch row -> first logits row

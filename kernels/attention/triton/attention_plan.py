@@ -80,7 +80,7 @@ def _decode_tiles(programs: int, num_processors: int, dim: int) -> tuple[int, in
 
 
 def _num_splits(programs: int, max_keys: int, most: int) -> int:
-    """The largest power of two with at most `most` programs and long enough splits."""
+    """The largest power of two, up to MAX_SPLITS, with at most `most` programs and long splits."""
     splits = 1
     while (
         splits < MAX_SPLITS

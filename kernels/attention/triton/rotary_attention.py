@@ -68,7 +68,7 @@ def _fetch_first_tile(
 @triton.jit
 def _store_new_keys(
     new_key, value, positions, cos_sin, slot_mapping, gain, key_cache, value_cache,
-    start, query_len, cached, low, high, kv_head, dim, turn,
+    start, query_len, cached, low, high, kv_head, dim, column, turn,
     k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps,
     NEW: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     ROT: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
@@ -83,13 +83,11 @@ def _store_new_keys(
     token = token.to(tl.int64)
     rows = new_key + token * k_stride_t + kv_head * k_stride_h
     inside = dim_inside[None, :]
-    k = rotated(
-        rows[:, None], inside, gain, cos, sin, dim, partner, part_stride, eps, DIM, NORM, PARTS
-    )
+    k = rotated(rows, inside, gain, cos, sin, dim, partner, part_stride, eps, DIM, NORM, PARTS)
     rows = value + token * v_stride_t + kv_head * v_stride_h
     v = load_parts(rows[:, None] + dim[None, :], inside, part_stride, PARTS)
     slot = tl.load(slot_mapping + token)
-    target = slot[:, None] * ROW + (kv_head * DIM + dim)[None, :]
+    target = slot[:, None] * ROW + column[None, :]
     at = cached + new
     writes = (new < query_len) & (at >= low) & (at < high) & (slot >= 0)
     writes = writes[:, None] & dim_inside[None, :]
@@ -100,7 +98,7 @@ def _store_new_keys(
 
 @triton.jit
 def _attend(
-    q, key_cache, value_cache, table, low, high, cached, within, key, column, dim_inside,
+    q, key_cache, value_cache, table, pages, in_page, low, high, cached, within, key, dim_inside,
     scale, softcap,
     ROW: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -111,8 +109,6 @@ def _attend(
     BLOCK_D: tl.constexpr = q.shape[1]
     BLOCK_N: tl.constexpr = key.shape[0]
     PRECISION: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
-    pages = table + key // PAGE
-    in_page = (key % PAGE)[:, None] * ROW + column[None, :]
     key_rows, value_rows = key_cache + in_page, value_cache + in_page
     last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] last key that a row attends to
     top = tl.full([BLOCK_M], LEAST, tl.float32)
@@ -228,7 +224,9 @@ def _rotary_attention_kernel(
     )
     key = tl.arange(0, BLOCK_N)  # within a tile
     table = block_table + request.to(tl.int64) * table_stride
+    pages = table + key // PAGE
     column = kv_head * DIM + dim
+    in_page = (key % PAGE)[:, None] * row_size + column[None, :]
     if EARLY:
         _fetch_first_tile(
             key_cache, value_cache, table, low, high, key, kv_head, row_size, DIM, BLOCK_D, PAGE
@@ -263,7 +261,7 @@ def _rotary_attention_kernel(
         query + q_token.to(tl.int64) * q_stride_t + (kv_head * GROUP + q_row % GROUP) * q_stride_h
     )
     q = rotated(
-        rows[:, None], dim_inside[None, :], query_gain, cos, sin, dim, partner, part_stride, eps,
+        rows, dim_inside[None, :], query_gain, cos, sin, dim, partner, part_stride, eps,
         DIM, NORM, PARTS,
     ).to(dtype)  # fmt: skip
     if ROWS < BLOCK_M:
@@ -272,13 +270,13 @@ def _rotary_attention_kernel(
     if high > cached:  # the split has new keys: it stores them first, then reads all keys alike
         _store_new_keys(
             new_key, value, positions, cos_sin, slot_mapping, key_gain, key_cache, value_cache,
-            start, query_len, cached, low, high, kv_head, dim, turn,
+            start, query_len, cached, low, high, kv_head, dim, column, turn,
             k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps,
             NEW, row_size, DIM, BLOCK_D, ROT, NORM, PARTS,
         )  # fmt: skip
     result, top, sums = _attend(
-        q, key_cache, value_cache, table, low, high, cached, within, key, column, dim_inside,
-        scale, softcap, row_size, DIM, PAGE, WINDOW, SOFTCAP,
+        q, key_cache, value_cache, table, pages, in_page, low, high, cached, within, key,
+        dim_inside, scale, softcap, row_size, DIM, PAGE, WINDOW, SOFTCAP,
     )  # fmt: skip
     mask = valid[:, None] & dim_inside[None, :]
     flat = token * Q_HEADS + head

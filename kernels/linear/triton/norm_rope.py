@@ -241,9 +241,9 @@ def _launch_rotary(
     outputs: tuple[Tensor, Tensor, Tensor],
     slot_mapping: Tensor | None = None,
 ) -> None:
-    """Rotate query and key into `outputs` (query, key, value).
+    """Sum parts, norm and rotate query and key, and write query, key and value to `outputs`.
 
-    With `slot_mapping`, key and value go to their slots of the cache.
+    With `slot_mapping`, the outputs of key and value are caches, written at these slots.
     """
     parts = query.shape[0] if query.dim() == 4 else 0
     part_stride = query.stride(0) if parts else 0

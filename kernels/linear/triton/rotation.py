@@ -35,7 +35,7 @@ def pairs(dim, ROT: tl.constexpr, INTERLEAVED: tl.constexpr):
 
 @triton.jit
 def rotated(
-    rows,  # [R, 1] pointers to heads
+    rows,  # [R] pointers to heads
     inside,  # [R, D]
     gain,  # [D], weight of the norm of each head
     cos,  # [R, D]
@@ -49,9 +49,9 @@ def rotated(
     PARTS: tl.constexpr,
 ):
     """Load heads, sum their parts, norm and rotate them; [R, D] float32."""
-    x = load_parts(rows + dim[None, :], inside, part_stride, PARTS)
-    swapped = load_parts(rows + partner[None, :], inside, part_stride, PARTS)
-    x, swapped = x.to(tl.float32), swapped.to(tl.float32)
+    x = load_parts(rows[:, None] + dim[None, :], inside, part_stride, PARTS).to(tl.float32)
+    swapped = load_parts(rows[:, None] + partner[None, :], inside, part_stride, PARTS)
+    swapped = swapped.to(tl.float32)
     if NORM:
         scale = tl.rsqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
         own = tl.load(gain + dim, mask=dim < DIM, other=0.0).to(tl.float32)

@@ -211,7 +211,7 @@ def _draw_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the best token of one block in a request's last emitting row."""
+    """Find one block's best tokens, of the residual and of p, in a request's last emitting row."""
     wait_for_inputs(PDL)
     request = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
