@@ -31,16 +31,13 @@ from ...runner.messages import (
     ToWorker,
 )
 from ...runner.process import WorkerOrders, WorkerProcess, describe_exit
+from ..drafters.acceptance import MeasurementFailed
 from ..engine.engine_client import WorkerFailed
 
 # GPU name -> bytes per second, as measured with a kernel that only reads (docs/measurements.md).
 PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12, "NVIDIA H200": 4.235e12}
 _GRACE_SECONDS = 5.0  # that the worker gets to exit
 _MIN_REQUESTS = 8  # per iteration when drafting, since acceptance varies between requests
-
-
-class MeasurementFailed(Exception):
-    """The engine rejected a request, lost tokens, or ran too short a time; one sentence."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +95,8 @@ def peak_bandwidth(device_name: str) -> float | None:
 class OfflineBench:
     """Measures batches on a worker that it starts and stops; use it as an async context manager.
 
-    Raises WorkerFailed if the worker cannot start or dies, MeasurementFailed as said there."""
+    Raises WorkerFailed if the worker cannot start or dies, and MeasurementFailed if it rejects a
+    request, loses tokens or finishes too soon for its time to be measured."""
 
     def __init__(
         self,

@@ -64,8 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure all batch sizes with each configuration and print; returns the exit status."""
+    from ..drafters.acceptance import MeasurementFailed
     from ..engine.engine_client import WorkerFailed
-    from .offline import MeasurementFailed, Workload
+    from .offline import Workload
     from .plot import check_plot
 
     try:

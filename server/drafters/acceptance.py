@@ -81,7 +81,7 @@ class Tally:
 
 
 class MeasurementFailed(Exception):
-    """A reply ended with an error; the text is one sentence."""
+    """A measurement could not be completed; the message is one sentence that gives the reason."""
 
 
 async def measure_acceptance(

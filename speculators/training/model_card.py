@@ -1,4 +1,4 @@
-"""Writes a trained head's README: its target, how it was trained and what it was measured to do."""
+"""Writes the README of a trained head: its target, its training and its measured acceptance."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _card(folder: Path, facts: Facts) -> str:
     return f"""# EAGLE-3 head for {job.target_name}
 
 A drafter for speculative decoding: it proposes tokens, and the target verifies them. It cannot be
-used alone, and it does not change what the target generates.
+used alone, and it does not change the target's output.
 
     slipstream serve MODEL -sc '{{"method":"eagle3","model":"{folder.name}"}}'
 
@@ -48,7 +48,8 @@ used alone, and it does not change what the target generates.
 
 One decoder layer, hidden size {geometry.hidden_size}, MLP {geometry.intermediate_size},
 {geometry.num_heads} heads of {geometry.head_dim} ({geometry.num_kv_heads} for keys and values),
-draft vocabulary {vocabulary.size} of {vocabulary.vocab_size} tokens, hidden states after layers
+draft vocabulary {vocabulary.size} of {vocabulary.vocab_size} tokens,
+auxiliary hidden states after layers
 {", ".join(map(str, geometry.taps))}. {geometry.num_parameters() / 1e6:.2f} M parameters,
 {size:.1f} MB in bfloat16. The embeddings are the target's and are not stored.
 
@@ -63,16 +64,16 @@ Held out: greedy replies to {len(facts.heldout)} prompts ({_domains(facts.heldou
 
 Training-time test over {training.num_speculative_tokens} drafts, soft cross-entropy against the
 target, AdamW at {training.learning_rate:g} with warm-up and cosine, batches of
-{training.batch_tokens} tokens. Step {facts.best_step} of {facts.num_steps} was kept, the best one
-on the held-out replies.
+{training.batch_tokens} tokens. The weights of step {facts.best_step} of {facts.num_steps} were
+kept, which were best on the held-out replies.
 
     {job.command}
 
 ## Acceptance
 
-Mean acceptance length at temperature 0 with {training.num_speculative_tokens} drafts on the
-held-out replies: **{facts.acceptance_length:.2f}** tokens per verify step, the target's own
-included (teacher-forced during training). `slipstream bench acceptance` measures it in the engine.
+During training, teacher-forced on the held-out replies at temperature 0 with
+{training.num_speculative_tokens} drafts: **{facts.acceptance_length:.2f}** tokens per verify step,
+including the target's own. `slipstream bench acceptance` measures it in the engine.
 `training.png` plots the run.
 """
 

@@ -15,7 +15,6 @@ from slipstream.runner.messages import Ready
 from slipstream.server.bench import offline_command as bench_offline_command
 from slipstream.server.bench import plot as bench_plot
 from slipstream.server.bench.offline import (
-    MeasurementFailed,
     OfflineBench,
     Timing,
     Workload,
@@ -28,6 +27,7 @@ from slipstream.server.bench.offline import (
     prompts,
 )
 from slipstream.server.commands import main
+from slipstream.server.drafters.acceptance import MeasurementFailed
 
 
 def ready(**facts: Any) -> Ready:
