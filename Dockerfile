@@ -1,9 +1,9 @@
 # syntax=docker/dockerfile:1
-# Two images: `docker build --target cpu .` (the default) and `docker build --target cuda .`
-# Both run as user 10001, listen on port 8000 (or the one of --port) and keep downloaded models in the volume /data.
+# Builds two images: `docker build --target cpu .` (the default) and `docker build --target cuda .`
+# Both run as user 10001, listen on port 8000 (or on that of --port) and keep downloaded models in the volume /data.
 ARG CPU_BASE=docker.io/library/debian:bookworm-slim
 ARG CUDA_BASE=docker.io/nvidia/cuda:13.0.0-runtime-ubuntu24.04
-# Labels of the images: VERSION is the one in pyproject.toml; set the commit with --build-arg REVISION="$(git rev-parse HEAD)".
+# Labels of the images: VERSION equals the version in pyproject.toml; set the commit with --build-arg REVISION="$(git rev-parse HEAD)".
 ARG VERSION=0.1.0
 ARG REVISION=unknown
 
@@ -14,7 +14,7 @@ RUN apt-get update \
  && rm -rf /var/lib/apt/lists/*
 
 # When a Triton kernel is first used, Triton compiles its launcher, which needs gcc and Python's headers.
-# `--attention-backend flashinfer` compiles with nvcc; for it, build with
+# `--attention-backend flashinfer` compiles its kernels with nvcc; to use it, build with
 # --build-arg CUDA_BASE=docker.io/nvidia/cuda:13.0.0-devel-ubuntu24.04
 FROM ${CUDA_BASE} AS cuda-system
 RUN apt-get update \
@@ -22,7 +22,7 @@ RUN apt-get update \
       ca-certificates gcc libc6-dev python3 python3-dev python3-venv \
  && rm -rf /var/lib/apt/lists/*
 
-# ---- our own wheel, and the list of its dependencies ---------------------------------------------
+# ---- the project's wheel and the list of its dependencies ----------------------------------------
 FROM cpu-system AS wheel
 WORKDIR /src
 COPY constraints.txt ./
@@ -38,7 +38,7 @@ COPY server/ server/
 COPY speculators/ speculators/
 RUN /opt/build/bin/python -m pip wheel --no-deps --no-build-isolation --wheel-dir /wheels .
 
-# ---- packages; torch has a layer of its own, so that a change of our code does not download it ---
+# ---- packages; torch has its own layer, so that a change of the code does not download it again --
 FROM cpu-system AS cpu-packages
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 WORKDIR /src
@@ -110,7 +110,7 @@ WORKDIR /data
 VOLUME /data
 EXPOSE 8000
 STOPSIGNAL SIGTERM
-# As above.
+# Finds the server's port as in the cuda stage.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=5m --retries=3 \
   CMD ["python", "-c", "import http.client, psutil, sys; at = min((s.pid, s.laddr) for s in psutil.net_connections('tcp') if s.pid and s.status == 'LISTEN')[1]; c = http.client.HTTPConnection(*at, timeout=4); c.request('GET', '/ready'); sys.exit(c.getresponse().status != 200)"]
 ARG VERSION

@@ -1,6 +1,7 @@
-"""Before any test module imports triton: without a GPU, kernels run in Triton's interpreter.
+"""Fixtures and hooks that all tests share.
 
-The interpreter is chosen when triton is imported, so this cannot wait for the kernels' own tests.
+Without a GPU, Triton kernels run in Triton's interpreter. Triton reads TRITON_INTERPRET when it is
+imported, so this file sets the variable before any test module imports Triton.
 """
 
 from __future__ import annotations
@@ -27,8 +28,9 @@ SERVERS = ("tests/end_to_end/", "tests/reliability/")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """How `--dist loadgroup` shares tests: a file's go to one process, and so do all that start
-    real servers. (xdist 3.8 marks groups in a way that pytest 9 ignores.)"""
+    """Make `--dist loadgroup` run each test file in one process, and all real servers in another.
+
+    pytest-xdist 3.8 marks groups in a way that pytest 9 ignores, hence this scheduler."""
     if config.getoption("dist") != "loadgroup":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -41,19 +43,20 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Where tests are shared, the group that takes longest comes first."""
+    """With xdist, start the tests of real servers first, because they take longest."""
     if hasattr(config, "workerinput"):
         items.sort(key=lambda item: not item.nodeid.startswith(SERVERS))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Each test, and what is made for it first, draws its own numbers, the same in every run.
+    """Seed torch from the test's name and exclude imported objects from garbage collection.
 
-    SLIPSTREAM_TEST_SEED=1, or any other text, gives others. Garbage collections, of which captures
-    of graphs do many, walk what the tests make and not all that was imported.
+    Each test draws the same random numbers in every run. Set SLIPSTREAM_TEST_SEED to any text to
+    draw others. Graph captures collect garbage often; with the imported objects frozen, a
+    collection only visits what the tests have made.
     """
-    if not gc.get_freeze_count():  # at first, and after a test that undid it
+    if not gc.get_freeze_count():  # in the first test, and after a test that called gc.unfreeze
         gc.collect()
         gc.freeze()
     if (torch := sys.modules.get("torch")) is not None:
@@ -63,7 +66,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def unchanged_logging() -> Iterator[None]:
-    """What a command sets up in this process writes to a stream that ends with the test."""
+    """Remove the log handlers that a test installed: their stream is closed when the test ends."""
     root = logging.getLogger()
     before, level = list(root.handlers), root.level
     yield
@@ -75,8 +78,10 @@ def unchanged_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def triton_interpreter() -> None:
-    """Skips where the interpreter is not in use; mends it for numpy 2.4, which takes only 0-d
-    arrays for integers, where triton 3.6 hands over a loop's bounds as arrays of one element."""
+    """Skip the test unless Triton's interpreter is in use, and patch the interpreter for numpy 2.4.
+
+    numpy 2.4 converts only 0-d arrays to integers, but Triton 3.6 passes the bounds of a loop as
+    arrays with one element."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     if os.environ.get("TRITON_INTERPRET") != "1":
@@ -94,15 +99,15 @@ def triton_interpreter() -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Any]:
-    """The default server; one per test session. It ends by Ctrl-C, with a stream open."""
+    """The default server, one per session; at the end, Ctrl-C must let an open stream finish."""
     from .end_to_end.running_server import RunningServer
 
     running = RunningServer()
-    # what a shell runs in the background ignores Ctrl-C, and so do its children
-    deaf = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    # a shell's background jobs and their children ignore Ctrl-C, so SIGTERM replaces it there
+    ignores_sigint = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     try:
         yield running.wait_ready()
-        status = running.drain(signal.SIGTERM if deaf else signal.SIGINT)
+        status = running.drain(signal.SIGTERM if ignores_sigint else signal.SIGINT)
         assert status in (0, 130), "".join(running.log)
     finally:
         assert running.stop() in (0, 130), "".join(running.log)

@@ -1,4 +1,4 @@
-"""Clients of the session's one server (see tests/conftest.py)."""
+"""Clients of the server that all tests of a session share (see tests/conftest.py)."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ __all__ = ["RunningServer", "environment", "free_port", "slipstream"]
 
 @pytest.fixture
 def client(server: RunningServer) -> OpenAI:
-    """The OpenAI SDK, pointed at the server."""
+    """An OpenAI client of the shared server."""
     return OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)

@@ -1,4 +1,4 @@
-"""A real server in a child process, started as a user starts it, with its log and its metrics."""
+"""Starts a real server in a child process, as a user does, and reads its log and metrics."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ START_SECONDS = 120
 
 
 def free_port() -> int:
-    """A TCP port that nothing listens on."""
+    """Return a free TCP port."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
 
 
 class RunningServer:
-    """`slipstream serve` in a child process, with its log."""
+    """`slipstream serve` in a child process; `log` holds the lines that it has written."""
 
     def __init__(self, *flags: str, port: int | None = None) -> None:
         self.port = port or free_port()
@@ -45,7 +45,9 @@ class RunningServer:
             self.log.extend(lines)
 
     def wait_ready(self, seconds: float = START_SECONDS) -> RunningServer:
-        """Return once /ready answers 200; fail with the log if it ends or takes too long."""
+        """Wait until /ready answers 200.
+
+        Raises AssertionError with the log if the server exits or is not ready after `seconds`."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             assert self.process.poll() is None, "".join(self.log)
@@ -55,14 +57,16 @@ class RunningServer:
             except httpx.TransportError:
                 pass
             time.sleep(0.1)
-        raise AssertionError("not ready in time:\n" + "".join(self.log))
+        raise AssertionError("the server was not ready in time:\n" + "".join(self.log))
 
     def descendants(self) -> list[psutil.Process]:
-        """Every process below the server."""
+        """The server's child processes and their descendants."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def stop(self, sig: int = signal.SIGTERM, seconds: float = 40) -> int:
-        """Signal the server and return its exit status."""
+        """Send `sig` to the server and return its exit status.
+
+        If it has not exited after `seconds`, kill it and raise TimeoutExpired."""
         if self.process.poll() is None:
             self.process.send_signal(sig)
         try:
@@ -72,7 +76,8 @@ class RunningServer:
             raise
 
     def drain(self, sig: int) -> int:
-        """Signal the server while a stream is open, which must reach its end; the exit status."""
+        """Send `sig` while a stream is open, check that the stream completes, and return the exit
+        status."""
         body = {
             "model": "smollm2-135m", "prompt": "Count to ten:", "max_tokens": 40, "stream": True,
             "ignore_eos": True, "temperature": 0,
@@ -86,11 +91,11 @@ class RunningServer:
 
     @property
     def worker(self) -> psutil.Process:
-        """The worker's process."""
+        """The worker process."""
         return max(self.descendants(), key=lambda process: process.memory_info().rss)
 
     def metric(self, name: str, **labels: str) -> float:
-        """The sum of a metric's samples whose labels include `labels`; 0.0 if there is none."""
+        """The sum over all samples of a metric that have these labels; 0.0 without samples."""
         total = 0.0
         for line in httpx.get(f"{self.url}/metrics", timeout=10).text.splitlines():
             match = re.fullmatch(r"([a-z_:0-9]+)(?:\{(.*)\})? (\S+)", line)
@@ -103,11 +108,11 @@ class RunningServer:
 
 
 def slipstream() -> str:
-    """The console script of the environment the tests run in."""
+    """The path of the `slipstream` command in the environment of the tests."""
     return str(Path(sys.executable).with_name("slipstream"))
 
 
 def environment() -> dict[str, str]:
-    """The tests' environment without what the kernels' tests set for Triton's interpreter."""
+    """The environment variables of the tests without those that select Triton's interpreter."""
     hidden = {"TRITON_INTERPRET", "SLIPSTREAM_TRITON"}
     return {key: value for key, value in os.environ.items() if key not in hidden}
