@@ -1,4 +1,4 @@
-"""Shapes and rules of OpenAI's API on the real server: the SDK's own models judge every reply."""
+"""The real server follows OpenAI's API; replies are validated with the SDK's own models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chunks(response: httpx.Response) -> list[dict[str, Any]]:
     return [json.loads(event[6:]) for event in events]
 
 
-def test_every_shape_is_the_sdk_s(server: RunningServer) -> None:
+def test_replies_validate_as_sdk_models(server: RunningServer) -> None:
     chat = post(server, "/v1/chat/completions", messages=HI, max_tokens=3, logprobs=True, n=2)
     ChatCompletion.model_validate(chat.json())
     text = post(server, "/v1/completions", prompt=COUNT, max_tokens=3, logprobs=2)
@@ -65,7 +65,7 @@ def test_every_shape_is_the_sdk_s(server: RunningServer) -> None:
         assert bytes(entry["bytes"]).decode() == entry["token"]
 
 
-def test_responses_by_the_sdk_s_helpers(server: RunningServer, client: OpenAI) -> None:
+def test_responses_work_with_the_sdk_s_helpers(server: RunningServer, client: OpenAI) -> None:
     body = {"model": MODEL, "input": "Say hi", "max_output_tokens": 4, "temperature": 0}
     Response.model_validate(httpx.post(f"{server.url}/v1/responses", json=body, timeout=60).json())
     streamed = httpx.post(f"{server.url}/v1/responses", json={**body, "stream": True}, timeout=60)
@@ -105,7 +105,7 @@ def test_raw_responses_and_errors(server: RunningServer, client: OpenAI) -> None
 
 @pytest.mark.parametrize("stops", [["5, 6"], ["4", "4, 5"], ["7", "6, 7", "nowhere"]])
 def test_stop_strings_never_leak(server: RunningServer, stops: list[str]) -> None:
-    """Inside accepted drafts, across tokens and chunks, with overlaps, in all choices."""
+    """Stop strings are cut wherever they occur, also in accepted drafts and across chunks."""
     options: dict[str, Any] = {"prompt": COUNT, "max_tokens": 13, "n": 2}
 
     def texts(asked: dict[str, Any]) -> list[str]:
@@ -131,7 +131,7 @@ def test_stop_strings_never_leak(server: RunningServer, stops: list[str]) -> Non
     assert found == [[hidden] * 2, [hidden] * 2, [included] * 2, [included] * 2]
 
 
-def test_what_is_forced_and_what_is_forbidden_happens(server: RunningServer) -> None:
+def test_forced_and_forbidden_tokens_are_obeyed(server: RunningServer) -> None:
     def ids(**options: Any) -> list[int]:
         options = {"prompt": COUNT, "max_tokens": 6, "return_token_ids": True, **options}
         reply = post(server, "/v1/completions", **options)
@@ -148,7 +148,7 @@ def test_what_is_forced_and_what_is_forbidden_happens(server: RunningServer) -> 
     assert "5" not in text["choices"][0]["text"]
 
 
-def test_the_prompt_is_scored_in_every_form(server: RunningServer) -> None:
+def test_prompt_logprobs_agree_between_endpoints(server: RunningServer) -> None:
     echoed = post(server, "/v1/completions", prompt=COUNT, echo=True, logprobs=1, max_tokens=0)
     choice = echoed.json()["choices"][0]
     assert choice["text"] == COUNT == "".join(choice["logprobs"]["tokens"])
@@ -162,7 +162,7 @@ def test_the_prompt_is_scored_in_every_form(server: RunningServer) -> None:
     assert len(chat["prompt_logprobs"]) == chat["usage"]["prompt_tokens"]
 
 
-def test_text_and_ids_turn_into_each_other(server: RunningServer) -> None:
+def test_tokenize_and_detokenize_are_inverse(server: RunningServer) -> None:
     text = "Grüße 🎉 日本語 e\u0301"
     tokens = post(server, "/tokenize", prompt=text, return_token_strs=True).json()
     assert tokens["count"] == len(tokens["tokens"]) == len(tokens["token_strs"])
@@ -172,7 +172,7 @@ def test_text_and_ids_turn_into_each_other(server: RunningServer) -> None:
     assert reply.json()["prompt_token_ids"] == chat["tokens"]
 
 
-def test_a_function_call_of_the_older_form(client: OpenAI) -> None:
+def test_the_older_functions_api_is_supported(client: OpenAI) -> None:
     city = {
         "type": "object",
         "properties": {"city": {"type": "string", "maxLength": 12}},

@@ -1,4 +1,4 @@
-"""Every file in examples/ runs as it stands against the real server."""
+"""Every file in examples/ runs unchanged against the real server."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_every_example_has_a_test() -> None:
 
 
 @pytest.mark.parametrize("name", NEEDS_A_GPU)
-def test_examples_for_a_gpu_are_at_least_valid_shell(name: str) -> None:
+def test_examples_for_gpus_have_valid_shell_syntax(name: str) -> None:
     subprocess.run(["bash", "-n", str(EXAMPLES / name)], check=True, timeout=10)
 
 
@@ -61,14 +61,16 @@ def test_openai_sdk(server: RunningServer) -> None:
     lines = output_of(server, sys.executable, str(EXAMPLES / "openai_sdk.py")).splitlines()
     assert "Paris" in lines[0]
     accepted = next(line for line in lines if line.startswith("predicted tokens accepted:"))
-    assert accepted.endswith(" 0")  # the preset's head does not read predictions, and says so
+    assert accepted.endswith(
+        " 0"
+    )  # the preset's head does not use predictions, so none are accepted
     assert lines[-1] == "the same without speculation: True"
 
 
 def test_langchain(server: RunningServer) -> None:
     lines = output_of(server, sys.executable, str(EXAMPLES / "langchain_chat.py")).splitlines()
     assert "Paris" in lines[0]
-    assert lines[1:] == lines[:1]  # the stream says the same as the whole answer
+    assert lines[1:] == lines[:1]  # the streamed text equals the unstreamed one
 
 
 def test_accepted_drafts_are_coloured(server: RunningServer, tmp_path: Path) -> None:

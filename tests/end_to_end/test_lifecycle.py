@@ -1,6 +1,7 @@
-"""Start, failure and shutdown of the real server; a worker is killed in tests/reliability.
+"""Start-up, failed start-up and shutdown of the real server; tests/reliability kills its worker.
 
-Streams are greedy: sampled on past the end, a text may be special tokens only and show nothing.
+Streams are greedy because sampling beyond the end of a text may yield only special tokens, which
+are not shown.
 """
 
 from __future__ import annotations
@@ -39,14 +40,16 @@ def run_until_exit(*flags: str) -> subprocess.CompletedProcess[str]:
         (["--port", "0", "--max-model-len", "100000000"], "max-model-len"),
     ],
 )
-def test_wrong_start_is_one_clear_sentence(flags: list[str], words: str) -> None:
+def test_a_bad_setting_ends_the_start_with_a_message_that_names_it(
+    flags: list[str], words: str
+) -> None:
     done = run_until_exit(*flags)
     assert done.returncode != 0
     assert words in done.stderr.replace("_", "-") or words in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_busy_port_is_one_clear_sentence() -> None:
+def test_a_busy_port_ends_the_start_with_a_message_that_names_it() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -60,7 +63,7 @@ def test_help_is_fast() -> None:
     for arguments in (["--help"], ["serve", "--help"]):
         subprocess.run(
             [slipstream(), *arguments], capture_output=True, check=True
-        )  # warm the cache
+        )  # fill the disk cache
         start = time.monotonic()
         out = subprocess.run([slipstream(), *arguments], capture_output=True, text=True, check=True)
         assert time.monotonic() - start < 1.0
@@ -78,7 +81,9 @@ def test_disconnect_frees_the_request_within_a_second(server: RunningServer) -> 
     }
     with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
         assert stream.status_code == 200
-        lines = stream.iter_lines()  # held: a dropped iterator closes the connection
+        lines = (
+            stream.iter_lines()
+        )  # kept in a variable, because dropping the iterator closes the connection
         next(lines)
         assert server.metric("num_requests_running") == 1
     deadline = time.monotonic() + 1.0
@@ -89,7 +94,7 @@ def test_disconnect_frees_the_request_within_a_second(server: RunningServer) -> 
 
 
 def test_shutdown_drains_open_requests() -> None:
-    """By SIGTERM; the session's server ends by Ctrl-C, as openly (tests/conftest.py)."""
+    """Tests SIGTERM; the `server` fixture of tests/conftest.py tests Ctrl-C."""
     running = RunningServer().wait_ready()
     children = running.descendants()
     assert running.drain(signal.SIGTERM) in (0, -signal.SIGTERM, 128 + signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Counters of the real server add up after real traffic."""
+"""The counters of the real server are consistent with each other after requests."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DRAFTS = ("drafts", "draft_tokens", "accepted_tokens", "accepted_tokens_per_pos"
 
 @pytest.fixture(scope="module")
 def drafting() -> Iterator[RunningServer]:
-    """A server that drafts in every step, also where that does not pay."""
+    """A server with a fixed draft length, so that it drafts even if drafting is slower."""
     running = RunningServer("-sc", '{"method":"ngram","num_speculative_tokens":3}')
     try:
         yield running.wait_ready()
@@ -26,8 +26,10 @@ def drafting() -> Iterator[RunningServer]:
         running.stop()
 
 
-def grown(server: RunningServer, max_tokens: int) -> dict[str, float]:
-    """What one greedy request adds to the counters; its tokens are also those of the reply."""
+def increments(server: RunningServer, max_tokens: int) -> dict[str, float]:
+    """Run one greedy request; returns by how much it increases each counter.
+
+    Also checks that the counter of generated tokens agrees with the reply's usage."""
     names = {name: f"spec_decode_num_{name}_total" for name in DRAFTS}
     names |= {"generated": "generation_tokens_total", "plain": "plain_decode_steps_total"}
     before = {name: server.metric(metric) for name, metric in names.items()}
@@ -43,19 +45,19 @@ def grown(server: RunningServer, max_tokens: int) -> dict[str, float]:
 
 
 def check_sums(counts: dict[str, float]) -> None:
-    """Every verify step emits its accepted drafts and one more token; plain steps emit one."""
+    """Check that a verify step emits its accepted drafts and one token, a plain step one token."""
     assert counts["accepted_tokens_per_pos"] == counts["accepted_tokens"]
     assert counts["accepted_tokens"] <= counts["draft_tokens"]
     assert counts["accepted_tokens"] + counts["drafts"] + counts["plain"] == counts["generated"]
 
 
 def test_speculative_counters_add_up(server: RunningServer) -> None:
-    """Whether the default server drafts here depends on what steps take beside other work."""
-    check_sums(grown(server, 64))
+    """Must hold with and without drafts: the default server chooses K by its measured times."""
+    check_sums(increments(server, 64))
 
 
 def test_speculative_counters_count_drafts(drafting: RunningServer) -> None:
-    counts = grown(drafting, 24)
+    counts = increments(drafting, 24)
     check_sums(counts)
     assert 0 < counts["drafts"] <= counts["draft_tokens"] <= 3 * counts["drafts"]
     assert counts["accepted_tokens"] > 0

@@ -1,4 +1,4 @@
-"""The OpenAI SDK and curl against the real server and model."""
+"""The OpenAI SDK and curl work with the real server and model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_stream_gives_the_same_text_and_usage(client: OpenAI) -> None:
     assert usage.prompt_tokens == plain.usage.prompt_tokens
 
 
-async def test_async_client_runs_many_at_once(server: RunningServer) -> None:
+async def test_the_async_client_runs_requests_concurrently(server: RunningServer) -> None:
     async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
         import asyncio
 
@@ -112,7 +112,9 @@ def test_curl_stream_ends_with_done(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_speculation_changes_no_seeded_greedy_text(client: OpenAI, temperature: float) -> None:
+def test_a_seed_repeats_and_speculation_keeps_the_greedy_text(
+    client: OpenAI, temperature: float
+) -> None:
     prompt = "the cat sat on the mat. the cat sat on the mat. the cat sat on"
     texts = [
         client.completions.create(
@@ -127,7 +129,7 @@ def test_speculation_changes_no_seeded_greedy_text(client: OpenAI, temperature: 
         .text
         for enabled in ((True, True, False) if temperature == 0.0 else (True, True))
     ]
-    assert len(set(texts)) == 1  # the same seed repeats
+    assert len(set(texts)) == 1
 
 
 def test_n_choices_stop_and_logprobs(client: OpenAI) -> None:

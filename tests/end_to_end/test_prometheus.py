@@ -1,4 +1,4 @@
-"""A real Prometheus scrapes the real server; the board's and alerts' expressions return data."""
+"""A real Prometheus scrapes the real server, and all dashboard and alert expressions work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 BOARD = json.loads((CONFIGS / "grafana/dashboards/slipstream.json").read_text())
 ALERTS = CONFIGS / "prometheus/alerts.yml"
 MODEL = "smollm2-135m"
-# What Grafana fills in before it asks Prometheus.
+# The variables that Grafana replaces before it queries Prometheus.
 VARIABLES = {"$__rate_interval": "1m", "$__range": "5m", "$model_name": ".*", "$instance": ".*"}
 ROUNDS = 4
 PRESET = yaml.safe_load((CONFIGS / f"presets/{MODEL}.yaml").read_text())
@@ -31,7 +31,7 @@ DRAFTS = PRESET["speculative_config"]["max_speculative_tokens"]
 
 
 def expressions() -> dict[str, str]:
-    """Panel and letter -> expression."""
+    """The dashboard's expressions by panel title and letter, such as "Current K A"."""
     found = {}
     for panel in BOARD["panels"]:
         for target in panel.get("targets", ()):
@@ -43,26 +43,26 @@ def expressions() -> dict[str, str]:
 
 
 class Prometheus:
-    """A running Prometheus and its HTTP API."""
+    """A client of a Prometheus server's HTTP API."""
 
     def __init__(self, url: str) -> None:
         self.api = httpx.Client(base_url=f"{url}/api/v1", timeout=10)
 
     def query(self, expression: str) -> list[tuple[dict[str, str], float]]:
-        """Labels and value of every series that the expression gives now."""
+        """Labels and present value of every series that the expression returns."""
         response = self.api.get("/query", params={"query": expression})
-        if response.status_code == 503:  # it listens before its storage is ready
+        if response.status_code == 503:  # Prometheus answers 503 until its storage is ready
             return []
         reply = response.json()
         assert reply["status"] == "success", f"{expression}: {reply}"
         return [(each["metric"], float(each["value"][1])) for each in reply["data"]["result"]]
 
     def metric_names(self) -> set[str]:
-        """Every metric it has seen."""
+        """The names of all metrics that it has stored."""
         return set(self.api.get("/label/__name__/values").json()["data"])
 
     def rules(self) -> list[dict[str, Any]]:
-        """The alert rules that Prometheus has loaded."""
+        """The alert rules that it has loaded."""
         groups = self.api.get("/rules").json()["data"]["groups"]
         return [rule for group in groups for rule in group["rules"]]
 
@@ -76,11 +76,11 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 20) -> Non
         except httpx.TransportError:
             pass
         time.sleep(0.2)
-    raise AssertionError(f"not in {seconds} s: {what}")
+    raise AssertionError(f"did not happen within {seconds} s: {what}")
 
 
 def write_config(path: Path, server: RunningServer) -> None:
-    """The shipped configuration with another target and a scrape every second."""
+    """Write the shipped configuration, changed to scrape `server` every second."""
     config = yaml.safe_load((CONFIGS / "prometheus/prometheus.yml").read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
     config["rule_files"] = [str(ALERTS)]
@@ -90,10 +90,10 @@ def write_config(path: Path, server: RunningServer) -> None:
 
 
 def make_traffic(server: RunningServer, client: OpenAI) -> None:
-    """Some of everything that the board shows, over several scrapes."""
+    """Send requests of all kinds that the dashboard shows, over several scrapes."""
     words = "red green blue yellow black white " * 12
     for number in range(ROUNDS):
-        # Repeats itself, so there is something to draft; long enough to be found in the cache.
+        # Repetitive, so that drafts are found, and long enough for the prefix cache.
         client.completions.create(model=MODEL, prompt=words.strip(), temperature=0, max_tokens=48)
         client.chat.completions.create(
             model=MODEL, messages=[{"role": "user", "content": f"Say {number}."}], max_tokens=8
@@ -123,7 +123,7 @@ def prometheus(
         process = subprocess.Popen(command, stdout=log, stderr=log)
     found = Prometheus(f"http://127.0.0.1:{port}")
     try:
-        # Counters that begin before the traffic: a rate needs a sample to grow from.
+        # Wait for a scrape before the traffic: a rate needs a first sample.
         up = "slipstream:engine_up == 1"
         wait_until(lambda: len(found.query(up)) == 1, (folder / "log").read_text())
         with OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as sdk:
@@ -150,7 +150,7 @@ def test_every_panel_shows_data(prometheus: Prometheus) -> None:
     wait_until(all_found, f"data for {sorted(empty)}")
 
 
-def test_the_panels_show_what_happened(prometheus: Prometheus) -> None:
+def test_the_panels_show_plausible_values(prometheus: Prometheus) -> None:
     board = expressions()
     assert data(prometheus, board["Worker A"]) == [1.0]
     assert 0 < data(prometheus, board["Acceptance rate A"])[0] <= 1

@@ -1,4 +1,4 @@
-"""Structured output and forced calls by the real server and model, through the OpenAI SDK."""
+"""Structured output and forced tool calls with the real server, through the OpenAI SDK."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def ask(client: OpenAI, **options: Any) -> ChatCompletion:
     )
 
 
-def test_sixteen_schemas_at_once_are_valid(client: OpenAI) -> None:
+def test_sixteen_concurrent_replies_match_their_schemas(client: OpenAI) -> None:
     def answer(number: int) -> tuple[int, ChatCompletion]:
         schema = TypeAdapter(KINDS[number % 8]).json_schema()
         wanted: Any = {
@@ -93,7 +93,9 @@ def test_the_sdk_parses_a_pydantic_model(client: OpenAI) -> None:
         ({"guided_choice": ["red", "blue"], "ignore_eos": True}, {"red", "blue"}),
     ],
 )
-def test_other_grammars(client: OpenAI, options: Any, texts: set[str]) -> None:
+def test_replies_match_choices_regexes_and_grammars(
+    client: OpenAI, options: Any, texts: set[str]
+) -> None:
     reply = ask(client, extra_body=options, n=2)
     assert {choice.message.content for choice in reply.choices} <= texts
     assert {choice.finish_reason for choice in reply.choices} == {"stop"}
@@ -156,7 +158,7 @@ def test_forced_calls_have_valid_arguments(client: OpenAI, choice: Any, stream: 
             reply: Any = events.get_final_completion()
     else:
         reply = ask(client, tools=[TOOL], tool_choice=choice, **options)
-    # As in OpenAI's API a call that the client named ends with "stop".
+    # As in OpenAI's API, a call of a function that the client named ends with "stop".
     reason = "tool_calls" if choice == "required" else "stop"
     assert reply.choices[0].finish_reason == reason
     (call,) = reply.choices[0].message.tool_calls

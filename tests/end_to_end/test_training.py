@@ -1,4 +1,4 @@
-"""A head for a tiny random target, trained, measured and served as a user would do it."""
+"""Trains a head for a tiny random target, serves it and swaps it, as a user would."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from .conftest import RunningServer, environment, slipstream
 
 VOCAB, HIDDEN, DRAFTS = 64, 64, 2
-# After the first token two verify steps that accept everything make up a reply.
+# A reply has the first token and the tokens of two verify steps that accept all drafts.
 REPLY = 1 + 2 * (DRAFTS + 1)
 MAX_LEN = 32
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose tokens are the words w0, w1, ..."""
+    """The folder of a tiny random Llama with the words w0, w1, ... as its tokens."""
     folder = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -49,15 +49,17 @@ def run(*arguments: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_head_that_has_learnt_its_texts_drafts_them(target: Path, tmp_path: Path) -> None:
+def test_a_trained_head_drafts_the_texts_that_it_has_learnt(target: Path, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(VOCAB, (32, 4), generator=generator).tolist()
     lines = []
-    for split in ("train", "heldout"):  # the same texts: this head is to learn them by heart
+    for split in ("train", "heldout"):  # the same texts in both, since this head must memorize them
         for prompt in prompts:
             text = " ".join(f"w{i}" for i in prompt)
             lines.append(json.dumps({"prompt": text, "split": split, "domain": "words"}))
-        if split == "train":  # what the server's own chats are in these words, cut to half its room
+        if (
+            split == "train"
+        ):  # the server's probe prompts in this vocabulary, cut to half its context
             probe = " ".join(["w0"] * (MAX_LEN // 2))
             lines.append(json.dumps({"prompt": probe, "split": split, "domain": "words"}))
     data = tmp_path / "prompts.jsonl"
@@ -86,14 +88,14 @@ def test_a_head_that_has_learnt_its_texts_drafts_them(target: Path, tmp_path: Pa
         server.wait_ready()
         texts = [_complete(server, target, prompt) for prompt in prompts]
         off = _replies(tmp_path)
-        assert texts == off  # as the target wrote without a drafter
+        assert texts == off  # the target's replies without a drafter
         num_drafts = server.metric("spec_decode_num_drafts_total")
         for position in range(DRAFTS):
             accepted = server.metric(
                 "spec_decode_num_accepted_tokens_per_pos_total", position=str(position)
             )
             assert accepted > 0.9 * num_drafts > 0, f"position {position}"
-        # Nothing worse takes its place; itself does, while requests run on.
+        # While requests run, a worse head is rejected and the same head is accepted.
         with ThreadPoolExecutor(3) as clients:
             replies = [clients.submit(_complete, server, target, prompt) for prompt in prompts]
             tried = _try(server, _worse(head, tmp_path / "worse"))
@@ -128,7 +130,7 @@ def _try(server: RunningServer, head: Path) -> dict[str, Any]:
 
 
 def _worse(head: Path, folder: Path) -> Path:
-    """The head with an output of noise."""
+    """Copy the head to `folder` with a random output layer; returns `folder`."""
     folder.mkdir()
     (folder / "config.json").write_text((head / "config.json").read_text())
     tensors = load_file(head / "model.safetensors")
@@ -138,7 +140,7 @@ def _worse(head: Path, folder: Path) -> Path:
 
 
 def _replies(folder: Path) -> list[list[str]]:
-    """What the target wrote to the training prompts, in their order."""
+    """The target's replies to the training prompts, in the order of the prompts."""
     lines = (folder / "head" / "work" / "replies.jsonl").read_text().splitlines()
     rows = sorted(json.loads(line) for line in lines)
     return [[f"w{i}" for i in ids[length : length + REPLY]] for _, length, _, ids in rows[:32]]

@@ -1,8 +1,8 @@
-"""Let schemathesis make requests from the API's own document, and hold the answers against it.
+"""Checks the server's answers against its OpenAPI document, with requests made by schemathesis.
 
-`python tests/reliability/conformance.py --examples 200`. No answer may be a 5xx, every answer must
-have a status, a content type and a shape that the document names, and a wrong method gets a 405
-that lists the right ones.
+Run `python tests/reliability/conformance.py --examples 200`. No answer may be a 5xx. The document
+must describe the status, content type and body of every answer. A wrong method must get a 405 that
+lists the allowed methods.
 """
 
 from __future__ import annotations
@@ -20,13 +20,19 @@ CHECKS = (
     *("not_a_server_error", "status_code_conformance", "content_type_conformance"),
     *("response_schema_conformance", "allow_header_conformance", "unsupported_method"),
 )
-FLAGS = ("--max-model-len", "512")  # what is valid by chance may ask for as long a text as there is
+FLAGS = (
+    "--max-model-len",
+    "512",
+)  # bounds the replies, since generated requests may set no max_tokens
 
 
 def run(
     server: RunningServer, examples: int, seconds: int, seed: int = 1, phases: str = "fuzzing"
 ) -> list[str]:
-    """Run schemathesis' command, as its warnings and plugins have no place in ours."""
+    """Run schemathesis against a server; returns the faults, one string each.
+
+    It runs as a command, because its warnings and plugins would disturb the process of the tests.
+    """
     command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
     command += ["--checks", ",".join(CHECKS), "--phases", phases, "--seed", str(seed)]
     command += ["--max-examples", str(examples), "--max-time", str(seconds), "--no-color"]
@@ -37,16 +43,16 @@ def run(
     print(done.stdout[-1500:])
     faults = [done.stdout + done.stderr] if done.returncode else []
     if "generated" not in done.stdout:
-        faults.append("nothing was sent")
+        faults.append("schemathesis sent no requests")
     if left := at_rest(server, 5):
-        faults.append(f"taken at rest: {left}")
+        faults.append(f"still in use after all requests: {left}")
     if server.worker != worker:
         faults.append("the worker died")
     return faults
 
 
 def main() -> int:
-    """The long form."""
+    """Run the long check on a server of its own; returns 0 if there were no faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--examples", type=int, default=200, help="for each operation")
     parser.add_argument("--minutes", type=float, default=10)
@@ -59,7 +65,7 @@ def main() -> int:
         )
     finally:
         status = server.stop()
-    print("\n".join(faults) or "all well")
+    print("\n".join(faults) or "no faults")
     return bool(faults or status)
 
 

@@ -1,8 +1,9 @@
-"""Send thousands of broken, odd and extreme bodies to every POST route of a live server.
+"""Sends thousands of malformed and extreme bodies to every POST route of a live server.
 
-`python tests/reliability/fuzz.py --bodies 10000`. Each is made from a valid one by a few mutations,
-in its values or in its bytes; a seed makes the run again. No answer may be a 5xx, every refusal has
-OpenAI's error object, and afterwards no row or block is taken and a greedy text is what it was.
+Run `python tests/reliability/fuzz.py --bodies 10000`. Each body is a valid one with a few mutations
+of its values or bytes; the same seed repeats the run. No answer may be a 5xx, and every rejection
+must have OpenAI's error object. Afterwards no batch row or KV block may be in use, and a greedy
+request must get the same text as before.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import httpx
 sys.path.insert(0, str(Path(__file__).parent))
 from traffic import MODEL, SCHEMA, TOOL, RunningServer, at_rest, mixed_request  # noqa: E402
 
-PATIENCE = 4.0  # seconds for one answer; then we hang up, as a mutation may ask for a long text
+PATIENCE = 4.0  # seconds to wait for an answer, since a mutated request may generate a long text
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 TOOL_TURNS = [
     {"role": "user", "content": [{"type": "text", "text": "Weather?"}]},
@@ -106,7 +107,7 @@ EXTRA = [
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where a value could be mutated: the path of every part of it."""
+    """The paths (keys and indices) of a JSON value and of all values inside it."""
     found = [path]
     if isinstance(value, dict | list):
         for key, item in value.items() if isinstance(value, dict) else enumerate(value):
@@ -115,7 +116,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutate(body: Any, chance: random.Random) -> Any:
-    """One change to a part of the body."""
+    """Change one random part of a body in place; returns the body or its replacement."""
     if not isinstance(body, dict | list) or body == []:
         return copy.deepcopy(chance.choice(VALUES))
     *above, last = chance.choice(places(body)[1:] or [("surprise",)])
@@ -140,7 +141,7 @@ def mutate(body: Any, chance: random.Random) -> Any:
 
 
 def damage(data: bytes, chance: random.Random) -> bytes:
-    """One change to the bytes."""
+    """Return the bytes with one random change."""
     at = chance.randrange(len(data) + 1)
     changes: list[Callable[[], bytes]] = [
         lambda: data[:at],
@@ -157,7 +158,7 @@ def damage(data: bytes, chance: random.Random) -> bytes:
 
 
 def fuzzed(chance: random.Random) -> tuple[str, bytes]:
-    """A path and the bytes of a body."""
+    """Return a path and the bytes of a mutated body."""
     if chance.random() < 0.3:
         path, valid = mixed_request(chance, max_tokens=3)
     else:
@@ -171,8 +172,8 @@ def fuzzed(chance: random.Random) -> tuple[str, bytes]:
     return path, damage(data, chance) if chance.random() < 0.2 else data
 
 
-def complaint(response: httpx.Response) -> str | None:
-    """What is wrong with an answer."""
+def fault_of(response: httpx.Response) -> str | None:
+    """Describe what is wrong with an answer; None if nothing is."""
     if response.status_code >= 500:
         return "a server error"
     if response.status_code < 400:
@@ -184,13 +185,13 @@ def complaint(response: httpx.Response) -> str | None:
     except (ValueError, KeyError, TypeError):
         return "no error object"
     strings = isinstance(param, str | None) and isinstance(code, str | None)
-    return None if whole and strings else "an odd error object"
+    return None if whole and strings else "a malformed error object"
 
 
 async def attack(
     url: str, bodies: int, seed: int, parallel: int = 8
 ) -> tuple[Counter[str], list[str]]:
-    """Send them all; how they were answered, and the complaints."""
+    """Send all bodies, `parallel` at a time; returns counts by status, and the faults."""
     counts: Counter[str] = Counter()
     faults: list[str] = []
     numbers = iter(range(bodies))
@@ -202,15 +203,15 @@ async def attack(
                 async with asyncio.timeout(PATIENCE):
                     response = await http.post(path, content=data)
             except TimeoutError:
-                counts["hung up on"] += 1
+                counts["timed out"] += 1
                 continue
             except httpx.TransportError as error:
                 faults.append(f"{number} {path} {type(error).__name__}: {data[:500]!r}")
                 continue
             counts[str(response.status_code)] += 1
-            if problem := complaint(response):
-                told = f"{response.status_code} {response.text[:200]}"
-                faults.append(f"{number} {path} {problem}: {told} <- {data[:500]!r}")
+            if problem := fault_of(response):
+                got = f"{response.status_code} {response.text[:200]}"
+                faults.append(f"{number} {path} {problem}: {got} <- {data[:500]!r}")
 
     headers = {"content-type": "application/json"}
     async with httpx.AsyncClient(base_url=url, timeout=60, headers=headers) as http:
@@ -219,24 +220,24 @@ async def attack(
 
 
 def greedy_text(url: str) -> str:
-    """What a request gets that nobody fuzzes."""
+    """The text of a greedy request, which must be the same before and after the fuzzing."""
     body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
     return str(answer.json()["choices"][0]["text"])
 
 
 def run(server: RunningServer, bodies: int, seed: int) -> list[str]:
-    """The whole attack on a server; the complaints."""
+    """Fuzz a server and check its state afterwards; returns the faults."""
     worker, before = server.worker, greedy_text(server.url)
     failed = server.metric("request_success_total", finished_reason="error")
     counts, faults = asyncio.run(attack(server.url, bodies, seed))
     print(f"{bodies} bodies: {dict(sorted(counts.items()))}")
-    if left := at_rest(server, 40):  # a grammar that takes long to compile is given 30 s
-        faults.append(f"taken at rest: {left}")
+    if left := at_rest(server, 40):  # a grammar may compile for 30 s
+        faults.append(f"still in use after all requests: {left}")
     if server.worker != worker:
         faults.append("the worker died")
     if (after := greedy_text(server.url)) != before:
-        faults.append(f"the greedy text became {after!r}")
+        faults.append(f"the greedy text changed to {after!r}")
     failed = server.metric("request_success_total", finished_reason="error") - failed
     if failed:
         faults.append(f"{failed:g} requests failed")
@@ -244,7 +245,7 @@ def run(server: RunningServer, bodies: int, seed: int) -> list[str]:
 
 
 def main() -> int:
-    """The long form."""
+    """Fuzz a server of its own; returns 0 if there were no faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--bodies", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
@@ -254,7 +255,7 @@ def main() -> int:
         faults = run(server, options.bodies, options.seed)
     finally:
         status = server.stop()
-    print("\n".join(faults[:50]) or "all well")
+    print("\n".join(faults[:50]) or "no faults")
     return bool(faults or status)
 
 

@@ -1,14 +1,14 @@
-"""Walk hostile grammars beside a harmless one, and look how long they hold up a step.
+"""Measures how long adversarial grammars delay a step.
 
-`python tests/reliability/grammars.py`. Each walk asks for masks and accepts tokens that they allow,
-as a step of the engine does, until the grammar is ended for being slow or the walk is over. Every
-step also asks for the mask of a plain JSON object: the step takes as long as the slowest mask, and
-so waits every stream. Vocabularies: SmolLM2's 49,152 tokens, and 200,000 that are made from them.
+Run `python tests/reliability/grammars.py`. Each walk requests masks and accepts allowed tokens, as
+the engine does in its steps, until the grammar is ended for being too slow or the walk is complete.
+Every step also requests the mask of a plain JSON object, since in the engine all streams wait for
+the slowest mask. The vocabularies are SmolLM2's 49,152 tokens, and 200,000 made from them.
 
-The bound is 250 ms for a step, of which the model's part is taken to be at most 50 ms. A machine
-that also runs other programs delays a step, so what counts is the time on an idle machine: the
-longest processor time of a grammar's process in the step, or that of all processes divided by the
-number of cores. The time that passed is printed beside it.
+A step may be delayed by 250 ms, of which 50 ms are allowed for the model, so that 200 ms remain for
+the masks. Other programs on the machine also delay steps. The checked time is therefore an estimate
+for an idle machine: the longest CPU time of a grammar's process in the step, or the CPU time of all
+processes divided by the number of cores, whichever is longer. The real time is printed after it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from slipstream.runner.grammars.remote import (
 )
 from slipstream.runner.messages import GrammarSpec
 
-MAX_HOLD = 0.2  # seconds
-STEPS = 300  # of a walk
-SECONDS = 6.0  # for a walk
+MAX_HOLD = 0.2  # seconds that the masks of a step may take
+STEPS = 300  # at most in a walk
+SECONDS = 6.0  # at most for a walk
 COMPILE_SECONDS = 60.0
 OBJECT = GrammarSpec("json_object")
-# What is ambiguous has many parses of the same text, each of which the matcher keeps.
+# Most are ambiguous: the matcher keeps every parse of a text.
 HOSTILE: dict[str, GrammarSpec] = {
     name: GrammarSpec(kind, text)
     for name, kind, text in (
@@ -80,31 +80,31 @@ HOSTILE: dict[str, GrammarSpec] = {
 
 @dataclass
 class Walk:
-    """What a walk found."""
+    """The times of a walk in seconds, and how it ended."""
 
     steps: int = 0
-    held: float = 0.0  # the longest step, on an idle machine
-    passed: float = 0.0  # the longest, on this one
+    held: float = 0.0  # the longest step, estimated for an idle machine
+    passed: float = 0.0  # the longest step, measured
     total: float = 0.0
-    ended: str = "goes on"
+    ended: str = "completed"
 
     def __str__(self) -> str:
         mean = self.total / max(self.steps, 1)
         return (
-            f"longest step {1000 * self.held:4.0f} ms ({1000 * self.passed:4.0f} here), "
+            f"longest step {1000 * self.held:4.0f} ms ({1000 * self.passed:4.0f} measured), "
             f"mean {1000 * mean:5.1f} of {self.steps:3} steps, {self.ended}"
         )
 
 
 def preset_vocabulary() -> list[bytes]:
-    """SmolLM2's tokens."""
+    """The bytes of SmolLM2's tokens."""
     from slipstream.server.text.tokenizer import Tokenizer
 
     return Tokenizer.load(preset_model("smollm2-135m")).vocabulary()
 
 
 def larger(vocabulary: Sequence[bytes], size: int) -> list[bytes]:
-    """So many tokens: pairs of short ones, which a large vocabulary would have as one."""
+    """Extend a vocabulary to `size` tokens with random pairs of its short tokens."""
     found = dict.fromkeys(vocabulary)
     chance = random.Random(0)
     words = [token for token in vocabulary if 2 <= len(token) <= 6 and token.isascii()]
@@ -114,7 +114,7 @@ def larger(vocabulary: Sequence[bytes], size: int) -> list[bytes]:
 
 
 class Chooser:
-    """Chooses tokens of letters that a mask allows, the longest ones in half of the cases."""
+    """Chooses random tokens of letters that a mask allows, in half of the cases a long one."""
 
     def __init__(self, vocabulary: Sequence[bytes]) -> None:
         plain = [
@@ -127,7 +127,9 @@ class Chooser:
         self._chance = random.Random(1)
 
     def choose(self, line: np.ndarray) -> int | None:
-        """A token that the line allows; one of others if no letters are allowed."""
+        """Choose a token from the line of a mask; None if the line allows none.
+
+        It has other characters only if the line allows no token of letters."""
         ids = self._letters[_allowed(line, self._letters)]
         if not len(ids):
             ids = np.flatnonzero(np.unpackbits(line.view(np.uint8), bitorder="little"))
@@ -145,7 +147,7 @@ def _allowed(line: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def walk(
     pool: GrammarPool, specs: Sequence[GrammarSpec], num_drafts: int, choose: Chooser, width: int
 ) -> Walk:
-    """Walk these grammars together, beside a JSON object."""
+    """Walk several grammars concurrently, together with a JSON object."""
     other = pool.compile(OBJECT).result(COMPILE_SECONDS)
     futures = [pool.compile(spec) for spec in specs]
     matchers: list[GrammarMatcher] = []
@@ -168,7 +170,8 @@ def walk(
         pool.fill([*jobs, plain])
         passed, after = time.monotonic() - began, computed([*jobs, plain])
         assert plain.error is None, plain.error
-        # A process that was ended had used what it may use, and was looked at every 5 ms.
+        # The CPU time of a process that was ended is unknown; assume the limit, plus 5 ms because
+        # it is checked every 5 ms.
         most = STEP_SECONDS + MAX_LINE_SECONDS * (num_drafts + 1) + 0.005
         spent = [after[pid] - before[pid] if after[pid] else most for pid in before]
         held = min(passed, max(*spent, sum(spent) / (os.cpu_count() or 1)))
@@ -183,7 +186,7 @@ def walk(
 
 
 def computed(jobs: Sequence[MaskJob]) -> dict[int, float]:
-    """Processor time that the processes of these jobs have used; 0 for one that has ended."""
+    """Seconds of CPU time that each job's process has used, by id; 0 if the process has ended."""
     pids = {matcher_of(job).process.pid for job in jobs}
     return {pid: cpu_seconds(pid) for pid in pids}
 
@@ -191,7 +194,8 @@ def computed(jobs: Sequence[MaskJob]) -> dict[int, float]:
 def _advanced(
     jobs: Sequence[MaskJob], num_drafts: int, choose: Chooser
 ) -> tuple[list[GrammarMatcher], list[list[int]], int]:
-    """The matchers that go on, drafts for their next masks, and how many were ended."""
+    """Accept a token for each job; returns the remaining matchers, their drafts and the number of
+    grammars that were ended."""
     matchers, drafts, num_slow = [], [], 0
     for job in jobs:
         if job.error is not None:
@@ -204,7 +208,7 @@ def _advanced(
             if token is None or not job.matcher.accept(token):
                 break
         else:
-            # Drafts for the next step: what may come after a letter is mostly a letter again.
+            # Drafts for the next step: after a letter, most grammars allow any letter.
             next_ids = [choose.choose(job.lines[-1]) for _ in range(num_drafts)]
             matchers.append(job.matcher)
             drafts.append([token for token in next_ids if token is not None])
@@ -212,7 +216,7 @@ def _advanced(
 
 
 def several(spec: GrammarSpec, count: int) -> list[GrammarSpec]:
-    """The grammar so many times, each with a difference, so that each has a process."""
+    """Return `count` variants of a grammar; they differ, so that each gets its own process."""
     if count == 1:
         return [spec]
     if spec.kind == "regex":
@@ -225,7 +229,7 @@ def several(spec: GrammarSpec, count: int) -> list[GrammarSpec]:
 def measure(
     vocabulary: Sequence[bytes], names: Sequence[str], counts: Sequence[int], drafts: Sequence[int]
 ) -> Iterator[tuple[str, Walk]]:
-    """Walk each grammar alone and with others of its kind."""
+    """Walk each grammar with every count and draft length; yields a label and the walk."""
     width = -(-len(vocabulary) // 32)
     pool = build_grammar_backend(vocabulary, "raw", [0], width * 32)
     assert isinstance(pool, GrammarPool)
@@ -248,7 +252,7 @@ def run(
     drafts: Sequence[int],
     max_hold: float = MAX_HOLD,
 ) -> list[str]:
-    """Measure; the complaints."""
+    """Measure and print all walks; returns the lines of those that exceed `max_hold`."""
     faults = []
     for make in vocabularies:
         for label, found in measure(make(), names, counts, drafts):
@@ -260,18 +264,22 @@ def run(
 
 
 def main() -> int:
-    """The long form."""
+    """Run all walks; returns 0 if none exceeds the bound."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="grammars whose names contain this")
-    parser.add_argument("--counts", type=int, nargs="+", default=[1, 4, 16], help="at once")
-    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4], help="verified at once")
-    parser.add_argument("--max-hold", type=float, default=MAX_HOLD, help="seconds (default: 0.2)")
+    parser.add_argument(
+        "--counts", type=int, nargs="+", default=[1, 4, 16], help="concurrent grammars"
+    )
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 4], help="drafts per step")
+    parser.add_argument(
+        "--max-hold", type=float, default=MAX_HOLD, help="seconds for the masks (default: 0.2)"
+    )
     options = parser.parse_args()
     own = preset_vocabulary()
     names = [name for name in HOSTILE if options.only in name]
     vocabularies = [lambda: own, lambda: larger(own, 200_000)]
     faults = run(vocabularies, names, options.counts, options.drafts, options.max_hold)
-    print(f"{len(faults)} walks held a step up" if faults else "all well")
+    print(f"{len(faults)} walks delayed a step for too long" if faults else "no faults")
     return bool(faults)
 
 

@@ -1,9 +1,9 @@
-"""Kill or freeze the worker at random moments under load, again and again.
+"""Kills or freezes the worker repeatedly, at random moments under load.
 
-`python tests/reliability/kill_worker.py --rounds 20`. In each round every open request must end
-within two seconds: a stream with an error object as its last event, any other with a 503 and the
-same object; a worker that is frozen has --worker-timeout seconds more to be found. Then the server
-must serve again, with no row or block taken and no process left over.
+Run `python tests/reliability/kill_worker.py --rounds 20`. In each round every open request must end
+within two seconds: a stream with an error object as its last event, any other request with a 503
+and the same object. After a freeze they have --worker-timeout seconds more. Then the server must
+serve again, with no batch row or KV block in use and no process of the old worker left.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 from traffic import MODEL, Outcome, RunningServer, at_rest, mixed_request, send  # noqa: E402
 
-SECONDS = 2.0  # for every open request to end
+SECONDS = 2.0  # within which every open request must end
 
 
 async def one_round(
     server: RunningServer, sig: signal.Signals, chance: random.Random, timeout: float
 ) -> list[str]:
-    """Load, kill, look; the complaints."""
+    """Send requests, then `sig` to the worker, and check how they end; returns the faults."""
     killed: list[float] = []
     outcomes: list[Outcome] = []
     limits = httpx.Limits(max_connections=None)
@@ -50,30 +50,30 @@ async def one_round(
     late = SECONDS + (timeout if sig == signal.SIGSTOP else 0)
     faults = [f"after {each.ended - killed[0]:.2f} s: {each}" for each in open_then
               if each.ended - killed[0] > late]  # fmt: skip
-    faults += [f"did not end well: {each}" for each in outcomes if not ended_well(each)]
+    faults += [f"ended wrongly: {each}" for each in outcomes if not ended_well(each)]
     failed = sum(each.end == "error" for each in open_then)
     print(f"{sig.name}: {len(outcomes)} requests, {len(open_then)} open, {failed} of them failed")
     if not failed:
-        faults.append("nobody noticed")
+        faults.append("no open request failed")
     if ready != 503:
-        faults.append(f"/ready is {ready} while the worker starts again")
+        faults.append(f"/ready answered {ready} instead of 503 while the worker restarted")
     return faults + came_back(server, worker)
 
 
 def ended_well(outcome: Outcome) -> bool:
-    """Done, or an error object in the right place."""
+    """Whether a request succeeded, or failed with the proper status and error object."""
     if outcome.end == "done":
         return outcome.status == 200
     error = outcome.error or {}
-    told = bool(error.get("message"))
-    if outcome.path != "/v1/responses":  # whose errors have a code alone
-        told = told and error.get("type") == "service_unavailable"
+    explained = bool(error.get("message"))
+    if outcome.path != "/v1/responses":  # errors of that route have a code but no type
+        explained = explained and error.get("type") == "service_unavailable"
     streams = outcome.body["stream"] and outcome.status == 200
-    return outcome.end == "error" and told and (outcome.status == 503 or streams)
+    return outcome.end == "error" and explained and (outcome.status == 503 or streams)
 
 
 def came_back(server: RunningServer, old: psutil.Process) -> list[str]:
-    """What is wrong once the server says that it is ready."""
+    """Wait until the server is ready and check that it recovered; returns the faults."""
     server.wait_ready(90)
     body = {"model": MODEL, "prompt": "Hi", "max_tokens": 3, "temperature": 0}
     answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
@@ -81,20 +81,20 @@ def came_back(server: RunningServer, old: psutil.Process) -> list[str]:
     if answer.status_code != 200:
         faults.append(f"the next request got a {answer.status_code}: {answer.text}")
     if old.is_running() and old.status() != psutil.STATUS_ZOMBIE:
-        faults.append("the old worker lives")
-    worker = server.worker  # the new one, and what compiles grammars for it
+        faults.append("the old worker still runs")
+    worker = server.worker  # the new one; its children compile grammars
     left = set(server.descendants()) - {worker, *worker.children(recursive=True)}
     if left:
         faults.append(f"processes of the old worker: {left}")
-    if taken := at_rest(server):
-        faults.append(f"taken at rest: {taken}")
+    if left_in_use := at_rest(server):
+        faults.append(f"still in use after the restart: {left_in_use}")
     return faults
 
 
 def run(
     server: RunningServer, signals: list[signal.Signals], seed: int, timeout: float
 ) -> list[str]:
-    """A round for each signal; the complaints of all."""
+    """Run one round for each signal; returns the faults of all rounds."""
     chance = random.Random(seed)
     faults = []
     for sig in signals:
@@ -103,7 +103,7 @@ def run(
 
 
 def main() -> int:
-    """The long form."""
+    """Run all rounds on a server of their own; returns 0 if there were no faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
@@ -117,8 +117,10 @@ def main() -> int:
         everyone += server.descendants()
     finally:
         status = server.stop()
-    faults += [f"left over: {each}" for each in everyone if each.is_running()]
-    print("\n".join(faults) or f"{options.rounds} rounds, all well; exit status {status}")
+    faults += [
+        f"process still running after shutdown: {each}" for each in everyone if each.is_running()
+    ]
+    print("\n".join(faults) or f"{options.rounds} rounds, no faults; exit status {status}")
     return bool(faults or status)
 
 

@@ -1,16 +1,20 @@
-"""Send large and costly bodies to a live server while others watch how long it is deaf.
+"""Measures how long large and costly bodies delay the event loop and other streams.
 
-`python tests/reliability/loop.py`. One client polls /health, which the server's event loop answers
-by itself; one reads a steady stream. Each body of the table is sent meanwhile. The slowest answer
-of /health tells how long something held the event loop, the worst gap of the stream how long
-another request was stopped: the bounds are 100 ms and 250 ms.
+Run `python tests/reliability/loop.py`. It sends each body of `loop_bodies.py` while one client
+polls /health, which needs only the server's event loop, and another reads a stream. The lag is the
+longest time that /health took (bound: 100 ms). The gap is the longest time between two parts of the
+stream (bound: 250 ms).
 
-A machine that also runs other programs delays both. Three things tell its noise from the product's
-delays. The time for which the threads that a token passes through waited for a CPU is taken off
-(/proc/PID/task/TID/schedstat). Of a slow /health, no more counts than the server computed in it.
-And a body that exceeds a bound is sent up to `--tries` times, and the least lag and gap count:
-a delay that the body causes comes each time. Before the first body and after the last one the
-stream runs alone for ten seconds; its gaps are printed, as what this machine does without us.
+Other programs on the machine add delays. Three measures exclude these:
+
+- The time for which the threads on a token's path waited for a CPU is subtracted
+  (/proc/PID/task/TID/schedstat).
+- The lag is at most the CPU time that the server used while /health was open.
+- A body that exceeds a bound is sent up to `--tries` times, and the smallest lag and gap count: a
+  delay that the body causes would occur each time.
+
+As a control, lag and gap are also measured for ten seconds before the first body and after the
+last.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from loop_bodies import BODIES  # noqa: E402
 from traffic import MODEL, RunningServer  # noqa: E402
 
 MAX_LAG, MAX_GAP = 0.1, 0.25  # seconds
-PATIENCE = 15.0  # seconds for an answer; then we hang up, since it may be a long text
+PATIENCE = 15.0  # seconds to wait for an answer, which may be a long text
 POLL_SECONDS = 0.005
 TRIES = 3
 CONTROL_SECONDS = 10.0
@@ -41,28 +45,28 @@ FLAGS = ("--max-num-seqs", "8")
 STREAM = {
     "model": MODEL,
     "prompt": "Once upon a time",
-    "max_tokens": 480,  # then another one begins
+    "max_tokens": 480,  # after these, a new stream is opened
     "ignore_eos": True,
     "stream": True,
 }
 
 
 def schedule_of(pid: int, tid: int) -> tuple[float, float]:
-    """Seconds for which a thread ran, and for which it was ready but had no CPU."""
+    """Seconds for which a thread ran, and for which it waited for a CPU."""
     try:
         ran, waited, _ = Path(f"/proc/{pid}/task/{tid}/schedstat").read_text().split()
         return int(ran) / 1e9, int(waited) / 1e9
-    except (OSError, ValueError):  # it has ended, or the system does not tell
+    except (OSError, ValueError):  # the thread has ended, or the system has no such file
         return 0.0, 0.0
 
 
 def starved(threads: list[tuple[int, int]]) -> float:
-    """Seconds for which these (process, thread) were ready and had no CPU."""
+    """Seconds for which these (process, thread) pairs waited for a CPU, added up."""
     return sum(schedule_of(pid, tid)[1] for pid, tid in threads)
 
 
 def busiest_threads(pid: int) -> list[tuple[int, int]]:
-    """The main thread of a process and the other one that computed most."""
+    """The main thread of a process and, of the others, the one with the most CPU time."""
     others = [int(task.name) for task in Path(f"/proc/{pid}/task").glob("*")]
     others.remove(pid)
     others.sort(key=lambda tid: schedule_of(pid, tid)[0])
@@ -70,24 +74,26 @@ def busiest_threads(pid: int) -> list[tuple[int, int]]:
 
 
 class Worst:
-    """The longest of some times since the last look; one time runs."""
+    """Measures intervals and keeps the longest since the last call of `take`.
+
+    With several clocks, an interval's length is the smallest that any of them shows.
+    """
 
     def __init__(self, *clocks: Callable[[], float]) -> None:
-        """The clock that moved least counts."""
         self._clocks = clocks
         self._since = self._now()
         self._worst = 0.0
         self.num_ends = 0
 
     def begin(self) -> None:
-        """A time begins."""
+        """Begin an interval."""
         self._since = self._now()
 
     def _now(self) -> list[float]:
         return [clock() for clock in self._clocks]
 
     def end(self) -> None:
-        """It ends, and the next one begins."""
+        """End the interval and begin the next one."""
         now = self._now()
         taken = min(after - before for before, after in zip(self._since, now, strict=True))
         self._worst = max(self._worst, taken)
@@ -95,10 +101,10 @@ class Worst:
         self.num_ends += 1
 
     def take(self) -> float:
-        """The longest time that ended after the last call; waits for the one that runs."""
+        """The longest interval since the last call; waits for the end of the present one."""
         ends, began = self.num_ends, time.monotonic()
         while self.num_ends < ends + 2:
-            assert time.monotonic() < began + 60, "nothing came for a minute"
+            assert time.monotonic() < began + 60, "no interval ended for a minute"
             time.sleep(0.005)
         found, self._worst = self._worst, 0.0
         return found
@@ -106,11 +112,11 @@ class Worst:
 
 @dataclass(frozen=True)
 class Result:
-    """What one body did."""
+    """The answer to one body and the delays during it, in seconds."""
 
     name: str
     size: int
-    status: int  # 0: no answer in time
+    status: int  # 0 if there was no answer in time
     seconds: float
     lag: float
     gap: float
@@ -124,7 +130,7 @@ class Result:
 
 
 def head(path: str, size: int = 0, method: str = "POST") -> bytes:
-    """The head of a request."""
+    """The head of an HTTP request with a body of `size` bytes."""
     return (
         f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Content-Length: {size}\r\n\r\n"
@@ -132,19 +138,19 @@ def head(path: str, size: int = 0, method: str = "POST") -> bytes:
 
 
 def connected(server: RunningServer, timeout: float = 60.0) -> socket.socket:
-    """A socket to the server."""
+    """Open a TCP connection to the server."""
     found = socket.create_connection(("127.0.0.1", server.port), timeout)
     found.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return found
 
 
 class Watch:
-    """A poller of /health and a reader of streams, in threads that do nothing else."""
+    """Polls /health and reads streams in two threads, and measures `lag` and `gap`."""
 
     def __init__(self, server: RunningServer) -> None:
         self._server = server
         self._process = psutil.Process(server.process.pid)
-        # A token comes from the worker's thread of steps by its main thread to the server's.
+        # A token passes from the worker's step thread through its main thread to the server's.
         self._threads_of_a_token = [
             (server.process.pid, server.process.pid),
             *busiest_threads(server.worker.pid),
@@ -191,7 +197,7 @@ class Watch:
                 http.sendall(head("/v1/completions", len(data)) + data)
                 head_part = part = end = http.recv(65536)
                 assert b" 200 " in head_part, head_part
-                while b"data: " not in part:  # the first token may wait for a slot: that is no gap
+                while b"data: " not in part:  # skip the wait for the first token
                     part = http.recv(65536)
                 self.gap.begin()
                 while part and b"[DONE]" not in end and not self._stop.is_set():
@@ -201,17 +207,19 @@ class Watch:
 
 
 def answer(server: RunningServer, path: str, data: bytes, patience: float) -> int:
-    """Send a body; the status of the answer, 0 if it takes too long."""
+    """Send a body; returns the status of the answer, or 0 without one after `patience` seconds."""
     with connected(server, patience) as http:
         try:
             http.sendall(head(path, len(data)) + data)
             return int(http.recv(65536).split(b" ", 2)[1])
         except (TimeoutError, ConnectionError, IndexError):
-            return 0  # a body that is too large may be refused before all of it was sent
+            return (
+                0  # the server may reject a body that is too large before it has received all of it
+            )
 
 
 def measure(server: RunningServer, watch: Watch, name: str, patience: float) -> Result:
-    """Send a body once."""
+    """Send a body once and measure lag and gap meanwhile."""
     path, make = BODIES[name]
     data = make()
     data = data if isinstance(data, bytes) else json.dumps(data).encode()
@@ -219,12 +227,12 @@ def measure(server: RunningServer, watch: Watch, name: str, patience: float) -> 
     began = time.monotonic()
     status = answer(server, path, data, patience)
     seconds = time.monotonic() - began
-    time.sleep(0.3)  # what happens after the answer counts, too
+    time.sleep(0.3)  # includes delays shortly after the answer
     return Result(name, len(data), status, seconds, watch.lag.take(), watch.gap.take())
 
 
 def show_control(watch: Watch, seconds: float) -> None:
-    """Print what lag and gap are while nothing else is asked for."""
+    """Print lag and gap while no body is sent."""
     watch.lag.take(), watch.gap.take()
     time.sleep(seconds)
     lag, gap = watch.lag.take(), watch.gap.take()
@@ -242,7 +250,7 @@ def run(
     control_seconds: float = 0.0,
     patience: float = PATIENCE,
 ) -> list[str]:
-    """Send these bodies; the complaints."""
+    """Send the named bodies; returns the results that exceed a bound or have a 5xx status."""
     faults = []
     with Watch(server) as watch:
         if control_seconds:
@@ -264,7 +272,7 @@ def run(
 
 
 def main() -> int:
-    """The long form."""
+    """Send all bodies to a server of their own; returns 0 if there were no faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="bodies whose names contain this")
     parser.add_argument("--max-lag", type=float, default=MAX_LAG, help="seconds (default: 0.1)")
@@ -286,7 +294,7 @@ def main() -> int:
         faults = run(server, names, *bounds, CONTROL_SECONDS, options.patience)
     finally:
         status = server.stop()
-    print(f"{len(faults)} bodies of {len(names)} held others up" if faults else "all well")
+    print(f"{len(faults)} of {len(names)} bodies exceeded a bound" if faults else "no faults")
     return bool(faults or status)
 
 

@@ -1,4 +1,4 @@
-"""The bodies of `loop.py`: what is large, or costs much, in each field of each endpoint."""
+"""The bodies that `loop.py` sends: large or costly values in every field of each endpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from traffic import MODEL, TOOL
 
-Make = Callable[[], Any]  # a body, or its bytes
+Make = Callable[[], Any]  # makes a body, or its bytes
 CHAT, TEXT, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 MB = 1_000_000
 PROSE = "The keeper of the light wrote, in the storm, of a boat. "
@@ -26,12 +26,12 @@ def text(**more: Any) -> dict[str, Any]:
 
 
 def prose(size: int) -> str:
-    """Words, so many characters of them."""
+    """A text of `size` characters."""
     return (PROSE * (size // len(PROSE) + 1))[:size]
 
 
 def users(count: int, content: Any) -> list[dict[str, Any]]:
-    """So many messages."""
+    """`count` user messages with the same content."""
     return [{"role": "user", "content": content}] * count
 
 
@@ -42,7 +42,7 @@ def tool(**parameters: Any) -> dict[str, Any]:
 
 
 def choices(size: int) -> dict[str, Any]:
-    """A schema of so many bytes. What stands beside a choice is work for each of its branches."""
+    """A schema of about `size` bytes: the keys next to a choice cost work for each branch of it."""
     schema: dict[str, Any] = {}
     for _ in range(12):
         schema = {"anyOf": [{}, {}], "properties": {"a": schema}}
@@ -51,7 +51,7 @@ def choices(size: int) -> dict[str, Any]:
 
 
 def calling(arguments: str) -> list[dict[str, Any]]:
-    """A conversation with a call."""
+    """Messages with a tool call that has these arguments."""
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
     return [
         {"role": "user", "content": "go"},
@@ -61,12 +61,12 @@ def calling(arguments: str) -> list[dict[str, Any]]:
 
 
 def raw(field: str, value: bytes) -> bytes:
-    """A completion with a field in these bytes."""
+    """The bytes of a completion body in which `field` has this raw value."""
     return json.dumps(text()).encode()[:-1] + b', "' + field.encode() + b'": ' + value + b"}"
 
 
 def nested(count: int) -> str:
-    """A list of so many small objects, as JSON."""
+    """A JSON list of `count` small objects."""
     return "[" + '{"a":[1,2]},' * count + "1]"
 
 
@@ -82,7 +82,7 @@ BODIES: dict[str, tuple[str, Make]] = {
     "100 prompts of 8,000 ids, n = 8": (TEXT, lambda: text(prompt=[[5] * 8_000] * 100, n=8)),
     "chat of 8 MB": (CHAT, lambda: chat(messages=users(1, prose(8 * MB)))),
     "chat of special tokens": (CHAT, lambda: chat(messages=users(1, "<|im_end|>" * 100_000))),
-    "chat of beginnings of them": (CHAT, lambda: chat(messages=users(1, "<|im_en" * 90_000))),
+    "chat of special tokens' prefixes": (CHAT, lambda: chat(messages=users(1, "<|im_en" * 90_000))),
     "chat of 8 MB, cut": (
         CHAT,
         lambda: chat(messages=users(1, prose(8 * MB)), truncate_prompt_tokens=-1),
@@ -154,9 +154,12 @@ BODIES: dict[str, tuple[str, Make]] = {
         TEXT,
         lambda: raw("surprise", b'["' + b"\\n" * 7_000_000 + b'", nul]'),
     ),
-    "no UTF-8 after 15 MB": (TEXT, lambda: raw("surprise", b'["' + b"a" * 15 * MB + b'\xff"]')),
+    "invalid UTF-8 after 15 MB": (
+        TEXT,
+        lambda: raw("surprise", b'["' + b"a" * 15 * MB + b'\xff"]'),
+    ),
     "depth 300,000": (TEXT, lambda: raw("surprise", b"[" * 300_000 + b"]" * 300_000)),
-    "a list of 2 million, no object": (TEXT, lambda: b"[" + b"[]," * 2 * MB + b"1]"),
+    "a list of 2 million, not an object": (TEXT, lambda: b"[" + b"[]," * 2 * MB + b"1]"),
     # wrong values
     "wrong allowed_token_ids": (TEXT, lambda: text(allowed_token_ids=["x"] * 250_000)),
     "900,000 allowed_token_ids": (TEXT, lambda: text(allowed_token_ids=[1, 2, 3] * 300_000)),
@@ -175,7 +178,7 @@ BODIES: dict[str, tuple[str, Make]] = {
     "90,000 wrong metadata": (TEXT, lambda: text(metadata={f"k{i}": 1 for i in range(90_000)})),
     "90,000 biases": (TEXT, lambda: text(logit_bias={str(i): 1 for i in range(90_000)})),
     "1,024 biases": (TEXT, lambda: text(logit_bias={str(i): 1 for i in range(1_024)})),
-    # what is prepared for the engine
+    # costly to prepare for the engine
     "16 stops of 0.2 MB, n = 16": (TEXT, lambda: text(stop=["a" * 200_000] * 16, n=16)),
     "16 stops of 4 kB, n = 16": (
         TEXT,

@@ -1,9 +1,9 @@
-"""Keep a live server under mixed load with aborts, and look whether anything grows.
+"""Keeps a live server under mixed load with aborts and checks that it leaks nothing.
 
-`python tests/reliability/soak.py --requests 3000` (or `--minutes 30`). From time to time the load
-pauses: then no row and no block may be taken. What server and worker hold (memory, file
-descriptors, threads) is measured in the pauses, and compared between the first pause after the
-warm-up, which is a third of the load, and the last.
+Run `python tests/reliability/soak.py --requests 3000` (or `--minutes 30`). The load pauses
+regularly; in a pause no batch row or KV block may be in use. Each pause also measures the memory,
+file descriptors and threads of server and worker. They may not grow between the end of the warm-up,
+which is the first third of the load, and the last pause.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ import psutil
 sys.path.insert(0, str(Path(__file__).parent))
 from traffic import RunningServer, at_rest, mixed_request, send  # noqa: E402
 
-# Allocators keep some of what they were once given, so a process may grow by so much and no more.
+# Allowed growth; allocators do not return all freed memory to the system.
 GROWTH_MIB = {"server": 32, "worker": 64}
-# A small KV cache: its memory is all touched soon, and requests are preempted for want of blocks.
+# With a small KV cache, all of its memory is soon in use, and requests are preempted.
 FLAGS = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(32 << 20))
-ABORTED = 0.35  # share of the requests that the client drops
+ABORTED = 0.35  # share of the requests that the client may drop
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds."""
+    """The memory (MiB), file descriptors and threads of a process."""
 
     mib: float
     fds: int
@@ -41,7 +41,7 @@ class Held:
 
     @classmethod
     def by(cls, process: psutil.Process) -> Held:
-        """Measured now."""
+        """Measure a process."""
         return cls(process.memory_info().rss / 2**20, process.num_fds(), process.num_threads())
 
     def __str__(self) -> str:
@@ -51,17 +51,20 @@ class Held:
 async def load(
     url: str, seconds: float, seed: int, parallel: int, requests: int | None = None
 ) -> tuple[Counter[str], list[str]]:
-    """Mixed requests, `requests` of them or for `seconds`; how they ended, and the complaints."""
+    """Send mixed requests for `seconds`, or `requests` of them if given.
+
+    Returns counts by how the requests ended, and the faults.
+    """
     counts: Counter[str] = Counter()
     faults: list[str] = []
     until = time.monotonic() + seconds
     left = itertools.count(requests or 0, -1)
 
-    def goes_on() -> bool:
+    def more() -> bool:
         return time.monotonic() < until if requests is None else next(left) > 0
 
     async def client(http: httpx.AsyncClient, chance: random.Random) -> None:
-        while goes_on():
+        while more():
             path, body = mixed_request(chance)
             if chance.random() < 0.05:
                 body["priority"] = chance.randint(-2, 2)
@@ -83,9 +86,9 @@ def run(
     seed: int,
     parallel: int,
     pauses: int,
-    requests: int | None = None,  # in place of `seconds`
+    requests: int | None = None,  # replaces `seconds`
 ) -> list[str]:
-    """Load with pauses; the complaints."""
+    """Send load with pauses and check the server in each pause; returns the faults."""
     each = None if requests is None else -(-requests // pauses)
     processes = {"server": psutil.Process(server.process.pid), "worker": server.worker}
     history: list[dict[str, Held]] = []
@@ -96,7 +99,7 @@ def run(
         counts, found = asyncio.run(work)
         faults += found
         if left := at_rest(server, 3):
-            faults.append(f"taken in pause {pause}: {left}")
+            faults.append(f"still in use in pause {pause}: {left}")
         history.append({name: Held.by(process) for name, process in processes.items()})
         shown = "; ".join(f"{name} {held}" for name, held in history[-1].items())
         print(f"{time.monotonic() - began:5.0f} s: {dict(counts)}; {shown}", flush=True)
@@ -106,7 +109,7 @@ def run(
 
 
 def growth(history: list[dict[str, Held]]) -> list[str]:
-    """What is held at the end and was not after the warm-up."""
+    """Compare the last measurement with the one after the warm-up; returns the faults."""
     faults = []
     for name, limit in GROWTH_MIB.items():
         first, last = history[len(history) // 3][name], history[-1][name]
@@ -116,10 +119,10 @@ def growth(history: list[dict[str, Held]]) -> list[str]:
 
 
 def main() -> int:
-    """The long form."""
+    """Run the long check on a server of its own; returns 0 if there were no faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--requests", type=int, help="so many, in place of --minutes")
+    parser.add_argument("--requests", type=int, help="number of requests; replaces --minutes")
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -130,7 +133,7 @@ def main() -> int:
         faults = run(server, seconds, seed, parallel, pauses, options.requests)
     finally:
         status = server.stop()
-    print("\n".join(faults[:50]) or "all well")
+    print("\n".join(faults[:50]) or "no faults")
     return bool(faults or status)
 
 

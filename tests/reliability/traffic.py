@@ -1,4 +1,4 @@
-"""Mixed requests for a live server and what became of each; the scripts of this folder share it."""
+"""Sends mixed requests to a live server and records their outcomes, for all scripts here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SCHEMA = {
     "required": ["a", "b"],
     "additionalProperties": False,
 }
-OPTIONS: list[dict[str, Any]] = [  # of both endpoints
+OPTIONS: list[dict[str, Any]] = [  # valid for chats and completions
     {},
     {},
     {"n": 3, "temperature": 0.9},
@@ -67,16 +67,16 @@ TEXT_OPTIONS: list[dict[str, Any]] = [
 
 
 def text_of(chance: random.Random, words: int) -> str:
-    """So many words, from few: copies for the n-gram drafter, prefixes for the cache."""
+    """A text of `words` random words from a small vocabulary, so that the n-gram drafter drafts."""
     return " ".join(chance.choices(WORDS, k=words))
 
 
 def mixed_request(chance: random.Random, max_tokens: int = 48) -> tuple[str, dict[str, Any]]:
-    """A path and a valid body: short and long prompts, streams and not, every kind of option."""
+    """Return a path and a valid body with a random prompt length and random options."""
     words = chance.choice((3, 10, 30, 30, 120))
     text = text_of(chance, words)
     if chance.random() < 0.3:
-        text = f"{text_of(random.Random(1), 60)} {text}"  # a prefix that many share
+        text = f"{text_of(random.Random(1), 60)} {text}"  # a prefix that many requests share
     body: dict[str, Any] = {
         "model": MODEL,
         "max_tokens": chance.randint(1, max_tokens),
@@ -97,12 +97,12 @@ def mixed_request(chance: random.Random, max_tokens: int = 48) -> tuple[str, dic
 
 @dataclass
 class Outcome:
-    """How a request ended."""
+    """How a request ended; times are those of `time.monotonic`."""
 
     path: str
     body: dict[str, Any]
-    status: int = 0  # 0: no answer, the connection broke
-    end: str = "none"  # "done", "error" or "dropped" by us; "none": it stopped in the middle
+    status: int = 0  # 0 if the connection broke before an answer
+    end: str = "none"  # "done", "error", "dropped" (by this client) or "none" (it broke off)
     error: dict[str, Any] | None = None
     began: float = 0.0
     ended: float = 0.0
@@ -114,7 +114,7 @@ class Outcome:
 async def send(
     http: httpx.AsyncClient, path: str, body: dict[str, Any], drop_after: float | None = None
 ) -> Outcome:
-    """Send a request and read its answer; hang up after `drop_after` seconds."""
+    """Send a request and read its answer; disconnect after `drop_after` seconds if not None."""
     found = Outcome(path, body, began=time.monotonic())
     try:
         async with asyncio.timeout(drop_after):
@@ -156,22 +156,22 @@ async def _stream(http: httpx.AsyncClient, found: Outcome) -> None:
 
 
 async def events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of a stream's events."""
+    """Yield the data of each server-sent event."""
     async for line in response.aiter_lines():
         if line.startswith("data: "):
             yield line.removeprefix("data: ")
 
 
 def rest_of(server: RunningServer) -> dict[str, float]:
-    """What must be 0 when nobody asks for anything."""
+    """The metrics that must be 0 while no request runs."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     return {name: server.metric(name) for name in names}
 
 
 def at_rest(server: RunningServer, seconds: float = 2.0) -> dict[str, float]:
-    """What is still not 0 after so long: rows and blocks that leaked; empty if nothing did.
+    """Wait until no row or block is in use; returns the metrics that are not 0 after `seconds`.
 
-    Cached blocks that no request holds are free ones, so they do not count as usage.
+    Blocks that only the prefix cache holds count as free.
     """
     deadline = time.monotonic() + seconds
     while True:
