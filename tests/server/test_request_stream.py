@@ -41,6 +41,15 @@ async def test_error_comes_after_what_arrived_before_it() -> None:
     assert caught.value.retry_after == 4
 
 
+async def test_drain_takes_what_is_there_without_waiting() -> None:
+    stream = RequestStream("r")
+    assert stream.drain() == []
+    stream.put(RequestOutput("r", [1]))
+    stream.put(RequestOutput("r", [2], finish_reason="stop"))
+    assert [output.token_ids for output in stream.drain()] == [[1], [2]]
+    assert await anext(stream, None) is None
+
+
 async def followed(stream: RequestStream, seen: list[list[int]], more: bool = True) -> None:
     def take(outputs: list[RequestOutput]) -> bool:
         seen.append([token for output in outputs for token in output.token_ids])

@@ -240,8 +240,14 @@ async def test_stored_responses_do_not_exist() -> None:
 
 async def test_fault_in_a_stream_is_response_failed() -> None:
     engine = ScriptedEngine(lambda r: [reply_with()(r)[0], EngineDead("the worker was killed")])
-    async with sdk_client(app_for(engine)) as client:
+    app = app_for(engine)
+    async with sdk_client(app) as client:
         stream = await client.responses.create(model=MODEL, input="hi", stream=True)
         last: Any = [event async for event in stream][-1]
     assert last.type == "response.failed" and "killed" in last.response.error.message
     assert not engine.open
+    async with http_client(app) as client:  # it counts as an error, not as an abort
+        metrics = (await client.get("/metrics")).text
+    counts = [line for line in metrics.splitlines() if "request_success_total{" in line]
+    assert [line.split()[-1] for line in counts if '"error"' in line] == ["1.0"]
+    assert [line.split()[-1] for line in counts if '"abort"' in line] == ["0.0"]
