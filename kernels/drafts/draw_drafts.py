@@ -36,10 +36,11 @@ def draw_drafts(
     to_target: Tensor | None,  # [draft vocabulary] int64 -> the target's ids; None = the same
     kept: Tensor | None,  # [R, K, V] float32 by slot; None: every draft is an argmax
 ) -> None:
-    """Draw a draft per row, store it as `take_drafts` does, and its scaled logits in `kept`.
+    """Draw each row's next draft, store it as `take_drafts` does, and keep its scaled logits.
 
-    Without `to_target`, ids beyond V are not drawn. A step beyond K draws a token but stores no
-    logits.
+    The logits / temperature of a row go to `kept` at the request's slot and the row's step, unless
+    the row is greedy or padded, or its step is K or more. If `kept` is None, every draft is the
+    likeliest token. With `kept` but without `to_target`, only ids below V are drawn.
     """
     assert kept is None or (kept.is_contiguous() and kept.shape[1] == of.draft_tokens.shape[1])
     if kept is not None and to_target is None:  # padded vocabularies differ: use the smaller
@@ -55,7 +56,7 @@ def draw_drafts(
 def draw_drafts_reference(
     logits: Tensor, of: DraftRows, to_target: Tensor | None, kept: Tensor | None
 ) -> None:
-    """The plain version of `draw_drafts`."""
+    """The plain version of `draw_drafts`, which has cut the logits to at most V columns."""
     if kept is None:
         ids = logits.argmax(dim=-1)
     else:
@@ -96,7 +97,10 @@ def take_drafts(
     of: DraftRows,
     to_target: Tensor | None,  # [draft vocabulary] int64
 ) -> None:
-    """Store each row's next draft, make it the input of the next decode, and advance the step."""
+    """Store each row's next draft, make it the input of the next decode, and advance the step.
+
+    If the step is K or more, the draft is only the next input: `draft_tokens` has no place for it.
+    """
     if use_triton(ids):
         from .triton.draw_drafts import take_drafts as take_drafts_triton
 

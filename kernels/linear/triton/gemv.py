@@ -229,7 +229,7 @@ def linear(
     norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """See `kernels.linear.linear.linear`."""
+    """See `kernels.linear.linear.linear`; x must be one row, [1, K]."""
     mode = _PLAIN if residual is None else _ADD
     return _launch(x, weight, bias, choice, norm, residual, mode)
 
@@ -242,11 +242,14 @@ def gated_linear(
     choice: Gemv,
     norm: tuple[Tensor, float] | None = None,
 ) -> Tensor:
-    """See `kernels.linear.linear.gated_linear`."""
+    """See `kernels.linear.linear.gated_linear`; x must be one row, [1, K]."""
     return _launch(x, weight, bias, choice, norm, None, _GATED, activation)
 
 
 def sample_head(x: Tensor, weight: Tensor, choice: Gemv, head: HeadRows) -> tuple[Tensor, Tensor]:
-    """See `kernels.linear.head_sample.sample_head`."""
+    """Pick the token of the single row x [1, H]: returns (tokens [1] int64, largest logits [1]).
+
+    The rest is as in `kernels.linear.head_sample.sample_head`; `head` has its draws.
+    """
     _launch(x, weight, None, choice, None, None, _SAMPLE, head=head)
     return head.finish()

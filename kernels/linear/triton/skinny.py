@@ -267,6 +267,10 @@ def gated_linear(
 def sample_head(
     x: Tensor, weight: Tensor, choice: Skinny, head: HeadRows, tma: bool | None = None
 ) -> tuple[Tensor, Tensor]:
-    """See `kernels.linear.head_sample.sample_head`."""
+    """Pick a token for each row of x [L, H]: returns (tokens [L] int64, largest logits [L]).
+
+    The rest is as in `kernels.linear.head_sample.sample_head`; `head` has its draws, and `tma`
+    overrides whether descriptors load the tiles.
+    """
     _launch(x, weight, None, choice, _SAMPLE, head=head, tma=tma)
     return head.finish()
