@@ -72,7 +72,10 @@ class RowJob(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 
 class StepJob(msgspec.Struct, array_like=True, frozen=True):
-    """The rows of a step, answered in this order. `dropped` lists matchers that can be freed."""
+    """A step's request for masks: the rows of one grammar, answered in this order.
+
+    `dropped` lists the ids of matchers that can be freed.
+    """
 
     rows: list[RowJob]
     dropped: list[int]
@@ -115,8 +118,11 @@ def is_readable(sock: socket.socket, seconds: float = 0.0) -> bool:
 
 
 def main() -> NoReturn:
-    """The nursery. Its arguments are descriptors of a socket and a vocabulary, and its parent's
-    id."""
+    """Run the nursery until the worker is gone.
+
+    The command line has two file descriptors, of the control socket and of the packed `Vocabulary`,
+    and the parent's process id. Sends READY when it can fork.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the worker decides when it ends
     control_fd, vocabulary_fd, parent = map(int, sys.argv[1:4])
@@ -157,7 +163,7 @@ class Nursery:
         self._pids: dict[int, int] = {}  # number -> pid
 
     def run(self) -> None:
-        """Obey commands until the worker is gone, then kill all processes."""
+        """Carry out the worker's commands until it is gone, then kill all processes."""
         while True:
             command, fds, _, _ = socket.recv_fds(self._control, COMMAND.size, 1)
             if len(command) < COMMAND.size:
@@ -280,9 +286,10 @@ class Matching:
         self._matchers: dict[int, XGrammarMatcher] = {}
 
     def answer(self, job: StepJob, sock: socket.socket) -> None:
-        """Send each row's answer: quick ones together, but none delayed by a slow row.
+        """Compute and send each row's answer: quick ones together, none held up by a slow row.
 
-        The worker can thus tell from the first missing answer which row is slow.
+        So the first missing answer shows the worker which row is slow. An error of a row is its
+        answer, and the rows after it are still answered.
         """
         for matcher_id in job.dropped:
             self._matchers.pop(matcher_id, None)

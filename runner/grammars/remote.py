@@ -38,9 +38,10 @@ _TICK_SECONDS = 0.005  # the socket's time-out, after which limits are checked
 
 
 class GrammarProcess:
-    """The process that compiles one grammar and fills its masks. One thread at a time uses it.
+    """The worker's handle of the process that compiles one grammar and fills its masks.
 
-    The pool's `end` is called when the process must be killed.
+    One thread at a time may use it, but `drop` may be called from any. After a fault, or if the
+    process is too slow, the handle calls `end(self)`, the pool's function that kills the process.
     """
 
     def __init__(self, spec: GrammarSpec, number: int, end: Callable[[GrammarProcess], None]):
@@ -84,11 +85,11 @@ class GrammarProcess:
         return RemoteMatcher(self, self._num_matchers, vocab_size)
 
     def drop(self, matcher_id: int) -> None:
-        """Note that a matcher was freed; the process hears of it with the next step."""
+        """Note that a matcher was freed; the next `ask` reports it to the process."""
         self._dropped.append(matcher_id)
 
     def ask(self, jobs: Sequence[MaskJob]) -> None:
-        """Send a step's jobs."""
+        """Send a step's jobs to the process; `take` reads the answers."""
         dropped = []
         while self._dropped:
             dropped.append(self._dropped.popleft())
@@ -101,9 +102,10 @@ class GrammarProcess:
                 self._end(self)  # `take` notices
 
     def take(self, jobs: Sequence[MaskJob], step: StepClock) -> None:
-        """Fill the jobs' lines from the answers.
+        """Wait for the answers to `ask`, and fill each job's `lines` and `num_cut`, or its `error`.
 
-        After a fault, all remaining jobs get its error.
+        If the process is gone, silent or too slow, it is killed, and that job and those after it
+        get the error.
         """
         self._buffer.clear()
         num_lines = 0
@@ -192,8 +194,8 @@ class RemoteMatcher:
         self._id = matcher_id
         self._vocab_size = vocab_size
         self._is_terminated = False
-        self._num_rolled_back = 0  # tokens to undo that the process has not been told of
-        self._accepted: list[int] = []  # tokens accepted after that, likewise
+        self._num_rolled_back = 0  # tokens to undo, not yet reported to the process
+        self._accepted: list[int] = []  # tokens accepted after that, not yet reported
         # [n, ceil(V / 32)] masks from the present position on, along the drafts
         self._lines: np.ndarray | None = None
         self._draft_ids: Sequence[int] = ()
@@ -241,7 +243,10 @@ class RemoteMatcher:
             raise job.error
 
     def take_row(self, draft_ids: Sequence[int]) -> RowJob:
-        """The message that asks the process for the masks of these drafts."""
+        """The message that requests the masks of these drafts.
+
+        It also reports the tokens accepted and undone since the last message.
+        """
         row = RowJob(self._id, self._num_rolled_back, self._accepted, list(draft_ids))
         self._num_rolled_back, self._accepted = 0, []
         self._lines = None
@@ -280,7 +285,7 @@ class StepClock:
         return sum(map(self.spent, self._spent)) > TOGETHER_SECONDS * num_cores()
 
     def spent(self, process: GrammarProcess) -> float:
-        """Processor time that a process has used in this step, or had when it was last alive."""
+        """Seconds of processor time that a process has used in this step, also if it has ended."""
         now = cpu_seconds(process.pid)
         spent = max(self._spent[process], now - self._cpu_began[process])
         self._spent[process] = spent
@@ -300,7 +305,10 @@ def matcher_of(job: MaskJob) -> RemoteMatcher:
 
 
 def fill_remote(jobs: Sequence[MaskJob]) -> None:
-    """Fill the masks of a step. The grammars' processes work in parallel."""
+    """Fill the masks of a step. The grammars' processes work in parallel.
+
+    A failed job has its `error` set; it does not make this function raise.
+    """
     parts: dict[GrammarProcess, list[MaskJob]] = {}
     for job in jobs:
         parts.setdefault(matcher_of(job).process, []).append(job)
@@ -321,7 +329,10 @@ def num_cores() -> int:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time that a process has used; where unknown, the time of the clock."""
+    """Seconds of processor time that a process has used; 0 if it has ended.
+
+    Only Linux can report it; elsewhere the elapsed time stands in for it.
+    """
     if sys.platform != "linux":
         return time.monotonic()
     try:
