@@ -215,7 +215,11 @@ def _page_indices(block_table: Tensor, indptr: Tensor, pages: Tensor) -> Tensor:
 
 
 class FlashInferBackend(AttentionBackend):
-    """Runs Llama-like attention on a CUDA device."""
+    """Runs FlashInfer's attention on a CUDA device, with or without sliding windows and soft caps.
+
+    It supports head sizes of 64, 128 and 256, but neither MLA nor attention sinks. The layers of a
+    KV group must have the same heads, scale and soft cap.
+    """
 
     name = "flashinfer"
 

@@ -104,7 +104,10 @@ def max_query_len(common: CommonAttentionMetadata, desc: BatchExecutionDescripto
 
 
 class TritonBackend(AttentionBackend):
-    """Runs every model on a CUDA device, and in tests on the CPU through the references."""
+    """Runs attention by Triton kernels on a CUDA device, and in tests on the CPU by the references.
+
+    It supports head sizes of 16 to 512, and MLA with a rotary part of 16, 32, 64, ... values.
+    """
 
     name = "triton"
 

@@ -139,7 +139,11 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden: [M, H] -> (weights [M, k] fp32, ids [M, k] int64)."""
+        """Select k experts for each token of `hidden` [M, H].
+
+        Returns their weights [M, k] fp32 and ids [M, k] int64. The weights are final: renormalised
+        if the config says so, and scaled.
+        """
         logits = F.linear(hidden.float(), self.weight)
         return select_experts(logits, self.routing, self.e_score_correction_bias)
 

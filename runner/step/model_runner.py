@@ -81,7 +81,11 @@ class ModelRunner:
     # --- the engine's interface -----------------------------------------------------------------
 
     def forward(self, plan: StepPlan) -> None:
-        """Start the step's forward pass."""
+        """Submit the step's forward pass to the device queue. `sample` must follow.
+
+        Errors are not raised here, but by `take_draft_token_ids` or the handle that `sample`
+        returns.
+        """
         step = self._steps[plan.step_id] = _Step(plan)
 
         def job() -> None:
@@ -111,9 +115,12 @@ class ModelRunner:
         return drafts
 
     def sample(self, plan: StepPlan, grammar_bitmask: np.ndarray | None = None) -> StepHandle:
-        """Start sampling and drafting of a step after `forward`.
+        """Submit sampling and drafting of a step to the device queue, after `forward`.
 
-        `grammar_bitmask` [L, ceil(V / 32)] int32 on the host has a bit for each allowed token.
+        `grammar_bitmask` [L, ceil(V / 32)] int32 on the host has a bit for each allowed token of
+        each logits row; see `take_draft_token_ids` for the rows. It is copied. The handle raises
+        errors of the step's forward pass and sampling. An error after the results were published,
+        as in drafting, is raised by the handles of all later steps.
         """
         step = self._steps.pop(plan.step_id)
         handle = StepHandle()
@@ -135,7 +142,7 @@ class ModelRunner:
         return handle
 
     def execute(self, plan: StepPlan) -> StepHandle:
-        """`forward` and `sample` of a step without grammars."""
+        """Submit `forward` and `sample` of a step without grammars."""
         self.forward(plan)
         return self.sample(plan)
 

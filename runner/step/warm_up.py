@@ -96,7 +96,11 @@ def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:
 
 
 def request_fits(facts: Any, num_tokens: int) -> bool:
-    """Whether a runner has the context length and the KV blocks for a request of `num_tokens`."""
+    """Whether a runner can hold a request of `num_tokens`, all other requests left aside.
+
+    The context must have room for one more token, and each KV group must have enough blocks
+    without block 0, which no request owns.
+    """
     blocks = [group.num_blocks > -(-num_tokens // group.block_size) for group in facts.kv_groups]
     return num_tokens < facts.max_model_len and all(blocks)
 

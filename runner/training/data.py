@@ -67,7 +67,12 @@ class TargetReader:
         return (self._num_blocks - 1) * self._block_size
 
     def read(self, sequences: Sequence[TrainingSequence], draft_ids: Tensor) -> Batch:
-        """Run the target over `sequences`. Logits are kept for `draft_ids`, [D] int64."""
+        """Run the target over the sequences, padded with zeros to the longest.
+
+        The batch has logits only for the tokens `draft_ids`, [D] int64, but its `target_ids` are
+        the likeliest of the whole vocabulary. Its tensors are on the device. Raises RunnerError if
+        a sequence does not fit into the KV cache.
+        """
         lengths = [len(sequence.token_ids) for sequence in sequences]
         rows, longest = len(lengths), max(lengths)
         hidden_size = int(self._model.config.hidden_size)
@@ -215,7 +220,10 @@ class TargetReader:
 
 @dataclass(frozen=True)
 class TrainingEngine:
-    """An engine that generates replies, and its parts, which a `TargetReader` shares."""
+    """An engine that generates replies, and the parts that a `TargetReader` uses as well.
+
+    While the reader runs, the engine must be idle: the reader overwrites its KV blocks.
+    """
 
     engine: Engine
     parts: RunnerParts
