@@ -36,7 +36,7 @@ from ..engine.engine_client import WorkerFailed
 
 # GPU name -> bytes per second, as measured with a kernel that only reads (docs/measurements.md).
 PEAK_BANDWIDTH = {"NVIDIA H100 80GB HBM3": 3.08e12, "NVIDIA H200": 4.235e12}
-_GRACE_SECONDS = 5.0  # that the worker gets to exit
+_GRACE_SECONDS = 5.0  # time for the worker to exit before it is killed
 _MIN_REQUESTS = 8  # per iteration when drafting, since acceptance varies between requests
 
 
@@ -60,7 +60,10 @@ class Workload:
         return self.num_iters * (-(-_MIN_REQUESTS // batch_size) if speculates else 1)
 
     def num_runs(self, speculates: bool) -> int:
-        """The total number of batches to run, including warm-up."""
+        """The number of batches that all batch sizes together run, including warm-up.
+
+        With drafts, small batches run more often; see `num_whole_runs`.
+        """
         return sum(
             self.num_warmup + self.num_iters + self.num_whole_runs(batch_size, speculates)
             for batch_size in self.batch_sizes
@@ -184,10 +187,12 @@ class OfflineBench:
         peak: float | None = None,
         tick: Callable[[], object] = lambda: None,
     ) -> dict[str, Any]:
-        """Warm up and time one batch size; returns its figures.
+        """Warm up and time one batch size; returns its `figures`.
 
         Calls `tick` after each run. `peak` is the bandwidth for the roofline, in bytes per second.
-        The fastest run counts, or with a drafter the mean of the long runs."""
+        The prompts' time is that of the fastest short run. Of the long runs the fastest counts, or
+        with a drafter their mean; "num_runs" is their number.
+        """
 
         async def iterations(num_tokens: int, count: int) -> list[Timing]:
             timings = []

@@ -135,7 +135,7 @@ class StreamedChoice:
     around: tuple[bytes, bytes] | None = None  # bytes before and after a chunk's text
 
     def is_overdue(self, num_tokens: int, shown: bool) -> bool:
-        """Count tokens; whether to send an empty chunk as a sign of life.
+        """Count tokens that have arrived; True if an empty chunk must be sent as a sign of life.
 
         `shown` means that a chunk is sent for these tokens anyway.
         """
@@ -167,7 +167,11 @@ class ChunkFramer(Framer):
     def choices(
         self, item: GenerationEvent, streamed: StreamedChoice
     ) -> Sequence[ChunkChoice | CompletionChoice]:
-        """The choices to send for an event, one per chunk."""
+        """The choices to send now that this event has arrived, one per chunk; may be empty.
+
+        They may include earlier events that were held back. `streamed` is the state of the event's
+        choice; an implementation sets `began` at the first content of each choice.
+        """
 
     @abstractmethod
     def text_choice(self, index: int, text: str) -> ChunkChoice | CompletionChoice | None:

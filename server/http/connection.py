@@ -125,7 +125,11 @@ class Connection(HttpToolsProtocol):
     # --- what uvicorn calls -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Called by asyncio: a client has connected."""
+        """Called by asyncio: a client has connected.
+
+        Starts the timer, if there is a time-out. If too many connections are open, closes idle ones
+        or refuses this one.
+        """
         super().connection_made(transport)
         self._head_since = self._since = self.loop.time()
         if len(self.connections) > self._most:
@@ -147,7 +151,11 @@ class Connection(HttpToolsProtocol):
             self._refuse(TooManyConnections())
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Called by asyncio: the connection is closed."""
+        """Called by asyncio: the connection is closed.
+
+        Drops the requests that wait, and reports the disconnect to the running one, if its reply is
+        unfinished.
+        """
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -158,7 +166,11 @@ class Connection(HttpToolsProtocol):
             self._running.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Called by asyncio: bytes have arrived."""
+        """Called by asyncio: bytes have arrived.
+
+        If they are not a valid request, or its head is too large, the client gets an error and the
+        connection is closed; see `_refuse`.
+        """
         began = self._head_since
         self._got_body = False
         self._unset_keepalive_if_required()
@@ -207,7 +219,10 @@ class Connection(HttpToolsProtocol):
         raise ValueError(error.message)
 
     def on_headers_complete(self) -> None:
-        """Called by the parser at the end of a request's head."""
+        """Called by the parser at the end of a request's head.
+
+        Stops the parser if the head is too large or too many requests wait on the connection.
+        """
         self._head_since = None
         self._head_bytes = 0
         self._in_body = True

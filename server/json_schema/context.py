@@ -34,15 +34,19 @@ class Context:
             schema.pop(name, None)
 
     def target(self, reference: str) -> Any:
-        """The schema that a reference points to, following further references.
+        """The schema that a reference points to.
 
-        Raises SchemaError if there is none, or the references form a circle."""
+        A target that consists of `$ref` alone is followed; one with other keywords beside it is
+        returned as it is. Raises SchemaError if the target does not exist, lies outside the schema
+        or is not a valid schema, if the references form a circle, or if the budget is exceeded.
+        """
         return self._followed(reference)[1]
 
     def link(self, reference: str) -> str:
-        """The reference, in the prepared schema, to the definition of this reference's target.
+        """Translate a reference of the given schema to one of the prepared schema, `#/$defs/NAME`.
 
-        Adds the target to `pending` if it is new."""
+        Adds the definition to `pending` if it is new. Raises SchemaError as `target` does.
+        """
         pointer, schema = self._followed(reference)
         if pointer not in self._names:
             plain = _PLAIN.fullmatch(pointer)

@@ -36,7 +36,12 @@ class Llama3JsonToolParser(JsonToolParser):
                 return
 
     def _calls(self, raw: str) -> Wait[None]:
-        """Parse consecutive calls; `raw` precedes the first, and is content if there is none."""
+        """Parse consecutive calls until other text follows.
+
+        `raw` is the space and the tag, if any, read before the first call. It is dropped if a
+        call follows. If the tag is followed by text that does not begin like JSON, `_built_in`
+        parses that. Otherwise `raw` is content.
+        """
         while True:
             raw += yield from self.take_space()
             before = self.num_calls
