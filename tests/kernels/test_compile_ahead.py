@@ -13,6 +13,8 @@ import pytest
 
 from slipstream.kernels.compile_log import CompileLog, watch_compilations
 
+from ..cases import some
+
 FOLDER = Path(__file__).parents[1] / "lab"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
@@ -54,14 +56,18 @@ def save_configs(folder: Path) -> list[str]:
 
 
 @needs_triton
-def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("case", "fewest"),
+    some([("alone", 80), ("drafting", 120), ("eager", 100)], [("drafting", 120)]),
+)
+def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(
+    case: str, fewest: int, tmp_path: Path
+) -> None:
     """This also holds for a server with other limits than the dry start assumes."""
-    output = run_script("dry_launches.py", *save_configs(tmp_path))
-    cases = [json.loads(line) for line in output.splitlines()[-3:]]
-    assert [case["later"] for case in cases] == [[], [], []]
-    assert [case["early"] for case in cases] == [[], [], []]
-    alone, drafting, eager = (case["started"] for case in cases)
-    assert 40 < alone < drafting and 40 < eager < drafting
+    output = run_script("dry_launches.py", *save_configs(tmp_path), case)
+    found = json.loads(output.splitlines()[-1])
+    assert found["later"] == found["early"] == []
+    assert found["started"] >= fewest
 
 
 @needs_triton

@@ -16,14 +16,15 @@ KERNELS = FOLDER.parents[1] / "kernels"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-def test_every_kernel_compiles_for_sm_90a() -> None:
+@pytest.mark.parametrize("forms", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=str)
+def test_every_kernel_compiles_for_sm_90a(forms: tuple[str, ...]) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["SLIPSTREAM_PDL"] = "1"  # each kernel with dependent launch
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     compiled: set[str] = set()
-    for script in ("compile_sm90.py", "compile_linear.py"):
+    for script, *arguments in (("compile_sm90.py", *forms), ("compile_linear.py",)):
         result = subprocess.run(
-            [sys.executable, str(FOLDER / script)],
+            [sys.executable, str(FOLDER / script), *arguments],
             env=environment,
             capture_output=True,
             text=True,

@@ -1,7 +1,7 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
-Usage: `dry_launches.py MODEL DRAFTER`. `test_compile_ahead.py` runs it in a process of its own,
-since Triton decides at import whether it compiles or interprets. Nothing is compiled; the script
+Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager`. `test_compile_ahead.py` runs it in a
+process of its own, since Triton decides at import whether it compiles or interprets. Nothing is compiled; the script
 only counts the specializations of each kernel.
 """
 
@@ -203,11 +203,11 @@ def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> di
     return {"started": len(started), "early": own.early(assumed), "later": later}
 
 
-def main(model: str, drafter: str) -> None:
-    """Print a line of JSON for the model alone, one with the drafter, and one without graphs."""
+def main(model: str, drafter: str, case: str) -> None:
+    """Print a line of JSON for the model alone, with the drafter, or with it and without graphs."""
     with without_gpu(H100):
-        for case in ((model, None), (model, drafter), (model, drafter, True)):
-            print(json.dumps(launches(*case)))
+        found = launches(model, None if case == "alone" else drafter, case == "eager")
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":
