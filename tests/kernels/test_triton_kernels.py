@@ -16,6 +16,7 @@ from slipstream.kernels.drafts import prepare_draft
 from slipstream.kernels.linear import activation, norm_rope
 from slipstream.kernels.linear.rotation import Rotation
 
+from ..cases import some
 from .step_buffers import POISON, poisoned_buffers, sampled_tokens
 
 pytestmark = [
@@ -73,7 +74,7 @@ def heads_of(tokens: int, num_heads: int, dim: int, dtype: torch.dtype) -> Tenso
     return torch.randn(tokens, num_heads + 2, dim).to(dtype)[:, 1 : num_heads + 1]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", some(DTYPES, (torch.bfloat16,)))
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("dim", "rot_dim"), [(64, 64), (48, 48), (64, 32)])
 @pytest.mark.parametrize("num_kv_heads", [0, 2])

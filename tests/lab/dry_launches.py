@@ -1,8 +1,8 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
 Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager`. `test_compile_ahead.py` runs it in a
-process of its own, since Triton decides at import whether it compiles or interprets. Nothing is compiled; the script
-only counts the specializations of each kernel.
+process of its own, since Triton decides at import whether it compiles or interprets. Nothing is
+compiled; the script only counts the specializations of each kernel.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from slipstream.kernels.attention import rotary_attention
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
 from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv_reference
 
+from ...cases import some
 from ..attention_inputs import rotary_inputs
 
 pytestmark = [
@@ -114,16 +116,16 @@ def check(
     )
 
 
-@pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize(
-    ("query_len", "heads"),
-    [
-        (1, (6, 2)),
-        (5, (9, 3)),
-        pytest.param(1, (4, 4), marks=pytest.mark.slow),
-        pytest.param(4, (6, 2), marks=pytest.mark.slow),
-    ],
+    ("query_len", "heads", "heads_first", "splits"),
+    some(
+        [
+            (*rows, *how)
+            for rows in ((1, (6, 2)), (5, (9, 3)), (1, (4, 4)), (4, (6, 2)))
+            for how in itertools.product((False, True), (1, 4))
+        ],
+        kept=[(5, (9, 3), False, 4), (1, (6, 2), True, 1), (5, (9, 3), True, 4)],
+    ),
 )
 def test_steps_with_padding(
     query_len: int,
@@ -142,16 +144,13 @@ def test_steps_with_padding(
 
 @pytest.mark.parametrize(
     ("query_len", "window", "least_keys", "last_sums", "alone"),
-    [
-        *[(1, None, 16, 16, 23), (4, None, 16, 0, 50), (4, 20, 40, 0, 0)],
-        *[
-            pytest.param(*values, marks=pytest.mark.slow)
-            for values in (
-                *[(1, None, 5, 0, 0), (1, None, 40, 16, 0)],
-                *[(4, None, 5, 16, 0), (4, 20, 16, 16, 0)],
-            )
+    some(
+        [
+            *[(1, None, 16, 16, 23), (4, None, 16, 0, 50), (4, 20, 40, 0, 0), (1, None, 5, 0, 0)],
+            *[(1, None, 40, 16, 0), (4, None, 5, 16, 0), (4, 20, 16, 16, 0)],
         ],
-    ],
+        kept=[(1, None, 16, 16, 23), (4, 20, 40, 0, 0)],
+    ),
 )
 def test_splits_without_work(
     query_len: int,
@@ -184,8 +183,8 @@ def test_pages_of_several_tiles(page: int, monkeypatch: pytest.MonkeyPatch) -> N
     check(monkeypatch, args, {"splits": 2, "block_n": 16, "early": True}, sliding_window=40)
 
 
-@pytest.mark.parametrize("splits", [1, 2])
-@pytest.mark.parametrize("window", [1, 3, 20])
+@pytest.mark.parametrize("splits", some((1, 2), (2,)))
+@pytest.mark.parametrize("window", some((1, 3, 20), (3, 20)))
 def test_sliding_window(window: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, case(3, [33, 3, 0]), {"splits": splits}, sliding_window=window)
 
@@ -194,9 +193,13 @@ def test_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, case(2, [33, 5]), {"splits": 2}, softcap=2.0)
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize("num_parts", [0, 3])
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("num_parts", "has_norms", "interleaved"),
+    some(
+        itertools.product((0, 3), (False, True), (False, True)),
+        kept=[(0, False, True), (0, True, False), (3, True, True)],
+    ),
+)
 def test_parts_norms_and_a_part_that_rotates(
     num_parts: int, has_norms: bool, interleaved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

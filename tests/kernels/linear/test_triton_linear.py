@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,8 @@ from slipstream.kernels.linear import head_sample, linear, norm_rope
 from slipstream.kernels.linear.linear_choice import Choice, Gemv, Skinny
 from slipstream.kernels.linear.rotation import Rotation
 from slipstream.kernels.sampling import sample
+
+from ...cases import some
 
 pytestmark = [
     pytest.mark.usefixtures("triton_interpreter"),
@@ -62,7 +65,10 @@ def normed(x: Tensor, norm: tuple[Tensor, float]) -> Tensor:
 
 
 @pytest.mark.parametrize("choice", [*ONE_ROW, *OTHER_ONE_ROW, Skinny(64, 64, 3, 4, 1, 16, norm=1)])
-@pytest.mark.parametrize(("size", "dtype"), [(64, torch.bfloat16), (200, torch.float16)])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    some([(64, torch.bfloat16), (200, torch.float16)], kept=[(200, torch.float16)]),
+)
 def test_one_row(choice: Gemv | Skinny, size: int, dtype: torch.dtype) -> None:
     roundings = 1
     if isinstance(choice, Skinny):
@@ -195,9 +201,13 @@ def test_norm_of_parts(dtype: torch.dtype) -> None:
         torch.testing.assert_close(got, expected, rtol=1.6e-2, atol=1.6e-2)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("num_parts", [0, 3])
-@pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize(
+    ("num_parts", "has_norms", "dtype"),
+    some(
+        itertools.product((0, 3), (False, True), HALVES),
+        kept=[(0, True, HALVES[0]), (3, False, HALVES[1]), (3, True, HALVES[0])],
+    ),
+)
 def test_rotary_of_parts(num_parts: int, has_norms: bool, dtype: torch.dtype) -> None:
     """Sum, head norms, rotation and KV write start from the parts of a fused QKV projection."""
     shape = (num_parts, 7, 8, 64) if num_parts else (7, 8, 64)
