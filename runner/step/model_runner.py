@@ -147,11 +147,11 @@ class ModelRunner:
         return self.sample(plan)
 
     def warm_up(self) -> None:
-        """Run a small step on dummy rows, so that no request waits for lazy set-up."""
+        """Run a small step on dummy rows and wait for it, so that no request waits for set-up."""
         self._queue.call(self._warm_up)
 
     def capture(self) -> None:
-        """Capture the graphs of target and drafter, if graphs are wanted."""
+        """Capture the graphs of target and drafter, if graphs are wanted; returns when done."""
         self._queue.call(self._capture)
 
     def capture_reports(self) -> list[CaptureReport]:
@@ -164,7 +164,7 @@ class ModelRunner:
         return [report for report in reports if report is not None]
 
     def note_traffic(self, engine: EngineT) -> EngineT:
-        """Add the bytes that a decode step reads to the engine's `ready`."""
+        """Add the bytes that a decode step reads to the engine's `ready`; returns the engine."""
         note_traffic(engine.ready, self._target.model, self._target.cache, self.speculator)
         return engine
 
@@ -177,9 +177,9 @@ class ModelRunner:
         self._queue.call(job)
 
     def exchange_drafter(self, swap: Callable[[], None]) -> None:
-        """Change the drafter's weights by `swap` between two steps.
+        """Call `swap`, which changes the drafter's weights, between two steps, and wait for it.
 
-        Later steps verify no draft that was made with the old weights.
+        Later steps verify no draft that was made with the old weights. Raises what `swap` raises.
         """
 
         def job() -> None:
