@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import random
+import re
 import sys
 import time
 from collections import Counter
@@ -26,6 +27,9 @@ from traffic import RunningServer, at_rest, mixed_request, send  # noqa: E402
 
 # Allowed growth; allocators do not return all freed memory to the system.
 GROWTH_MIB = {"server": 32, "worker": 64}
+# A large KV cache grows as the system provides each page when it is first written. Its pages are
+# measured apart from the rest; they are in mappings of equal size, one for each layer.
+CACHE_MAPPINGS, CACHE_KIB = 8, 8 << 10  # least number of such mappings, and least size of each
 # With a small KV cache, all of its memory is soon in use, and requests are preempted.
 FLAGS = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(32 << 20))
 ABORTED = 0.35  # share of the requests that the client may drop
@@ -35,17 +39,32 @@ ABORTED = 0.35  # share of the requests that the client may drop
 class Held:
     """The memory (MiB), file descriptors and threads of a process."""
 
-    mib: float
+    mib: float  # without the cache
+    cache_mib: float  # of a large KV cache, the pages that have been written
     fds: int
     threads: int
 
     @classmethod
     def by(cls, process: psutil.Process) -> Held:
         """Measure a process."""
-        return cls(process.memory_info().rss / 2**20, process.num_fds(), process.num_threads())
+        cache = written_cache(process.pid)
+        rss = process.memory_info().rss / 2**20
+        return cls(rss - cache, cache, process.num_fds(), process.num_threads())
 
     def __str__(self) -> str:
-        return f"{self.mib:.0f} MiB, {self.fds} fds, {self.threads} threads"
+        cache = f" and {self.cache_mib:.0f} of the KV cache" if self.cache_mib else ""
+        return f"{self.mib:.0f} MiB{cache}, {self.fds} fds, {self.threads} threads"
+
+
+def written_cache(pid: int) -> float:
+    """MiB in memory of a large KV cache; 0 if the process has none."""
+    in_memory: dict[int, list[int]] = {}  # KiB: size of a mapping -> what is in memory of each
+    for mapping in Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:"):
+        found = dict(re.findall(r"^(Size|Rss|Anonymous): +(\d+) kB", mapping, re.MULTILINE))
+        if found and found["Anonymous"] == found["Rss"] != "0" and int(found["Size"]) > CACHE_KIB:
+            in_memory.setdefault(int(found["Size"]), []).append(int(found["Rss"]))
+    layers = [sum(each) for each in in_memory.values() if len(each) >= CACHE_MAPPINGS]
+    return max(layers, default=0) / 1024
 
 
 async def load(
@@ -125,8 +144,11 @@ def main() -> int:
     parser.add_argument("--requests", type=int, help="number of requests; replaces --minutes")
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--default-cache", action="store_true", help="1 GiB, not 32 MiB, of KV cache"
+    )
     options = parser.parse_args()
-    server = RunningServer(*FLAGS).wait_ready()
+    server = RunningServer(*(() if options.default_cache else FLAGS)).wait_ready()
     try:
         pauses = max(4, int(options.minutes * 2) if options.requests is None else 30)
         seconds, seed, parallel = options.minutes * 60, options.seed, options.parallel

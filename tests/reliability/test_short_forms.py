@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from ..end_to_end.running_server import RunningServer
-from . import conformance, fuzz, kill_worker, loop, slow_clients, soak
+from . import conformance, fuzz, grammars, kill_worker, loop, slow_clients, soak
 
 # Bodies that are rejected or cheap; the long check also sends those that cost the worker much.
 SHORT_LOOP = [
@@ -38,6 +38,17 @@ def test_large_bodies_delay_neither_the_event_loop_nor_streams(hardened: Running
 
     Here it is 3 and 4 times that, because other tests may run on the machine at the same time."""
     faults = loop.run(hardened, SHORT_LOOP, 3 * loop.MAX_LAG, 4 * loop.MAX_GAP)
+    assert not faults, "\n".join(faults)
+
+
+def test_hostile_grammars_delay_a_step_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound is 0.2 s for one grammar and for several together.
+
+    Before their sum had a limit, four grammars delayed a step by 0.3 s.
+    """
+    monkeypatch.setattr(grammars, "SECONDS", 2.0)
+    own = grammars.preset_vocabulary()
+    faults = grammars.run([lambda: own], ["letters", "e e"], [1, 4], [4], 2 * grammars.MAX_HOLD)
     assert not faults, "\n".join(faults)
 
 
