@@ -26,8 +26,11 @@ def compiling_only(executor: Executor) -> Iterator[dict[Any, Any]]:
     """Inside, each launch of a Triton kernel only submits its compilation to `executor`.
 
     A kernel is compiled once for each specialization. Yields a dictionary from key to
-    `FutureKernel` that grows with every new one; leaving the block waits for all of them. It
-    affects this thread only, and must not be used while a graph is being captured.
+    `FutureKernel` that grows with every new one. Leaving the block waits for all of them and shuts
+    `executor` down. It raises nothing if a compilation failed: `FutureKernel.future` has its error.
+
+    Only this thread may launch kernels meanwhile: in other threads, too, a launch would run
+    nothing. No graph may be captured meanwhile, and blocks cannot be nested.
     """
     from triton import AsyncCompileMode
     from triton.runtime.jit import JITFunction
@@ -53,9 +56,12 @@ def compiling_only(executor: Executor) -> Iterator[dict[Any, Any]]:
 class ForkingExecutor(Executor):
     """Runs each job in a fork of this process, at most `max_workers` at once.
 
-    A job's result is True if it compiled something, and False if everything was on disk. Threads
-    would be slower: a compilation holds Python's lock for a fifth of its time. The process must
-    have a single thread and no CUDA context.
+    A job's result is True if it compiled something, and False if everything was on disk. If the
+    job failed, the fork prints a traceback and its future has a RuntimeError. Futures become done
+    only within `submit` and `shutdown`, so wait for them with `shutdown`. The process must have a
+    single thread, no CUDA context and no other child processes.
+
+    Threads would be slower: a compilation holds Python's lock for a fifth of its time.
     """
 
     def __init__(self, max_workers: int) -> None:
@@ -105,7 +111,10 @@ def _run_and_exit(job: Callable[[], Any]) -> None:
 @contextmanager
 def without_gpu(card: Card) -> Iterator[None]:
     """Inside, meta tensors are treated as tensors on `card`, and Triton compiles for it without a
-    driver. This process cannot launch kernels afterwards: Triton keeps the stand-in."""
+    driver.
+
+    This process cannot run kernels afterwards: Triton keeps the stand-in for its driver.
+    """
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 

@@ -33,7 +33,8 @@ class Compiler:
     """Compiles grammars for one vocabulary.
 
     `vocab` is in id order and has b"" for tokens without text. `vocab_size` is the width of the
-    logits. See `build_grammar_backend` for `vocab_type`.
+    logits; tokens beyond it are ignored. See `build_grammar_backend` for `vocab_type`. Raises
+    ImportError without xgrammar, and changes what this process can import: see `load_library`.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class Compiler:
         self._compile(GrammarSpec("json_object"))
 
     def compile(self, spec: GrammarSpec) -> Any:
-        """Compile a grammar, for `matcher`. Raises ValueError if it is invalid."""
+        """Compile a grammar, for `matcher`. Raises ValueError with a reason if it is invalid."""
         prepared = prepare_grammar(spec)
         try:
             return self._compile(prepared)
@@ -107,7 +108,7 @@ class Compiler:
 
 
 class XGrammarMatcher:
-    """One request's position in a grammar. Checks its arguments; see `GrammarMatcher`."""
+    """One request's position in a grammar: a `GrammarMatcher` around the library's."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher = matcher
@@ -139,11 +140,12 @@ class XGrammarMatcher:
 
 
 def load_library() -> Any:
-    """Import xgrammar's classes without its package's own imports (torch, transformers, pydantic).
+    """Import xgrammar without torch, transformers and pydantic; returns its module of C++ classes.
 
-    Those would cost every compiling process seconds and 250 MB, and serve only for arguments of
-    their types. A stand-in module for the package lets Python find its submodules without running
-    its `__init__`.
+    Its package imports those three, which would cost every compiling process seconds and 250 MB,
+    only to accept arguments of their types. A stand-in module for the package lets Python find its
+    submodules without running its `__init__`. From then on `import torch` fails in this process,
+    unless torch was imported before. Raises ImportError if xgrammar is not installed.
     """
     found = importlib.util.find_spec("xgrammar")
     if found is None or found.submodule_search_locations is None:
