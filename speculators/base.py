@@ -82,7 +82,10 @@ class DraftInputs:
 
 
 class DraftHost(Protocol):
-    """What the runner offers a drafter while it is built."""
+    """What the runner offers a drafter, which may keep it and use it in every step.
+
+    A drafter calls `load_draft_model` only while it is built.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -95,7 +98,8 @@ class DraftHost(Protocol):
     def load_draft_model(self, kind: str, speculative: SpeculativeConfig) -> Any:
         """Build the draft architecture `kind`, load its weights and register its attention layers.
 
-        Returns a `DraftModel`; for "draft_model" a served model of the runner.
+        Where the checkpoint has no embeddings or output head, the target's are shared. Returns a
+        `DraftModel`; for "draft_model" a served model of the runner.
         """
 
     def upload(self, array: np.ndarray, out: Tensor | None = None) -> Tensor:
@@ -177,7 +181,11 @@ class DraftModelSpeculator(BaseSpeculator):
 
     @property
     def probabilistic(self) -> bool:
-        """Whether drafts are drawn from the drafter's distribution, or are its likeliest tokens."""
+        """Whether drafts are drawn from the drafter's distribution, or are its likeliest tokens.
+
+        With `draft_sampling: auto` they are drawn if the logits of all drafts fit in
+        MAX_DRAFT_LOGITS_BYTES.
+        """
         if self.config.draft_sampling != "auto":
             return self.config.draft_sampling == "probabilistic"
         size = self.host.max_num_reqs * self.num_drafts * self.host.vocab_size * 4

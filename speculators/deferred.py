@@ -34,13 +34,15 @@ class BuildAttention(Protocol):
 
 
 class DeferredTokens:
-    """The tokens that a drafter has not processed yet, by slot.
+    """Keeps the hidden states of tokens that a drafter has not processed yet, by slot.
 
-    The host counts them. Position p of a request is in column p mod `capacity` of its ring.
+    Position p of a request is in column p mod `capacity` of its slot's ring. Token ids are not
+    kept, as the request table has them. The runner counts the tokens (`DraftInputs.num_deferred`)
+    and must not let a request have more than `capacity`.
     """
 
     def __init__(self, host: DraftHost, width: int, keeps_hidden: bool, shift: int) -> None:
-        """`width`: of the hidden states, if `keeps_hidden`.
+        """`width`: of the hidden states. Without `keeps_hidden` the drafter reads none: no ring.
 
         `shift`: the model reads the token id of position p + shift together with position p.
         """
@@ -56,7 +58,7 @@ class DeferredTokens:
             )
 
     def keep(self, inputs: DraftInputs, hidden: Tensor) -> None:
-        """Keep the hidden states [>= N, width] of a step with one token per row."""
+        """Keep the hidden states [>= N, width] of a deferred step, which has one token per row."""
         if self._ring is None:
             return
         rows = inputs.num_reqs
@@ -66,7 +68,11 @@ class DeferredTokens:
     def catch_up(
         self, inputs: DraftInputs, model: DraftModel, max_position: int, build: BuildAttention
     ) -> None:
-        """Write the KV of all tokens that the requests of this step have missed."""
+        """Write the KV of all tokens that the requests of this step have missed.
+
+        `inputs` are those of the present step, which is processed afterwards. Positions are limited
+        to `max_position` - 1.
+        """
         counts = np.asarray(inputs.num_deferred, dtype=np.int32)
         for rows in _groups(counts, self._host.max_num_tokens):
             self._catch_up_rows(inputs, rows, counts[rows], model, max_position, build)

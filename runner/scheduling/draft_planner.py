@@ -40,10 +40,13 @@ class DraftPlanner:
         learns: bool = True,
         may_defer: bool = True,
     ) -> None:
-        """`trims`: a row that was scheduled for a draft but has none costs nothing.
+        """`max_deferred_tokens`: how many tokens of a request the drafter may leave unprocessed; 0
+        if it keeps no KV of its own, so that it may skip any number of steps.
 
+        `trims`: a row that was scheduled for a draft but has none costs nothing.
         `learns`: K is chosen by acceptance and cost; False for a fixed K, which needs neither.
         Without `may_defer` the drafter takes part in every step, as other ranks' passes need it.
+        `clock` is in seconds; step durations are measured with it.
         """
         self.controller = controller
         self._max_deferred = max_deferred_tokens
@@ -62,7 +65,11 @@ class DraftPlanner:
         self._log_at = float("-inf")
 
     def complete(self, plan: StepPlan) -> int:
-        """Fill in the fields of `plan` that concern drafts; returns K of the next step."""
+        """Choose K, and fill in the fields of `plan` that concern drafts; call once for each step.
+
+        Returns how many drafts a request may have in the next step. For a step of prefill chunks
+        only, that is K of the last step with other rows.
+        """
         for new in plan.new_requests:
             self._enter(new, plan.step_id)
         slots = [row.slot for row in plan.rows if not row.is_prefill]
@@ -94,7 +101,10 @@ class DraftPlanner:
     def land(
         self, plan: StepPlan, results: Sequence[RowResult], texts: Callable[[], list[Sequence[int]]]
     ) -> None:
-        """Learn from a step's results; `texts` returns the tokens of its requests."""
+        """Learn acceptance and the step's duration from its results, one for each of its rows.
+
+        `texts` returns the tokens of its requests. It is called only if the watchdog wants them.
+        """
         rows, results = self._sampling_rows(plan, results)
         if not self._trims:  # a row without a draft costs as much as one with a wrong draft
             counts = [row.num_draft_tokens for row in rows]
@@ -202,7 +212,7 @@ class DraftPlanner:
 
 
 class DraftFacts(Protocol):
-    """The facts about a model runner that the planner needs."""
+    """The facts about a model runner that the planner needs. They are read once."""
 
     @property
     def device(self) -> str: ...
@@ -210,6 +220,7 @@ class DraftFacts(Protocol):
     @property
     def needs(self) -> SpeculatorNeeds: ...
 
+    # (N, K) -> seconds of a step, as measured at start-up; may be empty
     @property
     def step_seconds(self) -> Mapping[tuple[int, int], float]: ...
 

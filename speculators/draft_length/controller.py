@@ -92,14 +92,22 @@ class DraftController:
         self._held = num_drafts
 
     def restart(self, slot: int, cap: int | None, greedy: bool) -> None:
-        """A new request has the slot; it wants at most `cap` drafts per step."""
+        """Forget the slot's last request: a new one has it.
+
+        `cap`: the most drafts per step that the request wants; None = no limit, 0 or less = none.
+        `greedy`: its temperature is 0. Otherwise a K of its own (`per_request`) may not depend on
+        the size of the batch, because its text depends on its drafts.
+        """
         self._caps[slot] = self._max_drafts if cap is None else min(max(cap, 0), self._max_drafts)
         self._acceptance.restart(slot)
         if self._requests is not None:
             self._requests.restart(slot, greedy)
 
     def choose(self, slots: Sequence[int]) -> DraftLength:
-        """How many drafts to make for the next step of these requests; call once for each step."""
+        """How many drafts to make for the next step of these requests, 0 if there are none.
+
+        Call it once for each step, because it counts steps and starts probes.
+        """
         caps = self._caps[list(slots)]
         most = int(caps.max(initial=0))
         if not most:
@@ -122,7 +130,10 @@ class DraftController:
     def observe(
         self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
     ) -> None:
-        """Learn from one step's sampling rows; `drafted` is 0 where a row verified no draft."""
+        """Learn acceptance from one step's sampling rows, of different slots.
+
+        `drafted`: the drafts that each row verified, or 0; `accepted`: how many were accepted.
+        """
         if self._requests is not None:
             self._requests.observe(slots, drafted, accepted)
             return

@@ -34,7 +34,7 @@ class Watchdog:
     """The health of one drafter: "healthy", "off", or "probe" (drafting a little to find out)."""
 
     def __init__(self, method: str, clock: Callable[[], float] = time.monotonic) -> None:
-        self.num_troubles = dict.fromkeys(SIGNS, 0)  # times each was detected
+        self.num_troubles = dict.fromkeys(SIGNS, 0)  # times each was detected; "drop" stops nothing
         self._method, self._clock = method, clock
         self._trouble = ""  # "" = healthy
         self._probing = False
@@ -45,7 +45,10 @@ class Watchdog:
 
     @property
     def is_healthy(self) -> bool:
-        """Whether the drafter is in use."""
+        """False from the time when the drafter is stopped until a probe succeeds.
+
+        It stays False during a probe, although the drafter then makes a few drafts.
+        """
         return not self._trouble
 
     def new_drafter(self) -> None:
@@ -55,7 +58,10 @@ class Watchdog:
         self._drafted = self._accepted = self._in_vain = 0
 
     def state(self) -> str:
-        """ "healthy": draft as usual; "off": do not draft; "probe": draft a little to find out."""
+        """ "healthy": draft as usual; "off": do not draft; "probe": draft a little to find out.
+
+        This call starts a probe when one is due; `observe` ends it.
+        """
         if not self._trouble:
             return "healthy"
         if not self._probing and self._clock() >= self._until:
@@ -73,8 +79,11 @@ class Watchdog:
     def observe(
         self, num_drafted: int, num_accepted: int, texts: Sequence[Sequence[int]] = ()
     ) -> None:
-        """Count a step's real drafts. `texts`: tokens of the requests that drafted, if
-        `wants_texts`."""
+        """Count a step's real drafts; this may stop the drafter or end a probe, which is logged.
+
+        `texts`: the newest tokens of each request that drafted, if `wants_texts`. Without them, no
+        loop is found.
+        """
         if self._trouble and not self._probing:
             return  # made before the drafter was stopped
         self._drafted += num_drafted
@@ -151,7 +160,10 @@ class Watchdog:
 
 
 def is_loop(tokens: Sequence[int]) -> bool:
-    """Whether the newest tokens are repetitions of a short sequence."""
+    """Whether the last `_LOOP_TOKENS` tokens repeat a sequence of at most `_LONGEST_PERIOD`.
+
+    False if there are fewer tokens.
+    """
     tail = list(tokens[-_LOOP_TOKENS:])
     if len(tail) < _LOOP_TOKENS:
         return False
