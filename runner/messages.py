@@ -42,8 +42,9 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     bad_words_token_ids: list[list[int]] = []
     min_tokens: int = 0
     stop_token_ids: list[int] = []  # the model's EOS ids included unless ignore_eos
-    logprobs: int | None = None  # top alternatives per emitted token, beside the chosen one
-    prompt_logprobs: int | None = None
+    # How many of the likeliest tokens to report for each emitted token, besides that token itself.
+    logprobs: int | None = None  # None = no log probabilities, 0 = those of emitted tokens only
+    prompt_logprobs: int | None = None  # the same for prompt tokens
     grammar: GrammarSpec | None = None
     speculative_enabled: bool = True
     speculative_max_tokens: int | None = None  # maximum number of drafts per step; None = no limit
@@ -112,7 +113,7 @@ class AbortRequests(msgspec.Struct, tag="abort"):
 
 
 class ResetPrefixCache(msgspec.Struct, tag="reset_prefix_cache"):
-    """Drop every cached block that no request holds."""
+    """Drop every cached block that no request holds. There is no reply."""
 
 
 class SetVocabulary(msgspec.Struct, tag="vocabulary"):
@@ -185,11 +186,13 @@ class Fatal(msgspec.Struct, tag="fatal"):
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log probabilities for one token position: the token itself, then the top alternatives."""
+    """Log probabilities for one position: of its token, and of the likeliest tokens there."""
 
     token_id: int
-    logprob: float
+    logprob: float  # natural logarithm
     rank: int  # 1 = most likely
+    # The likeliest first, as many as the request wants. They include `token_id` if it is likely
+    # enough.
     top_ids: list[int]
     top_logprobs: list[float]
 

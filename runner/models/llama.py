@@ -226,7 +226,7 @@ class DecoderLayer(nn.Module):
         return attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj
 
     def native_weights(self) -> LayerWeights | None:
-        """Its weights for `kernels.cpu.layers`; None if they are not all native."""
+        """See `NativeBlock`."""
         attend = self.self_attn
         return native_weights(
             self.linears(),

@@ -34,10 +34,13 @@ class NativeBlock(Protocol):
     """A decoder layer that the native code knows."""
 
     def linears(self) -> Sequence[Linear]:
-        """Those whose matrices `native_weights` holds."""
+        """Its projections: query, key and value fused; output; gate and up fused; down."""
 
     def native_weights(self) -> LayerWeights | None:
-        """Its weights, or None if they are not all native."""
+        """Its weights for the native code.
+
+        None unless every projection is loaded and native, so that it has a `matrix`.
+        """
 
 
 def native_weights(
@@ -49,8 +52,11 @@ def native_weights(
     mlp_out_norm: RMSNorm | None = None,
     head_norms: tuple[RMSNorm | None, RMSNorm | None] = (None, None),
 ) -> LayerWeights | None:
-    """A layer's weights; None if a projection's are not native. `linears`: query, key and value;
-    output; gate and up; down. `head_norms`: those of query and key heads."""
+    """A layer's weights; None unless every projection is loaded and native (`Linear.matrix`).
+
+    `linears`: see `NativeBlock.linears`. `activation`: "silu" or "gelu_tanh". The norms before
+    attention and MLP are required; those of their outputs and of query and key heads are optional.
+    """
     matrices = [linear.matrix for linear in linears]
     qkv, o, gate_up, down = matrices
     if qkv is None or o is None or gate_up is None or down is None:
@@ -91,7 +97,10 @@ class NativeDecoder:
         self._native: NativeLayers | None = None
 
     def runs(self, attention: AttentionState) -> bool:
-        """Whether a pass with this state can be native; torch must run it otherwise."""
+        """Whether native code can run a pass with this state; torch must run it otherwise.
+
+        When weights or caches have changed, this first gathers them again.
+        """
         caches, matrices = attention.kv_caches, [linear.matrix for linear in self._linears]
         if caches is not self._made_for[0] or matrices != self._made_for[1]:
             self._native = self._make(attention)
@@ -109,9 +118,10 @@ class NativeDecoder:
         keep: Callable[[int, Tensor], None] | None = None,
         first_input: Tensor | None = None,
     ) -> None:
-        """Take `stream` [M, H] through all layers, in place; `runs` must have said yes.
+        """Run all layers on `stream` [M, H], in place. Call it only if `runs(attention)` is True.
 
-        `keep` is called with each of `boundaries`, ascending, and the stream after so many layers.
+        `keep` is called with each of `boundaries`, ascending, and the stream after that number of
+        layers. It must copy the stream, which later layers overwrite. `positions`: [M] int64.
         `first_input`: see `NativeLayers.run`.
         """
         assert self._native is not None

@@ -77,7 +77,7 @@ class TokenGraphs:
         self._rejecting.capture(self._creator(self._reject))
 
     def profile_memory(self) -> int:
-        """Bytes that `capture` will need; leaves nothing captured."""
+        """Estimate the bytes that `capture` will need; leaves nothing captured."""
         drawing = self._drawing.profile_memory(self._creator(self._draw))
         return drawing + self._rejecting.profile_memory(self._creator(self._reject))
 
@@ -153,9 +153,10 @@ class TokenGraphs:
         handle: StepHandle,
         stream: CopyStream | None,
     ) -> tuple[Tensor, Tensor]:
-        """Replay, and start copying the results to the host on `stream`.
+        """Replay the graph of the batch, and start copying its results to the host on `stream`.
 
-        Returns views of `counts`: num_sampled and num_rejected, [N] int32 each.
+        Publishes the results in `handle`. Returns views of `counts`, which the next `run`
+        overwrites: num_sampled and num_rejected, [N] int32 each.
         """
         if self._copied is not None and stream is not None:  # usually it has finished long ago
             stream.main.wait_event(self._copied)
@@ -177,7 +178,11 @@ def create_token_graphs(
     table: RequestTable,
     buffers: InputBuffers,
 ) -> TokenGraphs | None:
-    """Create the graphs that follow the target's `graphs` of WHOLE steps; None if it has none."""
+    """Prepare the graphs that end WHOLE steps; `TokenGraphs.capture` captures them.
+
+    There is one for each of the target's `graphs` whose step is WHOLE and whose rows' logits fit
+    in memory at once. Returns None if there is none, or without `settings` or `graphs`.
+    """
     if settings is None or graphs is None:
         return None
     wanted = [
