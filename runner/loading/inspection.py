@@ -35,10 +35,14 @@ def ignore(name: str, num_bytes: int) -> None:
 
 
 class LoadMeter:
-    """Counts the bytes of the tensors that are used. All calls come from one thread."""
+    """Counts the bytes of the tensors that are used. Call it from one thread only."""
 
     def __init__(self, sizes: dict[str, int], progress: Progress | None) -> None:
-        """`sizes` holds the stored bytes of each tensor that is used."""
+        """`sizes` holds the stored bytes of each tensor that is used.
+
+        `progress` is called at once with 0, then at most about 200 times, the last time when all
+        bytes are counted.
+        """
         self._left = dict(sizes)
         self._done = self._told = 0
         self._total = sum(sizes.values())
@@ -46,7 +50,11 @@ class LoadMeter:
         self._tell(0, self._total)
 
     def read(self, name: str, num_bytes: int) -> None:
-        """Count bytes of a tensor that were just read."""
+        """Count bytes of a tensor that were just read, and report progress from time to time.
+
+        May be called repeatedly for parts of a tensor. No tensor counts for more than its size, and
+        tensors that are not in `sizes` do not count.
+        """
         counted = min(num_bytes, self._left.get(name, 0))
         if counted:
             self._left[name] -= counted
@@ -57,7 +65,7 @@ class LoadMeter:
                 self._tell(self._done, self._total)
 
     def finish(self, name: str) -> None:
-        """Count what is left of a tensor that was read whole."""
+        """Count all bytes of a tensor that `read` has not counted: it was read whole."""
         self.read(name, self._left.get(name, 0))
 
 
@@ -80,7 +88,9 @@ class FiniteCheck:
     def inspect(self, name: str, weight: Tensor | StoredRows) -> None:
         """Note the least and the greatest value, without waiting for the device.
 
-        Both are NaN if one value is. This reads each value once: 20 GB/s on one core.
+        Both are NaN if one value is. This reads each value once: 20 GB/s on one core. It does
+        nothing for meta tensors, integers and 8-bit floats. Of stored quantised rows it inspects
+        the scales of their blocks.
         """
         if isinstance(weight, StoredRows):
             pieces = _pieces_of_rows(weight)
@@ -94,7 +104,10 @@ class FiniteCheck:
             self._ends.append((name, torch.cat(ends)))
 
     def report(self) -> list[str]:
-        """Log a warning that names the tensors with values that are not finite; returns them."""
+        """The names, sorted, of the tensors with values that are not finite.
+
+        If there are any, it logs a warning that names the first five. Waits for the device.
+        """
         found = sorted(name for name, ends in self._ends if not bool(ends.isfinite().all()))
         if found:
             shown = ", ".join(found[:_MAX_NAMED])

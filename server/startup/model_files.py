@@ -66,9 +66,10 @@ def _local(name: str) -> Path | None:
 def _checked(
     name: str, revision: str | None, load_format: str, overrides: dict[str, Any], whole: bool = True
 ) -> dict[str, Any]:
-    """The model's config in the form of a config.json, after checks; empty if unknown.
+    """The model's config in the form of a config.json, after checks; empty if there is none.
 
-    `whole` means a complete model. A draft head is not one and may name any architecture.
+    `whole` means a complete model. A draft head is not one and may name any architecture. Raises
+    ModelFilesError.
     """
     path = _local(name)
     if path is None:
@@ -94,7 +95,10 @@ def _checked(
 
 
 def _check_folder(folder: Path, config: dict[str, Any]) -> None:
-    """Raise ModelFilesError if weights or configs in a folder are broken or contradict `config`."""
+    """Raise ModelFilesError if weights or configs in a folder are broken or contradict `config`.
+
+    An empty `config` contradicts no weights.
+    """
     counts = [_check_safetensors(file) for file in _safetensors(folder)]
     try:
         if counts:
@@ -107,7 +111,11 @@ def _check_folder(folder: Path, config: dict[str, Any]) -> None:
 
 
 def _served(name: str, raw: dict[str, Any], whole: bool) -> dict[str, Any]:
-    """The config of the language model in `raw`. Raises ModelFilesError if it is not supported."""
+    """The config of the language model in `raw`, the content of a config.json.
+
+    Raises ModelFilesError, with `name` in the message, if its quantisation is not supported, and
+    for a `whole` model (see `_checked`) if its architecture or one of its numbers is not.
+    """
     try:
         if whole:
             served_architecture(raw)

@@ -32,7 +32,10 @@ class GGUFError(Exception):
 
 
 class _Reader:
-    """A cursor over the memory-mapped file."""
+    """A cursor over the memory-mapped file, which each method moves on.
+
+    A file that is broken raises one of the errors that `_opened` turns into GGUFError.
+    """
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
@@ -65,7 +68,7 @@ class _Reader:
         return self.unpack(_SCALARS[kind])[0]
 
     def skip(self, kind: int, count: int) -> None:
-        """Skip an array of `count` items."""
+        """Skip an array of `count` items; returns None, which stands for its value."""
         if kind in _SIZES:
             self.position += count * _SIZES[kind]
         elif kind == _STRING:
@@ -77,7 +80,11 @@ class _Reader:
             raise ValueError(f"it has an array of the unsupported value type {kind}")
 
     def pairs(self, long_arrays: bool) -> tuple[int, dict[str, Any]]:
-        """The number of tensors, and all keys of the header with their values."""
+        """Read the header from its start: the number of tensors, and its keys with their values.
+
+        Without `long_arrays` the value of a long array is None. Leaves the cursor at the tensor
+        list. Raises ValueError or struct.error if the header is invalid or ends early.
+        """
         magic, version, tensors, count = self.unpack("4sIQQ")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(
@@ -104,6 +111,7 @@ class _Reader:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[_Reader]:
+    """Map a file for reading; errors of the reader inside the block become GGUFError."""
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             yield _Reader(data)
