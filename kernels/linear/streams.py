@@ -14,10 +14,10 @@ from .norm_rope import rms_norm_reference
 
 
 def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """Compute hidden + residual, [M, H], and write it to `out` if given.
+    """Compute hidden + residual, [M, H], and write it to `out` if given; returns it.
 
-    hidden: [M, H], or float32 parts [S, M, H] to sum; residual: [M, H], None = 0; out: [M, H], with
-    any row stride.
+    hidden: [M, H], or with a `residual` also float32 parts [S, M, H] to sum; residual: [M, H],
+    None = 0; out: [M, H], with any row stride. Without both, it returns `hidden` itself.
     """
     if out is None and residual is None:
         return hidden
@@ -34,7 +34,10 @@ def write_stream(hidden: Tensor, residual: Tensor | None, out: Tensor | None = N
 
 
 def stream_reference(hidden: Tensor, residual: Tensor | None) -> Tensor:
-    """Compute the sum that `write_stream` writes."""
+    """The plain version of `write_stream` without `out`. Parts need a `residual` here.
+
+    Without `residual` it returns `hidden` itself.
+    """
     if residual is None:
         return hidden
     if hidden.dim() > residual.dim():

@@ -64,7 +64,8 @@ def length_pattern(low: int, high: int | None) -> str:
 def whole_regex(text: str) -> Node:
     """The syntax tree, without anchors, of a pattern that must match a whole text.
 
-    Raises RegexError if it has anchors inside or expands to too many nodes."""
+    Raises RegexError if it is invalid or unsupported (see `parse_regex`), has an anchor where the
+    text cannot start or end, or expands to too many nodes."""
     node = _without_anchors(parse_regex(text), True, True)
     if _total(node) > _MAX_TOTAL:
         raise RegexError("repeats too much")
@@ -192,7 +193,10 @@ def _common(ours: Ranges, theirs: Ranges) -> Ranges:
 
 
 def may_match(pattern: str, text: str, budget: Budget) -> bool:
-    """Whether a pattern matches somewhere in a text; True if that cannot be decided cheaply."""
+    """Whether a pattern matches somewhere in a text.
+
+    True if that cannot be decided cheaply, or if the pattern is invalid or unsupported. Raises
+    SchemaError if the `budget` is exceeded."""
     try:
         automaton = _automaton(pattern)
     except RegexError:
@@ -206,7 +210,7 @@ def may_match(pattern: str, text: str, budget: Budget) -> bool:
 def are_apart(first: str, second: str) -> bool:
     """Whether the patterns demand different beginnings, so that no string matches both.
 
-    False if that cannot be proved."""
+    False if that cannot be proved, also because a pattern is invalid or unsupported."""
     try:
         ours, theirs = _beginning(first), _beginning(second)
     except RegexError:
@@ -217,7 +221,8 @@ def are_apart(first: str, second: str) -> bool:
 def _beginning(pattern: str) -> list[Ranges]:
     """The characters allowed at each of the first positions of a string that matches.
 
-    Empty if the pattern does not start with `^`; it ends at the first part of variable length."""
+    Empty if the pattern does not start with `^`; it ends at the first part of variable length.
+    Raises RegexError if the pattern is invalid or unsupported."""
     node = parse_regex(pattern)
     parts = list(node.parts) if isinstance(node, Seq) else [node]
     if not parts or parts[0] != Anchor(True):
@@ -313,6 +318,7 @@ class _Automaton:
 
 @lru_cache(maxsize=64)
 def _automaton(pattern: str) -> _Automaton | None:
+    """The pattern's automaton; None if it has too many states. Raises RegexError."""
     automaton = _Automaton()
     try:
         automaton.start = automaton.build(parse_regex(pattern), 0)

@@ -70,7 +70,10 @@ class GemmaToolParser(JsonToolParser):
 
 
 def parse_block(body: str) -> list[tuple[str, str]] | None:
-    """The (name, JSON arguments) in `call:name{key:value, …}`; None if `body` has another form."""
+    """The one (name, JSON arguments) in `call:name{key:value, …}`; None if `body` has another form.
+
+    Raises nothing, however malformed the arguments are.
+    """
     head = _HEAD.match(body)
     if head is None:
         return None
@@ -85,7 +88,12 @@ def parse_block(body: str) -> list[tuple[str, str]] | None:
 
 
 def _value(text: str, at: int) -> tuple[Any, int]:
-    """The value that starts at index `at`, and the index after it; raises ValueError."""
+    """The value that starts at index `at`, and the index after it.
+
+    It is an object, a list, a quoted string, a JSON number or word, or else bare text, which is a
+    string. There may be no space before a bracket or a quote. Raises ValueError if the value is
+    missing or malformed, and RecursionError if it is nested too deeply.
+    """
     if text.startswith("{", at):
         return _object(text, at + 1)
     if text.startswith("[", at):
@@ -104,6 +112,10 @@ def _value(text: str, at: int) -> tuple[Any, int]:
 
 
 def _quoted(text: str, at: int) -> tuple[str, int] | None:
+    """The string that starts at `at`, and the index after it; None if no quote is there.
+
+    Raises ValueError if the string does not end.
+    """
     for quote in _QUOTES:
         if text.startswith(quote, at):
             end = text.index(quote, at + len(quote))
@@ -115,6 +127,7 @@ def _quoted(text: str, at: int) -> tuple[str, int] | None:
 
 
 def _object(text: str, at: int) -> tuple[dict[str, Any], int]:
+    """As `_value`, for an object; `at` is the index after its opening brace."""
     found: dict[str, Any] = {}
     while True:
         at = _skip(text, at)
@@ -132,6 +145,7 @@ def _object(text: str, at: int) -> tuple[dict[str, Any], int]:
 
 
 def _list(text: str, at: int) -> tuple[list[Any], int]:
+    """As `_value`, for a list; `at` is the index after its opening bracket."""
     found: list[Any] = []
     while True:
         at = _skip(text, at)
@@ -145,6 +159,7 @@ def _list(text: str, at: int) -> tuple[list[Any], int]:
 
 
 def _separator(text: str, at: int, close: str) -> tuple[int, bool]:
+    """The index after the next comma or `close`, and whether it was `close`; else ValueError."""
     at = _skip(text, at)
     if text.startswith((",", close), at):
         return at + 1, text.startswith(close, at)
