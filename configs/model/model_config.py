@@ -25,7 +25,10 @@ ARCHITECTURE_OF_TYPE: dict[str, str] = {
 ARCHITECTURES = tuple(ARCHITECTURE_OF_TYPE.values())
 QUANTISATIONS = ("fp8",)  # block-wise, as in DeepSeek V3
 # GGUF architecture -> model_type
-GGUF_TYPES = {"llama": "llama", "mistral": "mistral", "qwen2": "qwen2", "qwen3": "qwen3"}
+GGUF_TYPES = {
+    **{name: name for name in ("llama", "mistral", "qwen2", "qwen3")},
+    "gemma3": "gemma3_text",
+}
 
 # Ignored in downloads and folders: a second copy of the weights, in Mistral's own format.
 OTHER_WEIGHTS = "consolidated*.safetensors"

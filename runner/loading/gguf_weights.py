@@ -23,6 +23,7 @@ from ...configs.model.model_config import (
 )
 from ...kernels.cpu.formats import WEIGHT_TYPES, StoredRows
 from ..errors import ModelLoadError, first_line
+from . import gguf_gemma3
 from .gguf_values import dequantised
 from .inspection import BytesRead, ignore, touch
 
@@ -80,7 +81,10 @@ class GGUFFile:
             raise ModelLoadError(f"{path} is not a readable GGUF file: {reason}.") from error
         self.architecture = str(self._value("general.architecture"))
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
-        self.names = [_checkpoint_name(name) for name in self._tensors if name != _ROPE_DIVISORS]
+        self._block_names = _BLOCK_NAMES
+        if self.architecture == "gemma3":
+            self._block_names = _BLOCK_NAMES | gguf_gemma3.BLOCK_NAMES
+        self.names = [self._name(name) for name in self._tensors if name != _ROPE_DIVISORS]
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self._reader.get_field(key)
@@ -144,6 +148,8 @@ class GGUFFile:
             "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
             "rope_parameters": self._rope(),
         }
+        if self.architecture == "gemma3":
+            return gguf_gemma3.settings(config, self._setting)
         window = self._setting("attention.sliding_window")
         if window:
             config["sliding_window"] = int(window)
@@ -175,7 +181,7 @@ class GGUFFile:
     def sizes(self) -> dict[str, int]:
         """Bytes of every weight in its stored, quantised form."""
         return {
-            _checkpoint_name(name): int(stored.n_bytes)
+            self._name(name): int(stored.n_bytes)
             for name, stored in self._tensors.items()
             if name != _ROPE_DIVISORS
         }
@@ -194,15 +200,31 @@ class GGUFFile:
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
-            touch(stored.data, _checkpoint_name(name), read)
+            touch(stored.data, self._name(name), read)
             kind = name.split(".")[2] if name.startswith("blk.") else ""
-            yield _checkpoint_name(name), _stored(stored, name, heads.get(kind))
+            weight = _stored(stored, name, heads.get(kind))
+            if self.architecture == "gemma3" and isinstance(weight, Tensor) and weight.dim() == 1:
+                weight = gguf_gemma3.stored_norm(weight)
+            yield self._name(name), weight
+
+    def _name(self, name: str) -> str:
+        """The name of a GGUF tensor in transformers.
+
+        Unknown names are kept, for the loader to report.
+        """
+        stem, _, suffix = name.rpartition(".")
+        if stem in _TOP_NAMES:
+            return f"{_TOP_NAMES[stem]}.{suffix}"
+        parts = stem.split(".")
+        if len(parts) == 3 and parts[0] == "blk" and parts[2] in self._block_names:
+            return f"model.layers.{parts[1]}.{self._block_names[parts[2]]}.{suffix}"
+        return name
 
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
         """Like `tensors`, but yields meta tensors and reads only headers."""
         for name, stored in self._tensors.items():
             if name != _ROPE_DIVISORS:
-                yield _checkpoint_name(name), torch.empty(_shape(stored), device="meta")
+                yield self._name(name), torch.empty(_shape(stored), device="meta")
 
 
 def _shape(stored: Any) -> tuple[int, ...]:
@@ -228,17 +250,3 @@ def _pair_order(num_rows: int, num_heads: int) -> np.ndarray[Any, Any]:
     become (i, i + D / 2)."""
     order = np.arange(num_rows).reshape(num_heads, -1, 2).transpose(0, 2, 1)
     return order.reshape(num_rows)
-
-
-def _checkpoint_name(name: str) -> str:
-    """The name of a GGUF tensor in transformers.
-
-    Unknown names are kept, for the loader to report.
-    """
-    stem, _, suffix = name.rpartition(".")
-    if stem in _TOP_NAMES:
-        return f"{_TOP_NAMES[stem]}.{suffix}"
-    parts = stem.split(".")
-    if len(parts) == 3 and parts[0] == "blk" and parts[2] in _BLOCK_NAMES:
-        return f"model.layers.{parts[1]}.{_BLOCK_NAMES[parts[2]]}.{suffix}"
-    return name

@@ -127,7 +127,7 @@ def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
     raw = file.config()
     rope = raw.pop("rope_parameters")
     # transformers would reject some of our rope types, so these are set after its validation
-    standard = rope if rope["rope_type"] != "divisors" else None
+    standard = rope if rope.get("rope_type") != "divisors" else None
     overrides = _overrides(config)
     if not overrides and (raw["model_type"] in _PLAIN_WINDOW or "sliding_window" not in raw):
         # The header states every value, and importing transformers would take two seconds.

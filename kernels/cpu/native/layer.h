@@ -98,36 +98,27 @@ INLINE void rotate(float* head, const float* cos_sin, int64_t rotary_dim) {
     }
 }
 
-// Where the keys or values of a request's token lie.
+// The pages of a request's tokens; slots are `stride` floats apart.
 struct Pages {
     const int32_t* table;
-    int64_t block_size, stride;  // of a slot, in floats
+    int64_t block_size, stride;
 
-    INLINE int64_t at(int64_t token) const {
-        return ((int64_t)table[token / block_size] * block_size + token % block_size) * stride;
+    // Calls `f(token, offset of its slot)` for the tokens [first, last]; divides once a page.
+    template <class F>
+    INLINE void each(int64_t first, int64_t last, F f) const {
+        int64_t page = first / block_size, within = first % block_size;
+        for (int64_t token = first; token <= last; ++page, within = 0) {
+            int64_t offset = (table[page] * block_size + within) * stride;
+            int64_t end = token + block_size - within;
+            if (end > last + 1) end = last + 1;
+            for (; token < end; ++token, offset += stride) f(token, offset);
+        }
     }
 };
 
-// out = attention of one query head over the keys [first, last]; `scores` has room for them.
-inline void attend(const Layer& layer, const float* query, int64_t kv_head, const Pages& pages,
-                   int64_t first, int64_t last, float* scores, float* out) {
-    const int64_t dim = layer.head_dim;
-    const float *keys = layer.keys + kv_head * dim, *values = layer.values + kv_head * dim;
-    const float scale = (float)layer.scale, cap = (float)layer.softcap;
-    int64_t count = last - first + 1;
-    for (int64_t t = 0; t < count; ++t) {
-        const float* key = keys + pages.at(first + t);
-        Floats even = {}, odd = {};
-        int64_t i = 0;
-        for (; i + 2 * LANES <= dim; i += 2 * LANES) {
-            even += load<Floats>(query + i) * load<Floats>(key + i);
-            odd += load<Floats>(query + i + LANES) * load<Floats>(key + i + LANES);
-        }
-        for (; i < dim; i += LANES) even += load<Floats>(query + i) * load<Floats>(key + i);
-        scores[t] = sum_of(even + odd) * scale;
-    }
-    if (cap > 0)
-        for (int64_t t = 0; t < count; ++t) scores[t] = cap * std::tanh(scores[t] / cap);
+// weights[t] = e^(scores[t] - the largest) for `count` scores, with room for whole vectors; returns
+// 1 / their sum.
+INLINE float softmax(float* scores, int64_t count) {
     int64_t padded = (count + LANES - 1) / LANES * LANES;
     for (int64_t t = count; t < padded; ++t) scores[t] = -INFINITY;
     Floats most = splat(-INFINITY);
@@ -140,19 +131,59 @@ inline void attend(const Layer& layer, const float* query, int64_t kv_head, cons
     }
     float total = sum_of(totals);
     for (int64_t t = count / LANES * LANES; t < count; ++t) total += scores[t];
-    float inverse = 1.0f / total;
-    constexpr int WIDE = 4;  // vectors at once
-    for (int64_t at = 0; at < dim; at += WIDE * LANES) {
-        Floats sums[WIDE] = {};
-        int vectors = dim - at >= WIDE * LANES ? WIDE : (int)((dim - at) / LANES);
-        for (int64_t t = 0; t < count; ++t) {
-            const float* value = values + pages.at(first + t) + at;
-            if (vectors == WIDE)
-                for (int v = 0; v < WIDE; ++v) sums[v] += load<Floats>(value + v * LANES) * scores[t];
-            else
-                for (int v = 0; v < vectors; ++v) sums[v] += load<Floats>(value + v * LANES) * scores[t];
+    return 1.0f / total;
+}
+
+// out = attention of one query head over the keys [first, last]; `scores` has room for them. VECTORS
+// is head_dim / 16, or 0 for any.
+template <int VECTORS>
+void attend(const Layer& layer, const float* query, int64_t kv_head, const Pages& pages,
+            int64_t first, int64_t last, float* scores, float* out) {
+    const int64_t dim = layer.head_dim, vectors = VECTORS ? VECTORS : dim / LANES;
+    const float *keys = layer.keys + kv_head * dim, *values = layer.values + kv_head * dim;
+    const float scale = (float)layer.scale, cap = (float)layer.softcap;
+    const int64_t count = last - first + 1;
+    pages.each(first, last, [&](int64_t token, int64_t offset) {
+        const float* key = keys + offset;
+        Floats even = {}, odd = {};
+        int64_t v = 0;
+        for (; v + 2 <= vectors; v += 2) {
+            even += load<Floats>(query + v * LANES) * load<Floats>(key + v * LANES);
+            odd += load<Floats>(query + (v + 1) * LANES) * load<Floats>(key + (v + 1) * LANES);
         }
-        for (int v = 0; v < vectors; ++v) store(out + at + v * LANES, sums[v] * inverse);
+        if (v < vectors) even += load<Floats>(query + v * LANES) * load<Floats>(key + v * LANES);
+        scores[token - first] = sum_of(even + odd) * scale;
+    });
+    if (cap > 0)
+        for (int64_t t = 0; t < count; ++t) scores[t] = cap * std::tanh(scores[t] / cap);
+    const float inverse = softmax(scores, count);
+    constexpr int WIDE = 4;  // vectors of the output at once
+    for (int64_t at = 0; at < vectors; at += WIDE) {
+        Floats sums[WIDE] = {};
+        if (vectors - at >= WIDE) {
+            pages.each(first, last, [&](int64_t token, int64_t offset) {
+                const float *value = values + offset + at * LANES, weight = scores[token - first];
+                for (int v = 0; v < WIDE; ++v) sums[v] += load<Floats>(value + v * LANES) * weight;
+            });
+        } else {
+            pages.each(first, last, [&](int64_t token, int64_t offset) {
+                const float *value = values + offset + at * LANES, weight = scores[token - first];
+                for (int v = 0; v < vectors - at; ++v) sums[v] += load<Floats>(value + v * LANES) * weight;
+            });
+        }
+        for (int v = 0; v < WIDE && at + v < vectors; ++v)
+            store(out + (at + v) * LANES, sums[v] * inverse);
+    }
+}
+
+typedef void (*Attend)(const Layer&, const float*, int64_t, const Pages&, int64_t, int64_t, float*, float*);
+
+INLINE Attend attend_of(int64_t head_dim) {
+    switch (head_dim) {
+        case 64: return attend<4>;
+        case 128: return attend<8>;
+        case 256: return attend<16>;
+        default: return attend<0>;
     }
 }
 
@@ -206,6 +237,7 @@ inline void attend_rows(Pool::Worker& worker, const Layer& layer, const Step& st
     const int64_t dim = layer.head_dim, heads = layer.num_heads, width = heads * dim;
     const int64_t stride = (heads + 2 * layer.num_kv_heads) * dim;
     float* scores = scratch.scores + worker.thread * scratch.longest;
+    const Attend own = attend_of(dim);
     // Rows come last to first: the longest first, so that the pieces at the end are short ones.
     worker.share(step.num_rows * heads, 1, [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; ++item) {
@@ -221,7 +253,7 @@ inline void attend_rows(Pool::Worker& worker, const Layer& layer, const Step& st
             Pages pages{group.block_table + request * group.table_stride, group.block_size,
                         layer.num_kv_heads * dim};
             int64_t kv_head = h * layer.num_kv_heads / heads;
-            attend(layer, scratch.qkv + row * stride + h * dim, kv_head, pages, first, last, scores, out);
+            own(layer, scratch.qkv + row * stride + h * dim, kv_head, pages, first, last, scores, out);
         }
     });
 }

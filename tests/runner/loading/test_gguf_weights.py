@@ -231,7 +231,7 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(ModelLoadError, match="'mamba' is not supported; supported: llama"):
+    with pytest.raises(ModelLoadError, match="'mamba' is not supported; supported: gemma3, llama"):
         load(tmp_path / "x.gguf")
 
 
