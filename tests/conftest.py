@@ -111,3 +111,23 @@ def server() -> Iterator[Any]:
         assert status in (0, 130), "".join(running.log)
     finally:
         assert running.stop() in (0, 130), "".join(running.log)
+
+
+@pytest.fixture(scope="session")
+def hardened() -> Iterator[Any]:
+    """A second server, one per session: it has short timeouts, a small KV cache and a fixed draft
+    length. At the end, SIGTERM must let an open stream finish and leave no process behind."""
+    from .end_to_end.running_server import RunningServer
+    from .reliability import slow_clients, soak
+
+    drafts = '{"method":"ngram","num_speculative_tokens":3}'
+    running = RunningServer(*slow_clients.FLAGS, *soak.FLAGS, "-sc", drafts)
+    try:
+        yield running.wait_ready()
+        children = running.descendants()
+        assert children
+        status = running.drain(signal.SIGTERM)
+        assert status in (0, -signal.SIGTERM, 128 + signal.SIGTERM), "".join(running.log)
+        assert not [each for each in children if running.is_alive(each)]
+    finally:
+        assert running.stop() in (0, -signal.SIGTERM, 128 + signal.SIGTERM), "".join(running.log)

@@ -63,6 +63,14 @@ class RunningServer:
         """The server's child processes and their descendants."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
+    @staticmethod
+    def is_alive(process: psutil.Process) -> bool:
+        """Whether a process exists and is not a zombie."""
+        try:
+            return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return False
+
     def stop(self, sig: int = signal.SIGTERM, seconds: float = 40) -> int:
         """Send `sig` to the server and return its exit status.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Iterator
 
 import pytest
 
@@ -16,16 +15,6 @@ SHORT_LOOP = [
     *("prompt of 8 MB", "chat of special tokens", "unknown field of 15 MB", "arguments of 8 MB"),
     *("wrong allowed_token_ids", "16 stops of 0.2 MB, n = 16", "tokenize 0.5 MB with strings"),
 ]
-
-
-@pytest.fixture(scope="module")
-def hardened() -> Iterator[RunningServer]:
-    """A server with short timeouts and a small KV cache."""
-    running = RunningServer(*slow_clients.FLAGS, *soak.FLAGS)
-    try:
-        yield running.wait_ready()
-    finally:
-        assert running.stop() == 0, "".join(running.log)
 
 
 def test_answers_conform_to_the_api_document(hardened: RunningServer) -> None:
