@@ -1,6 +1,6 @@
-"""Tests on a GPU build hundreds of engines: each would go through its start beforehand.
+"""Disables the compilation of kernels ahead of each start, because GPU tests start many engines.
 
-`test_startup_cuda.py` turns that on for itself.
+`test_startup_cuda.py` enables it for its own tests.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The GPU session that README.md describes: session.sh OUT [PYTHON]
+# Runs the GPU session that README.md describes: session.sh OUT [PYTHON]
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${2:-.venv/bin/python}
@@ -23,7 +23,7 @@ run_tests() { # name, limit, files...
 run_tests drafters 300 tests/gpu/test_drafters_cuda.py
 run_tests runner 150 tests/gpu/test_model_runner_cuda.py
 run_tests plans 120 tests/gpu/test_lazy_plan_cuda.py
-export TRITON_CACHE_DIR="$out/triton" # empty: the first starts are cold
+export TRITON_CACHE_DIR="$out/triton" # empty, so that the first starts compile all kernels
 step start-cold 90 "$python" tests/lab/startup.py "$out/llama-8b"
 step start-warm 90 "$python" tests/lab/startup.py "$out/llama-8b"
 step start-eagle3 90 "$python" tests/lab/startup.py "$out/llama-8b" "$out/eagle3-8b"

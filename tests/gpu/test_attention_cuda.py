@@ -1,6 +1,7 @@
-"""Attention back ends on a GPU: right, and graph == eager wherever they claim it.
+"""Attention back ends on a GPU are correct, and their graphs equal eager runs as they claim.
 
-Every back end x query length 1, 2, 4, 6, ragged lengths growing 64 -> 4096, batch 1 .. 64, padding.
+Covers every back end with query lengths 1, 2, 4, 6 and mixed, sequence lengths from 64 to 4096,
+batches of 1 to 64 requests, and padding.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ RUNS = [
     ("flash_mla", "mla"),
     ("flash_mla", "mla_large"),
 ]
-FP32_ERROR = 8e-3  # relative, of bf16 attention against fp32 on the same bf16 inputs
+FP32_ERROR = 8e-3  # allowed relative error of bf16 attention against fp32 on the same bf16 inputs
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_eager_equals_fp32_reference(
 
 
 def reference(trial: ClaimTrial, common: Any, num_tokens: int) -> Tensor:
-    """Attention in fp32 over what `forward` left in the cache."""
+    """Attention in fp32 on the KV cache that `trial.forward` has written."""
     layer = trial.layer
     return paged_attention_reference(
         trial.query[:num_tokens].float(),
@@ -128,7 +129,7 @@ def reference(trial: ClaimTrial, common: Any, num_tokens: int) -> Tensor:
         ("flash_mla", "mla", AttentionCGSupport.UNIFORM_BATCH),
     ],
 )
-def test_t6_claims_hold(
+def test_claims_are_verified(
     backend: str, layer: str, claim: AttentionCGSupport, pool: GraphPool
 ) -> None:
     trial = make_trial(backend, layer, 1, pool)
@@ -140,7 +141,7 @@ def test_t6_claims_hold(
     assert verified is claim
 
 
-def test_borrowed_memory_is_the_same_memory() -> None:
+def test_a_borrowed_tensor_shares_its_owners_memory() -> None:
     graphs = CudaGraphs(torch.device("cuda", 0))
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.int64):
         owner = torch.arange(60, device="cuda").to(dtype).view(5, 12)

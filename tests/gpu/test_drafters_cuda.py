@@ -1,5 +1,7 @@
-"""Every drafter on a GPU: drafts in graphs equal eager ones for 200 steps, behind graphs of whole
-steps, as one graph or as many; a copy of the target drafts what that takes, at every position."""
+"""Drafters on a GPU: drafts from graphs equal eager ones, and a copy of the target is accepted.
+
+The graphs are those of whole steps, of all draft decodes together and of each draft decode.
+"""
 
 from __future__ import annotations
 
@@ -47,22 +49,22 @@ def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
 
 @pytest.fixture(autouse=True)
 def exact_products() -> Iterator[None]:
-    """Padding may change the kernel of a product; with TF32 that would show in near-ties."""
+    """Disable TF32, because padding may change a product's kernel and its rounding near-ties."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
     torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def engine_for(target: Path, config: SpeculativeConfig, how: str) -> TinyEngine:
-    graph = {"cudagraph_capture_sizes": (4, 8, 16), "attention_backend": "triton"} | GRAPHS[how]
+def engine_for(target: Path, config: SpeculativeConfig, graphs: str) -> TinyEngine:
+    graph = {"cudagraph_capture_sizes": (4, 8, 16), "attention_backend": "triton"} | GRAPHS[graphs]
     return TinyEngine(target, config, graph=graph, device="cuda", **dict(SIZES))
 
 
-def proposals(drafters: Drafters, method: str, how: str) -> tuple[Proposals, int]:
-    """What was proposed, and in how many steps."""
+def proposals(drafters: Drafters, method: str, graphs: str) -> tuple[Proposals, int]:
+    """Run the drafter of `method`; returns its proposals and the number of steps."""
     config = drafters.speculative(method, 3, draft_sampling="probabilistic", watchdog=False)
-    engine = engine_for(drafters.pair(method)[0], config, how)
+    engine = engine_for(drafters.pair(method)[0], config, graphs)
     speculator = engine.engine._runner.speculator
     steps = 0
     stage = speculator.stage
@@ -74,22 +76,23 @@ def proposals(drafters: Drafters, method: str, how: str) -> tuple[Proposals, int
 
     speculator.stage = counted
     with recorded_proposals() as seen:
-        for turn in range(ROUNDS):
-            asked = prompts(4, seed=turn, longest=20)
-            engine.run(asked, max_tokens=LENGTH, temperature=0.0 if turn % 2 else 0.7)
+        for number in range(ROUNDS):
+            temperature = 0.0 if number % 2 else 0.7
+            chosen = prompts(4, seed=number, longest=20)
+            engine.run(chosen, max_tokens=LENGTH, temperature=temperature)
     engine.close()
     return seen, steps
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_drafts_of_graphs_equal_eager_ones_for_200_steps(drafters: Drafters, method: str) -> None:
-    (eager, steps), *others = (proposals(drafters, method, how) for how in GRAPHS)
+    (eager, steps), *others = (proposals(drafters, method, graphs) for graphs in GRAPHS)
     assert steps >= STEPS
     known = {tuple(tokens): drafts for tokens, drafts in eager}
     for seen, _ in others:
         drafts = [(drafts, known.get(tuple(tokens))) for tokens, drafts in seen]
         same = sum(mine == theirs for mine, theirs in drafts)
-        assert same >= 0.99 * len(drafts), f"{same} of {len(drafts)}"  # but for near-ties
+        assert same >= 0.99 * len(drafts), f"{same} of {len(drafts)}"  # near-ties may differ
         for position in range(3):
             column = [mine[position] == theirs[position] for mine, theirs in drafts if theirs]
             assert sum(column) >= 0.99 * len(column)
@@ -100,7 +103,7 @@ def test_drafts_of_graphs_equal_eager_ones_for_200_steps(drafters: Drafters, met
     "claim", [AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, AttentionCGSupport.UNIFORM_BATCH]
 )
 @pytest.mark.parametrize("mode", ["full_and_piecewise", "full"])
-def test_a_lowered_claim_serves_prefills_and_steps_that_verify(
+def test_prefills_and_verify_steps_run_with_a_reduced_graph_claim(
     drafters: Drafters,
     method: str,
     claim: AttentionCGSupport,
@@ -122,16 +125,16 @@ def test_a_lowered_claim_serves_prefills_and_steps_that_verify(
     engine.close()
 
 
-@pytest.mark.parametrize("how", GRAPHS)
+@pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize("k", range(1, 8))
-def test_trap_03_a_copy_of_the_target_is_right_at_every_position(
-    drafters: Drafters, k: int, how: str
+def test_a_copy_of_the_target_is_accepted_at_every_position(
+    drafters: Drafters, k: int, graphs: str
 ) -> None:
     target = drafters.pair("draft_model")[0]
     config = SpeculativeConfig(
         method="draft_model", model=str(target), num_speculative_tokens=k, draft_sampling="greedy"
     )
-    engine = engine_for(target, config, how)
+    engine = engine_for(target, config, graphs)
     run = engine.run(prompts(4, seed=k), max_tokens=1 + 6 * (k + 1))
     engine.close()
     assert run.num_drafts >= 4 * 6
@@ -140,7 +143,7 @@ def test_trap_03_a_copy_of_the_target_is_right_at_every_position(
 
 @pytest.mark.parametrize("rows", [1, 33, 256])
 @pytest.mark.parametrize("heads", [16, 128])
-def test_mla_projections(rows: int, heads: int) -> None:
+def test_mla_projections_equal_their_references(rows: int, heads: int) -> None:
     torch.manual_seed(rows + heads)
     query = torch.randn(rows, heads, 192, device="cuda").bfloat16()[..., :128]
     latent = torch.randn(rows, heads, 512, device="cuda").bfloat16()

@@ -1,6 +1,6 @@
-"""Compiled Triton kernels on a GPU against their references: fresh inputs, poisoned memory.
+"""Compiled Triton kernels on a GPU agree with their references.
 
-References get the same (rounded) inputs in fp32; `tests/kernels` has the exhaustive cases.
+The references get the same rounded inputs in fp32; `tests/kernels` has the exhaustive cases.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DTYPES = list(ERROR)
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """Freed memory holds NaN, so what a kernel forgets to write shows."""
+    """Fill freed memory with NaN, so that outputs that a kernel does not write are noticed."""
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
         torch.full((size,), float("nan"), device="cuda")
 
@@ -82,7 +82,7 @@ def test_norms_and_activations(rows: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", [1, 4, 300])
-def test_streams_have_the_bits_of_the_operations_in_whose_place_they_stand(
+def test_fused_stream_kernels_equal_the_separate_operations_bit_by_bit(
     rows: int, dtype: torch.dtype
 ) -> None:
     for size in (576, 4096, 7168):
@@ -146,7 +146,7 @@ def paged(
     page: int = 16,
     mla: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of `paged_attention` over shuffled pages, with two padded requests and 5 rows."""
+    """Arguments of `paged_attention` with shuffled pages, two padded requests and 5 padded rows."""
     per_req = -(-max(seq_lens) // page)
     count = len(seq_lens)
     table = (torch.randperm(count * per_req) + 1).int().view(count, per_req)
@@ -227,7 +227,7 @@ SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS = 70, 4096, 3, 66, 9000
 
 
 def random_step() -> tuple[SimpleNamespace, SimpleNamespace, tuple[int, ...]]:
-    """A request table and a batch of 60 decodes and prefills; buffers hold poison."""
+    """A request table, a batch of 60 decodes and prefills with poisoned buffers, and its sizes."""
     num_reqs = 60
     requests = SimpleNamespace(
         all_token_ids=torch.randint(0, 90, (SLOTS, MAX_LEN), dtype=torch.int32),
@@ -268,7 +268,7 @@ def equal(left: SimpleNamespace, right: SimpleNamespace) -> None:
         assert torch.equal(value, getattr(right, name)), name
 
 
-def test_batch_kernels() -> None:
+def test_batch_kernels_equal_their_references() -> None:
     requests, batch, sizes = random_step()
     num_reqs, num_tokens, _, reqs_padded, tokens_padded = sizes
     expected_requests, expected = copy_of(requests), copy_of(batch)
@@ -292,7 +292,7 @@ def test_batch_kernels() -> None:
     assert torch.equal(*slots)
 
 
-def test_post_update() -> None:
+def test_post_update_equals_its_reference() -> None:
     requests, batch, (num_reqs, *_) = random_step()
     num_sampled = torch.randint(0, DRAFTS + 2, (num_reqs,), dtype=torch.int32, device="cuda")
     sampled = torch.randint(0, 5, (num_reqs, DRAFTS + 1), device="cuda")
@@ -313,7 +313,7 @@ def on_gpu(of: SimpleNamespace) -> SimpleNamespace:
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("num_reqs", [1, 4, 6])
-def test_a_step_is_staged_for_a_drafter_and_its_drafts_are_stored(
+def test_staging_rows_and_storing_drafts_equal_their_references(
     num_reqs: int, padded: bool
 ) -> None:
     of, requests, lens = a_step(num_reqs, num_reqs)

@@ -1,5 +1,7 @@
-"""The seed faults on a GPU: stale plans of FlashMLA (vLLM #42444) and of FlashInfer. Both must be
-wrong where the fault is made, and right where it is avoided."""
+"""Stale attention plans of FlashMLA (vllm#42444) and of FlashInfer, on a GPU.
+
+With a stale plan the output must be wrong, and with a fresh plan it must be right.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def package(name: str) -> Any:
 
 
 class MLACase:
-    """A dense decode over ragged lengths; `lens` and `out` have addresses that graphs bake."""
+    """A dense MLA decode; graphs capture the addresses of `lens` and `out`."""
 
     def __init__(self, flash_mla: Any, num_heads: int, query_len: int) -> None:
         torch.manual_seed(num_heads + query_len)
@@ -68,10 +70,10 @@ class MLACase:
         return graph
 
     def error(self) -> float:
-        """Relative error of `out` against fp32."""
+        """The relative error of `out` against attention in fp32."""
         count, length = self.query.shape[:2]
         starts = torch.arange(count + 1, dtype=torch.int32, device="cuda") * length
-        rows = PagedRows(self.table, starts, self.lens, length, starts)  # no slots: only reads
+        rows = PagedRows(self.table, starts, self.lens, length, starts)  # the slots are not used
         rule = AttentionRule(scale=0.07, is_mla=True, head_dim_v=512)
         query = self.query.float().flatten(0, 1)
         expected = paged_attention_reference(query, self.cache.float(), rows, rule)
@@ -80,12 +82,12 @@ class MLACase:
 
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("num_heads", [16, 64, 128])
-def test_42444_flash_mla_needs_a_fresh_schedule_at_capture(num_heads: int, query_len: int) -> None:
+def test_flash_mla_needs_a_fresh_schedule_at_capture(num_heads: int, query_len: int) -> None:
     flash_mla = package("flash_mla")
     with torch.inference_mode():
         case = MLACase(flash_mla, num_heads, query_len)
         shared, fresh = (flash_mla.get_mla_metadata()[0] for _ in range(2))
-        case.run(shared)  # warm-up, at short lengths
+        case.run(shared)  # computes the plan, for short lengths
         bad, good = case.capture(shared), case.capture(fresh)
         case.lens.copy_(torch.tensor(LENS))
         bad.replay()
@@ -93,13 +95,13 @@ def test_42444_flash_mla_needs_a_fresh_schedule_at_capture(num_heads: int, query
         case.out.fill_(float("nan"))
         good.replay()
         good_error = case.error()
-        # and once more at other lengths: the plan is computed at each replay
+        # other lengths: this graph computes the plan at each replay
         case.lens.copy_(torch.tensor(LENS[::-1]))
         good.replay()
         again = case.error()
     assert bad_error > 0.1, bad_error
     assert max(good_error, again) < 5e-3, (good_error, again)
-    assert kernel_nodes(good) > kernel_nodes(bad)  # by the planning kernel
+    assert kernel_nodes(good) > kernel_nodes(bad)  # it also has the planning kernel
 
 
 @pytest.mark.parametrize("query_len", [1, 4])
@@ -131,7 +133,7 @@ def test_flashinfer_needs_a_plan_before_each_replay(query_len: int) -> None:
         for step, lens in enumerate(([8192, 70, 3000, 517], [100, 8000, 64, 4096])):
             common = trial.fill(desc, query_lens, lens)
             if step == 0:
-                graph.replay()  # without the second plan()
+                graph.replay()  # with the plan of the capture
                 stale = trial.output[:num_tokens].clone()
             assert trial.builder.build(common, desc).can_replay
             trial.output.fill_(float("nan"))

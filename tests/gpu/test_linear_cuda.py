@@ -1,4 +1,4 @@
-"""Linear layers of few rows on a GPU: compiled kernels, bf16, against float32 and each other."""
+"""The compiled kernels for linear layers with few rows are correct on a GPU."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ CASES = [*H100_WINNERS, *((shape, rows) for shape in OTHERS for rows in (1, 16, 
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> None:
-    """Freed memory holds NaN, so what a kernel forgets to write shows."""
+    """Fill freed memory with NaN, so that outputs that a kernel does not write are noticed."""
     for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
         torch.full((size,), float("nan"), device="cuda")
 
 
 @pytest.fixture(autouse=True)
 def dependent_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On, whatever the environment says: the harder case of every test."""
+    """Enable dependent launches, the harder case, whatever the environment sets."""
     from slipstream.kernels import launch
 
     monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
@@ -60,8 +60,8 @@ def close(got: Tensor, exact: Tensor, dtype: torch.dtype = torch.bfloat16) -> No
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(("shape", "bucket"), CASES, ids=str)
-def test_every_choice_is_right(shape: Shape, bucket: int, dtype: torch.dtype) -> None:
-    """At the rows of its bucket and at fewer; one float16 or bf16 rounding away from float32."""
+def test_every_tuned_kernel_is_correct(shape: Shape, bucket: int, dtype: torch.dtype) -> None:
+    """The error is that of one rounding, with as many rows as the bucket has and with fewer."""
     choice = H100_WINNERS.get((shape, bucket), default_choice(shape, bucket))
     weight = randn(shape.outputs, shape.inputs, dtype=dtype, scale=shape.inputs**-0.5)
     for rows in {bucket, max(1, bucket - 7)}:
@@ -71,7 +71,7 @@ def test_every_choice_is_right(shape: Shape, bucket: int, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("size", [576, 4096])
-def test_what_surrounds_a_single_row(size: int) -> None:
+def test_single_row_kernels_apply_norm_bias_residual_and_activation(size: int) -> None:
     x, weight, bias = randn(1, size), randn(512, size, scale=size**-0.5), randn(512)
     norm, residual = (torch.rand(size, device="cuda").bfloat16(), 1e-5), randn(1, 512)
     wide = x.double()
@@ -87,19 +87,19 @@ def test_what_surrounds_a_single_row(size: int) -> None:
 
 
 @pytest.mark.parametrize("tma", [False, True])
-def test_older_cards_load_tiles_without_descriptors(tma: bool) -> None:
+def test_tiles_load_with_and_without_tensor_descriptors(tma: bool) -> None:
     from slipstream.kernels import launch
     from slipstream.kernels.linear.triton import skinny
 
     x, weight = randn(9, 328), randn(200, 328, scale=0.05)
     if tma and not launch.has_tma(x):
-        pytest.skip("this card has no TMA")
+        pytest.skip("this GPU has no TMA")
     choice = Skinny(64, 64, 3, 4, 3, 16)
     close(skinny.linear_parts(x, weight, None, choice, tma).sum(0), x.double() @ weight.double().T)
 
 
 @pytest.mark.parametrize("choice", [Skinny(64, 128, 4, 4, 4, 16), Skinny(64, 128, 3, 4, 1, 64)])
-def test_a_row_does_not_depend_on_its_place_or_company(choice: Choice) -> None:
+def test_a_row_does_not_depend_on_its_position_or_on_other_rows(choice: Choice) -> None:
     x, weight = randn(9, 1024), randn(640, 1024, scale=0.03)
     alone = linear.linear_parts(x, weight, None, choice)
     place = torch.randperm(60, device="cuda")[:9]
@@ -111,24 +111,27 @@ def test_a_row_does_not_depend_on_its_place_or_company(choice: Choice) -> None:
 
 @pytest.mark.parametrize("vocab", [49152, 128256])
 @pytest.mark.parametrize("rows", [1, 5, 60])
-def test_the_head_picks_what_sampling_its_logits_picks(rows: int, vocab: int) -> None:
+def test_the_fused_head_samples_the_same_tokens_as_sampling_its_logits(
+    rows: int, vocab: int
+) -> None:
     x, weight = randn(rows, 576), randn(vocab, 576, scale=0.1)
-    heat = torch.rand(rows, device="cuda") + 0.5
-    heat[torch.rand(rows, device="cuda") < 0.2] = 0.0
+    temperature = torch.rand(rows, device="cuda") + 0.5
+    temperature[torch.rand(rows, device="cuda") < 0.2] = 0.0
+    is_greedy = temperature == 0
     choice = default_choice(Shape("head", vocab, 576), rows)
     assert choice is not None
-    for start in range(0, 64, 8):  # many draws: the same bits of noise, not just the same law
+    for start in range(0, 64, 8):  # many draws: the noise must be equal, not only its distribution
         seeds = torch.randint(-(2**62), 2**62, (rows,), device="cuda")
         positions = torch.arange(start, start + rows, device="cuda")
-        draws = head_sample.Draws(seeds, positions, heat == 0, heat, sample.DRAFT)
+        draws = head_sample.Draws(seeds, positions, is_greedy, temperature, sample.DRAFT)
         for of in (draws, None):
             got = head_sample.sample_head(x, weight, of, choice)
             logits = linear.linear(x, weight, None, choice).float()
             expected = logits.argmax(-1)
             if of is not None:
-                warm = logits / torch.where(heat > 0, heat, 1.0)[:, None]
-                keys = (seeds, positions, sample.DRAFT, heat == 0)
-                expected = sample.gumbel_sample(warm, *keys)
+                scaled = logits / torch.where(is_greedy, 1.0, temperature)[:, None]
+                keys = (seeds, positions, sample.DRAFT, is_greedy)
+                expected = sample.gumbel_sample(scaled, *keys)
             assert torch.equal(got[0], expected)
             assert torch.equal(got[1], logits.amax(-1))
 
@@ -144,7 +147,7 @@ def captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 @pytest.mark.parametrize("rows", [1, 4, 33])
 def test_graphs_with_dependent_launches_equal_eager(rows: int) -> None:
-    """A chain as in a layer, with copies and fills of torch between: 20 replays, the same bits."""
+    """A chain of layers, with torch's copies and fills between, is bit-equal in 20 replays."""
     hidden, inner = 1024, 2048
     weights = [randn(1536, hidden, scale=0.03), randn(2 * inner, hidden, scale=0.03)]
     weights += [randn(hidden, inner, scale=0.02)]
@@ -187,7 +190,7 @@ def test_graphs_with_dependent_launches_equal_eager(rows: int) -> None:
         assert torch.equal(out, eager)
 
 
-def test_auto_is_triton_on_measured_cards_only() -> None:
+def test_auto_selects_triton_only_on_measured_gpus() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     chooser = create_chooser("auto", device, torch.bfloat16)
     shape = Shape("gate_up", 28672, 4096)

@@ -1,4 +1,4 @@
-"""Files come onto the GPU whole, whatever uses the memory that tensors get meanwhile."""
+"""Weights are loaded onto the GPU correctly while other work uses its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [
 ]
 
 
-def test_tensors_are_read_right_while_the_device_is_busy(tmp_path: Path) -> None:
+def test_tensors_are_loaded_correctly_while_the_gpu_is_busy(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [(4096, 1000 + 700 * index) for index in range(12)] + [(0, 3), (5,)]
     tensors = {
@@ -27,7 +27,7 @@ def test_tensors_are_read_right_while_the_device_is_busy(tmp_path: Path) -> None
     busy = torch.randn(4096, 4096, device="cuda")
     kept = {}
     for name, tensor in SafetensorsCheckpoint(tmp_path, None, torch.device("cuda")).tensors():
-        for _ in range(20):  # the copy waits for these, and its source is freed before
+        for _ in range(20):  # the copy waits for these; its source is freed before it runs
             busy = (busy @ busy).clamp(-1, 1)
         kept[name] = torch.empty_like(tensor).copy_(tensor)
         del tensor

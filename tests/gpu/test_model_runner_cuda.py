@@ -1,4 +1,4 @@
-"""The runner on a GPU: eager and graphs give the recomputed text, and a step waits for nothing."""
+"""The model runner on a GPU: its text is correct in every graph mode, and no step waits."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ def oracle(model: Any) -> Oracle:
     [(mode, False) for mode in ("NONE", "PIECEWISE", "FULL", "FULL_AND_PIECEWISE")]
     + [("FULL_DECODE_ONLY", True), ("FULL_AND_PIECEWISE", True)],
 )
-def test_random_plans_give_the_recomputed_text(
+def test_random_plans_generate_the_text_of_a_full_recomputation(
     model: Any, oracle: Oracle, depth: int, num_drafts: int, mode: str, whole: bool
 ) -> None:
     rng = random.Random(f"{depth} {num_drafts} {mode}")
-    dice = random.Random(rng.random())  # rolled on the runner's thread
+    dice = random.Random(rng.random())  # its own generator, since the runner's thread uses it
 
     def script(slot: int, known: list[int]) -> list[int]:
         drafts = oracle.continuation(known, dice.randint(0, num_drafts))
@@ -68,7 +68,7 @@ def test_random_plans_give_the_recomputed_text(
 
 
 class Echo(BaseSpeculator):
-    """Drafts the newest token K times: tensor code, as a drafter has to be."""
+    """Drafts the newest token twice, with tensor operations only, so that nothing waits."""
 
     needs = SpeculatorNeeds(num_speculative_tokens=2)
 
@@ -88,14 +88,14 @@ class Echo(BaseSpeculator):
     ],
 )
 @pytest.mark.parametrize("mode", ["NONE", "FULL", "whole"])
-def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[str, Any]) -> None:
+def test_a_step_never_waits_for_the_gpu(model: Any, mode: str, options: dict[str, Any]) -> None:
     device, whole = torch.device("cuda", 0), mode == "whole"
     graphs = CUDAGraphMode["FULL_DECODE_ONLY" if whole else mode]
     setup = TinySetup(num_drafts=2, device=device, mode=graphs, compare=False, whole=whole)
     runner = make_runner(model, setup, speculator=Echo())
     runner.capture()
 
-    def life(first_step: int) -> list[Any]:
+    def run_steps(first_step: int) -> list[Any]:
         plan = StepPlan(first_step, freed_slots=[0, 1])
         for slot in (0, 1):
             sampling = SamplingParams(**({"seed": 3, "max_tokens": 20} | options))
@@ -108,13 +108,13 @@ def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[
             handles.append(runner.execute(StepPlan(first_step + step, rows=rows)))
         return handles
 
-    expected = [handle.get() for handle in life(0)]  # compiles kernels
+    expected = [handle.get() for handle in run_steps(0)]  # compiles kernels
     runner.synchronize()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says that the mode is new
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
-        handles = life(10)
+        handles = run_steps(10)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     found = [handle.get() for handle in handles]
@@ -127,7 +127,7 @@ def test_a_step_never_waits_for_the_device(model: Any, mode: str, options: dict[
 def test_results_are_kept_until_a_slow_copy_has_read_them(
     model: Any, oracle: Oracle, speculator: BaseSpeculator | None
 ) -> None:
-    """Steps run far ahead of the copies: only events keep the next replay off the results."""
+    """Steps run far ahead of the copies, so a replay must wait until the copies have ended."""
     drafts = 0 if speculator is None else 2
     setup = TinySetup(
         num_drafts=drafts, device=torch.device("cuda", 0), mode=CUDAGraphMode.FULL_DECODE_ONLY,
@@ -161,14 +161,14 @@ def test_results_are_kept_until_a_slow_copy_has_read_them(
 OPTIONS: list[dict[str, Any]] = [
     {"temperature": 0.0},
     {"temperature": 0.9, "has_own_seed": True},
-    {"temperature": 1.2},  # its drafts are judged by the target's distribution
+    {"temperature": 1.2},  # its drafts are verified by rejection sampling
     {"temperature": 0.0, "frequency_penalty": 0.9},
     {"temperature": 0.0, "logprobs": 2},
 ]
 
 
 @pytest.mark.parametrize("num_drafts", [0, 3])
-def test_rows_of_whole_steps_equal_those_without_graphs_whatever_their_options(
+def test_graphs_of_whole_steps_equal_eager_steps_for_all_sampling_options(
     model: Any, oracle: Oracle, num_drafts: int
 ) -> None:
     texts = []

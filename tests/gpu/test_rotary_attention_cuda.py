@@ -1,4 +1,4 @@
-"""Rotary embedding, KV write and attention in one compiled kernel, against what it fuses."""
+"""The kernel that fuses rotary embedding, KV write and attention equals the separate kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 ]
 
 
-def on_card(args: dict[str, Any]) -> dict[str, Any]:
+def on_gpu(args: dict[str, Any]) -> dict[str, Any]:
     qkv = torch.cat([args["query"], args["key"], args["value"]], dim=-2).cuda()
     counts = [args[name].shape[-2] for name in ("query", "key", "value")]
     query, key, value = qkv.split(counts, dim=-2)
@@ -36,12 +36,13 @@ def on_card(args: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("num_parts", [0, 4])
 @pytest.mark.parametrize("query_len", [1, 4])
 @pytest.mark.parametrize("heads", [(32, 8), (9, 3)])
-@pytest.mark.parametrize("num_reqs", [1, 2, 5, 16, 40, 70, 100])  # each kind of tiles
-def test_one_kernel_equals_its_parts(
+@pytest.mark.parametrize("num_reqs", [1, 2, 5, 16, 40, 70, 100])  # one for each kind of tiling
+def test_the_fused_kernel_equals_the_separate_ones(
     num_reqs: int, heads: tuple[int, int], query_len: int, num_parts: int
 ) -> None:
-    """Also in a graph whose launches depend on each other, a hundred times: the last program of a
-    row must always see what all others wrote."""
+    """Also holds in 100 launches of a graph with dependent launches.
+
+    The last program of a row must see the partial results of all others."""
     dim = 128 if heads[0] == 32 else 64
     lens = [int(n) for n in torch.randint(query_len, 700, (num_reqs,))] + [0]
     page = 16 if num_reqs >= 40 else 4
@@ -50,8 +51,8 @@ def test_one_kernel_equals_its_parts(
     names = ("query", "key", "value", "kv_cache")
     wide = {k: v.float() if k in names else v for k, v in args.items()}
     expected, cache = expected_of(wide, {})
-    rounded = relative_error(expected_of(args, {})[0], expected)  # of few keys a hundredth
-    moved = on_card(args)
+    rounded = relative_error(expected_of(args, {})[0], expected)  # up to 1 % with few keys
+    moved = on_gpu(args)
     inputs = rotary_inputs(**moved)
     assert attention_plan.plan_for(moved["query"], moved["kv_cache"], inputs[5]).fused
     out = rotary_attention(*inputs)

@@ -1,4 +1,4 @@
-"""Sampling on a GPU: the tokens of the CPU, no wait for the device, kernels equal to references."""
+"""Sampling on a GPU: same tokens as on the CPU, no waiting, and kernels equal their references."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ OPTIONS: list[dict[str, object]] = [
 
 @contextmanager
 def no_waiting() -> Iterator[None]:
-    """Any wait for the device inside is an error."""
+    """Make any wait for the GPU inside the block an error."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
+        warnings.simplefilter("ignore")  # torch warns that the mode is a prototype
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -71,7 +71,7 @@ def no_waiting() -> Iterator[None]:
 
 @pytest.mark.parametrize("rule", ["standard", "coupled"])
 @pytest.mark.parametrize("kind", ["one_hot", "probabilistic"])
-def test_a_mixed_batch_gives_the_cpus_tokens_and_never_waits(kind: str, rule: str) -> None:
+def test_a_mixed_batch_samples_the_cpus_tokens_and_never_waits(kind: str, rule: str) -> None:
     torch.manual_seed(1)
     requests = [
         (SamplingParams(seed=i, max_tokens=9, **of), [1, 2, 3], [4, 9])  # type: ignore[arg-type]
@@ -178,10 +178,10 @@ def test_compiled_rejection_sample_equals_the_reference(kind: str) -> None:
     assert torch.equal(accepted, expected_accepted)
     assert torch.equal(emitted, expected)
     assert accepted.unique().numel() == width
-    # as the head wrote them, with a temperature, and some requests that have a seed
-    heat = torch.where(rows.greedy, 0.0, torch.rand(num_rows, device=CUDA) + 0.5)
+    # logits as the head wrote them, with temperatures, and seeds for some requests
+    temperature = torch.where(rows.greedy, 0.0, torch.rand(num_rows, device=CUDA) + 0.5)
     raw = replace(
-        rows, logits=logits.bfloat16(), temperature=heat, drawn=drafts.clamp(min=0),
+        rows, logits=logits.bfloat16(), temperature=temperature, drawn=drafts.clamp(min=0),
         seeded=torch.arange(count, device=CUDA) % 3 // 2,
     )  # fmt: skip
     got, wanted = rejection_sample(raw), rejection_sample_reference(raw)

@@ -1,4 +1,4 @@
-"""Servers on a GPU as users start them: DeepSeek's shape through FlashMLA, over HTTP."""
+"""Servers on a GPU, started as users do, with a small DeepSeek model, over HTTP."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def server(request: pytest.FixtureRequest, deepseek: Path) -> Iterator[tuple[str
         assert running.stop() == 0, "".join(running.log)
 
 
-FIRST: dict[str, list[dict[str, float]]] = {}  # by back end: of every prompt, log-probabilities
+FIRST: dict[
+    str, list[dict[str, float]]
+] = {}  # back end -> log-probabilities of the first token, per prompt
 
 
 def complete(url: str, prompt: list[int], max_tokens: int, **options: Any) -> dict[str, Any]:
@@ -75,7 +77,7 @@ def complete(url: str, prompt: list[int], max_tokens: int, **options: Any) -> di
     return choice
 
 
-def test_deepseek_is_served_with_graphs_that_equal_eager(
+def test_deepseek_replies_are_complete_and_equal_between_back_ends(
     server: tuple[str, RunningServer],
 ) -> None:
     backend, running = server
@@ -101,7 +103,7 @@ def test_deepseek_is_served_with_graphs_that_equal_eager(
 
 @pytest.mark.parametrize("backend", ["flash_mla", "triton"])
 @pytest.mark.parametrize("wanted", [16, 64])
-def test_the_kv_cache_takes_no_more_memory_than_it_is_given(
+def test_the_kv_cache_stays_within_its_memory_budget(
     deepseek: Path, backend: str, wanted: int
 ) -> None:
     budget = 64 << 20  # less than the requests could use
@@ -113,7 +115,7 @@ def test_the_kv_cache_takes_no_more_memory_than_it_is_given(
     )
     engine = build_engine(config, lambda _: None)
     cache: Any = engine._runner._target.cache  # type: ignore[attr-defined]
-    taken = sum(tensor.nbytes for tensor in cache.kv_caches.values())
+    used = sum(tensor.nbytes for tensor in cache.kv_caches.values())
     engine.shutdown()
     assert cache.block_size == engine.ready.block_size == (64 if backend == "flash_mla" else wanted)
-    assert 0.95 * budget < taken == cache.num_bytes <= budget
+    assert 0.95 * budget < used == cache.num_bytes <= budget

@@ -1,4 +1,4 @@
-"""Training and exchanging heads on a GPU: bf16 forward pass, weights under captured graphs."""
+"""Heads are trained in bf16 on a GPU, and swapped in while graphs are captured on their weights."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def config(target: Path, **changes: object) -> Config:
 
 
 def train(target: Path, folder: Path, seed: int) -> list[dict[str, object]]:
-    """A head after 40 steps; the lines of its log."""
+    """Train a head for 40 steps into `folder`; returns the lines of its log."""
     (folder / "work").mkdir(parents=True)
-    asked = [TrainingPrompt(tuple(ids), "", i % 4 == 0) for i, ids in enumerate(prompts(16))]
-    write_prompts(folder / "work" / "prompts.jsonl", asked)
+    chosen = [TrainingPrompt(tuple(ids), "", i % 4 == 0) for i, ids in enumerate(prompts(16))]
+    write_prompts(folder / "work" / "prompts.jsonl", chosen)
     job = TrainJob(
         config(target), str(folder), "tiny", "test",
         reply=ReplyConfig(max_reply_tokens=16, temperatures=(0.0,)),
@@ -55,7 +55,7 @@ def train(target: Path, folder: Path, seed: int) -> list[dict[str, object]]:
     return [json.loads(line) for line in log.splitlines()]
 
 
-def test_heads_train_in_bfloat16_and_are_exchanged_under_graphs(tmp_path: Path) -> None:
+def test_heads_train_in_bfloat16_and_a_swapped_head_drafts_as_a_fresh_one(tmp_path: Path) -> None:
     target = save_llama(tmp_path / "target", heads=2)
     for seed in (1, 2):
         losses = [
