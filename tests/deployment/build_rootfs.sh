@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Build the Dockerfile's CPU target where there is no container engine and no image registry, start the
-# server in it as the image would, and let the image's own health check and one completion pass.
+# Builds the Dockerfile's CPU target without a container engine or an image registry, starts the server in
+# it, and checks that the image's health check and one completion succeed.
 #
 #   tests/deployment/build_rootfs.sh [WORK_FOLDER]      (root on Debian; about 5 GB in WORK_FOLDER)
 #
-# debootstrap makes the Debian system that stands in for the base image `debian:bookworm-slim`; buildah runs
-# every step of the Dockerfile on it, without a daemon, in a chroot. Not what an engine does: the server runs
-# in a chroot as the image's user, without namespaces or cgroups of its own. The CUDA target is not built.
-# PIP_FIND_LINKS (a folder) and PIP_CERT (a file) are handed to the build, for machines behind a mirror.
+# debootstrap creates a Debian system that replaces the base image `debian:bookworm-slim`. buildah runs every
+# step of the Dockerfile on it in a chroot, without a daemon. Unlike in a container engine, the server runs in
+# a chroot as the image's user, without its own namespaces or cgroups. The CUDA target is not built.
+# The build uses PIP_FIND_LINKS (a folder) and PIP_CERT (a file) if they are set, for machines behind a mirror.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mkdir -p "${1:-/tmp/slipstream-rootfs}" && cd "${1:-/tmp/slipstream-rootfs}" && pwd)
@@ -21,7 +21,7 @@ for tool in debootstrap buildah; do
 done
 [ "$(id -u)" = 0 ] || { echo "must be root" >&2; exit 3; }
 
-step "a Debian system in place of the base image"
+step "create a Debian system to replace the base image"
 if [ ! -e "$work/base/etc/debian_version" ]; then
   debootstrap --variant=minbase bookworm "$work/base" > "$work/debootstrap.log"
 fi
@@ -41,12 +41,12 @@ container=$(buildah "${storage[@]}" from scratch)
 buildah "${storage[@]}" add --quiet "$container" "$work/base" / > /dev/null
 buildah "${storage[@]}" commit --quiet --rm "$container" "$base" > /dev/null
 
-step "the Dockerfile's CPU target"
-# An engine would read .dockerignore as it stands; this buildah does, too.
+step "build the Dockerfile's CPU target"
+# buildah reads .dockerignore as a container engine does
 buildah "${storage[@]}" build --isolation chroot --pull-never --format docker --target cpu \
   --build-arg "CPU_BASE=$base" "${build[@]}" --tag localhost/slipstream:cpu "$root"
 
-step "what the image says of itself"
+step "check the image's settings"
 buildah "${storage[@]}" inspect --type image localhost/slipstream:cpu > "$work/image.json"
 python3 - "$work/image.json" <<'PYTHON'
 import json, sys
@@ -58,10 +58,10 @@ assert config["Entrypoint"] == ["slipstream"] and config["Cmd"] == ["serve"]
 assert "PYTHONSAFEPATH=1" in config["Env"]
 assert config["StopSignal"] == "SIGTERM" and "8000/tcp" in config["ExposedPorts"]
 assert "/ready" in config["Healthcheck"]["Test"][-1]
-print("user 10001, entry point, safe path, stop signal, port and health check are as meant")
+print("user 10001, entry point, safe path, stop signal, port and health check are correct")
 PYTHON
 
-step "the server in the image, as its user"
+step "start the server in the image, as the image's user"
 container=$(buildah "${storage[@]}" from --pull-never localhost/slipstream:cpu)
 mount=$(buildah "${storage[@]}" mount "$container")
 echo "size of the root file system: $(du -shx "$mount" | cut -f1)"
@@ -94,7 +94,7 @@ done
 grep Serving "$work/server.log"
 [ "$(stat --format=%u "/proc/$server")" = 10001 ] || { echo "the server runs as another user" >&2; exit 1; }
 
-step "the image's health check, and a completion"
+step "run the image's health check and a completion"
 python3 - "$work/image.json" > "$work/health.py" <<'PYTHON'
 import json, sys
 
@@ -107,12 +107,12 @@ curl --silent --fail "http://127.0.0.1:$port/v1/completions" -H 'Content-Type: a
   -d '{"model": "smollm2-135m", "prompt": "1, 2, 3, 4,", "max_tokens": 8, "temperature": 0}' | tee "$work/reply.json"
 grep --quiet ' 5, 6' "$work/reply.json"
 
-step "SIGTERM ends it cleanly"
+step "stop the server with SIGTERM"
 kill -TERM "$server"
 wait "$server" && echo "exit status 0"
 server=
 if "${inside[@]}" python -c "$(cat "$work/health.py")" 2> /dev/null; then
-  echo "the health check passes although nothing serves" >&2
+  echo "the health check passes although the server has stopped" >&2
   exit 1
 fi
-echo "and the health check fails now"
+echo "the health check fails now, as it should"

@@ -1,4 +1,4 @@
-"""The documentation says what the code does: flags, routes, metrics, alerts, parsers, links."""
+"""The documentation agrees with the code on flags, routes, metrics, alerts, parsers and links."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ def first_cells(text: str) -> list[str]:
 
 
 def code(text: str) -> set[str]:
-    """What stands between back-ticks in a line."""
+    """All inline code, which is text between backticks on one line; code blocks are left out."""
     return set(re.findall(r"`([^`\n]+)`", re.sub(r"(?ms)^```.*?^```", "", text)))
 
 
-def test_the_table_of_flags_is_the_generated_one() -> None:
+def test_the_table_of_flags_is_up_to_date() -> None:
     assert page("flags") == flag_table(), "run `make docs`"
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_relative_links_lead_to_existing_files(path: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", path.read_text()):
         if "://" not in target:
             assert (path.parent / target).exists(), f"{path.name} links to {target}"
@@ -107,7 +107,7 @@ def test_every_alert_is_described() -> None:
 
 
 def command_flags() -> set[str]:
-    """Flags of the commands that have more than the configuration's."""
+    """The flags of all commands and subcommands."""
     flags: set[str] = set()
     parsers = [build_parser()]
     while parsers:
@@ -121,7 +121,7 @@ def command_flags() -> set[str]:
 def test_flags_that_pages_mention_exist() -> None:
     known = code(flag_table())
     words = {word.split()[0] for word in known} | command_flags()
-    elsewhere = {  # Docker's, pip's, make's
+    elsewhere = {  # flags of Docker and other programs, and placeholders
         *("--build-arg", "--target", "--tag", "--rm", "--init", "--gpus", "--ipc", "--publish"),
         *("--volume", "--read-only", "--tmpfs", "--cap-drop", "--health-cmd", "--env", "--build"),
         *("--help", "--flag", "--no-flag"),

@@ -1,4 +1,4 @@
-"""Dockerfile, compose files, alerts and board agree with each other and with the repository."""
+"""Dockerfile, compose files, alerts and dashboard agree with each other and with the code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def instructions() -> list[tuple[str, str]]:
 
 
 def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
-    """Stage -> (what it is built on, its instructions), in order."""
+    """Stage -> (base image or stage, instructions), in the order of the Dockerfile."""
     found: dict[str, tuple[str, list[tuple[str, str]]]] = {}
     name = ""
     for instruction, rest in instructions():
@@ -53,7 +53,7 @@ def stages() -> dict[str, tuple[str, list[tuple[str, str]]]]:
 
 
 def ignored(path: str) -> bool:
-    """Whether .dockerignore leaves a top-level name out."""
+    """Whether .dockerignore excludes a top-level file or folder."""
     out = False
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.strip()
@@ -64,7 +64,7 @@ def ignored(path: str) -> bool:
     return out
 
 
-def test_stages_stand_on_earlier_stages_or_named_bases() -> None:
+def test_stages_build_on_earlier_stages_or_on_named_base_images() -> None:
     arguments = {
         rest.partition("=")[0] for instruction, rest in instructions() if instruction == "ARG"
     }
@@ -76,10 +76,10 @@ def test_stages_stand_on_earlier_stages_or_named_bases() -> None:
             if instruction == "COPY" and (match := re.search(r"--from=(\S+)", rest)):
                 assert match[1] in earlier, f"{name}: COPY {rest}"
         earlier.append(name)
-    assert earlier[-1] == "cpu"  # what `docker build .` makes
+    assert earlier[-1] == "cpu"  # the last stage is the one that `docker build .` builds
 
 
-def test_what_is_copied_exists_and_is_sent_to_the_builder() -> None:
+def test_copied_files_exist_and_are_not_ignored() -> None:
     copied = set()
     for _, steps in stages().values():
         for instruction, rest in steps:
@@ -137,7 +137,7 @@ def test_the_health_check_finds_the_port_that_the_server_listens_on(
     check = json.loads(dict(stages()[name][1])["HEALTHCHECK"].partition("CMD ")[2])
     with HTTPServer(("0.0.0.0", 0), Ready) as server, socket.socket() as another:
         another.bind(("127.0.0.1", 0))
-        another.listen()  # of a worker; or of another container, whose process is not seen
+        another.listen()  # a worker's port, or that of another container, whose pid is hidden
         find, ports = psutil.net_connections, (server.server_port, another.getsockname()[1])
 
         def in_a_container(kind: str) -> list[Any]:
@@ -154,14 +154,14 @@ def test_the_health_check_finds_the_port_that_the_server_listens_on(
             with pytest.raises(SystemExit) as end:
                 exec(check[-1], {})
         finally:
-            if not asked:  # a check that went elsewhere
+            if not asked:  # the check used another port; let handle_request return
                 socket.create_connection(("127.0.0.1", server.server_port)).close()
             serving.join(5)
     assert asked == ["/ready"] and end.value.code == unhealthy
 
 
 @pytest.mark.parametrize("name", ["cpu", "cuda"])
-def test_an_image_says_what_it_is(name: str) -> None:
+def test_an_image_has_labels_for_title_version_and_licence(name: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     steps = stages()[name][1]
     labels = dict(
@@ -177,14 +177,14 @@ def test_an_image_says_what_it_is(name: str) -> None:
     assert (found["version"], found["revision"]) == ("${VERSION}", "${REVISION}")
     order = [instruction for instruction, _ in steps]
     above = steps[: order.index("LABEL")]
-    assert ("ARG", "VERSION") in above and ("ARG", "REVISION") in above  # else both are empty
+    assert ("ARG", "VERSION") in above and ("ARG", "REVISION") in above  # otherwise both are empty
     assert ("ARG", f"VERSION={project['version']}") in instructions()
-    # A new commit changes the labels alone, not what is above them.
+    # The labels come last, so that a new commit does not rebuild the layers before them.
     assert order.index("LABEL") > max(i for i, step in enumerate(order) if step == "COPY")
 
 
 def bind_mounts(service: dict[str, Any]) -> dict[str, str]:
-    """Path in the container -> path in the repository."""
+    """The bind mounts of a service: path in the container -> path in the repository."""
     pairs = [volume.split(":") for volume in service["volumes"]]
     return {target[0]: source for source, *target in pairs if source.startswith("./")}
 
@@ -214,9 +214,9 @@ def test_compose_bounds_each_service_and_its_log() -> None:
         assert re.fullmatch(r"\d+m", log["options"]["max-size"])
 
 
-def test_compose_has_no_password_of_its_own() -> None:
+def test_compose_requires_a_password_and_has_no_default() -> None:
     environment = COMPOSE["services"]["grafana"]["environment"]
-    # `:?`: compose refuses to start without it, an empty one too, and shows the sentence.
+    # With `:?`, compose does not start if the variable is unset or empty, and prints the message.
     assert re.fullmatch(
         r"\$\{GRAFANA_PASSWORD:\?[^}]+\}", environment["GF_SECURITY_ADMIN_PASSWORD"]
     )
@@ -230,7 +230,7 @@ def test_every_variable_of_compose_is_described() -> None:
     assert variables and not {name for name in variables if f"`{name}`" not in page}
 
 
-def test_prometheus_and_grafana_find_what_they_are_pointed_at() -> None:
+def test_prometheus_and_grafana_refer_to_existing_services_and_files() -> None:
     services = COMPOSE["services"]
     config = yaml.safe_load((ROOT / "configs/prometheus/prometheus.yml").read_text())
     (job,) = config["scrape_configs"]
@@ -248,7 +248,7 @@ def test_prometheus_and_grafana_find_what_they_are_pointed_at() -> None:
     assert Path(home).parent == Path(path)
 
 
-def test_the_board_is_consistent() -> None:
+def test_the_dashboard_is_consistent() -> None:
     board = json.loads((ROOT / "configs/grafana/dashboards/slipstream.json").read_text())
     panels = board["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -266,14 +266,14 @@ def test_the_board_is_consistent() -> None:
 
 
 def board_expressions() -> dict[str, list[str]]:
-    """Panel title -> its expressions, in the board's order."""
+    """Panel title -> its expressions, in the order of the dashboard."""
     board = json.loads((ROOT / "configs/grafana/dashboards/slipstream.json").read_text())
     panels = sorted(board["panels"], key=lambda p: (p["gridPos"]["y"], p["gridPos"]["x"]))
     return {p["title"]: [t["expr"] for t in p.get("targets", ())] for p in panels}
 
 
-def test_failed_responses_are_those_of_the_api() -> None:
-    """Frequent probes and scrapes would hide failures of the API, or count as some."""
+def test_the_share_of_failed_responses_counts_api_routes_only() -> None:
+    """Frequent probes and scrapes would hide failures of the API, or be counted as failures."""
     rules = yaml.safe_load((ROOT / "configs/prometheus/alerts.yml").read_text())["groups"][0]
     alerts = {rule["alert"]: rule["expr"] for rule in rules["rules"]}
     panel = board_expressions()["Share of failed responses"]
@@ -283,7 +283,7 @@ def test_failed_responses_are_those_of_the_api() -> None:
         assert 'status=~"5.."' in selectors[0] and "status" not in selectors[1]
 
 
-def test_the_board_starts_with_speculation() -> None:
+def test_the_dashboard_starts_with_speculation() -> None:
     titles = list(board_expressions())
     rows = ["Speculation", "State", "Latency", "Throughput", "Memory and queue"]
     assert [title for title in titles if title in rows] == rows and titles[0] == rows[0]
@@ -307,14 +307,14 @@ def test_the_board_starts_with_speculation() -> None:
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
-def test_promtool(arguments: tuple[str, ...]) -> None:
+def test_promtool_accepts_the_configuration_and_the_rules(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
         ["promtool", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_script_that_builds_the_image_is_a_shell_script() -> None:
+def test_the_script_that_builds_the_image_has_valid_syntax() -> None:
     script = ROOT / "tests/deployment/build_rootfs.sh"
     assert script.stat().st_mode & 0o111
     assert subprocess.run(["bash", "-n", script]).returncode == 0

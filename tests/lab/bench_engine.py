@@ -1,13 +1,13 @@
-"""Measures what one decode step costs the host, by part; nothing is computed, results are ready.
+"""Measures the host time of one decode step, by part, with a model runner that computes nothing.
 
     OMP_NUM_THREADS=1 .venv/bin/python tests/lab/bench_engine.py [--requests 1 32 256]
 
-A real engine, scheduler, block pool, draft planner, request table and channel, as the worker runs
-them; the tensors of results are made up. "step" is what the worker's loop takes: receive, step,
-send; its parts are measured in further rounds, with a timer around each. "table" and "gather" are
-the host's share of staging a plan and of gathering its rows: no kernel runs. Each
-figure is what one step of fifty beats: on a shared machine others come and go. With --profile it
-prints where the Python code of a step spends its time instead.
+Engine, scheduler, block pool, draft planner, request table and channel are real; only the results
+of the model are invented. "step" is one iteration of the worker's loop: receive, step, send. Its
+parts are measured in further rounds, with a timer around each. "table" and "gather" are the host's
+part of staging a plan and of gathering its rows, without kernels. Each figure is the second
+percentile over all steps, because other programs on the machine delay some of them. With --profile,
+it prints instead in which functions a step spends its time.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from slipstream.runner.scheduling.plan import StepPlan
 
 MAX_MODEL_LEN, BLOCK_SIZE, MAX_NUM_SEQS, VOCAB_SIZE = 4096, 16, 256, 49_152
 NUM_STEPS = 400
-ACCEPTANCE = 0.6  # of each draft, if those before it were accepted
+ACCEPTANCE = 0.6  # probability of each draft, given that the drafts before it were accepted
 clock = time.perf_counter
 
 
 class ReadyRunner:
-    """A model runner whose results are there at once."""
+    """A model runner that returns random results at once."""
 
     def __init__(self, num_drafts: int) -> None:
         self.facts = SimpleNamespace(
@@ -98,7 +98,7 @@ class ReadyRunner:
 
 
 class Bench:
-    """N requests that decode, and the worker's loop around them."""
+    """An engine with `num_reqs` decoding requests, and the worker's loop."""
 
     def __init__(self, num_reqs: int, num_drafts: int, auto: bool) -> None:
         self.num_reqs, self.num_drafts = num_reqs, num_drafts
@@ -116,10 +116,11 @@ class Bench:
         self._server = self._context.socket(zmq.PAIR)
         self._server.bind(f"ipc://{folder}/worker")
         self.channel = WorkerChannel(f"ipc://{folder}/worker")
-        self.host_seconds = 0.0  # of the runner, which is not the engine's
 
     def add_requests(self) -> None:
-        """Prompts of different lengths, so that pages do not fill up all in the same step."""
+        """Start the requests and compute their prompts.
+
+        The prompts differ in length, so that not all blocks are filled in the same step."""
         for index in range(self.num_reqs):
             sampling = SamplingParams(seed=index, max_tokens=4000, stop_token_ids=[0])
             prompt = [(index * 7 + i) % VOCAB_SIZE for i in range(24 + index % BLOCK_SIZE)]
@@ -127,8 +128,8 @@ class Bench:
         for _ in range(16):  # prefill, and the first decodes
             self.engine.step()
 
-    def turn(self) -> None:
-        """One turn of the worker's loop."""
+    def iterate(self) -> None:
+        """Run one iteration of the worker's loop."""
         messages = self.channel.receive(0.0)
         if messages:
             self.engine.handle(messages)
@@ -137,7 +138,7 @@ class Bench:
             self.channel.send([*outputs])
 
     def drain(self) -> None:
-        """Read what was sent, as the server would."""
+        """Receive the messages that were sent, as the server would."""
         while self._server.poll(0):
             self._server.recv()
 
@@ -149,7 +150,7 @@ class Bench:
 
 
 class Timers:
-    """Seconds spent in named methods, their callees included."""
+    """Measures the seconds spent in wrapped methods, including their callees."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -171,39 +172,39 @@ class Timers:
 
 
 class Samples:
-    """Seconds of every step, by part."""
+    """The seconds of every step, by part."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[float]] = {}
 
     def add(self, seconds: dict[str, float]) -> None:
-        """One step's parts."""
+        """Add the seconds of one step."""
         for part, spent in seconds.items():
             self._found.setdefault(part, []).append(spent)
 
     def low(self) -> dict[str, float]:
-        """Microseconds that one step of fifty beats, for each part."""
+        """The second percentile of each part, in microseconds."""
         return {
             part: 1e6 * sorted(seconds)[len(seconds) // 50] for part, seconds in self._found.items()
         }
 
 
 def typical(bench: Bench, timers: Timers) -> dict[str, float]:
-    """Microseconds a step of each part, in a step that nobody disturbs."""
+    """Run NUM_STEPS steps; returns microseconds per step by part, without disturbed steps."""
     samples = Samples()
     for _ in range(NUM_STEPS):
         timers.seconds = dict.fromkeys(timers.seconds, 0.0)
         start = clock()
-        bench.turn()
+        bench.iterate()
         spent = clock() - start
-        # What makes the results up is not the engine's.
+        # exclude the time for inventing results
         samples.add(dict(timers.seconds, step=spent - timers.seconds["runner"]))
         bench.drain()
     return samples.low()
 
 
 def measure(num_reqs: int, num_drafts: int, auto: bool) -> dict[str, float]:
-    """Microseconds of a step and of its parts."""
+    """Measure the microseconds of a step and of its parts."""
     bench = Bench(num_reqs, num_drafts, auto)
     bench.add_requests()
     tune_garbage_collector()
@@ -229,11 +230,11 @@ def measure(num_reqs: int, num_drafts: int, auto: bool) -> dict[str, float]:
 
 
 def tables(bench: Bench) -> dict[str, float]:
-    """The host's share of staging plans and gathering their rows."""
+    """Measure the host's part of staging plans and of gathering their rows, in microseconds."""
     runner = bench.runner
     runner.keeps_plans = True
     for _ in range(NUM_STEPS):
-        bench.turn()
+        bench.iterate()
         bench.drain()
     device = torch.device("cpu")
     max_blocks = [MAX_MODEL_LEN // BLOCK_SIZE]
@@ -258,7 +259,7 @@ def tables(bench: Bench) -> dict[str, float]:
 
 
 def gather(buffers: InputBuffers, table: RequestTable, plan: StepPlan) -> None:
-    """As the model runner does."""
+    """Gather the rows of a plan as the model runner does."""
     query_lens = [row.num_tokens for row in plan.rows]
     num_drafts = [row.num_draft_tokens for row in plan.rows]
     uniform = query_lens[0] if len(set(query_lens)) == 1 else None
@@ -269,13 +270,13 @@ def gather(buffers: InputBuffers, table: RequestTable, plan: StepPlan) -> None:
 
 
 def profile(num_reqs: int, num_drafts: int, auto: bool) -> None:
-    """Print where a step spends its time."""
+    """Print the functions in which steps spend most time."""
     bench = Bench(num_reqs, num_drafts, auto)
     bench.add_requests()
     profiler = cProfile.Profile()
     for _ in range(200):
         profiler.enable()
-        bench.turn()
+        bench.iterate()
         profiler.disable()
         bench.drain()
     pstats.Stats(profiler).sort_stats("tottime").print_stats(32)
@@ -286,13 +287,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
-    parser.add_argument("--auto", action="store_true", help="K is chosen, up to so many drafts")
+    parser.add_argument(
+        "--auto", action="store_true", help="choose K automatically, up to --drafts"
+    )
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     columns = (
         "step", "schedule", "planner", "results", "apply", "send", "table", "gather"
     )  # fmt: skip
-    print("microseconds a step; a row's are in brackets\n")
+    print("microseconds per step; in brackets, per batch row\n")
     print("| requests | K | " + " | ".join(columns) + " |")
     print("|---" * (len(columns) + 2) + "|")
     for num_drafts in args.drafts:

@@ -1,9 +1,9 @@
-"""`python tests/lab/bench_front_end.py`: the tokens a second that the server passes on.
+"""Measures how many tokens per second the server's front end (tokenizer and HTTP) can stream.
 
-Three real processes on this machine's cores: `slipstream serve` with its tokenizer and HTTP, a
-worker that says the prompts' tokens at a given pace over the real channel, and this load generator,
-which reads raw sockets. Its JSON says what arrived, how far behind the pace, in how many chunks
-(fewer chunks than tokens mean that the server was late and joined some), and the processor time.
+Run `python tests/lab/bench_front_end.py`. It runs three processes: `slipstream serve`, a worker
+that repeats the prompts' tokens at a given rate over the real channel, and this load generator,
+which reads raw sockets. It prints the speed, delays, number of chunks and CPU times as JSON. Fewer
+chunks than tokens mean that the server was too slow and merged some.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _TEXT = (
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of the server."""
+    """The load on the server."""
 
     num_streams: int = 256
     tokens_per_stream: int = 512
     tokens_per_step: int = 1
-    rate: float = 30_000.0  # tokens/s over all streams that the worker offers
+    rate: float = 30_000.0  # tokens/s that the worker generates, over all streams
     endpoint: str = "chat"  # or "completions"
 
     @property
@@ -50,21 +50,21 @@ class Load:
 
 @dataclass
 class Figures:
-    """What came of it."""
+    """The measurements of a run."""
 
     tokens_per_second: float  # from the first byte of text to the last
     offered_per_second: float
-    chunks_per_step: float  # of one stream; 1.0: none was joined with a later one
+    chunks_per_step: float  # per stream; 1.0 if no chunks were merged
     first_chunk_s: float  # median, from the request
-    largest_gap_s: float  # the longest silence of any stream after its first chunk
+    largest_gap_s: float  # the longest pause of any stream after its first chunk
     server_cpu_us: float  # per token
     worker_cpu_us: float
     client_cpu_us: float
-    same_text: bool  # every stream brought its own text, whole
+    same_text: bool  # whether every stream had the text of its own prompt
 
 
 class _Stream:
-    """One request on one connection: bytes are kept, and looked at only after the run."""
+    """One request on its own connection; what it receives is parsed only after the run."""
 
     def __init__(self, port: int, request: bytes) -> None:
         self.socket = socket.create_connection(("127.0.0.1", port))
@@ -75,19 +75,19 @@ class _Stream:
         self.first = self.last = self.gap = 0.0
 
     def read(self, now: float) -> bool:
-        """Take what is there; true at the end."""
+        """Read the available bytes; returns whether the answer is complete."""
         data = self.socket.recv(65536)
-        assert data, "closed early"
+        assert data, "the server closed the connection early"
         if self.first:
             self.gap = max(self.gap, now - self.last)
-        elif self.parts:  # behind the head and the role
+        elif self.parts:  # the first bytes after the head and the chunk with the role
             self.first = now
         self.last = now
         self.parts.append(data)
         return data.endswith(b"0\r\n\r\n")
 
     def events(self) -> list[dict[str, Any]]:
-        """What was sent, parsed."""
+        """Parse the events that were received."""
         body = b"".join(self.parts).split(b"\r\n\r\n", 1)[1]
         plain = bytearray()
         while body:
@@ -123,7 +123,7 @@ def _request(load: Load, number: int, port: int) -> bytes:
 
 
 def _drive(load: Load, port: int) -> list[_Stream]:
-    """Looks at all sockets every few milliseconds: being woken by each byte costs both sides."""
+    """Run all streams; polls every 2 ms, because a wake-up for each chunk would slow both sides."""
     streams = [_Stream(port, _request(load, n, port)) for n in range(load.num_streams)]
     by_number = {stream.socket.fileno(): stream for stream in streams}
     deadline = time.monotonic() + _MOST_SECONDS
@@ -165,7 +165,7 @@ def _seconds(process: psutil.Process) -> float:
 
 
 def run(load: Load, port: int | None = None) -> Figures:
-    """Start a server, load it, stop it."""
+    """Start a server, measure it under this load and stop it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", port or 0))
         port = int(free.getsockname()[1])
@@ -178,7 +178,9 @@ def run(load: Load, port: int | None = None) -> Figures:
                     break
             except httpx.TransportError:
                 pass
-            assert process.poll() is None and time.monotonic() < deadline, "no server"
+            assert process.poll() is None and time.monotonic() < deadline, (
+                "the server did not start"
+            )
             time.sleep(0.1)
         server = psutil.Process(process.pid)
         watched = [server, server.children()[0], psutil.Process()]
@@ -200,7 +202,7 @@ def _figures(load: Load, streams: list[_Stream], used: list[float]) -> Figures:
     pieces = [[_piece(load, event) for event in events] for events in found]
     chunks = sum(sum(map(bool, texts)) for texts in pieces)
     waits = sorted(s.first - s.began for s in streams)
-    # A prompt is said from its beginning: the text must hold what only this one's message has.
+    # The worker repeats the prompt, so the text must contain the part that only this prompt has.
     same = all(f"Boat {number}." in "".join(texts) for number, texts in enumerate(pieces))
     return Figures(
         tokens_per_second=round(tokens / seconds, 1),
@@ -223,12 +225,14 @@ def _piece(load: Load, event: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print one line of JSON."""
+    """Run one load and print the figures as one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--tokens", type=int, default=512, help="per stream")
     parser.add_argument("--tokens-per-step", type=int, default=1)
-    parser.add_argument("--rate", type=float, default=30_000.0, help="tokens/s offered in all")
+    parser.add_argument(
+        "--rate", type=float, default=30_000.0, help="tokens/s that the worker generates"
+    )
     parser.add_argument("--endpoint", choices=("chat", "completions"), default="chat")
     args = parser.parse_args()
     load = Load(args.streams, args.tokens, args.tokens_per_step, args.rate, args.endpoint)

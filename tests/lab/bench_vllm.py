@@ -1,14 +1,15 @@
-"""Prints vLLM's decode speed for random weights, to stand beside `slipstream bench offline`.
+"""Measures vLLM's decode speed with random weights, for comparison with `slipstream bench offline`.
 
-`python tests/lab/bench_vllm.py NAME MODEL SPEC BATCHES KV_GIB [GATE] [INPUT_LEN] [OUTPUT_LEN]`,
-vLLM 0.26 importable; set VLLM_USE_V2_MODEL_RUNNER=1 VLLM_USE_FLASHINFER_SAMPLER=0
-VLLM_ENABLE_V1_MULTIPROCESSING=0. MODEL is a folder with a config.json; SPEC is `none` or
-DRAFTER:K:r1/../rK (EAGLE-3, synthetic unconditional acceptance by position); BATCHES such as
-1,32,256. As in our bench, prompts have 128 random ids and the time of one token is taken from the
-time of 257; other lengths are INPUT_LEN and OUTPUT_LEN.
-Long prompts are the same in all runs and kept in the prefix cache, as with our --same-prompts
---enable-prefix-caching. With GATE, a folder, it writes GATE/NAME.ready once it has started and
-measures when GATE/NAME.go is there: several engines can start at once. An empty GATE is none.
+    python tests/lab/bench_vllm.py NAME MODEL SPEC BATCHES KV_GIB [GATE] [INPUT_LEN] [OUTPUT_LEN]
+
+It needs vLLM 0.26, with VLLM_USE_V2_MODEL_RUNNER=1 VLLM_USE_FLASHINFER_SAMPLER=0
+VLLM_ENABLE_V1_MULTIPROCESSING=0. MODEL is a folder with a config.json. SPEC is `none` or
+DRAFTER:K:r1/../rK, for EAGLE-3 with synthetic unconditional acceptance rates by position. BATCHES
+is a list, for example 1,32,256. As in `slipstream bench offline`, prompts have 128 random ids, and
+the time for one token is subtracted from the time for 257; INPUT_LEN and OUTPUT_LEN change these.
+Prompts from 2,048 tokens on are cached by prefix, as with `--same-prompts --enable-prefix-caching`.
+If the folder GATE is given and not empty, the script writes GATE/NAME.ready after its start and
+waits for GATE/NAME.go before it measures, so that several engines can start at the same time.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ PROMPT, TOKENS, LONG = 128, 256, 2048
 
 
 def start(model: str, spec: str, kv_gib: float, max_model_len: int, keeps_prompts: bool) -> Any:
-    """An engine."""
+    """Start vLLM's engine."""
     options: dict[str, Any] = {}
     if spec != "none":
         drafter, num_drafts, rates = spec.split(":")
@@ -54,8 +55,12 @@ def start(model: str, spec: str, kv_gib: float, max_model_len: int, keeps_prompt
 def measure(
     engine: Any, batch: int, prompt_len: int, decoded: int, speculates: bool
 ) -> dict[str, Any]:
-    """The best of two runs of 257 tokens, or with drafts the mean of such runs of at least 16
-    requests in all, less the best of three of one."""
+    """Measure the decode speed of one batch size, in tokens per second.
+
+    From the time for `decoded + 1` tokens it subtracts the time for one token, the best of three
+    runs. The former is the best of two runs, or with drafts the mean of enough runs for at least
+    16 requests.
+    """
     make_params = import_module("vllm").SamplingParams
     vocab = engine.model_config.get_vocab_size()
     draw = random.Random(0)
@@ -83,7 +88,7 @@ def main() -> None:
     gate, prompt_len, decoded = [*more, *["", PROMPT, TOKENS][len(more) :]]
     prompt_len, decoded = int(prompt_len), int(decoded)
     began = time.time()
-    # As long as in the figures that were published, unless it does not suffice.
+    # 4096 as in the published figures, unless the requests need more
     longest, keeps_prompts = max(4096, prompt_len + decoded + 65), prompt_len >= LONG
     engine = start(model, spec, float(kv_gib), longest, keeps_prompts)
     print(json.dumps({"name": name, "start_s": round(time.time() - began, 1)}), flush=True)
@@ -103,7 +108,7 @@ def main() -> None:
     if gate:
         (folder / f"{name}.done").touch()
     sys.stdout.flush()
-    os._exit(0)  # its threads would keep the process
+    os._exit(0)  # vLLM's threads would keep the process running
 
 
 if __name__ == "__main__":

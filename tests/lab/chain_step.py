@@ -1,5 +1,7 @@
-"""A decode step of a few layers for `measure_chain.py`: its model, cache and kernel choices, and
-the same step with one part left out."""
+"""A decode step of a few layers for `measure_chain.py`: its model, KV cache and kernel choices.
+
+`without` runs the step with one part left out.
+"""
 
 from __future__ import annotations
 

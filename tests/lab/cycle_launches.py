@@ -1,4 +1,4 @@
-"""Prints what the graphs of a speculative cycle launch: our kernels and torch's operations.
+"""Prints what the graphs of a speculative cycle launch: Triton kernels and torch's operations.
 
 It replays a start for one request on meta tensors, so it needs no GPU and computes nothing:
 
@@ -42,7 +42,7 @@ _OURS = ("/kernels/", "/runner/", "/speculators/")
 
 
 def _line() -> str:
-    """The innermost lines of our own code on the call stack."""
+    """The innermost lines of this project's code on the call stack."""
     frames = [
         f"{frame.filename.rsplit('/', 2)[-2]}/{frame.filename.rsplit('/', 1)[-1]}:{frame.lineno}"
         for frame in traceback.extract_stack()

@@ -1,7 +1,7 @@
-"""An engine whose K and acceptance are at hand, and what its steps brought.
+"""An engine with controlled draft length K and acceptance, for `measure_controller.py`.
 
-Acceptance is by chance, at rates that change while it runs; K is held, or chosen by a controller
-that has seen nothing.
+Drafts are accepted at random, at rates that can be changed while the engine runs. K is held fixed,
+or chosen by a draft-length controller that has no history.
 """
 
 from __future__ import annotations
@@ -26,44 +26,48 @@ from slipstream.speculators.draft_length.step_costs import StepCosts
 Rates = tuple[float, ...]
 
 
-def brought(rates: Rates, num_drafts: float) -> float:
-    """Tokens that a request gets on the average from a step that verifies so many drafts."""
+def expected_tokens(rates: Rates, num_drafts: float) -> float:
+    """The mean number of tokens per request from a step that verifies `num_drafts` drafts.
+
+    `rates` are the unconditional acceptance rates by position; between integers it interpolates.
+    """
     return float(np.interp(num_drafts, range(len(rates) + 1), 1 + np.cumsum((0.0, *rates))))
 
 
 @dataclass
 class Phase:
-    """Steps under the same rates."""
+    """A series of steps with the same acceptance rates, and its sums."""
 
     rates: Rates
     seconds: float = 0.0
-    expected: float = 0.0  # tokens that these steps bring on the average
-    tokens: int = 0  # that came
-    drafts: Counter[int] = field(default_factory=Counter)  # K -> rows that verified so many
-    steps: list[float] = field(default_factory=list)  # seconds of each
+    expected: float = 0.0  # mean number of tokens that these steps yield at these rates
+    tokens: int = 0  # number of tokens that they yielded
+    drafts: Counter[int] = field(default_factory=Counter)  # K -> batch rows that verified K drafts
+    steps: list[float] = field(default_factory=list)  # seconds of each step
 
     def add(self, seconds: float, stats: Any) -> None:
-        """One step that landed `seconds` after the one before."""
+        """Add a step whose results came `seconds` after those of the previous step."""
         k = stats.num_draft_tokens / stats.num_drafts if stats.num_drafts else 0.0
         self.seconds += seconds
         self.steps.append(seconds)
-        self.expected += stats.num_plain_steps + stats.num_drafts * brought(self.rates, k)
+        self.expected += stats.num_plain_steps + stats.num_drafts * expected_tokens(self.rates, k)
         self.tokens += stats.num_generated_tokens
         self.drafts[0] += stats.num_plain_steps
         self.drafts[round(k)] += stats.num_drafts
 
     @property
     def speed(self) -> float:
+        """Expected tokens per second, for the whole batch."""
         return self.expected / self.seconds
 
 
-def joined(speeds: Sequence[float]) -> float:
-    """The speed of phases that bring equally many tokens each."""
+def mean_speed(speeds: Sequence[float]) -> float:
+    """The speed over several phases with equal numbers of tokens: their harmonic mean."""
     return len(speeds) / sum(1 / speed for speed in speeds)
 
 
 class HeldEngine:
-    """One engine whose K and acceptance are at hand."""
+    """An engine with controlled acceptance rates; `controller.hold` fixes its K."""
 
     def __init__(self, config: Config) -> None:
         from slipstream.runner.startup.build import build_model_runner
@@ -84,7 +88,7 @@ class HeldEngine:
         return self._drafts.controller
 
     def begin(self, batch: int, prompt_len: int, rates: Rates) -> list[str]:
-        """New requests, whose prompts are computed."""
+        """Start `batch` requests and compute their prompts; returns their names."""
         if self._drafts is not None:
             self.set_rates(rates)
         self._num_sets += 1
@@ -111,24 +115,24 @@ class HeldEngine:
         return names
 
     def end(self, names: list[str]) -> None:
-        """Abort them."""
+        """Abort requests and run the engine until it is idle."""
         self._engine.handle([AbortRequests(names)])
         while self._engine.has_work():
             self._engine.step()
 
     def set_rates(self, rates: Rates) -> None:
-        """Accept by these from the next step on."""
+        """Accept drafts at these rates from the next step on."""
         self._runner.sampling.sampler.verify.set_rates(rates)
 
     def forget(self) -> None:
-        """The controller as after the start."""
+        """Reset the controller to its state after start-up."""
         self.controller.hold(None)
         self.controller.new_drafter()
         is_trusted = not self._runner.facts.device.startswith("cpu")
         self.controller.costs = StepCosts(self.measured, self.counts[-1], is_trusted)
 
     def steps(self) -> Iterator[tuple[float, Any]]:
-        """(seconds since the one before, statistics) of every step, as it lands."""
+        """Run steps; yields (seconds since the previous results, statistics) for each."""
         while True:
             for step in self._engine.step():
                 for output in step.outputs:
@@ -138,7 +142,7 @@ class HeldEngine:
                     yield self._landed - before, step.stats
 
     def run(self, rates: Rates, tokens: float = 0.0, num_steps: int = 0) -> Phase:
-        """Steps until they bring so many tokens, or so many of them."""
+        """Run steps until they have yielded `tokens` expected tokens and number `num_steps`."""
         if self._drafts is not None:
             self.set_rates(rates)
         phase = Phase(rates)

@@ -1,8 +1,9 @@
-"""Prints how long the GPU waits in a decode step, between which kernels, and what it does else.
+"""Prints how long the GPU is idle in a decode step, between which kernels, and its busy times.
 
-`PYTHONPATH=.src python tests/lab/idle.py MODEL BATCH [BATCH ...] [-sc JSON] [--top N]`: MODEL as
-`shapes.py` writes it, random weights. A step is timed before the profiler starts and under it; idle
-time is what no kernel or copy covers, from the middle three fifths of the profile.
+    PYTHONPATH=.src python tests/lab/idle.py MODEL BATCH [BATCH ...] [-sc JSON] [--top N]
+
+MODEL is a folder from `shapes.py`; the weights are random. Steps are timed without and with the
+profiler. The GPU is idle while no kernel or copy runs, in the middle three fifths of the profile.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PROMPT, STEPS = 128, 40
 
 @dataclass
 class Timeline:
-    """Device events of a profile, in order of their start; microseconds."""
+    """The GPU events of a profile, ordered by their start, in microseconds."""
 
     events: list[tuple[float, float, str]]  # start, end, name
     idle: float = 0.0
@@ -42,7 +43,7 @@ class Timeline:
     busy: Counter[str] = field(default_factory=Counter)
 
     def measure(self) -> None:
-        """Cut both ends off, then sum what is covered and what is not."""
+        """Drop the first and last fifth, then sum idle and busy time."""
         first, last = self.events[0][0], max(end for _, end, _ in self.events)
         fifth = (last - first) / 5
         self.events = [e for e in self.events if e[0] >= first + fifth and e[1] <= last - fifth]
@@ -60,7 +61,7 @@ class Timeline:
 
 
 def decode(engine: Engine, steps: int) -> float:
-    """Run so many steps with outputs; milliseconds of each."""
+    """Run `steps` steps that have outputs; returns the milliseconds per step."""
     began, done = time.perf_counter(), 0
     while done < steps:
         done += sum(bool(step.outputs) for step in engine.step())
@@ -68,7 +69,7 @@ def decode(engine: Engine, steps: int) -> float:
 
 
 def trace(engine: Engine, batch: int, top: int) -> None:
-    """Profile one batch size and print it, `top` lines of each table."""
+    """Profile one batch size; print the `top` longest entries of each table."""
     draw, most = random.Random(batch), engine.ready.vocab_size - 10
     ids = [f"{batch}-{i}" for i in range(batch)]
     engine.handle(
@@ -96,9 +97,9 @@ def trace(engine: Engine, batch: int, top: int) -> None:
     line.measure()
     steps = line.span / 1e3 / traced
     print(
-        f"batch {batch}: {plain:.3f} ms a step, {traced:.3f} under the profiler, of which idle "
-        f"{line.idle / line.span:.2%} ({line.idle / steps:.0f} us); "
-        f"{len(line.events) / steps:.0f} kernels and copies a step"
+        f"batch {batch}: {plain:.3f} ms per step, {traced:.3f} with the profiler, of which the GPU "
+        f"is idle {line.idle / line.span:.2%} ({line.idle / steps:.0f} us); "
+        f"{len(line.events) / steps:.0f} kernels and copies per step"
     )
     for title, table in (("idle before", line.gaps), ("busy", line.busy)):
         for name, spent in table.most_common(top):

@@ -1,14 +1,17 @@
-"""Measures how fast safetensors files come onto the GPU, beside what disk and bus give.
+"""Measures how fast safetensors files are loaded onto the GPU, compared with disk and bus.
 
-`PYTHONPATH=.src python tests/lab/measure_loading.py MODEL [--layers 4] [--folders LIST]`, MODEL as
-`shapes.py` writes it: its embeddings, head and first layers are written as random bf16 weights to
-two files in each folder (default: the temporary folder, and /dev/shm, which is memory) and loaded
-as a worker loads them. GB/s of the files' bytes:
+    PYTHONPATH=.src python tests/lab/measure_loading.py MODEL [--layers 4] [--folders LIST]
 
-* bus: copies from pinned memory alone; read: the files alone, by one thread and by eight
-* mapped: loaded by views of the mapped files, as on a CPU; loaded: as it is done on a GPU
+MODEL is a folder from `shapes.py`. Its embeddings, head and first layers are written as random bf16
+weights to two files in each of the folders, and loaded as a worker loads them. The default folders
+are the temporary folder, and /dev/shm, which is memory. The figures are GB/s of the files' bytes:
 
-"cold" is behind a call that drops the files from the page cache; it does nothing to /dev/shm.
+* bus: copies from pinned memory to the GPU, without files
+* read: the files are read into memory, by one thread and by eight
+* mapped: loaded from memory-mapped files, as a worker does on a CPU
+* loaded: loaded as a worker does on a GPU
+
+For "cold", the files are first dropped from the page cache, which has no effect on /dev/shm.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ PIECE = 8 << 20
 
 
 def write(model: Path, layers: int, folder: Path, device: torch.device) -> None:
-    """A checkpoint of two files whose halves are no larger than needed."""
+    """Write a checkpoint of `layers` layers with random weights to two files in `folder`."""
     config = json.loads((model / "config.json").read_text()) | {"num_hidden_layers": layers}
     (folder / "config.json").write_text(json.dumps(config))
     resolved = resolve_model(ModelConfig(model=str(folder), load_format="dummy"))
@@ -59,14 +62,14 @@ def write(model: Path, layers: int, folder: Path, device: torch.device) -> None:
 
 
 def drop(folder: Path) -> None:
-    """Take the files out of the page cache, where they are more than a copy."""
+    """Drop the files from the page cache."""
     for path in folder.glob("*.safetensors"):
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read(folder: Path, num_threads: int) -> None:
-    """All bytes, into ordinary memory."""
+    """Read all bytes of the files into pageable memory."""
     jobs = [
         (path, at)
         for path in sorted(folder.glob("*.safetensors"))
@@ -86,7 +89,7 @@ def read(folder: Path, num_threads: int) -> None:
 
 
 def bus(device: torch.device, size: int = 256 << 20) -> float:
-    """GB/s from pinned memory."""
+    """Measure copies from pinned memory to the GPU, in GB/s; NaN without a GPU."""
     if device.type != "cuda":
         return float("nan")
     source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
@@ -101,7 +104,7 @@ def bus(device: torch.device, size: int = 256 << 20) -> float:
 
 
 def load(folder: Path, device: torch.device, mapped: bool) -> TextModel:
-    """The model with its weights."""
+    """Load the model in `folder`, as on a CPU if `mapped`, else as on a GPU."""
     resolved = resolve_model(ModelConfig(model=str(folder)))
     model = build_model(resolved.hf_config, device, torch.bfloat16)
     if mapped:
@@ -114,7 +117,7 @@ def load(folder: Path, device: torch.device, mapped: bool) -> TextModel:
 
 
 def measure(folder: Path, device: torch.device) -> None:
-    """Print every figure of a folder, and check that both ways of loading give the same."""
+    """Print all figures of a folder; checks that both ways of loading yield equal weights."""
     size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     kept: dict[bool, dict[str, Tensor]] = {}
 
@@ -153,8 +156,7 @@ def main() -> None:
     parser.add_argument("--folders", default=f"{tempfile.gettempdir()},/dev/shm")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    load_nothing = torch.empty(1, device=device)  # the context starts here
-    assert load_nothing.numel()
+    assert torch.empty(1, device=device).numel()  # creates the CUDA context
     print(f"bus: {bus(device):.1f} GB/s; {os.cpu_count()} cores")
     for parent in args.folders.split(","):
         began = time.perf_counter()
@@ -167,7 +169,7 @@ def main() -> None:
             measure(folder, device)
         finally:
             shutil.rmtree(folder)
-        print(f"  {time.perf_counter() - began:.1f} s in all", flush=True)
+        print(f"  {time.perf_counter() - began:.1f} s in total", flush=True)
 
 
 if __name__ == "__main__":

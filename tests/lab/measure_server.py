@@ -1,15 +1,15 @@
-"""Measures what HTTP and text add to the engine's own decode time, with many streams.
+"""Measures how much time HTTP and text processing add to the engine's decode time.
 
-`PYTHONPATH=.src python tests/lab/measure_server.py MODEL [-- FLAGS]`, MODEL as `shapes.py` writes
-it, random weights; FLAGS go to server and engine. First `slipstream serve` under the load part of
-`slipstream bench serve`, in several processes: 256 streams of /v1/completions, prompts of 128
-random ids, 256 tokens behind the first, temperature 0. Then `slipstream bench offline` with the
-same flags. One accounting for both: the fastest run with one token a request is taken from the
-fastest run with 257, each from its first request to the last byte of all; the difference is what
-256 decode tokens a request take, without prompts and connections. Status 1 if HTTP adds 5 %.
+Run `PYTHONPATH=.src python tests/lab/measure_server.py MODEL [-- FLAGS]`. MODEL is a folder from
+`shapes.py`; the weights are random. Server and engine get FLAGS. First, several client processes
+load `slipstream serve` with 256 streams of /v1/completions: prompts of 128 random ids, 257 tokens,
+temperature 0. Then `slipstream bench offline` runs with the same flags. For both, the time of the
+fastest run with one token per request is subtracted from that of the fastest run with 257. The
+difference is the time for 256 decode tokens per request, without prompts and connections. The exit
+status is 1 if HTTP adds 5 % or more.
 
-The vocabulary is invented, a word for each id, so that every token brings text. If a client was
-busy all the time, it was the bottleneck: raise --clients.
+The tokenizer has an invented word for each id, so that every token yields text. A client that is
+busy all the time limits the speed: increase --clients.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ _ENV = os.environ | {"PYTHONPATH": os.environ.get("PYTHONPATH", ".src")}
 
 @dataclass
 class Round:
-    """One run of all streams, as all clients saw it."""
+    """The measurements of one run of all streams, over all clients."""
 
     began: float = float("inf")
     ended: float = 0.0
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)  # seconds between chunks of a stream
     tpots: list[float] = field(default_factory=list)
-    busiest: float = 0.0  # processor time of a client by the time of the run
+    busiest: float = 0.0  # CPU time of the busiest client, divided by the duration of the run
     server_cpu: float = 0.0  # seconds
     worker_cpu: float = 0.0
 
@@ -65,7 +65,7 @@ class Round:
 
 
 def make_tokenizer(vocab_size: int, folder: Path) -> None:
-    """A byte-level vocabulary: the 256 bytes, then words."""
+    """Write a byte-level tokenizer to `folder`: the 256 bytes, then a word for each id."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {letter: i for i, letter in enumerate(letters[:vocab_size])}
     vocab |= {f"\u0120w{i}": i for i in range(len(vocab), vocab_size)}
@@ -78,7 +78,9 @@ def make_tokenizer(vocab_size: int, folder: Path) -> None:
 def client(
     number: int, url: str, args: argparse.Namespace, vocab: int, start: Any, out: Any
 ) -> None:
-    """A process with its share of the streams; waits at `start` before each round."""
+    """Run this client's share of the streams in each round, after waiting at `start`.
+
+    It runs in its own process and puts its measurements into the queue `out`."""
     draw = random.Random(number)
     streams = args.streams // args.clients + (number < args.streams % args.clients)
     words = [
@@ -90,34 +92,34 @@ def client(
         no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         async with httpx.AsyncClient(limits=no_limit, timeout=120) as session:
             target = Target(f"{url}/v1/completions", "m", False, ignore_eos=True)
-            for tokens in rounds(args):
-                asks = [BenchRequest(prompt, tokens) for prompt in words]
+            for max_tokens in rounds(args):
+                requests = [BenchRequest(prompt, max_tokens) for prompt in words]
                 start.wait()
                 began, used = time.perf_counter(), time.process_time()
-                outcomes, seconds = await run_load(session, target, asks, [0.0] * streams, None)
+                outcomes, seconds = await run_load(session, target, requests, [0.0] * streams, None)
                 busy = (time.process_time() - used) / seconds
                 errors = [outcome.error for outcome in outcomes if outcome.error]
                 gaps = [gap for outcome in outcomes for gap in outcome.gaps]
                 tpots = [outcome.tpot for outcome in outcomes if outcome.tpot is not None]
-                came = sum(outcome.output_tokens for outcome in outcomes)
-                out.put((began, began + seconds, came, gaps, tpots, busy, errors))
+                tokens = sum(outcome.output_tokens for outcome in outcomes)
+                out.put((began, began + seconds, tokens, gaps, tpots, busy, errors))
 
     asyncio.run(drive())
 
 
 def rounds(args: argparse.Namespace) -> list[int]:
-    """Tokens a request of each round; the first one warms up."""
+    """The number of tokens per request in each round; the first round is a warm-up."""
     return [9, *[1] * args.num_iters, *[args.output_len + 1] * args.num_iters]
 
 
 def cpu_seconds(pid: int) -> float:
-    """Processor time of a process."""
+    """The CPU time of a process, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def start_server(model: str, flags: list[str], log: Any) -> tuple[subprocess.Popen[bytes], str]:
-    """A server that is ready, and its address."""
+    """Start a server and wait until it is ready; returns the process and its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
@@ -137,7 +139,7 @@ def start_server(model: str, flags: list[str], log: Any) -> tuple[subprocess.Pop
 
 
 def serve(model: str, flags: list[str], args: argparse.Namespace, vocab: int) -> list[Round]:
-    """Every round through a server of its own."""
+    """Run all rounds with a new server and new clients."""
     context = multiprocessing.get_context("spawn")
     start, out = context.Barrier(args.clients + 1), context.Queue()
     with open(args.log, "wb") as log:
@@ -161,16 +163,18 @@ def serve(model: str, flags: list[str], args: argparse.Namespace, vocab: int) ->
 
 
 def one_round(pids: list[int], clients: int, start: Any, out: Any, expected: int) -> Round:
-    """Let all clients go and gather what they saw; `pids`: the server and its workers."""
+    """Start a round in all clients and collect their measurements.
+
+    `pids` are those of the server and its workers, for their CPU times."""
     found = Round()
     start.wait(60)
     before = [cpu_seconds(pid) for pid in pids]
     for _ in range(clients):
-        began, ended, came, gaps, tpots, busy, errors = out.get(timeout=120)
+        began, ended, tokens, gaps, tpots, busy, errors = out.get(timeout=120)
         if errors:
             raise SystemExit(f"{len(errors)} requests failed: {errors[0]}")
         found.began, found.ended = min(found.began, began), max(found.ended, ended)
-        found.tokens += came
+        found.tokens += tokens
         found.gaps += gaps
         found.tpots += tpots
         found.busiest = max(found.busiest, busy)
@@ -181,7 +185,7 @@ def one_round(pids: list[int], clients: int, start: Any, out: Any, expected: int
 
 
 def served_figures(found: list[Round], args: argparse.Namespace) -> dict[str, Any]:
-    """As `bench offline`, and how even and how dear it was."""
+    """Calculate the figures of `bench offline`, and also gaps, chunks and CPU times."""
     ones, wholes = found[1 : 1 + args.num_iters], found[1 + args.num_iters :]
     prefill = min(one.seconds for one in ones)
     whole = min(wholes, key=lambda each: each.seconds)
@@ -203,7 +207,7 @@ def served_figures(found: list[Round], args: argparse.Namespace) -> dict[str, An
 
 
 def offline_figures(model: str, flags: list[str], args: argparse.Namespace) -> dict[str, Any]:
-    """What `slipstream bench offline` says."""
+    """Run `slipstream bench offline`; returns its figures."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         command = [sys.executable, "-P", "-m", "slipstream.server.commands", "bench", "offline"]
         command += [model, "--batch-sizes", str(args.streams), "--input-len", str(args.input_len)]
@@ -222,7 +226,7 @@ def main() -> int:
     parser.add_argument("--num-iters", type=int, default=3)
     parser.add_argument("--clients", type=int, default=8)
     log = Path(tempfile.gettempdir()) / "measure_server.log"
-    parser.add_argument("--log", default=str(log), help="the server's log")
+    parser.add_argument("--log", default=str(log), help="file for the server's log")
     given = sys.argv[1:]
     cut = given.index("--") if "--" in given else len(given)
     args, flags = parser.parse_args(given[:cut]), [*FLAGS, *given[cut + 1 :]]
@@ -235,10 +239,10 @@ def main() -> int:
     print(
         f"server:  {rows['decode_tok_s']:>9,.1f} tokens/s, spread {100 * rows['spread']:.1f} %, "
         f"prompts {rows['prefill_s']:.3f} s; {rows['tok_s_by_tpot']:,.1f} by the streams' TPOT\n"
-        f"         {rows['chunks_per_token']:.3f} chunks a token; gap of a stream "
+        f"         {rows['chunks_per_token']:.3f} chunks per token; gaps between them "
         + " / ".join(f"{ms:.2f}" for ms in rows["gap_ms"])
         + " ms (median, p90, p99, longest)\n"
-        f"         processor time per token: server {rows['server_us']:.1f}, worker "
+        f"         CPU time per token: server {rows['server_us']:.1f}, worker "
         f"{rows['worker_us']:.1f} us; busiest client {100 * rows['busiest_client']:.0f} %",
         flush=True,
     )
@@ -246,7 +250,7 @@ def main() -> int:
     added = alone["decode_tok_s"] / rows["decode_tok_s"] - 1
     print(
         f"offline: {alone['decode_tok_s']:>9,.1f} tokens/s, spread {100 * alone['spread']:.1f} %, "
-        f"prompts {alone['prefill_s']:.3f} s, {alone['step_ms']:.3f} ms a step\n"
+        f"prompts {alone['prefill_s']:.3f} s, {alone['step_ms']:.3f} ms per step\n"
         f"HTTP and text add {100 * added:.2f} % (bound {100 * BOUND:.0f} %); "
         f"{served_at - began:.0f} + {time.perf_counter() - served_at:.0f} s"
     )

