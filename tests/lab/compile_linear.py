@@ -95,8 +95,8 @@ def one(shape: Shape, choice: Choice, num_rows: int, options: dict[str, Any]) ->
 def head_rows(rows: int, noise: bool) -> Any:
     from slipstream.kernels.linear.triton.head_sample import HeadRows
 
-    longs, heat = t(rows, dtype=base.I64), t(rows, dtype=torch.float32)
-    columns = (longs, longs, t(rows, dtype=torch.bool), heat) if noise else (None,) * 4
+    longs, temperature = t(rows, dtype=base.I64), t(rows, dtype=torch.float32)
+    columns = (longs, longs, t(rows, dtype=torch.bool), temperature) if noise else (None,) * 4
     return HeadRows(rows, torch.device("cpu"), *columns, 3)
 
 

@@ -144,7 +144,7 @@ def measure(
 def cell_of(
     batch: int, name: str, phases: Sequence[Phase], fixed: Sequence[float], alone: float | None
 ) -> dict[str, Any]:
-    """The speeds of auto and of each fixed K, and their ratios, for one kind of drafts."""
+    """The figures of one cell: speeds of auto and of each fixed K, their ratios, and K's shares."""
     seconds = sum(phase.seconds for phase in phases)
     drafts: Counter[int] = sum((phase.drafts for phase in phases), Counter())
     auto = mean_speed([phase.speed for phase in phases])

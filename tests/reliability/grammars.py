@@ -147,7 +147,9 @@ def _allowed(line: np.ndarray, ids: np.ndarray) -> np.ndarray:
 def walk(
     pool: GrammarPool, specs: Sequence[GrammarSpec], num_drafts: int, choose: Chooser, width: int
 ) -> Walk:
-    """Walk several grammars concurrently, together with a JSON object."""
+    """Walk several grammars and a JSON object concurrently; returns the times.
+
+    The JSON object must not fail. `width` is the number of 32-bit words in the line of a mask."""
     other = pool.compile(OBJECT).result(COMPILE_SECONDS)
     futures = [pool.compile(spec) for spec in specs]
     matchers: list[GrammarMatcher] = []
