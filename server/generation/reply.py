@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec import UnsetType
 
-from ..errors import APIError, error_body
+from ..errors import APIError, InvalidRequest, error_body
 from ..http.sse import DONE, MAX_SILENT_TOKENS, event
 from ..off_loop import logprobs_size
 from ..openai_types.common import GenerationBody
@@ -33,6 +33,9 @@ from .large_replies import encode_in_pieces
 from .services import Services
 from .usage import reply_metrics, usage
 
+# Log probabilities in a whole reply, which the server holds until its end. They suffice for 20
+# alternatives to each of 131,072 tokens.
+MAX_LOGPROBS = 1 << 22
 PLACE = secrets.token_hex(16)  # placeholder for the text; random, so that it occurs nowhere else
 
 
@@ -62,10 +65,19 @@ class Whole(ABC):
 
     def __init__(self, num_choices: int) -> None:
         self.parts = [Collected() for _ in range(num_choices)]
+        self._num_logprobs = 0
 
     def add(self, item: GenerationEvent) -> None:
-        """Take the next event."""
+        """Take the next event; InvalidRequest once the reply holds too many log probabilities."""
         self.parts[item.index].add(item)
+        if item.logprobs:
+            self._num_logprobs += sum(1 + len(entry.logprobs.top_ids) for entry in item.logprobs)
+            if self._num_logprobs > MAX_LOGPROBS:
+                raise InvalidRequest(
+                    f"The reply holds more than {MAX_LOGPROBS} log probabilities. Stream it, or "
+                    "ask for fewer tokens, choices or alternatives.",
+                    "logprobs",
+                )
 
     def size(self) -> int:
         """The approximate size in bytes of the log probabilities in the reply."""

@@ -9,8 +9,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from slipstream.runner.messages import TokenLogprobs, pack_logprobs, unpack_logprobs
-from slipstream.server.generation import large_replies
+from slipstream.runner.messages import (
+    AddRequest,
+    RequestOutput,
+    TokenLogprobs,
+    pack_logprobs,
+    unpack_logprobs,
+)
+from slipstream.server.generation import large_replies, reply
 from slipstream.server.generation.large_replies import (
     PIECE_VALUES,
     encode_in_pieces,
@@ -155,3 +161,34 @@ async def test_log_probabilities_of_prompts_have_a_limit(
     error = msgspec.json.decode(answer.content)["error"]
     assert (answer.status_code, error["param"]) == (400, param)
     assert "The maximum is 100" in error["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_log_probabilities_of_a_whole_reply_have_a_limit(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole reply is held until its end; a stream is not, and has none."""
+    monkeypatch.setattr(reply, "MAX_LOGPROBS", 5)
+    tokens = [TokenLogprobs(104, -0.5, 1, [104], [-0.5]) for _ in range(3)]  # two values each
+
+    def script(request: AddRequest) -> list[RequestOutput | Exception | float]:
+        end = RequestOutput(request.request_id, [], finish_reason="length")
+        return [
+            *(RequestOutput(request.request_id, [104], logprobs=[entry]) for entry in tokens),
+            end,
+        ]
+
+    chat = path.endswith("chat/completions")
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]} if chat else {}
+    body |= {"logprobs": True, "top_logprobs": 1} if chat else {"prompt": "hi", "logprobs": 1}
+    body |= {"model": MODEL, "max_tokens": 3}
+    engine = ScriptedEngine(script)
+    async with http_client(make_app(engine)) as client:
+        whole = await client.post(path, json=body)
+        stream = await client.post(path, json=body | {"stream": True})
+        monkeypatch.setattr(reply, "MAX_LOGPROBS", 6)
+        fitting = await client.post(path, json=body)
+    error = msgspec.json.decode(whole.content)["error"]
+    assert (whole.status_code, error["param"]) == (400, "logprobs")
+    assert "more than 5 log probabilities" in error["message"]
+    assert stream.status_code == fitting.status_code == 200 and "error" not in stream.text
