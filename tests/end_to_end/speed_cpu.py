@@ -92,7 +92,7 @@ def rate(url: str, prompt: str, speculate: bool, parallel: int = 1) -> float:
 
 
 def chat_rate(url: str, speculate: bool, at_once: bool = False) -> float:
-    """Decode tokens per second of held-out chats, one per domain."""
+    """Decode tokens per second of held-out chats, one per domain, run in turn or all at once."""
     chats = [prompt.messages[0]["content"] for prompt in heldout_prompts()[::10]]
     with ThreadPoolExecutor(len(chats) if at_once else 1) as pool:
         results = list(

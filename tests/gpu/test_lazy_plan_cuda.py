@@ -40,7 +40,10 @@ def package(name: str) -> Any:
 
 
 class MLACase:
-    """A dense MLA decode; graphs capture the addresses of `lens` and `out`."""
+    """A dense MLA decode of requests with different lengths, from a shuffled KV cache.
+
+    Graphs read `lens` and write `out` at fixed addresses, so that lengths can change in between.
+    """
 
     def __init__(self, flash_mla: Any, num_heads: int, query_len: int) -> None:
         torch.manual_seed(num_heads + query_len)

@@ -27,7 +27,10 @@ def outcomes() -> list[str]:
 
 
 def compile_few(executor: Executor) -> dict[str, int]:
-    """Compile three launches of two kernels: the number of rows is not specialised on."""
+    """Compile the kernels of three launches; returns the numbers of kernels, failures and compiles.
+
+    The launches need two kernels, because the number of rows is not specialised on.
+    """
     log = watch_compilations()
     before = len(log.compiled)
     norm = importlib.import_module("slipstream.kernels.linear.triton.norm_rope")

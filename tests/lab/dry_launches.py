@@ -135,7 +135,7 @@ class Stages:
 
 
 def each_option() -> list[list[SamplingParams]]:
-    """Yields each option with each way to draw, alternately alone and with a plain request."""
+    """Return each option with each way to draw, alternately alone and with a plain request."""
     plain = SamplingParams(seed=1, max_tokens=8, has_own_seed=True)
     kinds = [
         SamplingParams(seed=3, max_tokens=8, **option, **draw)

@@ -196,8 +196,9 @@ def computed(jobs: Sequence[MaskJob]) -> dict[int, float]:
 def _advanced(
     jobs: Sequence[MaskJob], num_drafts: int, choose: Chooser
 ) -> tuple[list[GrammarMatcher], list[list[int]], int]:
-    """Accept a token for each job; returns the remaining matchers, their drafts and the number of
-    grammars that were ended."""
+    """Accept each job's drafts and one more token.
+
+    Returns the matchers that continue, their next drafts, and how many grammars were ended."""
     matchers, drafts, num_slow = [], [], 0
     for job in jobs:
         if job.error is not None:

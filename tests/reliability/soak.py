@@ -27,8 +27,8 @@ from traffic import RunningServer, at_rest, mixed_request, send  # noqa: E402
 
 # Allowed growth; allocators do not return all freed memory to the system.
 GROWTH_MIB = {"server": 32, "worker": 64}
-# A large KV cache grows as the system provides each page when it is first written. Its pages are
-# measured apart from the rest; they are in mappings of equal size, one for each layer.
+# The memory of a large KV cache grows, because the system provides each page when it is first
+# written. It is measured separately; it has one mapping per layer, and all have the same size.
 CACHE_MAPPINGS, CACHE_KIB = 8, 8 << 10  # least number of such mappings, and least size of each
 # With a small KV cache, all of its memory is soon in use, and requests are preempted.
 FLAGS = ("--max-model-len", "512", "--kv-cache-memory-bytes", str(32 << 20))
@@ -39,8 +39,8 @@ ABORTED = 0.35  # share of the requests that the client may drop
 class Held:
     """The memory (MiB), file descriptors and threads of a process."""
 
-    mib: float  # without the cache
-    cache_mib: float  # of a large KV cache, the pages that have been written
+    mib: float  # without a large KV cache
+    cache_mib: float  # written pages of a large KV cache
     fds: int
     threads: int
 
@@ -57,7 +57,7 @@ class Held:
 
 
 def written_cache(pid: int) -> float:
-    """MiB in memory of a large KV cache; 0 if the process has none."""
+    """The MiB of a large KV cache that are in memory; 0 if the process has no such cache."""
     in_memory: dict[int, list[int]] = {}  # KiB: size of a mapping -> what is in memory of each
     for mapping in Path(f"/proc/{pid}/smaps").read_text().split("VmFlags:"):
         found = dict(re.findall(r"^(Size|Rss|Anonymous): +(\d+) kB", mapping, re.MULTILINE))

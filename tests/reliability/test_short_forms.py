@@ -1,4 +1,4 @@
-"""Runs each script of this folder for a few seconds; run the long check from the command line."""
+"""Runs each script of this folder for a few seconds; the long checks run from the command line."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_large_bodies_delay_neither_the_event_loop_nor_streams(hardened: Running
 
 
 def test_hostile_grammars_delay_a_step_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound is 0.2 s for one grammar and for several together.
+    """The long check allows 0.2 s for the masks of a step, with one grammar and with several.
 
-    Before their sum had a limit, four grammars delayed a step by 0.3 s.
+    Here it is twice that. Before their sum had a limit, four grammars delayed a step by 0.3 s.
     """
     monkeypatch.setattr(grammars, "SECONDS", 2.0)
     own = grammars.preset_vocabulary()
