@@ -3,6 +3,7 @@ as in transformers' checkpoints. Knows nothing about models."""
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -206,6 +207,12 @@ class GGUFFile:
             if self.architecture == "gemma3" and isinstance(weight, Tensor) and weight.dim() == 1:
                 weight = gguf_gemma3.stored_norm(weight)
             yield self._name(name), weight
+
+    def release(self) -> None:
+        """Take the file out of this process's resident memory; a later read maps it in again."""
+        pages = getattr(self._reader.data, "_mmap", None)
+        if pages is not None and hasattr(mmap, "MADV_DONTNEED"):
+            pages.madvise(mmap.MADV_DONTNEED)
 
     def _name(self, name: str) -> str:
         """The name of a GGUF tensor in transformers.

@@ -49,6 +49,9 @@ class SafetensorsCheckpoint:
         stretches = self._stretches_in_order()
         return {name: stretches[name].num_bytes for name in self.names}
 
+    def release(self) -> None:
+        """Files are unmapped once their tensors are gone."""
+
     def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) for every weight, file by file.
 

@@ -54,6 +54,9 @@ class Checkpoint(Protocol):
     def outlines(self) -> Iterator[tuple[str, Tensor]]:
         """Like `tensors`, but yields meta tensors in any order and reads only headers."""
 
+    def release(self) -> None:
+        """Give back the memory of a reading that is over; another one may follow."""
+
 
 class _Outlines:
     """Wraps a checkpoint so that only its names, shapes and dtypes are read."""
@@ -67,6 +70,9 @@ class _Outlines:
     def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Tensor]]:
         wanted = set(self.names)
         return ((name, tensor) for name, tensor in self.outlines() if name in wanted)
+
+    def release(self) -> None:
+        pass  # nothing was read
 
 
 @dataclass(frozen=True)
@@ -261,6 +267,7 @@ def load_checkpoint(
                 finish_oldest()
         while jobs:
             finish_oldest()
+    checkpoint.release()
     check.report()
 
 

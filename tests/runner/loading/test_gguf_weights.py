@@ -244,3 +244,28 @@ def test_a_plain_header_needs_no_transformers(tmp_path: Path) -> None:
         "assert 'transformers' not in sys.modules and config.model_type == 'llama'"
     )
     subprocess.run([sys.executable, "-P", "-c", code], check=True, timeout=120)
+
+
+def test_a_file_that_was_read_takes_no_memory(tmp_path: Path) -> None:
+    path = tmp_path / "large.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_head_count(4)
+    rows = (np.arange(1 << 20) % 1000).reshape(1024, 1024)
+    writer.add_tensor("blk.0.ffn_up.weight", rows.astype(np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def resident() -> int:
+        """KiB of the file in this process's memory."""
+        lines = Path("/proc/self/smaps").read_text().split(str(path), 1)
+        return int(lines[1].split("Rss:", 1)[1].split()[0]) if len(lines) > 1 else 0
+
+    file = GGUFFile(path)
+    [(_, stored)] = file.tensors()
+    values = widened(stored)
+    assert resident() >= 2048
+    file.release()
+    assert resident() < 256
+    assert torch.equal(widened(stored), values)  # it can be read again
