@@ -66,6 +66,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
     def stage(self, inputs: DraftInputs) -> None:
         """Copy and shift the target's step into the buffers, padded rows included, but not its
         hidden states."""
+        self._all_greedy = inputs.all_greedy
         tokens = inputs.descriptor.num_tokens
         stage_draft_rows(inputs, inputs.requests, self, inputs.num_reqs, tokens, self.max_position)
 
@@ -117,6 +118,7 @@ class AutoRegressiveSpeculator(DraftModelSpeculator):
         """Fill the buffers with valid rows that belong to no request, for warm-up and capture."""
         torch.arange(self.host.max_num_reqs + 1, dtype=torch.int32, out=self.query_start_loc)
         self.query_start_loc.clamp_(max=num_reqs)
+        self._all_greedy = False
         self.idx_mapping.fill_(-1)
         self.decode_positions.zero_()
         self.write_positions.fill_(-1)

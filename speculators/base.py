@@ -79,6 +79,7 @@ class DraftInputs:
     num_decode_reqs: int = 0  # least number of rows of each draft decode: the most of any rank
     num_deferred: Sequence[int] = ()  # [N] on the host: tokens before the row that were deferred
     mode: StepMode = StepMode.EAGER  # how the target's step ran
+    all_greedy: bool = False  # True if the host knows that no request samples
 
 
 class DraftHost(Protocol):
@@ -170,6 +171,7 @@ class DraftModelSpeculator(BaseSpeculator):
         self.allowed = zeros(reqs, dtype=torch.int32)  # [R] drafts that the request may keep
         self.step = zeros(reqs)  # [R] which draft is made next; on the device, as graphs count it
         self._requests: RequestRows | None = None
+        self._all_greedy = False  # no row of the buffers samples; False while graphs are captured
 
     @abstractmethod
     def load_draft_model(self) -> DraftModel:
@@ -204,7 +206,12 @@ class DraftModelSpeculator(BaseSpeculator):
         their distribution. The noise is salted: verification uses other noise.
         """
         model, kept = self.model, self.draft_logits
-        if model.pick_tokens is None or kept is not None:
+        if kept is not None and self._all_greedy:  # rows without a distribution need no noise
+            logits = model.compute_logits(for_logits)
+            if model.draft_to_target is None:
+                logits = logits[:, : kept.shape[2]]
+            take_drafts(logits.argmax(dim=-1), self, model.draft_to_target)
+        elif model.pick_tokens is None or kept is not None:
             draw_drafts(model.compute_logits(for_logits), self, model.draft_to_target, kept)
         else:
             take_drafts(model.pick_tokens(for_logits)[0], self, model.draft_to_target)

@@ -180,7 +180,12 @@ class Eagle3Head(nn.Module):
     ) -> None:
         """Write the KV that `forward` would write; a head of one layer skips its MLP."""
         first = self.blocks[0]
-        if len(self.blocks) > 1 or not isinstance(first, FirstLayer):
+        assert isinstance(first, FirstLayer)
+        if self.decoder is not None and self.decoder.runs(attention):
+            both, stream = first.inputs(self._embed(input_ids), hidden)
+            self.decoder.run(stream, positions, attention, first_input=both)
+            return
+        if len(self.blocks) > 1:
             self.forward(input_ids, positions, hidden, attention)
             return
         first.attend(self._embed(input_ids), hidden, self.rotary.at(positions), attention)

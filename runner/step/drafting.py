@@ -16,6 +16,7 @@ from ...speculators.base import BaseSpeculator, DraftInputs
 from ..attention.base import AttentionState
 from ..batch.input_batch import InputBatch, InputBuffers
 from ..batch.request_table import RequestTable
+from ..batch.sampling_state import Feature
 from ..batch.staging import StagingPool
 from ..drafters.draft_graphs import DraftGraphs
 from ..graphs.manager import RebuiltStates
@@ -106,6 +107,7 @@ class Drafting:
             num_decode_reqs=0 if agreement is None else agreement.num_draft_reqs,
             num_deferred=[row.num_deferred for row in plan.rows],
             mode=batch.mode,
+            all_greedy=not self._table.sampling.features(batch.slots) & Feature.RANDOM,
         )
         if plan.defers_drafter:
             (self._graphs or self._speculator).defer(inputs)
