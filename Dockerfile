@@ -98,9 +98,16 @@ LABEL org.opencontainers.image.title="Slipstream (CUDA)" \
 ENTRYPOINT ["slipstream"]
 CMD ["serve"]
 
+# The native kernels, for every processor; the image itself has no compiler.
+FROM cpu-packages AS cpu-kernels
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends g++ \
+ && rm -rf /var/lib/apt/lists/*
+RUN /opt/slipstream/bin/python -m slipstream.kernels.cpu.build --all
+
 FROM cpu-system AS cpu
 RUN useradd --uid 10001 --create-home --home-dir /data --shell /usr/sbin/nologin slipstream
-COPY --from=cpu-packages /opt/slipstream /opt/slipstream
+COPY --from=cpu-kernels /opt/slipstream /opt/slipstream
 ENV PATH=/opt/slipstream/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin \
     PYTHONSAFEPATH=1 PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 \
     HF_HOME=/data/huggingface \

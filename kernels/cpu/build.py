@@ -1,7 +1,8 @@
 """Compiles the native library once per machine and keeps it in the user's cache folder.
 
-Run as `python -m slipstream.kernels.cpu.build` to compile ahead, as `make setup` does. Without a
-compiler, or on a processor without AVX2, there is no library, and torch computes everything.
+Run as `python -m slipstream.kernels.cpu.build` to compile ahead, as `make setup` does, or with
+`--all` to compile for every processor into this package, as an image does. Without a compiler, or
+on a processor without AVX2, there is no library, and torch computes everything.
 SLIPSTREAM_CPU_KERNELS=off does the same on any machine.
 """
 
@@ -13,12 +14,14 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
 _SOURCES = Path(__file__).parent / "native"
+_PACKAGED = Path(__file__).parent / "compiled"
 _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-w")
 # processor flags that Linux reports -> compiler flags, the fastest first
 INSTRUCTION_SETS = {
@@ -65,8 +68,11 @@ def library_path(name: str | None = None) -> Path | None:
     if name is None or os.environ.get("SLIPSTREAM_CPU_KERNELS") == "off":
         return None
     try:
-        path = _cache_folder() / f"cpu-{name}-{_source_hash()}.so"
+        packaged, path = (folder / _file_name(name) for folder in (_PACKAGED, _cache_folder()))
+        if packaged.exists():
+            return packaged
         if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             compile_library(path, name)
         return path
     except (OSError, subprocess.SubprocessError) as error:
@@ -82,7 +88,7 @@ def compile_library(path: Path, name: str) -> None:
     if compiler is None:
         raise OSError("there is no C++ compiler (install g++ for a faster CPU path)")
     logger.info("compiling CPU kernels for %s, once ...", name)
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         out = Path(folder) / path.name
         command = [compiler, *_FLAGS, *INSTRUCTION_SETS[name][1], "-o", str(out)]
@@ -91,6 +97,10 @@ def compile_library(path: Path, name: str) -> None:
             [*command, source], check=True, capture_output=True, text=True, timeout=_TIMEOUT
         )
         os.replace(out, path)  # whole or not at all, whoever else compiles it now
+
+
+def _file_name(name: str) -> str:
+    return f"cpu-{name}-{_source_hash()}.so"
 
 
 def _cache_folder() -> Path:
@@ -107,4 +117,8 @@ def _source_hash() -> str:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    print(library_path() or "no native CPU kernels on this machine")
+    if "--all" in sys.argv[1:]:
+        for each in INSTRUCTION_SETS:
+            compile_library(_PACKAGED / _file_name(each), each)
+    else:
+        print(library_path() or "no native CPU kernels on this machine")

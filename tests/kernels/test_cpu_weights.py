@@ -179,6 +179,18 @@ def test_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(compiled) == 1
 
 
+def test_a_library_in_the_package_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_PACKAGED", tmp_path)
+    monkeypatch.setattr(build, "find_compiler", lambda: None)
+    name = build.instruction_set(build.processor_flags())
+    assert name is not None
+    packaged = tmp_path / build._file_name(name)
+    packaged.touch()
+    assert build.library_path() == packaged
+
+
 def test_no_compiler_means_no_library(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
