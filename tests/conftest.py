@@ -6,6 +6,7 @@ imported, so this file sets the variable before any test module imports Triton.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import logging
@@ -22,6 +23,14 @@ import pytest
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+
+with contextlib.suppress(ImportError):  # a GPU machine may do without it
+    from hypothesis import settings
+
+    # `make pytest ARGS="--hypothesis-profile long"` tries many more examples, other ones each time.
+    settings.register_profile("ci", max_examples=50, derandomize=True, deadline=None, database=None)
+    settings.register_profile("long", max_examples=1000, deadline=None)
+    settings.load_profile("ci")
 
 SERVERS = ("tests/end_to_end/", "tests/reliability/")
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.runner.batch.request_table import RequestTable
@@ -130,7 +130,6 @@ def test_penalties_count_what_was_output_before_preemption() -> None:
     assert counts[0, 5] == 2
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.data())
 def test_block_tables_follow_lists(data: st.DataObject) -> None:
     table = make_table()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.runner.scheduling.block_pool import NULL_BLOCK, BlockPool
@@ -71,7 +71,6 @@ def test_a_reset_forgets_free_blocks_and_spares_held_ones() -> None:
     assert (pool.lookup(b"a"), pool.lookup(b"b"), pool.num_free) == (None, b, 1)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 8)), max_size=60))
 def test_counts_always_add_up(operations: list[tuple[int, int]]) -> None:
     pool, held = BlockPool(7), []

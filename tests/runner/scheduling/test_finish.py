@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.runner.messages import RequestOutput, StepStats, unpack_logprobs
@@ -90,7 +90,6 @@ def test_a_grammar_that_is_left_through_its_end_stops_even_without_stop_tokens()
     assert (output.token_ids, output.finish_reason, output.stop_token_id) == ([2, 3, 0], "stop", 0)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
 @given(
     st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=5),
     st.integers(1, 12),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.configs.schema import SchedulerConfig
@@ -17,7 +17,6 @@ from ..schedule_bench import Bench, add
 KINDS = st.tuples(st.integers(1, 4), st.integers(0, 3), st.booleans())
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
 @given(st.lists(KINDS, min_size=1, max_size=6), st.booleans())
 def test_rows_are_sorted_into_batch_order_and_equal_rows_keep_theirs(
     kinds: list[tuple[int, int, bool]], alike: bool

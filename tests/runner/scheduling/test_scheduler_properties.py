@@ -74,9 +74,7 @@ setups = st.fixed_dictionaries(
 )
 
 
-@settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
+@settings(suppress_health_check=list(HealthCheck))
 @given(traffic, setups, st.sets(st.integers(0, 40), max_size=2))
 def test_any_traffic_gives_the_plain_models_text(
     requests: list[dict[str, Any]], setup: dict[str, Any], resets: set[int]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
@@ -142,7 +142,6 @@ def metaspace_tokenizer() -> Tokenizer:
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, metaspace_tokenizer()])
-@settings(max_examples=100, deadline=None)
 @given(parts=st.lists(st.text(alphabet="ab <|ﬁ", max_size=6), min_size=1, max_size=4))
 def test_parts_encode_as_the_whole_text_where_nothing_is_hidden(
     tokenizer: Tokenizer, parts: list[str]

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -54,7 +54,6 @@ def test_what_stands_in_texts_is_not_counted(monkeypatch: pytest.MonkeyPatch) ->
     assert text.count(b",") > json_size.MAX_CONTAINERS and too_many(text) is None
 
 
-@settings(max_examples=150, deadline=None)
 @given(
     value=st.recursive(
         st.text(alphabet='a"\\,[]{}:é') | st.integers(),

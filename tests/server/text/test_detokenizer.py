@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
@@ -134,7 +134,6 @@ def test_every_cut_gives_the_backend_s_text(kind: str, skip: bool) -> None:
             assert stream(tokenizer, [ids[:cut], ids[cut:]], skip) == expected
 
 
-@settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(KINDS)), st.data(), st.booleans())
 def test_random_ids_stream_as_they_decode(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer = make(kind)
@@ -155,7 +154,6 @@ anything = st.text(
 )
 
 
-@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(sorted(KINDS)), anything, st.booleans())
 def test_any_text_streams_as_it_decodes_at_every_cut(kind: str, text: str, skip: bool) -> None:
     tokenizer = make(kind)
@@ -168,7 +166,6 @@ def test_any_text_streams_as_it_decodes_at_every_cut(kind: str, text: str, skip:
         assert expected == text
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.sampled_from(["byte_level", "llama2", "gemma", "metaspace"]), anything, anything)
 def test_a_reply_continues_the_text_of_its_prompt(kind: str, prompt: str, answer: str) -> None:
     tokenizer = make(kind)

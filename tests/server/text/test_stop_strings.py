@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from slipstream.server.text.stop_strings import StopChecker, StopStrings
@@ -40,7 +40,6 @@ small = st.text(alphabet="ab", max_size=9)
 stop_lists = st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(small, stop_lists, st.booleans())
 def test_equals_full_search_in_every_chunking(text: str, stops: list[str], include: bool) -> None:
     expected = oracle(text, stops, include)
@@ -48,7 +47,6 @@ def test_equals_full_search_in_every_chunking(text: str, stops: list[str], inclu
         assert run(pieces, stops, include) == expected
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(st.text(alphabet="aé😀\u0301\n", max_size=5), max_size=12), st.data())
 def test_equals_full_search_on_unicode(pieces: list[str], data: st.DataObject) -> None:
     stop = st.text(alphabet="aé😀\u0301\n", min_size=1, max_size=4)
@@ -56,7 +54,6 @@ def test_equals_full_search_on_unicode(pieces: list[str], data: st.DataObject) -
     assert run(pieces, stops, False) == oracle("".join(pieces), stops, False)
 
 
-@settings(max_examples=200, deadline=None)
 @given(st.lists(small, max_size=6), stop_lists)
 def test_holds_back_exactly_what_may_become_a_stop_string(
     pieces: list[str], stops: list[str]
