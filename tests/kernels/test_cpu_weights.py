@@ -170,7 +170,7 @@ def test_library_is_compiled_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     compiled: list[Path] = []
 
     def compile_library(path: Path, name: str) -> None:
-        path.parent.mkdir(parents=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         compiled.append(path)
 
