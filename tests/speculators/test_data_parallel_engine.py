@@ -57,7 +57,7 @@ class MetSync(DataParallelSync):
         super().__init__(dispatch, K + 1, rank, 2)
         self.meeting, self.rank = meeting, rank
 
-    def _exchange(self, table: Tensor) -> None:
+    def _sum_over_ranks(self, table: Tensor) -> None:
         self.num_exchanges += 1
         self.meeting.add(self.rank, table)
 

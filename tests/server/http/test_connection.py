@@ -367,7 +367,7 @@ async def test_the_number_of_pipelined_requests_is_limited() -> None:
         assert [(await answer(reader))[0] for _ in range(MAX_PIPELINED + 1)] == [200] * 33
         reader, writer = await connect()
         writer.write(ask * (MAX_PIPELINED + 2))  # in one packet: one is answered, the others wait
-        assert "32 requests" in (await refused(reader, 400))["message"]
+        assert "32 pipelined requests" in (await refused(reader, 400))["message"]
 
 
 async def test_bodies_of_all_requests_are_limited_together() -> None:
