@@ -19,6 +19,9 @@ class PagedRows:
     # [>= N * Hkv] int32, zeros before and after each kernel. With it, rotary embedding, KV write
     # and attention may be one kernel.
     arrivals: Tensor | None = None
+    # The same requests as two consecutive parts, each with a launch of its own: those with few new
+    # tokens, then the rest. One launch for both would give a decode the tiles of a prefill.
+    parts: tuple[PagedRows, PagedRows] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,6 +25,8 @@ from .base import (
     Rotary,
 )
 
+# A mixed batch gets two launches if it begins with this number of decodes, of up to so many tokens.
+_LEAST_DECODES, _DECODE_TOKENS = 8, 16
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512  # 16 is the smallest tile of a tensor core
 
 
@@ -36,6 +38,7 @@ class TritonMetadata(AttentionMetadata):
         common: CommonAttentionMetadata,
         max_query_len: int,
         arrivals: Tensor | None = None,  # [>= N* x kv heads] int32 zeros; see `TritonBuilder`
+        parts: tuple[PagedRows, PagedRows] | None = None,
     ) -> None:
         self._rows = PagedRows(
             common.block_table,
@@ -44,6 +47,7 @@ class TritonMetadata(AttentionMetadata):
             max_query_len,
             common.slot_mapping,
             arrivals,
+            parts,
         )
 
     def attend(
@@ -93,7 +97,48 @@ class TritonBuilder(AttentionBuilder):
         # Other steps have any number of rows, which would need too many variants of the fused
         # kernel.
         arrivals = self._arrivals if is_full and is_uniform else None
-        return TritonMetadata(common, max_query_len(common, desc), arrivals)
+        parts = None if is_full else mixed_parts(common)
+        return TritonMetadata(common, max_query_len(common, desc), arrivals, parts)
+
+
+def mixed_parts(common: CommonAttentionMetadata) -> tuple[PagedRows, PagedRows] | None:
+    """Split a batch of decodes and prefills into the former and the rest.
+
+    Decodes come first in a batch. Returns None for other batches, and for one with so few decodes
+    that a launch of their own would cost more than it saves. Reads query lengths on the host.
+    """
+    if common.max_query_len <= _DECODE_TOKENS or common.num_reqs <= _LEAST_DECODES:
+        return None
+    starts = common.query_start_loc_cpu.numpy()
+    lengths = starts[1:] - starts[:-1]
+    longer = lengths > max(1, int(lengths[0]))
+    num_reqs = int(longer.argmax())  # 0 if no request is longer than the first
+    if num_reqs < _LEAST_DECODES or lengths[0] > _DECODE_TOKENS:
+        return None
+    num_tokens = int(starts[num_reqs])
+    early = PagedRows(
+        common.block_table[:num_reqs],
+        common.query_start_loc[: num_reqs + 1],
+        common.seq_lens[:num_reqs],
+        int(lengths[:num_reqs].max()),
+        common.slot_mapping[:num_tokens],
+    )
+    late = PagedRows(
+        _aligned(common.block_table[num_reqs:]),
+        common.query_start_loc[num_reqs:] - num_tokens,
+        _aligned(common.seq_lens[num_reqs:]),
+        common.max_query_len,
+        common.slot_mapping[num_tokens:],
+    )
+    return early, late
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The tensor, or a copy at an address that suits the kernel compiled for whole batches."""
+    if rows.data_ptr() % 16 == 0:
+        return rows
+    copy = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
+    return copy.copy_(rows)
 
 
 def max_query_len(common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None) -> int:

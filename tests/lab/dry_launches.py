@@ -74,14 +74,23 @@ class Counting(Executor):
         return future
 
 
+# Mixed steps: one request more than decodes run in them, and the tokens of the prompt beside them.
+MIXED = ((9, 17), (12, 64), (18, 100), (33, 33), (39, 30))
+
+
 def serve(
     runner: Any,
     prompts: list[int],
     kinds: Sequence[SamplingParams],  # of the requests in turn
     step_id: int,
     has_grammar: bool = False,
+    long_prompt: int = 0,
 ) -> None:
-    """Run a prefill of each of these lengths in one batch, then three decodes."""
+    """Run a prefill of each of these lengths in one batch, then three decodes.
+
+    With `long_prompt`, a prefill of that length then replaces the last request and runs beside
+    decodes of the others.
+    """
     drafts: int = runner.facts.needs.num_speculative_tokens
     words = -(-runner.facts.vocab_size // 32)
 
@@ -107,7 +116,18 @@ def serve(
             for slot, length in enumerate(prompts)
         ]
         run(StepPlan(step_id + 1 + step, rows=rows))
-    run(StepPlan(step_id + 4, freed_slots=list(range(len(prompts)))))
+    slots = list(range(len(prompts)))
+    if long_prompt:
+        decodes = [
+            ScheduledRow(slot, drafts + 1, drafts, prompts[slot] + 3, False, 4)
+            for slot in slots[:-1]
+        ]
+        last = slots[-1]
+        again = NewRequest(last, [0] * long_prompt, long_prompt, 0, [list(range(1, 40))], kinds[0])
+        prefill = ScheduledRow(last, long_prompt, 0, 0, False, 0)
+        run(StepPlan(step_id + 4, freed_slots=[last]))
+        run(StepPlan(step_id + 5, new_requests=[again], rows=[*decodes, prefill]))
+    run(StepPlan(step_id + 6, freed_slots=slots))
 
 
 class Stages:
@@ -196,6 +216,9 @@ def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> di
             for index, (prompts, kinds) in enumerate(batches):
                 assert sum(prompts) <= scheduler.max_num_batched_tokens
                 serve(runner, prompts, kinds, 1 + 10 * index)
+            at = 1 + 10 * (len(batches) + 12)
+            for index, (num_reqs, long_prompt) in enumerate(MIXED):
+                serve(runner, [2] * num_reqs, [KINDS[0]], at + 10 * index, False, long_prompt)
             for index, kinds in enumerate(each_option()[:12]):
                 serve(runner, [5, 3], kinds, 1 + 10 * (len(batches) + index), has_grammar=True)
     forget(counting)

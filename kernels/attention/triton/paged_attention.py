@@ -197,17 +197,38 @@ def paged_attention(
     splits: int | None = None,
 ) -> Tensor:
     """See `kernels.attention.paged_attention`; `splits` overrides the planned number."""
+    dim_v = rule.head_dim_v or query.shape[-1]
+    out = torch.empty(*query.shape[:2], dim_v, dtype=query.dtype, device=query.device)
+    if not rows.parts:
+        _attend(query, kv_cache, rows, rule, splits, out)
+        return out
+    early, late = rows.parts
+    first = early.slot_mapping.shape[0]
+    _attend(query[:first], kv_cache, early, rule, splits, out[:first])
+    _attend(query[first:], kv_cache, late, rule, splits, out[first:])
+    return out
+
+
+def _attend(
+    query: Tensor,
+    kv_cache: Tensor,
+    rows: PagedRows,
+    rule: AttentionRule,
+    splits: int | None,
+    out: Tensor,  # [T, Hq, Dv]
+) -> None:
+    """Attend with one launch, and one more that sums the splits if there are several."""
     num_tokens, num_heads, head_dim = query.shape
     num_reqs, block_table = rows.seq_lens.shape[0], rows.block_table
-    dim_v = rule.head_dim_v or head_dim
+    dim_v = out.shape[-1]
     key_cache, value_cache = (kv_cache, kv_cache) if rule.is_mla else (kv_cache[0], kv_cache[1])
     page, num_kv_heads = key_cache.shape[1], key_cache.shape[2]
     assert query.stride(-1) == 1 and key_cache.stride(-1) == 1 and block_table.stride(-1) == 1
     group = num_heads // num_kv_heads
     dim = dim_v if rule.is_mla else head_dim
-    out = torch.empty(num_tokens, num_heads, dim_v, dtype=query.dtype, device=query.device)
     if num_tokens == 0 or num_reqs == 0:
-        return out.zero_()
+        out.zero_()
+        return
     launch = plan_launch(
         num_reqs,
         num_tokens,
@@ -279,4 +300,3 @@ def paged_attention(
     )
     if splits > 1:
         sum_splits(partial, lse, rows.query_start_loc, out, num_reqs)
-    return out
