@@ -57,17 +57,33 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: not item.nodeid.startswith(SERVERS))
 
 
+def pytest_collection_finish() -> None:
+    freeze_imports()
+
+
+def freeze_imports() -> None:
+    """Exclude imported objects from garbage collection, since graph captures collect often."""
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="module")
+def frozen_again() -> Iterator[None]:
+    """Repeats `freeze_imports` after a module whose tests call `gc.unfreeze`.
+
+    A check before each test would be slow, because `gc.get_freeze_count` visits every object.
+    """
+    yield
+    freeze_imports()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Seed torch from the test's name and exclude imported objects from garbage collection.
+    """Seed torch from the test's name.
 
     Each test draws the same random numbers in every run. Set SLIPSTREAM_TEST_SEED to any text to
-    draw others. Graph captures collect garbage often; with the imported objects frozen, a
-    collection only visits what the tests have made.
+    draw others.
     """
-    if not gc.get_freeze_count():  # in the first test, and after a test that called gc.unfreeze
-        gc.collect()
-        gc.freeze()
     if (torch := sys.modules.get("torch")) is not None:
         text = item.nodeid + os.environ.get("SLIPSTREAM_TEST_SEED", "")
         torch.manual_seed(crc32(text.encode()))

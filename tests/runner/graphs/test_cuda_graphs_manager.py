@@ -22,6 +22,8 @@ from slipstream.runner.graphs.manager import (
 from slipstream.runner.graphs.piecewise import BreakableState
 from slipstream.runner.graphs.recorder import HostReadDuringCapture, RecordedGraphs
 
+pytestmark = pytest.mark.usefixtures("frozen_again")
+
 HIDDEN, HEADS, MAX_TOKENS = 6, 2, 16
 LAYERS = {i: AttentionLayer(i, HEADS, 1, HIDDEN // HEADS, scale=1.0) for i in (0, 1)}
 PIECEWISE, FULL = CUDAGraphMode.PIECEWISE, CUDAGraphMode.FULL

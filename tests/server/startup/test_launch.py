@@ -31,6 +31,8 @@ from slipstream.server.startup.launch import Launch, LaunchError, bind, serve
 from slipstream.server.text.tokenizer_convert import ORPHANED
 from slipstream.server.text.tokenizer_source import TokenizerLoadError
 
+pytestmark = pytest.mark.usefixtures("frozen_again")
+
 HANG = 60_003  # as in fake_engine
 
 
