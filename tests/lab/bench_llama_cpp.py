@@ -160,6 +160,7 @@ def main() -> None:
     threads = str(arguments.threads)
     ours = [sys.executable, "-m", "slipstream.server.commands", "serve"]
     plain = ["--no-enable-prefix-caching", "--log-level", "error", "--max-num-seqs", "8"]
+    plain += ["--max-model-len", "2048"]  # a slot of llama.cpp's
     plain += ["--served-model-name", "any"]
     servers = [
         Server.start(
