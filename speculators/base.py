@@ -138,6 +138,8 @@ class DraftModelSpeculator(BaseSpeculator):
     Buffers are indexed by batch row [R] or token row [T]. Every call fills their padded rows too.
     """
 
+    _all_greedy = False  # no row of the buffers samples; False while graphs are captured
+
     def __init__(self, config: SpeculativeConfig, host: DraftHost) -> None:
         self.config = config
         self.host = host
@@ -171,7 +173,6 @@ class DraftModelSpeculator(BaseSpeculator):
         self.allowed = zeros(reqs, dtype=torch.int32)  # [R] drafts that the request may keep
         self.step = zeros(reqs)  # [R] which draft is made next; on the device, as graphs count it
         self._requests: RequestRows | None = None
-        self._all_greedy = False  # no row of the buffers samples; False while graphs are captured
 
     @abstractmethod
     def load_draft_model(self) -> DraftModel:

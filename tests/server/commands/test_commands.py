@@ -122,6 +122,9 @@ import atexit, os, signal, sys, time
 from threading import Thread
 from slipstream.server import commands
 
+# what a shell runs in the background ignores Ctrl-C, and so do its children
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
