@@ -60,7 +60,7 @@ async def test_a_silent_stream_gets_a_comment_for_each_interval() -> None:
 
 async def test_a_lively_stream_gets_none_and_0_turns_them_off() -> None:
     client = Client()
-    await client.run([SILENCE / 10] * 30, 50 * SILENCE)
+    await client.run([SILENCE / 2] * 30, 7.5 * SILENCE)  # longer than the interval
     await client.run([3 * SILENCE], 0.0)
     assert KEEP_ALIVE not in client.pieces
 
