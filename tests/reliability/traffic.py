@@ -155,9 +155,19 @@ async def _stream(http: httpx.AsyncClient, found: Outcome) -> None:
                 found.end, found.error = "error", value["error"]
 
 
+async def _lines(response: httpx.Response) -> AsyncIterator[str]:
+    """Yield the lines of a stream. httpx would also end a line at U+2028 and its kin, which JSON
+    may hold as they are."""
+    rest = ""
+    async for text in response.aiter_text():
+        *lines, rest = (rest + text).split("\n")
+        for line in lines:
+            yield line
+
+
 async def events(response: httpx.Response) -> AsyncIterator[str]:
     """Yield the data of each server-sent event."""
-    async for line in response.aiter_lines():
+    async for line in _lines(response):
         if line.startswith("data: "):
             yield line.removeprefix("data: ")
 
