@@ -122,11 +122,9 @@ class AttentionBuilder(ABC):
 
     supports: AttentionCGSupport  # which batches work in graphs; `claims` tests it at start-up
     # True if `build` for a uniform batch only launches device work and bakes nothing of a step but
-    # its
-    # bounds. Then a graph may contain it, together with a whole step or all draft decodes of one.
-    # It
-    # must always write to the same addresses: the drafter's graph reads what the target's graph
-    # built, through a state made before the capture.
+    # its bounds. Then a graph may contain it, together with a whole step or all draft decodes of
+    # one. It must always write to the same addresses: the drafter's graph reads what the target's
+    # graph built, through a state made before the capture.
     builds_on_device: bool = False
 
     @abstractmethod

@@ -1,6 +1,7 @@
 """The Triton attention back end: one kernel for decode, verify and prefill; graphs fit any batch.
 
-It plans nothing on the host and keeps no state between steps, so its metadata is a set of views.
+It keeps no state between steps, so its metadata is a set of views. A batch that mixes decodes and
+prefills is split on the host, and each part gets a launch of its own.
 """
 
 from __future__ import annotations
@@ -40,15 +41,7 @@ class TritonMetadata(AttentionMetadata):
         arrivals: Tensor | None = None,  # [>= N* x kv heads] int32 zeros; see `TritonBuilder`
         parts: tuple[PagedRows, PagedRows] | None = None,
     ) -> None:
-        self._rows = PagedRows(
-            common.block_table,
-            common.query_start_loc,
-            common.seq_lens,
-            max_query_len,
-            common.slot_mapping,
-            arrivals,
-            parts,
-        )
+        self._rows = _paged_rows(common, max_query_len, arrivals, parts)
 
     def attend(
         self,
@@ -77,7 +70,8 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonBuilder(AttentionBuilder):
-    """Builds nothing, since the kernel reads the step buffers directly.
+    """Builds views only, since the kernel reads the step buffers directly; a batch that mixes
+    decodes and prefills is split on the host (`mixed_parts`).
 
     `arrivals` are counters, zero between launches, by which the programs of the fused kernel find
     out which of them finishes last.
@@ -101,6 +95,23 @@ class TritonBuilder(AttentionBuilder):
         return TritonMetadata(common, max_query_len(common, desc), arrivals, parts)
 
 
+def _paged_rows(
+    common: CommonAttentionMetadata,
+    max_query_len: int,
+    arrivals: Tensor | None = None,
+    parts: tuple[PagedRows, PagedRows] | None = None,
+) -> PagedRows:
+    return PagedRows(
+        common.block_table,
+        common.query_start_loc,
+        common.seq_lens,
+        max_query_len,
+        common.slot_mapping,
+        arrivals,
+        parts,
+    )
+
+
 def mixed_parts(common: CommonAttentionMetadata) -> tuple[PagedRows, PagedRows] | None:
     """Split a batch of decodes and prefills into the former and the rest.
 
@@ -116,13 +127,7 @@ def mixed_parts(common: CommonAttentionMetadata) -> tuple[PagedRows, PagedRows] 
     if num_reqs < _LEAST_DECODES or lengths[0] > _DECODE_TOKENS:
         return None
     num_tokens = int(starts[num_reqs])
-    early = PagedRows(
-        common.block_table[:num_reqs],
-        common.query_start_loc[: num_reqs + 1],
-        common.seq_lens[:num_reqs],
-        int(lengths[:num_reqs].max()),
-        common.slot_mapping[:num_tokens],
-    )
+    early = _paged_rows(common.with_rows(num_reqs, num_tokens), int(lengths[:num_reqs].max()))
     late = PagedRows(
         _aligned(common.block_table[num_reqs:]),
         common.query_start_loc[num_reqs:] - num_tokens,

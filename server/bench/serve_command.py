@@ -222,8 +222,7 @@ async def _measure(
     headers = dict(item.partition("=")[::2] for item in args.header)
     if key := args.api_key or os.environ.get("OPENAI_API_KEY"):
         headers.setdefault("Authorization", f"Bearer {key}")
-    no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(limits=no_limit, timeout=args.timeout) as client:
+    async with httpx.AsyncClient(timeout=args.timeout) as client:
         target = await _target(client, args, base, headers)
         for request in requests[: args.num_warmups]:
             warm = await bench.send_request(client, target, request)

@@ -47,13 +47,15 @@ def event(data: bytes, name: str | None = None) -> bytes:
 
 
 class KeepAlive:
-    """Writes a comment whenever a stream has been silent for `seconds`, for example while its
-    request is queued or its prompt is computed, so that clients and proxies do not give it up.
+    """A `Writer` that writes a comment whenever the stream has been silent for `seconds`, for
+    example while its request is queued or its prompt is computed, so that clients and proxies do
+    not give it up.
 
-    A context. Each piece must be reported (`sent`) or written through it (`write`).
+    A context. Without a writer, or with 0 seconds, it writes no comments. Pieces that are sent past
+    it must be reported (`sent`).
     """
 
-    def __init__(self, writer: Writer, seconds: float) -> None:
+    def __init__(self, writer: Writer | None, seconds: float) -> None:
         self._writer, self._seconds = writer, seconds
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -63,19 +65,25 @@ class KeepAlive:
         """Note that a piece was sent."""
         self._last = self._loop.time()
 
+    def may_write(self) -> bool:
+        """Whether there is a writer and the client keeps up."""
+        return self._writer is not None and self._writer.may_write()
+
     def write(self, data: bytes) -> bool:
-        """Write a piece; returns `Writer.may_write`."""
+        """Write a piece; returns `may_write`. There must be a writer."""
+        assert self._writer is not None
         self._last = self._loop.time()
         return self._writer.write(data)
 
     def _wake(self) -> None:
-        if self._loop.time() - self._last >= self._seconds and self._writer.may_write():
+        if self._loop.time() - self._last >= self._seconds and self.may_write():
             self.write(KEEP_ALIVE)
         due = max(self._last + self._seconds, self._loop.time() + 0.01)
         self._timer = self._loop.call_at(due, self._wake)
 
     def __enter__(self) -> KeepAlive:
-        self._timer = self._loop.call_later(self._seconds, self._wake)
+        if self._writer is not None and self._seconds:
+            self._timer = self._loop.call_later(self._seconds, self._wake)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -139,25 +147,17 @@ class EventStream(Response):
         try:
             with self._owner:
                 await send(start)
-                if writer is None or not self._keep_alive:
-                    write = None if writer is None else writer.write
-                    await self._send_events(send, writer, write, lambda: None)
-                else:
-                    with KeepAlive(writer, self._keep_alive) as alive:
-                        await self._send_events(send, writer, alive.write, alive.sent)
+                with KeepAlive(writer, self._keep_alive) as alive:
+                    async with aclosing(self._events) as events:
+                        async for chunk in events:
+                            body = {"type": "http.response.body", "body": chunk, "more_body": True}
+                            await send(body)
+                            alive.sent()
+                            if self._live and alive.may_write():
+                                await self._live(alive.write)
         except Exception as error:
             last = self._failed(as_api_error(error))
         await send({"type": "http.response.body", "body": last, "more_body": False})
-
-    async def _send_events(
-        self, send: Send, writer: Writer | None, write: Write | None, sent: Callable[[], None]
-    ) -> None:
-        async with aclosing(self._events) as events:
-            async for chunk in events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                sent()
-                if self._live and writer and write and writer.may_write():
-                    await self._live(write)
 
 
 async def unless_disconnected(request: Request, work: Awaitable[Result]) -> Result:
