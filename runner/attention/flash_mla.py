@@ -62,8 +62,7 @@ class FlashMLAMetadata(AttentionMetadata):
             store_kv(key, None, kv_cache, common.slot_mapping)
         if self._lens is None:
             # The kernel is undefined for padded requests, which have length 0: let them read L rows
-            # of
-            # the null block. This runs inside the graph, because lengths change on the device.
+            # of the null block. This runs inside the graph, because lengths change on the device.
             self._lens = common.seq_lens.clamp(min=length)
         if layer.num_heads not in self._schedules:
             self._schedules[layer.num_heads] = self._create_schedule()

@@ -68,8 +68,7 @@ class SamplingState:
         # forbidden until min_tokens are emitted
         self.stop_ids = RaggedRows(max_num_reqs, 1, device)
         # One entry per token of all words: (token id, number of tokens after it in its word, index
-        # of
-        # its word's first token in this list).
+        # of its word's first token in this list).
         self.bad_words = RaggedRows(max_num_reqs, 3, device)
         self.predictions = RaggedRows(max_num_reqs, 1, device)  # token ids, for the drafter
         # Tables with a row of vocabulary size per slot, allocated on first use.

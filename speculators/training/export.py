@@ -94,8 +94,7 @@ def _specforge_config(geometry: HeadGeometry, dtype: torch.dtype) -> dict[str, A
         "target_hidden_size": geometry.hidden_size,
         "norm_before_residual": False,
         # vLLM reads the top-level key, which counts the inputs of layers; SGLang reads the nested
-        # one,
-        # which counts their outputs. Both lists mean the same hidden states.
+        # one, which counts their outputs. Both lists mean the same hidden states.
         _TAPS: list(geometry.taps),
         "eagle_config": {
             "use_aux_hidden_state": True,
