@@ -1,0 +1,235 @@
+"""A quantised weight matrix in the one form in memory that all checkpoint formats are turned into.
+
+A value is (code - zero) * scale + offset, where the code is what `kind` stores and everything else
+may be missing. Nothing here knows checkpoint formats; the multiplication is in
+`kernels.linear.packed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+Kind: TypeAlias = Literal["fp8", "int8", "int4", "fp4"]
+Activations: TypeAlias = Literal["16bit", "fp8-token", "fp8-block", "int8-token", "fp8-static"]
+NIBBLES = ("int4", "fp4")  # kinds with two codes in a byte
+SYMMETRIC_ZERO = {"int4": 8, "int8": 0}  # what `zeros` of None stands for
+BLOCK = 128  # rows and columns of a block of fp8 values that share a scale
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_PIECE_VALUES = 1 << 24  # values dequantised at once, so that float32 copies stay small
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """One matrix [N, K] of 4 or 8-bit codes with scales. Fields that are None count as absent.
+
+    `kind` says what `values` holds:
+
+    - "fp8": float8_e4m3fn [N, K].
+    - "int8": int8 [N, K].
+    - "int4": uint8 [N, ceil(K / 2)], two codes 0 to 15 in a byte, the even column in the low
+      nibble. Without `zeros` the value of a code q is (q - 8) * scale.
+    - "fp4": uint8 [N, ceil(K / 2)], two e2m1 numbers in a byte in the same order.
+    """
+
+    kind: Kind
+    values: Tensor
+    # [ceil(N / row_group), ceil(K / group)] float32, float16 or bfloat16; of "fp4" also
+    # float8_e4m3fn, or uint8 that holds e8m0 (2 ** (s - 127))
+    scales: Tensor
+    columns: int  # K
+    group: int  # columns that share a scale: 16, 32, 64, 128, or K
+    row_group: int = 1  # rows that share a scale: 1, or 128 (fp8 blocks)
+    zeros: Tensor | None = None  # [N, ceil(K / group)] uint8, int8 or int16; "int4" and "int8" only
+    offsets: Tensor | None = None  # [N, ceil(K / group)] in the dtype of `scales`
+    global_scale: Tensor | None = None  # [N] float32, multiplied with the scales of "fp4"
+    order: Tensor | None = None  # [K] int32: stored column j belongs to input feature order[j]
+    activations: Activations = "16bit"  # what the checkpoint asks for
+    input_scale: Tensor | None = None  # [] float32, of "fp8-static": x / input_scale is cast to fp8
+
+    def __post_init__(self) -> None:
+        rows, columns = self.shape
+        stored = -(-columns // 2) if self.kind in NIBBLES else columns
+        assert self.values.shape == (rows, stored), (self.kind, self.values.shape, columns)
+        grid = (-(-rows // self.row_group), -(-columns // self.group))
+        assert self.scales.shape == grid, (self.scales.shape, grid)
+        assert self.row_group == 1 or self.zeros is self.offsets is None
+        for grouped in (self.zeros, self.offsets):
+            assert grouped is None or grouped.shape == (rows, grid[1])
+        assert self.zeros is None or self.kind in SYMMETRIC_ZERO
+        assert self.global_scale is None or self.global_scale.shape == (rows,)
+        assert self.order is None or self.order.shape == (columns,)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the numbers."""
+        return self.values.shape[0], self.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that are not None."""
+        fields = (
+            *(self.values, self.scales, self.zeros, self.offsets),
+            *(self.global_scale, self.order, self.input_scale),
+        )
+        return tuple(field for field in fields if field is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All numbers [N, K], with columns in the order of input features.
+
+        Each is computed in float32 and rounded once.
+        """
+        rows, columns = self.shape
+        out = torch.empty(rows, columns, dtype=dtype, device=self.device)
+        step = max(_PIECE_VALUES // max(columns, 1) // self.row_group, 1) * self.row_group
+        for start in range(0, rows, step):
+            out[start : start + step] = self._numbers(slice(start, start + step))
+        return out
+
+    def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers of rows `ids` [n] int32 or int64: [n, K]."""
+        return self._numbers(ids.long()).to(dtype)
+
+    def first_rows(self, count: int) -> PackedWeight:
+        """The matrix of the first `count` rows; shares the memory of this one."""
+        if count == self.shape[0]:
+            return self
+
+        def cut(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[:count]
+
+        return replace(
+            self,
+            values=self.values[:count],
+            scales=self.scales[: -(-count // self.row_group)],
+            zeros=cut(self.zeros),
+            offsets=cut(self.offsets),
+            global_scale=cut(self.global_scale),
+        )
+
+    def by_rows(self) -> PackedWeight:
+        """The same numbers with `row_group` 1."""
+        if self.row_group == 1:
+            return self
+        scales = self.scales.repeat_interleave(self.row_group, 0)[: self.shape[0]].contiguous()
+        return replace(self, scales=scales, row_group=1)
+
+    def _numbers(self, at: slice | Tensor) -> Tensor:
+        """Rows `at` in float32, in the order of input features."""
+        codes = self._codes(self.values[at])
+        wide = self._wide_scales(at)
+        if self.kind in SYMMETRIC_ZERO:
+            zeros = (
+                SYMMETRIC_ZERO[self.kind] if self.zeros is None else self._spread(self.zeros[at])
+            )
+            codes = codes - zeros
+        numbers = codes * self._spread(wide)
+        if self.offsets is not None:
+            numbers += self._spread(self.offsets[at].float())
+        if self.order is not None:
+            ordered = torch.empty_like(numbers)
+            ordered[:, self.order.long()] = numbers
+            numbers = ordered
+        return numbers
+
+    def _codes(self, values: Tensor) -> Tensor:
+        """Stored values [n, ...] as float32 [n, K]."""
+        if self.kind not in NIBBLES:
+            return values.float()
+        codes = torch.stack((values & 15, values >> 4), -1).flatten(1)[:, : self.columns]
+        if self.kind == "int4":
+            return codes.float()
+        magnitudes = torch.tensor(_E2M1, device=values.device)[(codes & 7).long()]
+        return torch.where(codes > 7, -magnitudes, magnitudes)
+
+    def _wide_scales(self, at: slice | Tensor) -> Tensor:
+        """The scales of rows `at` in float32, [n, ceil(K / group)]."""
+        scales = self.scales
+        if self.row_group == 1:
+            scales = scales[at]
+        elif isinstance(at, Tensor):
+            scales = scales[at // self.row_group]
+        else:
+            rows = torch.arange(self.shape[0], device=self.device)[at]
+            scales = scales[rows // self.row_group]
+        if scales.dtype == torch.uint8:
+            scales = scales.view(torch.float8_e8m0fnu)
+        scales = scales.float()
+        return scales if self.global_scale is None else scales * self.global_scale[at, None]
+
+    def _spread(self, grouped: Tensor) -> Tensor:
+        """Repeat [n, ceil(K / group)] for each column of a group; broadcasts if one is enough."""
+        if grouped.shape[1] == 1:
+            return grouped
+        return grouped.repeat_interleave(self.group, 1)[:, : self.columns]
+
+    @property
+    def _format(self) -> tuple[object, ...]:
+        """What parts of one matrix must have in common."""
+        dtypes = (self.values.dtype, self.scales.dtype)
+        present = tuple(
+            None if field is None else field.dtype
+            for field in (self.zeros, self.offsets, self.global_scale, self.order)
+        )
+        return self.kind, self.columns, self.group, dtypes, present, self.activations
+
+
+def can_concatenate(parts: Sequence[PackedWeight]) -> bool:
+    """Whether matrices are of one format and one column order, so that they can be one matrix."""
+    first = parts[0]
+    return all(
+        part._format == first._format
+        and (
+            part.order is first.order
+            or (
+                part.order is not None
+                and first.order is not None
+                and torch.equal(part.order, first.order)
+            )
+        )
+        for part in parts[1:]
+    )
+
+
+def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:
+    """Matrices of one format, below each other. `can_concatenate` must be True.
+
+    Block scales are repeated for each row unless every part but the last fills its blocks. The
+    static scale of inputs becomes the largest one.
+    """
+    assert can_concatenate(parts)
+    if len(parts) == 1:
+        return parts[0]
+    row_groups = {part.row_group for part in parts}
+    if len(row_groups) > 1 or any(part.shape[0] % part.row_group for part in parts[:-1]):
+        parts = [part.by_rows() for part in parts]
+
+    def joined(name: str) -> Tensor | None:
+        fields = [getattr(part, name) for part in parts]
+        return None if fields[0] is None else torch.cat(fields)
+
+    values, scales = joined("values"), joined("scales")
+    assert values is not None and scales is not None
+    inputs = [part.input_scale for part in parts if part.input_scale is not None]
+    return replace(
+        parts[0],
+        values=values,
+        scales=scales,
+        zeros=joined("zeros"),
+        offsets=joined("offsets"),
+        global_scale=joined("global_scale"),
+        input_scale=torch.stack(inputs).amax() if inputs else None,
+    )
