@@ -26,12 +26,12 @@ def rotary_attention(
 ) -> Tensor:
     """`rotary_store_kv`, then `paged_attention` of the rotated queries; arguments as there.
 
-    One kernel does both if `rows.arrivals` is given, the layer has no sinks and the launch plan
-    allows it. If a token's slot is -1, the key and value that its request reads at that position
-    are undefined. Returns [T, Hq, D].
+    One kernel does both if `rows.arrivals` is given and the launch plan allows it. If a token's
+    slot is -1, the key and value that its request reads at that position are undefined.
+    Returns [T, Hq, D].
     """
     one_dtype = query.dim() == 4 or query.dtype == kv_cache.dtype
-    if rows.arrivals is not None and use_triton(query) and rule.sinks is None and one_dtype:
+    if rows.arrivals is not None and use_triton(query) and one_dtype:
         from .triton import rotary_attention as fused
         from .triton.attention_plan import plan_for
 

@@ -35,7 +35,7 @@ def on_gpu(args: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("num_parts", [0, 4])
 @pytest.mark.parametrize("query_len", [1, 4])
-@pytest.mark.parametrize("heads", [(32, 8), (9, 3)])
+@pytest.mark.parametrize("heads", [(32, 8), (9, 3), (64, 8)])  # the last with sinks, as gpt-oss
 @pytest.mark.parametrize("num_reqs", [1, 2, 5, 16, 40, 70, 100])  # one for each kind of tiling
 def test_the_fused_kernel_equals_the_separate_ones(
     num_reqs: int, heads: tuple[int, int], query_len: int, num_parts: int
@@ -49,11 +49,17 @@ def test_the_fused_kernel_equals_the_separate_ones(
     args = case(query_len, lens, heads, dim, dim, num_parts, torch.bfloat16, page)
     args["cos_sin_cache"] = torch.randn(1024, dim)
     names = ("query", "key", "value", "kv_cache")
+    options: dict[str, Any] = {}
+    if heads[0] == 64:
+        window = 128 if num_reqs % 2 else None
+        options = {"sinks": torch.randn(64) * 3, "sliding_window": window}
     wide = {k: v.float() if k in names else v for k, v in args.items()}
-    expected, cache = expected_of(wide, {})
-    rounded = relative_error(expected_of(args, {})[0], expected)  # up to 1 % with few keys
+    expected, cache = expected_of(wide, options)
+    rounded = relative_error(expected_of(args, options)[0], expected)  # up to 1 % with few keys
     moved = on_gpu(args)
-    inputs = rotary_inputs(**moved)
+    if options:
+        options["sinks"] = options["sinks"].cuda()
+    inputs = rotary_inputs(**moved, **options)
     assert attention_plan.plan_for(moved["query"], moved["kv_cache"], inputs[5]).fused
     out = rotary_attention(*inputs)
     assert relative_error(out, expected.cuda()) < max(8e-3, 1.5 * rounded)

@@ -20,35 +20,9 @@ from ...linear.triton.rotation import angles, load_parts, pairs, rotated
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import MAX_SPLITS, Launch
 from .online_softmax import LEAST, LOG2E, absorb_scaled, soft_capped
-from .split_sums import sum_own_splits, sum_splits
+from .split_sums import keys_of_split, sum_own_splits, sum_splits
 
 _MAX_SPLITS = tl.constexpr(MAX_SPLITS)
-
-
-@triton.jit
-def _keys_of_split(
-    seq_len,
-    cached,
-    split,
-    splits,
-    least_keys,
-    alone,
-    PAGE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr,
-):
-    """Find one split's range of a request's keys: (first key, end, number of splits with work)."""
-    low = 0
-    if WINDOW > 0:
-        low = tl.maximum(0, cached - WINDOW + 1) // PAGE * PAGE
-    length = tl.maximum(seq_len - low, 0)
-    chunk, active = length, 1
-    if (splits > 1) & (length > alone):
-        chunk = tl.maximum(tl.cdiv(length, splits), least_keys)
-        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
-        active = tl.maximum(tl.cdiv(length, chunk), 1)
-    low += split * chunk
-    return low, tl.minimum(seq_len, low + chunk), active
 
 
 @triton.jit
@@ -99,20 +73,20 @@ def _store_new_keys(
 @triton.jit
 def _attend(
     q, key_cache, value_cache, table, pages, in_page, low, high, cached, within, key, dim_inside,
-    scale, softcap,
+    scale, softcap, top, total,
     ROW: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
 ):  # fmt: skip
     """Attention of q [M, D] over the cached keys in [low, high): (result [M, D] float32, running
-    maximum [M] in the log2 domain, sum of weights [M])."""
+    maximum [M] in the log2 domain, sum of weights [M]).
+
+    `top` [M] and `total` [M, BLOCK_N] are the running maximum and sums to begin with."""
     BLOCK_M: tl.constexpr = q.shape[0]
     BLOCK_D: tl.constexpr = q.shape[1]
     BLOCK_N: tl.constexpr = key.shape[0]
     PRECISION: tl.constexpr = "tf32x3" if q.dtype == tl.float32 else "tf32"
     key_rows, value_rows = key_cache + in_page, value_cache + in_page
     last = tl.minimum(cached + within, high - 1)  # [BLOCK_M] last key that a row attends to
-    top = tl.full([BLOCK_M], LEAST, tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for key_start in range(low, high, BLOCK_N):
         at = key_start + key  # [BLOCK_N] key position
@@ -160,6 +134,7 @@ def _rotary_attention_kernel(
     block_table,  # [N, max_blocks] int32
     query_start_loc,  # [N + 1] int32
     seq_lens,  # [N] int32
+    sinks,  # [Hq]
     out,  # [T, Hq, D], contiguous
     partial,  # [splits, T, Hq, D] fp32
     lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator; inf in split 0: `out` is final
@@ -195,6 +170,7 @@ def _rotary_attention_kernel(
     NORM: tl.constexpr,
     PARTS: tl.constexpr,  # 0 = whole
     SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     EARLY: tl.constexpr,
     LAST_SUMS: tl.constexpr,  # rows whose splits the last program sums; 0 = another kernel does
@@ -219,7 +195,7 @@ def _rotary_attention_kernel(
     covered = tl.load(query_start_loc + num_reqs)
     seq_len = tl.load(seq_lens + request)
     cached = seq_len - query_len  # keys before the step's own
-    low, high, active = _keys_of_split(
+    low, high, active = keys_of_split(
         seq_len, cached, split, splits, least_keys, alone, PAGE, BLOCK_N, WINDOW
     )
     key = tl.arange(0, BLOCK_N)  # within a tile
@@ -274,9 +250,15 @@ def _rotary_attention_kernel(
             k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps,
             NEW, row_size, DIM, BLOCK_D, ROT, NORM, PARTS,
         )  # fmt: skip
+    top = tl.full([BLOCK_M], LEAST, tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if SINKS:
+        if split == 0:  # the sink counts once, as a key without a value
+            top = tl.load(sinks + head).to(tl.float32) * LOG2E
+            total += tl.where(key == 0, 1.0, 0.0)[None, :]
     result, top, sums = _attend(
         q, key_cache, value_cache, table, pages, in_page, low, high, cached, within, key,
-        dim_inside, scale, softcap, row_size, DIM, PAGE, WINDOW, SOFTCAP,
+        dim_inside, scale, softcap, top, total, row_size, DIM, PAGE, WINDOW, SOFTCAP,
     )  # fmt: skip
     mask = valid[:, None] & dim_inside[None, :]
     flat = token * Q_HEADS + head
@@ -351,6 +333,7 @@ def rotary_attention(
         rows.block_table,
         rows.query_start_loc,
         rows.seq_lens,
+        query if rule.sinks is None else rule.sinks,
         out,
         partial,
         lse,
@@ -381,6 +364,7 @@ def rotary_attention(
         NORM=norms is not None,
         PARTS=parts,
         SOFTCAP=rule.softcap is not None,
+        SINKS=rule.sinks is not None,
         HEADS_FIRST=plan.heads_first,
         EARLY=plan.early and options["PDL"],
         LAST_SUMS=plan.last_sums,

@@ -1,7 +1,7 @@
-"""Combines the attention over each split of the keys into that over all keys.
+"""Splits of the keys: the range of each, and their attention combined into that over all keys.
 
-A second kernel does it, or the last program of the first kernel. Several splits are loaded at once;
-one after the other, each would wait for its own loads.
+A second kernel combines them, or the last program of the first kernel. Several splits are loaded
+at once; one after the other, each would wait for its own loads.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -13,6 +13,32 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import pdl_options, wait_for_inputs
+
+
+@triton.jit
+def keys_of_split(
+    seq_len,
+    cached,
+    split,
+    splits,
+    least_keys,
+    alone,
+    PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Find one split's range of a request's keys: (first key, end, number of splits with work)."""
+    low = 0
+    if WINDOW > 0:
+        low = tl.maximum(0, cached - WINDOW + 1) // PAGE * PAGE
+    length = tl.maximum(seq_len - low, 0)
+    chunk, active = length, 1
+    if (splits > 1) & (length > alone):
+        chunk = tl.maximum(tl.cdiv(length, splits), least_keys)
+        chunk = tl.cdiv(chunk, BLOCK_N) * BLOCK_N
+        active = tl.maximum(tl.cdiv(length, chunk), 1)
+    low += split * chunk
+    return low, tl.minimum(seq_len, low + chunk), active
 
 
 @triton.jit

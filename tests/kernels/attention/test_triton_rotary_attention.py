@@ -214,15 +214,32 @@ def test_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, args, {"splits": 2}, 4e-3)
 
 
+@pytest.mark.parametrize(
+    ("splits", "last_sums", "window"),
+    some(
+        [*itertools.product((1, 4), (0, 16), (None, 7))],
+        kept=[(1, 0, 7), (4, 16, None), (4, 0, 7)],
+    ),
+)
+def test_sinks(
+    splits: int, last_sums: int, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each head's sink counts once, however many splits there are, also in an empty window."""
+    changes = {"splits": splits, "block_n": 16, "least_keys": 5}
+    changes["last_sums"] = last_sums if splits > 1 else 0
+    sinks = torch.randn(6) * 3
+    check(monkeypatch, case(2, [33, 2, 0]), changes, sinks=sinks, sliding_window=window)
+
+
 def test_two_kernels_run_what_one_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     from slipstream.kernels.attention.triton import rotary_attention as fused
 
     monkeypatch.setattr(fused, "rotary_attention", None)
-    sinks = torch.randn(2)
-    args = case(1, [9, 30], (2, 2))
-    expected, _ = expected_of(args, {"sinks": sinks})
+    args = case(1, [9, 30], (2, 2), dtype=torch.float16)
+    args["query"], args["key"] = args["query"].float(), args["key"].float()
+    expected, _ = expected_of(args, {})
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
-    got = rotary_attention.rotary_attention(*rotary_inputs(**args, sinks=sinks))
+    got = rotary_attention.rotary_attention(*rotary_inputs(**args))
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
