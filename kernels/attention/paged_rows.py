@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from ..quant.e4m3 import E4M3, latent_row_bytes
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,19 @@ class PagedRows:
     parts: tuple[PagedRows, PagedRows] | None = None
 
 
+@dataclass(frozen=True)
+class Fp8Cache:
+    """How a KV cache of e4m3 values stores keys and values: a stored value is the value / scale.
+
+    Latent rows (MLA) have scales of their own instead; see `kernels.quant.e4m3.pack_latent`.
+    """
+
+    dtype: torch.dtype  # of queries, keys, values and outputs
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    latent: int = 0  # of MLA: the values of a row that become e4m3, before the rotary part
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionRule:
     """How a layer turns queries, keys and values into its output."""
@@ -34,3 +50,24 @@ class AttentionRule:
     sinks: Tensor | None = None  # [Hq] logits that take part in the softmax and carry no value
     is_mla: bool = False  # one cached row of head_dim; V is its first head_dim_v values
     head_dim_v: int | None = None  # None = head_dim
+    fp8: Fp8Cache | None = None  # None = the cache has the dtype of queries
+
+    def dtype_of(self, kv_cache: Tensor) -> torch.dtype:
+        """The dtype of queries, keys, values and outputs."""
+        return kv_cache.dtype if self.fp8 is None else self.fp8.dtype
+
+    @property
+    def key_scale(self) -> float:
+        """`scale`, times the scale of stored keys."""
+        return self.scale if self.fp8 is None else self.scale * self.fp8.k_scale
+
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        """The dtype of the cache; None = that of queries."""
+        return None if self.fp8 is None else E4M3
+
+    def cache_row(self, head_dim: int) -> int:
+        """Elements of one key in the cache, for keys of `head_dim` values."""
+        if self.fp8 is None or not self.fp8.latent:
+            return head_dim
+        return latent_row_bytes(self.fp8.latent, head_dim - self.fp8.latent)

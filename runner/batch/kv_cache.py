@@ -24,9 +24,10 @@ class KVCacheGroup:
     index: int
     layers: tuple[AttentionLayer, ...]  # including those that only read another layer's cache
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # elements of one cached row of a head; bytes if the row is packed
     is_mla: bool
     sliding_window: int | None
+    dtype: torch.dtype | None = None  # of the cache; None = that of the model
 
     @property
     def owners(self) -> tuple[AttentionLayer, ...]:
@@ -34,9 +35,9 @@ class KVCacheGroup:
         return tuple(layer for layer in self.layers if layer.kv_source is None)
 
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block, over all layers of the group."""
+        """Bytes of one block, over all layers of the group; `dtype` is the model's."""
         values = block_size * self.num_kv_heads * self.head_dim * (1 if self.is_mla else 2)
-        return values * dtype.itemsize * len(self.owners)
+        return values * (self.dtype or dtype).itemsize * len(self.owners)
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """The shape of one layer's cache tensor."""
@@ -48,12 +49,13 @@ def make_groups(layers: Sequence[AttentionLayer]) -> list[KVCacheGroup]:
     """Group the attention layers of target and drafter, in order of first appearance."""
     by_id = {layer.layer_id: layer for layer in layers}
     assert len(by_id) == len(layers), "layer ids are not unique"
-    members: dict[tuple[int, int, bool, int | None], list[AttentionLayer]] = {}
+    members: dict[tuple[int, int, bool, int | None, torch.dtype | None], list[AttentionLayer]] = {}
     for layer in layers:
         source = layer
         while source.kv_source is not None:
             source = by_id[source.kv_source]
-        key = (source.num_kv_heads, source.head_dim, source.is_mla, source.sliding_window)
+        row, dtype = source.cache_row(source.head_dim), source.cache_dtype
+        key = (source.num_kv_heads, row, source.is_mla, source.sliding_window, dtype)
         members.setdefault(key, []).append(layer)
     return [
         KVCacheGroup(
@@ -71,7 +73,7 @@ class KVLayout:
 
     groups: Sequence[KVCacheGroup]
     block_size: int  # tokens; a back end may need more than --block-size
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the model, and of each group that has none of its own
 
     @property
     def block_bytes(self) -> int:
@@ -114,7 +116,8 @@ class KVCache:
         for group in groups:
             shape = group.shape(num_blocks, block_size)
             for layer in group.owners:
-                self.kv_caches[layer.layer_id] = _zeros(shape, dtype, device)
+                own = group.dtype or dtype
+                self.kv_caches[layer.layer_id] = _zeros(shape, own, device)
         for layer in self.layers.values():
             source = layer
             while source.kv_source is not None:

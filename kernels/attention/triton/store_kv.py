@@ -8,6 +8,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...launch import hash_functions
+from ...quant.triton.e4m3 import to_e4m3
+from ..paged_rows import Fp8Cache
+from .latent_rows import store_latent
+
 
 @triton.jit(
     do_not_specialize_on_alignment=["slot_mapping"],
@@ -22,6 +27,8 @@ def _store_kv_kernel(
     key_stride_h,
     value_stride_t,
     value_stride_h,
+    k_scale,  # None unless the cache is e4m3
+    v_scale,
     NUM_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -36,15 +43,29 @@ def _store_kv_kernel(
         head, dim = offset // HEAD_DIM, offset % HEAD_DIM
         source = token * key_stride_t + head * key_stride_h + dim
         row = tl.load(key + source, mask=inside)
+        if k_scale is not None:
+            row = to_e4m3(row, k_scale)
         tl.store(key_cache + slot * size + offset, row, mask=inside)
         if HAS_VALUE:
             source = token * value_stride_t + head * value_stride_h + dim
             row = tl.load(value + source, mask=inside)
+            if v_scale is not None:
+                row = to_e4m3(row, v_scale)
             tl.store(value_cache + slot * size + offset, row, mask=inside)
 
 
-def store_kv(key: Tensor, value: Tensor | None, kv_cache: Tensor, slot_mapping: Tensor) -> None:
+def store_kv(
+    key: Tensor,
+    value: Tensor | None,
+    kv_cache: Tensor,
+    slot_mapping: Tensor,
+    fp8: Fp8Cache | None = None,
+) -> None:
     """See `kernels.attention.store_kv.store_kv`."""
+    if fp8 is not None and fp8.latent:
+        assert value is None
+        store_latent(key, kv_cache, slot_mapping, fp8.latent)
+        return
     num_tokens, num_heads, head_dim = key.shape
     if num_tokens == 0:
         return
@@ -63,8 +84,13 @@ def store_kv(key: Tensor, value: Tensor | None, kv_cache: Tensor, slot_mapping: 
         key.stride(1),
         values.stride(0),
         values.stride(1),
+        None if fp8 is None else fp8.k_scale,
+        None if fp8 is None else fp8.v_scale,
         NUM_HEADS=num_heads,
         HEAD_DIM=head_dim,
         BLOCK=block,
         HAS_VALUE=value is not None,
     )
+
+
+hash_functions(globals())

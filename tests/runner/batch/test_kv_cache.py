@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from slipstream.kernels.attention.paged_rows import Fp8Cache
 from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.batch.kv_cache import KVCache, KVLayout, make_groups
 
@@ -43,6 +46,25 @@ def test_tensors_have_the_documented_shapes_and_readers_see_their_source() -> No
     assert cache.group_of_layer == {0: 0, 1: 1, 2: 0, 3: 2}
     total = sum(tensor.nbytes for tensor in {id(t): t for t in cache.kv_caches.values()}.values())
     assert total == 7 * KVLayout(cache.groups, 16, torch.float32).block_bytes
+
+
+def test_groups_of_fp8_layers_have_one_byte_a_value_and_latent_rows_are_packed() -> None:
+    fp8 = Fp8Cache(torch.bfloat16)
+    mla = replace(MLA, fp8=replace(fp8, latent=512))
+    groups = make_groups([replace(FULL, fp8=fp8), WINDOW, replace(SHARED, fp8=fp8), mla, DRAFT])
+    assert [[layer.layer_id for layer in group.layers] for group in groups] == [
+        [0, 2],
+        [1],
+        [3],
+        [4],
+    ]
+    full, window, draft = (2 * 16 * size for size in (2 * 64, 4 * 32 * 2, 2 * 64 * 2))
+    assert KVLayout(groups, 16, torch.bfloat16).block_bytes == full + window + 16 * 656 + draft
+    cache = KVCache(groups, 7, 16, torch.bfloat16, CPU)
+    assert cache.kv_caches[0].dtype == cache.kv_caches[3].dtype == torch.float8_e4m3fn
+    assert cache.kv_caches[1].dtype == cache.kv_caches[4].dtype == torch.bfloat16
+    assert cache.kv_caches[3].shape == (7, 16, 1, 656)
+    assert cache.kv_caches[2] is cache.kv_caches[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
