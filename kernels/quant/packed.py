@@ -1,7 +1,7 @@
 """A quantised weight matrix in the one form in memory that all checkpoint formats are turned into.
 
-A value is (code - zero) * scale + offset, where the code is what `kind` stores and everything else
-may be missing. Nothing here knows checkpoint formats; the multiplication is in
+A value is (code - zero) * scale + offset. The code is what `kind` stores, and a weight has zeros,
+offsets or neither. Nothing here knows checkpoint formats; the multiplication is in
 `kernels.linear.packed`.
 """
 
@@ -17,9 +17,8 @@ from torch import Tensor
 Kind: TypeAlias = Literal["fp8", "int8", "int4", "fp4"]
 Activations: TypeAlias = Literal["16bit", "fp8-token", "fp8-block", "int8-token", "fp8-static"]
 NIBBLES = ("int4", "fp4")  # kinds with two codes in a byte
-SYMMETRIC_ZERO = {"int4": 8, "int8": 0}  # what `zeros` of None stands for
+SYMMETRIC_ZERO = {"int4": 8, "int8": 0}  # the zero of a weight without `zeros` and `offsets`
 BLOCK = 128  # rows and columns of a block of fp8 values that share a scale
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _PIECE_VALUES = 1 << 24  # values dequantised at once, so that float32 copies stay small
 
 
@@ -32,7 +31,7 @@ class PackedWeight:
     - "fp8": float8_e4m3fn [N, K].
     - "int8": int8 [N, K].
     - "int4": uint8 [N, ceil(K / 2)], two codes 0 to 15 in a byte, the even column in the low
-      nibble. Without `zeros` the value of a code q is (q - 8) * scale.
+      nibble. Without `zeros` and `offsets` the value of a code q is (q - 8) * scale.
     - "fp4": uint8 [N, ceil(K / 2)], two e2m1 numbers in a byte in the same order.
     """
 
@@ -45,7 +44,7 @@ class PackedWeight:
     group: int  # columns that share a scale: 16, 32, 64, 128, or K
     row_group: int = 1  # rows that share a scale: 1, or 128 (fp8 blocks)
     zeros: Tensor | None = None  # [N, ceil(K / group)] uint8, int8 or int16; "int4" and "int8" only
-    offsets: Tensor | None = None  # [N, ceil(K / group)] in the dtype of `scales`
+    offsets: Tensor | None = None  # [N, ceil(K / group)] in the dtype of `scales`; not with `zeros`
     global_scale: Tensor | None = None  # [N] float32, multiplied with the scales of "fp4"
     order: Tensor | None = None  # [K] int32: stored column j belongs to input feature order[j]
     activations: Activations = "16bit"  # what the checkpoint asks for
@@ -60,7 +59,7 @@ class PackedWeight:
         assert self.row_group == 1 or self.zeros is self.offsets is None
         for grouped in (self.zeros, self.offsets):
             assert grouped is None or grouped.shape == (rows, grid[1])
-        assert self.zeros is None or self.kind in SYMMETRIC_ZERO
+        assert self.zeros is None or (self.kind in SYMMETRIC_ZERO and self.offsets is None)
         assert self.global_scale is None or self.global_scale.shape == (rows,)
         assert self.order is None or self.order.shape == (columns,)
 
@@ -131,11 +130,10 @@ class PackedWeight:
         """Rows `at` in float32, in the order of input features."""
         codes = self._codes(self.values[at])
         wide = self._wide_scales(at)
-        if self.kind in SYMMETRIC_ZERO:
-            zeros = (
-                SYMMETRIC_ZERO[self.kind] if self.zeros is None else self._spread(self.zeros[at])
-            )
-            codes = codes - zeros
+        if self.zeros is not None:
+            codes = codes - self._spread(self.zeros[at])
+        elif self.offsets is None and SYMMETRIC_ZERO.get(self.kind):
+            codes = codes - SYMMETRIC_ZERO[self.kind]
         numbers = codes * self._spread(wide)
         if self.offsets is not None:
             numbers += self._spread(self.offsets[at].float())
@@ -150,10 +148,7 @@ class PackedWeight:
         if self.kind not in NIBBLES:
             return values.float()
         codes = torch.stack((values & 15, values >> 4), -1).flatten(1)[:, : self.columns]
-        if self.kind == "int4":
-            return codes.float()
-        magnitudes = torch.tensor(_E2M1, device=values.device)[(codes & 7).long()]
-        return torch.where(codes > 7, -magnitudes, magnitudes)
+        return codes.float() if self.kind == "int4" else e2m1_numbers(codes)
 
     def _wide_scales(self, at: slice | Tensor) -> Tensor:
         """The scales of rows `at` in float32, [n, ceil(K / group)]."""
@@ -174,7 +169,8 @@ class PackedWeight:
         """Repeat [n, ceil(K / group)] for each column of a group; broadcasts if one is enough."""
         if grouped.shape[1] == 1:
             return grouped
-        return grouped.repeat_interleave(self.group, 1)[:, : self.columns]
+        wide = grouped.unsqueeze(-1).expand(*grouped.shape, self.group).flatten(1)
+        return wide[:, : self.columns]
 
     @property
     def _format(self) -> tuple[object, ...]:
@@ -185,6 +181,13 @@ class PackedWeight:
             for field in (self.zeros, self.offsets, self.global_scale, self.order)
         )
         return self.kind, self.columns, self.group, dtypes, present, self.activations
+
+
+def e2m1_numbers(codes: Tensor) -> Tensor:
+    """The numbers of 4-bit codes: sign, two bits of exponent, one of mantissa. Returns float32."""
+    exponent, mantissa = codes >> 1 & 3, (codes & 1).float()
+    magnitude = torch.where(exponent == 0, mantissa * 0.5, (mantissa + 2) * (1 << exponent) * 0.25)
+    return torch.where(codes > 7, -magnitude, magnitude)
 
 
 def can_concatenate(parts: Sequence[PackedWeight]) -> bool:

@@ -56,6 +56,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8 rows": {"kind": "fp8", "dtype": torch.bfloat16},
     "int8 rows": {"kind": "int8"},
     "int8 groups": {"kind": "int8", "group": 16, "offsets": True},
+    "int4 offsets": {"kind": "int4", "group": 32, "offsets": True},
     "int4": {"kind": "int4", "group": 32, "dtype": torch.float16},
     "int4 zeros and order": {"kind": "int4", "group": 32, "zeros": True, "order": True},
     "mxfp4": {"kind": "fp4", "group": 32, "e8m0": True},
@@ -77,13 +78,15 @@ def numbers(weight: PackedWeight) -> np.ndarray[Any, Any]:
         for column in range(columns):
             group = column // weight.group
             scale = np.float32(wide[row // weight.row_group, group])
+            number: float
             if weight.kind in ("int4", "fp4"):
                 code = int(plain[row, column // 2]) >> (4 * (column % 2)) & 15
                 number = code if weight.kind == "int4" else E2M1[code % 8] * (1 - code // 8 * 2)
             else:
                 number = plain[row, column]
             if weight.kind == "int4":
-                number -= 8 if weight.zeros is None else int(weight.zeros[row, group])
+                symmetric = 0 if weight.offsets is not None else 8
+                number -= symmetric if weight.zeros is None else int(weight.zeros[row, group])
             if weight.global_scale is not None:
                 scale *= np.float32(weight.global_scale[row])
             value = np.float32(number) * scale
