@@ -15,6 +15,8 @@ ARCHITECTURE_OF_TYPE: dict[str, str] = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -133,6 +135,9 @@ _MOST = {
     "v_head_dim": 1 << 13,
     "n_routed_experts": 1 << 14,
     "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+    "num_experts_per_tok": 1 << 10,
+    "shared_expert_intermediate_size": 1 << 22,
     "max_position_embeddings": 1 << 28,
     "sliding_window": 1 << 28,
 }

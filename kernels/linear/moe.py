@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ..device import use_triton
 
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+
 
 @dataclass(frozen=True)
 class Routing:
@@ -26,13 +28,30 @@ class Routing:
     scale: float = 1.0
 
 
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The stacked weights of a layer's routed experts, and what they compute.
+
+    An expert maps x to down (act(gate x + b) * (up x + b)) + b. "clamped_swiglu" (gpt-oss) is
+    (up + 1) * gate * sigmoid(alpha * gate) with gate at most `limit` and up within ± `limit`.
+    """
+
+    gate_up: Tensor  # [E, 2I, H], the rows of gate first
+    down: Tensor  # [E, H, I]
+    gate_up_bias: Tensor | None = None  # [E, 2I]
+    down_bias: Tensor | None = None  # [E, H]
+    activation: str = "silu"  # one of ACTIVATIONS
+    alpha: float = 1.702
+    limit: float = 7.0
+
+
 def select_experts(
     logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose experts from router logits [T, E] float32: (weights [T, k] float32, ids [T, k] int64).
 
     `bias` [E] affects which experts are chosen, but not their weights. No branch depends on data,
-    so a graph may hold this.
+    so a graph may hold this. A renormalised softmax equals a softmax over the chosen logits alone.
     """
     scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
@@ -49,39 +68,26 @@ def select_experts(
     return weights * routing.scale, ids
 
 
-def run_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    activation: str = "silu",
-) -> Tensor:
+def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
     """Compute the weighted sum of each token's experts, [T, H].
 
-    x: [T, H]; gate_up: [E, 2I, H]; down: [E, H, I]; weights: [T, k] fp32; ids: [T, k] int64;
-    activation: "silu" or "gelu_tanh".
+    x: [T, H]; weights: [T, k] fp32; ids: [T, k] int64.
     """
     if use_triton(x):
         from .triton import moe as triton_moe
 
-        out: Tensor = triton_moe.run_experts(x, gate_up, down, weights, ids, activation)
+        out: Tensor = triton_moe.run_experts(x, experts, weights, ids)
         return out
-    return run_experts_reference(x, gate_up, down, weights, ids, activation)
+    return run_experts_reference(x, experts, weights, ids)
 
 
 def run_experts_reference(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    activation: str = "silu",
+    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor
 ) -> Tensor:
     """The plain version of `run_experts`: one pass per expert that has tokens."""
     top_k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # [T * k] (token, choice) pairs by expert
-    counts = torch.bincount(ids.flatten(), minlength=gate_up.shape[0]).tolist()
+    counts = torch.bincount(ids.flatten(), minlength=experts.down.shape[0]).tolist()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0
     for expert, count in enumerate(counts):
@@ -89,9 +95,24 @@ def run_experts_reference(
             continue
         pairs = order[start : start + count]
         tokens = pairs // top_k
-        gate, up = F.linear(x[tokens], gate_up[expert]).chunk(2, dim=-1)
-        gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-        part = F.linear(gate * up, down[expert])
+        biases = [None if b is None else b[expert] for b in _biases(experts)]
+        inner = gated(F.linear(x[tokens], experts.gate_up[expert], biases[0]), experts)
+        part = F.linear(inner, experts.down[expert], biases[1])
         out.index_add_(0, tokens, part.float() * weights.flatten()[pairs].unsqueeze(1))
         start += count
     return out.to(x.dtype)
+
+
+def gated(gate_up: Tensor, experts: ExpertWeights) -> Tensor:
+    """The activation of an expert: gate and up side by side, [T, 2I] -> [T, I]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    if experts.activation == "clamped_swiglu":
+        gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * experts.alpha))
+    if experts.activation == "silu":
+        return F.silu(gate) * up
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def _biases(experts: ExpertWeights) -> tuple[Tensor | None, Tensor | None]:
+    return experts.gate_up_bias, experts.down_bias

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -289,9 +289,31 @@ def match_names(
     twice = [name for name, count in Counter(wanted).items() if count > 1]
     _complain(f"{source} has several tensors for", twice)
     given = set(wanted)
-    missing = [n for n, slot in slots.items() if not slot.optional and n not in given]
+    needed = slots_of_one_form(slots, given)
+    missing = [n for n, slot in needed.items() if not slot.optional and n not in given]
     _complain(f"{source} lacks tensors", missing)
+    _complain(f"{source} has tensors of a second form", [n for n in given if n not in needed])
     return targets
+
+
+def slots_of_one_form(
+    slots: Mapping[str, CheckpointSlot], given: Collection[str] = ()
+) -> dict[str, CheckpointSlot]:
+    """Leave out the slots of forms that a checkpoint with the tensors `given` does not use.
+
+    Of what may be stored in several forms, it uses the form of the first tensor that is given, or
+    else the first form.
+    """
+    used: dict[str, str] = {}
+    for names in ([name for name in slots if name in given], slots):
+        for name in names:
+            if (form := slots[name].form) is not None:
+                used.setdefault(*form)
+    return {
+        n: slot
+        for n, slot in slots.items()
+        if slot.form is None or used[slot.form[0]] == slot.form[1]
+    }
 
 
 def check_outlines(model: TextModel, resolved: ResolvedModel) -> None:
@@ -356,6 +378,7 @@ def load_random(
 ) -> None:
     """Fill `slots` with seeded random weights, drawn on the device; norms get ones, biases
     zeros."""
+    slots = slots_of_one_form(slots)
     has_memory = device.type != "meta"
     generator = torch.Generator(device).manual_seed(seed) if has_memory else None
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16

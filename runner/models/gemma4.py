@@ -168,7 +168,7 @@ class DecoderLayer(nn.Module):
         if self.has_experts:
             size = config.moe_intermediate_size
             self.router = Router(config, fmt)
-            self.experts = Experts(config.num_experts, hidden, size, fmt, "gelu_tanh", stacked=True)
+            self.experts = Experts(config.num_experts, hidden, size, fmt, "gelu_tanh")
             self.post_feedforward_layernorm_1 = make_norm(hidden, config, fmt)
             self.post_feedforward_layernorm_2 = make_norm(hidden, config, fmt)
             self.pre_feedforward_layernorm_2 = make_norm(hidden, config, fmt)

@@ -43,15 +43,23 @@ class CheckpointSlot:
     init: str = "normal"  # initial values if weights are random: "normal", "ones" or "zeros"
     optional: bool = False  # the checkpoint may lack it
     takes_rows: bool = False  # `load` also accepts a matrix as a GGUF file stores it
+    # What may be stored in one of several forms, and the form to which this tensor belongs. A
+    # checkpoint has all tensors of one form; random weights are drawn for the first.
+    form: tuple[str, str] | None = None
 
 
-def tensor_slot(target: Tensor, init: str = "normal", optional: bool = False) -> CheckpointSlot:
+def tensor_slot(
+    target: Tensor,
+    init: str = "normal",
+    optional: bool = False,
+    form: tuple[str, str] | None = None,
+) -> CheckpointSlot:
     """The slot of a tensor that is copied without a change of form."""
 
     def load(tensor: Tensor) -> None:
         target.copy_(tensor)
 
-    return CheckpointSlot(tuple(target.shape), load, init, optional)
+    return CheckpointSlot(tuple(target.shape), load, init, optional, form=form)
 
 
 @runtime_checkable

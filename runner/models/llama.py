@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,13 +40,13 @@ def _traits(config: Any) -> _Traits:
         qkv_bias=bool(getattr(config, "qkv_bias", bias or kind == "qwen2")),
         output_bias=bool(getattr(config, "output_bias", bias and kind != "qwen2")),
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
     )
 
 
 def _sliding_window(config: Any, index: int) -> int | None:
     """The sliding window of layer `index`; None for full attention."""
-    window: int | None = getattr(config, "sliding_window", None)
+    window: int | None = getattr(config, "sliding_window", None) or None  # 0 is none, too
     layer_types = getattr(config, "layer_types", None)
     if layer_types is not None and layer_types[index] != "sliding_attention":
         return None
@@ -151,6 +151,18 @@ def check_silu(config: Any) -> None:
         )
 
 
+class FeedForward(Protocol):
+    """The feed-forward part of a `DecoderLayer`; see `MLP`."""
+
+    def norms(self, num_rows: int) -> bool: ...
+
+    def adds(self, num_rows: int) -> bool: ...
+
+    def parts(
+        self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor: ...
+
+
 class MLP(nn.Module):
     """A SiLU-gated feed-forward layer with fused gate and up projections; see `check_silu`."""
 
@@ -160,6 +172,14 @@ class MLP(nn.Module):
         self.gate_up_proj = Linear(hidden, shards, fmt, bias, "gate_up")
         self.down_proj = Linear(intermediate, hidden, fmt, bias, "down")
         self.is_plain = fmt.linear is None
+
+    def norms(self, num_rows: int) -> bool:
+        """True if `parts` can norm its input of `num_rows` rows itself."""
+        return self.gate_up_proj.norms(num_rows)
+
+    def adds(self, num_rows: int) -> bool:
+        """True if `parts` can add a residual of `num_rows` rows itself."""
+        return self.down_proj.adds(num_rows)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
@@ -191,8 +211,12 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.self_attn = Attention(config, index, layer_id, fmt)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
-        self.mlp = MLP(config.hidden_size, config.intermediate_size, fmt, _traits(config).mlp_bias)
+        self.mlp = self.make_mlp(config, index, fmt)
         self.is_plain = fmt.linear is None
+
+    def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
+        """The feed-forward part of layer `index`."""
+        return MLP(config.hidden_size, config.intermediate_size, fmt, _traits(config).mlp_bias)
 
     def forward(
         self,
@@ -216,17 +240,20 @@ class DecoderLayer(nn.Module):
         adds = fuses and attend.o_proj.adds(rows)
         hidden = attend.forward(x, rotary, attention, norm, stream if adds else None, only)
         residual = None if adds else stream
-        norms, adds = fuses and mlp.gate_up_proj.norms(rows), fuses and mlp.down_proj.adds(rows)
+        norms, adds = fuses and mlp.norms(rows), fuses and mlp.adds(rows)
         x, norm, stream = _enter(self.post_attention_layernorm, hidden, residual, norms)
         return mlp.parts(x, norm, stream if adds else None), None if adds else stream
 
     def linears(self) -> Sequence[Linear]:
         """Its projections, see `NativeBlock`."""
         attend, mlp = self.self_attn, self.mlp
-        return attend.qkv_proj, attend.o_proj, mlp.gate_up_proj, mlp.down_proj
+        inner = (mlp.gate_up_proj, mlp.down_proj) if isinstance(mlp, MLP) else ()
+        return attend.qkv_proj, attend.o_proj, *inner
 
     def native_weights(self) -> LayerWeights | None:
         """See `NativeBlock`."""
+        if not isinstance(self.mlp, MLP):
+            return None
         attend = self.self_attn
         return native_weights(
             self.linears(),
@@ -265,11 +292,13 @@ def _enter(
 class LlamaModel(PreNormModel):
     """The whole model. Attention layer i has the id `layer_id_offset + i`."""
 
+    layer_type: type[DecoderLayer] = DecoderLayer
+
     def __init__(
         self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0
     ) -> None:
         blocks = [
-            DecoderLayer(config, index, layer_id_offset + index, fmt)
+            self.layer_type(config, index, layer_id_offset + index, fmt)
             for index in range(config.num_hidden_layers)
         ]
         head_dim = blocks[0].self_attn.head_dim

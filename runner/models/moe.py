@@ -1,22 +1,27 @@
-"""Routed experts of a mixture-of-experts layer, as stacked tensors."""
+"""Mixture-of-experts layers: a router, routed experts as stacked tensors, and a shared expert."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.linear.moe import run_experts
-from .layers import CheckpointSlot, WeightFormat, tensor_slot
+from ...kernels.linear.linear import Norm
+from ...kernels.linear.moe import ExpertWeights, Routing, run_experts, select_experts
+from ..errors import ModelLoadError
+from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
+from .llama import MLP
 
 
 class Experts(nn.Module):
     """All routed experts of a layer.
 
-    A checkpoint stores them as matrices `<expert>.gate_proj.weight`, `<expert>.up_proj.weight` and
-    `<expert>.down_proj.weight`, or, if `stacked`, in the form of the tensors here.
+    A checkpoint stores them in the form of the tensors here, or as matrices
+    `<expert>.gate_proj.weight`, `<expert>.up_proj.weight` and `<expert>.down_proj.weight`.
     """
 
     gate_up: Tensor  # [E, 2I, H]
@@ -29,26 +34,107 @@ class Experts(nn.Module):
         intermediate: int,
         fmt: WeightFormat,
         activation: str = "silu",
-        stacked: bool = False,
     ) -> None:
         super().__init__()
-        self.activation, self.stacked = activation, stacked
+        self.activation = activation
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
         self.register_buffer("gate_up", empty(num_experts, 2 * intermediate, hidden))
         self.register_buffer("down", empty(num_experts, hidden, intermediate))
 
+    @property
+    def weights(self) -> ExpertWeights:
+        """The stacked weights."""
+        return ExpertWeights(self.gate_up, self.down, activation=self.activation)
+
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H]."""
-        return run_experts(x, self.gate_up, self.down, weights, ids, self.activation)
+        return run_experts(x, self.weights, weights, ids)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"
-        if self.stacked:
-            yield f"{path}.gate_up_proj", tensor_slot(self.gate_up)
-            yield f"{path}.down_proj", tensor_slot(self.down)
-            return
+        for part, target in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
+            yield f"{path}.{part}", tensor_slot(target, form=(path, "stacked"))
         num_experts, _, size = self.down.shape
         for expert in range(num_experts):
-            yield f"{path}.{expert}.gate_proj.weight", tensor_slot(self.gate_up[expert, :size])
-            yield f"{path}.{expert}.up_proj.weight", tensor_slot(self.gate_up[expert, size:])
-            yield f"{path}.{expert}.down_proj.weight", tensor_slot(self.down[expert])
+            parts = (self.gate_up[expert, :size], self.gate_up[expert, size:], self.down[expert])
+            for part, target in zip(("gate", "up", "down"), parts, strict=True):
+                slot = tensor_slot(target, form=(path, "matrices"))
+                yield f"{path}.{expert}.{part}_proj.weight", slot
+
+
+class Router(nn.Module):
+    """Scores the experts in fp32 and selects some for each token."""
+
+    weight: Tensor  # [E, H]
+    bias: Tensor | None  # [E], part of the scores
+
+    def __init__(
+        self,
+        hidden: int,
+        num_experts: int,
+        routing: Routing,
+        fmt: WeightFormat,
+        bias: bool = False,
+    ) -> None:
+        super().__init__()
+        if not 0 < routing.top_k <= num_experts:
+            raise ModelLoadError(
+                f"each token has {routing.top_k} experts of {num_experts}, but it must have at "
+                "least one and at most all."
+            )
+        self.routing = routing
+        empty = functools.partial(torch.empty, dtype=torch.float32, device=fmt.device)
+        self.register_buffer("weight", empty(num_experts, hidden))
+        self.register_buffer("bias", empty(num_experts) if bias else None)
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """hidden: [M, H] -> (weights [M, k] fp32, ids [M, k])."""
+        return select_experts(F.linear(hidden.float(), self.weight, self.bias), self.routing)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        yield f"{parent}{name}.weight", tensor_slot(self.weight)
+        if self.bias is not None:
+            yield f"{parent}{name}.bias", tensor_slot(self.bias, "zeros")
+
+
+class SparseMLP(nn.Module):
+    """A feed-forward layer of routed experts and, if the config has one, a shared expert.
+
+    The shared expert's output is multiplied by the sigmoid of a gate. Config names are those of
+    Qwen2-MoE, Qwen3-MoE and Qwen3-Next.
+    """
+
+    def __init__(self, config: Any, fmt: WeightFormat) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.moe_intermediate_size
+        routing = Routing(config.num_experts_per_tok, renormalise=bool(config.norm_topk_prob))
+        self.gate = Router(hidden, config.num_experts, routing, fmt)
+        self.experts = Experts(config.num_experts, hidden, size, fmt)
+        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        self.has_shared = bool(shared)
+        if shared:
+            self.shared_expert = MLP(hidden, shared, fmt, bias=False)
+            self.shared_expert_gate = Linear(hidden, 1, fmt)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [M, H] -> [M, H]."""
+        out = self.experts.forward(hidden, *self.gate.forward(hidden))
+        if not self.has_shared:
+            return out
+        gate = torch.sigmoid(self.shared_expert_gate.forward(hidden))
+        return out + gate * self.shared_expert.forward(hidden)
+
+    def parts(
+        self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """As `MLP.parts`; `norms` and `adds` say that it gets neither norm nor residual."""
+        assert norm is None and residual is None
+        return self.forward(hidden)
+
+    def norms(self, num_rows: int) -> bool:
+        """As `MLP.norms`: never, since router and experts read the same normed rows."""
+        return False
+
+    def adds(self, num_rows: int) -> bool:
+        """As `MLP.adds`: never."""
+        return False

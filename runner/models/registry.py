@@ -19,6 +19,8 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "MistralForCausalLM": ("llama", "LlamaModel"),
     "Qwen2ForCausalLM": ("llama", "LlamaModel"),
     "Qwen3ForCausalLM": ("llama", "LlamaModel"),
+    "Qwen2MoeForCausalLM": ("qwen_moe", "QwenMoeModel"),
+    "Qwen3MoeForCausalLM": ("qwen_moe", "QwenMoeModel"),
     "DeepseekV2ForCausalLM": ("deepseek", "DeepseekModel"),
     "DeepseekV3ForCausalLM": ("deepseek", "DeepseekModel"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma3Model"),

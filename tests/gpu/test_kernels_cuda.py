@@ -207,18 +207,23 @@ def test_latent_attention(query_lens: list[int], num_heads: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 64, 6), (33, 8, 2), (700, 16, 4)])
-@pytest.mark.parametrize("act", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("act", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_experts(tokens: int, experts: int, top_k: int, act: str, dtype: torch.dtype) -> None:
+    """The last activation with biases."""
     hidden, inner = 512, 192
     x = randn(tokens, hidden, dtype=dtype)
-    gate_up = (randn(experts, 2 * inner, hidden) / hidden**0.5).to(dtype)
-    down = (randn(experts, hidden, inner) / inner**0.5).to(dtype)
+    stacks = [
+        randn(experts, 2 * inner, hidden) / hidden**0.5,
+        randn(experts, hidden, inner) / inner**0.5,
+    ]
+    if act == "clamped_swiglu":
+        stacks += [randn(experts, 2 * inner) * 4, randn(experts, hidden)]
+    stacks = [stack.to(dtype) for stack in stacks]
     ids = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :top_k]
     weights = torch.rand(tokens, top_k, device="cuda")
-    expected = moe.run_experts_reference(
-        x.float(), gate_up.float(), down.float(), weights, ids, act
-    )
-    got = moe.run_experts(x, gate_up, down, weights, ids, act)
+    wide = moe.ExpertWeights(*(stack.float() for stack in stacks), activation=act)
+    expected = moe.run_experts_reference(x.float(), wide, weights, ids)
+    got = moe.run_experts(x, moe.ExpertWeights(*stacks, activation=act), weights, ids)
     tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
     assert relative_error(got, expected) < tolerance
 

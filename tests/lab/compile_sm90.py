@@ -223,9 +223,12 @@ def sampling() -> None:
 
 
 def experts() -> None:
+    from slipstream.kernels.linear.moe import ExpertWeights
+
     for tokens in (1, 300):
         ids, weights = t(tokens, 6, dtype=I64), t(tokens, 6, dtype=torch.float32)
-        module("moe").run_experts(t(tokens, 512), t(16, 256, 512), t(16, 512, 128), weights, ids)
+        of = ExpertWeights(t(16, 256, 512), t(16, 512, 128))
+        module("moe").run_experts(t(tokens, 512), of, weights, ids)
 
 
 if __name__ == "__main__":

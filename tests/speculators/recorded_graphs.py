@@ -18,6 +18,7 @@ from torch import Tensor
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
+from slipstream.kernels.linear.moe import ExpertWeights, gated
 from slipstream.runner.attention.base import (
     AttentionBackend,
     AttentionBuilder,
@@ -75,13 +76,11 @@ class TensorMetadata(AttentionMetadata):
             rows[at] = torch.where(written, new, rows[at])  # slot 0 is in the null block
 
 
-def run_all_experts(
-    x: Tensor, gate_up: Tensor, down: Tensor, weights: Tensor, ids: Tensor, activation: str = "silu"
-) -> Tensor:
+def run_all_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
     """`kernels.linear.moe.run_experts` without a loop over counts, which a graph could not hold."""
-    assert activation == "silu"
-    gate, up = torch.einsum("th,tkih->tki", x, gate_up[ids]).chunk(2, dim=-1)
-    out = torch.einsum("tki,tkhi->tkh", torch.nn.functional.silu(gate) * up, down[ids])
+    assert experts.gate_up_bias is None and experts.down_bias is None
+    inner = gated(torch.einsum("th,tkih->tki", x, experts.gate_up[ids]), experts)
+    out = torch.einsum("tki,tkhi->tkh", inner, experts.down[ids])
     return (out * weights[..., None]).sum(1)
 
 

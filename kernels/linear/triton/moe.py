@@ -13,6 +13,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...launch import hash_functions
+from ..moe import ACTIVATIONS, ExpertWeights
+
+
+@triton.jit
+def activated(
+    gate,
+    up,
+    DTYPE: tl.constexpr,
+    ACTIVATION: tl.constexpr,  # index in `moe.ACTIVATIONS`
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """The activation of an expert in float32, rounded to DTYPE where the reference rounds."""
+    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+    if ACTIVATION == 2:
+        gate = tl.minimum(gate, LIMIT)
+        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
+        gate = gate / (1.0 + tl.exp(-ALPHA * gate))
+    elif ACTIVATION == 1:
+        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        gate = gate / (1.0 + tl.exp(-2.0 * inner))
+    else:
+        gate = gate / (1.0 + tl.exp(-gate))
+    return (gate.to(DTYPE).to(tl.float32) * up).to(DTYPE)
+
 
 @triton.jit
 def _expert_of(block_ends, num_experts, block):
@@ -31,6 +57,7 @@ def _expert_of(block_ends, num_experts, block):
 def _expert_kernel(
     x,  # GATED: [T, K] tokens; else [T * k, K] in sorted order
     weight,  # [E, N or 2 N, K]
+    bias,  # [E, N or 2 N]
     out,  # GATED: [T * k, N] in sorted order; else [T * k, N] by (token, choice)
     order,  # [T * k] int64, sorted index -> (token, choice)
     counts,  # [E] pairs of each expert
@@ -43,7 +70,10 @@ def _expert_kernel(
     N,
     K,
     GATED: tl.constexpr,
-    GELU: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -80,34 +110,26 @@ def _expert_kernel(
             w = tl.load(up, mask=in_columns & in_k, other=0.0)
             acc_up = tl.dot(tile, tl.trans(w), acc_up, input_precision=PRECISION)
     inside = valid[:, None] & (column < N)[None, :]
+    if BIAS:
+        of_expert = bias + expert * rows * N + column
+        acc += tl.load(of_expert, mask=column < N, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            acc_up += tl.load(of_expert + N, mask=column < N, other=0.0).to(tl.float32)[None, :]
     if GATED:
-        dtype = x.dtype.element_ty
-        gate = acc.to(dtype).to(tl.float32)  # round where the reference does
-        if GELU:
-            inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-            gate = gate / (1.0 + tl.exp(-2.0 * inner))
-        else:
-            gate = gate / (1.0 + tl.exp(-gate))
-        result = gate.to(dtype).to(tl.float32) * acc_up.to(dtype).to(tl.float32)
+        result = activated(acc, acc_up, x.dtype.element_ty, ACTIVATION, ALPHA, LIMIT)
         target = out + place.to(tl.int64)[:, None] * N + column[None, :]
-        tl.store(target, result.to(dtype), mask=inside)
+        tl.store(target, result, mask=inside)
     else:
         share = tl.load(pair_weights + pair, mask=valid, other=0.0)
         target = out + pair[:, None] * N + column[None, :]
         tl.store(target, acc * share[:, None], mask=inside)
 
 
-def run_experts(
-    x: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    weights: Tensor,
-    ids: Tensor,
-    activation: str = "silu",
-) -> Tensor:
+def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
     """See `kernels.linear.moe.run_experts`."""
     num_tokens, hidden = x.shape
-    num_experts, top_k, inner = gate_up.shape[0], ids.shape[1], down.shape[2]
+    gate_up, down = experts.gate_up, experts.down
+    num_experts, top_k, inner = down.shape[0], ids.shape[1], down.shape[2]
     pairs = num_tokens * top_k
     if pairs == 0:
         return torch.zeros_like(x)
@@ -124,19 +146,25 @@ def run_experts(
     parts = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
     index = (order, counts, counts.cumsum(0), block_ends, weights.reshape(-1).contiguous())
     options = {
-        "GELU": activation != "silu",
+        "ACTIVATION": ACTIVATIONS.index(experts.activation),
+        "ALPHA": experts.alpha,
+        "LIMIT": experts.limit,
         "BLOCK_M": block_m,
         "BLOCK_N": 64,
         "BLOCK_K": 64,
         "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
         "num_stages": 3,
     }
+    first, last = experts.gate_up_bias, experts.down_bias
     _expert_kernel[(num_blocks, triton.cdiv(inner, 64))](
-        x, gate_up, between, *index, num_experts, top_k, x.stride(0), inner, hidden,
-        GATED=True, **options,
+        x, gate_up, x if first is None else first, between, *index, num_experts, top_k,
+        x.stride(0), inner, hidden, GATED=True, BIAS=first is not None, **options,
     )  # fmt: skip
     _expert_kernel[(num_blocks, triton.cdiv(hidden, 64))](
-        between, down, parts, *index, num_experts, top_k, inner, hidden, inner,
-        GATED=False, **options,
+        between, down, x if last is None else last, parts, *index, num_experts, top_k,
+        inner, hidden, inner, GATED=False, BIAS=last is not None, **options,
     )  # fmt: skip
     return parts.view(num_tokens, top_k, hidden).sum(1).to(x.dtype)
+
+
+hash_functions(globals())

@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from slipstream.kernels.attention.mla import absorb_query, expand_value
-from slipstream.kernels.linear.moe import Routing, run_experts, select_experts
+from slipstream.kernels.linear.moe import (
+    ACTIVATIONS,
+    ExpertWeights,
+    Routing,
+    run_experts,
+    select_experts,
+)
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
@@ -31,23 +37,33 @@ def test_select_experts(scoring: str, group_score: str, with_bias: bool) -> None
         torch.testing.assert_close(weights[row], chosen / chosen.sum() * 2.5)
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_run_experts(activation: str, tokens: int) -> None:
+    """The last activation with biases."""
     torch.manual_seed(1)
     x, weights = torch.randn(tokens, 16), torch.rand(tokens, 2)
     gate_up, down = torch.randn(5, 24, 16), torch.randn(5, 16, 12)
+    first = last = None
+    if activation == "clamped_swiglu":
+        first, last = torch.randn(5, 24) * 4, torch.randn(5, 16)
     ids = torch.stack([torch.randperm(4)[:2] for _ in range(tokens)])  # expert 4 gets no token
-    got = run_experts(x, gate_up, down, weights, ids, activation)
+    got = run_experts(x, ExpertWeights(gate_up, down, first, last, activation), weights, ids)
     for token in range(tokens):
         total = torch.zeros(16)
         for weight, expert in zip(weights[token], ids[token], strict=True):
-            gate, up = (gate_up[expert] @ x[token]).chunk(2)
+            both = gate_up[expert] @ x[token] + (0 if first is None else first[expert])
+            gate, up = both.chunk(2)
             if activation == "silu":
                 gate = gate * gate.sigmoid()
+            elif activation == "clamped_swiglu":
+                gate = torch.where(gate > 7, 7.0, gate)
+                up = torch.where(up > 7, 7.0, torch.where(up < -7, -7.0, up)) + 1
+                gate = gate / (1 + (-1.702 * gate).exp())
             else:
                 gate = torch.nn.functional.gelu(gate, approximate="tanh")
-            total += weight * (down[expert] @ (gate * up))
+            out = down[expert] @ (gate * up) + (0 if last is None else last[expert])
+            total += weight * out
         torch.testing.assert_close(got[token], total, atol=1e-4, rtol=1e-4)
 
 
