@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.attention.mla import absorb_query, expand_value
-from ...kernels.linear.moe import Routing, select_experts
+from ...kernels.linear.experts import Routing
+from ...kernels.linear.moe import select_experts
 from ..attention.base import AttentionLayer, AttentionState
 from .base import PreNormModel
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot

@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.linear.moe import Routing, select_experts
+from ...kernels.linear.experts import Routing
+from ...kernels.linear.moe import select_experts
 from ...kernels.linear.norm_rope import rms_norm
 from ..attention.base import AttentionLayer, AttentionState
 from .base import AuxHiddenStates, ForwardOutput, TextModel

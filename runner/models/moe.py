@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...kernels.linear.experts import ExpertWeights, Routing
 from ...kernels.linear.linear import Norm
-from ...kernels.linear.moe import ExpertWeights, Routing, run_experts, select_experts
+from ...kernels.linear.moe import run_experts, select_experts
 from ..errors import ModelLoadError
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
 from .llama import MLP

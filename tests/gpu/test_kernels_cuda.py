@@ -28,6 +28,7 @@ from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.drafts import stage_drafts
 from slipstream.kernels.linear import activation, moe, norm_rope, streams
 from slipstream.kernels.linear.embedding import embedding  # noqa: E402
+from slipstream.kernels.linear.experts import ExpertWeights
 from slipstream.kernels.linear.rotation import Rotation
 from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
@@ -221,9 +222,9 @@ def test_experts(tokens: int, experts: int, top_k: int, act: str, dtype: torch.d
     stacks = [stack.to(dtype) for stack in stacks]
     ids = torch.rand(tokens, experts, device="cuda").argsort(1)[:, :top_k]
     weights = torch.rand(tokens, top_k, device="cuda")
-    wide = moe.ExpertWeights(*(stack.float() for stack in stacks), activation=act)
+    wide = ExpertWeights(*(stack.float() for stack in stacks), activation=act)
     expected = moe.run_experts_reference(x.float(), wide, weights, ids)
-    got = moe.run_experts(x, moe.ExpertWeights(*stacks, activation=act), weights, ids)
+    got = moe.run_experts(x, ExpertWeights(*stacks, activation=act), weights, ids)
     tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
     assert relative_error(got, expected) < tolerance
 

@@ -223,7 +223,7 @@ def sampling() -> None:
 
 
 def experts() -> None:
-    from slipstream.kernels.linear.moe import ExpertWeights
+    from slipstream.kernels.linear.experts import ExpertWeights
 
     for tokens in (1, 300):
         ids, weights = t(tokens, 6, dtype=I64), t(tokens, 6, dtype=torch.float32)

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.kernels.linear.moe import ExpertWeights, gated
+from slipstream.kernels.linear.experts import ExpertWeights
+from slipstream.kernels.linear.moe import gated
 from slipstream.runner.attention.base import (
     AttentionBackend,
     AttentionBuilder,

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions
-from ..moe import ACTIVATIONS, ExpertWeights
+from ..experts import ACTIVATIONS, ExpertWeights
 
 
 @triton.jit

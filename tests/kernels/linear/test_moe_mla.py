@@ -6,13 +6,8 @@ import pytest
 import torch
 
 from slipstream.kernels.attention.mla import absorb_query, expand_value
-from slipstream.kernels.linear.moe import (
-    ACTIVATIONS,
-    ExpertWeights,
-    Routing,
-    run_experts,
-    select_experts,
-)
+from slipstream.kernels.linear.experts import ACTIVATIONS, ExpertWeights, Routing
+from slipstream.kernels.linear.moe import run_experts, select_experts
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])

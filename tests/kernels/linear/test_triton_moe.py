@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from slipstream.kernels.linear import moe
+from slipstream.kernels.linear.experts import ACTIVATIONS, ExpertWeights
 
 from ...cases import some
 
@@ -21,7 +22,7 @@ SIZES = [(1, 8, 2), (40, 4, 2), (7, 3, 3)]  # tokens, experts, top k
 @pytest.mark.parametrize(
     ("size", "activation", "dtype"),
     some(
-        itertools.product(SIZES, moe.ACTIVATIONS, (torch.float32, torch.float16)),
+        itertools.product(SIZES, ACTIVATIONS, (torch.float32, torch.float16)),
         kept=[
             (SIZES[0], "silu", torch.float16),
             (SIZES[1], "clamped_swiglu", torch.float32),
@@ -40,7 +41,7 @@ def test_run_experts(size: tuple[int, int, int], activation: str, dtype: torch.d
         stacks += [torch.randn(experts, 2 * 40) * 4, torch.randn(experts, 72)]
     ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
     weights = torch.rand(tokens, top_k)
-    of = moe.ExpertWeights(*(stack.to(dtype) for stack in stacks), activation=activation)
+    of = ExpertWeights(*(stack.to(dtype) for stack in stacks), activation=activation)
     tolerance = 1e-5 if dtype is torch.float32 else 4e-3
     expected = moe.run_experts_reference(x, of, weights, ids)
     got = run_experts(x, of, weights, ids)
@@ -51,7 +52,7 @@ def test_experts_of_one_token_each_and_experts_without_any() -> None:
     from slipstream.kernels.linear.triton.moe import run_experts
 
     x, weights = torch.randn(3, 32), torch.ones(3, 1)
-    of = moe.ExpertWeights(torch.randn(64, 2 * 16, 32) / 6, torch.randn(64, 32, 16) / 4)
+    of = ExpertWeights(torch.randn(64, 2 * 16, 32) / 6, torch.randn(64, 32, 16) / 4)
     ids = torch.tensor([[63], [0], [40]])
     expected = moe.run_experts_reference(x, of, weights, ids)
     got = run_experts(x, of, weights, ids)

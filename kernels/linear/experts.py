@@ -1,0 +1,41 @@
+"""The arguments of mixture-of-experts layers, shared by the references and the Triton versions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a router chooses experts."""
+
+    top_k: int
+    scoring: str = "softmax"  # or "sigmoid"
+    num_groups: int = 1
+    top_groups: int = 1  # experts come from this number of groups, those with the best scores
+    group_score: str = (
+        "max"  # a group's score: its best expert's, or "top2", the sum of its best two
+    )
+    renormalise: bool = False  # make the chosen weights sum to 1 before `scale` is applied
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The stacked weights of a layer's routed experts, and what they compute.
+
+    An expert maps x to down (act(gate x + b) * (up x + b)) + b. "clamped_swiglu" (gpt-oss) is
+    (up + 1) * gate * sigmoid(alpha * gate) with gate at most `limit` and up within ± `limit`.
+    """
+
+    gate_up: Tensor  # [E, 2I, H], the rows of gate first
+    down: Tensor  # [E, H, I]
+    gate_up_bias: Tensor | None = None  # [E, 2I]
+    down_bias: Tensor | None = None  # [E, H]
+    activation: str = "silu"  # one of ACTIVATIONS
+    alpha: float = 1.702
+    limit: float = 7.0
