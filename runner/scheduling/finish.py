@@ -22,6 +22,9 @@ from .request import Request
 
 logger = logging.getLogger(__name__)
 
+_NAN_ERROR = "The model produced NaN for this request."
+_DEAD_END_ERROR = "The request's grammar and its other options leave no token to choose."
+
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
     """How many of a row's tokens are kept, and whether and why the request ends with them."""
@@ -30,6 +33,14 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     finish_reason: str | None = None
     stop_token_id: int | None = None
     error: str | None = None
+
+
+def fault_of(request: Request, result: RowResult) -> Verdict | None:
+    """The end of a request whose row failed; None if it did not."""
+    if not result.has_nan and result.error is None:
+        return None
+    nan_error = _NAN_ERROR if request.matcher is None else _DEAD_END_ERROR
+    return Verdict(0, "error", error=result.error or nan_error)
 
 
 def append_tokens(request: Request, token_ids: list[int]) -> Verdict:
