@@ -155,6 +155,9 @@ class CacheConfig:
     """The paged KV cache."""
 
     block_size: int = option(16, "tokens per KV block")
+    state_block_size: int = option(
+        1024, "tokens between saved recurrent states, from which cached prefixes continue"
+    )
     gpu_memory_utilization: float = option(0.9, "fraction of GPU memory that the worker may use")
     kv_cache_memory_bytes: int | None = option(
         None, "size of the KV cache; default: as much as GPU memory allows, or 1 GiB on the CPU"
@@ -173,11 +176,6 @@ class SchedulerConfig:
     max_num_batched_tokens: int = option(2048, "most tokens in one step")
     enable_chunked_prefill: bool = option(True, "split long prompts across several steps")
     async_scheduling: bool = option(True, "schedule the next step while the current one runs")
-    max_itl_ms: float | None = option(
-        None,
-        "compute prompts in chunks so small that a step in which a request decodes should take at"
-        " most this many milliseconds; default: no limit, on the CPU about 200",
-    )
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,11 @@ ARCHITECTURE_OF_TYPE: dict[str, str] = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
@@ -140,6 +145,11 @@ _MOST = {
     "shared_expert_intermediate_size": 1 << 22,
     "max_position_embeddings": 1 << 28,
     "sliding_window": 1 << 28,
+    "linear_num_key_heads": 1 << 12,
+    "linear_num_value_heads": 1 << 12,
+    "linear_key_head_dim": 1 << 13,
+    "linear_value_head_dim": 1 << 13,
+    "linear_conv_kernel_dim": 1 << 8,
 }
 _ABOVE_ZERO = (
     *("num_hidden_layers", "vocab_size", "hidden_size", "intermediate_size"),

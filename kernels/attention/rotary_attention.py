@@ -30,16 +30,16 @@ def rotary_attention(
     slot is -1, the key and value that its request reads at that position are undefined.
     Returns [T, Hq, D].
     """
-    one_dtype = query.dim() == 4 or query.dtype == rule.dtype_of(kv_cache)
+    one_dtype = query.dim() == 4 or query.dtype == kv_cache.dtype
     if rows.arrivals is not None and use_triton(query) and one_dtype:
         from .triton import rotary_attention as fused
         from .triton.attention_plan import plan_for
 
-        plan = plan_for(query, kv_cache, rows, rule)
+        plan = plan_for(query, kv_cache, rows)
         if plan.fused:
             out: Tensor = fused.rotary_attention(
                 query, key, value, rotation, kv_cache, rows, rule, plan
             )
             return out
-    rotated = rotary_store_kv(query, key, value, rotation, kv_cache, rows.slot_mapping, rule.fp8)
+    rotated = rotary_store_kv(query, key, value, rotation, kv_cache, rows.slot_mapping)
     return paged_attention(rotated, kv_cache, rows, rule)

@@ -18,6 +18,8 @@ from ...kernels.attention.paged_rows import AttentionRule
 from ...kernels.attention.rotary_store_kv import rotary_qkv
 from ...kernels.linear.norm_rope import rotary_embedding
 from ...kernels.linear.rotation import Rotation
+from ...kernels.recurrent.rows import DeltaWeights
+from .recurrent import RecurrentMetadata
 
 
 @dataclass(frozen=True)
@@ -178,6 +180,7 @@ class AttentionState:
     layers: Mapping[int, AttentionLayer]  # by layer_id
     group_of_layer: Mapping[int, int]  # layer_id -> group
     kv_caches: Mapping[int, Tensor]  # by layer_id; layers that share KV map to the same tensor
+    recurrent: RecurrentMetadata | None = None  # None: no recurrent layer runs
 
     @property
     def can_replay(self) -> bool:
@@ -191,6 +194,11 @@ class AttentionState:
         """`AttentionMetadata.attend` of one layer."""
         metadata = self.metadata[self.group_of_layer[layer_id]]
         return metadata.attend(self.layers[layer_id], query, key, value, self.kv_caches[layer_id])
+
+    def recur(self, layer_id: int, x: Tensor, weights: DeltaWeights) -> Tensor:
+        """`RecurrentMetadata.recur` of one recurrent layer: [M*, channels] -> [M*, value size]."""
+        assert self.recurrent is not None, "the pass has no recurrent states"
+        return self.recurrent.recur(layer_id, x, weights)
 
     def rotate_and_attend(
         self,

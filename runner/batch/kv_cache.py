@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..attention.base import AttentionLayer, AttentionMetadata, AttentionState
+from ..attention.recurrent import RecurrentMetadata
 
 
 @dataclass(frozen=True)
@@ -129,9 +130,12 @@ class KVCache:
         """Bytes of the cache, over all groups."""
         return self.num_blocks * KVLayout(self.groups, self.block_size, self.dtype).block_bytes
 
-    def attention_state(self, metadata: Sequence[AttentionMetadata]) -> AttentionState:
+    def attention_state(
+        self, metadata: Sequence[AttentionMetadata], recurrent: RecurrentMetadata | None = None
+    ) -> AttentionState:
         """The attention state of a forward pass; `metadata` has one entry per group."""
-        return AttentionState(metadata, self.layers, self.group_of_layer, self.kv_caches)
+        layers, groups = self.layers, self.group_of_layer
+        return AttentionState(metadata, layers, groups, self.kv_caches, recurrent)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

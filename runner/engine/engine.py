@@ -30,6 +30,7 @@ from ..scheduling.kv_blocks import KVBlocks
 from ..scheduling.plan import StepPlan
 from ..scheduling.policy import step_tokens
 from ..scheduling.scheduler import Scheduler
+from ..scheduling.state_snapshots import StateSnapshots
 from ..scheduling.step_time import StepTimes
 from ..startup.compile_ahead import start_ahead
 from .request_grammars import RequestGrammars
@@ -217,10 +218,14 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         facts.max_model_len,
         max_step_tokens=config.scheduler.max_num_batched_tokens + lookahead,
         enable_prefix_caching=config.cache.enable_prefix_caching,
+        snapshots=(
+            None
+            if facts.state_group is None
+            else StateSnapshots(facts.state_group, config.scheduler.enable_chunked_prefill)
+        ),
     )
     is_cpu = facts.device.startswith("cpu")
     budget = step_tokens(config.scheduler, is_cpu, num_drafts)
-    max_itl_ms = config.scheduler.max_itl_ms
     scheduler = Scheduler(
         replace(config.scheduler, max_num_batched_tokens=budget),
         kv,
@@ -228,7 +233,7 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         num_speculative_tokens=num_drafts,
         num_lookahead_tokens=lookahead,
         uniform_drafts=facts.device.startswith("cuda"),
-        times=StepTimes(max_itl_ms, is_cpu) if is_cpu or max_itl_ms is not None else None,
+        times=StepTimes() if is_cpu else None,
     )
     ready = Ready(
         max_model_len=facts.max_model_len,

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..scheduling.kv_blocks import BlockGroup
 from ..scheduling.plan import RowResult, StepPlan
+from ..scheduling.state_snapshots import StateGroup
 from .swap import ExchangesDrafter
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ class RunnerFacts(Protocol):
 
     @property
     def needs(self) -> SpeculatorNeeds: ...
+
+    @property
+    def state_group(self) -> StateGroup | None: ...
 
     @property
     def startup_seconds(self) -> dict[str, float]: ...

@@ -1,4 +1,5 @@
 """PIECEWISE graphs, which are cut at attention: graph, attention, graph, attention, ..., graph.
+Recurrent layers are cut in the same way.
 
 The model is recorded with a `BreakableState` in place of its `AttentionState`; every `attend` ends
 one segment and begins the next. Attention is neither recorded nor run at capture. At replay it runs
@@ -8,11 +9,12 @@ eagerly with the step's own metadata, on the real rows only (vllm#36626).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
+from ...kernels.recurrent.rows import DeltaWeights
 from ..attention.base import AttentionState, Rotary
 from .capture import Graph, GraphPool
 
@@ -36,12 +38,27 @@ class _AttentionCut:
         self.output[num_tokens:].zero_()
 
 
+@dataclass(frozen=True)
+class _RecurrentCut:
+    """One eager call of a recurrent layer between two segments; its tensors have padded rows."""
+
+    layer_id: int
+    x: Tensor  # [M*, channels]
+    weights: DeltaWeights
+    output: Tensor  # [M*, value size], read by the next segment
+
+    def run(self, state: AttentionState, num_tokens: int) -> None:
+        result = state.recur(self.layer_id, self.x[:num_tokens], self.weights)
+        self.output[:num_tokens].copy_(result)
+        self.output[num_tokens:].zero_()  # as after attention
+
+
 class BreakableGraph:
     """The segments of one descriptor and the attention calls between them."""
 
     def __init__(self, pool: GraphPool) -> None:
         self._pool = pool
-        self._steps: list[Graph | _AttentionCut] = []
+        self._steps: list[Graph | _AttentionCut | _RecurrentCut] = []
         self._open: Graph | None = None
 
     def record(self, forward: Callable[[AttentionState], Any], state: AttentionState) -> Any:
@@ -50,7 +67,12 @@ class BreakableGraph:
         try:
             return forward(
                 BreakableState(
-                    state.metadata, state.layers, state.group_of_layer, state.kv_caches, self
+                    state.metadata,
+                    state.layers,
+                    state.group_of_layer,
+                    state.kv_caches,
+                    state.recurrent,
+                    graph=self,
                 )
             )
         finally:
@@ -79,11 +101,20 @@ class BreakableGraph:
         self._begin()
         return output
 
+    def cut_recurrent(self, layer_id: int, x: Tensor, weights: DeltaWeights, width: int) -> Tensor:
+        """The same for a recurrent layer; returns the tensor for its output, [M*, width]."""
+        output = x.new_empty(x.shape[0], width)
+        self._end()
+        borrow = self._pool.backend.borrow
+        self._steps.append(_RecurrentCut(layer_id, borrow(x), weights, borrow(output)))
+        self._begin()
+        return output
+
     def replay(self, state: AttentionState, num_tokens: int) -> None:
         """Run all segments, and attention between them with `state` on the first `num_tokens`
         rows."""
         for step in self._steps:
-            if isinstance(step, _AttentionCut):
+            if isinstance(step, _AttentionCut | _RecurrentCut):
                 step.run(state, num_tokens)
             else:
                 step.replay()
@@ -91,7 +122,7 @@ class BreakableGraph:
     def reset(self) -> None:
         """Free the segments' memory; they cannot be replayed afterwards."""
         for step in self._steps:
-            if not isinstance(step, _AttentionCut):
+            if not isinstance(step, _AttentionCut | _RecurrentCut):
                 step.reset()
         self._steps.clear()
 
@@ -109,7 +140,7 @@ class BreakableGraph:
 class BreakableState(AttentionState):
     """An `AttentionState` that cuts the graph being recorded wherever a layer attends."""
 
-    graph: BreakableGraph
+    graph: BreakableGraph = field(kw_only=True)
 
     def attend(
         self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None
@@ -117,6 +148,11 @@ class BreakableState(AttentionState):
         layer = self.layers[layer_id]
         width = layer.head_dim if layer.head_dim_v is None else layer.head_dim_v
         return self.graph.cut(layer_id, query, key, value, width)
+
+    def recur(self, layer_id: int, x: Tensor, weights: DeltaWeights) -> Tensor:
+        assert self.recurrent is not None
+        width = self.recurrent.shapes[layer_id].value_size
+        return self.graph.cut_recurrent(layer_id, x, weights, width)
 
     def rotate_and_attend(
         self,

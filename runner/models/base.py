@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ...kernels.linear.streams import write_stream
 from ..attention.base import AttentionLayer, AttentionState
+from ..attention.recurrent import RecurrentLayer
 from .layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
 from .native import NativeDecoder
 from .rotary import RotaryEmbedding, RotaryStep
@@ -96,6 +97,10 @@ class TextModel(nn.Module):
     @abstractmethod
     def attention_layers(self) -> list[AttentionLayer]:
         """The constants of every attention layer, in order."""
+
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        """The constants of every recurrent layer, in order; most models have none."""
+        return []
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids [M] -> [M, H], the input of the first layer."""

@@ -102,13 +102,14 @@ class SparseMLP(nn.Module):
     """A feed-forward layer of routed experts and, if the config has one, a shared expert.
 
     The shared expert's output is multiplied by the sigmoid of a gate. Config names are those of
-    Qwen2-MoE, Qwen3-MoE and Qwen3-Next.
+    Qwen2-MoE, Qwen3-MoE, Qwen3-Next and Qwen3.5.
     """
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.moe_intermediate_size
-        routing = Routing(config.num_experts_per_tok, renormalise=bool(config.norm_topk_prob))
+        renormalise = bool(getattr(config, "norm_topk_prob", True))  # Qwen3.5 always does
+        routing = Routing(config.num_experts_per_tok, renormalise=renormalise)
         self.gate = Router(hidden, config.num_experts, routing, fmt)
         self.experts = Experts(config.num_experts, hidden, size, fmt)
         shared = getattr(config, "shared_expert_intermediate_size", 0)

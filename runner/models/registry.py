@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from copy import copy
 from typing import Any
 
 import torch
@@ -23,11 +24,18 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "Qwen3MoeForCausalLM": ("qwen_moe", "QwenMoeModel"),
     "DeepseekV2ForCausalLM": ("deepseek", "DeepseekModel"),
     "DeepseekV3ForCausalLM": ("deepseek", "DeepseekModel"),
+    "Qwen3_5ForCausalLM": ("qwen3_5", "Qwen3_5Model"),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5Model"),
+    "Qwen3_5MoeForCausalLM": ("qwen3_5", "Qwen3_5Model"),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5", "Qwen3_5Model"),
+    "Qwen3NextForCausalLM": ("qwen3_5", "Qwen3_5Model"),
     "Gemma3ForCausalLM": ("gemma3", "Gemma3Model"),
     "Gemma3ForConditionalGeneration": ("gemma3", "Gemma3Model"),
     "Gemma4ForCausalLM": ("gemma4", "Gemma4Model"),
     "Gemma4ForConditionalGeneration": ("gemma4", "Gemma4Model"),
 }
+
+_TIED_AT_TOP = ("qwen3_5", "qwen3_5_moe")  # types that state `tie_word_embeddings` outside
 
 
 def architecture_of(hf_config: Any) -> str:
@@ -40,6 +48,18 @@ def architecture_of(hf_config: Any) -> str:
         return served_architecture(stated)
     except NotServed as error:
         raise ModelLoadError(str(error)) from error
+
+
+def _text_part(hf_config: Any) -> Any:
+    """The config of the language part; a copy where the whole config alone says that the head is
+    tied to the embeddings."""
+    text = getattr(hf_config, "text_config", None)
+    if text is None:
+        return hf_config
+    if hf_config.model_type in _TIED_AT_TOP and hf_config.tie_word_embeddings:
+        text = copy(text)
+        text.tie_word_embeddings = True
+    return text
 
 
 def build_model(
@@ -58,7 +78,7 @@ def build_model(
     """
     module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
     module = importlib.import_module(f".{module_name}", __package__)
-    text_config = getattr(hf_config, "text_config", None) or hf_config
+    text_config = _text_part(hf_config)
     model: TextModel = getattr(module, class_name)(
         text_config,
         WeightFormat(device, dtype, pack_fp16, linear, native),

@@ -22,8 +22,8 @@ from .request import Request
 
 logger = logging.getLogger(__name__)
 
-_NAN_ERROR = "The model produced NaN for this request."
-_DEAD_END_ERROR = "The request's grammar and its other options leave no token to choose."
+NAN_ERROR = "The model produced NaN for this request."
+DEAD_END_ERROR = "The request's grammar and its other options leave no token to choose."
 
 
 class Verdict(msgspec.Struct, frozen=True, gc=False):
@@ -36,11 +36,18 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
 
 
 def fault_of(request: Request, result: RowResult) -> Verdict | None:
-    """The end of a request whose row failed; None if it did not."""
+    """The verdict on a row that ends its request with an error; None if it has none."""
     if not result.has_nan and result.error is None:
         return None
-    nan_error = _NAN_ERROR if request.matcher is None else _DEAD_END_ERROR
+    nan_error = NAN_ERROR if request.matcher is None else DEAD_END_ERROR
     return Verdict(0, "error", error=result.error or nan_error)
+
+
+def refusal(request_id: str, error: str, invalid_request: bool) -> RequestOutput:
+    """The output of a request that ends with an error outside a step."""
+    output = RequestOutput(request_id, [], finish_reason="error", error=error)
+    output.invalid_request = invalid_request
+    return output
 
 
 def append_tokens(request: Request, token_ids: list[int]) -> Verdict:

@@ -14,6 +14,7 @@ from math import lcm
 from ...configs.options import ConfigError
 from .block_pool import NULL_BLOCK, BlockPool
 from .prefix_cache import BlockHashes
+from .state_snapshots import RequestSnapshots, StateSnapshots
 
 NEVER = sys.maxsize  # a token count that is never reached
 
@@ -42,6 +43,7 @@ class RequestBlocks:
     capacity: int = 0  # `extend` to at most this many tokens does nothing
     slides_at: int = NEVER  # `slide` with fewer confirmed tokens does nothing
     publishes_at: int = NEVER  # `publish` with fewer confirmed tokens does nothing
+    snapshots: RequestSnapshots | None = None  # None: the model has no recurrent states
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,7 @@ class PrefixMatch:
 
     num_tokens: int
     tables: list[list[int]]  # [num_groups][blocks]
+    snapshot: int = NULL_BLOCK  # the block of the saved recurrent state
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -71,14 +74,18 @@ class KVBlocks:
         max_model_len: int,
         max_step_tokens: int,
         enable_prefix_caching: bool = True,
+        snapshots: StateSnapshots | None = None,  # None: the model has no recurrent states
     ) -> None:
         self.groups = list(groups)
+        self.snapshots = snapshots
         self.pools = [BlockPool(group.num_blocks) for group in groups]
         self._sizes = [group.block_size for group in groups]
         self.max_model_len = max_model_len
         self._caching = enable_prefix_caching
         self._epoch = 0  # increases when `forget_contents` empties the cache
         self._step = lcm(*(group.block_size for group in groups))
+        if snapshots is not None:
+            self._step = lcm(self._step, snapshots.group.block_size)
         self._max_live = [self._live_bound(group, max_step_tokens) for group in groups]
         for group, pool, need in zip(self.groups, self.pools, self._max_live, strict=True):
             if need > pool.num_usable:
@@ -110,8 +117,8 @@ class KVBlocks:
             return self.no_match()
         limit = max(0, num_tokens - 1) // self._step * self._step
         found = self._lookup(hashes, limit)
-        length = self._longest(found, limit)
-        return PrefixMatch(length, self._cut(found, length))
+        length, snapshot = self._longest(found, limit, hashes)
+        return PrefixMatch(length, self._cut(found, length), snapshot)
 
     def no_match(self) -> PrefixMatch:
         """The match of a request that may not use the prefix cache: zero tokens."""
@@ -135,9 +142,11 @@ class KVBlocks:
             found.append(row)
         return found
 
-    def _longest(self, found: list[list[int | None]], limit: int) -> int:
+    def _longest(
+        self, found: list[list[int | None]], limit: int, hashes: BlockHashes
+    ) -> tuple[int, int]:
         """Length of the longest prefix up to `limit` for which every group has the blocks it
-        needs."""
+        needs, and the block of the recurrent state that is saved there."""
         usable = []
         for group, row in zip(self.groups, found, strict=True):
             limit = min(limit, len(row) * group.block_size)
@@ -148,8 +157,11 @@ class KVBlocks:
         for length in range(limit // self._step * self._step, 0, -self._step):
             pairs = zip(self.groups, usable, strict=True)
             if all(self._window_cached(group, runs, length) for group, runs in pairs):
-                return length
-        return 0
+                if self.snapshots is None:
+                    return length, NULL_BLOCK
+                if (snapshot := self.snapshots.find(hashes, length)) is not None:
+                    return length, snapshot
+        return 0, NULL_BLOCK
 
     @staticmethod
     def _window_cached(group: BlockGroup, runs: list[int], length: int) -> bool:
@@ -169,9 +181,7 @@ class KVBlocks:
     # --- one request ----------------------------------------------------------------------------
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
-        """True if `num_tokens` tokens of a new request, but at most `max_model_len`, fit next to
-        the blocks held now."""
-        num_tokens = min(num_tokens, self.max_model_len)
+        """True if `num_tokens` tokens of a new request fit next to the blocks held now."""
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             table = match.tables[index]
             live = sum(block != NULL_BLOCK for block in table)
@@ -180,20 +190,6 @@ class KVBlocks:
             if min(live + more, self._max_live[index]) - shared > pool.num_free:
                 return False
         return True
-
-    def num_free_blocks(self) -> list[int]:
-        """The free blocks of each group."""
-        return [pool.num_free for pool in self.pools]
-
-    def missing_blocks(self, num_tokens: int, blocks: RequestBlocks | None) -> list[int]:
-        """The most blocks of each group that a request may still take to hold `num_tokens` tokens
-        beside `blocks`, its present ones."""
-        missing = []
-        for index, (size, most) in enumerate(zip(self._sizes, self._max_live, strict=True)):
-            table = [] if blocks is None else blocks.tables[index]
-            more = ceil_div(min(num_tokens, self.max_model_len), size) - len(table)
-            missing.append(max(0, min(more, most)))
-        return missing
 
     def admit(self, match: PrefixMatch) -> RequestBlocks:
         """Take references on the matched blocks and return a new request's `RequestBlocks`."""
@@ -206,6 +202,8 @@ class KVBlocks:
             num_slid=[min(first_block_in_window(g, match.num_tokens), len(t)) for g, t in sizes],
             epoch=self._epoch,
         )
+        if self.snapshots is not None:
+            blocks.snapshots = self.snapshots.admit(match.num_tokens, match.snapshot)
         blocks.capacity = self._capacity(blocks)
         blocks.slides_at = self._slides_at(blocks)
         blocks.publishes_at = self._publishes_at(blocks)
@@ -299,6 +297,8 @@ class KVBlocks:
             pool.release(reversed(table))
             table.clear()
         blocks.capacity = 0
+        if self.snapshots is not None and blocks.snapshots is not None:
+            self.snapshots.release(blocks.snapshots)
 
     def forget_contents(self) -> None:
         """Empty the prefix cache, held blocks included. Called when another drafter takes over.
@@ -307,13 +307,16 @@ class KVBlocks:
         KV into them.
         """
         self._epoch += 1
-        for pool in self.pools:
+        for pool in self._all_pools():
             pool.forget_contents()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached block that no request holds."""
-        for pool in self.pools:
+        for pool in self._all_pools():
             pool.reset_cache()
+
+    def _all_pools(self) -> list[BlockPool]:
+        return self.pools if self.snapshots is None else [*self.pools, self.snapshots.pool]
 
 
 def first_block_in_window(group: BlockGroup, num_computed: int) -> int:

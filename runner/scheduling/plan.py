@@ -22,6 +22,7 @@ class NewRequest:
     num_computed_tokens: int  # tokens found in the prefix cache
     block_ids: list[list[int]]  # [num_groups][num_blocks]
     sampling: SamplingParams
+    snapshot: int = 0  # the block of its saved recurrent state; 0 = none
 
 
 class NewBlocks(msgspec.Struct, gc=False):
@@ -29,6 +30,14 @@ class NewBlocks(msgspec.Struct, gc=False):
 
     slot: int
     block_ids: list[list[int]]  # [num_groups][num_new_blocks]; a group's list may be empty
+
+
+class NewSnapshot(msgspec.Struct, gc=False):
+    """Save a slot's recurrent states into `block` when they have absorbed `border` tokens."""
+
+    slot: int
+    border: int
+    block: int
 
 
 class ScheduledRow(msgspec.Struct, gc=False):  # cheaper to create than a dataclass
@@ -53,6 +62,7 @@ class StepPlan:
     freed_slots: list[int] = field(default_factory=list)  # of requests finished, aborted, preempted
     new_requests: list[NewRequest] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
+    snapshots: list[NewSnapshot] = field(default_factory=list)
     rows: list[ScheduledRow] = field(default_factory=list)
     has_grammar: bool = False  # a grammar masks at least one row
     needs_draft_ids: bool = False  # the masks need the real draft ids before sampling

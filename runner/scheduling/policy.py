@@ -6,8 +6,9 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
+from ...configs.options import ConfigError
 from ...configs.schema import SchedulerConfig
-from .plan import ScheduledRow
+from .plan import ScheduledRow, StepPlan
 from .request import Request
 
 # A request, its incarnation when the row was scheduled, and the row. If the request's incarnation
@@ -69,6 +70,23 @@ class RowLimits:
     num_speculative_tokens: int
     uniform_drafts: bool = False
     ignore_caps: bool = False  # requests with fewer drafts get K rows, too, filled up with -1
+
+    @classmethod
+    def of(
+        cls,
+        config: SchedulerConfig,
+        max_model_len: int,
+        num_speculative_tokens: int,
+        uniform_drafts: bool,
+    ) -> RowLimits:
+        """The limits of a scheduler; raises ConfigError if a prompt must be one row that no step
+        could hold."""
+        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+            raise ConfigError(
+                f"Without chunked prefill, max_num_batched_tokens {config.max_num_batched_tokens} "
+                f"must be at least max_model_len {max_model_len}."
+            )
+        return cls(max_model_len, num_speculative_tokens, uniform_drafts)
 
     def of_step(self, running: Iterable[Request]) -> RowLimits:
         """The limits for a step of these requests.
@@ -155,3 +173,19 @@ def sort_rows(entries: list[RowInFlight], decode_query_len: int) -> list[Schedul
         return rows
     entries.sort(key=lambda entry: batch_order(entry[2], decode_query_len))
     return [row for _, _, row in entries]
+
+
+def fill_plan(
+    plan: StepPlan, entries: list[RowInFlight], decode_query_len: int, has_grammars: bool
+) -> None:
+    """Give the plan its rows, sorted with `entries`, and note whether a grammar masks any.
+
+    The masks have one line per real draft, so the drafts of all rows must then be known.
+    """
+    plan.rows = sort_rows(entries, decode_query_len)
+    if has_grammars:
+        plan.has_grammar = any(
+            request.matcher is not None and not row.is_prefill for request, _, row in entries
+        )
+        has_drafts = any(row.num_draft_tokens for row in plan.rows)
+        plan.needs_draft_ids = plan.has_grammar and has_drafts

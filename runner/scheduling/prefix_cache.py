@@ -24,6 +24,11 @@ class BlockHashes:
         self._root = blake2b(extra_key, digest_size=16).digest()
         self._chains: dict[tuple[int, bool], list[bytes]] = {}  # (block size, shifted) -> hashes
 
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens known."""
+        return len(self._token_ids)
+
     def first(self, num_blocks: int, block_size: int, next_token: bool = False) -> list[bytes]:
         """Return at least the first `num_blocks` hashes for this block size.
 

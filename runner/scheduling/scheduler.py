@@ -10,17 +10,25 @@ from __future__ import annotations
 import heapq
 import logging
 from collections.abc import Iterable
+from dataclasses import replace
 
-from ...configs.options import ConfigError
 from ...configs.schema import SchedulerConfig
 from ..grammars.grammar import GrammarMatcher
 from ..messages import AddRequest, RequestOutput, StepOutputs, StepStats
-from .finish import Verdict, append_tokens, count_outputs, fault_of, make_output, take_prompt
+from .finish import (
+    Verdict,
+    append_tokens,
+    count_outputs,
+    fault_of,
+    make_output,
+    refusal,
+    take_prompt,
+)
 from .kv_blocks import KVBlocks, RequestBlocks
-from .plan import NewBlocks, RowResult, ScheduledRow, StepPlan
-from .policy import RequestQueue, RowInFlight, RowLimits, next_row, prefill_row, sort_rows
-from .prompt_turns import PromptTurns, Room, Shares
+from .plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
+from .policy import RequestQueue, RowInFlight, RowLimits, fill_plan, next_row, prefill_row
 from .request import Request, RequestStatus
+from .saved_states import land_state, save_state, to_border
 from .step_time import StepBudget, StepTimes
 
 logger = logging.getLogger(__name__)
@@ -29,9 +37,8 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Continuous batching over permanent slots and paged KV.
 
-    Running requests are served first, in (priority, arrival) order, then waiting ones; short
-    prompts may overtake a long one (see `prompt_turns`). When blocks run out, the last running
-    request is preempted: it releases its blocks and is recomputed later.
+    Running requests are served first, in (priority, arrival) order, then waiting ones. When blocks
+    run out, the last running request is preempted: it releases its blocks and is recomputed later.
     """
 
     def __init__(
@@ -44,19 +51,15 @@ class Scheduler:
         uniform_drafts: bool = False,
         times: StepTimes | None = None,  # None: the duration of steps is not bounded
     ) -> None:
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
-            raise ConfigError(
-                f"Without chunked prefill, max_num_batched_tokens {config.max_num_batched_tokens} "
-                f"must be at least max_model_len {max_model_len}."
-            )
         self.kv = kv
+        self._snapshots = kv.snapshots  # None: the model has no recurrent states
         self.running = RequestQueue()
         self.waiting = RequestQueue()
         self._config = config
         self._times = times if config.enable_chunked_prefill else None
         self._max_drafts = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
-        self._limits = RowLimits(max_model_len, num_speculative_tokens, uniform_drafts)
+        self._limits = RowLimits.of(config, max_model_len, num_speculative_tokens, uniform_drafts)
         self._requests: dict[str, Request] = {}
         self._free_slots = list(range(config.max_num_seqs))  # a heap
         self._freed_slots: list[int] = []  # for the next plan
@@ -114,9 +117,7 @@ class Scheduler:
 
     def _refuse(self, request_id: str, error: str, invalid_request: bool = False) -> None:
         self._has_news = True
-        output = RequestOutput(request_id, [], finish_reason="error", error=error)
-        output.invalid_request = invalid_request
-        self._outputs.append(output)
+        self._outputs.append(refusal(request_id, error, invalid_request))
 
     def request_of(self, step_id: int, row_index: int) -> Request | None:
         """The request of a row of a step in flight; None if the row is stale."""
@@ -136,9 +137,8 @@ class Scheduler:
     def set_num_speculative_tokens(self, count: int) -> None:
         """Verify up to `count` drafts per request from the next step on; at most the initial K."""
         assert 0 <= count <= self._max_drafts
-        limits = self._limits
-        if count != limits.num_speculative_tokens:
-            self._limits = RowLimits(limits.max_model_len, count, limits.uniform_drafts)
+        if count != self._limits.num_speculative_tokens:
+            self._limits = replace(self._limits, num_speculative_tokens=count)
 
     # --- a step ---------------------------------------------------------------------------------
 
@@ -147,76 +147,55 @@ class Scheduler:
         plan = StepPlan(self._next_step_id)
         entries: list[RowInFlight] = []
         budget = self._new_budget()
-        overtaking = self._schedule_running(plan, entries, budget)
-        if overtaking is not None:
-            self._schedule_waiting(plan, entries, budget, overtaking)
+        if self._schedule_running(plan, entries, budget):
+            self._schedule_waiting(plan, entries, budget)
         if not entries:
             return None
-        plan.rows = sort_rows(entries, self._max_drafts + 1)
+        fill_plan(plan, entries, self._max_drafts + 1, self._num_grammars > 0)
         if self._times is not None:
             self._times.begin(plan.step_id, entries)
         plan.freed_slots, self._freed_slots = self._freed_slots, []
-        if self._num_grammars:
-            plan.has_grammar = any(
-                request.matcher is not None and not row.is_prefill for request, _, row in entries
-            )
-            # The masks have one line per real draft, so the drafts of all rows must be known.
-            has_drafts = any(row.num_draft_tokens for row in plan.rows)
-            plan.needs_draft_ids = plan.has_grammar and has_drafts
         self._in_flight[plan.step_id] = entries
         self._next_step_id += 1
         return plan
 
     def _new_budget(self) -> StepBudget:
-        tokens, drafts = self._config.max_num_batched_tokens, self._limits.num_speculative_tokens
+        tokens = self._config.max_num_batched_tokens
         if self._times is None:
             return StepBudget(tokens)
+        drafts = self._limits.num_speculative_tokens
         return self._times.budget(tokens, self.running, drafts, bool(self.waiting))
 
     def _schedule_running(
         self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
-    ) -> Shares | None:
-        """Schedule running requests; None if there were too few blocks for all of them.
-
-        Otherwise returns the waiting requests that overtake a prompt, and the tokens of each.
-        """
-        num_preemptions, limits = self._stats.num_preemptions, self._limits.of_step(self.running)
-        running = list(self.running)
-        turns: PromptTurns | None = None
-        for index, request in enumerate(running):
+    ) -> bool:
+        """Schedule running requests; True if there were enough blocks for all of them."""
+        num_preemptions = self._stats.num_preemptions
+        limits = self._limits.of_step(self.running)
+        lookahead, later = self._num_lookahead_tokens, len(self.running)
+        for request in list(self.running):
             blocks = request.blocks
             if budget.tokens <= 0 or blocks is None:
                 break  # a preempted request, and so all after it are preempted, too
-            if request.num_prefilled < request.prefill_len:
-                if turns is None:
-                    turns = self._turns(running, index, budget)
-                available = turns.take(request)
-            elif request.request_id in budget.resting:
-                continue
-            else:  # leave one token for each later request
-                available = max(1, budget.tokens - (len(running) - 1 - index))
-                if turns is not None:
-                    turns.pass_decode()
+            # Leave one token for each later request, so that a long chunk does not stop their
+            # decoding.
+            later -= 1
+            available = budget.limit(request, max(1, budget.tokens - later))
+            if self._snapshots is not None:
+                available = to_border(self._snapshots, request, available)
             row = next_row(request, limits, available) if available else None
             if row is None:
                 continue
-            end = row.num_computed_tokens + row.num_tokens + self._num_lookahead_tokens
+            end = row.num_computed_tokens + row.num_tokens + lookahead
             if end > blocks.capacity or request.num_confirmed_tokens >= blocks.slides_at:
                 new_blocks = self._make_room(request, blocks, row)
                 if new_blocks is None:
-                    return None
+                    return False
                 if any(new_blocks):
                     plan.new_blocks.append(NewBlocks(request.slot, new_blocks))
-            self._commit(request, row, entries, budget)
-        was_short = self._stats.num_preemptions != num_preemptions
-        return None if was_short else {} if turns is None else turns.overtaking
-
-    def _turns(self, running: list[Request], index: int, budget: StepBudget) -> PromptTurns:
-        """Share the step among prompts, of which `running[index]` is the first."""
-        turns = PromptTurns(budget, running[index + 1 :], self._limits.num_speculative_tokens + 1)
-        room = Room(self.kv, len(self._free_slots), self._num_lookahead_tokens)
-        turns.share(running[index], self.waiting, room)
-        return turns
+            self._commit(request, row, plan, entries)
+            budget.tokens -= row.num_tokens
+        return self._stats.num_preemptions == num_preemptions
 
     def _make_room(
         self, request: Request, blocks: RequestBlocks, row: ScheduledRow
@@ -240,40 +219,43 @@ class Scheduler:
     def _end(self, row: ScheduledRow) -> int:
         """Number of tokens that need KV blocks for this row, including the drafts' lookahead."""
         lookahead = 0 if row.is_prefill else self._num_lookahead_tokens
-        end = row.num_computed_tokens + row.num_tokens + lookahead
-        return min(end, self._limits.max_model_len)
+        return min(row.num_computed_tokens + row.num_tokens + lookahead, self._limits.max_model_len)
 
     def _commit(
-        self, request: Request, row: ScheduledRow, entries: list[RowInFlight], budget: StepBudget
+        self, request: Request, row: ScheduledRow, plan: StepPlan, entries: list[RowInFlight]
     ) -> None:
         """Add a row to the step and to the request's bounds."""
-        budget.tokens -= row.num_tokens
-        request.begin(row)
+        if self._snapshots is not None:
+            save_state(self._snapshots, request, row, plan)
+        if request.num_prefilled < request.prefill_len:
+            request.num_prefilled += row.num_tokens
+        if row.is_prefill:
+            request.num_chunks_in_flight += 1
+        else:
+            request.num_sampling_in_flight += 1
+            request.num_placeholders += row.num_draft_tokens + 1
         entries.append((request, request.incarnation, row))
 
     def _schedule_waiting(
-        self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget, overtaking: Shares
+        self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
     ) -> None:
-        """Admit those that overtake a prompt; without any, all in order until one does not fit."""
-        for request in list(overtaking or self.waiting):
-            if not self._free_slots or (budget.is_spent and not overtaking):
+        """Admit waiting requests, in order, until one does not fit."""
+        for request in list(self.waiting):
+            if budget.is_spent or not self._free_slots:
                 return
-            tokens = overtaking.get(request)
-            if request.is_blocked or tokens == 0:
+            if request.is_blocked:
                 continue
-            row = self._admit(request, plan, budget, tokens)
+            row = self._admit(request, plan, budget)
             if row is None:
                 return
-            self._commit(request, row, entries, budget)
+            self._commit(request, row, plan, entries)
+            budget.tokens -= row.num_tokens
 
-    def _admit(
-        self, request: Request, plan: StepPlan, budget: StepBudget, tokens: int | None
-    ) -> ScheduledRow | None:
+    def _admit(self, request: Request, plan: StepPlan, budget: StepBudget) -> ScheduledRow | None:
         """Give a waiting request a slot and blocks for its first row; None if it must wait.
 
         Blocks are allocated chunk by chunk, but all of its known tokens must fit now. Otherwise
         half-prefilled requests would preempt one another.
-        `tokens`: those of its first row, if that is decided.
         """
         known = len(request.token_ids)
         if request.wants_prompt_logprobs:
@@ -282,31 +264,48 @@ class Scheduler:
             match = self.kv.match(request.hashes, known)
         if not self._config.enable_chunked_prefill and known - match.num_tokens > budget.tokens:
             return None
-        if not self.kv.can_admit(match, known + self._num_lookahead_tokens):
-            return None
-        left, wants = known - match.num_tokens, request.wants_prompt_logprobs
-        tokens = tokens or budget.of_prompt(left, match.num_tokens, wants, budget.tokens)
-        if not tokens:
+        whole = min(known + self._num_lookahead_tokens, self._limits.max_model_len)
+        if not self.kv.can_admit(match, whole):
             return None
         self.waiting.remove(request)
         self.running.add(request)
-        request.enter(heapq.heappop(self._free_slots), match.num_tokens)
+        request.status = RequestStatus.RUNNING
+        request.slot = heapq.heappop(self._free_slots)
+        request.prefill_len = known
+        request.num_prefilled = request.num_confirmed_tokens = match.num_tokens
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
             if not request.wants_prompt_logprobs:
                 self._stats.prefix_cache_queries += known
                 self._stats.prefix_cache_hits += match.num_tokens
+        available = budget.limit(request, budget.tokens)
+        if self._snapshots is not None:
+            available = to_border(self._snapshots, request, available)
+        row = prefill_row(request, available)
         request.blocks = self.kv.admit(match)
-        row = prefill_row(request, tokens)
         fits = self.kv.extend(request.blocks, self._end(row))
         assert fits is not None, "can_admit said that it fits"
-        plan.new_requests.append(request.new_request())
+        plan.new_requests.append(
+            NewRequest(
+                slot=request.slot,
+                token_ids=list(request.token_ids),
+                prompt_len=request.prompt_len,
+                num_computed_tokens=match.num_tokens,
+                block_ids=[list(table) for table in request.blocks.tables],
+                sampling=request.sampling,
+                snapshot=match.snapshot,
+            )
+        )
         return row
 
     def _preempt(self, request: Request) -> None:
         """Move a running request back to the waiting queue. Its published blocks stay cached."""
         self._vacate(request)
-        request.wait_again()
+        request.status = RequestStatus.WAITING
+        request.num_prefilled = request.num_confirmed_tokens = request.num_placeholders = 0
+        request.num_chunks_in_flight = request.num_sampling_in_flight = 0
+        if not request.has_emitted:
+            request.prompt_logprobs.clear()
         self.waiting.add(request)
         self._stats.num_preemptions += 1
 
@@ -352,8 +351,8 @@ class Scheduler:
     def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
         if row.num_computed_tokens < request.prompt_len:
             self._stats.num_prompt_tokens += take_prompt(request, row, result)
-        if (failed := fault_of(request, result)) is not None:
-            self._report(request, result, failed)
+        if (fault := fault_of(request, result)) is not None:
+            self._report(request, result, fault)
             return
         if row.is_prefill:
             request.num_chunks_in_flight -= 1
@@ -373,6 +372,8 @@ class Scheduler:
         assert blocks is not None
         if num_valid >= blocks.publishes_at:
             self.kv.publish(blocks, request.hashes, num_valid)
+        if self._snapshots is not None:
+            land_state(self._snapshots, request, row, verdict.num_kept if verdict else 0)
         if verdict is not None:
             self._report(request, result, verdict)
 
@@ -388,8 +389,7 @@ class Scheduler:
         Outside a step these are errors, and gauges that aborts changed.
         """
         stats, self._stats = self._stats, self._new_stats()
-        stats.num_running = len(self.running)
-        stats.num_waiting = len(self.waiting)
+        stats.num_running, stats.num_waiting = len(self.running), len(self.waiting)
         stats.kv_cache_usage = self.kv.usage
         outputs, self._outputs = self._outputs, []
         count_outputs(stats, outputs)

@@ -22,6 +22,7 @@ from ..attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
 from ..attention.choice import choose_backend
 from ..batch.input_batch import InputBuffers
 from ..batch.kv_cache import KVCache, KVCacheGroup, KVLayout, make_groups
+from ..batch.recurrent_states import RecurrentStates
 from ..batch.request_table import RequestTable
 from ..claims.at_start import ClaimsAtStart, claim_cases, claim_setup
 from ..claims.claims import LoweredClaim
@@ -48,6 +49,7 @@ from .first_use import load_libraries
 from .load_target import faults_of_drafter, load_target
 from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks
 from .memory_profile import MemoryProfile
+from .recurrent import create_states, group_of, save_states
 
 ProgressFn = Callable[[Progress], None]
 
@@ -112,6 +114,8 @@ class Assembly:
             drafts = [[la for la in group.layers if la in host.draft_layers] for group in groups]
             draft_builders = [self._builder(backend, la) if la else None for la in drafts]
             self._note("workspaces")
+            states = create_states(self.model, self.max_num_reqs, needs, self.format.dtype)
+            self._note("recurrent states")
         if self.ahead is not None and self.ahead.is_compiling:
             with self._phase("libraries", shown=False), torch.inference_mode():
                 models = (self.model, getattr(speculator, "model", None))
@@ -129,7 +133,7 @@ class Assembly:
             manager, mode = create_target_graphs(
                 self.graphs,
                 wanted_mode(config.graph, self.device_type),
-                builders,
+                builders if states is None else [*builders, states.builder],
                 self._query_lengths(needs),
                 self.max_num_reqs,
                 self.max_num_tokens,
@@ -160,7 +164,7 @@ class Assembly:
             def target_on(cache: KVCache) -> Target:
                 taps = needs.aux_hidden_state_boundaries
                 shared = table if self._whole_steps else None
-                return Target(self.model, cache, builders, buffers, manager, taps, shared)
+                return Target(self.model, cache, builders, buffers, manager, taps, shared, states)
 
             def token_graphs_of(target: Target) -> TokenGraphs | None:
                 return create_token_graphs(self.graphs, manager, target, sampling, table, buffers)
@@ -171,7 +175,7 @@ class Assembly:
                 self.vocab_size,
             )
             cache = self._kv_cache(
-                groups, manager, needs, target_on, token_graphs_of, draft_graph_bytes
+                groups, manager, needs, target_on, token_graphs_of, draft_graph_bytes, states
             )
         self.memory.add("KV cache", cache.num_bytes)
         self._note(None)
@@ -179,7 +183,14 @@ class Assembly:
         idle_query_len = needs.num_speculative_tokens + 1
         return RunnerParts(
             facts_of(
-                loaded, cache, backend.name, needs, self.seconds, self.lowered, host.draft_layers
+                loaded,
+                cache,
+                backend.name,
+                needs,
+                self.seconds,
+                self.lowered,
+                host.draft_layers,
+                group_of(states, self.config.cache, cache.block_size),
             ),
             target,
             table,
@@ -319,6 +330,7 @@ class Assembly:
         target_on: Callable[[KVCache], Target],
         token_graphs_of: Callable[[Target], TokenGraphs | None],
         draft_graph_bytes: Callable[[Target], int],
+        states: RecurrentStates | None,
     ) -> KVCache:
         layout = KVLayout(groups, self.block_size, self.format.dtype)
 
@@ -335,9 +347,14 @@ class Assembly:
             draft_graph_bytes,
         )
         available = self._kv_cache_bytes(profile)
+        most_tokens = self.max_num_reqs * self.max_model_len
+        if states is not None:
+            saved = save_states(states, self.config.cache, self.block_size, available, most_tokens)
+            self.memory.add("saved recurrent states", saved)
+            available -= saved
         num_blocks = num_kv_blocks(
             self.config.cache, self.device, available, layout, self.max_model_len,
-            self.max_num_reqs * self.max_model_len,
+            most_tokens,
         )  # fmt: skip
         with memory_faults("the KV cache"):
             return layout.allocate(num_blocks, self.device)

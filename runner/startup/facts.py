@@ -9,6 +9,7 @@ from ..attention.base import AttentionLayer
 from ..batch.kv_cache import KVCache
 from ..claims.claims import LoweredClaim
 from ..scheduling.kv_blocks import BlockGroup
+from ..scheduling.state_snapshots import StateGroup
 from ..step.parts import RunnerFacts
 from .load_target import LoadedTarget
 
@@ -21,6 +22,7 @@ def facts_of(
     startup_seconds: dict[str, float],
     lowered: Sequence[LoweredClaim],
     draft_layers: Sequence[AttentionLayer] = (),
+    state_group: StateGroup | None = None,
 ) -> RunnerFacts:
     """The facts of a runner whose parts are complete."""
     ids = {layer.layer_id for layer in draft_layers} if needs.kv_needs_next_token else set()
@@ -42,5 +44,6 @@ def facts_of(
         attention_backend=attention_backend,
         needs=needs,
         startup_seconds=startup_seconds,
+        state_group=state_group,
         lowered_claims=tuple(claim.backend for claim in lowered),
     )

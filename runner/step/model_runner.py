@@ -204,6 +204,8 @@ class ModelRunner:
         plan = step.plan
         self.table.stage(plan)
         step.faults = self.table.apply_staged()
+        if self._target.states is not None:
+            self._target.states.apply(plan)
         self._prompt_logprobs.update(plan)
         if not plan.rows:
             step.drafts.set_result((HostCopy([], None), []))

@@ -11,6 +11,7 @@ from ..drafters.draft_graphs import DraftGraphs
 from ..graphs.manager import MemoryByPurpose
 from ..sampling.row_sampling import RowSampling
 from ..scheduling.kv_blocks import BlockGroup
+from ..scheduling.state_snapshots import StateGroup
 from .data_parallel import DataParallelSync
 from .device_queue import DeviceQueue
 from .target import Target
@@ -31,6 +32,7 @@ class RunnerFacts:
     dtype: str
     attention_backend: str
     needs: SpeculatorNeeds  # of the drafter; NO_SPECULATION without one
+    state_group: StateGroup | None = None  # None: the model has no recurrent layers
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase; grows until ready
     # (requests, drafts of each) -> measured seconds of a step
     step_seconds: dict[tuple[int, int], float] = field(default_factory=dict)

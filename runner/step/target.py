@@ -20,8 +20,10 @@ from ..attention.base import (
     AttentionStatePair,
     CommonAttentionMetadata,
 )
+from ..attention.recurrent import RecurrentMetadata
 from ..batch.input_batch import InputBatch, InputBuffers
 from ..batch.kv_cache import KVCache
+from ..batch.recurrent_states import RecurrentStates
 from ..batch.request_table import RequestTable
 from ..graphs.dispatch import eager_descriptor
 from ..graphs.manager import CaptureReport, CudaGraphManager
@@ -59,7 +61,9 @@ class Target:
         graphs: CudaGraphManager | None = None,
         aux_boundaries: tuple[int, ...] = (),
         table: RequestTable | None = None,  # given: graphs of uniform batches gather from it
+        states: RecurrentStates | None = None,  # None: the model has no recurrent layers
     ) -> None:
+        self.states = states
         self.cache = cache
         self.model = model
         self.builders = builders
@@ -118,11 +122,28 @@ class Target:
         if batch.mode is StepMode.PIECEWISE:
             # Attention runs between the pieces, on the real rows.
             common = [group.with_rows(batch.num_reqs, batch.num_tokens) for group in common]
-        metadata = [
-            builder.build(group, batch.descriptor)
-            for builder, group in zip(self.builders, common, strict=True)
-        ]
-        return self.cache.attention_state(metadata)
+        return self._state(common, batch.descriptor)
+
+    def _state(
+        self, common: Sequence[CommonAttentionMetadata], desc: BatchExecutionDescriptor
+    ) -> AttentionState:
+        metadata = [b.build(c, desc) for b, c in zip(self.builders, common, strict=True)]
+        return self.cache.attention_state(metadata, self._recurrent(common, desc))
+
+    def _recurrent(
+        self, common: Sequence[CommonAttentionMetadata], desc: BatchExecutionDescriptor
+    ) -> RecurrentMetadata | None:
+        """Prepare the rows of recurrent layers."""
+        if self.states is None:
+            return None
+        rows, for_graph = common[0], desc.mode is CUDAGraphMode.FULL
+        return self.states.builder.build(
+            self._buffers,
+            rows.num_reqs,
+            rows.num_actual_tokens,
+            rows.query_start_loc_cpu,
+            for_graph,
+        )
 
     def run(self, batch: InputBatch, state: AttentionState | None) -> ForwardOutput:
         """Run the batch in the step buffers; `state` is None in a WHOLE step."""
@@ -132,6 +153,10 @@ class Target:
             rows = batch.num_tokens if is_piecewise else batch.descriptor.num_tokens
             self._forward_into_outputs(rows, self.build_attention(batch))
 
+        if self.states is not None and not self.states.builder.repeats(
+            batch.common[0].max_query_len
+        ):
+            return self._run(batch.descriptor, state, batch.num_tokens, None)
         return self._run(batch.descriptor, state, batch.num_tokens, eager)
 
     def run_dummy(self, desc: BatchExecutionDescriptor) -> AttentionState:
@@ -141,9 +166,7 @@ class Target:
         Returns the attention state, for the drafter's part of the same step.
         """
         common = self._buffers.fill_dummy(desc)
-        state = self.cache.attention_state(
-            [b.build(group, desc) for b, group in zip(self.builders, common, strict=True)]
-        )
+        state = self._state(common, desc)
         self._run(desc, state, desc.num_tokens, None)
         return state
 
@@ -177,8 +200,7 @@ class Target:
         num_reqs = min(num_tokens, max_num_reqs or self._buffers.max_num_reqs)
         desc = eager_descriptor(num_tokens, num_reqs, None)
         common = self._buffers.fill_dummy(desc)
-        metadata = [b.build(c, desc) for b, c in zip(self.builders, common, strict=True)]
-        hidden, _ = self._forward(num_tokens, self.cache.attention_state(metadata))
+        hidden, _ = self._forward(num_tokens, self._state(common, desc))
         return self.compute_logits(hidden[:num_reqs])
 
     def capture(self) -> Mapping[BatchExecutionDescriptor, AttentionStatePair]:
@@ -217,7 +239,7 @@ class Target:
             builder.build_for_capture(group, desc)
             for builder, group in zip(self.builders, common, strict=True)
         ]
-        return self.cache.attention_state(metadata)
+        return self.cache.attention_state(metadata, self._recurrent(common, desc))
 
     def _forward(
         self, num_tokens: int, state: AttentionState, into: ForwardOutput | None = None
@@ -234,8 +256,7 @@ class Target:
         """Allocate the outputs before the first capture, since they outlive replays."""
         desc = eager_descriptor(1, 1, 1)
         common = self._buffers.fill_dummy(desc)
-        metadata = [b.build(c, desc) for b, c in zip(self.builders, common, strict=True)]
-        results = self._forward(1, self.cache.attention_state(metadata))
+        results = self._forward(1, self._state(common, desc))
         rows = self._buffers.max_num_tokens
         self._outputs = [
             torch.empty((rows, t.shape[1]), dtype=t.dtype, device=t.device)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Protocol
 
-from ...configs.graphs import CUDAGraphMode
-from ..attention.base import AttentionBuilder
+from ...configs.graphs import AttentionCGSupport, CUDAGraphMode
 from ..graphs.dispatch import resolve_target
 from ..graphs.manager import CudaGraphManager
 from ..graphs.settings import GraphSettings
@@ -14,10 +14,16 @@ from ..graphs.settings import GraphSettings
 logger = logging.getLogger(__name__)
 
 
+class Claims(Protocol):
+    """A builder of attention or of recurrent layers."""
+
+    supports: AttentionCGSupport
+
+
 def create_target_graphs(
     settings: GraphSettings | None,
     wanted: CUDAGraphMode,
-    builders: Sequence[AttentionBuilder],
+    builders: Sequence[Claims],
     query_lengths: Sequence[int],  # of uniform batches, ascending
     max_num_reqs: int,
     max_num_tokens: int,

@@ -100,6 +100,7 @@ class FakeRunner:
             ),
             startup_seconds={},
             lowered_claims=(),
+            state_group=None,
             step_seconds={},
         )
         self.max_num_seqs = max_num_seqs

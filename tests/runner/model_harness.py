@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ from slipstream.runner.attention.base import (
     AttentionState,
     CommonAttentionMetadata,
 )
+from slipstream.runner.attention.recurrent import RecurrentMetadata
 from slipstream.runner.attention.reference import ReferenceBackend
 from slipstream.runner.batch.kv_cache import KVCache, make_groups
+from slipstream.runner.batch.recurrent_states import RecurrentStates
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.base import TextModel
 from slipstream.runner.models.layers import resolve_format
@@ -47,6 +50,7 @@ class Sequences:
         max_len: int,
         block_size: int = BLOCK_SIZE,
         backend: AttentionBackend | None = None,
+        log: int = 0,  # of recurrent states
     ):
         backend, dtype = backend or ReferenceBackend(), model.format.dtype
         self.model, self.block_size = model, block_size
@@ -58,6 +62,9 @@ class Sequences:
             backend.create_builder(group.layers, block_size, num_reqs, 1024, max_len, dtype, CPU)
             for group in self.groups
         ]
+        self.states: RecurrentStates | None = None
+        if layers := model.recurrent_layers():
+            self.states = RecurrentStates(layers, num_reqs, log, dtype, CPU)
         self.lengths = [0] * num_reqs
         self.tables = []
         for index in range(len(self.groups)):
@@ -96,7 +103,22 @@ class Sequences:
                 slots,
             )
             metadata.append(builder.build(common))
-        return self.cache.attention_state(metadata), positions
+        return self.cache.attention_state(
+            metadata, self._recurrent(reqs, loc, positions)
+        ), positions
+
+    def _recurrent(
+        self, reqs: Sequence[int], loc: Tensor, positions: Tensor
+    ) -> RecurrentMetadata | None:
+        if self.states is None:
+            return None
+        buffers = SimpleNamespace(
+            idx_mapping=torch.tensor(list(reqs), dtype=torch.int32),
+            query_start_loc=loc,
+            positions=positions,
+            max_num_reqs=len(reqs),
+        )
+        return self.states.builder.build(buffers, len(reqs), len(positions), loc, False)
 
     def step(
         self, rows: Sequence[tuple[int, Sequence[int]]], aux_boundaries: tuple[int, ...] = ()
@@ -114,7 +136,9 @@ class Sequences:
         return list(logits.split(counts)), aux
 
 
-def assert_equals_transformers(model: TextModel, oracle: Any, tolerance: float = 1e-4) -> None:
+def assert_equals_transformers(
+    model: TextModel, oracle: Any, tolerance: float = 1e-4, log: int = 0
+) -> None:
     """Prefill, chunks, ragged batches, verify-like rows and decode give the oracle's logits."""
     vocab = model.config.vocab_size
     generator = torch.Generator().manual_seed(5)
@@ -131,7 +155,7 @@ def assert_equals_transformers(model: TextModel, oracle: Any, tolerance: float =
         [(1, 7, 2), (2, 14, 2)],  # two tokens each, as in verification
         [(2, 16, 1)],
     ]
-    sequences = Sequences(model, len(prompts), 32)
+    sequences = Sequences(model, len(prompts), 32, log=log)
     got: list[list[Tensor]] = [[] for _ in prompts]
     for step in steps:
         rows = [(req, prompts[req][start : start + count]) for req, start, count in step]

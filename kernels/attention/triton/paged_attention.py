@@ -13,10 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ...launch import pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import num_processors, plan_launch
-from .latent_rows import load_latent, load_rotary
 from .online_softmax import LOG2E, absorb, soft_capped
 from .split_sums import sum_splits
 
@@ -50,7 +49,6 @@ def _attention_kernel(
     partial,  # [SPLITS, T, Hq, DIM_V] fp32
     lse,  # [SPLITS, T, Hq] fp32, log2 of the softmax denominator
     scale,
-    v_scale,  # of stored values; None unless the cache is e4m3
     softcap,
     num_reqs,
     num_tokens,
@@ -82,7 +80,6 @@ def _attention_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     MLA: tl.constexpr,
-    PACKED: tl.constexpr,  # rows of MLA are packed; see `latent_rows`
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -155,9 +152,7 @@ def _attention_kernel(
             block_table + request.to(tl.int64) * table_stride + at // PAGE, mask=exists, other=0
         ).to(tl.int64)
         k_row = key_cache + page * k_stride_b + (at % PAGE) * k_stride_t + kv_head * k_stride_h
-        if PACKED:
-            k = load_latent(k_row, exists, q.dtype, DIM, BLOCK_D)
-        elif BLOCK_D == DIM:
+        if BLOCK_D == DIM:
             k = tl.load(k_row[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
         else:
             k_inside = exists[:, None] & (dim < DIM)[None, :]
@@ -165,12 +160,7 @@ def _attention_kernel(
         k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if DIM_REST > 0:
-            if PACKED:
-                k_rest = load_rotary(k_row, exists, q.dtype, DIM, DIM_REST)
-            else:
-                k_rest = tl.load(
-                    k_row[:, None] + DIM + rest[None, :], mask=exists[:, None], other=0.0
-                )
+            k_rest = tl.load(k_row[:, None] + DIM + rest[None, :], mask=exists[:, None], other=0.0)
             scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision=PRECISION)
         scores *= scale
         if SOFTCAP:
@@ -188,8 +178,6 @@ def _attention_kernel(
         top, total, acc = absorb(scores, visible, v, top, total, acc, PRECISION)
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
-    if v_scale is not None:
-        result *= v_scale
     mask = valid[:, None] & (dim_v < DIM_V)[None, :]
     flat = token * Q_HEADS + head
     if SPLITS == 1:
@@ -277,8 +265,7 @@ def _attend(
         out,
         partial,
         lse,
-        rule.key_scale,
-        None if rule.fp8 is None else rule.fp8.v_scale,
+        rule.scale,
         1.0 if rule.softcap is None else rule.softcap,
         num_reqs,
         num_tokens,
@@ -306,7 +293,6 @@ def _attend(
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
         MLA=rule.is_mla,
-        PACKED=rule.is_mla and rule.fp8 is not None,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -314,6 +300,3 @@ def _attend(
     )
     if splits > 1:
         sum_splits(partial, lse, rows.query_start_loc, out, num_reqs)
-
-
-hash_functions(globals())

@@ -1,0 +1,289 @@
+"""The language models of Qwen3.5 (3.6, 3.8) and Qwen3-Next: gated delta nets and, in every fourth
+layer, gated full attention. All norms but those of the delta nets multiply by 1 + w."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels.recurrent.gated_norm import gated_norm
+from ...kernels.recurrent.rows import DeltaShape, DeltaWeights
+from ..attention.base import AttentionLayer, AttentionState
+from ..attention.recurrent import RecurrentLayer
+from ..errors import ModelLoadError
+from .base import PreNormModel
+from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
+from .llama import MLP, check_silu
+from .moe import SparseMLP
+from .qwen_moe import has_experts
+from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
+
+_LANGUAGE = re.compile(r"^model\.language_model\.")
+_OTHER_PARTS = re.compile(r"^(?:model\.)?visual\.|^mtp\.")
+FULL, LINEAR = "full_attention", "linear_attention"
+
+
+def delta_shape(config: Any) -> DeltaShape:
+    """The constants of a config's linear layers; raises ModelLoadError if they do not fit."""
+    shape = DeltaShape(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )
+    if min(vars(shape).values()) < 1 or shape.conv_width < 2:
+        raise ModelLoadError(
+            "the config's linear_num_key_heads, linear_num_value_heads, linear_key_head_dim and "
+            "linear_value_head_dim must be positive, and linear_conv_kernel_dim at least 2."
+        )
+    if shape.num_value_heads % shape.num_key_heads:
+        raise ModelLoadError(
+            f"linear_num_value_heads ({shape.num_value_heads}) must be a multiple of "
+            f"linear_num_key_heads ({shape.num_key_heads})."
+        )
+    return shape
+
+
+class DeltaParameters(nn.Module):
+    """The weights of a layer's convolution and decay."""
+
+    conv: Tensor  # [conv_channels, conv_width] float32
+    decay_rate: Tensor  # [value heads] float32
+    dt_bias: Tensor  # [value heads] float32
+
+    def __init__(self, shape: DeltaShape, fmt: WeightFormat) -> None:
+        super().__init__()
+        sizes = {
+            "conv": (shape.conv_channels, shape.conv_width),
+            "decay_rate": (shape.num_value_heads,),
+            "dt_bias": (shape.num_value_heads,),
+        }
+        for name, size in sizes.items():
+            self.register_buffer(name, torch.empty(size, dtype=torch.float32, device=fmt.device))
+        self.weights = DeltaWeights(self.conv, self.decay_rate, self.dt_bias)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        channels, width = self.conv.shape
+        heads = tuple(self.dt_bias.shape)
+
+        def load_conv(tensor: Tensor) -> None:
+            self.conv.copy_(tensor[:, 0])
+
+        def load_decay(tensor: Tensor) -> None:
+            self.decay_rate.copy_(tensor.float().exp())
+
+        def load_bias(tensor: Tensor) -> None:
+            self.dt_bias.copy_(tensor)
+
+        yield f"{parent}conv1d.weight", CheckpointSlot((channels, 1, width), load_conv)
+        yield f"{parent}A_log", CheckpointSlot(heads, load_decay)
+        yield f"{parent}dt_bias", CheckpointSlot(heads, load_bias, "ones")
+
+
+class DeltaProjection(Linear):
+    """All projections of the hidden state: queries, keys, values, b, a, and z.
+
+    Qwen3.5 stores them as four matrices, and Qwen3-Next as two whose rows are `grouped` by key
+    head; both are loaded into one form.
+    """
+
+    def __init__(self, hidden: int, shape: DeltaShape, fmt: WeightFormat, grouped: bool) -> None:
+        heads = shape.num_value_heads
+        shards = {"in_proj_qkv": shape.conv_channels, "in_proj_b": heads, "in_proj_a": heads}
+        super().__init__(hidden, shards | {"in_proj_z": shape.value_size}, fmt, role="qkv")
+        self.delta, self.grouped = shape, grouped
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        own = dict(super().checkpoint_slots(parent, name))
+        if not self.grouped:
+            yield from own.items()
+            return
+        shape = self.delta
+        ratio = shape.num_value_heads // shape.num_key_heads
+        values = ratio * shape.value_dim
+
+        def loads(*shards: str) -> list[Callable[[Any], None]]:
+            return [own[f"{parent}{shard}.weight"].load for shard in shards]
+
+        def load_qkvz(tensor: Tensor) -> None:
+            groups = tensor.view(shape.num_key_heads, -1, tensor.shape[1])
+            sizes = [shape.key_dim, shape.key_dim, values, values]
+            query, key, value, z = (
+                part.flatten(0, 1) for part in torch.split(groups, sizes, dim=1)
+            )
+            for load, part in zip(
+                loads("in_proj_qkv", "in_proj_z"), (torch.cat((query, key, value)), z), strict=True
+            ):
+                load(part)
+
+        def load_ba(tensor: Tensor) -> None:
+            groups = tensor.view(shape.num_key_heads, 2, ratio, tensor.shape[1])
+            for load, part in zip(loads("in_proj_b", "in_proj_a"), groups.unbind(1), strict=True):
+                load(part.flatten(0, 1))
+
+        rows = shape.conv_channels + shape.value_size
+        yield f"{parent}in_proj_qkvz.weight", CheckpointSlot((rows, self.in_features), load_qkvz)
+        rows = 2 * shape.num_value_heads
+        yield f"{parent}in_proj_ba.weight", CheckpointSlot((rows, self.in_features), load_ba)
+
+
+class GatedDeltaNet(nn.Module):
+    """A linear attention layer."""
+
+    def __init__(
+        self, config: Any, layer_id: int, fmt: WeightFormat, grouped: bool = False
+    ) -> None:
+        super().__init__()
+        shape = delta_shape(config)
+        self.layer = RecurrentLayer(layer_id, shape)
+        self.in_proj = DeltaProjection(config.hidden_size, shape, fmt, grouped)
+        self.parameters_ = DeltaParameters(shape, fmt)
+        self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps, fmt, exact=True)
+        self.out_proj = Linear(shape.value_size, config.hidden_size, fmt, role="o")
+
+    def forward(self, hidden: Tensor, attention: AttentionState) -> Tensor:
+        """hidden: [M, H] -> [M, H]; updates the states of the requests."""
+        shape = self.layer.shape
+        projected = self.in_proj.forward(hidden)
+        x, z = torch.split(projected, [shape.channels, shape.value_size], dim=-1)
+        heads = (hidden.shape[0], shape.num_value_heads, shape.value_dim)
+        out = attention.recur(self.layer.layer_id, x, self.parameters_.weights).view(heads)
+        out = gated_norm(out, z.view(heads), self.norm.weight, self.norm.eps)
+        return self.out_proj.forward(out.flatten(1))
+
+
+class GatedAttention(nn.Module):
+    """Grouped-query attention with normed queries and keys, whose output is gated per value.
+
+    The query projection yields a query and a gate for each head.
+    """
+
+    def __init__(self, config: Any, layer_id: int, fmt: WeightFormat) -> None:
+        super().__init__()
+        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.head_dim = config.head_dim
+        if not getattr(config, "attn_output_gate", True):
+            raise ModelLoadError("attn_output_gate must be true for this family.")
+        self.layer = AttentionLayer(
+            layer_id, self.num_heads, self.num_kv_heads, self.head_dim, scale=self.head_dim**-0.5
+        )
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        shards = {"q_proj": 2 * q_size, "k_proj": kv_size, "v_proj": kv_size}
+        bias = bool(config.attention_bias)
+        self.qkv_proj = Linear(config.hidden_size, shards, fmt, bias, "qkv")
+        self.o_proj = Linear(q_size, config.hidden_size, fmt, bias, "o")
+        self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt, offset=1.0)
+        self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt, offset=1.0)
+
+    def forward(self, hidden: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
+        """hidden: [M, H] -> [M, H]."""
+        tokens = hidden.shape[0]
+        # rows of heads: query and gate of each head, then key heads, then value heads
+        rows = self.qkv_proj.forward(hidden).view(tokens, -1, self.head_dim)
+        num_rows = 2 * self.num_heads
+        query, gate = rows[:, 0:num_rows:2], rows[:, 1:num_rows:2]
+        key = rows[:, num_rows : num_rows + self.num_kv_heads]
+        value = rows[:, num_rows + self.num_kv_heads :]
+        query = rotary.rotate(self.q_norm.forward(query))
+        key = rotary.rotate(self.k_norm.forward(key))
+        out = attention.attend(self.layer.layer_id, query, key, value)
+        return self.o_proj.forward((out * gate.sigmoid()).reshape(tokens, -1))
+
+
+class DecoderLayer(nn.Module):
+    """A pre-norm block of one of the two kinds of attention and a feed-forward layer."""
+
+    def __init__(
+        self, config: Any, index: int, kind: str, layer_id: int, fmt: WeightFormat
+    ) -> None:
+        super().__init__()
+        check_silu(config)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden, eps, fmt, offset=1.0)
+        self.post_attention_layernorm = RMSNorm(hidden, eps, fmt, offset=1.0)
+        self.self_attn = GatedAttention(config, layer_id, fmt) if kind == FULL else None
+        grouped = config.model_type == "qwen3_next"
+        self.linear_attn = None if kind == FULL else GatedDeltaNet(config, layer_id, fmt, grouped)
+        self.mlp = feed_forward(config, index, fmt)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotary: RotaryStep,
+        attention: AttentionState,
+    ) -> tuple[Tensor, Tensor]:
+        """hidden, residual: [M, H]; the stream is their sum.
+
+        Returns the same for the next layer.
+        """
+        hidden, residual = self.input_layernorm.add(hidden, residual)
+        if self.linear_attn is not None:
+            hidden = self.linear_attn.forward(hidden, attention)
+        else:
+            assert self.self_attn is not None
+            hidden = self.self_attn.forward(hidden, rotary, attention)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp.forward(hidden), residual
+
+
+def feed_forward(config: Any, index: int, fmt: WeightFormat) -> MLP | SparseMLP:
+    """The feed-forward layer of block `index`: dense, or with experts."""
+    if getattr(config, "num_experts", 0) and has_experts(config, index):
+        return SparseMLP(config, fmt)
+    return MLP(config.hidden_size, config.intermediate_size, fmt, False)
+
+
+def make_rotary(config: Any, max_position: int, fmt: WeightFormat) -> RotaryEmbedding:
+    """The rotary embedding of a part of each head.
+
+    The three position ids of `mrope_section` are equal for text.
+    """
+    return RotaryEmbedding(rope_parameters(config), config.head_dim, max_position, fmt.device)
+
+
+class Qwen3_5Model(PreNormModel):  # noqa: N801
+    """The whole language model. Full attention layers have the ids `layer_id_offset`, + 1, ...;
+    those of the linear layers begin with 0."""
+
+    def __init__(
+        self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0
+    ) -> None:
+        if layer_id_offset:
+            raise ModelLoadError(
+                f"a {config.model_type} model cannot be a drafter (method draft_model), because "
+                "its recurrent states cannot be rolled back there; use its mtp module instead."
+            )
+        counts = {FULL: 0, LINEAR: 0}
+        blocks = []
+        for index, kind in enumerate(config.layer_types):
+            if kind not in counts:
+                raise ModelLoadError(
+                    f"layer type {kind!r} is not supported; supported: {FULL}, {LINEAR}."
+                )
+            blocks.append(DecoderLayer(config, index, kind, counts[kind], fmt))
+            counts[kind] += 1
+        if len(blocks) != config.num_hidden_layers or not counts[FULL]:
+            raise ModelLoadError(
+                f"layer_types must name {config.num_hidden_layers} layers, at least one of them "
+                f"{FULL}, but its config has {len(blocks)} with {counts[FULL]}."
+            )
+        super().__init__(config, fmt, blocks, make_rotary(config, max_position, fmt))
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt, offset=1.0)
+        self.blocks = blocks
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        return [block.self_attn.layer for block in self.blocks if block.self_attn is not None]
+
+    def recurrent_layers(self) -> list[RecurrentLayer]:
+        return [block.linear_attn.layer for block in self.blocks if block.linear_attn is not None]
+
+    def checkpoint_name(self, name: str) -> str | None:
+        if _OTHER_PARTS.match(name):
+            return None
+        return super().checkpoint_name(_LANGUAGE.sub("model.", name))

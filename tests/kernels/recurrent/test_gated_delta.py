@@ -1,0 +1,185 @@
+"""The gated delta rule: chunks equal tokens, and logged tokens are absorbed as far as accepted."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.recurrent.gated_delta import (
+    Terms,
+    delta_chunks,
+    delta_tokens,
+    gated_delta_reference,
+)
+from slipstream.kernels.recurrent.gated_norm import gated_norm_reference
+from slipstream.kernels.recurrent.rows import (
+    LAG,
+    NUM_ROW_VALUES,
+    BulkRows,
+    DeltaRows,
+    DeltaShape,
+    DeltaState,
+    DeltaWeights,
+    StateTable,
+    prepare_rows,
+)
+
+SHAPE = DeltaShape(2, 4, 8, 16, 4)
+
+
+def random_terms(tokens: int, generator: torch.Generator) -> Terms:
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator)
+
+    query, key = (torch.nn.functional.normalize(draw(tokens, 4, 8), dim=-1) for _ in range(2))
+    decay = -draw(tokens, 4).exp() * 0.3
+    return query, key, draw(tokens, 4, 16), decay, draw(tokens, 4).sigmoid()
+
+
+@pytest.mark.parametrize("tokens", [1, 63, 64, 65, 200])
+def test_chunks_equal_tokens(tokens: int) -> None:
+    generator = torch.Generator().manual_seed(tokens)
+    terms, state = random_terms(tokens, generator), torch.randn(4, 8, 16, generator=generator)
+    expected, last = delta_tokens(terms, state)
+    got, got_last = delta_chunks(terms, state)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got_last, last, atol=1e-4, rtol=1e-4)
+
+
+def test_equal_keys_without_decay_stay_exact() -> None:
+    """The worst case for the triangular system: every change depends on all before it."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, decay, beta = random_terms(64, generator)
+    terms = (query, key[:1].expand(64, -1, -1), value, decay * 0, torch.ones_like(beta))
+    state = torch.zeros(4, 8, 16)
+    got, expected = delta_chunks(terms, state), delta_tokens(terms, state)
+    for one, other in zip(got, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+@dataclass
+class Slots:
+    """The states of some slots, and the weights of one layer."""
+
+    weights: DeltaWeights
+    state: DeltaState
+    table: StateTable
+    log: int
+
+    @classmethod
+    def make(cls, num_slots: int, log: int, num_blocks: int = 4) -> Slots:
+        generator = torch.Generator().manual_seed(7)
+        weights = DeltaWeights(
+            torch.randn(SHAPE.conv_channels, 4, generator=generator) * 0.5,
+            torch.rand(4, generator=generator),
+            torch.randn(4, generator=generator),
+        )
+        # Whatever was there before is nobody's state.
+        state = DeltaState(
+            torch.full((num_slots + 1, 4, 8, 16), 9.0),
+            torch.full((num_slots + 1, 3 + log, SHAPE.channels), 9.0),
+            torch.zeros(num_blocks, 4, 8, 16),
+            torch.zeros(num_blocks, 3, SHAPE.channels),
+        )
+        return cls(weights, state, StateTable(torch.zeros(3, num_slots + 1).int()), log)
+
+    def rows(self, rows: list[tuple[int, int, int]], padding: int = 0) -> DeltaRows:
+        """The rows (slot, position, tokens) of a step, and padded ones."""
+        counts = [count for _, _, count in rows]
+        starts = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
+        positions = torch.cat([torch.arange(at, at + count) for _, at, count in rows])
+        values = torch.zeros(NUM_ROW_VALUES, len(rows) + padding, dtype=torch.int32)
+        slots = torch.tensor([slot for slot, _, _ in rows] + [-1] * padding, dtype=torch.int32)
+        prepare_rows(self.table, slots, starts, positions, self.log, values)
+        limit = max(self.log, 1)
+        bulk = [i for i, count in enumerate(counts) if count > limit]
+        firsts = starts.tolist()
+        return DeltaRows(
+            values,
+            starts,
+            self.log,
+            max([count for count in counts if count <= limit], default=0),
+            int(values[LAG].max()),
+            BulkRows(tuple(bulk), tuple(firsts[i] for i in bulk), tuple(counts[i] for i in bulk)),
+            True,
+        )
+
+    def run(self, x: Tensor, rows: list[tuple[int, int, int]], padding: int = 0) -> Tensor:
+        """Process a step's tokens x [M, channels]."""
+        prepared = self.rows(rows, padding)
+        return gated_delta_reference(x, self.weights, SHAPE, self.state, prepared)
+
+
+@pytest.mark.parametrize("log", [0, 1, 4])
+def test_rows_of_any_length_continue_their_states(log: int) -> None:
+    rng, generator = random.Random(log), torch.Generator().manual_seed(log)
+    text = torch.randn(2, 90, SHAPE.channels, generator=generator)
+    expected = [Slots.make(1, 0).run(one, [(0, 0, 90)]) for one in text]
+    slots, done = Slots.make(5, log), [0, 0]
+    where = [3, 1]
+    while min(done) < 90:
+        rows, inputs = [], []
+        for request in rng.sample([0, 1], rng.randint(1, 2)):
+            left = 90 - done[request]
+            if not left:
+                continue
+            count = min(left, rng.choice([1, 1, 2, 3, 4, 5, 17, 66]))
+            wrong = rng.randint(0, max(0, log - count))
+            x = text[request, done[request] : done[request] + count]
+            noise = torch.randn(wrong, SHAPE.channels, generator=generator)
+            rows.append((request, done[request], count, wrong))
+            inputs += [x, noise]
+        if not rows:
+            continue
+        step = [(where[r], at, count + wrong) for r, at, count, wrong in rows]
+        out = slots.run(torch.cat(inputs), step, padding=rng.randint(0, 2))
+        for (request, at, count, wrong), part in zip(
+            rows, out.split([n for *_, n in step]), strict=True
+        ):
+            torch.testing.assert_close(
+                part[:count], expected[request][at : at + count], atol=1e-4, rtol=1e-4
+            )
+            assert part.shape[0] == count + wrong
+            done[request] += count
+    untouched = [slot for slot in range(5) if slot not in where]
+    assert bool((slots.state.state[untouched] == 9).all())
+    assert bool((slots.state.history[untouched] == 9).all())
+
+
+@pytest.mark.parametrize("log", [0, 3])
+@pytest.mark.parametrize("border", [6, 7, 8, 9, 20])
+def test_a_state_is_saved_at_its_border(log: int, border: int) -> None:
+    x = torch.randn(20, SHAPE.channels, generator=torch.Generator().manual_seed(1))
+    expected = Slots.make(1, 0)
+    expected.run(x[:border], [(0, 0, border)])
+    slots, at = Slots.make(2, log), 0
+    slots.table.values[1:, 1] = torch.tensor([border, 2])
+    for count in [6, 1, 1, 1, 11] if not log else [6, 3, 11]:  # 11: absorbed at once
+        slots.run(x[at : at + count], [(1, at, count)])
+        at += count
+    saved, tail = slots.state.snapshots[2], slots.state.snapshot_tails[2]
+    torch.testing.assert_close(saved, expected.state.state[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(tail, x[border - 3 : border])
+    assert not slots.state.snapshots[3].any()
+
+
+def test_a_step_without_bulk_rows_can_be_repeated() -> None:
+    x = torch.randn(9, SHAPE.channels, generator=torch.Generator().manual_seed(2))
+    slots = Slots.make(1, 3)
+    slots.run(x[:5], [(0, 0, 5)])
+    slots.run(x[5:7], [(0, 5, 2)])
+    first = slots.run(x[6:9], [(0, 6, 3)])
+    state = slots.state.state.clone()
+    assert torch.equal(slots.run(x[6:9], [(0, 6, 3)]), first)
+    assert torch.equal(slots.state.state, state)
+
+
+def test_the_norm_is_gated() -> None:
+    x, gate = torch.randn(3, 4, 16), torch.randn(3, 4, 16)
+    weight = torch.randn(16)
+    expected = torch.nn.functional.rms_norm(x, (16,), weight, 1e-6) * gate * gate.sigmoid()
+    torch.testing.assert_close(gated_norm_reference(x, gate, weight, 1e-6), expected)
