@@ -13,11 +13,26 @@ from .experts import ExpertWeights, Routing
 def select_experts(
     logits: Tensor, routing: Routing, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose experts from router logits [T, E] float32: (weights [T, k] float32, ids [T, k] int64).
+    """Choose experts from router logits: (weights [T, k] float32, ids [T, k] int32 or int64).
 
-    `bias` [E] affects which experts are chosen, but not their weights. No branch depends on data,
-    so a graph may hold this. A renormalised softmax equals a softmax over the chosen logits alone.
+    logits: [T, E] float32, or S parts [S, T, E] whose sum they are. `bias` [E] affects which
+    experts are chosen, but not their weights. No branch depends on data, so a graph may hold this.
+    A renormalised softmax equals a softmax over the chosen logits alone.
     """
+    if use_triton(logits) and routing.num_groups == 1:
+        from .triton import route
+
+        weights, ids = route.select_experts(logits, routing, bias)
+        return weights, ids
+    return select_experts_reference(logits, routing, bias)
+
+
+def select_experts_reference(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The plain version of `select_experts`."""
+    if logits.dim() == 3:
+        logits = logits.sum(0)
     scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
     choice = scores if bias is None else scores + bias
     if routing.num_groups > 1:
@@ -36,7 +51,7 @@ def select_experts(
 def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
     """Compute the weighted sum of each token's experts, [T, H].
 
-    x: [T, H]; weights: [T, k] fp32; ids: [T, k] int64.
+    x: [T, H]; weights: [T, k] fp32; ids: [T, k] int32 or int64, different in each row.
     """
     if use_triton(x):
         from .triton import moe as triton_moe
@@ -44,6 +59,22 @@ def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor)
         out: Tensor = triton_moe.run_experts(x, experts, weights, ids)
         return out
     return run_experts_reference(x, experts, weights, ids)
+
+
+def expert_parts(
+    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, spare: int = 0
+) -> Tensor:
+    """`run_experts` for a next kernel that can sum parts.
+
+    Returns [T, H], or float32 parts [S + spare, T, H], the last `spare` of which the caller must
+    fill.
+    """
+    if use_triton(x) and x.shape[0]:
+        from .triton import moe as triton_moe
+
+        parts: Tensor = triton_moe.expert_parts(x, experts, weights, ids, spare)
+        return parts
+    return run_experts(x, experts, weights, ids)
 
 
 def run_experts_reference(

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...kernels.linear.experts import ExpertWeights, Routing
-from ...kernels.linear.linear import Norm
-from ...kernels.linear.moe import run_experts, select_experts
+from ...kernels.linear.linear import Norm, linear_parts
+from ...kernels.linear.linear_choice import Skinny
+from ...kernels.linear.moe import expert_parts, run_experts, select_experts
 from ..errors import ModelLoadError
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
 from .llama import MLP
@@ -51,6 +52,10 @@ class Experts(nn.Module):
         """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H]."""
         return run_experts(x, self.weights, weights, ids)
 
+    def parts(self, x: Tensor, weights: Tensor, ids: Tensor, spare: int = 0) -> Tensor:
+        """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
+        return expert_parts(x, self.weights, weights, ids, spare)
+
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"
         for part, target in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
@@ -61,6 +66,11 @@ class Experts(nn.Module):
             for part, target in zip(("gate", "up", "down"), parts, strict=True):
                 slot = tensor_slot(target, form=(path, "matrices"))
                 yield f"{path}.{expert}.{part}_proj.weight", slot
+
+
+# The few outputs of a router fill a GPU only if many programs share the sums of each.
+_FEW_ROWS = Skinny(64, 128, 3, 4, split_k=16, block_m=16)
+_MANY_ROWS = Skinny(64, 128, 3, 4, split_k=8, block_m=64)
 
 
 class Router(nn.Module):
@@ -84,13 +94,23 @@ class Router(nn.Module):
                 "least one and at most all."
             )
         self.routing = routing
-        empty = functools.partial(torch.empty, dtype=torch.float32, device=fmt.device)
+        # Kernels that return float32 sums need no float32 weights.
+        self.in_parts = fmt.linear is not None
+        dtype = fmt.dtype if self.in_parts else torch.float32
+        empty = functools.partial(torch.empty, dtype=dtype, device=fmt.device)
         self.register_buffer("weight", empty(num_experts, hidden))
         self.register_buffer("bias", empty(num_experts) if bias else None)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden: [M, H] -> (weights [M, k] fp32, ids [M, k])."""
-        return select_experts(F.linear(hidden.float(), self.weight, self.bias), self.routing)
+        return select_experts(self.logits(hidden), self.routing)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The scores of all experts in fp32: [M, E], or parts [S, M, E]."""
+        if not self.in_parts:
+            return F.linear(hidden.float(), self.weight, self.bias)
+        choice = _FEW_ROWS if hidden.shape[0] <= _FEW_ROWS.block_m else _MANY_ROWS
+        return linear_parts(hidden, self.weight, self.bias, choice)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield f"{parent}{name}.weight", tensor_slot(self.weight)
@@ -118,20 +138,23 @@ class SparseMLP(nn.Module):
             self.shared_expert = MLP(hidden, shared, fmt, bias=False)
             self.shared_expert_gate = Linear(hidden, 1, fmt)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [M, H] -> [M, H]."""
-        out = self.experts.forward(hidden, *self.gate.forward(hidden))
-        if not self.has_shared:
-            return out
-        gate = torch.sigmoid(self.shared_expert_gate.forward(hidden))
-        return out + gate * self.shared_expert.forward(hidden)
-
     def parts(
         self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
     ) -> Tensor:
-        """As `MLP.parts`; `norms` and `adds` say that it gets neither norm nor residual."""
+        """hidden: [M, H] -> [M, H], or partial sums [S, M, H], which the next norm adds up.
+
+        `norms` and `adds` say that it gets neither norm nor residual.
+        """
         assert norm is None and residual is None
-        return self.forward(hidden)
+        out = self.experts.parts(hidden, *self.gate.forward(hidden), spare=int(self.has_shared))
+        if not self.has_shared:
+            return out
+        gate = torch.sigmoid(self.shared_expert_gate.forward(hidden))
+        shared = self.shared_expert.forward(hidden)
+        if out.dim() == 2:
+            return torch.addcmul(out, gate, shared)
+        torch.mul(shared, gate, out=out[-1])
+        return out
 
     def norms(self, num_rows: int) -> bool:
         """As `MLP.norms`: never, since router and experts read the same normed rows."""

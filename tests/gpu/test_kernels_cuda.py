@@ -28,7 +28,7 @@ from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.drafts import stage_drafts
 from slipstream.kernels.linear import activation, moe, norm_rope, streams
 from slipstream.kernels.linear.embedding import embedding  # noqa: E402
-from slipstream.kernels.linear.experts import ExpertWeights
+from slipstream.kernels.linear.experts import ExpertWeights, Routing
 from slipstream.kernels.linear.rotation import Rotation
 from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
@@ -207,7 +207,10 @@ def test_latent_attention(query_lens: list[int], num_heads: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 64, 6), (33, 8, 2), (700, 16, 4)])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "top_k"),
+    [(1, 64, 6), (8, 128, 8), (33, 8, 2), (128, 128, 8), (700, 16, 4), (3000, 8, 4)],
+)
 @pytest.mark.parametrize("act", ["silu", "gelu_tanh", "clamped_swiglu"])
 def test_experts(tokens: int, experts: int, top_k: int, act: str, dtype: torch.dtype) -> None:
     """The last activation with biases."""
@@ -227,6 +230,19 @@ def test_experts(tokens: int, experts: int, top_k: int, act: str, dtype: torch.d
     got = moe.run_experts(x, ExpertWeights(*stacks, activation=act), weights, ids)
     tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-5
     assert relative_error(got, expected) < tolerance
+    parts = moe.expert_parts(x, ExpertWeights(*stacks, activation=act), weights, ids.int())
+    whole = parts if parts.dim() == 2 else parts.sum(0)
+    assert relative_error(whole, expected) < tolerance
+
+
+@pytest.mark.parametrize(("rows", "experts", "top_k"), [(1, 128, 8), (256, 512, 10), (3000, 32, 4)])
+def test_select_experts(rows: int, experts: int, top_k: int) -> None:
+    logits = randn(4, rows, experts)
+    routing = Routing(top_k, renormalise=True)
+    weights, ids = moe.select_experts(logits, routing)
+    expected, expected_ids = moe.select_experts_reference(logits, routing)
+    assert (ids == expected_ids).float().mean() > 0.999  # sums of parts differ in the last bits
+    torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
 SLOTS, MAX_LEN, DRAFTS, MAX_REQS, MAX_TOKENS = 70, 4096, 3, 66, 9000

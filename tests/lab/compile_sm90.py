@@ -223,12 +223,24 @@ def sampling() -> None:
 
 
 def experts() -> None:
-    from slipstream.kernels.linear.experts import ExpertWeights
+    from slipstream.kernels.linear.experts import ExpertWeights, Routing
 
-    for tokens in (1, 300):
-        ids, weights = t(tokens, 6, dtype=I64), t(tokens, 6, dtype=torch.float32)
-        of = ExpertWeights(t(16, 256, 512), t(16, 512, 128))
-        module("moe").run_experts(t(tokens, 512), of, weights, ids)
+    done.pop("_tile_kernel", None)
+    sizes = [(128, 2048, 768, 8), (32, 2880, 2880, 4)]  # Qwen3-30B-A3B, gpt-oss-20b
+    for num_experts, hidden, inner, top_k in sizes:
+        of = ExpertWeights(t(num_experts, 2 * inner, hidden), t(num_experts, hidden, inner))
+        if top_k == 4:
+            biases = {
+                "gate_up_bias": t(num_experts, 2 * inner),
+                "down_bias": t(num_experts, hidden),
+            }
+            of = replace(of, **biases, activation="clamped_swiglu")
+        for rows in (1, 8, 128, 256, 8192):
+            for parts in (0, 8):
+                shape = (parts, rows, num_experts) if parts else (rows, num_experts)
+                logits = t(*shape, dtype=torch.float32)
+                weights, ids = module("route").select_experts(logits, Routing(top_k))
+            module("moe").run_experts(t(rows, hidden), of, weights, ids)
 
 
 if __name__ == "__main__":

@@ -1,170 +1,265 @@
 """Triton version of `kernels.linear.moe.run_experts`: two matrix products grouped by expert.
 
-The number of row blocks is an upper bound computed from shapes; surplus blocks find no expert and
-end at once.
+A first kernel lists the rows of each expert. Then programs multiply a tile of an expert's weights
+with its rows. With few rows, as in decode and verify steps, all rows of an expert fit into a tile,
+so the weights pass the GPU once. They are the left operand, so that they and not padding fill the
+smallest shape of the tensor cores. Launches depend on shapes only, so a graph may hold them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...launch import hash_functions
-from ..experts import ACTIVATIONS, ExpertWeights
+from ...launch import fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
+from ..experts import ExpertWeights
+from .one_row_experts import activated, activation_options, run_one_row
+
+_FEW = 256  # up to this number of rows, float32 parts are small
+_PAIRS = 1024  # (row, choice) pairs that the listing kernel reads at a time
 
 
-@triton.jit
-def activated(
-    gate,
-    up,
-    DTYPE: tl.constexpr,
-    ACTIVATION: tl.constexpr,  # index in `moe.ACTIVATIONS`
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
+@dataclass(frozen=True)
+class Tiles:
+    """The tile sizes of one of the two products."""
+
+    block_n: int  # weight rows of a program
+    block_k: int
+    stages: int
+    num_warps: int
+
+
+@triton.jit(do_not_specialize=["num_pairs", "most"])
+def _list_kernel(
+    ids,  # [T * k] int32 or int64
+    experts,  # [C] int32
+    counts,  # [C] int32, pairs of the candidate; 0 = it has no work
+    order,  # [C, T] int32, its pairs in ascending order
+    num_pairs,
+    most,  # T, the most pairs of an expert
+    BY_PAIR: tl.constexpr,  # candidate i is the expert of pair i; otherwise expert i
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """The activation of an expert in float32, rounded to DTYPE where the reference rounds."""
-    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
-    if ACTIVATION == 2:
-        gate = tl.minimum(gate, LIMIT)
-        up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT) + 1.0
-        gate = gate / (1.0 + tl.exp(-ALPHA * gate))
-    elif ACTIVATION == 1:
-        inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        gate = gate / (1.0 + tl.exp(-2.0 * inner))
-    else:
-        gate = gate / (1.0 + tl.exp(-gate))
-    return (gate.to(DTYPE).to(tl.float32) * up).to(DTYPE)
+    """List the pairs of one candidate. By pair, only the first pair of an expert lists any."""
+    wait_for_inputs(PDL)
+    candidate = tl.program_id(0)
+    expert = candidate
+    if BY_PAIR:
+        expert = tl.load(ids + candidate).to(tl.int32)
+    count, earlier = 0, 0
+    for start in range(0, num_pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) == expert
+        place = count + tl.cumsum(own.to(tl.int32), 0) - 1
+        tl.store(order + candidate.to(tl.int64) * most + place, pair, mask=own)
+        count += tl.sum(own.to(tl.int32), 0)
+        if BY_PAIR:
+            earlier += tl.sum((own & (pair < candidate)).to(tl.int32), 0)
+    if earlier > 0:
+        count = 0
+    tl.store(experts + candidate, expert)
+    tl.store(counts + candidate, count)
 
 
-@triton.jit
-def _expert_of(block_ends, num_experts, block):
-    """Find the expert that owns a row block; num_experts if none does."""
-    low, high = 0, num_experts
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(block_ends + middle) <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@triton.jit
-def _expert_kernel(
-    x,  # GATED: [T, K] tokens; else [T * k, K] in sorted order
-    weight,  # [E, N or 2 N, K]
-    bias,  # [E, N or 2 N]
-    out,  # GATED: [T * k, N] in sorted order; else [T * k, N] by (token, choice)
-    order,  # [T * k] int64, sorted index -> (token, choice)
-    counts,  # [E] pairs of each expert
-    pair_ends,  # [E] their cumulative sum
-    block_ends,  # [E] cumulative number of row blocks
-    pair_weights,  # [T * k] fp32
-    num_experts,
-    top_k,
-    stride_x,
+@triton.jit(do_not_specialize=["most"])
+def _tile_kernel(
+    source,  # descriptor of, or pointer to, the weights [E * N, K]; gated: [E * 2 N, K]
+    x,  # gated: [T, K]; else [T * k, K] by pair
+    bias,  # [E, N] or [E, 2 N]
+    experts,  # [C] int32
+    counts,  # [C] int32
+    order,  # [C, T] int32
+    pair_weights,  # [T * k] float32
+    out,  # gated: [T * k, N] by pair; else [k, T, N]
+    most,  # T
     N,
     K,
+    TOP_K: tl.constexpr,
+    SPLITS: tl.constexpr,  # programs that share the rows of an expert
     GATED: tl.constexpr,
+    BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
-    BIAS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
+    TMA: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    expert = _expert_of(block_ends, num_experts, block)
-    if expert >= num_experts:
+    """Program (tile of N, candidate, split): the tile's weights times its share of the rows."""
+    wait_for_inputs(PDL)
+    candidate = tl.program_id(1)
+    count = tl.load(counts + candidate)
+    begin = tl.program_id(2) * BLOCK_M
+    if begin >= count:
         return
-    count = tl.load(counts + expert)
-    blocks = tl.cdiv(count, BLOCK_M)
-    within = (block - (tl.load(block_ends + expert) - blocks)) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = within < count
-    place = tl.load(pair_ends + expert) - count + within  # [BLOCK_M] index in sorted order
-    pair = tl.load(order + place, mask=valid, other=0)  # [BLOCK_M] (token, choice)
-    if GATED:
-        source = x + (pair // top_k) * stride_x
-    else:
-        source = x + place.to(tl.int64) * stride_x
-    column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    in_columns = (column < N)[:, None]
-    rows: tl.constexpr = 2 if GATED else 1
-    base = weight + expert.to(tl.int64) * rows * N * K + column.to(tl.int64)[:, None] * K
+    expert = tl.load(experts + candidate)
+    HALVES: tl.constexpr = 2 if GATED else 1
+    n_start = tl.program_id(0) * BLOCK_N
+    n = n_start + tl.arange(0, BLOCK_N)
+    first_row = expert * (HALVES * N) + n_start
+    inside_n = n < N
     k = tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    acc_up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        in_k = (start + k < K)[None, :]
-        tile = tl.load(source[:, None] + start + k[None, :], mask=valid[:, None] & in_k, other=0.0)
-        w = tl.load(base + start + k[None, :], mask=in_columns & in_k, other=0.0)
-        acc = tl.dot(tile, tl.trans(w), acc, input_precision=PRECISION)
+    for first in range(begin, count, SPLITS * BLOCK_M):
+        row = first + tl.arange(0, BLOCK_M)
+        valid = row < count
+        pair = tl.load(order + candidate.to(tl.int64) * most + row, mask=valid, other=0)
         if GATED:
-            up = base + N.to(tl.int64) * K + start + k[None, :]
-            w = tl.load(up, mask=in_columns & in_k, other=0.0)
-            acc_up = tl.dot(tile, tl.trans(w), acc_up, input_precision=PRECISION)
-    inside = valid[:, None] & (column < N)[None, :]
-    if BIAS:
-        of_expert = bias + expert * rows * N + column
-        acc += tl.load(of_expert, mask=column < N, other=0.0).to(tl.float32)[None, :]
+            rows = x + (pair // TOP_K).to(tl.int64) * K
+        else:
+            rows = x + pair.to(tl.int64) * K
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        acc_up = acc
+        for start in range(0, K, BLOCK_K):
+            in_k = start + k < K
+            if TMA:
+                w = source.load([first_row, start])
+            else:
+                at = (first_row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K + start + k
+                w = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
+            own = tl.load(
+                rows[:, None] + start + k[None, :], mask=valid[:, None] & in_k[None, :], other=0.0
+            )
+            acc = tl.dot(w, own.T, acc, input_precision=PRECISION)
+            if GATED:
+                if TMA:
+                    up = source.load([first_row + N, start])
+                else:
+                    at = (first_row + N + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * K
+                    at += start + k
+                    up = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
+                acc_up = tl.dot(up, own.T, acc_up, input_precision=PRECISION)
+        if BIAS:
+            of_expert = bias + expert * (HALVES * N) + n
+            acc += tl.load(of_expert, mask=inside_n, other=0.0).to(tl.float32)[:, None]
+            if GATED:
+                own_up = tl.load(of_expert + N, mask=inside_n, other=0.0).to(tl.float32)
+                acc_up += own_up[:, None]
+        there = inside_n[:, None] & valid[None, :]
         if GATED:
-            acc_up += tl.load(of_expert + N, mask=column < N, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        result = activated(acc, acc_up, x.dtype.element_ty, ACTIVATION, ALPHA, LIMIT)
-        target = out + place.to(tl.int64)[:, None] * N + column[None, :]
-        tl.store(target, result, mask=inside)
+            result = activated(acc, acc_up, out.dtype.element_ty, ACTIVATION, ALPHA, LIMIT)
+            tl.store(out + pair.to(tl.int64)[None, :] * N + n[:, None], result, mask=there)
+        else:
+            share = tl.load(pair_weights + pair, mask=valid, other=0.0)
+            target = ((pair % TOP_K) * most + pair // TOP_K).to(tl.int64)
+            result = (acc * share[None, :]).to(out.dtype.element_ty)
+            tl.store(out + target[None, :] * N + n[:, None], result, mask=there)
+
+
+def rows_of_tile(num_rows: int, top_k: int, num_experts: int) -> int:
+    """BLOCK_M for a step: most experts have no more rows if tokens choose them alike."""
+    mean = num_rows * top_k / num_experts
+    if num_rows <= 16 or mean <= 6:
+        return 16
+    return 32 if mean <= 16 else 64 if mean <= 48 else 128
+
+
+def tiles_of(block_m: int, gated: bool, element_size: int = 2) -> Tiles:
+    """Tiles of a product, in the pattern of those measured for dense layers."""
+    if block_m == 128:
+        tiles = Tiles(128, 64, 3 if gated else 4, 8)
+    elif gated:
+        tiles = Tiles(64, 128, 3, 4) if block_m == 16 else Tiles(64, 64, 4, 4)
     else:
-        share = tl.load(pair_weights + pair, mask=valid, other=0.0)
-        target = out + pair[:, None] * N + column[None, :]
-        tl.store(target, acc * share[:, None], mask=inside)
+        tiles = Tiles(64, 128, 4 if block_m <= 32 else 3, 4)
+    return tiles if element_size <= 2 else replace(tiles, block_k=tiles.block_k // 2)
 
 
 def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
     """See `kernels.linear.moe.run_experts`."""
-    num_tokens, hidden = x.shape
-    gate_up, down = experts.gate_up, experts.down
-    num_experts, top_k, inner = down.shape[0], ids.shape[1], down.shape[2]
-    pairs = num_tokens * top_k
-    if pairs == 0:
+    if x.shape[0] == 0:
         return torch.zeros_like(x)
-    assert x.stride(1) == 1 and gate_up.is_contiguous() and down.is_contiguous()
-    flat = ids.reshape(-1)
-    order = flat.argsort(stable=True)
-    counts = torch.zeros(num_experts, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(0, flat, torch.ones_like(flat))
-    per_expert = pairs / num_experts
-    block_m = 16 if per_expert <= 16 else 32 if per_expert <= 32 else 64
-    block_ends = ((counts + block_m - 1) // block_m).cumsum(0)
-    num_blocks = triton.cdiv(pairs, block_m) + min(num_experts, pairs)
-    between = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    parts = torch.empty(pairs, hidden, dtype=torch.float32, device=x.device)
-    index = (order, counts, counts.cumsum(0), block_ends, weights.reshape(-1).contiguous())
-    options = {
-        "ACTIVATION": ACTIVATIONS.index(experts.activation),
-        "ALPHA": experts.alpha,
-        "LIMIT": experts.limit,
-        "BLOCK_M": block_m,
-        "BLOCK_N": 64,
-        "BLOCK_K": 64,
-        "PRECISION": "tf32x3" if x.dtype == torch.float32 else "tf32",
-        "num_stages": 3,
-    }
-    first, last = experts.gate_up_bias, experts.down_bias
-    _expert_kernel[(num_blocks, triton.cdiv(inner, 64))](
-        x, gate_up, x if first is None else first, between, *index, num_experts, top_k,
-        x.stride(0), inner, hidden, GATED=True, BIAS=first is not None, **options,
+    return _whole(expert_parts(x, experts, weights, ids), x)
+
+
+def _whole(parts: Tensor, x: Tensor) -> Tensor:
+    return parts if parts.dim() == 2 else parts.sum(0, dtype=torch.float32).to(x.dtype)
+
+
+def expert_parts(
+    x: Tensor,
+    experts: ExpertWeights,
+    weights: Tensor,
+    ids: Tensor,
+    spare: int = 0,
+    tiles: tuple[Tiles, Tiles] | None = None,
+    tma: bool | None = None,
+) -> Tensor:
+    """See `kernels.linear.moe.expert_parts`.
+
+    `tiles` (for both products) and `tma` (whether descriptors load the weights) override what is
+    chosen by shape.
+    """
+    assert x.is_contiguous() and experts.gate_up.is_contiguous() and experts.down.is_contiguous()
+    assert ids.is_contiguous() and weights.is_contiguous()
+    num_rows, hidden = x.shape
+    if num_rows == 1:
+        return run_one_row(x, experts, weights, ids)
+    top_k, device = ids.shape[1], x.device
+    num_experts, _, inner_size = experts.down.shape
+    pairs = num_rows * top_k
+    candidates = min(pairs, num_experts)
+    listed = torch.empty(2, candidates, dtype=torch.int32, device=device)
+    order = torch.empty(candidates, num_rows, dtype=torch.int32, device=device)
+    options = pdl_options(x)
+    _list_kernel[(candidates,)](
+        ids, listed[0], listed[1], order, pairs, num_rows,
+        BY_PAIR=pairs < num_experts, BLOCK=_PAIRS, num_warps=4, **options,
     )  # fmt: skip
-    _expert_kernel[(num_blocks, triton.cdiv(hidden, 64))](
-        between, down, x if last is None else last, parts, *index, num_experts, top_k,
-        inner, hidden, inner, GATED=False, BIAS=last is not None, **options,
-    )  # fmt: skip
-    return parts.view(num_tokens, top_k, hidden).sum(1).to(x.dtype)
+    inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=device)
+    few = num_rows <= _FEW
+    kind = torch.float32 if few else x.dtype
+    shape = (top_k + spare if few else top_k, num_rows, hidden)
+    parts = torch.empty(shape, dtype=kind, device=device)
+    block_m = rows_of_tile(num_rows, top_k, num_experts)
+    splits = 1 if few else triton.next_power_of_2(triton.cdiv(pairs, num_experts * block_m))
+    width = x.element_size()
+    first, second = tiles or (tiles_of(block_m, True, width), tiles_of(block_m, False, width))
+    for is_gated, size, source, own, bias, out in (
+        (True, first, x, experts.gate_up, experts.gate_up_bias, inner),
+        (False, second, inner, experts.down, experts.down_bias, parts),
+    ):
+        flat = own.view(-1, own.shape[2])
+        outputs = inner_size if is_gated else hidden
+        by_descriptor = has_tma(x) and fits_tma(flat) if tma is None else tma
+        block = [size.block_n, size.block_k]
+        _tile_kernel[(triton.cdiv(outputs, size.block_n), candidates, splits)](
+            TensorDescriptor.from_tensor(flat, block) if by_descriptor else flat,
+            source,
+            x if bias is None else bias,
+            listed[0],
+            listed[1],
+            order,
+            weights,
+            out,
+            num_rows,
+            outputs,
+            flat.shape[1],
+            TOP_K=top_k,
+            SPLITS=splits,
+            GATED=is_gated,
+            BIAS=bias is not None,
+            **activation_options(experts),
+            BLOCK_N=size.block_n,
+            BLOCK_M=block_m,
+            BLOCK_K=size.block_k,
+            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+            TMA=by_descriptor,
+            num_warps=size.num_warps,
+            num_stages=size.stages,
+            **options,
+        )
+    return parts if few else _whole(parts, x)
 
 
 hash_functions(globals())

@@ -1,4 +1,4 @@
-"""Triton's grouped matrix product over experts, interpreted, equals the reference."""
+"""Triton's routers and experts, interpreted, equal the references."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slipstream.kernels.linear import moe
-from slipstream.kernels.linear.experts import ACTIVATIONS, ExpertWeights
+from slipstream.kernels.linear.experts import ACTIVATIONS, ExpertWeights, Routing
 
 from ...cases import some
 
@@ -16,7 +16,26 @@ pytestmark = [
     pytest.mark.usefixtures("triton_interpreter"),
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about overflow
 ]
-SIZES = [(1, 8, 2), (40, 4, 2), (7, 3, 3)]  # tokens, experts, top k
+# rows, experts, top k: one row; fewer pairs than experts; more than one tile of rows
+SIZES = [(1, 8, 2), (3, 16, 2), (40, 4, 2), (7, 3, 3)]
+
+
+def random_experts(
+    num_experts: int, hidden: int, inner: int, activation: str, dtype: torch.dtype
+) -> ExpertWeights:
+    """Experts with outputs around 1; those of "clamped_swiglu" have biases, as in gpt-oss."""
+    stacks = [
+        torch.randn(num_experts, 2 * inner, hidden) / hidden**0.5,
+        torch.randn(num_experts, hidden, inner) / inner**0.5,
+    ]
+    if activation == "clamped_swiglu":
+        stacks += [torch.randn(num_experts, 2 * inner) * 4, torch.randn(num_experts, hidden)]
+    return ExpertWeights(*(stack.to(dtype) for stack in stacks), activation=activation)
+
+
+def random_choice(rows: int, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.stack([torch.randperm(num_experts)[:top_k] for _ in range(rows)])
+    return torch.rand(rows, top_k), ids.int()
 
 
 @pytest.mark.parametrize(
@@ -24,37 +43,86 @@ SIZES = [(1, 8, 2), (40, 4, 2), (7, 3, 3)]  # tokens, experts, top k
     some(
         itertools.product(SIZES, ACTIVATIONS, (torch.float32, torch.float16)),
         kept=[
-            (SIZES[0], "silu", torch.float16),
-            (SIZES[1], "clamped_swiglu", torch.float32),
-            (SIZES[2], "gelu_tanh", torch.float16),
+            (SIZES[0], "clamped_swiglu", torch.float32),
+            (SIZES[1], "silu", torch.float16),
+            (SIZES[2], "clamped_swiglu", torch.float32),
+            (SIZES[3], "gelu_tanh", torch.float16),
         ],
     ),
 )
 def test_run_experts(size: tuple[int, int, int], activation: str, dtype: torch.dtype) -> None:
-    """The last activation with biases."""
     from slipstream.kernels.linear.triton.moe import run_experts
 
-    tokens, experts, top_k = size
-    x = torch.randn(tokens, 72).to(dtype)
-    stacks = [torch.randn(experts, 2 * 40, 72) / 8, torch.randn(experts, 72, 40) / 6]
-    if activation == "clamped_swiglu":
-        stacks += [torch.randn(experts, 2 * 40) * 4, torch.randn(experts, 72)]
-    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
-    weights = torch.rand(tokens, top_k)
-    of = ExpertWeights(*(stack.to(dtype) for stack in stacks), activation=activation)
-    tolerance = 1e-5 if dtype is torch.float32 else 4e-3
-    expected = moe.run_experts_reference(x, of, weights, ids)
-    got = run_experts(x, of, weights, ids)
+    rows, num_experts, top_k = size
+    x = torch.randn(rows, 72).to(dtype)
+    experts = random_experts(num_experts, 72, 40, activation, dtype)
+    weights, ids = random_choice(rows, num_experts, top_k)
+    expected = moe.run_experts_reference(x, experts, weights, ids.long())
+    got = run_experts(x, experts, weights, ids)
+    tolerance = 2e-5 if dtype is torch.float32 else 1e-2
     torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_experts_of_one_token_each_and_experts_without_any() -> None:
+@pytest.mark.parametrize("tma", [False, True])
+def test_parts_of_few_rows_add_up_and_leave_room(tma: bool) -> None:
+    from slipstream.kernels.linear.triton.moe import Tiles, expert_parts
+
+    x = torch.randn(5, 64)
+    experts = random_experts(6, 64, 48, "silu", torch.float32)
+    weights, ids = random_choice(5, 6, 3)
+    tiles = (Tiles(16, 32, 2, 4), Tiles(32, 16, 2, 4))
+    parts = expert_parts(x, experts, weights, ids, 1, tiles, tma)
+    assert parts.shape == (4, 5, 64) and parts.dtype is torch.float32
+    expected = moe.run_experts_reference(x, experts, weights, ids.long())
+    torch.testing.assert_close(parts[:3].sum(0), expected, rtol=2e-5, atol=2e-5)
+
+
+def test_many_rows_of_one_expert_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in prefill: tiles of 128 rows, several programs for an expert, and parts summed."""
+    from slipstream.kernels.linear.triton import moe as triton_moe
+
+    monkeypatch.setattr(triton_moe, "_FEW", 4)
+    monkeypatch.setattr(triton_moe, "_PAIRS", 64)
+    x, weights = torch.randn(300, 32), torch.rand(300, 2)
+    experts = random_experts(3, 32, 16, "silu", torch.float32)
+    ids = torch.tensor([[2, 0], [2, 1]]).repeat(150, 1)
+    expected = moe.run_experts_reference(x, experts, weights, ids)
+    got = triton_moe.expert_parts(x, experts, weights, ids, spare=1)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def test_experts_of_one_row_each_and_experts_without_any() -> None:
     from slipstream.kernels.linear.triton.moe import run_experts
 
     x, weights = torch.randn(3, 32), torch.ones(3, 1)
-    of = ExpertWeights(torch.randn(64, 2 * 16, 32) / 6, torch.randn(64, 32, 16) / 4)
-    ids = torch.tensor([[63], [0], [40]])
-    expected = moe.run_experts_reference(x, of, weights, ids)
-    got = run_experts(x, of, weights, ids)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert not run_experts(x[:0], of, weights[:0], ids[:0]).numel()
+    experts = random_experts(64, 32, 16, "silu", torch.float32)
+    ids = torch.tensor([[63], [0], [63]])
+    expected = moe.run_experts_reference(x, experts, weights, ids)
+    got = run_experts(x, experts, weights, ids)
+    torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+    assert not run_experts(x[:0], experts, weights[:0], ids[:0]).numel()
+
+
+@pytest.mark.parametrize("parts", [0, 3])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("renormalise", [False, True])
+def test_select_experts(renormalise: bool, scoring: str, parts: int) -> None:
+    from slipstream.kernels.linear.triton import route
+
+    logits = torch.randn(*([parts] if parts else []), 9, 11)
+    bias = torch.randn(11) * 0.3 if scoring == "sigmoid" else None
+    routing = Routing(3, scoring, renormalise=renormalise, scale=2.5)
+    weights, ids = route.select_experts(logits, routing, bias)
+    expected, expected_ids = moe.select_experts_reference(logits, routing, bias)
+    assert torch.equal(ids, expected_ids.int())
+    torch.testing.assert_close(weights, expected)
+
+
+def test_any_scores_choose_different_experts_that_exist() -> None:
+    """Padded rows may hold anything; an id out of range would read foreign memory."""
+    from slipstream.kernels.linear.triton import route
+
+    logits = torch.full((4, 6), float("nan"))
+    logits[1], logits[2], logits[3, 1:] = float("-inf"), 0.0, 1.0
+    ids = route.select_experts(logits, Routing(4))[1]
+    assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in ids.tolist())

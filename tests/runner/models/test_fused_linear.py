@@ -15,8 +15,10 @@ from slipstream.kernels.linear.linear_tuned import LinearChooser
 from slipstream.runner.attention.base import AttentionBackend
 from slipstream.runner.attention.reference import ReferenceBackend
 from slipstream.runner.attention.triton import TritonBackend
+from slipstream.runner.models import moe
 from slipstream.runner.models.registry import build_model
 
+from ...cases import some
 from ..model_harness import CPU, Sequences
 
 pytestmark = [
@@ -31,6 +33,13 @@ SIZES = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     max_position_embeddings=64,
+)
+EXPERTS = dict(
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    norm_topk_prob=True,
+    shared_expert_intermediate_size=48,
 )
 TILE = Skinny(64, 32, 3, 4, 2, 16)
 NO_NORM = Gemv(64, 64, 4, norm=0)
@@ -53,7 +62,8 @@ class Chooser(LinearChooser):
 
 def make_model(kind: str, dtype: torch.dtype, chooser: LinearChooser | None) -> Any:
     config_class = getattr(transformers, f"{kind}Config")
-    config = config_class(**SIZES, head_dim=16, tie_word_embeddings=kind == "Llama")
+    more = EXPERTS if "Moe" in kind else {}
+    config = config_class(**SIZES, **more, head_dim=16, tie_word_embeddings=kind == "Llama")
     model = build_model(config, CPU, dtype, linear=chooser)
     generator = torch.Generator().manual_seed(3)
     for slot in model.checkpoint_slots().values():
@@ -74,7 +84,13 @@ def run(model: Any, backend: AttentionBackend, steps: Any = ROWS) -> list[Tensor
     return out
 
 
-@pytest.mark.parametrize(("kind", "fuses"), [("Qwen2", False), ("Qwen3", True)])
+@pytest.mark.parametrize(
+    ("kind", "fuses"),
+    some(
+        [("Qwen2", False), ("Qwen3", True), ("Qwen2Moe", True)],
+        kept=[("Qwen2", False), ("Qwen3", True)],
+    ),
+)
 def test_few_rows_equal_the_plain_path(
     kind: str, fuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,6 +100,7 @@ def test_few_rows_equal_the_plain_path(
     model = make_model(kind, torch.float16, chooser)
     backend = TritonBackend()
     monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    monkeypatch.setattr(moe, "_FEW_ROWS", TILE)
     if not fuses:
         monkeypatch.delattr("slipstream.runner.attention.triton.TritonMetadata.rotate_and_attend")
     got = run(model, backend)

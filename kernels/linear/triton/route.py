@@ -1,0 +1,102 @@
+"""Triton version of `kernels.linear.moe.select_experts`: a program chooses a token's experts."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import pdl_options, wait_for_inputs
+from ..experts import Routing
+
+_LEAST = tl.constexpr(-3e38)  # above what was chosen before, below any finite score
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _select_kernel(
+    logits,  # [T, E], or [PARTS, T, E] float32
+    bias,  # [E]
+    weights,  # [T, TOP_K] float32
+    ids,  # [T, TOP_K] int32
+    num_tokens,
+    scale,
+    E: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PARTS: tl.constexpr,  # 0 = whole
+    SIGMOID: tl.constexpr,
+    BIAS: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_E)
+    exists = expert < E
+    logit = tl.load(logits + token * E + expert, mask=exists, other=float("-inf")).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        own = (part * num_tokens + token) * E + expert
+        logit += tl.load(logits + own, mask=exists, other=0.0)
+    if SIGMOID:
+        score = 1.0 / (1.0 + tl.exp(-logit))
+    else:
+        score = tl.exp(logit - tl.max(logit, 0))
+        score /= tl.sum(score, 0)
+    choice = score
+    if BIAS:
+        choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
+    # NaN would be chosen never or always; k different experts must be chosen whatever the scores
+    choice = tl.where(choice > _LEAST, choice, _LEAST)
+    choice = tl.where(exists, choice, float("-inf"))
+    place = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros([BLOCK_K], tl.int32)
+    weight = tl.zeros([BLOCK_K], tl.float32)
+    for index in tl.static_range(TOP_K):
+        best = tl.max(choice, 0)
+        at = tl.min(tl.where(choice == best, expert, BLOCK_E), 0)
+        own = tl.sum(tl.where(expert == at, score, 0.0), 0)
+        chosen = tl.where(place == index, at, chosen)
+        weight = tl.where(place == index, own, weight)
+        choice = tl.where(expert == at, float("-inf"), choice)
+    if RENORMALISE:
+        weight /= tl.sum(weight, 0) + 1e-20
+    target = token * TOP_K + place
+    tl.store(ids + target, chosen, mask=place < TOP_K)
+    tl.store(weights + target, weight * scale, mask=place < TOP_K)
+
+
+def select_experts(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """See `kernels.linear.moe.select_experts`; routing without groups. ids are int32."""
+    assert routing.num_groups == 1 and logits.is_contiguous()
+    parts = logits.shape[0] if logits.dim() == 3 else 0
+    num_tokens, num_experts = logits.shape[-2:]
+    shape = (num_tokens, routing.top_k)
+    weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    if num_tokens == 0:
+        return weights, ids
+    _select_kernel[(num_tokens,)](
+        logits,
+        logits if bias is None else bias,
+        weights,
+        ids,
+        num_tokens,
+        routing.scale,
+        E=num_experts,
+        TOP_K=routing.top_k,
+        PARTS=parts,
+        SIGMOID=routing.scoring == "sigmoid",
+        BIAS=bias is not None,
+        RENORMALISE=routing.renormalise,
+        BLOCK_E=triton.next_power_of_2(num_experts),
+        BLOCK_K=triton.next_power_of_2(routing.top_k),
+        num_warps=1 if num_experts <= 256 else 4,
+        **pdl_options(logits),
+    )
+    return weights, ids
