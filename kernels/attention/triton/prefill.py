@@ -1,0 +1,271 @@
+"""Paged attention of long queries: the part of `paged_attention` that prompts spend their time in.
+
+Keys that all query tokens of a program see are absorbed without masks; only the last tiles, where
+the causal border lies, are masked. Late query blocks have the most keys, so they start first.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ..paged_rows import AttentionRule, PagedRows
+from .online_softmax import LEAST, LOG2E, soft_capped
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tile sizes of a launch."""
+
+    block_m: int  # query rows of a program, tokens times heads
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+
+
+def tiles_for(head_dim: int) -> Tiles:
+    """The tiles for 16-bit heads of this size."""
+    return Tiles(128, 64, 8, 3) if head_dim <= 128 else Tiles(64, 32, 4, 2)
+
+
+@triton.jit
+def find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
+    """Find the request of a query block: request i owns the blocks from start_i // BLOCK_Q + i."""
+    low, high = 0, num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _absorb_tile(
+    q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
+    top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
+    FULL_DIM: tl.constexpr,
+):  # fmt: skip
+    """Add the keys from `key_start` on to the running softmax: the new (top, total, acc).
+
+    Without MASKED every row sees every key of the tile. `last` [M] is a row's last visible key.
+    """
+    at = key_start + key
+    if MASKED:
+        exists = at < high
+        page = tl.load(table + at // PAGE, mask=exists, other=0).to(tl.int64)
+        inside = exists[:, None]
+        if not FULL_DIM:
+            inside = inside & dim_inside[None, :]
+        k = tl.load(key_rows + (page * k_stride_b)[:, None], mask=inside, other=0.0)
+    else:
+        page = tl.load(table + at // PAGE).to(tl.int64)
+        inside = dim_inside[None, :]
+        if FULL_DIM:
+            k = tl.load(key_rows + (page * k_stride_b)[:, None])
+        else:
+            k = tl.load(key_rows + (page * k_stride_b)[:, None], mask=inside, other=0.0)
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)))
+    factor = scale * LOG2E
+    if SOFTCAP:
+        scores = soft_capped(scores * scale, softcap)
+        factor = LOG2E
+    if MASKED:
+        visible = at[None, :] <= last[:, None]
+        if WINDOW > 0:
+            visible = visible & (at[None, :] > last[:, None] - WINDOW)
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * factor)
+    rescale = tl.exp2(top - new_top)
+    weights = tl.exp2(scores * factor - new_top[:, None])
+    total = total * rescale + tl.sum(weights, 1)
+    if MASKED or not FULL_DIM:
+        v = tl.load(value_rows + (page * v_stride_b)[:, None], mask=inside, other=0.0)
+    else:
+        v = tl.load(value_rows + (page * v_stride_b)[:, None])
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * rescale[:, None])
+    return new_top, total, acc
+
+
+@triton.jit(
+    do_not_specialize=["num_reqs", "num_tokens"],
+    do_not_specialize_on_alignment=["query_start_loc"],
+)
+def _prefill_kernel(
+    query,  # [T, Hq, D]
+    key_cache,  # [num_blocks, PAGE, Hkv, D]
+    value_cache,  # [num_blocks, PAGE, Hkv, D]
+    block_table,  # [N, max_blocks] int32
+    query_start_loc,  # [N + 1] int32
+    seq_lens,  # [N] int32
+    sinks,  # [Hq]
+    out,  # [T, Hq, D], contiguous
+    scale,
+    softcap,
+    num_reqs,
+    num_tokens,
+    q_stride_t,
+    q_stride_h,
+    k_stride_b,
+    k_stride_t,
+    k_stride_h,
+    v_stride_b,
+    v_stride_t,
+    v_stride_h,
+    table_stride,
+    Q_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads per KV head
+    HEADS: tl.constexpr,  # query heads of one program
+    DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,  # query tokens of one program
+    BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0 = none
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    wait_for_inputs(PDL)
+    num_blocks = tl.num_programs(0)
+    block = num_blocks - 1 - tl.program_id(0)
+    head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // head_blocks
+    row = tl.arange(0, BLOCK_M)
+    in_group = (tl.program_id(1) % head_blocks) * HEADS + row % HEADS
+    head = kv_head * GROUP + in_group  # [BLOCK_M] query head
+    dim = tl.arange(0, BLOCK_D)
+    dim_inside = dim < DIM
+
+    # the programs share the work of zeroing token rows without a request
+    covered = tl.load(query_start_loc + num_reqs)
+    used = (row < HEADS) & (in_group < GROUP)
+    for empty in range(covered + block, num_tokens, num_blocks):
+        target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
+        tl.store(out + target, zeros, mask=used[:, None] & dim_inside[None, :])
+
+    request = find_request(query_start_loc, num_reqs, block, BLOCK_Q)
+    start = tl.load(query_start_loc + request)
+    first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
+    query_len = tl.load(query_start_loc + request + 1) - start
+    if first >= query_len:
+        return
+    cached = tl.load(seq_lens + request) - query_len  # keys before the request's queries
+    within = first + row // HEADS  # [BLOCK_M] query token within the request
+    valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
+    last = cached + within  # [BLOCK_M] position, the last key that the row sees
+    token = (start + within).to(tl.int64)
+    high = cached + tl.minimum(query_len, first + BLOCK_Q)  # end of the keys that some row sees
+    low = 0
+    masked_from = (cached + first + 1) // BLOCK_N * BLOCK_N  # all rows see all keys before it
+    if WINDOW > 0:
+        low = tl.maximum(0, cached + first - WINDOW + 1)
+        masked_from = low
+
+    q_rows = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
+    q = tl.load(q_rows + dim[None, :], mask=valid[:, None] & dim_inside[None, :], other=0.0)
+    top = tl.full([BLOCK_M], LEAST, tl.float32)  # running maximum, log2 domain
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if SINKS:
+        top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+        total += 1.0
+    key = tl.arange(0, BLOCK_N)
+    table = block_table + request.to(tl.int64) * table_stride
+    key_rows = key_cache + kv_head * k_stride_h + dim[None, :]
+    value_rows = value_cache + kv_head * v_stride_h + dim[None, :]
+    if BLOCK_N % PAGE == 0 and WINDOW == 0:  # a key's place in its page is the same in every tile
+        key_rows += ((key % PAGE) * k_stride_t)[:, None]
+        value_rows += ((key % PAGE) * v_stride_t)[:, None]
+        for key_start in range(0, masked_from, BLOCK_N):
+            top, total, acc = _absorb_tile(
+                q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
+                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                PAGE, WINDOW, SOFTCAP, False, BLOCK_D == DIM,
+            )  # fmt: skip
+        for key_start in range(masked_from, high, BLOCK_N):
+            top, total, acc = _absorb_tile(
+                q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
+                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
+            )  # fmt: skip
+    else:
+        for key_start in range(low, high, BLOCK_N):
+            place = ((key_start + key) % PAGE)[:, None]
+            top, total, acc = _absorb_tile(
+                q, key_rows + place * k_stride_t, value_rows + place * v_stride_t,
+                table, key_start, high, key, last, dim_inside,
+                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
+            )  # fmt: skip
+
+    result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    target = out + (token * Q_HEADS + head)[:, None] * DIM + dim[None, :]
+    mask = valid[:, None] & dim_inside[None, :]
+    tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    query: Tensor,
+    kv_cache: Tensor,
+    rows: PagedRows,
+    rule: AttentionRule,
+    out: Tensor,
+    tiles: Tiles | None = None,
+) -> None:
+    """`paged_attention` into `out` [T, Hq, D], for a layer without MLA; `rows.parts` is ignored."""
+    num_tokens, num_heads, dim = query.shape
+    num_reqs, (_, _, page, kv_heads, _) = rows.seq_lens.shape[0], kv_cache.shape
+    tiles = tiles or tiles_for(dim)
+    group = num_heads // kv_heads
+    heads = min(group, tiles.block_m)
+    block_q = tiles.block_m // heads
+    grid = (num_tokens // block_q + num_reqs, kv_heads * triton.cdiv(group, heads))
+    assert query.stride(-1) == kv_cache.stride(-1) == rows.block_table.stride(-1) == 1
+    _prefill_kernel[grid](
+        query,
+        kv_cache[0],
+        kv_cache[1],
+        rows.block_table,
+        rows.query_start_loc,
+        rows.seq_lens,
+        query if rule.sinks is None else rule.sinks,
+        out,
+        rule.scale,
+        1.0 if rule.softcap is None else rule.softcap,
+        num_reqs,
+        num_tokens,
+        *query.stride()[:2],
+        *kv_cache[0].stride()[:3],
+        *kv_cache[1].stride()[:3],
+        rows.block_table.stride(0),
+        Q_HEADS=num_heads,
+        GROUP=group,
+        HEADS=heads,
+        DIM=dim,
+        BLOCK_D=triton.next_power_of_2(dim),
+        PAGE=page,
+        BLOCK_M=tiles.block_m,
+        BLOCK_Q=block_q,
+        BLOCK_N=tiles.block_n,
+        WINDOW=rule.sliding_window or 0,
+        SOFTCAP=rule.softcap is not None,
+        SINKS=rule.sinks is not None,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **pdl_options(query),
+    )
+
+
+hash_functions(globals())
