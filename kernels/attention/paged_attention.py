@@ -23,19 +23,27 @@ _GROUPED_KEYS = 1024  # from this number of keys on, a single query row is also 
 
 
 def paged_attention(
-    query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRule
+    query: Tensor,
+    kv_cache: Tensor,
+    rows: PagedRows,
+    rule: AttentionRule,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Causal attention; the last query row of a request is aligned with its last key.
 
     query: [T, Hq, D]; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA
-    [num_blocks, block_size, 1, D]. Returns [T, Hq, Dv]; rows of requests with seq_len 0 are zeros.
+    [num_blocks, block_size, 1, D]. Returns [T, Hq, Dv], which is `out` if that is given; rows of
+    requests with seq_len 0 are zeros.
     """
     if use_triton(query):
         from .triton import paged_attention as triton_paged_attention
 
-        out: Tensor = triton_paged_attention.paged_attention(query, kv_cache, rows, rule)
-        return out
-    return paged_attention_reference(query, kv_cache, rows, rule)
+        result: Tensor = triton_paged_attention.paged_attention(
+            query, kv_cache, rows, rule, out=out
+        )
+        return result
+    result = paged_attention_reference(query, kv_cache, rows, rule)
+    return result if out is None else out.copy_(result)
 
 
 def paged_attention_reference(

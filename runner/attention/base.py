@@ -93,6 +93,9 @@ class AttentionMetadata(ABC):
 
     # False if the step differs from what its FULL graph has baked; it then runs eagerly, padded.
     can_replay: bool = True
+    # True if `rotate_and_attend` saves work over a rotation and `attend`. PIECEWISE graphs then
+    # leave the rotation to it; otherwise they contain the rotation.
+    fuses_rotation: bool = False
 
     @abstractmethod
     def attend(
@@ -113,10 +116,15 @@ class AttentionMetadata(ABC):
         value: Tensor | None,
         kv_cache: Tensor,
         rotary: Rotary,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Rotate query and key, then `attend`. A back end with a fused kernel overrides it."""
+        """Rotate query and key, then `attend`; the result is written into `out` if it is given.
+
+        A back end with a fused kernel overrides it.
+        """
         query, key, value = rotary.prepare(query, key, value, kv_cache.dtype)
-        return self.attend(layer, query, key, value, kv_cache)
+        result = self.attend(layer, query, key, value, kv_cache)
+        return result if out is None else out.copy_(result)
 
 
 class AttentionBuilder(ABC):
@@ -207,11 +215,12 @@ class AttentionState:
         key: Tensor | None,
         value: Tensor | None,
         rotary: Rotary,
+        out: Tensor | None = None,
     ) -> Tensor:
         """`AttentionMetadata.rotate_and_attend` of one layer."""
         metadata = self.metadata[self.group_of_layer[layer_id]]
         return metadata.rotate_and_attend(
-            self.layers[layer_id], query, key, value, self.kv_caches[layer_id], rotary
+            self.layers[layer_id], query, key, value, self.kv_caches[layer_id], rotary, out
         )
 
 

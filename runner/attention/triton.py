@@ -34,6 +34,8 @@ _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512  # 16 is the smallest tile of a tensor co
 class TritonMetadata(AttentionMetadata):
     """Views of the step buffers. A graph bakes their addresses and the bound on query lengths."""
 
+    fuses_rotation = True
+
     def __init__(
         self,
         common: CommonAttentionMetadata,
@@ -63,10 +65,11 @@ class TritonMetadata(AttentionMetadata):
         value: Tensor | None,
         kv_cache: Tensor,
         rotary: Rotary,
+        out: Tensor | None = None,
     ) -> Tensor:
         if key is None or value is None:
-            return super().rotate_and_attend(layer, query, key, value, kv_cache, rotary)
-        return rotary_attention(query, key, value, rotary, kv_cache, self._rows, layer)
+            return super().rotate_and_attend(layer, query, key, value, kv_cache, rotary, out)
+        return rotary_attention(query, key, value, rotary, kv_cache, self._rows, layer, out)
 
 
 class TritonBuilder(AttentionBuilder):
@@ -82,16 +85,19 @@ class TritonBuilder(AttentionBuilder):
 
     def __init__(self, arrivals: Tensor | None = None) -> None:
         self._arrivals = arrivals
+        self._longest = 1  # the longest query of a uniform batch that a graph holds
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> TritonMetadata:
         is_full = desc is not None and desc.mode is CUDAGraphMode.FULL
-        is_uniform = desc is not None and desc.uniform_token_count is not None
-        # Other steps have any number of rows, which would need too many variants of the fused
-        # kernel.
-        arrivals = self._arrivals if is_full and is_uniform else None
-        parts = None if is_full else mixed_parts(common)
+        uniform = None if desc is None else desc.uniform_token_count
+        arrivals = None
+        if is_full and uniform is not None:
+            arrivals, self._longest = self._arrivals, max(self._longest, uniform)
+        # Other steps have queries of any length, which would need too many variants of the fused
+        # kernel; only decodes among them are like those of graphs.
+        parts = None if is_full else mixed_parts(common, self._arrivals, self._longest)
         return TritonMetadata(common, max_query_len(common, desc), arrivals, parts)
 
 
@@ -112,11 +118,14 @@ def _paged_rows(
     )
 
 
-def mixed_parts(common: CommonAttentionMetadata) -> tuple[PagedRows, PagedRows] | None:
+def mixed_parts(
+    common: CommonAttentionMetadata, arrivals: Tensor | None = None, longest_fused: int = 1
+) -> tuple[PagedRows, PagedRows] | None:
     """Split a batch of decodes and prefills into the former and the rest.
 
-    Decodes come first in a batch. Returns None for other batches, and for one with so few decodes
-    that a launch of their own would cost more than it saves. Reads query lengths on the host.
+    The decodes get `arrivals` if none has more than `longest_fused` tokens. Decodes come first in a
+    batch. Returns None for other batches, and for one with so few decodes that a launch of their
+    own would cost more than it saves. Reads query lengths on the host.
     """
     if common.max_query_len <= _DECODE_TOKENS or common.num_reqs <= _LEAST_DECODES:
         return None
@@ -127,7 +136,10 @@ def mixed_parts(common: CommonAttentionMetadata) -> tuple[PagedRows, PagedRows] 
     if num_reqs < _LEAST_DECODES or lengths[0] > _DECODE_TOKENS:
         return None
     num_tokens = int(starts[num_reqs])
-    early = _paged_rows(common.with_rows(num_reqs, num_tokens), int(lengths[:num_reqs].max()))
+    longest = int(lengths[:num_reqs].max())
+    if longest > longest_fused:
+        arrivals = None
+    early = _paged_rows(common.with_rows(num_reqs, num_tokens), longest, arrivals)
     late = PagedRows(
         _aligned(common.block_table[num_reqs:]),
         common.query_start_loc[num_reqs:] - num_tokens,

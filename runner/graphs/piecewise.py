@@ -9,9 +9,10 @@ eagerly with the step's own metadata, on the real rows only (vllm#36626).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...kernels.recurrent.rows import DeltaWeights
@@ -24,18 +25,27 @@ class _AttentionCut:
     """One eager attention call between two segments; its tensors have padded rows."""
 
     layer_id: int
+    # With `rotary`, these three may be S float32 partial sums, with a first dimension of S.
     query: Tensor  # [M*, num_heads, head_dim]
     key: Tensor | None  # [M*, num_kv_heads, head_dim]
     value: Tensor | None  # [M*, num_kv_heads, head_dim_v]
     output: Tensor  # [M*, num_heads, head_dim_v], read by the next segment
+    rotary: Rotary | None  # the rotation that belongs to the call
 
     def run(self, state: AttentionState, num_tokens: int) -> None:
-        key = None if self.key is None else self.key[:num_tokens]
-        value = None if self.value is None else self.value[:num_tokens]
-        result = state.attend(self.layer_id, self.query[:num_tokens], key, value)
-        self.output[:num_tokens].copy_(result)
+        query, key, value = (
+            None if heads is None else heads[..., :num_tokens, :, :]
+            for heads in (self.query, self.key, self.value)
+        )
+        assert query is not None
+        output = self.output[:num_tokens]
+        if self.rotary is None:
+            output.copy_(state.attend(self.layer_id, query, key, value))
+        else:
+            state.rotate_and_attend(self.layer_id, query, key, value, self.rotary, output)
         # A longer batch may have left NaN in the padded rows, which MoE layers would spread.
-        self.output[num_tokens:].zero_()
+        if num_tokens < self.output.shape[0]:
+            self.output[num_tokens:].zero_()
 
 
 @dataclass(frozen=True)
@@ -79,14 +89,22 @@ class BreakableGraph:
             self._end()
 
     def cut(
-        self, layer_id: int, query: Tensor, key: Tensor | None, value: Tensor | None, width: int
+        self,
+        layer_id: int,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        width: int,
+        rotary: Rotary | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """End the segment, note the attention call and begin the next segment.
 
-        Returns the tensor for attention's output, [M*, num_heads, width].
+        Returns the tensor for attention's output, [M*, num_heads, width], in `dtype` (None = the
+        query's).
         """
         # Allocated inside the segment, so that the pool keeps its address for the next one.
-        output = query.new_empty(query.shape[0], query.shape[1], width)
+        output = query.new_empty(*query.shape[-3:-1], width, dtype=dtype or query.dtype)
         self._end()
         borrow = self._pool.backend.borrow
         self._steps.append(
@@ -96,6 +114,7 @@ class BreakableGraph:
                 None if key is None else borrow(key),
                 None if value is None else borrow(value),
                 borrow(output),
+                None if rotary is None else replace(rotary, positions=borrow(rotary.positions)),
             )
         )
         self._begin()
@@ -161,8 +180,12 @@ class BreakableState(AttentionState):
         key: Tensor | None,
         value: Tensor | None,
         rotary: Rotary,
+        out: Tensor | None = None,
     ) -> Tensor:
-        # Recorded in the segment before the cut.
         dtype = self.kv_caches[layer_id].dtype
+        if key is not None and self.metadata[self.group_of_layer[layer_id]].fuses_rotation:
+            width = self.layers[layer_id].head_dim
+            return self.graph.cut(layer_id, query, key, value, width, rotary, dtype)
+        # Recorded in the segment before the cut.
         query, key, value = rotary.prepare(query, key, value, dtype)
         return self.attend(layer_id, query, key, value)

@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -30,7 +30,7 @@ from ..claims.at_start import ClaimsAtStart, claim_cases, claim_setup
 from ..graphs.capture import Graph, GraphBackend
 from ..graphs.dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_mode
 from ..graphs.settings import GraphSettings
-from ..models.short_model import attention_kind, shorten
+from ..models.short_model import shorten
 from ..process import follow_parent
 from ..scheduling.plan import RowResult, StepPlan
 from ..step.model_runner import ModelRunner
@@ -46,6 +46,7 @@ _NOT_TRITONS = ("flashinfer", "flash_mla")
 _MANY_BYTES = 1 << 50  # size of the KV cache, which uses no memory
 # Larger batches are not known to need other kernels, whatever a server's own limits are.
 _MANY_ROWS, _MANY_TOKENS = 257, 2048
+_SOME_PREFILL = 64  # tokens of a prefill beside verified drafts
 
 
 # Called with the name of a stage once all its kernels have been launched.
@@ -173,32 +174,34 @@ def dry_start(
     reached(STEPS)
     rare_steps(runner, config)
     with torch.inference_mode():
-        attend_to_any_batch(parts, config.scheduler.max_num_batched_tokens)
+        run_any_batch(
+            parts, config.scheduler.max_num_batched_tokens, config.speculative.draft_counts
+        )
     return runner
 
 
-def attend_to_any_batch(parts: RunnerParts, max_num_tokens: int) -> None:
-    """Launch attention for prefills of every length in batches of every size.
+def run_any_batch(
+    parts: RunnerParts, max_num_tokens: int, draft_counts: Sequence[int] = ()
+) -> None:
+    """Run the target on one prefill of every length in batches of every size.
 
-    It runs outside graphs, and its tiles depend on both numbers. Powers of two, and one more,
-    cover every kind of tile.
+    Attention runs outside graphs, and its tiles depend on both numbers. Powers of two, and one
+    more, cover every kind of tile.
     """
-    cache, buffers = parts.target.cache, parts.buffers
-    layers = {attention_kind(layer): layer for layer in cache.layers.values()}.values()
+    target, buffers = parts.target, parts.buffers
     lengths = [n + more for n in _powers(max_num_tokens) for more in (0, 1)]
-    for length in lengths:
+    # A prefill's launch does not depend on the decodes beside it, which are verified drafts or not.
+    batches = [(1, length) for length in lengths]
+    batches += [(count + 1, _SOME_PREFILL) for count in draft_counts if count]
+    for decode_len, length in batches:
         for num_reqs in _powers(buffers.max_num_reqs):
-            num_tokens = length + num_reqs - 1  # one prefill and decodes
+            num_tokens = length + (num_reqs - 1) * decode_len
             if num_tokens > max_num_tokens:
                 break
-            host = torch.zeros(buffers.max_num_reqs + 1, dtype=torch.int32)
-            common = buffers.common(num_reqs, num_tokens, host, host[1:], length)
-            for layer in layers:
-                group = cache.group_of_layer[layer.layer_id]
-                metadata = parts.target.builders[group].build(common[group])
-                shape = (num_tokens, layer.num_heads, layer.head_dim)
-                query = torch.empty(shape, dtype=cache.dtype, device=_META)
-                metadata.attend(layer, query, None, None, cache.kv_caches[layer.layer_id])
+            starts = torch.full((buffers.max_num_reqs + 1,), num_tokens, dtype=torch.int32)
+            starts[:num_reqs] = torch.arange(num_reqs) * decode_len
+            common = buffers.common(num_reqs, num_tokens, starts, starts[1:], length)
+            target.run_eagerly(num_tokens, common)
 
 
 def _powers(most: int) -> list[int]:

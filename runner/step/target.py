@@ -198,10 +198,13 @@ class Target:
         Returns the logits of a row for each request.
         """
         num_reqs = min(num_tokens, max_num_reqs or self._buffers.max_num_reqs)
-        desc = eager_descriptor(num_tokens, num_reqs, None)
-        common = self._buffers.fill_dummy(desc)
-        hidden, _ = self._forward(num_tokens, self._state(common, desc))
-        return self.compute_logits(hidden[:num_reqs])
+        common = self._buffers.fill_dummy(eager_descriptor(num_tokens, num_reqs, None))
+        return self.compute_logits(self.run_eagerly(num_tokens, common)[:num_reqs])
+
+    def run_eagerly(self, num_tokens: int, common: Sequence[CommonAttentionMetadata]) -> Tensor:
+        """Run the first `num_tokens` rows of the step buffers; returns hidden states [M, H]."""
+        desc = eager_descriptor(num_tokens, common[0].num_reqs, None)
+        return self._forward(num_tokens, self._state(common, desc))[0]
 
     def capture(self) -> Mapping[BatchExecutionDescriptor, AttentionStatePair]:
         """Capture every wanted graph; returns the attention states of each."""

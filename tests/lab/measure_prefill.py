@@ -10,15 +10,18 @@ are compiled first, in parallel.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from triton.errors import TritonError
 
 from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
 from slipstream.kernels.attention.triton.paged_attention import _attend
-from slipstream.kernels.attention.triton.prefill import Tiles, prefill_attention, tiles_for
+from slipstream.kernels.attention.triton.prefill import Tiles, prefill_attention
 from slipstream.kernels.linear.linear_tune import time_in_graph
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
@@ -69,32 +72,41 @@ def main() -> None:
         query, cache, rows = made[0]
         out = torch.empty_like(query)
         list(pool.map(lambda t: prefill_attention(query, cache, rows, rule, out, t), TILES))
-    for (title, lengths), (query, cache, rows) in zip(CASES, made, strict=True):
-        work, out, exact = flops(lengths), torch.empty_like(query), torch.empty_like(query)
-
-        def show(name: str, microseconds: float, work: float = work) -> None:
-            print(f"  {microseconds:8.1f} us  {work / microseconds / 1e6:6.1f} TFLOP/s  {name}",
-                  flush=True)  # fmt: skip
-
+    for (title, lengths), arguments in zip(CASES, made, strict=True):
         print(f"{title}:")
-        _attend(query, cache, rows, rule, None, exact)
-        show("any queries", time_in_graph([lambda: _attend(query, cache, rows, rule, None, exact)] * 8))
-        for tiles in TILES:
-            try:
-                prefill_attention(query, cache, rows, rule, out, tiles)
-                error = float((out.float() - exact.float()).norm() / exact.float().norm())
-                call = lambda tiles=tiles: prefill_attention(query, cache, rows, rule, out, tiles)  # noqa: E731
-                mark = "  <-- chosen" if tiles == tiles_for(DIM) else ""
-                show(f"{tiles} error {error:.1e}{mark}", time_in_graph([call] * 8))
-            except Exception as problem:  # a tile that does not fit
-                print(f"  {tiles}: {type(problem).__name__} {str(problem)[:80]}")
-        if len(lengths) == 1 and lengths[0][0] == lengths[0][1]:
-            q = query.transpose(0, 1).unsqueeze(0)
-            k = torch.randn(1, KV_HEADS, len(query), DIM, device="cuda", dtype=torch.bfloat16)
-            call = lambda q=q, k=k: F.scaled_dot_product_attention(  # noqa: E731
-                q, k, k, is_causal=True, enable_gqa=True
-            )
-            show("torch, contiguous keys", time_in_graph([call] * 8))
+        measure(lengths, *arguments, rule)
+
+
+def measure(
+    lengths: list[tuple[int, int]],
+    query: Tensor,
+    cache: Tensor,
+    rows: PagedRows,
+    rule: AttentionRule,
+) -> None:
+    """Print a line for each kernel."""
+    work, out, exact = flops(lengths), torch.empty_like(query), torch.empty_like(query)
+
+    def show(name: str, call: Callable[[], object]) -> None:
+        microseconds = time_in_graph([call] * 8)
+        rate = work / microseconds / 1e6
+        print(f"  {microseconds:8.1f} us  {rate:6.1f} TFLOP/s  {name}", flush=True)
+
+    # given splits, it does not turn to the kernel of long queries
+    show("any queries", lambda: _attend(query, cache, rows, rule, 1, exact))
+    for tiles in TILES:
+        call = partial(prefill_attention, query, cache, rows, rule, out, tiles)
+        try:
+            call()
+            error = float((out.float() - exact.float()).norm() / exact.float().norm())
+            show(f"{tiles} error {error:.1e}", call)
+        except (RuntimeError, TritonError) as problem:  # a tile that does not fit
+            print(f"  {tiles}: {type(problem).__name__} {str(problem)[:80]}")
+    if len(lengths) == 1 and lengths[0][0] == lengths[0][1]:
+        q = query.transpose(0, 1).unsqueeze(0)
+        k = torch.randn(1, KV_HEADS, len(query), DIM, device="cuda", dtype=torch.bfloat16)
+        attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        show("torch, contiguous keys", lambda: attend(q, k, k))
 
 
 if __name__ == "__main__":

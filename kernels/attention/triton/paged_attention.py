@@ -15,22 +15,10 @@ from torch import Tensor
 
 from ...launch import pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
-from .attention_plan import num_processors, plan_launch
+from .attention_plan import Launch, num_processors, plan_launch
 from .online_softmax import LOG2E, absorb, soft_capped
+from .prefill import MAX_DIM, fills_gpu, find_request, prefill_attention
 from .split_sums import sum_splits
-
-
-@triton.jit
-def _find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
-    """Find the request of a query block: request i owns the blocks from start_i // BLOCK_Q + i."""
-    low, high = 0, num_reqs
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit(
@@ -110,7 +98,7 @@ def _attention_kernel(
         start = tl.load(query_start_loc + request)
         first = 0
     else:
-        request = _find_request(query_start_loc, num_reqs, block, BLOCK_Q)
+        request = find_request(query_start_loc, num_reqs, block, BLOCK_Q)
         start = tl.load(query_start_loc + request)
         first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
     query_len = tl.load(query_start_loc + request + 1) - start
@@ -195,10 +183,12 @@ def paged_attention(
     rows: PagedRows,
     rule: AttentionRule,
     splits: int | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.attention.paged_attention`; `splits` overrides the planned number."""
     dim_v = rule.head_dim_v or query.shape[-1]
-    out = torch.empty(*query.shape[:2], dim_v, dtype=query.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(*query.shape[:2], dim_v, dtype=query.dtype, device=query.device)
     if not rows.parts:
         _attend(query, kv_cache, rows, rule, splits, out)
         return out
@@ -207,6 +197,15 @@ def paged_attention(
     _attend(query[:first], kv_cache, early, rule, splits, out[:first])
     _attend(query[first:], kv_cache, late, rule, splits, out[first:])
     return out
+
+
+def _is_prefill(launch: Launch, query: Tensor, kv_cache: Tensor, rule: AttentionRule) -> bool:
+    """Whether the kernel of long queries serves this launch. It splits no keys, so that it needs
+    enough programs to fill the GPU."""
+    if launch.one_block or rule.is_mla or query.shape[-1] > MAX_DIM:
+        return False
+    same_dtype = query.dtype == kv_cache.dtype and query.element_size() == 2
+    return same_dtype and (launch.splits == 1 or fills_gpu(query, kv_cache))
 
 
 def _attend(
@@ -240,6 +239,9 @@ def _attend(
         num_processors(query.device),
         query.element_size(),
     )
+    if splits is None and _is_prefill(launch, query, kv_cache, rule):
+        prefill_attention(query, kv_cache, rows, rule, out)
+        return
     splits = launch.splits if splits is None else splits
     partial, lse = out, out
     if splits > 1:

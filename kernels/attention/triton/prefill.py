@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
+from .attention_plan import num_processors
 from .online_softmax import LEAST, LOG2E, soft_capped
 
 
@@ -30,9 +30,16 @@ class Tiles:
     num_stages: int
 
 
-def tiles_for(head_dim: int) -> Tiles:
-    """The tiles for 16-bit heads of this size."""
-    return Tiles(128, 64, 8, 3) if head_dim <= 128 else Tiles(64, 32, 4, 2)
+MAX_DIM = 128  # the largest head size
+# The fastest of 11 on an H200 (tests/lab/measure_prefill.py), for heads of 128 values.
+_TILES = Tiles(64, 64, 4, 2)
+
+
+def fills_gpu(query: Tensor, kv_cache: Tensor) -> bool:
+    """Whether a launch for query [T, Hq, D] keeps at least half of the multiprocessors busy."""
+    heads, kv_heads = query.shape[1], kv_cache.shape[3]
+    programs = query.shape[0] * heads // (_TILES.block_m * kv_heads) * kv_heads
+    return 2 * programs >= num_processors(query.device)
 
 
 @triton.jit
@@ -224,10 +231,11 @@ def prefill_attention(
     out: Tensor,
     tiles: Tiles | None = None,
 ) -> None:
-    """`paged_attention` into `out` [T, Hq, D], for a layer without MLA; `rows.parts` is ignored."""
+    """`paged_attention` into `out` [T, Hq, D], for a layer without MLA and heads of up to MAX_DIM
+    values; `rows.parts` is ignored."""
     num_tokens, num_heads, dim = query.shape
     num_reqs, (_, _, page, kv_heads, _) = rows.seq_lens.shape[0], kv_cache.shape
-    tiles = tiles or tiles_for(dim)
+    tiles = tiles or _TILES
     group = num_heads // kv_heads
     heads = min(group, tiles.block_m)
     block_q = tiles.block_m // heads

@@ -296,6 +296,7 @@ def rotary_attention(
     rows: PagedRows,
     rule: AttentionRule,
     plan: Launch,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `kernels.attention.rotary_attention.rotary_attention`; `plan.fused` must hold."""
     num_reqs, (_, _, page, kv_heads, _) = rows.seq_lens.shape[0], kv_cache.shape
@@ -310,7 +311,8 @@ def rotary_attention(
     assert rows.block_table.stride(-1) == 1
     num_tokens, num_heads, dim = query.shape
     shape, splits = (num_tokens, num_heads, dim), plan.splits
-    out = torch.empty(shape, dtype=kv_cache.dtype, device=query.device)
+    if out is None:
+        out = torch.empty(shape, dtype=kv_cache.dtype, device=query.device)
     if num_tokens == 0 or num_reqs == 0:
         return out.zero_()
     partial = lse = torch.empty(1, dtype=torch.float32, device=query.device)

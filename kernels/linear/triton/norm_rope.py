@@ -144,9 +144,7 @@ def fused_add_rms_norm(
     return _launch_norm(x, residual, weight, eps, rows, out, stream)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=["slot_mapping"],
-)
+@triton.jit(do_not_specialize_on_alignment=["positions", "slot_mapping"])
 def _rotary_kernel(
     positions,  # [T] int64
     query,  # [T, Hq, D]; PARTS: [PARTS, T, Hq, D] float32, as key and value

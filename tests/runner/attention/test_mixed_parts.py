@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
 import torch
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
-from slipstream.runner.attention.base import AttentionLayer, CommonAttentionMetadata
+from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv_reference
+from slipstream.runner.attention.base import AttentionLayer, CommonAttentionMetadata, Rotary
 from slipstream.runner.attention.triton import TritonBuilder, mixed_parts
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
@@ -61,6 +65,46 @@ def test_two_launches_give_what_one_gives(decode: int, window: int | None) -> No
     expected = paged_attention_reference(query, cache, rows, layer)
     torch.testing.assert_close(got, expected, rtol=3e-6, atol=3e-6)
     assert not got[tokens - 2 :].any()
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
+@pytest.mark.parametrize("num_parts", [0, 2])  # partial sums of the projection
+def test_each_part_of_a_batch_is_rotated_written_and_attended(num_parts: int) -> None:
+    """The decodes' part by the fused kernel, the other by two kernels; both write into `out`."""
+    common = batch([1] * 9 + [17], [5 + 7 * i for i in range(9)] + [70])
+    tokens = common.num_actual_tokens
+    common = replace(common, slot_mapping=common.slot_mapping.clone())
+    starts = common.query_start_loc.tolist()
+    positions = torch.zeros(tokens, dtype=torch.int64)
+    for row, (start, end) in enumerate(pairwise(starts)):
+        at = torch.arange(end - start) + int(common.seq_lens[row]) - (end - start)
+        positions[start:end] = at
+        common.slot_mapping[start:end] = common.block_table[row][at // PAGE] * PAGE + at % PAGE
+    layer = AttentionLayer(
+        scale=DIM**-0.5, layer_id=0, num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM
+    )
+    rotary = Rotary(positions, torch.randn(128, DIM))
+    shape = (num_parts, tokens) if num_parts else (tokens,)
+    sizes = [HEADS, KV_HEADS, KV_HEADS]
+    query, key, value = torch.randn(*shape, sum(sizes), DIM).split(sizes, dim=-2)
+    cache = torch.randn(2, int(common.block_table.max()) + 1, PAGE, KV_HEADS, DIM)
+    expected_cache = cache.clone()
+    arrivals = torch.zeros(64, dtype=torch.int32)
+    metadata = TritonBuilder(arrivals).build(common)
+    assert metadata._rows.parts is not None and metadata._rows.parts[0].arrivals is arrivals
+    out = torch.full((tokens, HEADS, DIM), float("nan"))
+    got = metadata.rotate_and_attend(layer, query, key, value, cache, rotary, out)
+    assert got.data_ptr() == out.data_ptr()
+
+    rotated = rotary_store_kv_reference(
+        query, key, value, rotary, expected_cache, common.slot_mapping
+    )
+    whole = metadata._rows
+    expected = paged_attention_reference(rotated, expected_cache, whole, layer)
+    torch.testing.assert_close(cache, expected_cache, rtol=3e-6, atol=3e-6)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    assert not arrivals.any()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ import torch
 from torch import Tensor
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
-from slipstream.runner.attention.base import AttentionLayer, AttentionMetadata, AttentionState
+from slipstream.runner.attention.base import (
+    AttentionLayer,
+    AttentionMetadata,
+    AttentionState,
+    Rotary,
+)
 from slipstream.runner.graphs.capture import GraphPool, paused_garbage_collector, spare_modules
 from slipstream.runner.graphs.manager import (
     CudaGraphManager,
@@ -92,6 +98,62 @@ def test_piecewise_replay_uses_the_steps_own_metadata_on_real_rows() -> None:
         model.input[num_tokens:] = float("nan")  # padded rows never reach attention
         state = model.state(lens)
         manager.run_piecewise(desc, state, num_tokens)
+        replayed = model.output[:num_tokens].clone()
+        assert torch.equal(replayed, model.run(num_tokens, model.state(lens)))
+        assert state.metadata[0].seen == num_tokens  # type: ignore[attr-defined]
+
+
+class RotatedSum(PrefixSum):
+    """Rotates in its own call: here it adds the positions to the sum of the queries' parts."""
+
+    fuses_rotation = True
+
+    def rotate_and_attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        rotary: Rotary,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        turned = query.sum(0) + rotary.positions[: query.shape[1], None, None]
+        result = self.attend(layer, turned, key.sum(0), value, kv_cache)
+        return result if out is None else out.copy_(result)
+
+
+class RotatingModel(Model):
+    """The same layers, whose queries and keys are two parts each, beside a rotation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.arange(MAX_TOKENS)
+
+    def state(self, lens: list[int]) -> AttentionState:
+        return replace(super().state(lens), metadata=[RotatedSum(lens)])
+
+    def run(self, num_tokens: int, state: AttentionState) -> Tensor:
+        hidden, turn = self.input[:num_tokens], Rotary(self.positions[:num_tokens], torch.empty(0))
+        for layer in (0, 1):
+            query = (hidden @ self.weights[layer]).view(-1, HEADS, HIDDEN // HEADS)
+            parts = torch.stack((query, 2 * query))
+            mixed = state.rotate_and_attend(layer, parts, parts[..., :1, :], query[:, :1], turn)
+            hidden = hidden + torch.tanh(mixed.flatten(1) @ self.weights[2 + layer])
+        return self.output[:num_tokens].copy_(hidden)
+
+
+def test_a_rotation_that_attention_fuses_is_left_to_it() -> None:
+    """It gets the real rows of every part and the positions of the step, not of the capture."""
+    model, graphs = RotatingModel(), RecordedGraphs()
+    manager = CudaGraphManager("target", [piecewise(8)], GraphPool(graphs))
+    manager.capture(model.create_forward_fn)
+    for lens in ([8], [3, 2]):
+        num_tokens = sum(lens)
+        model.input.normal_()
+        model.positions.random_(50)
+        state = model.state(lens)
+        manager.run_piecewise(piecewise(8), state, num_tokens)
         replayed = model.output[:num_tokens].clone()
         assert torch.equal(replayed, model.run(num_tokens, model.state(lens)))
         assert state.metadata[0].seen == num_tokens  # type: ignore[attr-defined]
