@@ -25,11 +25,11 @@ lint: setup
 types: setup
 	$(BIN)/mypy
 
-# One thread per process, because the tests' models are tiny and more threads slow them down. Two processes share the tests; one of
-# them starts with those that need whole servers (tests/conftest.py). make pytest ARGS="tests/runner -x" runs a selection, and
-# ARGS="-m slow" runs the long forms of tests that run here in a short form.
+# One thread per process, because the tests' models are tiny and more threads slow them down. Two processes share the tests by folder,
+# and one of them starts with those that need whole servers (FIRST_HALF in tests/conftest.py). make pytest ARGS="tests/runner -x"
+# runs a selection, and ARGS="-m slow" runs the long forms of tests that run here in a short form.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-ALL := -m "not slow" --numprocesses 2 --dist loadgroup --no-loadscope-reorder
+ALL := -m "not slow" --numprocesses 2 --dist loadgroup --max-worker-restart 0
 pytest: setup
 	$(PYTEST) $(or $(ARGS),$(ALL))
 

@@ -32,29 +32,50 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without it
     settings.register_profile("long", max_examples=1000, deadline=None)
     settings.load_profile("ci")
 
-SERVERS = ("tests/end_to_end/", "tests/reliability/")
+SERVERS = ("end_to_end", "reliability")
+# Folders of `tests` that `make test` gives to the first of its two processes. The second process
+# has the others, and alone imports transformers. Both halves take about the same time.
+FIRST_HALF = (*SERVERS, "server", "kernels", "configs", "deployment")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Make `--dist loadgroup` run each test file in one process, and all real servers in another.
-
-    pytest-xdist 3.8 marks groups in a way that pytest 9 ignores, hence this scheduler."""
-    if config.getoption("dist") != "loadgroup":
+    """With two processes, let each run what it has collected: see `pytest_ignore_collect`."""
+    if config.getoption("dist") != "loadgroup" or config.getoption("numprocesses") != 2:
         return None
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import EachScheduling
 
-    class Groups(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "servers" if nodeid.startswith(SERVERS) else nodeid.partition("::")[0]
+    class Halves(EachScheduling):
+        def schedule(self) -> None:
+            # xdist expects the same tests in both and would show a progress of up to 200 %
+            session = config.pluginmanager.get_plugin("dsession")._session
+            session.testscollected = sum(map(len, self.node2collection.values()))
+            super().schedule()
 
-    return Groups(config, log)
+    return Halves(config, log)
+
+
+def is_for_another(path: Path, config: pytest.Config) -> bool:
+    """Whether the other one of two processes runs the tests of this file or folder."""
+    workers = getattr(config, "workerinput", None)
+    if workers is None or workers["workercount"] != 2:
+        return False
+    folder = path.relative_to(Path(__file__).parent).parts[:1]
+    return bool(folder) and (folder[0] in FIRST_HALF) != (workers["workerid"] == "gw0")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Split the tests between two processes, since collecting all in both would take long."""
+    return True if is_for_another(collection_path, config) else None  # None: pytest decides
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """With xdist, start the tests of real servers first, because they take longest."""
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith(SERVERS))
+        # pytest asks `pytest_ignore_collect` for no path of its command line
+        items[:] = [item for item in items if not is_for_another(item.path, config)]
+        folders = tuple(f"tests/{folder}/" for folder in SERVERS)
+        items.sort(key=lambda item: not item.nodeid.startswith(folders))
 
 
 def pytest_collection_finish() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,22 +11,22 @@ from typing import Any
 
 import httpx
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from .conftest import RunningServer, environment, slipstream
 
 VOCAB, HIDDEN, DRAFTS = 64, 64, 2
 # A reply has the first token and the tokens of two verify steps that accept all drafts.
 REPLY = 1 + 2 * (DRAFTS + 1)
-MAX_LEN = 32
+MAX_LEN, NUM_PROMPTS = 32, 16
 
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random Llama with the words w0, w1, ... as its tokens."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     folder = tmp_path_factory.mktemp("target")
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -50,8 +51,8 @@ def run(*arguments: str) -> str:
 
 
 def test_a_trained_head_drafts_the_texts_that_it_has_learnt(target: Path, tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(1)
-    prompts = torch.randint(VOCAB, (32, 4), generator=generator).tolist()
+    chance = random.Random(1)
+    prompts = [chance.choices(range(VOCAB), k=4) for _ in range(NUM_PROMPTS)]
     lines = []
     for split in ("train", "heldout"):  # the same texts in both, since this head must memorize them
         for prompt in prompts:
@@ -77,7 +78,7 @@ def test_a_trained_head_drafts_the_texts_that_it_has_learnt(target: Path, tmp_pa
     names = {path.name for path in head.iterdir()}
     assert names >= {"config.json", "model.safetensors", "README.md", "training.png"}
     card = (head / "README.md").read_text()
-    assert "words 32" in card and "slipstream train --model" in card
+    assert f"words {NUM_PROMPTS}" in card and "slipstream train --model" in card
 
     speculative = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DRAFTS}
     server = RunningServer(
@@ -131,6 +132,9 @@ def _try(server: RunningServer, head: Path) -> dict[str, Any]:
 
 def _worse(head: Path, folder: Path) -> Path:
     """Copy the head to `folder` with a random output layer; returns `folder`."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
     folder.mkdir()
     (folder / "config.json").write_text((head / "config.json").read_text())
     tensors = load_file(head / "model.safetensors")
@@ -143,4 +147,6 @@ def _replies(folder: Path) -> list[list[str]]:
     """The target's replies to the training prompts, in the order of the prompts."""
     lines = (folder / "head" / "work" / "replies.jsonl").read_text().splitlines()
     rows = sorted(json.loads(line) for line in lines)
-    return [[f"w{i}" for i in ids[length : length + REPLY]] for _, length, _, ids in rows[:32]]
+    return [
+        [f"w{i}" for i in ids[length : length + REPLY]] for _, length, _, ids in rows[:NUM_PROMPTS]
+    ]

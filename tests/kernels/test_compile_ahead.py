@@ -1,12 +1,15 @@
-"""A dry start without a GPU compiles all kernels; later steps launch no others."""
+"""Without a GPU: every kernel compiles for an H100 (sm_90a) and fits its shared memory, a dry start
+compiles all kernels, and later steps launch no others."""
 
 from __future__ import annotations
 
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,8 @@ from slipstream.kernels.compile_log import CompileLog, watch_compilations
 
 from ..cases import some
 
-FOLDER = Path(__file__).parents[1] / "lab"
+LAB = Path(__file__).parents[1] / "lab"
+KERNELS = LAB.parents[1] / "kernels"
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="triton is not installed"
 )
@@ -32,18 +36,37 @@ DRAFTER = TARGET | {
 }  # fmt: skip
 
 
-def run_script(script: str, *arguments: str, **environment: str) -> str:
-    """Run a script of `tests/lab`, which must succeed, and return its standard output."""
+CASES = (("alone", 80), ("drafting", 120), ("eager", 100))
+Script = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def run_script() -> Iterator[Script]:
+    """Run a script of `tests/lab`, which must succeed, and return its standard output.
+
+    All scripts are forks of one process that has imported torch and Triton."""
     inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    result = subprocess.run(
-        [sys.executable, str(FOLDER / script), *arguments],
-        env=inherited | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | environment,
-        capture_output=True,
+    server = subprocess.Popen(
+        [sys.executable, str(LAB / "fork_server.py")],
+        env=inherited | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        timeout=240,
     )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout
+    assert server.stdin is not None and server.stdout is not None
+    requests, answers = server.stdin, server.stdout
+
+    def run(script: str, *arguments: str, **environment: str) -> str:
+        request = {"script": script, "arguments": arguments, "environment": environment}
+        print(json.dumps(request), file=requests, flush=True)
+        found = json.loads(answers.readline())
+        assert found["code"] == 0, found["errors"][-2000:]
+        return str(found["output"])
+
+    with server:
+        yield run
+        requests.close()
+    assert server.returncode == 0
 
 
 def save_configs(folder: Path) -> list[str]:
@@ -57,21 +80,42 @@ def save_configs(folder: Path) -> list[str]:
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("case", "fewest"),
-    some([("alone", 80), ("drafting", 120), ("eager", 100)], [("drafting", 120)]),
+    ("case", "extent", "fewest"),
+    some(
+        [(case, extent, fewest) for case, fewest in CASES for extent in ("all", "few")],
+        kept=[("drafting", "few", 120)],
+    ),
 )
 def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(
-    case: str, fewest: int, tmp_path: Path
+    case: str, extent: str, fewest: int, run_script: Script, tmp_path: Path
 ) -> None:
     """This also holds for a server with other limits than the dry start assumes."""
-    output = run_script("dry_launches.py", *save_configs(tmp_path), case)
+    output = run_script("dry_launches.py", *save_configs(tmp_path), case, extent)
     found = json.loads(output.splitlines()[-1])
     assert found["later"] == found["early"] == []
     assert found["started"] >= fewest
 
 
 @needs_triton
-def test_no_graph_of_a_cycle_launches_torchs_operations_but_products(tmp_path: Path) -> None:
+@pytest.mark.parametrize("forms", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=str)
+def test_every_kernel_compiles_for_sm_90a(forms: tuple[str, ...], run_script: Script) -> None:
+    compiled: set[str] = set()
+    for script, *arguments in (("compile_sm90.py", *forms), ("compile_linear.py",)):
+        output = run_script(script, *arguments, SLIPSTREAM_PDL="1")  # each with dependent launch
+        compiled |= {line.split()[0] for line in output.splitlines()}
+    launched = {
+        name
+        for path in KERNELS.glob("*/triton/*.py")
+        for name in re.findall(r"^\s*(_\w+_kernel)\[", path.read_text(), re.MULTILINE)
+    }
+    assert len(launched) >= 10
+    assert compiled == launched
+
+
+@needs_triton
+def test_no_graph_of_a_cycle_launches_torchs_operations_but_products(
+    run_script: Script, tmp_path: Path
+) -> None:
     """Torch's operations do not start early, so each one among dependent launches costs a wait."""
     output = run_script("cycle_launches.py", *save_configs(tmp_path))
     launches: dict[str, list[str]] = json.loads(output.splitlines()[-1])
@@ -90,7 +134,9 @@ def test_no_graph_of_a_cycle_launches_torchs_operations_but_products(tmp_path: P
 
 
 @needs_triton
-def test_what_was_launched_before_does_not_change_a_kernels_name_on_disk() -> None:
+def test_what_was_launched_before_does_not_change_a_kernels_name_on_disk(
+    run_script: Script,
+) -> None:
     """Triton's hash of a kernel covers a function's constants only if that was hashed before."""
     first, last = map(json.loads, run_script("hash_kernels.py").splitlines())
     assert len(first) > 80
@@ -98,7 +144,9 @@ def test_what_was_launched_before_does_not_change_a_kernels_name_on_disk() -> No
 
 
 @needs_triton
-def test_launches_are_compiled_elsewhere_once_each_and_then_found(tmp_path: Path) -> None:
+def test_launches_are_compiled_elsewhere_once_each_and_then_found(
+    run_script: Script, tmp_path: Path
+) -> None:
     found = json.loads(run_script("compile_few.py", TRITON_CACHE_DIR=str(tmp_path)))
     assert found["forks"] == {"kinds": 2, "failed": 0, "compiled": 2}
     assert found["again"] == found["threads"] == {"kinds": 2, "failed": 0, "compiled": 0}

@@ -1,6 +1,6 @@
 """Compiles the Triton kernels for sm_90a on a machine without a GPU; prints a line per kernel.
 
-`test_triton_compile.py` runs it in a process of its own, since Triton decides at import whether it
+`test_compile_ahead.py` runs it in a process of its own, since Triton decides at import whether it
 compiles or interprets. Launches become compilations; tensors are never read. `compile_sm90.py`
 compiles the first form of each kernel, and every form of attention, because their shared memory
 differs; `compile_sm90.py all` compiles every form of every kernel.

@@ -1,8 +1,9 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
-Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager`. `test_compile_ahead.py` runs it in a
-process of its own, since Triton decides at import whether it compiles or interprets. Nothing is
-compiled; the script only counts the specializations of each kernel.
+Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager [few]`. With `few`, each sampling option
+is combined with one way to draw instead of three. `test_compile_ahead.py` runs it in a process of
+its own, since Triton decides at import whether it compiles or interprets. Nothing is compiled; the
+script only counts the specializations of each kernel.
 """
 
 from __future__ import annotations
@@ -154,13 +155,15 @@ class Stages:
         )
 
 
-def each_option() -> list[list[SamplingParams]]:
-    """Return each option with each way to draw, alternately alone and with a plain request."""
+def each_option(few: bool) -> list[list[SamplingParams]]:
+    """Return each option with each way to draw, alternately alone and with a plain request.
+
+    With `few`, each option has one way to draw, and the ways take turns."""
     plain = SamplingParams(seed=1, max_tokens=8, has_own_seed=True)
     kinds = [
         SamplingParams(seed=3, max_tokens=8, **option, **draw)
-        for option in OPTIONS
-        for draw in DRAWS
+        for at, option in enumerate(OPTIONS)
+        for draw in ([DRAWS[at % len(DRAWS)]] if few else DRAWS)
     ]
     return [[kind, plain] if index % 2 else [kind] for index, kind in enumerate(kinds)]
 
@@ -177,7 +180,7 @@ def forget(counting: Counting) -> None:
         kernel.device_caches.clear()
 
 
-def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> dict[str, Any]:
+def launches(model: str, drafter: str | None, enforce_eager: bool, few: bool) -> dict[str, Any]:
     """Count the specializations of a dry start; list those that a real start meets in an earlier
     stage, and those that only later steps launch."""
     speculative = SpeculativeConfig()
@@ -211,7 +214,7 @@ def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> di
         of_all_kinds = many(scheduler.max_num_seqs, random.Random(7))
         batches = [(prompts, [KINDS[index % 3]]) for index, prompts in enumerate(PROMPTS)]
         batches += [(prompts, [params]) for prompts in of_all_kinds for params in KINDS]
-        batches += [([5, 3], kinds) for kinds in each_option()]
+        batches += [([5, 3], kinds) for kinds in each_option(few)]
         with torch.inference_mode():
             for index, (prompts, kinds) in enumerate(batches):
                 assert sum(prompts) <= scheduler.max_num_batched_tokens
@@ -219,17 +222,19 @@ def launches(model: str, drafter: str | None, enforce_eager: bool = False) -> di
             at = 1 + 10 * (len(batches) + 12)
             for index, (num_reqs, long_prompt) in enumerate(MIXED):
                 serve(runner, [2] * num_reqs, [KINDS[0]], at + 10 * index, False, long_prompt)
-            for index, kinds in enumerate(each_option()[:12]):
+            for index, kinds in enumerate(each_option(few)[: 4 if few else 12]):
                 serve(runner, [5, 3], kinds, 1 + 10 * (len(batches) + index), has_grammar=True)
     forget(counting)
     later = sorted(set(counting.kinds) - started)
     return {"started": len(started), "early": own.early(assumed), "later": later}
 
 
-def main(model: str, drafter: str, case: str) -> None:
+def main(model: str, drafter: str, case: str, extent: str = "all") -> None:
     """Print a line of JSON for the model alone, with the drafter, or with it and without graphs."""
     with without_gpu(H100):
-        found = launches(model, None if case == "alone" else drafter, case == "eager")
+        found = launches(
+            model, None if case == "alone" else drafter, case == "eager", extent == "few"
+        )
         print(json.dumps(found))
 
 

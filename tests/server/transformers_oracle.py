@@ -2,8 +2,9 @@
 
 Reads one JSON object from standard input and writes one to standard output: `tokenize` maps a
 source to texts, `single_digits` lists the sources whose tokenizer.json takes digits one by one,
-which the reader of GGUF files passes over, and `render` is a list of (template, special tokens,
-keyword arguments).
+which the reader of GGUF files passes over, `render` is a list of (template, special tokens,
+keyword arguments), and `convert` maps sources to the folders that the server's own converter fills,
+which needs transformers, too.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     convert_gguf_tokenizer,
     get_gguf_tokenizer,
 )
+
+from slipstream.server.text import tokenizer_convert
 
 
 def tokenize(source: str, texts: list[str], single_digits: bool) -> dict[str, Any]:
@@ -61,6 +64,8 @@ def render(template: str, special_tokens: dict[str, str], arguments: dict[str, A
 def main() -> None:
     request = json.load(sys.stdin)
     with contextlib.redirect_stdout(sys.stderr):
+        for source, folder in request["convert"].items():
+            tokenizer_convert.main(source, folder)
         answer = {
             "tokenize": {
                 source: tokenize(source, texts, source in request["single_digits"])

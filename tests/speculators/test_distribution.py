@@ -21,7 +21,7 @@ from ..cases import some
 from .eagle_oracle import head_weights, save_head
 from .tiny_engine import TinyEngine, save_llama
 
-V, LENGTH, COUNT, PROMPT = 6, 3, 2000, [1, 4, 2]
+V, LENGTH, COUNT, PROMPT = 6, 3, 1100, [1, 4, 2]
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {"temperature": 1.0},
     "many": {
@@ -77,10 +77,10 @@ def exact_law(target: Path, options: dict[str, Any]) -> dict[tuple[int, ...], fl
 
 def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float]) -> float:
     """Chi-square; rare continuations are one cell."""
-    common = [key for key, p in law.items() if p * COUNT >= 8]
+    common = [key for key, p in law.items() if p * COUNT >= 5]
     observed = [counts[key] for key in common]
     expected = [law[key] * COUNT for key in common]
-    if (rest := COUNT - sum(expected)) > 8:
+    if (rest := COUNT - sum(expected)) > 5:
         observed.append(COUNT - sum(observed))
         expected.append(rest)
     else:

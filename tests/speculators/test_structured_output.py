@@ -39,6 +39,9 @@ TIGHT = {
 }
 
 
+NUM_DRAWS = 600  # answers whose distribution is tested
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"), std=0.25)
@@ -128,7 +131,7 @@ def test_the_law_of_masked_tokens_is_the_targets(models: Models, method: str) ->
             prompt,
             SamplingParams(seed=seed, max_tokens=9, stop_token_ids=[EOS], grammar=grammar),
         )
-        for seed in range(1200)
+        for seed in range(NUM_DRAWS)
     ]
     answers = Answers()
     engine.engine.handle(list(asked))
@@ -138,8 +141,8 @@ def test_the_law_of_masked_tokens_is_the_targets(models: Models, method: str) ->
     engine.close()
     counts = Counter(text_of(tokens[:-1]).decode() for tokens in answers.tokens.values())
     assert set(counts) <= set(texts)
-    expected = [1200 * p for p in law(models, prompt, texts)]
-    assert sum(expected) == pytest.approx(1200)
+    expected = [NUM_DRAWS * p for p in law(models, prompt, texts)]
+    assert sum(expected) == pytest.approx(NUM_DRAWS)
     assert chisquare([counts[text] for text in texts], expected).pvalue > 1e-4
 
 

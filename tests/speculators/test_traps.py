@@ -63,7 +63,7 @@ def tokens_of(outputs: dict[str, list[RequestOutput]]) -> dict[str, list[int]]:
     ("k", "graphs"),
     some(
         [(1, False), (7, False), *((k, True) for k in range(1, 8))],
-        kept=[(7, False), (1, True), (2, True), (7, True)],
+        kept=[(1, True), (2, True), (7, True)],
     ),
 )
 def test_trap_03_a_copy_of_the_target_is_right_at_every_position(
@@ -122,7 +122,7 @@ def test_drafts_after_each_number_of_accepted_drafts_equal_a_fresh_request(
     engine.close()
     monkeypatch.setattr(DraftGraphs, "propose", propose)
     assert accepted == set(range(k + 1))
-    sample = own[:: max(1, len(own) // 8)]
+    sample = own[:: max(1, len(own) // 4)]
     for known, drafts in sample:
         if len(known) == 1:
             continue
@@ -248,7 +248,7 @@ def test_options_under_speculation_equal_off(
 # --- trap 15 ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", some(METHODS, ("eagle3", "mtp", "gemma4_mtp")))
 def test_trap_15_drafts_after_a_prefix_hit_equal_a_cold_run(
     drafters: Drafters, method: str
 ) -> None:

@@ -124,7 +124,7 @@ def check(
             for rows in ((1, (6, 2)), (5, (9, 3)), (1, (4, 4)), (4, (6, 2)))
             for how in itertools.product((False, True), (1, 4))
         ],
-        kept=[(5, (9, 3), False, 4), (1, (6, 2), True, 1), (5, (9, 3), True, 4)],
+        kept=[(4, (6, 2), False, 4), (1, (6, 2), True, 1), (4, (6, 2), True, 4)],
     ),
 )
 def test_steps_with_padding(
@@ -164,7 +164,7 @@ def test_splits_without_work(
 
     With up to `alone` keys, only one has.
     """
-    args = case(query_len, [query_len, 12, 23, 50, 58, 0])
+    args = case(query_len, [query_len, 12, 23, 50, 58, 0], (3, 1))
     changes = {"splits": 8, "block_n": 16, "least_keys": least_keys, "last_sums": last_sums}
     changes["alone"] = alone
 
@@ -184,7 +184,7 @@ def test_pages_of_several_tiles(page: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("splits", some((1, 2), (2,)))
-@pytest.mark.parametrize("window", some((1, 3, 20), (3, 20)))
+@pytest.mark.parametrize("window", some((1, 3, 20), (3,)))
 def test_sliding_window(window: int, splits: int, monkeypatch: pytest.MonkeyPatch) -> None:
     check(monkeypatch, case(3, [33, 3, 0]), {"splits": splits}, sliding_window=window)
 

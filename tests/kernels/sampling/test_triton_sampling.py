@@ -25,6 +25,9 @@ pytestmark = [
 ]
 
 
+NUM_REQS = 6  # few, since each row of a real vocabulary takes the interpreter long
+
+
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use several blocks per row, the last one partly filled."""
@@ -60,10 +63,12 @@ def test_nan_never_gives_an_id_outside_the_vocabulary() -> None:
     assert ((tokens >= 0) & (tokens < 70)).all()
 
 
-def ragged_rows(kind: str, vocab_size: int, draft_vocab: int) -> VerifyRows:
+def ragged_rows(
+    kind: str, vocab_size: int, draft_vocab: int, num_reqs: int = NUM_REQS
+) -> VerifyRows:
     """Requests with 0 .. 3 drafts, some -1, some greedy, slots out of order."""
-    counts = torch.randint(0, 4, (10,))
-    num_reqs, width = counts.shape[0], 4
+    counts = torch.randint(0, 4, (num_reqs,))
+    width = 4
     cu = torch.zeros(num_reqs + 1, dtype=torch.int32)
     cu[1:] = (counts + 1).cumsum(0)
     num_rows = int(cu[-1])
@@ -118,7 +123,7 @@ def test_rejection_sample_of_logits_as_the_head_wrote_them(kind: str) -> None:
     torch.manual_seed(9)
     rows = ragged_rows(kind, 200, 150)
     heat = torch.where(rows.greedy, 0.0, torch.rand(rows.greedy.shape) + 0.3)
-    seeded = torch.arange(10) % 3 // 2 * 5  # by slot
+    seeded = torch.arange(NUM_REQS) % 3 // 2 * 5  # by slot
     drawn = torch.where(torch.rand(heat.shape) < 0.5, rows.draft_ids, 7).clamp(min=0)
     rows = replace(rows, logits=rows.logits.half(), temperature=heat, seeded=seeded, drawn=drawn)
     scaled = rows.logits.float() / torch.where(heat > 0, heat, 1.0)[:, None]
@@ -153,7 +158,7 @@ def test_emit_matching(with_drafts: bool) -> None:
     from slipstream.kernels.sampling.triton.emit_drawn import emit_matching
 
     torch.manual_seed(5)
-    rows = ragged_rows("one_hot", 12, 12)
+    rows = ragged_rows("one_hot", 12, 12, 10)
     if not with_drafts:
         alone = rows.local_pos == 0
         columns = {
@@ -176,7 +181,7 @@ def test_emit_by_chance() -> None:
     from slipstream.kernels.sampling.triton.emit_drawn import emit_by_chance
 
     torch.manual_seed(8)
-    rows = ragged_rows("one_hot", 12, 12)
+    rows = ragged_rows("one_hot", 12, 12, 10)
     drawn = torch.randint(0, 12, rows.draft_ids.shape)
     rates = torch.tensor([0.9, 0.8, 0.7])
     expected = emit_by_chance_reference(rows, drawn, rates)
@@ -190,7 +195,7 @@ def test_finish_samples(restricted: bool) -> None:
     from slipstream.kernels.sampling.triton.finish_samples import finish_samples
 
     torch.manual_seed(6)
-    rows = ragged_rows("one_hot", 12, 12)
+    rows = ragged_rows("one_hot", 12, 12, 10)
     num_reqs, num_rows = rows.cu_num_logits.shape[0] - 1, rows.logits.shape[0]
     accepted = torch.minimum(torch.randint(0, 4, (num_reqs,)), rows.cu_num_logits.diff() - 1)
     emitted = torch.randint(0, 12, (num_reqs, 4))
@@ -249,19 +254,19 @@ def test_ngram_scan(min_n: int, max_n: int, k: int, with_prediction: bool) -> No
 
     torch.manual_seed(min_n)
     table, lengths = padded(
-        [torch.randint(0, 4, (int(n),)) for n in torch.randint(1, 60, (12,))], 64
+        [torch.randint(0, 4, (int(n),)) for n in torch.randint(1, 60, (6,))], 64
     )
     predicted, sizes = padded(
-        [torch.randint(0, 4, (int(n),)) for n in torch.randint(0, 40, (12,))], 48
+        [torch.randint(0, 4, (int(n),)) for n in torch.randint(0, 40, (6,))], 48
     )
-    prompts = torch.minimum(torch.randint(1, 9, (12,)), lengths).int()
+    prompts = torch.minimum(torch.randint(1, 9, (6,)), lengths).int()
     haystack = Haystack(table, prompts)
     if with_prediction:
-        texts = Predictions(predicted.flatten(), torch.arange(12) * 48, sizes, 48)
+        texts = Predictions(predicted.flatten(), torch.arange(6) * 48, sizes, 48)
         haystack = Haystack(table, prompts, texts)
-    slots = torch.randperm(12)
+    slots = torch.randperm(6)
     known = lengths[slots].int()
-    known[::9] = 0
+    known[::5] = 0
     drafts = ngram_scan(haystack, slots, known, min_n, max_n, k)
     expected = ngram_scan_reference(haystack, slots, known, min_n, max_n, k)
     assert torch.equal(drafts, expected)

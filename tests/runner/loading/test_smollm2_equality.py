@@ -112,6 +112,8 @@ def greedy_texts(
 def test_greedy_text_equals_transformers_but_for_near_ties(
     dtype: str, gguf_path: Path, prompts: list[list[int]], oracle: Any, record_property: Any
 ) -> None:
+    if dtype == "auto":  # the long form, in float32, has all of them
+        prompts = prompts[::3]
     texts, logits = greedy_texts(load(gguf_path, dtype), prompts)
     longest = max(map(len, texts))
     # teacher-forced: causal attention never sees the padding on the right
@@ -128,6 +130,6 @@ def test_greedy_text_equals_transformers_but_for_near_ties(
         if dtype == "float32":
             torch.testing.assert_close(ours, theirs[: len(ours)], atol=2e-3, rtol=1e-3)
     record_property("near_ties", json.dumps(gaps))
-    print(f"{len(gaps)} of {len(PROMPTS) * NEW_TOKENS} tokens differ: {gaps}")
+    print(f"{len(gaps)} of {len(prompts) * NEW_TOKENS} tokens differ: {gaps}")
     assert all(gap["gap"] < NEAR_TIE[dtype] for gap in gaps), gaps
-    assert len(gaps) <= len(PROMPTS) * NEW_TOKENS // 50
+    assert len(gaps) <= len(prompts) * NEW_TOKENS / 50

@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import pytest
 
 from slipstream.configs.preset import preset_model
 from slipstream.server.chat_templates.chat_template import ChatTemplate, ChatTemplateError
+from slipstream.server.text import tokenizer_source
 from slipstream.server.text.tokenizer import Tokenizer
 
 HERE = Path(__file__).parents[1]
@@ -128,8 +129,22 @@ def sources(tokenizer: Tokenizer) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def oracle(llama_folder: Path, sources: dict[str, str]) -> dict[str, Any]:
+def conversions(llama_folder: Path, cache: Path) -> dict[Path, Path]:
+    """The sources of the sentencepiece vocabulary, a folder and a GGUF file, each with an empty
+    folder for what it is converted to."""
+    gguf_path = write_gguf(cache / "spm.gguf", llama_folder / "tokenizer.model")
+    found = {llama_folder: cache / "from_folder", gguf_path: cache / "from_gguf"}
+    for folder in found.values():
+        folder.mkdir()
+    return found
+
+
+@pytest.fixture(scope="module")
+def oracle(
+    llama_folder: Path, sources: dict[str, str], conversions: dict[Path, Path]
+) -> dict[str, Any]:
     request = {
+        "convert": {str(source): str(folder) for source, folder in conversions.items()},
         "tokenize": {str(smollm2()): TEXTS, str(llama_folder): TEXTS},
         "single_digits": [str(smollm2())],
         "render": [(sources[name], SPECIAL, CHATS[n]) for name, n in CASES],
@@ -213,13 +228,21 @@ def test_smollm2_takes_digits_one_by_one_and_the_spaces_before_them_as_one(
 
 
 def test_sentencepiece_equals_transformers_from_a_folder_and_from_gguf(
-    llama_folder: Path, cache: Path, oracle: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    llama_folder: Path,
+    cache: Path,
+    oracle: dict[str, Any],
+    conversions: dict[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """The oracle's process has converted them, for importing transformers again takes seconds."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
-    gguf_path = write_gguf(cache / "spm.gguf", llama_folder / "tokenizer.model")
-    with ThreadPoolExecutor() as pool:  # each converts in its own child
-        converted = list(pool.map(Tokenizer.load, [str(llama_folder), str(gguf_path)]))
-    for tokenizer in converted:
+
+    def convert(source: Path, folder: Path) -> None:
+        shutil.copytree(conversions[source], folder, dirs_exist_ok=True)
+
+    monkeypatch.setattr(tokenizer_source, "_convert", convert)
+    for source in conversions:
+        tokenizer = Tokenizer.load(str(source))
         check_tokenizer(tokenizer, oracle["tokenize"][str(llama_folder)])
         emoji = tokenizer.encode("😀", add_special_tokens=False)
         assert tokenizer.token_bytes(emoji[-1]) == b"\x80"

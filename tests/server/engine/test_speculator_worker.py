@@ -22,6 +22,7 @@ from slipstream.server.engine.engine_client import Backoff, EngineClient
 from slipstream.server.request_stream import EngineDead, SpeculatorRefused
 from slipstream.server.startup.app import create_app
 
+from ...cases import some
 from ..api_fakes import TEMPLATE, TOKENIZER, config_with, http_client
 from .test_engine_client import until
 
@@ -95,8 +96,13 @@ async def test_a_worker_killed_at_any_stage_is_a_503_and_the_old_drafter_comes_b
     assert client.ready.device_name == "new"
 
 
-@pytest.mark.parametrize("force", [False, True])
-@pytest.mark.parametrize("after", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("after", "force"),
+    some(
+        [(after, force) for after in (0, 1, 2) for force in (False, True)],
+        kept=[(0, False), (1, True), (2, False)],
+    ),
+)
 async def test_a_worker_that_is_back_before_anyone_looks_has_no_trial(
     client: EngineClient, monkeypatch: pytest.MonkeyPatch, force: bool, after: int
 ) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from slipstream.configs.schema import CacheConfig, Config, ModelConfig
 from slipstream.runner.errors import RunnerError
@@ -29,6 +28,8 @@ SHAPE = dict(
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("whole")
     LlamaForCausalLM(LlamaConfig(**SHAPE)).save_pretrained(path)

@@ -23,7 +23,7 @@ from ...cases import some
 from ..all_drafters import METHODS, Drafters
 from ..recorded_graphs import graph_engine
 from ..recorded_proposals import Proposals, recorded_proposals
-from ..tiny_engine import VOCAB, TinyEngine, prompts
+from ..tiny_engine import VOCAB, TinyEngine, prompts, save_llama
 
 K = 3
 CHANGES = (3, 0, 0, 0, 1, 0, 2, *[0] * 7, 3, 3)
@@ -32,6 +32,12 @@ CHANGES = (3, 0, 0, 0, 1, 0, 2, *[0] * 7, 3, 3)
 @pytest.fixture(scope="module")
 def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
     return Drafters(tmp_path_factory.mktemp("drafters"))
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a target that is also its own drafter; of two layers, since both run it."""
+    return str(save_llama(tmp_path_factory.mktemp("small"), layers=2))
 
 
 @contextmanager
@@ -92,12 +98,11 @@ def test_drafts_after_a_pause_are_those_of_a_drafter_that_never_paused(
     off.close()
 
 
-def test_a_copy_of_the_target_is_right_after_every_pause(drafters: Drafters) -> None:
-    target = str(drafters.pair("draft_model")[0])
+def test_a_copy_of_the_target_is_right_after_every_pause(small: str) -> None:
     config = SpeculativeConfig(
-        method="draft_model", model=target, num_speculative_tokens=K, draft_sampling="greedy"
+        method="draft_model", model=small, num_speculative_tokens=K, draft_sampling="greedy"
     )
-    engine = TinyEngine(Path(target), config)
+    engine = TinyEngine(Path(small), config)
     script(engine, CHANGES)
     run = engine.run(prompts(4), max_tokens=60)
     engine.close()
@@ -126,16 +131,15 @@ def test_blocks_are_shared_only_once_the_drafter_has_seen_them(
 
 
 def test_drafts_come_back_when_they_become_right_again(
-    drafters: Drafters, monkeypatch: pytest.MonkeyPatch
+    small: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The drafter is a copy of the target; for a time its drafts are made wrong."""
-    target = str(drafters.pair("draft_model")[0])
     config = SpeculativeConfig(
-        method="draft_model", model=target, draft_sampling="greedy", watchdog=False,
+        method="draft_model", model=small, draft_sampling="greedy", watchdog=False,
         max_speculative_tokens=K,
     )  # fmt: skip
     is_spoilt = spoil(monkeypatch)
-    engine = TinyEngine(Path(target), config)
+    engine = TinyEngine(Path(small), config)
     costs = StepCosts({(1, k): 1 + 0.02 * k for k in range(K + 1)}, K)
     monkeypatch.setattr(costs, "refine", lambda *args: None)  # tiny steps tell nothing
     planner(engine).controller.costs = costs
@@ -213,13 +217,12 @@ def run_with_stats(
 
 
 @pytest.fixture
-def copy_engine(drafters: Drafters) -> Iterator[TinyEngine]:
+def copy_engine(small: str) -> Iterator[TinyEngine]:
     """An engine with a fixed K, and a copy of the target as its drafter."""
-    target = str(drafters.pair("draft_model")[0])
     engine = TinyEngine(
-        Path(target),
+        Path(small),
         SpeculativeConfig(
-            method="draft_model", model=target, draft_sampling="greedy", num_speculative_tokens=K
+            method="draft_model", model=small, draft_sampling="greedy", num_speculative_tokens=K
         ),
     )
     yield engine
@@ -254,13 +257,12 @@ def test_a_broken_drafter_is_turned_off_told_and_tried_again(
     [({"speculative_enabled": False}, 0), ({"speculative_max_tokens": 1}, 1), ({}, K)],
 )
 def test_a_request_gets_no_more_drafts_than_it_wants(
-    drafters: Drafters, options: dict[str, Any], most: int
+    small: str, options: dict[str, Any], most: int
 ) -> None:
-    target = str(drafters.pair("draft_model")[0])
     config = SpeculativeConfig(
-        method="draft_model", model=target, draft_sampling="greedy", max_speculative_tokens=K
+        method="draft_model", model=small, draft_sampling="greedy", max_speculative_tokens=K
     )
-    engine = TinyEngine(Path(target), config)
+    engine = TinyEngine(Path(small), config)
     planner(engine).controller.costs = StepCosts({(1, k): 1.0 for k in range(K + 1)}, K)
     stats: list[StepStats] = []
     run_with_stats(engine, [1, 2], 30, stats, **options)

@@ -14,7 +14,7 @@ from ..simulated_engine import LAWS, K, controller, fixed_speed, simulate
 BATCHES = (1, 4, 16, 64, 128, 256)
 
 
-@pytest.mark.parametrize("num_reqs", some(BATCHES, (1, 16, 256)))
+@pytest.mark.parametrize("num_reqs", some(BATCHES, (1, 256)))
 @pytest.mark.parametrize("name", LAWS)
 def test_it_is_as_fast_as_the_best_fixed_k_and_never_slower_than_off(
     name: str, num_reqs: int
@@ -33,7 +33,7 @@ def test_the_cost_decides_which_k(num_reqs: int, best: int) -> None:
     assert run.chosen[-200:].count(best) >= 190
 
 
-@pytest.mark.parametrize("num_reqs", [1, 4, 16, 64])
+@pytest.mark.parametrize("num_reqs", some((1, 4, 16, 64), (1, 16)))
 def test_drafts_that_begin_to_pay_are_noticed_soon(num_reqs: int) -> None:
     chooser = controller(num_reqs)
     assert simulate(LAWS["poor"], num_reqs, chooser, 500).chosen[-200:].count(0) >= 150
@@ -43,7 +43,7 @@ def test_drafts_that_begin_to_pay_are_noticed_soon(num_reqs: int) -> None:
     assert again.chosen[100:].count(0) >= 60 and max(again.chosen[100:]) < 3
 
 
-@pytest.mark.parametrize("num_reqs", [8, 64, 256])
+@pytest.mark.parametrize("num_reqs", some((8, 64, 256), (8,)))
 def test_drafts_that_only_seem_to_pay_are_seldom_tried(num_reqs: int) -> None:
     """The first draft is often right and expensive, the others are cheap and wrong: a probe judges
     only the first, so its success promises more than there is."""
