@@ -216,7 +216,8 @@ class SpeculativeConfig:
     )
     mtp_feedback: str = option(
         "post_norm",
-        "mtp: hidden state passed to the next draft, after or before the final norm",
+        "mtp: hidden state passed to the next draft, after or before the final norm; for Qwen's"
+        " modules also that of the target, passed to the first",
         choices=("post_norm", "pre_norm"),
     )
     position_offset: int = option(

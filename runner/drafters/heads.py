@@ -230,18 +230,44 @@ def _load_eagle(
 def _find_mtp(
     speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
 ) -> FoundDrafter:
-    if target_config.model_type != "deepseek_v3":
+    from ..draft_models.qwen_mtp import TYPES, check_module
+
+    kind = target_config.model_type
+    if kind != "deepseek_v3" and kind not in TYPES:
         raise ModelLoadError(
-            "speculative method mtp needs a DeepSeek V3 target, but this one is "
-            f"{target_config.model_type}."
+            "speculative method mtp needs a DeepSeek V3, Qwen3-Next or Qwen3.5 target, but this "
+            f"one is {kind}."
         )
-    return _own_or_target(speculative, target)
+    found = _own_or_target(speculative, target)
+    if kind in TYPES and found.source.kind != "dummy":
+        names = open_checkpoint(found.source).names
+        check_module(found.source.text_config, names, str(found.source.path))
+    return found
 
 
 def _load_mtp(
     speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
-    """Load DeepSeek's module from the target's checkpoint or a folder of its own."""
+    """Load the module from the target's checkpoint or a folder of its own."""
+    from ..draft_models.qwen_mtp import PREFIX, TYPES, QwenMtpHead
+
+    if found.source.text_config.model_type not in TYPES:
+        return _load_deepseek_mtp(speculative, found, host, layer_id)
+    model = QwenMtpHead(
+        found.source.text_config,
+        _format(host),
+        host.target_model,
+        host.max_model_len,
+        layer_id,
+        speculative.mtp_feedback == "post_norm",
+    )
+    _fill(model, found.source, host, only=PREFIX)
+    return model
+
+
+def _load_deepseek_mtp(
+    speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
+) -> nn.Module:
     from ..draft_models.deepseek_mtp import DeepseekMtpHead, module_index
 
     target, source = host.target_model, found.source

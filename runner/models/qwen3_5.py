@@ -196,10 +196,13 @@ class GatedAttention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A pre-norm block of one of the two kinds of attention and a feed-forward layer."""
+    """A pre-norm block of one of the two kinds of attention and a feed-forward layer.
+
+    `index` is None for a block outside the stack.
+    """
 
     def __init__(
-        self, config: Any, index: int, kind: str, layer_id: int, fmt: WeightFormat
+        self, config: Any, index: int | None, kind: str, layer_id: int, fmt: WeightFormat
     ) -> None:
         super().__init__()
         check_silu(config)
@@ -232,9 +235,12 @@ class DecoderLayer(nn.Module):
         return self.mlp.forward(hidden), residual
 
 
-def feed_forward(config: Any, index: int, fmt: WeightFormat) -> MLP | SparseMLP:
-    """The feed-forward layer of block `index`: dense, or with experts."""
-    if getattr(config, "num_experts", 0) and has_experts(config, index):
+def feed_forward(config: Any, index: int | None, fmt: WeightFormat) -> MLP | SparseMLP:
+    """The feed-forward layer of block `index`: dense, or with experts.
+
+    A block outside the stack (None) has experts if the model has any.
+    """
+    if getattr(config, "num_experts", 0) and (index is None or has_experts(config, index)):
         return SparseMLP(config, fmt)
     return MLP(config.hidden_size, config.intermediate_size, fmt, False)
 

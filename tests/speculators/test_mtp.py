@@ -132,5 +132,7 @@ def test_random_weights_and_a_target_without_a_module(
     engine = TinyEngine(folder, speculative(load_format="dummy"))
     assert engine.run(prompts(2), max_tokens=8).drafted > 0
     engine.close()
-    with pytest.raises(ModelLoadError, match="mtp needs a DeepSeek V3 target"):
+    with pytest.raises(
+        ModelLoadError, match="mtp needs a DeepSeek V3, Qwen3-Next or Qwen3.5 target"
+    ):
         TinyEngine(save_llama(tmp_path), speculative())
