@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
-from .paged_rows import AttentionRule, PagedRows
+from ..quant.e4m3 import E4M3, unpack_latent
+from .paged_rows import AttentionRule, Fp8Cache, PagedRows
 
 # On the CPU, a separate attention call costs about as much as this number of padded keys. A request
 # with more keys has a call of its own, since gathering its pages would cost more than the call.
@@ -32,8 +33,8 @@ def paged_attention(
     """Causal attention; the last query row of a request is aligned with its last key.
 
     query: [T, Hq, D]; kv_cache: [2, num_blocks, block_size, Hkv, D], for MLA
-    [num_blocks, block_size, 1, D]. Returns [T, Hq, Dv], which is `out` if that is given; rows of
-    requests with seq_len 0 are zeros.
+    [num_blocks, block_size, 1, D]; of e4m3 with `rule.fp8`, then with packed rows for MLA. Returns
+    [T, Hq, Dv], which is `out` if that is given; rows of requests with seq_len 0 are zeros.
     """
     if use_triton(query):
         from .triton import paged_attention as triton_paged_attention
@@ -249,13 +250,13 @@ def planned_attention(
         rows = query[run.start : run.start + run.num_reqs * run.query_len]
         # [n, L, Hq, D] -> [n, Hq, L, D]
         heads = rows.view(run.num_reqs, run.query_len, *rows.shape[1:]).transpose(1, 2)
-        key, value = _keys_and_values(kv_cache, run, rule.is_mla, dim_v)
+        key, value = _keys_and_values(kv_cache, run, rule, dim_v, heads.dtype)
         if key.dtype != heads.dtype:
             key, value = key.to(heads.dtype), value.to(heads.dtype)
         if rule.softcap is None and rule.sinks is None and not rule.is_mla:
             group = heads.shape[1] // key.shape[1]  # query heads of a key head
             if group > 1 and run.groups_pay:
-                attended = _grouped_attention(rows, key, value, run, rule.scale)
+                attended = _grouped_attention(rows, key, value, run, rule.key_scale)
             else:
                 attended = F.scaled_dot_product_attention(
                     heads,
@@ -263,12 +264,14 @@ def planned_attention(
                     value,
                     attn_mask=run.mask,
                     is_causal=run.is_causal,
-                    scale=rule.scale,
+                    scale=rule.key_scale,
                     enable_gqa=group > 1,
                 ).transpose(1, 2)
         else:
             attended = _explicit_attention(heads, key, value, run, rule).transpose(1, 2)
         attended = attended.reshape(rows.shape[0], rows.shape[1], dim_v)
+        if rule.fp8 is not None:
+            attended = attended * rule.fp8.v_scale
         if out is None:
             return attended
         out[run.start : run.start + rows.shape[0]] = attended
@@ -294,16 +297,37 @@ def _grouped_attention(
 
 
 def _keys_and_values(
-    kv_cache: Tensor, run: AttentionRun, is_mla: bool, dim_v: int
+    kv_cache: Tensor, run: AttentionRun, rule: AttentionRule, dim_v: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """K and V of a run, both [n, Hkv, num_keys, D]: a view of the cache if pages are contiguous."""
+    """K and V of a run, both [n, Hkv, num_keys, D]: a view of the cache if pages are contiguous.
 
+    Those of an fp8 cache are copies of `dtype`, still without their scales.
+    """
+    if rule.fp8 is None:
+        key, value = _cached_rows(kv_cache, run, rule.is_mla)
+    else:  # bytes, since torch gathers no e4m3
+        key, value = _cached_rows(kv_cache.view(torch.uint8), run, rule.is_mla)
+        key = _widened(key, rule.fp8, dtype)
+        value = key if rule.is_mla else _widened(value, rule.fp8, dtype)
+    return key, value[..., :dim_v] if rule.is_mla else value
+
+
+def _widened(rows: Tensor, fp8: Fp8Cache, dtype: torch.dtype) -> Tensor:
+    """The values of cached bytes, [..., D] of `dtype`; e4m3 values without their scale."""
+    return unpack_latent(rows, fp8.latent, dtype) if fp8.latent else rows.view(E4M3).to(dtype)
+
+
+def _cached_rows(kv_cache: Tensor, run: AttentionRun, is_mla: bool) -> tuple[Tensor, Tensor]:
+    """The cached rows of a run's keys and values, [n, Hkv, num_keys, row]; for MLA the same twice.
+
+    They are a view of the cache if pages are contiguous.
+    """
     if run.blocks is None:  # one request, neighbouring pages
         first, last = run.first_block, run.first_block + run.num_blocks
         if is_mla:
             rows = kv_cache[first:last].flatten(0, 1)
             rows = rows[run.offset : run.offset + run.num_keys].transpose(0, 1).unsqueeze(0)
-            return rows, rows[..., :dim_v]
+            return rows, rows
         # contiguous pages: one strided view each
         _, _, block_size, num_heads, dim = kv_cache.shape
         between_kv, _, between_keys, between_heads, _ = kv_cache.stride()
@@ -318,13 +342,13 @@ def _keys_and_values(
         assert run.blocks is not None
         pages = cache.index_select(0, run.blocks)
         if run.padding is not None:  # a mask does not hide NaN, which foreign pages may hold
-            pages.flatten(0, 1).index_fill_(0, run.padding, 0.0)
+            pages.flatten(0, 1).index_fill_(0, run.padding, 0)
         keys = pages.view(run.num_reqs, -1, *cache.shape[2:])
         return keys[:, run.offset : run.offset + run.num_keys].transpose(1, 2)
 
     if is_mla:
         rows = gather(kv_cache)
-        return rows, rows[..., :dim_v]
+        return rows, rows
     return gather(kv_cache[0]), gather(kv_cache[1])
 
 
@@ -338,7 +362,7 @@ def _explicit_attention(
     """Attention in single operations, for soft caps, sinks and MLA. Returns [n, Hq, L, Dv]."""
     num_reqs, num_heads, query_len, dim = heads.shape
     num_kv_heads = key.shape[1]
-    grouped = (heads * rule.scale).reshape(
+    grouped = (heads * rule.key_scale).reshape(
         num_reqs, num_kv_heads, -1, dim
     )  # group-major query rows
     scores = torch.matmul(grouped, key.transpose(2, 3)).float()

@@ -36,18 +36,18 @@ def rotary_attention(
     """
     if rows.parts and use_triton(query):
         return _by_parts(query, key, value, rotation, kv_cache, rows.parts, rule, out)
-    one_dtype = query.dim() == 4 or query.dtype == kv_cache.dtype
+    one_dtype = query.dim() == 4 or query.dtype == rule.dtype_of(kv_cache)
     if rows.arrivals is not None and use_triton(query) and one_dtype:
         from .triton import rotary_attention as fused
         from .triton.attention_plan import plan_for
 
-        plan = plan_for(query, kv_cache, rows)
+        plan = plan_for(query, kv_cache, rows, rule)
         if plan.fused:
             attended: Tensor = fused.rotary_attention(
                 query, key, value, rotation, kv_cache, rows, rule, plan, out
             )
             return attended
-    rotated = rotary_store_kv(query, key, value, rotation, kv_cache, rows.slot_mapping)
+    rotated = rotary_store_kv(query, key, value, rotation, kv_cache, rows.slot_mapping, rule.fp8)
     return paged_attention(rotated, kv_cache, rows, rule, out)
 
 
@@ -62,7 +62,7 @@ def _by_parts(
     out: Tensor | None,
 ) -> Tensor:
     if out is None:
-        dtype = kv_cache.dtype if query.dim() == 4 else query.dtype
+        dtype = rule.dtype_of(kv_cache) if query.dim() == 4 else query.dtype
         out = torch.empty(query.shape[-3:], dtype=dtype, device=query.device)
     start = 0
     for part in parts:

@@ -41,7 +41,7 @@ def pack_latent(rows: Tensor, latent: int) -> Tensor:
     values, rotary = rows.float()[..., :latent], rows[..., latent:]
     tiles = latent_tiles(latent)
     padded = torch.nn.functional.pad(values, (0, tiles * LATENT_TILE - latent))
-    padded = padded.unflatten(-1, (tiles, LATENT_TILE))
+    padded = padded.reshape(*values.shape[:-1], tiles, LATENT_TILE)
     scales = (padded.abs().amax(-1) / LARGEST).clamp(min=_LEAST_SCALE)  # [..., tiles]
     codes = quantise(padded, scales.unsqueeze(-1)).flatten(-2)[..., :latent]
     parts = (codes, scales, rotary.to(torch.bfloat16))

@@ -182,7 +182,7 @@ class BreakableState(AttentionState):
         rotary: Rotary,
         out: Tensor | None = None,
     ) -> Tensor:
-        dtype = self.kv_caches[layer_id].dtype
+        dtype = self.layers[layer_id].dtype_of(self.kv_caches[layer_id])
         if key is not None and self.metadata[self.group_of_layer[layer_id]].fuses_rotation:
             width = self.layers[layer_id].head_dim
             return self.graph.cut(layer_id, query, key, value, width, rotary, dtype)

@@ -60,7 +60,7 @@ def test_the_fused_kernel_equals_the_separate_ones(
     if options:
         options["sinks"] = options["sinks"].cuda()
     inputs = rotary_inputs(**moved, **options)
-    assert attention_plan.plan_for(moved["query"], moved["kv_cache"], inputs[5]).fused
+    assert attention_plan.plan_for(moved["query"], moved["kv_cache"], *inputs[5:]).fused
     out = rotary_attention(*inputs)
     assert relative_error(out, expected.cuda()) < max(8e-3, 1.5 * rounded)
     assert relative_error(moved["kv_cache"].nan_to_num(), cache.nan_to_num().cuda()) < 4e-3

@@ -22,7 +22,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from slipstream.kernels import launch
-from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
+from slipstream.kernels.attention.paged_rows import AttentionRule, Fp8Cache, PagedRows
 from slipstream.kernels.linear.linear_choice import (
     H100_WINNERS,
     Choice,
@@ -131,6 +131,8 @@ def rotary_attention() -> None:
         (128, 8, 4, 1, 0, {}, {}),
         (128, 2, 8, 4, 4, {"norms": norms}, windowed),
         (80, 3, 3, 1, 2, {"interleaved": True}, {}),
+        (128, 8, 4, 1, 2, {}, {"fp8": Fp8Cache(base.BF16, 0.5, 0.5)}),
+        (64, 3, 3, 4, 0, {"norms": (t(64), t(64), 1e-6)}, {"fp8": Fp8Cache(base.BF16)}),
     ]:
         shape = (4 * queries, heads * (group + 2), dim)
         qkv = t(parts, *shape, dtype=torch.float32) if parts else t(*shape)
@@ -139,10 +141,12 @@ def rotary_attention() -> None:
         slots, angles = t(4 * queries, dtype=base.I64), t(64, dim, dtype=torch.float32)
         starts, lens, arrivals = (t(count, dtype=base.I32) for count in (5, 4, 64))
         rows = PagedRows(table, starts, lens, queries, slots, arrivals)
-        plan = base.module("attention_plan").plan_for(sections[0], cache, rows)
+        rotation, rule = Rotation(slots, angles, **turn), AttentionRule(scale=0.1, **limits)
+        if rule.fp8 is not None:
+            cache = cache.to(torch.float8_e4m3fn)
+        plan = base.module("attention_plan").plan_for(sections[0], cache, rows, rule)
         assert plan.fused
         plan = replace(plan, early=dim == 128, heads_first=queries > 1)
-        rotation, rule = Rotation(slots, angles, **turn), AttentionRule(scale=0.1, **limits)
         run = base.module("rotary_attention").rotary_attention
         run(*sections, rotation, cache, rows, rule, plan)
 

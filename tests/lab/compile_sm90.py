@@ -21,12 +21,13 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from slipstream import kernels
-from slipstream.kernels.attention.paged_rows import AttentionRule, PagedRows
+from slipstream.kernels.attention.paged_rows import AttentionRule, Fp8Cache, PagedRows
 from slipstream.kernels.batch.step_sizes import StepSizes
 from slipstream.kernels.linear.rotation import Rotation
 
 SHARED_MEMORY = 232448  # bytes a block may use on an H100
 BF16, I32, I64 = torch.bfloat16, torch.int32, torch.int64
+FP8, FP8_LATENT = Fp8Cache(BF16, 0.5, 0.25), Fp8Cache(BF16, latent=512)
 done: dict[str, int] = {}
 every_form = True
 
@@ -78,6 +79,11 @@ def attention() -> None:
         (512, 2, 4, 100, {"dtype": torch.float32}),
         (576, 1, 16, 1, {"is_mla": True, "head_dim_v": 512}),
         (576, 1, 128, 4, {"is_mla": True, "head_dim_v": 512, "splits": 2}),
+        (128, 8, 4, 1, {"splits": 4, "fp8": FP8}),
+        (128, 8, 4, 200, {"fp8": FP8}),
+        (256, 4, 2, 100, {"sliding_window": 512, "fp8": FP8}),
+        (576, 1, 16, 1, {"is_mla": True, "head_dim_v": 512, "fp8": FP8_LATENT}),
+        (576, 1, 128, 200, {"is_mla": True, "head_dim_v": 512, "fp8": FP8_LATENT}),
     ]:
         dtype = options.pop("dtype", BF16)
         shape = (9, 64, heads, dim) if "is_mla" in options else (2, 9, 16, heads, dim)
@@ -85,6 +91,9 @@ def attention() -> None:
         splits = options.pop("splits", None)
         where = (t(4, 256, dtype=I32), t(5, dtype=I32), t(4, dtype=I32), queries, t(4, dtype=I64))
         rule = AttentionRule(scale=0.1, **options)
+        if rule.fp8 is not None:
+            row = rule.cache_row(dim)
+            cache = t(*cache.shape[:-1], row, dtype=torch.float8_e4m3fn)
         run(query, cache, PagedRows(*where), rule, splits)
 
 
@@ -113,6 +122,11 @@ def layers() -> None:
     norm.rotary_store_kv(query, key, key, rotation, cache, positions)
     module("store_kv").store_kv(key, key, cache, positions)
     module("store_kv").store_kv(t(4, 1, 576), None, t(9, 64, 1, 576), positions)
+    codes = t(2, 9, 16, 8, 128, dtype=torch.float8_e4m3fn)
+    norm.rotary_store_kv(query, key, key, rotation, codes, positions, BF16, (0.5, 0.25))
+    module("store_kv").store_kv(key, key, codes, positions, FP8)
+    packed = t(9, 64, 1, 656, dtype=torch.float8_e4m3fn)
+    module("store_kv").store_kv(t(4, 1, 576), None, packed, positions, FP8_LATENT)
     module("activation").silu_and_mul(t(4, 28672))
     module("activation").gelu_tanh_and_mul(t(4, 28672))
 

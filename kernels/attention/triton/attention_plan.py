@@ -9,7 +9,7 @@ import triton
 from torch import Tensor
 
 from ...device import cache_by_device, card_of
-from ..paged_rows import PagedRows
+from ..paged_rows import AttentionRule, PagedRows
 
 MAX_SPLITS = 16
 FUSED_QUERY_LEN = 16  # the fused kernel takes at most this number of new tokens per request
@@ -147,9 +147,9 @@ def plan_launch(
     )
 
 
-def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows) -> Launch:
+def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows, rule: AttentionRule) -> Launch:
     """The plan for query [T, Hq, D], or its parts [S, T, Hq, D], over kv_cache
-    [2, num_blocks, PAGE, Hkv, D]."""
+    [2, num_blocks, PAGE, Hkv, D]. Keys of e4m3 are widened, so their tiles are those of queries."""
     num_tokens, num_heads, dim = query.shape[-3:]
     page, kv_heads = kv_cache.shape[2:4]
     return plan_launch(
@@ -161,5 +161,5 @@ def plan_for(query: Tensor, kv_cache: Tensor, rows: PagedRows) -> Launch:
         rows.max_query_len,
         rows.block_table.shape[1] * page,
         num_processors(query.device),
-        kv_cache.element_size(),
+        rule.dtype_of(kv_cache).itemsize,
     )

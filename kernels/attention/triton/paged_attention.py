@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import pdl_options, wait_for_inputs
+from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import Launch, num_processors, plan_launch
+from .latent_rows import load_latent, load_rotary
 from .online_softmax import LOG2E, absorb, soft_capped
 from .prefill import MAX_DIM, fills_gpu, find_request, prefill_attention
 from .split_sums import sum_splits
@@ -37,6 +38,7 @@ def _attention_kernel(
     partial,  # [SPLITS, T, Hq, DIM_V] fp32
     lse,  # [SPLITS, T, Hq] fp32, log2 of the softmax denominator
     scale,
+    v_scale,  # of stored values; None unless the cache is e4m3
     softcap,
     num_reqs,
     num_tokens,
@@ -68,6 +70,7 @@ def _attention_kernel(
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     MLA: tl.constexpr,
+    PACKED: tl.constexpr,  # rows of MLA are packed; see `latent_rows`
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -140,7 +143,9 @@ def _attention_kernel(
             block_table + request.to(tl.int64) * table_stride + at // PAGE, mask=exists, other=0
         ).to(tl.int64)
         k_row = key_cache + page * k_stride_b + (at % PAGE) * k_stride_t + kv_head * k_stride_h
-        if BLOCK_D == DIM:
+        if PACKED:
+            k = load_latent(k_row, exists, q.dtype, DIM, BLOCK_D)
+        elif BLOCK_D == DIM:
             k = tl.load(k_row[:, None] + dim[None, :], mask=exists[:, None], other=0.0)
         else:
             k_inside = exists[:, None] & (dim < DIM)[None, :]
@@ -148,7 +153,12 @@ def _attention_kernel(
         k = k.to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if DIM_REST > 0:
-            k_rest = tl.load(k_row[:, None] + DIM + rest[None, :], mask=exists[:, None], other=0.0)
+            if PACKED:
+                k_rest = load_rotary(k_row, exists, q.dtype, DIM, DIM_REST)
+            else:
+                k_rest = tl.load(
+                    k_row[:, None] + DIM + rest[None, :], mask=exists[:, None], other=0.0
+                )
             scores = tl.dot(q_rest, tl.trans(k_rest.to(q.dtype)), scores, input_precision=PRECISION)
         scores *= scale
         if SOFTCAP:
@@ -166,6 +176,8 @@ def _attention_kernel(
         top, total, acc = absorb(scores, visible, v, top, total, acc, PRECISION)
 
     result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if v_scale is not None:
+        result *= v_scale
     mask = valid[:, None] & (dim_v < DIM_V)[None, :]
     flat = token * Q_HEADS + head
     if SPLITS == 1:
@@ -204,7 +216,7 @@ def _is_prefill(launch: Launch, query: Tensor, kv_cache: Tensor, rule: Attention
     enough programs to fill the GPU."""
     if launch.one_block or rule.is_mla or query.shape[-1] > MAX_DIM:
         return False
-    same_dtype = query.dtype == kv_cache.dtype and query.element_size() == 2
+    same_dtype = query.dtype == rule.dtype_of(kv_cache) and query.element_size() == 2
     return same_dtype and (launch.splits == 1 or fills_gpu(query, kv_cache))
 
 
@@ -267,7 +279,8 @@ def _attend(
         out,
         partial,
         lse,
-        rule.scale,
+        rule.key_scale,
+        None if rule.fp8 is None else rule.fp8.v_scale,
         1.0 if rule.softcap is None else rule.softcap,
         num_reqs,
         num_tokens,
@@ -295,6 +308,7 @@ def _attend(
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
         MLA=rule.is_mla,
+        PACKED=rule.is_mla and rule.fp8 is not None,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
@@ -302,3 +316,6 @@ def _attend(
     )
     if splits > 1:
         sum_splits(partial, lse, rows.query_start_loc, out, num_reqs)
+
+
+hash_functions(globals())

@@ -117,6 +117,7 @@ def _prefill_kernel(
     sinks,  # [Hq]
     out,  # [T, Hq, D], contiguous
     scale,
+    v_scale,  # of stored values; None unless the cache is e4m3
     softcap,
     num_reqs,
     num_tokens,
@@ -218,6 +219,8 @@ def _prefill_kernel(
             )  # fmt: skip
 
     result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    if v_scale is not None:
+        result *= v_scale
     target = out + (token * Q_HEADS + head)[:, None] * DIM + dim[None, :]
     mask = valid[:, None] & dim_inside[None, :]
     tl.store(target, result.to(out.dtype.element_ty), mask=mask)
@@ -250,7 +253,8 @@ def prefill_attention(
         rows.seq_lens,
         query if rule.sinks is None else rule.sinks,
         out,
-        rule.scale,
+        rule.key_scale,
+        None if rule.fp8 is None else rule.fp8.v_scale,
         1.0 if rule.softcap is None else rule.softcap,
         num_reqs,
         num_tokens,

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...launch import fetch_early, hash_functions, pdl_options, wait_for_inputs
 from ...linear.rotation import Rotation
 from ...linear.triton.rotation import angles, load_parts, pairs, rotated
+from ...quant.triton.e4m3 import to_cache
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import MAX_SPLITS, Launch
 from .online_softmax import LEAST, LOG2E, absorb_scaled, soft_capped
@@ -43,13 +44,12 @@ def _fetch_first_tile(
 def _store_new_keys(
     new_key, value, positions, cos_sin, slot_mapping, gain, key_cache, value_cache,
     start, query_len, cached, low, high, kv_head, dim, column, turn,
-    k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps,
-    NEW: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROT: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
+    k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps, k_scale, v_scale,
+    dtype: tl.constexpr, NEW: tl.constexpr, ROW: tl.constexpr, DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr, ROT: tl.constexpr, NORM: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """Rotate the step's own keys and write those in [low, high), with values, into the cache."""
     partner, pair, is_first = turn
-    dtype: tl.constexpr = key_cache.dtype.element_ty
     dim_inside = dim < DIM
     new = tl.arange(0, NEW)
     token = start + tl.minimum(new, query_len - 1)
@@ -65,8 +65,8 @@ def _store_new_keys(
     at = cached + new
     writes = (new < query_len) & (at >= low) & (at < high) & (slot >= 0)
     writes = writes[:, None] & dim_inside[None, :]
-    tl.store(key_cache + target, k.to(dtype), mask=writes)
-    tl.store(value_cache + target, v.to(dtype), mask=writes)
+    tl.store(key_cache + target, to_cache(k, k_scale, dtype), mask=writes)
+    tl.store(value_cache + target, to_cache(v, v_scale, dtype), mask=writes)
     tl.debug_barrier()
 
 
@@ -100,7 +100,7 @@ def _attend(
         in_cache = present[:, None]
         if BLOCK_D != DIM:
             in_cache = in_cache & dim_inside[None, :]
-        k = tl.load(key_rows + offset, mask=in_cache, other=0.0)
+        k = tl.load(key_rows + offset, mask=in_cache, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if SOFTCAP:
             scores = soft_capped(scores * scale, softcap) * LOG2E
@@ -109,7 +109,7 @@ def _attend(
         visible = at[None, :] <= last[:, None]
         if WINDOW > 0:
             visible = visible & (at[None, :] > (cached + within)[:, None] - WINDOW)
-        v = tl.load(value_rows + offset, mask=in_cache, other=0.0)
+        v = tl.load(value_rows + offset, mask=in_cache, other=0.0).to(q.dtype)
         top, total, acc = absorb_scaled(scores, visible, v, top, total, acc, PRECISION)
     sums = tl.sum(total, 1)
     return acc * (1.0 / tl.where(sums == 0.0, 1.0, sums))[:, None], top, sums
@@ -140,6 +140,8 @@ def _rotary_attention_kernel(
     lse,  # [splits, T, Hq] fp32, log2 of the softmax denominator; inf in split 0: `out` is final
     arrivals,  # [N, Hkv] int32, zeros before and after
     scale,
+    k_scale,  # of stored keys, which `scale` contains, too; None unless the cache is e4m3
+    v_scale,
     softcap,
     eps,
     num_reqs,
@@ -247,8 +249,8 @@ def _rotary_attention_kernel(
         _store_new_keys(
             new_key, value, positions, cos_sin, slot_mapping, key_gain, key_cache, value_cache,
             start, query_len, cached, low, high, kv_head, dim, column, turn,
-            k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps,
-            NEW, row_size, DIM, BLOCK_D, ROT, NORM, PARTS,
+            k_stride_t, k_stride_h, v_stride_t, v_stride_h, part_stride, eps, k_scale, v_scale,
+            dtype, NEW, row_size, DIM, BLOCK_D, ROT, NORM, PARTS,
         )  # fmt: skip
     top = tl.full([BLOCK_M], LEAST, tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -260,6 +262,8 @@ def _rotary_attention_kernel(
         q, key_cache, value_cache, table, pages, in_page, low, high, cached, within, key,
         dim_inside, scale, softcap, top, total, row_size, DIM, PAGE, WINDOW, SOFTCAP,
     )  # fmt: skip
+    if v_scale is not None:
+        result *= v_scale
     mask = valid[:, None] & dim_inside[None, :]
     flat = token * Q_HEADS + head
     place = flat[:, None] * DIM + dim[None, :]
@@ -312,7 +316,7 @@ def rotary_attention(
     num_tokens, num_heads, dim = query.shape
     shape, splits = (num_tokens, num_heads, dim), plan.splits
     if out is None:
-        out = torch.empty(shape, dtype=kv_cache.dtype, device=query.device)
+        out = torch.empty(shape, dtype=rule.dtype_of(kv_cache), device=query.device)
     if num_tokens == 0 or num_reqs == 0:
         return out.zero_()
     partial = lse = torch.empty(1, dtype=torch.float32, device=query.device)
@@ -340,7 +344,9 @@ def rotary_attention(
         partial,
         lse,
         rows.arrivals,
-        rule.scale,
+        rule.key_scale,
+        None if rule.fp8 is None else rule.fp8.k_scale,
+        None if rule.fp8 is None else rule.fp8.v_scale,
         1.0 if rule.softcap is None else rule.softcap,
         0.0 if norms is None else norms[2],
         num_reqs,

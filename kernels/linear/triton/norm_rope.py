@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...launch import pdl_options, wait_for_inputs
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ...quant.triton.e4m3 import to_cache
 from ..rotation import Rotation
 from .rotation import load_parts, pairs
 
@@ -165,6 +166,8 @@ def _rotary_kernel(
     v_stride_h,
     part_stride,
     eps,
+    k_scale,  # of stored keys; None unless the cache is e4m3
+    v_scale,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -224,11 +227,11 @@ def _rotary_kernel(
             destination = tl.load(slot_mapping + token)
         writes = is_key & inside & (destination >= 0)
         target = (destination * K_HEADS + k_head[:, None]) * HEAD_DIM + dim[None, :]
-        tl.store(key_out + target, rotated.to(dtype), mask=writes)
+        tl.store(key_out + target, to_cache(rotated, k_scale, dtype), mask=writes)
         if VALUE:
             base = value + token * v_stride_t + k_head[:, None] * v_stride_h
             x = load_parts(base + dim[None, :], is_key & inside, part_stride, PARTS)
-            tl.store(value_out + target, x.to(dtype), mask=writes)
+            tl.store(value_out + target, to_cache(x, v_scale, dtype), mask=writes)
 
 
 def _launch_rotary(
@@ -238,10 +241,12 @@ def _launch_rotary(
     rotation: Rotation,
     outputs: tuple[Tensor, Tensor, Tensor],
     slot_mapping: Tensor | None = None,
+    scales: tuple[float, float] | None = None,
 ) -> None:
     """Sum parts, norm and rotate query and key, and write query, key and value to `outputs`.
 
-    With `slot_mapping`, the outputs of key and value are caches, written at these slots.
+    With `slot_mapping`, the outputs of key and value are caches, written at these slots. With
+    `scales`, of keys and values, these caches are e4m3.
     """
     parts = query.shape[0] if query.dim() == 4 else 0
     part_stride = query.stride(0) if parts else 0
@@ -277,6 +282,7 @@ def _launch_rotary(
             values.stride(1),
             part_stride,
             0.0 if norms is None else norms[2],
+            *(scales or (None, None)),
             Q_HEADS=q_heads,
             K_HEADS=k_heads,
             HEAD_DIM=head_dim,
@@ -324,10 +330,19 @@ def rotary_store_kv(
     rotation: Rotation,
     kv_cache: Tensor,
     slot_mapping: Tensor,
+    dtype: torch.dtype | None = None,
+    scales: tuple[float, float] | None = None,
 ) -> Tensor:
-    """See `kernels.attention.rotary_store_kv.rotary_store_kv`."""
+    """See `kernels.attention.rotary_store_kv.rotary_store_kv`.
+
+    `dtype` is that of the result if query is given as parts, by default the cache's; `scales` are
+    those of an e4m3 cache.
+    """
     assert kv_cache.is_contiguous()
-    rotated = _like(query, kv_cache.dtype if query.dim() == 4 else query.dtype)
+    rotated = _like(query, (dtype or kv_cache.dtype) if query.dim() == 4 else query.dtype)
     outputs = (rotated, kv_cache[0], kv_cache[1])
-    _launch_rotary(query, key, value, rotation, outputs, slot_mapping)
+    _launch_rotary(query, key, value, rotation, outputs, slot_mapping, scales)
     return rotated
+
+
+hash_functions(globals())
