@@ -33,6 +33,7 @@ _MIN = {
     "num_gpu_blocks_override": 2,  # block 0 is reserved
     "max_num_seqs": 1,
     "max_num_batched_tokens": 1,
+    "max_itl_ms": 1,
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,
 }
@@ -219,6 +220,9 @@ def _check_budget(config: Config) -> None:
             f"requests may need {per_request} tokens in a step"
         )
         _fail("max_num_batched_tokens", scheduler.max_num_batched_tokens, rule)
+    if scheduler.max_itl_ms is not None and not scheduler.enable_chunked_prefill:
+        rule = "needs chunked prefill; leave out --no-enable-chunked-prefill"
+        _fail("max_itl_ms", scheduler.max_itl_ms, rule)
     longest = config.model.max_model_len
     if (
         not scheduler.enable_chunked_prefill

@@ -176,6 +176,11 @@ class SchedulerConfig:
     max_num_batched_tokens: int = option(2048, "most tokens in one step")
     enable_chunked_prefill: bool = option(True, "split long prompts across several steps")
     async_scheduling: bool = option(True, "schedule the next step while the current one runs")
+    max_itl_ms: float | None = option(
+        None,
+        "compute prompts in chunks so small that a step in which a request decodes should take at"
+        " most this many milliseconds; default: no limit, on the CPU about 200",
+    )
 
 
 @dataclass(frozen=True)

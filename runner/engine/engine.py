@@ -226,6 +226,7 @@ def join(runner: ModelRunner, config: Config) -> Engine:
     )
     is_cpu = facts.device.startswith("cpu")
     budget = step_tokens(config.scheduler, is_cpu, num_drafts)
+    max_itl_ms = config.scheduler.max_itl_ms
     scheduler = Scheduler(
         replace(config.scheduler, max_num_batched_tokens=budget),
         kv,
@@ -233,7 +234,7 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         num_speculative_tokens=num_drafts,
         num_lookahead_tokens=lookahead,
         uniform_drafts=facts.device.startswith("cuda"),
-        times=StepTimes() if is_cpu else None,
+        times=StepTimes(max_itl_ms, is_cpu) if is_cpu or max_itl_ms is not None else None,
     )
     ready = Ready(
         max_model_len=facts.max_model_len,

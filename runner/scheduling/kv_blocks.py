@@ -181,7 +181,9 @@ class KVBlocks:
     # --- one request ----------------------------------------------------------------------------
 
     def can_admit(self, match: PrefixMatch, num_tokens: int) -> bool:
-        """True if `num_tokens` tokens of a new request fit next to the blocks held now."""
+        """True if `num_tokens` tokens of a new request, but at most `max_model_len`, fit next to
+        the blocks held now."""
+        num_tokens = min(num_tokens, self.max_model_len)
         for index, (group, pool) in enumerate(zip(self.groups, self.pools, strict=True)):
             table = match.tables[index]
             live = sum(block != NULL_BLOCK for block in table)
@@ -190,6 +192,20 @@ class KVBlocks:
             if min(live + more, self._max_live[index]) - shared > pool.num_free:
                 return False
         return True
+
+    def num_free_blocks(self) -> list[int]:
+        """The free blocks of each group."""
+        return [pool.num_free for pool in self.pools]
+
+    def missing_blocks(self, num_tokens: int, blocks: RequestBlocks | None) -> list[int]:
+        """The most blocks of each group that a request may still take to hold `num_tokens` tokens
+        beside `blocks`, its present ones."""
+        missing = []
+        for index, (size, most) in enumerate(zip(self._sizes, self._max_live, strict=True)):
+            table = [] if blocks is None else blocks.tables[index]
+            more = ceil_div(min(num_tokens, self.max_model_len), size) - len(table)
+            missing.append(max(0, min(more, most)))
+        return missing
 
     def admit(self, match: PrefixMatch) -> RequestBlocks:
         """Take references on the matched blocks and return a new request's `RequestBlocks`."""

@@ -17,6 +17,7 @@ from ..messages import (
     SamplingParams,
 )
 from .kv_blocks import RequestBlocks
+from .plan import NewRequest, ScheduledRow
 from .prefix_cache import BlockHashes
 
 
@@ -114,6 +115,46 @@ class Request:
         While it decodes, all tokens but the newest have KV.
         """
         return self.num_prefilled if self.is_prefilling else self.max_len - 1
+
+    def enter(self, slot: int, num_cached: int) -> None:
+        """Enter a slot; the prefix cache holds `num_cached` of the known tokens."""
+        self.status, self.slot = RequestStatus.RUNNING, slot
+        self.prefill_len = len(self.token_ids)
+        self.num_prefilled = self.num_confirmed_tokens = num_cached
+
+    def new_request(self, snapshot: int) -> NewRequest:
+        """Its description for the model runner, in the step in which it enters its slot.
+
+        `snapshot`: the block of the recurrent state from which it continues; 0 = none.
+        """
+        assert self.blocks is not None
+        return NewRequest(
+            slot=self.slot,
+            token_ids=list(self.token_ids),
+            prompt_len=self.prompt_len,
+            num_computed_tokens=self.num_confirmed_tokens,
+            block_ids=[list(table) for table in self.blocks.tables],
+            sampling=self.sampling,
+            snapshot=snapshot,
+        )
+
+    def wait_again(self) -> None:
+        """Return to the waiting state, without a slot and without KV."""
+        self.status = RequestStatus.WAITING
+        self.num_prefilled = self.num_confirmed_tokens = self.num_placeholders = 0
+        self.num_chunks_in_flight = self.num_sampling_in_flight = 0
+        if not self.has_emitted:
+            self.prompt_logprobs.clear()
+
+    def begin(self, row: ScheduledRow) -> None:
+        """Move the bounds by a row that a step is about to compute."""
+        if self.num_prefilled < self.prefill_len:
+            self.num_prefilled += row.num_tokens
+        if row.is_prefill:
+            self.num_chunks_in_flight += 1
+        else:
+            self.num_sampling_in_flight += 1
+            self.num_placeholders += row.num_draft_tokens + 1
 
     @property
     def num_rows_in_flight(self) -> int:

@@ -25,8 +25,9 @@ from .finish import (
     take_prompt,
 )
 from .kv_blocks import KVBlocks, RequestBlocks
-from .plan import NewBlocks, NewRequest, RowResult, ScheduledRow, StepPlan
+from .plan import NewBlocks, RowResult, ScheduledRow, StepPlan
 from .policy import RequestQueue, RowInFlight, RowLimits, fill_plan, next_row, prefill_row
+from .prompt_turns import PromptTurns, Room, Shares
 from .request import Request, RequestStatus
 from .saved_states import land_state, save_state, to_border
 from .step_time import StepBudget, StepTimes
@@ -37,8 +38,9 @@ logger = logging.getLogger(__name__)
 class Scheduler:
     """Continuous batching over permanent slots and paged KV.
 
-    Running requests are served first, in (priority, arrival) order, then waiting ones. When blocks
-    run out, the last running request is preempted: it releases its blocks and is recomputed later.
+    Running requests are served first, in (priority, arrival) order, then waiting ones; short
+    prompts may overtake a long one (see `prompt_turns`). When blocks run out, the last running
+    request is preempted: it releases its blocks and is recomputed later.
     """
 
     def __init__(
@@ -53,8 +55,7 @@ class Scheduler:
     ) -> None:
         self.kv = kv
         self._snapshots = kv.snapshots  # None: the model has no recurrent states
-        self.running = RequestQueue()
-        self.waiting = RequestQueue()
+        self.running, self.waiting = RequestQueue(), RequestQueue()
         self._config = config
         self._times = times if config.enable_chunked_prefill else None
         self._max_drafts = num_speculative_tokens
@@ -65,8 +66,7 @@ class Scheduler:
         self._freed_slots: list[int] = []  # for the next plan
         self._num_grammars = 0  # unfinished requests with a compiled grammar
         self._in_flight: dict[int, list[RowInFlight]] = {}  # step id -> rows in batch order
-        self._next_step_id = 0
-        self._num_arrived = 0
+        self._next_step_id = self._num_arrived = 0
         self._outputs: list[RequestOutput] = []  # not yet taken
         self._has_news = False  # gauges changed outside a step
         self._stats = self._new_stats()
@@ -147,8 +147,9 @@ class Scheduler:
         plan = StepPlan(self._next_step_id)
         entries: list[RowInFlight] = []
         budget = self._new_budget()
-        if self._schedule_running(plan, entries, budget):
-            self._schedule_waiting(plan, entries, budget)
+        overtaking = self._schedule_running(plan, entries, budget)
+        if overtaking is not None:
+            self._schedule_waiting(plan, entries, budget, overtaking)
         if not entries:
             return None
         fill_plan(plan, entries, self._max_drafts + 1, self._num_grammars > 0)
@@ -160,42 +161,58 @@ class Scheduler:
         return plan
 
     def _new_budget(self) -> StepBudget:
-        tokens = self._config.max_num_batched_tokens
+        tokens, drafts = self._config.max_num_batched_tokens, self._limits.num_speculative_tokens
         if self._times is None:
             return StepBudget(tokens)
-        drafts = self._limits.num_speculative_tokens
         return self._times.budget(tokens, self.running, drafts, bool(self.waiting))
 
     def _schedule_running(
         self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
-    ) -> bool:
-        """Schedule running requests; True if there were enough blocks for all of them."""
-        num_preemptions = self._stats.num_preemptions
-        limits = self._limits.of_step(self.running)
-        lookahead, later = self._num_lookahead_tokens, len(self.running)
-        for request in list(self.running):
+    ) -> Shares | None:
+        """Schedule running requests; None if there were too few blocks for all of them.
+
+        Otherwise returns the waiting requests that overtake a prompt, and the tokens of each.
+        """
+        num_preemptions, limits = self._stats.num_preemptions, self._limits.of_step(self.running)
+        running = list(self.running)
+        turns: PromptTurns | None = None
+        for index, request in enumerate(running):
             blocks = request.blocks
             if budget.tokens <= 0 or blocks is None:
                 break  # a preempted request, and so all after it are preempted, too
-            # Leave one token for each later request, so that a long chunk does not stop their
-            # decoding.
-            later -= 1
-            available = budget.limit(request, max(1, budget.tokens - later))
-            if self._snapshots is not None:
-                available = to_border(self._snapshots, request, available)
+            if request.num_prefilled < request.prefill_len:
+                if turns is None:
+                    turns = self._turns(running, index, budget)
+                available = turns.take(request)
+                if self._snapshots is not None:
+                    available = to_border(self._snapshots, request, available)
+            elif request.request_id in budget.resting:
+                continue
+            else:  # leave one token for each later request
+                available = max(1, budget.tokens - (len(running) - 1 - index))
+                if turns is not None:
+                    turns.pass_decode()
             row = next_row(request, limits, available) if available else None
             if row is None:
                 continue
-            end = row.num_computed_tokens + row.num_tokens + lookahead
+            end = row.num_computed_tokens + row.num_tokens + self._num_lookahead_tokens
             if end > blocks.capacity or request.num_confirmed_tokens >= blocks.slides_at:
                 new_blocks = self._make_room(request, blocks, row)
                 if new_blocks is None:
-                    return False
+                    return None
                 if any(new_blocks):
                     plan.new_blocks.append(NewBlocks(request.slot, new_blocks))
             self._commit(request, row, plan, entries)
             budget.tokens -= row.num_tokens
-        return self._stats.num_preemptions == num_preemptions
+        was_short = self._stats.num_preemptions != num_preemptions
+        return None if was_short else {} if turns is None else turns.overtaking
+
+    def _turns(self, running: list[Request], index: int, budget: StepBudget) -> PromptTurns:
+        """Share the step among prompts, of which `running[index]` is the first."""
+        turns = PromptTurns(budget, running[index + 1 :], self._limits.num_speculative_tokens + 1)
+        room = Room(self.kv, len(self._free_slots), self._num_lookahead_tokens)
+        turns.share(running[index], self.waiting, room)
+        return turns
 
     def _make_room(
         self, request: Request, blocks: RequestBlocks, row: ScheduledRow
@@ -227,35 +244,33 @@ class Scheduler:
         """Add a row to the step and to the request's bounds."""
         if self._snapshots is not None:
             save_state(self._snapshots, request, row, plan)
-        if request.num_prefilled < request.prefill_len:
-            request.num_prefilled += row.num_tokens
-        if row.is_prefill:
-            request.num_chunks_in_flight += 1
-        else:
-            request.num_sampling_in_flight += 1
-            request.num_placeholders += row.num_draft_tokens + 1
+        request.begin(row)
         entries.append((request, request.incarnation, row))
 
     def _schedule_waiting(
-        self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget
+        self, plan: StepPlan, entries: list[RowInFlight], budget: StepBudget, overtaking: Shares
     ) -> None:
-        """Admit waiting requests, in order, until one does not fit."""
-        for request in list(self.waiting):
-            if budget.is_spent or not self._free_slots:
+        """Admit those that overtake a prompt; without any, all in order until one does not fit."""
+        for request in list(overtaking or self.waiting):
+            if not self._free_slots or (budget.is_spent and not overtaking):
                 return
-            if request.is_blocked:
+            tokens = overtaking.get(request)
+            if request.is_blocked or tokens == 0:
                 continue
-            row = self._admit(request, plan, budget)
+            row = self._admit(request, plan, budget, tokens)
             if row is None:
                 return
             self._commit(request, row, plan, entries)
             budget.tokens -= row.num_tokens
 
-    def _admit(self, request: Request, plan: StepPlan, budget: StepBudget) -> ScheduledRow | None:
+    def _admit(
+        self, request: Request, plan: StepPlan, budget: StepBudget, tokens: int | None
+    ) -> ScheduledRow | None:
         """Give a waiting request a slot and blocks for its first row; None if it must wait.
 
         Blocks are allocated chunk by chunk, but all of its known tokens must fit now. Otherwise
         half-prefilled requests would preempt one another.
+        `tokens`: those of its first row, if that is decided.
         """
         known = len(request.token_ids)
         if request.wants_prompt_logprobs:
@@ -264,48 +279,33 @@ class Scheduler:
             match = self.kv.match(request.hashes, known)
         if not self._config.enable_chunked_prefill and known - match.num_tokens > budget.tokens:
             return None
-        whole = min(known + self._num_lookahead_tokens, self._limits.max_model_len)
-        if not self.kv.can_admit(match, whole):
+        if not self.kv.can_admit(match, known + self._num_lookahead_tokens):
+            return None
+        left, wants = known - match.num_tokens, request.wants_prompt_logprobs
+        tokens = tokens or budget.of_prompt(left, match.num_tokens, wants, budget.tokens)
+        if not tokens:
             return None
         self.waiting.remove(request)
         self.running.add(request)
-        request.status = RequestStatus.RUNNING
-        request.slot = heapq.heappop(self._free_slots)
-        request.prefill_len = known
-        request.num_prefilled = request.num_confirmed_tokens = match.num_tokens
+        request.enter(heapq.heappop(self._free_slots), match.num_tokens)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = match.num_tokens
             if not request.wants_prompt_logprobs:
                 self._stats.prefix_cache_queries += known
                 self._stats.prefix_cache_hits += match.num_tokens
-        available = budget.limit(request, budget.tokens)
         if self._snapshots is not None:
-            available = to_border(self._snapshots, request, available)
-        row = prefill_row(request, available)
+            tokens = to_border(self._snapshots, request, tokens)
         request.blocks = self.kv.admit(match)
+        row = prefill_row(request, tokens)
         fits = self.kv.extend(request.blocks, self._end(row))
         assert fits is not None, "can_admit said that it fits"
-        plan.new_requests.append(
-            NewRequest(
-                slot=request.slot,
-                token_ids=list(request.token_ids),
-                prompt_len=request.prompt_len,
-                num_computed_tokens=match.num_tokens,
-                block_ids=[list(table) for table in request.blocks.tables],
-                sampling=request.sampling,
-                snapshot=match.snapshot,
-            )
-        )
+        plan.new_requests.append(request.new_request(match.snapshot))
         return row
 
     def _preempt(self, request: Request) -> None:
         """Move a running request back to the waiting queue. Its published blocks stay cached."""
         self._vacate(request)
-        request.status = RequestStatus.WAITING
-        request.num_prefilled = request.num_confirmed_tokens = request.num_placeholders = 0
-        request.num_chunks_in_flight = request.num_sampling_in_flight = 0
-        if not request.has_emitted:
-            request.prompt_logprobs.clear()
+        request.wait_again()
         self.waiting.add(request)
         self._stats.num_preemptions += 1
 

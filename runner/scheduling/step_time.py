@@ -1,4 +1,4 @@
-"""Bounds the duration of steps on a CPU, so that streams do not stall.
+"""Bounds the duration of steps, so that streams do not stall: on a CPU, and with `--max-itl-ms`.
 
 A step cannot be interrupted: until it ends, no stream gets a token. On a CPU, prompts and long
 contexts are so expensive that a step with a fixed token budget may take seconds. The costs are
@@ -12,17 +12,18 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from .policy import RowInFlight
+from .policy import RequestQueue, RowInFlight
 from .request import Request
 
-LIMIT_SECONDS = 0.2  # limit of a step in which some request decodes
-PROMPT_SECONDS = 1.0  # limit of a step without decodes, which delays aborts and new requests
+LIMIT_SECONDS = 0.2  # limit of a step in which some request decodes, unless the user sets one
+LEAST_TOKENS = 16  # a prompt advances by this many in each step, whatever limit the user sets
+PROMPT_SECONDS = 1.0  # on a CPU, limit of a step without decodes: it delays aborts, new requests
 # Scale factors that make one unit of each kind of work cost about as much as one token.
 _FIXED, _KEYS, _PAIRS = 10.0, 1 / 400, 1 / 1000
 _GUESS = 0.002  # seconds per unit, until the first step has ended
 _RATE = 0.3  # learning rate: the fraction of the log of a prediction's error that is corrected
 _OUTLIER = 0.7  # clip for that logarithm: a larger error means that something else used the machine
-_LONG = 0.125  # a context is long if reading it costs more than this fraction of LIMIT_SECONDS
+_LONG = 0.125  # a context is long if reading it costs more than this fraction of the limit
 # Indices into `Work`. Decodes and prompts have separate costs, because a product with a large
 # matrix costs less per row.
 _FIXED_AT, _ROWS_AT, _KEYS_AT = range(3)  # per step; decodes: tokens, keys read
@@ -58,34 +59,53 @@ class StepBudget:
         """True if no further prompt fits."""
         if self.tokens <= 0:
             return True
-        return self.has_prompt and self.seconds < LIMIT_SECONDS / 10
-
-    def limit(self, request: Request, available: int) -> int:
-        """How many of the `available` (> 0) tokens the request may have. Deducts their time.
-
-        The first prompt of a step always gets at least one token, so that it makes progress.
-        """
         if self.times is None:
-            return available
-        if not request.is_prefilling:
-            return 0 if request.request_id in self.resting else available
+            return False
+        return self.has_prompt and self.seconds < self.times.limit / 10
+
+    def of_prompt(self, num_left: int, context: int, has_logprobs: bool, available: int) -> int:
+        """How many of the `available` tokens a prompt may have that has `num_left` tokens left
+        after `context` others. Deducts their time.
+
+        The first prompt of a step always gets some tokens, so that it makes progress.
+        """
+        most = min(available, num_left)
+        if self.times is None or most <= 0:
+            return most
         if self.is_spent:
             return 0
-        most = min(available, request.prefill_len - request.num_prefilled)
-        context, logprobs = request.num_prefilled, float(request.wants_prompt_logprobs)
-        read = self.times.seconds(prompt_work(0, context))
-        each = self.times.seconds(prompt_work(1, context + most / 2, logprobs)) - read
-        # Reading the context may use at most half of a prompt's time.
-        count = max(1, min(most, int(max(self.seconds - read, read) / each)))
-        self.seconds -= read + count * each
-        self.has_prompt = True
+        count, seconds = self.times.fit(
+            most, context, has_logprobs, self.seconds, not self.has_prompt
+        )
+        if count:
+            self.seconds -= seconds
+            self.has_prompt = True
         return count
+
+    def halve(self, tokens: int) -> StepBudget:
+        """Move half of the seconds into a budget of `tokens` tokens, in which no prompt is the
+        first of the step."""
+        self.seconds /= 2
+        return StepBudget(tokens, self.times, self.seconds, has_prompt=True)
 
 
 class StepTimes:
     """Learns seconds per unit of work. One instance belongs to one scheduler."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_itl_ms: float | None = None,
+        is_cpu: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`max_itl_ms`: the user's limit of a step in which some request decodes. Prompts respect
+        it even if the decodes alone take as long; without it they may add half of that time.
+
+        Unless `is_cpu`, all requests run in every step, and a step without decodes has no limit.
+        """
+        self.limit = LIMIT_SECONDS if max_itl_ms is None else max_itl_ms / 1000
+        self._is_strict = max_itl_ms is not None
+        self._is_cpu = is_cpu
         self._clock = clock
         self._seconds = [_GUESS] * 7  # per unit of `Work`
         self._is_guess = True
@@ -96,29 +116,50 @@ class StepTimes:
         """The predicted duration of `work`."""
         return sum([each * units for each, units in zip(self._seconds, work, strict=True)])
 
+    def fit(
+        self, most: int, context: int, has_logprobs: bool, seconds: float, is_first: bool
+    ) -> tuple[int, float]:
+        """How many of `most` tokens of a prompt fit into `seconds`, and the seconds that they need.
+
+        `is_first`: it is the first prompt of its step, which must make progress.
+        """
+        read = self.seconds(prompt_work(0, context))
+        if not self._is_strict:  # reading the context may use at most half of a prompt's time
+            each = self.seconds(prompt_work(1, context + most / 2, float(has_logprobs))) - read
+            count = min(max(int(max(seconds - read, read) / each), 1), most)
+            return count, read + count * each
+        pair = self._seconds[_PAIRS_AT] * _PAIRS
+        each = self._seconds[_TOKENS_AT] + self._seconds[_LOGPROBS_AT] * has_logprobs
+        each += pair * context
+        # n tokens need read + each n + pair n^2 / 2 seconds. This form of the root divides by no 0.
+        rest, count = max(0.0, seconds - read), most
+        if rest < most * (each + pair * most / 2):
+            count = int(2 * rest / (each + math.sqrt(each * each + 2 * pair * rest)))
+        count = min(max(count, LEAST_TOKENS if is_first else 0), most)
+        return count, read + count * (each + pair * count / 2)
+
     def budget(
-        self, tokens: int, running: Iterable[Request], num_drafts: int, has_waiting: bool
+        self, tokens: int, running: RequestQueue, num_drafts: int, has_waiting: bool
     ) -> StepBudget:
         """The budget that the decodes of the next step leave for prompts.
 
-        Prompts may lengthen the step to LIMIT_SECONDS or to 1.5 times the decodes' time, whichever
-        is longer.
+        Prompts may lengthen the step to the limit. Unless it is the user's, they may also lengthen
+        it to 1.5 times the decodes' time.
         """
-        decodes, has_prompts = [], has_waiting
-        for request in running:
-            if request.is_prefilling:
-                has_prompts = True
-            else:
-                work = decode_work(num_drafts + 1, len(request.token_ids))
-                decodes.append((request, self.seconds(work)))
+        decodes = [request for request in running if not request.is_prefilling]
         if not decodes:
-            return StepBudget(tokens, self, PROMPT_SECONDS)
-        taken = _FIXED * self._seconds[_FIXED_AT] + sum([seconds for _, seconds in decodes])
-        limit = LIMIT_SECONDS / 2 if has_prompts else LIMIT_SECONDS
+            return StepBudget(tokens, self, PROMPT_SECONDS if self._is_cpu else math.inf)
+        contexts = [len(request.token_ids) for request in decodes]
+        work = decode_work(len(decodes) * (num_drafts + 1), sum(contexts))
+        taken = _FIXED * self._seconds[_FIXED_AT] + self.seconds(work)
         resting: list[str] = []
-        if taken > limit:
-            taken = self._rest(decodes, taken, limit, resting)
-        seconds = max(LIMIT_SECONDS - taken, taken / 2)
+        if self._is_cpu:
+            has_prompts = has_waiting or len(decodes) < len(running)
+            limit = self.limit / 2 if has_prompts else self.limit
+            if taken > limit:
+                each = [self.seconds(decode_work(num_drafts + 1, context)) for context in contexts]
+                taken = self._rest(list(zip(decodes, each, strict=True)), taken, limit, resting)
+        seconds = max(self.limit - taken, 0.0 if self._is_strict else taken / 2)
         return StepBudget(tokens, self, seconds, frozenset(resting))
 
     def _rest(
@@ -130,7 +171,7 @@ class StepTimes:
         only add steps. Appends the ids of resting requests to `resting` and returns the predicted
         seconds of those that run.
         """
-        bound = _LONG * LIMIT_SECONDS / (_KEYS * self._seconds[_KEYS_AT])
+        bound = _LONG * self.limit / (_KEYS * self._seconds[_KEYS_AT])
         long = [entry for entry in decodes if len(entry[0].token_ids) > bound]
         if len(long) == len(decodes):
             return taken
@@ -147,14 +188,17 @@ class StepTimes:
 
     def begin(self, step_id: int, entries: Iterable[RowInFlight]) -> None:
         """Note the launch of a step, which runs once the previous one has ended."""
+        num_rows = num_keys = 0  # of decodes
         total = [_FIXED, *[0.0] * 6]
         for request, _, row in entries:
             count, context = row.num_tokens, row.num_computed_tokens
             if context >= request.prefill_len:
-                work = decode_work(count, context)
+                num_rows += count
+                num_keys += context
             else:
                 work = prompt_work(count, context, count * request.wants_prompt_logprobs)
-            total = [units + more for units, more in zip(total, work, strict=True)]
+                total = [units + more for units, more in zip(total, work, strict=True)]
+        total[_ROWS_AT], total[_KEYS_AT] = num_rows, _KEYS * num_keys
         self._begun[step_id] = self._clock(), total
 
     def end(self, step_id: int) -> None:

@@ -221,6 +221,8 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
         (["smollm2"], r"a preset \(smollm2-135m\) \(did you mean smollm2-135m\?\)"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: no such file"),
         (["--no-enable-chunked-prefill", "--max-model-len", "4096"], "--max-model-len 4096"),
+        (["--no-enable-chunked-prefill", "--max-itl-ms", "50"], "needs chunked prefill"),
+        (["--max-itl-ms", "0.5"], "must be at least 1"),
     ],
 )
 def test_errors_name_flag_and_value(arguments: list[str], words: str) -> None:

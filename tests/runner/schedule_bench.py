@@ -195,6 +195,7 @@ class Bench:
         chunked: bool = True,
         caching: bool = True,
         compile_at_once: bool = True,
+        max_itl_ms: float | None = None,
         **runner_options: object,
     ) -> None:
         self.runner = FakeRunner(
@@ -207,7 +208,7 @@ class Bench:
         )
         config = Config(
             scheduler=SchedulerConfig(
-                max_num_seqs, max_num_batched_tokens, chunked, async_scheduling
+                max_num_seqs, max_num_batched_tokens, chunked, async_scheduling, max_itl_ms
             ),
             cache=CacheConfig(enable_prefix_caching=caching),
         )

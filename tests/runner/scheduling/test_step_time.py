@@ -1,16 +1,22 @@
-"""Steps on a CPU are bounded by time, so that every stream soon gets its next token."""
+"""Steps on a CPU, or with --max-itl-ms, are bounded by time: streams soon get their next token."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 from slipstream.runner.scheduling.kv_blocks import BlockGroup
 from slipstream.runner.scheduling.plan import StepPlan
 from slipstream.runner.scheduling.policy import CPU_STEP_TOKENS
-from slipstream.runner.scheduling.step_time import LIMIT_SECONDS, PROMPT_SECONDS, StepTimes
+from slipstream.runner.scheduling.step_time import (
+    LEAST_TOKENS,
+    LIMIT_SECONDS,
+    PROMPT_SECONDS,
+    StepTimes,
+)
 
 from ..fake_runner import FakeHandle
 from ..schedule_bench import Bench, Received
@@ -27,9 +33,11 @@ class Machine:
     key: float = 6e-6
     pair: float = 1.5e-6
     logprobs: float = 0.004  # of one prompt token
+    weights: float = 0.0  # reading them hides the time of tokens until those take longer
 
     def seconds(self, plan: StepPlan, wants_logprobs: set[int]) -> float:
-        total = self.fixed
+        num_rows = sum(row.num_tokens for row in plan.rows)
+        total = max(self.fixed, self.weights - num_rows * self.token)
         for row in plan.rows:
             count, context = row.num_tokens, row.num_computed_tokens
             total += count * self.token + self.key * context
@@ -41,16 +49,22 @@ class Machine:
 class TimedBench(Bench):
     """An engine over a fake runner with simulated step durations."""
 
-    def __init__(self, machine: Machine, max_model_len: int = 4096, max_num_seqs: int = 8) -> None:
-        groups = (BlockGroup(max_num_seqs * max_model_len // 16 + 1, 16),)
-        super().__init__(
-            groups, max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=2048
-        )
+    def __init__(
+        self,
+        machine: Machine,
+        max_model_len: int = 4096,
+        max_num_seqs: int = 8,
+        max_itl_ms: float | None = None,
+        **options: Any,
+    ) -> None:
+        groups = (BlockGroup(max_num_seqs * max_model_len // 64 + 1, 64),)
+        limits = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": 2048} | options
+        super().__init__(groups, max_model_len, max_itl_ms=max_itl_ms, **limits)
         self.machine, self.now = machine, 0.0
         self.steps: list[tuple[float, StepPlan]] = []
         self._wants_logprobs: set[int] = set()
-        assert self.scheduler._times is not None
-        self.scheduler._times = StepTimes(lambda: self.now)
+        if self.scheduler._times is not None:
+            self.scheduler._times._clock = lambda: self.now
         self._execute = self.runner.execute
         self.runner.execute = self._timed  # type: ignore[method-assign]
 
@@ -184,7 +198,7 @@ def test_a_slow_model_still_computes_prompts_beside_streams() -> None:
 
 def test_one_disturbed_step_changes_little() -> None:
     now = [0.0]
-    times = StepTimes(lambda: now[0])
+    times = StepTimes(clock=lambda: now[0])
     work = (10.0, 20.0, 5.0, 0.0, 0.0, 0.0, 0.0)
 
     def run(seconds: float) -> None:
@@ -200,6 +214,63 @@ def test_one_disturbed_step_changes_little() -> None:
     for _ in range(20):
         run(0.3)  # but the machine may have become slower for good
     assert times.seconds(work) == pytest.approx(0.3, rel=0.05)
+
+
+GPU = Machine(fixed=0.001, token=3e-5, key=1e-8, pair=1e-9, weights=0.006)
+
+
+@pytest.mark.parametrize(("limit_ms", "num_streams"), [(12.0, 1), (18.0, 40)])
+def test_a_limit_of_the_user_bounds_the_steps_of_a_gpu(limit_ms: float, num_streams: int) -> None:
+    bench = TimedBench(GPU, 12_000, 41, limit_ms, device="cuda", max_num_batched_tokens=8192)
+    for index in range(num_streams):
+        bench.send(f"stream{index}", [1, 2, 3], max_tokens=3000)
+    for _ in range(20):
+        bench.step()
+    bench.steps.clear()
+    bench.check_books = lambda: None  # type: ignore[method-assign]
+    bench.send("long", prompt(11_000), max_tokens=1)
+    bench.step_until("long")
+    seconds = [taken for taken, _ in bench.steps]
+    limit = limit_ms / 1000
+    assert max(seconds) < 1.1 * limit
+    assert all(len(plan.rows) == num_streams + 1 for _, plan in bench.steps[1:-2])  # none rests
+    # The first chunks tell what a prompt costs; then prompts use the time that there is.
+    assert min(seconds[26:-3]) > 0.75 * limit
+
+
+def test_without_the_users_limit_a_gpu_computes_whole_prompts_beside_streams() -> None:
+    bench = TimedBench(GPU, device="cuda", max_num_batched_tokens=8192)
+    bench.stream()
+    bench.send("long", prompt(3500), max_tokens=1)
+    bench.step_until("long")
+    assert max(row.num_tokens for _, plan in bench.steps for row in plan.rows) == 3500
+
+
+def test_a_limit_below_the_decodes_own_time_still_lets_prompts_advance() -> None:
+    bench = TimedBench(GPU, max_itl_ms=2.0, device="cuda", max_num_batched_tokens=8192)
+    bench.stream()
+    bench.send("long", prompt(400), max_tokens=1)
+    bench.step_until("long")
+    chunks = [row.num_tokens for _, plan in bench.steps for row in plan.rows if row.num_tokens > 1]
+    assert set(chunks) == {LEAST_TOKENS} and len(chunks) == 400 // LEAST_TOKENS
+
+
+def test_a_limit_of_the_user_replaces_that_of_a_cpu() -> None:
+    machine = Machine(token=0.001, pair=1e-7)
+    bench = TimedBench(machine, max_itl_ms=80.0)
+    bench.stream()
+    bench.send("long", prompt(1500), max_tokens=1)
+    bench.step_until("long")
+    seconds = [taken for taken, _ in bench.steps]
+    assert max(seconds[10:]) < 0.088 and max(seconds) < 0.16
+    assert sorted(seconds)[len(seconds) // 2] > 0.055
+
+
+def test_nothing_bounds_a_prompt_on_a_gpu_while_no_request_decodes() -> None:
+    bench = TimedBench(GPU, max_itl_ms=12.0, device="cuda", max_num_batched_tokens=2048)
+    bench.send("long", prompt(3500), max_tokens=1)
+    bench.run()
+    assert [plan.rows[0].num_tokens for _, plan in bench.steps] == [2048, 1452]
 
 
 def test_steps_of_a_gpu_are_not_bounded_by_time() -> None:
