@@ -1,4 +1,4 @@
-"""Decides from config.json alone whether a model is supported: architecture, quantisation, sizes.
+"""Decides from config.json alone whether a model is supported: architecture, sizes.
 
 The server checks before it downloads weights or starts a worker; the worker checks again.
 `runner/models/registry.py` maps each architecture to the class that implements it.
@@ -30,7 +30,6 @@ ARCHITECTURE_OF_TYPE: dict[str, str] = {
     "gemma4": "Gemma4ForConditionalGeneration",
 }
 ARCHITECTURES = tuple(ARCHITECTURE_OF_TYPE.values())
-QUANTISATIONS = ("fp8",)  # block-wise, as in DeepSeek V3
 # GGUF architecture -> model_type
 GGUF_TYPES = {
     **{name: name for name in ("llama", "mistral", "qwen2", "qwen3")},
@@ -77,22 +76,6 @@ def served_architecture(config: Mapping[str, Any]) -> str:
     raise NotServed(
         f"architecture {what} is not supported; supported: {', '.join(sorted(ARCHITECTURES))}."
     )
-
-
-def check_quantisation(config: Mapping[str, Any]) -> None:
-    """Raise NotServed if the weights are quantised in a format that is not supported."""
-    settings = config.get("quantization_config") or config.get("compression_config")
-    if not settings:
-        return
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
-    if method not in QUANTISATIONS:
-        raise NotServed(
-            f"the quantisation {short(method)} is not supported; supported: "
-            f"{', '.join(QUANTISATIONS)} in safetensors, and those of GGUF files."
-        )
-    block = settings.get("weight_block_size")
-    if block is not None and not is_block_size(block):
-        raise NotServed(f"weight_block_size must be two positive integers, not {short(block)}.")
 
 
 def is_block_size(value: object) -> bool:

@@ -194,7 +194,7 @@ class Eagle3Head(nn.Module):
     def pick_tokens(self) -> PickTokens | None:
         """See `TextModel.pick_tokens`; ids are the draft vocabulary's."""
         if "lm_head" in self._loaded:
-            return None if self.lm_head.chooser is None else self.lm_head.pick
+            return self.lm_head.pick if self.lm_head.can_pick else None
         pick: PickTokens | None = getattr(self.target[0], "pick_tokens", None)
         return pick
 

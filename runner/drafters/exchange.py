@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import RunnerError, first_line
+from ..models.formats.packed import Packed
 from ..models.layers import Linear
 from .heads import find_checkpoint, load_head, outline
 
@@ -40,6 +41,9 @@ class Exchange:
             if part._packed is not None or their_parts[name]._packed is not None
         }
         self._packed = [(parts[name], their_parts[name]) for name in sorted(packed)]
+        formats, their_formats = _formats(ours), _formats(other)
+        for name in sorted(formats.keys() | their_formats.keys()):
+            _same(f"format of {name}", formats.get(name), their_formats.get(name))
         tensors, theirs = _tensors(ours, packed), _tensors(other, packed)
         for name in sorted(tensors.keys() | theirs.keys()):
             _same(f"tensor {name}", _kind(tensors.get(name)), _kind(theirs.get(name)))
@@ -111,10 +115,11 @@ def _finite(head: nn.Module) -> None:
     """Raise RunnerError if a weight is not finite: NaN in the KV cache would outlast a trial."""
     found = dict(head.named_buffers())
     for name, part in _linears(head).items():
-        if part.weight is None:  # packed: any product shows a number that is not finite
+        if part.weight is None and part.packed is None:
+            # packed for a CPU: any product shows a number that is not finite
             found[f"{name}.weight"] = part.forward(torch.zeros(1, part.in_features))
     for name, tensor in found.items():
-        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
             raise RunnerError(f"the drafter's {name} contains NaN or infinity")
 
 
@@ -133,6 +138,11 @@ def _linears(head: nn.Module) -> dict[str, Linear]:
 
 def _size(part: Linear | None) -> tuple[int, int] | None:
     return None if part is None else (part.out_features, part.in_features)
+
+
+def _formats(head: nn.Module) -> dict[str, str]:
+    """The formats of quantised matrices by the names of their modules."""
+    return {name: part.format for name, part in head.named_modules() if isinstance(part, Packed)}
 
 
 def _tensors(head: nn.Module, packed: set[str]) -> dict[str, Tensor]:

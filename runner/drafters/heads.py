@@ -16,17 +16,19 @@ from torch import nn
 
 from ...configs.schema import ModelConfig, SpeculativeConfig
 from ..errors import ModelLoadError
+from ..loading.dummy import load_random
 from ..loading.hub import find_model
 from ..loading.inspection import Progress
 from ..loading.weights import (
     ResolvedModel,
     _read_json,
+    keeps_formats,
     load_checkpoint,
-    load_random,
     load_weights,
     make_hf_config,
     open_checkpoint,
     resolve_model,
+    stated_quantisation,
 )
 from ..models.layers import WeightFormat
 from ..models.registry import build_model
@@ -130,13 +132,17 @@ def load_head(
     return _DRAFTERS[kind].load(speculative, found, host, layer_id)
 
 
-def _format(host: HeadHost) -> WeightFormat:
+def _format(host: HeadHost, source: ResolvedModel) -> WeightFormat:
     """The weight format of the target, since it shares KV groups with the drafter; on the meta
-    device without what needs memory."""
+    device without what needs memory.
+
+    Whether weights are quantised is up to the drafter's own files.
+    """
     fmt: WeightFormat = host.target_model.format
     if fmt.device.type == host.device.type:
-        return fmt
-    return replace(fmt, device=host.device, pack_fp16=False, linear=None, native=False)
+        return replace(fmt, packed=source.kind != "dummy" and keeps_formats(source, fmt.device))
+    plain = dict(pack_fp16=False, linear=None, native=False, packed=False)
+    return replace(fmt, device=host.device, **plain)  # type: ignore[arg-type]
 
 
 def _find_whole_model(
@@ -151,7 +157,7 @@ def _find_whole_model(
 def _load_whole_model(
     speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
-    fmt = _format(host)
+    fmt = _format(host, found.source)
     model = build_model(
         found.source.hf_config,
         fmt.device,
@@ -161,6 +167,8 @@ def _load_whole_model(
         max_position=host.max_model_len,
         linear=fmt.linear,
         native=fmt.native,
+        packed=fmt.packed,
+        torch_only=fmt.torch_only,
     )
     load_weights(model, found.source, host.loading)
     return model
@@ -176,8 +184,9 @@ def _find_eagle(
             f'speculative method {kind} needs "model": the folder or id of the drafter.'
         )
     path = find_model(ModelConfig(model=speculative.model, load_format=speculative.load_format))
+    raw = _read_json(path / "config.json")
     head = read_draft_config(
-        _read_json(path / "config.json"),
+        raw,
         kind == "eagle3",
         target_config.hidden_size,
         target_config.num_hidden_layers,
@@ -186,7 +195,8 @@ def _find_eagle(
     config = make_hf_config(head.layer, str(path), check_architecture=False)
     check_vocabulary("drafter's", config.vocab_size, target_config.vocab_size)
     kind_of_weights = "dummy" if speculative.load_format == "dummy" else "safetensors"
-    source = ResolvedModel(path, kind_of_weights, config)
+    said = stated_quantisation(raw, str(path))
+    source = ResolvedModel(path, kind_of_weights, config, quantisation=said)
     if kind_of_weights != "dummy":
         names = open_checkpoint(source).names
         head = replace(head, fc_bias=has_bias(names, "fc"))
@@ -211,7 +221,7 @@ def _load_eagle(
     assert found.head is not None
     # The drafter's rotary table covers all positions of the target, even beyond its own training.
     args = (
-        *(found.head, found.source.hf_config, _format(host)),
+        *(found.head, found.source.hf_config, _format(host, found.source)),
         *(host.target_model, host.max_model_len, layer_id),
     )
     model: Any
@@ -277,7 +287,7 @@ def _load_deepseek_mtp(
     index = module_index(names, target.config.num_hidden_layers)
     model = DeepseekMtpHead(
         source.text_config,
-        _format(host),
+        _format(host, source),
         target,
         host.max_model_len,
         index,
@@ -313,7 +323,7 @@ def _load_assistant(
     settings = _read_json(generation) if generation.exists() else {}
     model = Gemma4Assistant(
         source.hf_config,
-        _format(host),
+        _format(host, source),
         host.target_model,
         host.max_model_len,
         layer_id,

@@ -26,9 +26,8 @@ from ...kernels.cpu.formats import WEIGHT_TYPES, StoredRows
 from ..errors import ModelLoadError, first_line
 from . import gguf_gemma3
 from .gguf_values import dequantised
-from .inspection import BytesRead, ignore, touch
+from .inspection import BytesRead, Stored, ignore, touch
 
-Stored = Tensor | StoredRows
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -72,6 +71,8 @@ class _Reader(GGUFReader):  # type: ignore[misc]
 
 class GGUFFile:
     """An open GGUF file."""
+
+    spare: frozenset[str] = frozenset()  # every tensor must have a slot
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -179,6 +180,12 @@ class GGUFFile:
             rope["original_max_position_embeddings"] = int(original)
         return rope
 
+    @property
+    def is_quantised(self) -> bool:
+        """Whether a matrix is not stored as floats."""
+        kinds = (WEIGHT_TYPES.get(t.tensor_type.name) for t in self._tensors.values())
+        return any(kind is not None and not kind.is_float for kind in kinds)
+
     def sizes(self) -> dict[str, int]:
         """Bytes of every weight in its stored, quantised form."""
         return {
@@ -227,15 +234,26 @@ class GGUFFile:
             return f"model.layers.{parts[1]}.{self._block_names[parts[2]]}.{suffix}"
         return name
 
-    def outlines(self) -> Iterator[tuple[str, Tensor]]:
-        """Like `tensors`, but yields meta tensors and reads only headers."""
+    def outlines(self) -> Iterator[tuple[str, Stored]]:
+        """Like `tensors`, but reads only headers: plain tensors are meta tensors, and stored rows
+        are not read."""
         for name, stored in self._tensors.items():
-            if name != _ROPE_DIVISORS:
+            if name == _ROPE_DIVISORS:
+                continue
+            if _is_matrix(stored):
+                yield self._name(name), _stored(stored, name, None)
+            else:
                 yield self._name(name), torch.empty(_shape(stored), device="meta")
 
 
 def _shape(stored: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(stored.shape))
+
+
+def _is_matrix(stored: Any) -> bool:
+    """Whether the tensor stays as it is in the file."""
+    kind = stored.tensor_type.name
+    return kind in WEIGHT_TYPES and kind != "F32" and len(stored.shape) == 2
 
 
 def _stored(stored: Any, name: str, heads: int | None) -> Stored:
@@ -244,7 +262,7 @@ def _stored(stored: Any, name: str, heads: int | None) -> Stored:
     If `heads` is given, the rows are those of so many heads, with interleaved rotary pairs.
     """
     shape, kind = _shape(stored), WEIGHT_TYPES.get(stored.tensor_type.name)
-    if kind is None or kind.name == "F32" or len(shape) != 2:
+    if kind is None or not _is_matrix(stored):
         values = dequantised(stored.data, stored.tensor_type, shape, name)
         return values if heads is None else values[torch.from_numpy(_pair_order(shape[0], heads))]
     rows = stored.data.reshape(shape[0], -1).view(np.uint8)

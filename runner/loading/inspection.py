@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from ...kernels.cpu.formats import StoredRows
+from ...kernels.quant.packed import PackedWeight
 
 logger = logging.getLogger(__name__)
 
+Stored = Tensor | StoredRows | PackedWeight  # a weight as a checkpoint gives it
 Progress = Callable[[int, int], None]  # (bytes done, total bytes)
 BytesRead = Callable[[str, int], None]  # (name of a stored tensor, bytes of it that were read)
 _PIECE_VALUES = 4 << 20  # values inspected at once, so that they come from the CPU's cache
@@ -85,13 +87,17 @@ class FiniteCheck:
         self._source = source
         self._ends: list[tuple[str, Tensor]] = []  # least and greatest value, perhaps on a GPU
 
-    def inspect(self, name: str, weight: Tensor | StoredRows) -> None:
+    def inspect(self, name: str, weight: Stored) -> None:
         """Note the least and the greatest value, without waiting for the device.
 
         Both are NaN if one value is. This reads each value once: 20 GB/s on one core. It does
-        nothing for meta tensors, integers and 8-bit floats. Of stored quantised rows it inspects
-        the scales of their blocks.
+        nothing for meta tensors, integers and 8-bit floats. Of quantised weights it inspects the
+        scales.
         """
+        if isinstance(weight, PackedWeight):
+            for tensor in weight.tensors:
+                self.inspect(name, tensor)
+            return
         if isinstance(weight, StoredRows):
             pieces = _pieces_of_rows(weight)
         elif weight.is_meta or not weight.is_floating_point() or weight.dtype.itemsize < 2:

@@ -3,8 +3,9 @@ sizes with the machine's memory."""
 
 from __future__ import annotations
 
+import math
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +13,15 @@ from pathlib import Path
 import psutil
 import torch
 
+from ...kernels.quant.packed import PackedWeight
 from ..errors import ModelLoadError, RunnerError, first_line
 from ..models.base import TextModel
-from ..models.layers import WeightFormat
+from ..models.layers import Embedding, Linear, WeightFormat
 from ..models.registry import build_model
-from .weights import ResolvedModel
+from .dummy import random_outline
+from .inspection import Stored
+from .quantised.delivery import fitting
+from .weights import ResolvedModel, open_checkpoint
 
 # Exceptions that building or filling a model from a malformed config can raise.
 _MALFORMED = (
@@ -42,7 +47,11 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
     nowhere = replace(fmt, device=torch.device("meta"), pack_fp16=False, linear=None, native=False)
     try:
         model = build_model(
-            resolved.hf_config, nowhere.device, nowhere.dtype, max_position=max_model_len
+            resolved.hf_config,
+            nowhere.device,
+            nowhere.dtype,
+            max_position=max_model_len,
+            packed=nowhere.packed,
         )
     except _MALFORMED as error:
         why = f"{type(error).__name__}: {first_line(error)}".rstrip(": .")
@@ -60,10 +69,40 @@ def _refuse_too_large(model: TextModel, resolved: ResolvedModel, fmt: WeightForm
         needed = sum(resolved.opened.sizes().values())
     elif fmt.native or fmt.pack_fp16:  # half the memory of float32
         needed //= 2
+    elif fmt.packed:  # linear layers have no tensors yet
+        needed += _bytes_as_stored(model, resolved, fmt)
     if total is not None and needed > total:
         raise NotEnoughMemory(
             f"the model's weights need {_gib(needed)}, but only {_gib(total)} of memory exist."
         )
+
+
+def _bytes_as_stored(model: TextModel, resolved: ResolvedModel, fmt: WeightFormat) -> int:
+    """Bytes of the weights that have no tensors before they arrive: quantised ones have the size
+    that the checkpoint says, or the config if they are random. Reads only headers."""
+    total = 0
+    for module in model.modules():
+        if module is model.lm_head and model.tied:
+            continue
+        if isinstance(module, Linear) and module.weight is None:
+            total += module.out_features * module.in_features * fmt.dtype.itemsize
+        elif isinstance(module, Embedding) and module.weight is None:
+            total += math.prod(module.shape) * fmt.dtype.itemsize
+    slots = model.checkpoint_slots()
+    outlines: Iterable[tuple[str, Stored | None]]
+    if resolved.kind == "dummy":
+        said = resolved.quantisation
+        outlines = ((name, random_outline(name, slot, said)) for name, slot in slots.items())
+    else:
+        found = open_checkpoint(resolved).outlines()
+        outlines = ((model.checkpoint_name(name) or "", weight) for name, weight in found)
+    for name, weight in outlines:
+        slot = slots.get(name)
+        if slot is None or slot.takes_packed is None or slot.optional or weight is None:
+            continue
+        if isinstance(given := fitting(slot, weight), PackedWeight):
+            total += given.nbytes - math.prod(slot.shape) * fmt.dtype.itemsize
+    return total
 
 
 def memory_of(device: torch.device) -> int | None:

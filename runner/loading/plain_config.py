@@ -46,7 +46,6 @@ def _is_plain(raw: Mapping[str, Any]) -> bool:
         and type(raw.get("tie_word_embeddings")) is bool
         and raw.get("hidden_act", "silu") == "silu"
         and all(type(bias) is bool for bias in biases)
-        and not raw.get("quantization_config")
         and not raw.get("layer_types")
         and raw.get("model_type") in ("llama", "mistral", "qwen2", "qwen3")
         and (raw["model_type"] != "qwen3" or head_dim is not None)

@@ -1,4 +1,4 @@
-"""Reads safetensors checkpoints, whole or sharded. Block-quantised fp8 matrices become fp32."""
+"""Reads safetensors checkpoints, whole or sharded, with quantised matrices in their formats."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ...configs.model.model_config import OTHER_WEIGHTS, is_file_name
+from ...configs.model.quantisation import Quantisation
 from ..errors import ModelLoadError
 from .file_reader import Stretch, read_tensors
-from .inspection import BytesRead, ignore, touch
+from .inspection import BytesRead, Stored, ignore, touch
+from .quantised.parts import Parts, group_names
+from .quantised.read import read_matrix
 
-_SCALE = "_scale_inv"  # suffix of the block scales of an fp8 matrix: weight_scale_inv
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -28,32 +30,42 @@ _DTYPES = {
 
 
 class SafetensorsCheckpoint:
-    """The weights of a model folder. `names` leaves out the scales of quantised matrices."""
+    """The weights of a model folder. `names` has one name for a quantised matrix and its scales."""
 
-    def __init__(self, folder: Path, hf_config: Any, device: torch.device | None = None) -> None:
-        """`device` is where tensors are needed.
+    def __init__(
+        self, folder: Path, quantisation: Quantisation | None, device: torch.device | None = None
+    ) -> None:
+        """`quantisation` is what the config says. `device` is where tensors are needed.
 
         For a GPU, `file_reader` reads them into its memory; otherwise they are views of the
         mapped files.
         """
-        self._folder, self._device = folder, device
-        self._block = _fp8_block(hf_config)
+        self._folder, self._device, self._quantisation = folder, device, quantisation
         self._files = _tensor_files(folder)  # stored name -> file name
-        self.names = [name for name in self._files if not self._is_scale(name)]
+        self._opened: dict[str, Any] = {}  # file name -> mapped file
+        found = group_names(self._files)
+        self.names, self.spare, self._quantised = found.names, found.spare, found.quantised
+        self.cache_scales = found.cache_scales
 
-    def _is_scale(self, name: str) -> bool:
-        return name.endswith(_SCALE) and name.removesuffix(_SCALE) in self._files
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any of `names` is a quantised matrix."""
+        return any(name in self._quantised for name in self.names)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every weight in its stored form."""
-        stretches = self._stretches_in_order()
-        return {name: stretches[name].num_bytes for name in self.names}
+        stretches = self._stretches()
+        return {
+            name: sum(stretches[stored].num_bytes for stored in self._stored(name))
+            for name in self.names
+        }
 
     def release(self) -> None:
         """Files are unmapped once their tensors are gone."""
+        self._opened.clear()
 
-    def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for every weight, file by file.
+    def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Stored]]:
+        """Yield (name, weight) for every weight, file by file.
 
         `read` is called with the bytes of each weight as they are read.
         """
@@ -61,81 +73,89 @@ class SafetensorsCheckpoint:
             return self._read(self._device, read)
         return self._mapped(read)
 
-    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+    def outlines(self) -> Iterator[tuple[str, Stored]]:
         """Like `tensors`, but yields meta tensors and reads only headers."""
-        stretches = self._stretches_in_order()
+        stretches = self._stretches()
+
+        def outline(stored: str) -> Tensor:
+            stretch = stretches[stored]
+            return torch.empty(stretch.shape, dtype=stretch.dtype, device="meta")
+
         for name in self.names:
-            stretch = stretches[name]
-            yield name, torch.empty(stretch.shape, dtype=stretch.dtype, device="meta")
+            yield name, self._weight(name, [outline(stored) for stored in self._stored(name)])
 
-    def _mapped(self, read: BytesRead) -> Iterator[tuple[str, Tensor]]:
-        opened: dict[str, Any] = {}
+    def _stored(self, name: str) -> list[str]:
+        """The names in the file of what `name` is made of."""
+        group = self._quantised.get(name)
+        return [name] if group is None else [*group.values()]
 
-        def view(name: str) -> Tensor:
-            file = self._files[name]
-            try:
-                if file not in opened:
-                    opened[file] = safe_open(self._folder / file, framework="pt")
-                tensor: Tensor = opened[file].get_tensor(name)
-            except (SafetensorError, OSError) as error:
+    def _weight(self, name: str, tensors: list[Tensor]) -> Stored:
+        """The weight `name`, made of its stored tensors in the order of `_stored`."""
+        group, source = self._quantised.get(name), str(self._folder)
+        if group is None:
+            tensor = tensors[0]
+            if tensor.dtype in _FP8 and name.endswith(".weight"):
+                kind = str(tensor.dtype).removeprefix("torch.")
                 raise ModelLoadError(
-                    f"tensor {name} cannot be read from {self._folder / file}: {error}."
-                ) from error
+                    f"tensor {name} of {source} is {kind}, but the file has no {name}_scale or "
+                    f"{name}_scale_inv."
+                )
             return tensor
+        parts = dict(zip(group, tensors, strict=True))
+        if "weight_shape" in group:  # read in any case, as no other tensor says what it says
+            parts["weight_shape"] = self._view(group["weight_shape"])
+        return read_matrix(Parts(name, source, parts, self._quantisation))
 
-        for name in sorted(self.names, key=lambda name: self._files[name]):
-            tensor = view(name)
-            touch(tensor.reshape(-1).view(torch.uint8).numpy(), name, read)
-            if tensor.dtype in _FP8 and name + _SCALE in self._files:
-                tensor = self._dequantised(name, tensor, view(name + _SCALE))
-            yield name, tensor
+    def _view(self, stored: str) -> Tensor:
+        """A stored tensor in the mapped file."""
+        file = self._files[stored]
+        try:
+            if file not in self._opened:
+                self._opened[file] = safe_open(self._folder / file, framework="pt")
+            tensor: Tensor = self._opened[file].get_tensor(stored)
+        except (SafetensorError, OSError) as error:
+            raise ModelLoadError(
+                f"tensor {stored} cannot be read from {self._folder / file}: {error}."
+            ) from error
+        return tensor
 
-    def _read(self, device: torch.device, read: BytesRead) -> Iterator[tuple[str, Tensor]]:
+    def _mapped(self, read: BytesRead) -> Iterator[tuple[str, Stored]]:
+        for name in sorted(self.names, key=lambda name: self._files[self._stored(name)[0]]):
+            tensors = [self._view(stored) for stored in self._stored(name)]
+            for tensor in tensors:
+                touch(tensor.reshape(-1).view(torch.uint8).numpy(), name, read)
+            yield name, self._weight(name, tensors)
+
+    def _read(self, device: torch.device, read: BytesRead) -> Iterator[tuple[str, Stored]]:
         """Like `_mapped`, but on the device, in the order of the bytes in the files."""
-        wanted = self._stretches_in_order()
-        names = list(wanted)
+        stretches = self._stretches()
+
+        def place(name: str) -> tuple[Path, int]:
+            return min((stretches[s].path, stretches[s].offset) for s in self._stored(name))
+
+        names = sorted(self.names, key=place)
+        wanted = [(name, stretches[stored]) for name in names for stored in self._stored(name)]
 
         def count(index: int, num_bytes: int) -> None:
-            read(names[index], num_bytes)
+            read(wanted[index][0], num_bytes)
 
-        tensors = read_tensors(list(wanted.values()), device, count=count)
-        left = iter(wanted)
-        for name in left:
-            tensor = self._next(tensors, name)
-            if wanted[name].dtype in _FP8 and name + _SCALE in wanted:
-                tensor = self._dequantised(name, tensor, self._next(tensors, next(left)))
-            yield name, tensor
+        tensors = read_tensors([stretch for _, stretch in wanted], device, count=count)
+        for name in names:
+            yield name, self._weight(name, [self._next(tensors, s) for s in self._stored(name)])
 
-    def _stretches_in_order(self) -> dict[str, Stretch]:
-        """The stretches of all weights in file order, each fp8 matrix followed by its scales."""
-        scales = {name + _SCALE for name in self.names if name + _SCALE in self._files}
-        found: dict[str, Stretch] = {}
+    def _stretches(self) -> dict[str, Stretch]:
+        """The places of all stored tensors that are wanted."""
         by_file: dict[str, set[str]] = {}
-        for name in (*self.names, *scales):
-            by_file.setdefault(self._files[name], set()).add(name)
+        for name in self.names:
+            for stored in self._stored(name):
+                by_file.setdefault(self._files[stored], set()).add(stored)
+        found: dict[str, Stretch] = {}
         for file, names in by_file.items():
             found |= _stretches(self._folder / file, names)
-        wanted: dict[str, Stretch] = {}
-        for name in (*self.names, *scales):
-            if name not in found:
-                path = self._folder / self._files[name]
-                raise ModelLoadError(f"tensor {name} is not in {path}.")
-        for name in sorted(self.names, key=lambda name: (found[name].path, found[name].offset)):
-            wanted[name] = found[name]
-            if found[name].dtype in _FP8 and name + _SCALE in scales:
-                wanted[name + _SCALE] = found[name + _SCALE]
-        return wanted
-
-    def _dequantised(self, name: str, weight: Tensor, scales: Tensor) -> Tensor:
-        expected = [
-            -(-size // block) for size, block in zip(weight.shape, self._block, strict=False)
-        ]
-        if weight.dim() != 2 or list(scales.shape) != expected:
-            raise ModelLoadError(
-                f"tensor {name} of {self._folder} has shape {list(weight.shape)} in blocks of "
-                f"{list(self._block)}, but its scales have shape {list(scales.shape)}."
-            )
-        return dequantise_blocks(weight, scales, self._block)
+            for name in names:
+                if name not in found:
+                    raise ModelLoadError(f"tensor {name} is not in {self._folder / file}.")
+        return found
 
     def _next(self, tensors: Iterator[Tensor], name: str) -> Tensor:
         try:
@@ -201,21 +221,3 @@ def _stretches(path: Path, names: set[str]) -> dict[str, Stretch]:
         offset = 8 + size + entry["data_offsets"][0]
         found[name] = Stretch(path, offset, tuple(entry["shape"]), _DTYPES[entry["dtype"]])
     return found
-
-
-def _fp8_block(hf_config: Any) -> tuple[int, int]:
-    """The block size of an fp8 checkpoint's scales, (rows, columns)."""
-    settings = getattr(hf_config, "quantization_config", None) or {}
-    if not isinstance(settings, dict):
-        settings = settings.to_dict()
-    rows, columns = settings.get("weight_block_size") or (128, 128)
-    return int(rows), int(columns)
-
-
-def dequantise_blocks(weight: Tensor, scales: Tensor, block: tuple[int, int]) -> Tensor:
-    """Dequantise an fp8 weight [R, C] with block scales [ceil(R/b0), ceil(C/b1)] to fp32."""
-    rows, columns = weight.shape
-    out = weight.float()
-    # full-size scales, cut where the last blocks are partial
-    spread = scales.float().repeat_interleave(block[0], 0)[:rows]
-    return out.mul_(spread.repeat_interleave(block[1], 1)[:, :columns])

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,44 +13,55 @@ from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ...configs.model.model_config import (
     NotServed,
     check_numbers,
-    check_quantisation,
     eos_token_ids,
     merged,
     served_architecture,
     text_config,
 )
+from ...configs.model.quantisation import (
+    MODELOPT_FILE,
+    Quantisation,
+    from_modelopt_file,
+    parse_quantisation,
+)
 from ...configs.schema import ModelConfig
-from ...kernels.cpu.formats import StoredRows
+from ...kernels.device import is_card
 from ..errors import ModelLoadError
 from ..models.base import TextModel
 from ..models.layers import CheckpointSlot
+from .dummy import load_random
 from .hub import find_model
-from .inspection import BytesRead, FiniteCheck, LoadMeter, Progress, ignore
+from .inspection import BytesRead, FiniteCheck, LoadMeter, Progress, Stored, ignore
+from .matching import check_shape, match_names
 from .plain_config import plain_config
+from .quantised.delivery import Deliveries, as_meta
 
 _LOADERS = 2  # threads that load slots; packing weights on a CPU uses one core each
 _MAX_PENDING_BYTES = 256 << 20  # of tensors that are read but not loaded yet
 _PLAIN_WINDOW = ("llama", "mistral")  # types in which all layers have the same window
-_MAX_NAMED = 5  # tensor names in an error message
 
 
 class Checkpoint(Protocol):
     """A checkpoint's weights, under the names of transformers."""
 
     names: list[str]
+    spare: frozenset[str]  # names that a model may have no slot for
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether any weight is a quantised matrix."""
 
     def sizes(self) -> dict[str, int]:
         """Bytes of each tensor in its stored form. Reads only headers."""
 
-    def tensors(self, read: BytesRead = ...) -> Iterator[tuple[str, Tensor | StoredRows]]:
-        """Yield (name, tensor). `read` is called with the bytes of each tensor as they are read."""
+    def tensors(self, read: BytesRead = ...) -> Iterator[tuple[str, Stored]]:
+        """Yield (name, weight). `read` is called with the bytes of each tensor as they are read."""
 
-    def outlines(self) -> Iterator[tuple[str, Tensor]]:
+    def outlines(self) -> Iterator[tuple[str, Stored]]:
         """Like `tensors`, but yields meta tensors in any order and reads only headers."""
 
     def release(self) -> None:
@@ -63,13 +73,14 @@ class _Outlines:
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.names, self.outlines = list(checkpoint.names), checkpoint.outlines
+        self.spare, self.is_quantised = checkpoint.spare, checkpoint.is_quantised
 
     def sizes(self) -> dict[str, int]:
         return dict.fromkeys(self.names, 0)  # nothing is read
 
-    def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Tensor]]:
+    def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Stored]]:
         wanted = set(self.names)
-        return ((name, tensor) for name, tensor in self.outlines() if name in wanted)
+        return ((name, as_meta(weight)) for name, weight in self.outlines() if name in wanted)
 
     def release(self) -> None:
         pass  # nothing was read
@@ -85,6 +96,7 @@ class ResolvedModel:
     eos_token_ids: list[int] = field(default_factory=list)
     seed: int = 0  # for dummy weights
     opened: Checkpoint | None = None  # the checkpoint, if reading the config opened it
+    quantisation: Quantisation | None = None  # what the config says about quantised weights
 
     @property
     def text_config(self) -> Any:
@@ -107,8 +119,7 @@ def resolve_model(
     """
 
     def read_config(folder: Path) -> Any:
-        raw = merged(_read_json(folder / "config.json"), _overrides(config))
-        return make_hf_config(raw, str(folder), check_architecture)
+        return make_hf_config(_raw_config(folder, config), str(folder), check_architecture)
 
     path = find_model(config, read_config, downloading)
     if path.suffix == ".gguf":
@@ -123,7 +134,27 @@ def resolve_model(
     except NotServed as error:
         raise ModelLoadError(f"{path} cannot be served: {error}") from error
     kind = "dummy" if config.load_format == "dummy" else "safetensors"
-    return ResolvedModel(path, kind, hf_config, eos_ids, config.seed)
+    quantisation = stated_quantisation(_raw_config(path, config), str(path))
+    return ResolvedModel(path, kind, hf_config, eos_ids, config.seed, quantisation=quantisation)
+
+
+def _raw_config(folder: Path, config: ModelConfig) -> dict[str, Any]:
+    """The content of config.json, with what --hf-overrides and ModelOpt's own file add."""
+    raw, stated = _read_json(folder / "config.json"), folder / MODELOPT_FILE
+    if stated.exists() and not raw.get("quantization_config"):
+        try:
+            raw["quantization_config"] = from_modelopt_file(_read_json(stated))
+        except NotServed as error:
+            raise ModelLoadError(f"{folder} cannot be served: {error}") from error
+    return merged(raw, _overrides(config))
+
+
+def stated_quantisation(raw: dict[str, Any], source: str) -> Quantisation | None:
+    """What a config.json's content says about quantised weights. Raises ModelLoadError."""
+    try:
+        return parse_quantisation(raw)
+    except NotServed as error:
+        raise ModelLoadError(f"{source} cannot be served: {error}") from error
 
 
 def _resolve_gguf(path: Path, config: ModelConfig) -> ResolvedModel:
@@ -183,7 +214,7 @@ def make_hf_config(raw: dict[str, Any], source: str, check_architecture: bool = 
     try:
         if check_architecture:
             served_architecture(raw)
-        check_quantisation(raw)
+        parse_quantisation(raw)
         check_numbers(text_config(raw))
     except NotServed as error:
         raise ModelLoadError(f"{source} cannot be served: {error}") from error
@@ -216,7 +247,8 @@ def load_weights(
     """
     slots = model.checkpoint_slots()
     if resolved.kind == "dummy":
-        load_random(slots, model.format.device, resolved.seed, progress)
+        device, said = model.format.device, resolved.quantisation
+        load_random(slots, device, resolved.seed, progress, quantisation=said)
         return
     checkpoint = open_checkpoint(resolved, model.format.device)
     load_checkpoint(slots, checkpoint, model.checkpoint_name, str(resolved.path), progress)
@@ -228,8 +260,18 @@ def open_checkpoint(resolved: ResolvedModel, device: torch.device | None = None)
     if checkpoint is None:
         from .safetensors_weights import SafetensorsCheckpoint
 
-        checkpoint = SafetensorsCheckpoint(resolved.path, resolved.hf_config, device)
+        checkpoint = SafetensorsCheckpoint(resolved.path, resolved.quantisation, device)
     return _Outlines(checkpoint) if device is not None and device.type == "meta" else checkpoint
+
+
+def keeps_formats(resolved: ResolvedModel, device: torch.device) -> bool:
+    """Whether the model's weights are quantised and stay so in the memory of this device."""
+    if not is_card(device):
+        return False
+    if resolved.kind == "dummy":
+        return resolved.quantisation is not None
+    checkpoint = resolved.opened or open_checkpoint(resolved)
+    return checkpoint.is_quantised
 
 
 def load_checkpoint(
@@ -240,11 +282,11 @@ def load_checkpoint(
     progress: Progress | None = None,
 ) -> None:
     """Fill `slots`. `checkpoint_name` maps a stored tensor to its slot, or to None to skip it."""
-    targets = match_names(slots, checkpoint.names, checkpoint_name, source)
+    targets = match_names(slots, checkpoint.names, checkpoint_name, source, checkpoint.spare)
     sizes = checkpoint.sizes()
     jobs: deque[tuple[Future[None], int]] = deque()  # and the bytes of its tensor
     used = {name: sizes[name] for name, target in targets.items() if target is not None}
-    meter, check = LoadMeter(used, progress), FiniteCheck(source)
+    meter, check, into = LoadMeter(used, progress), FiniteCheck(source), Deliveries(source)
     pending_bytes = 0
 
     def finish_oldest() -> None:
@@ -256,12 +298,12 @@ def load_checkpoint(
     with _one_thread_each(), ThreadPoolExecutor(_LOADERS, "load-weights") as loaders:
         for name, tensor in checkpoint.tensors(meter.read):
             meter.finish(name)
-            target = targets[name]
+            target = targets.get(name)
             if target is None:
                 continue
             slot = slots[target]
-            _check_shape(name, tensor, slot, source)
-            jobs.append((loaders.submit(_load, slot, name, tensor, check), tensor.nbytes))
+            check_shape(name, tensor, slot, source)
+            jobs.append((loaders.submit(_load, slot, name, tensor, check, into), tensor.nbytes))
             pending_bytes += tensor.nbytes
             while jobs and (pending_bytes > _MAX_PENDING_BYTES or jobs[0][0].done()):
                 finish_oldest()
@@ -269,51 +311,7 @@ def load_checkpoint(
             finish_oldest()
     checkpoint.release()
     check.report()
-
-
-def match_names(
-    slots: Mapping[str, CheckpointSlot],
-    names: Sequence[str],
-    checkpoint_name: Callable[[str], str | None],
-    source: str,
-) -> dict[str, str | None]:
-    """Map each stored tensor to its slot. Raises ModelLoadError unless they match one to one.
-
-    Optional slots may stay empty, and tensors that map to None are skipped.
-    """
-    targets = {name: checkpoint_name(name) for name in names}
-    wanted = [target for target in targets.values() if target is not None]
-    _complain(
-        f"{source} has unexpected tensors", [n for n, t in targets.items() if t and t not in slots]
-    )
-    twice = [name for name, count in Counter(wanted).items() if count > 1]
-    _complain(f"{source} has several tensors for", twice)
-    given = set(wanted)
-    needed = slots_of_one_form(slots, given)
-    missing = [n for n, slot in needed.items() if not slot.optional and n not in given]
-    _complain(f"{source} lacks tensors", missing)
-    _complain(f"{source} has tensors of a second form", [n for n in given if n not in needed])
-    return targets
-
-
-def slots_of_one_form(
-    slots: Mapping[str, CheckpointSlot], given: Collection[str] = ()
-) -> dict[str, CheckpointSlot]:
-    """Leave out the slots of forms that a checkpoint with the tensors `given` does not use.
-
-    Of what may be stored in several forms, it uses the form of the first tensor that is given, or
-    else the first form.
-    """
-    used: dict[str, str] = {}
-    for names in ([name for name in slots if name in given], slots):
-        for name in names:
-            if (form := slots[name].form) is not None:
-                used.setdefault(*form)
-    return {
-        n: slot
-        for n, slot in slots.items()
-        if slot.form is None or used[slot.form[0]] == slot.form[1]
-    }
+    into.report()
 
 
 def check_outlines(model: TextModel, resolved: ResolvedModel) -> None:
@@ -322,18 +320,11 @@ def check_outlines(model: TextModel, resolved: ResolvedModel) -> None:
         return
     slots, checkpoint = model.checkpoint_slots(), open_checkpoint(resolved)
     source = str(resolved.path)
-    targets = match_names(slots, checkpoint.names, model.checkpoint_name, source)
+    names, spare = checkpoint.names, checkpoint.spare
+    targets = match_names(slots, names, model.checkpoint_name, source, spare)
     for name, tensor in checkpoint.outlines():
         if (target := targets.get(name)) is not None:
-            _check_shape(name, tensor, slots[target], source)
-
-
-def _check_shape(name: str, tensor: Tensor | StoredRows, slot: CheckpointSlot, source: str) -> None:
-    if tuple(tensor.shape) != slot.shape:
-        raise ModelLoadError(
-            f"tensor {name} of {source} has shape {list(tensor.shape)}, but the config "
-            f"requires {list(slot.shape)}."
-        )
+            check_shape(name, tensor, slots[target], source)
 
 
 @contextmanager
@@ -347,51 +338,9 @@ def _one_thread_each() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
-def _load(slot: CheckpointSlot, name: str, weight: Tensor | StoredRows, check: FiniteCheck) -> None:
+def _load(
+    slot: CheckpointSlot, name: str, weight: Stored, check: FiniteCheck, into: Deliveries
+) -> None:
     with torch.no_grad():  # the mode is per thread
         check.inspect(name, weight)
-        slot.load(weight if slot.takes_rows else widened(weight))
-
-
-def widened(weight: Tensor | StoredRows) -> Tensor:
-    """A stored weight as a float tensor."""
-    if isinstance(weight, Tensor):
-        return weight
-    from .gguf_values import values_of
-
-    return values_of(weight)
-
-
-def _complain(what: str, names: list[str]) -> None:
-    if names:
-        shown = ", ".join(sorted(names)[:_MAX_NAMED])
-        more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-        raise ModelLoadError(f"{what}: {shown}{more}.")
-
-
-def load_random(
-    slots: Mapping[str, CheckpointSlot],
-    device: torch.device,
-    seed: int,
-    progress: Progress | None = None,
-    std: float = 0.02,
-) -> None:
-    """Fill `slots` with seeded random weights, drawn on the device; norms get ones, biases
-    zeros."""
-    slots = slots_of_one_form(slots)
-    has_memory = device.type != "meta"
-    generator = torch.Generator(device).manual_seed(seed) if has_memory else None
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    done, total = 0, sum(math.prod(slot.shape) for slot in slots.values()) * dtype.itemsize
-    tell = progress or (lambda done, total: None)
-    tell(0, total)
-    with torch.no_grad():
-        for slot in slots.values():
-            tensor = torch.empty(slot.shape, dtype=dtype, device=device)
-            if slot.init == "normal" and has_memory:
-                tensor.normal_(0, std, generator=generator)
-            else:
-                tensor.fill_(1.0 if slot.init == "ones" else 0.0)
-            slot.load(tensor)
-            done += tensor.nbytes
-            tell(done, total)
+        into.deliver(slot, name, weight)

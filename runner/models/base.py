@@ -72,7 +72,7 @@ class TextModel(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, fmt)
         self.tied = bool(config.tie_word_embeddings)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, fmt, role="head")
-        if self.tied and fmt.native:
+        if self.tied and (fmt.native or fmt.packed):
             self.embed_tokens.heads.append(self.lm_head)
         elif self.tied and not fmt.pack_fp16:
             self.lm_head.weight = self.embed_tokens.weight  # one shared tensor
@@ -118,7 +118,7 @@ class TextModel(nn.Module):
         It maps (hidden [L, H], vocabulary size = all, draws = None) to (tokens [L], largest logits
         [L]). None if torch computes the head, or if logits are more than a matrix product.
         """
-        if self.lm_head.chooser is None:
+        if not self.lm_head.can_pick:
             return None
         plain = type(self).compute_logits is TextModel.compute_logits
         return self.lm_head.pick if plain else None

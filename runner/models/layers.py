@@ -7,17 +7,14 @@ the checkpoint; a fused projection yields one per part. Nothing here knows file 
 from __future__ import annotations
 
 import functools
-import platform
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.cpu import weight as native
 from ...kernels.cpu.formats import StoredRows
 from ...kernels.cpu.matrix import Matrix
 from ...kernels.cpu.weight import QuantizedWeight, pack_any
@@ -25,101 +22,16 @@ from ...kernels.linear.embedding import embedding
 from ...kernels.linear.head_sample import Draws, sample_head
 from ...kernels.linear.linear import GATED, Norm, gated_linear, linear, linear_parts
 from ...kernels.linear.linear_choice import Choice, Gemv, Shape
-from ...kernels.linear.linear_tuned import LinearChooser, create_chooser
 from ...kernels.linear.norm_rope import fused_add_rms_norm, rms_norm
 from ...kernels.linear.streams import write_stream
-
-
-@dataclass(frozen=True)
-class CheckpointSlot:
-    """The destination of one checkpoint tensor.
-
-    `load` accepts the tensor on any device and in any float dtype. Different slots may be loaded by
-    several threads at once.
-    """
-
-    shape: tuple[int, ...]
-    load: Callable[[Any], None]  # takes a Tensor, and StoredRows if `takes_rows`
-    init: str = "normal"  # initial values if weights are random: "normal", "ones" or "zeros"
-    optional: bool = False  # the checkpoint may lack it
-    takes_rows: bool = False  # `load` also accepts a matrix as a GGUF file stores it
-    # What may be stored in one of several forms, and the form to which this tensor belongs. A
-    # checkpoint has all tensors of one form; random weights are drawn for the first.
-    form: tuple[str, str] | None = None
-
-
-def tensor_slot(
-    target: Tensor,
-    init: str = "normal",
-    optional: bool = False,
-    form: tuple[str, str] | None = None,
-) -> CheckpointSlot:
-    """The slot of a tensor that is copied without a change of form."""
-
-    def load(tensor: Tensor) -> None:
-        target.copy_(tensor)
-
-    return CheckpointSlot(tuple(target.shape), load, init, optional, form=form)
-
-
-@runtime_checkable
-class TakesCheckpoint(Protocol):
-    """A module with weights. `parent` is its parent's name and a dot, or empty; `name` is its
-    own."""
-
-    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]: ...
-
-
-@dataclass(frozen=True)
-class WeightFormat:
-    """The device and the number formats of a model."""
-
-    device: torch.device
-    dtype: torch.dtype  # activations, and weights unless packed
-    pack_fp16: bool = False  # on a CPU: linear weights are packed fp16, with fp32 accumulation
-    linear: LinearChooser | None = None  # chooses the kernels of linear layers; None = torch
-    native: bool = False  # on a CPU: `kernels.cpu` multiplies weights in their stored formats
-
-    @property
-    def table_dtype(self) -> torch.dtype:
-        """The dtype of embedding tables, which are only looked up, never multiplied. A `native`
-        table has its stored format instead."""
-        return torch.float16 if self.pack_fp16 else self.dtype
-
-
-def resolve_format(
-    name: str, device: torch.device, checkpoint_dtype: object, linear_backend: str = "torch"
-) -> WeightFormat:
-    """The format for `--dtype name`.
-
-    On a CPU, `auto` keeps every weight in its stored format if there are native kernels; otherwise
-    it is packed fp16 on x86 and fp32 on others. On a GPU it is fp16 if the checkpoint is fp16,
-    otherwise bf16.
-    """
-    if name == "auto" and device.type == "cpu":
-        if native.available():
-            return WeightFormat(device, torch.float32, native=True)
-        return WeightFormat(device, torch.float32, pack_fp16=packing_available())
-    if name == "auto":
-        half = str(checkpoint_dtype).removeprefix("torch.") == "float16"
-        name = "float16" if half else "bfloat16"
-    dtype: torch.dtype = getattr(torch, name)
-    return WeightFormat(device, dtype, linear=create_chooser(linear_backend, device, dtype))
-
-
-@functools.cache
-def packing_available() -> bool:
-    """True if this CPU and this build of torch support the packed fp16 linear layer."""
-    if platform.machine().lower() not in ("x86_64", "amd64"):
-        return False
-    if "fbgemm" not in torch.backends.quantized.supported_engines:
-        return False
-    try:
-        packed = torch.ops.quantized.linear_prepack_fp16(torch.eye(8), None)
-        out = torch.ops.quantized.linear_dynamic_fp16(torch.ones(1, 8), packed)
-    except RuntimeError:
-        return False
-    return bool((out == 1).all())
+from ...kernels.quant.packed import PackedWeight
+from .formats.packed import Packed, PackedLayer, Part
+from .formats.slots import CheckpointSlot as CheckpointSlot
+from .formats.slots import TakesCheckpoint as TakesCheckpoint
+from .formats.slots import matrix_slot
+from .formats.slots import module_slots as module_slots
+from .formats.slots import tensor_slot as tensor_slot
+from .formats.weight_format import WeightFormat as WeightFormat
 
 
 class Linear(nn.Module):
@@ -150,11 +62,13 @@ class Linear(nn.Module):
         self._missing = {(shard, kind) for shard in self.shards for kind in kinds}
         self._packed: Any = None
         self.matrix: Matrix | None = None  # the weights, if they are multiplied natively
+        self.packed: PackedLayer | None = None  # the weights, if they are quantised on a GPU
         self._parts: dict[str, QuantizedWeight] = {}  # native weights by shard
+        self._arrived_parts: dict[str, Part] = {}  # by shard, if the format is `packed`
         self._lock = threading.Lock()  # guards what loading threads change
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
         # fp16 weights exist unpacked only while their parts are loaded
-        has_weight = not (fmt.pack_fp16 or fmt.native)
+        has_weight = not (fmt.pack_fp16 or fmt.native or fmt.packed)
         weight = empty(self.out_features, in_features) if has_weight else None
         self.register_buffer("weight", weight)
         self.register_buffer("bias", empty(self.out_features) if bias else None)
@@ -167,6 +81,8 @@ class Linear(nn.Module):
             # `.default` skips the overload lookup, which costs 9 us per call
             out: Tensor = torch.ops.quantized.linear_dynamic_fp16.default(x, self._packed)
             return out
+        if self.packed is not None:
+            return self.packed.forward(x, self.bias)
         assert self.weight is not None, "weights are not loaded"
         if self.chooser is None:
             return F.linear(x, self.weight, self.bias)
@@ -178,18 +94,24 @@ class Linear(nn.Module):
         Returns [M, out_features], or S float32 partial sums [S, M, out_features], which
         `RMSNorm.add` or a fused rotary embedding adds up.
         """
+        if self.packed is not None:
+            return self.packed.sums(x, self.bias, norm)
         if self.weight is None:
             return self.forward(x if norm is None else rms_norm(x, *norm))
         return linear_parts(x, self.weight, self.bias, self._choice(x), norm)
 
     def gated(self, x: Tensor, activation: str, norm: Norm | None = None) -> Tensor:
         """act(gate) * up, for a fused gate and up projection; [M, in_features] -> [M, I]."""
+        if self.packed is not None:
+            return self.packed.gated(x, self.bias, activation, norm)
         if self.weight is None:
             return GATED[activation](self.parts(x, norm))
         return gated_linear(x, self.weight, self.bias, activation, self._choice(x), norm)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """residual + forward(x); [M, in_features] -> [M, out_features]."""
+        if self.packed is not None:
+            return self.packed.forward(x, self.bias, None, residual)
         if self.weight is None:
             return residual + self.forward(x)
         return linear(x, self.weight, self.bias, self._choice(x), None, residual)
@@ -202,16 +124,29 @@ class Linear(nn.Module):
         Only the first `num_outputs` tokens count, if given. Returns (tokens [L], largest logits
         [L]); see `head_sample.sample_head`.
         """
+        if self.packed is not None:
+            return self.packed.pick(x, num_outputs, draws)
         assert self.weight is not None and self.bias is None
         return sample_head(x, self.weight[:num_outputs], draws, self._choice(x))
 
+    @property
+    def can_pick(self) -> bool:
+        """Whether `pick` spares anything: kernels of ours may compute this layer."""
+        if self.packed is not None:
+            return not self.packed.torch_only
+        return self.chooser is not None and self.weight is not None
+
     def norms(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can norm its input itself."""
+        if self.packed is not None:
+            return self.packed.norms(num_rows)
         choice = None if self.chooser is None else self.chooser.choose(self.shape, num_rows)
         return choice is not None and bool(choice.norm)
 
     def adds(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can add a residual itself."""
+        if self.packed is not None:
+            return self.packed.adds(num_rows)
         return self.chooser is not None and isinstance(
             self.chooser.choose(self.shape, num_rows), Gemv
         )
@@ -228,8 +163,9 @@ class Linear(nn.Module):
             load: Callable[[Any], None] = functools.partial(self._load_weight, shard, part)
             if self.format.native:
                 load = functools.partial(self._load_native, shard)
-            shape = (size, self.in_features)
-            yield f"{path}.weight", CheckpointSlot(shape, load, takes_rows=self.format.native)
+            elif self.format.packed:
+                load = functools.partial(self.use_part, shard)
+            yield f"{path}.weight", matrix_slot((size, self.in_features), load, self.format)
             if self.bias is not None:
                 load = functools.partial(self._load_bias, shard, part)
                 yield f"{path}.bias", CheckpointSlot((size,), load, "zeros")
@@ -252,6 +188,26 @@ class Linear(nn.Module):
         self._parts[shard] = weight
         self._arrived(shard, "weight")
 
+    def use_part(self, shard: str, weight: Part) -> None:
+        """Take a part's weight, in the format of its file, perhaps one that others use, too."""
+        if isinstance(weight, Tensor):
+            weight = weight.to(self.format.device, self.format.dtype)
+        with self._lock:
+            if not self._missing:
+                self._missing = {(shard, "weight") for shard in self.shards}
+            self._arrived_parts[shard] = weight
+        self._arrived(shard, "weight")
+
+    def _settle(self) -> None:
+        """Make the layer's weight of its parts."""
+        parts = [self._arrived_parts.pop(shard) for shard in self.shards]
+        dense = [part for part in parts if isinstance(part, Tensor)]
+        if len(dense) == len(parts):
+            self.weight = dense[0] if len(dense) == 1 else torch.cat(dense)
+            return
+        self.packed = PackedLayer(parts, self.shape.role, self.format.torch_only)
+        self.__dict__["packed"] = self.packed  # looked up faster than a submodule
+
     def _load_bias(self, shard: str, part: slice, tensor: Tensor) -> None:
         assert self.bias is not None
         self.bias[part].copy_(tensor)
@@ -263,6 +219,8 @@ class Linear(nn.Module):
             is_last = not self._missing
             if self.format.native and is_last:
                 self.matrix = Matrix([self._parts[shard] for shard in self.shards], self.bias)
+            if self._arrived_parts and len(self._arrived_parts) == len(self.shards):
+                self._settle()
         if self.format.pack_fp16 and is_last:
             self._pack()
 
@@ -342,27 +300,35 @@ class Embedding(nn.Module):
     def __init__(self, num_rows: int, size: int, fmt: WeightFormat) -> None:
         super().__init__()
         self.shape, self.dtype, self.format = (num_rows, size), fmt.dtype, fmt
-        self.packed: QuantizedWeight | None = None
+        self.native: QuantizedWeight | None = None
+        self.packed: Packed | None = None
         self.heads: list[Linear] = []  # which multiply by the table
-        table = torch.empty(num_rows, size, dtype=fmt.table_dtype, device=fmt.device)
-        self.register_buffer("weight", None if fmt.native else table)
+        keeps = fmt.native or fmt.packed
+        table = None if keeps else torch.empty(self.shape, dtype=fmt.table_dtype, device=fmt.device)
+        self.register_buffer("weight", table)
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids: [M] int32 or int64 -> [M, size]."""
+        if self.native is not None:
+            return self.native.rows(ids)
         if self.packed is not None:
-            return self.packed.rows(ids)
+            return self.packed.weight.rows(ids, self.dtype)
         assert self.weight is not None, "weights are not loaded"
         return embedding(ids, self.weight).to(self.dtype)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        slot = CheckpointSlot(self.shape, self._load, takes_rows=self.format.native)
-        yield f"{parent}{name}.weight", slot
+        yield f"{parent}{name}.weight", matrix_slot(self.shape, self._load, self.format)
 
-    def _load(self, table: Tensor | StoredRows) -> None:
+    def _load(self, table: Part | StoredRows) -> None:
+        if self.format.packed:
+            assert not isinstance(table, StoredRows)
+            self._keep(table)
+            return
+        assert not isinstance(table, PackedWeight)
         if self.format.native and (self.heads or isinstance(table, StoredRows)):
-            self.packed = pack_any(table)
+            self.native = pack_any(table)
             for head in self.heads:
-                head.use(self.packed)
+                head.use(self.native)
             return
         assert isinstance(table, Tensor)
         if self.weight is None:
@@ -370,14 +336,11 @@ class Embedding(nn.Module):
             self.weight = torch.empty(self.shape, dtype=dtype)
         self.weight.copy_(table)
 
-
-def module_slots(root: nn.Module) -> dict[str, CheckpointSlot]:
-    """The slots of all modules below `root`, named by their path in the module tree."""
-    slots: dict[str, CheckpointSlot] = {}
-    for path, module in root.named_modules():
-        if path and isinstance(module, TakesCheckpoint):
-            parent, dot, own_name = path.rpartition(".")
-            for name, slot in module.checkpoint_slots(f"{parent}{dot}", own_name):
-                assert name not in slots, f"two modules load {name}"
-                slots[name] = slot
-    return slots
+    def _keep(self, table: Part) -> None:
+        """Keep a table of the checkpoint, quantised or not, and give it to the heads."""
+        if isinstance(table, PackedWeight):
+            self.packed = Packed(table)
+        else:
+            table = self.weight = table.to(self.format.device, self.format.dtype)
+        for head in self.heads:
+            head.use_part("", table)

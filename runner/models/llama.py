@@ -171,7 +171,7 @@ class MLP(nn.Module):
         shards = {"gate_proj": intermediate, "up_proj": intermediate}
         self.gate_up_proj = Linear(hidden, shards, fmt, bias, "gate_up")
         self.down_proj = Linear(intermediate, hidden, fmt, bias, "down")
-        self.is_plain = fmt.linear is None
+        self.is_plain = fmt.is_plain
 
     def norms(self, num_rows: int) -> bool:
         """True if `parts` can norm its input of `num_rows` rows itself."""
@@ -212,7 +212,7 @@ class DecoderLayer(nn.Module):
         self.self_attn = Attention(config, index, layer_id, fmt)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.mlp = self.make_mlp(config, index, fmt)
-        self.is_plain = fmt.linear is None
+        self.is_plain = fmt.is_plain
 
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
         """The feed-forward part of layer `index`."""

@@ -71,17 +71,19 @@ def build_model(
     max_position: int | None = None,
     linear: LinearChooser | None = None,
     native: bool = False,
+    packed: bool = False,
+    torch_only: bool = False,
 ) -> TextModel:
     """Build a model with uninitialised weights, for positions below `max_position`.
 
-    `dtype`, `pack_fp16`, `linear` and `native` are the fields of `layers.WeightFormat`.
+    The other parameters are the fields of `WeightFormat`.
     """
     module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
     module = importlib.import_module(f".{module_name}", __package__)
     text_config = _text_part(hf_config)
     model: TextModel = getattr(module, class_name)(
         text_config,
-        WeightFormat(device, dtype, pack_fp16, linear, native),
+        WeightFormat(device, dtype, pack_fp16, linear, native, packed, torch_only),
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,9 +18,15 @@ from ..drafters.heads import FoundDrafter, OutlineHost, find_configured, outline
 from ..errors import DrafterError, RunnerError, why_unreadable
 from ..loading.hub import find_drafter
 from ..loading.model_check import outline_model, refuse_large_cache
-from ..loading.weights import ResolvedModel, check_outlines, load_weights, resolve_model
+from ..loading.weights import (
+    ResolvedModel,
+    check_outlines,
+    keeps_formats,
+    load_weights,
+    resolve_model,
+)
 from ..models.base import TextModel
-from ..models.layers import WeightFormat, resolve_format
+from ..models.formats.weight_format import WeightFormat, resolve_format
 from ..models.registry import build_model
 from .memory import refuse_early
 
@@ -76,6 +82,7 @@ def load_target(
     fmt = resolve_format(
         model_config.dtype, device, resolved.checkpoint_dtype, config.graph.linear_backend
     )
+    fmt = replace(fmt, packed=keeps_formats(resolved, device))
     refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
     if device.type != "meta":
         sketch = outline_model(resolved, fmt, max_model_len)
@@ -90,6 +97,8 @@ def load_target(
         max_position=max_model_len,
         linear=fmt.linear,
         native=fmt.native,
+        packed=fmt.packed,
+        torch_only=fmt.torch_only,
     )
     if drafter is not None:
         host = OutlineHost(max_model_len, model, resolved)

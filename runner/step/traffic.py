@@ -38,8 +38,8 @@ def weight_bytes(model: nn.Module) -> int:
                 continue
             owners[tensor.data_ptr()] += 1
             sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
-        if isinstance(module, Embedding) and module.weight is not None:
-            gathered.add(module.weight.data_ptr())
+        if isinstance(module, Embedding):
+            gathered |= {tensor.data_ptr() for tensor in module.buffers()}
     return sum(size for at, size in sizes.items() if at not in gathered or owners[at] > 1)
 
 

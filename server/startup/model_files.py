@@ -19,7 +19,6 @@ from ...configs.model.model_config import (
     NotServed,
     check_gguf_architecture,
     check_numbers,
-    check_quantisation,
     check_weights,
     eos_token_ids,
     is_file_name,
@@ -28,6 +27,7 @@ from ...configs.model.model_config import (
     short,
     text_config,
 )
+from ...configs.model.quantisation import MODELOPT_FILE, check_quantisation, from_modelopt_file
 from ...configs.paths import PathError, local_path
 from ...configs.schema import Config
 from ...configs.speculative import METHODS
@@ -89,9 +89,18 @@ def _checked(
     raw = {}
     if (path / "config.json").is_file():
         raw = _served(name, merged(_json(path / "config.json"), overrides), whole)
+    if (path / MODELOPT_FILE).is_file():
+        _check_modelopt(name, _json(path / MODELOPT_FILE))
     if load_format in ("auto", "safetensors"):
         _check_folder(path, raw if whole else {})
     return raw
+
+
+def _check_modelopt(name: str, content: dict[str, Any]) -> None:
+    try:
+        check_quantisation({"quantization_config": from_modelopt_file(content)})
+    except NotServed as error:
+        raise ModelFilesError(f"{name} cannot be served: {error}") from error
 
 
 def _check_folder(folder: Path, config: dict[str, Any]) -> None:

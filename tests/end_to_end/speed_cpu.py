@@ -113,7 +113,8 @@ def transformers_peer() -> Callable[[], float]:
 
     from slipstream.configs.preset import preset_model
     from slipstream.configs.schema import ModelConfig
-    from slipstream.runner.loading.weights import open_checkpoint, resolve_model, widened
+    from slipstream.runner.loading.quantised.delivery import widened
+    from slipstream.runner.loading.weights import open_checkpoint, resolve_model
     from slipstream.server.text.tokenizer_source import find_tokenizer_folder
 
     path = preset_model(MODEL)

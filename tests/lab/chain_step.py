@@ -23,7 +23,7 @@ from slipstream.runner.attention import triton as backend
 from slipstream.runner.attention.base import AttentionState, CommonAttentionMetadata
 from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.batch.kv_cache import KVCache, make_groups
-from slipstream.runner.loading.weights import load_random
+from slipstream.runner.loading.dummy import load_random
 from slipstream.runner.models import layers
 from slipstream.runner.models.layers import Linear
 from slipstream.runner.models.registry import build_model

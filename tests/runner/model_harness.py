@@ -23,18 +23,20 @@ from slipstream.runner.batch.kv_cache import KVCache, make_groups
 from slipstream.runner.batch.recurrent_states import RecurrentStates
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.base import TextModel
-from slipstream.runner.models.layers import resolve_format
+from slipstream.runner.models.formats.weight_format import resolve_format
 from slipstream.runner.models.registry import build_model
 
 BLOCK_SIZE = 4
 CPU = torch.device("cpu")
 
 
-def load(folder: Path | str, dtype: str = "float32", **settings: Any) -> TextModel:
-    """Resolve, build and load a model as the worker does."""
+def load(
+    folder: Path | str, dtype: str = "float32", packed: bool = False, **settings: Any
+) -> TextModel:
+    """Resolve, build and load a model as the worker does; `packed` as on a GPU."""
     resolved = resolve_model(ModelConfig(model=str(folder), dtype=dtype, **settings))
     fmt = resolve_format(dtype, CPU, resolved.checkpoint_dtype)
-    packing = {"pack_fp16": fmt.pack_fp16, "native": fmt.native}
+    packing = {"pack_fp16": fmt.pack_fp16, "native": fmt.native, "packed": packed}
     model = build_model(resolved.hf_config, CPU, fmt.dtype, **packing)
     load_weights(model, resolved)
     return model

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from slipstream.runner.drafters import heads as draft_heads
 from slipstream.runner.drafters.exchange import Exchange, load_other
 from slipstream.runner.errors import RunnerError
-from slipstream.runner.models.layers import Linear, WeightFormat, packing_available
+from slipstream.runner.models.formats.weight_format import WeightFormat, packing_available
+from slipstream.runner.models.layers import Linear
 
 from ...speculators.tiny_engine import VOCAB, TinyEngine
 from ..exchanging import content, engine, head, model

@@ -19,7 +19,8 @@ from torch import Tensor
 from slipstream.configs.schema import ModelConfig
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.gguf_weights import GGUFFile
-from slipstream.runner.loading.weights import resolve_model, widened
+from slipstream.runner.loading.quantised.delivery import widened
+from slipstream.runner.loading.weights import resolve_model
 
 from ..model_harness import Sequences, load
 

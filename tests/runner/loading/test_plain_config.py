@@ -67,7 +67,6 @@ def test_a_plain_config_is_what_transformers_makes_of_it(raw: dict[str, Any]) ->
         {"num_hidden_layers": True},
         {"tie_word_embeddings": None},
         {"eos_token_id": None},
-        {"quantization_config": {"quant_method": "fp8"}},
         {"layer_types": ["full_attention"] * 3},
         {"hidden_act": "gelu"},
     ],

@@ -14,11 +14,11 @@ from transformers.initialization import no_init_weights
 
 from slipstream.configs.preset import preset_model
 from slipstream.configs.schema import ModelConfig
+from slipstream.runner.loading.quantised.delivery import widened
 from slipstream.runner.loading.weights import (
     make_hf_config,
     open_checkpoint,
     resolve_model,
-    widened,
 )
 from slipstream.runner.models.base import TextModel
 from slipstream.server.text.gguf_metadata import read_gguf_metadata

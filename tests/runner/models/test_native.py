@@ -15,7 +15,6 @@ from slipstream.kernels.cpu import weight
 from slipstream.kernels.cpu.layers import NativeLayers
 from slipstream.runner.draft_models.draft_config import read_draft_config
 from slipstream.runner.draft_models.eagle3 import Eagle3Head
-from slipstream.runner.models import layers
 from slipstream.runner.models.base import TextModel
 
 from ...speculators.all_drafters import Drafters
@@ -149,7 +148,7 @@ def test_text_with_drafts_is_the_text_without(
 def test_without_the_library_torch_computes_the_same(
     folder: Path, model: TextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(layers.native, "available", lambda: False)
+    monkeypatch.setattr(weight, "available", lambda: False)
     fallback: Any = load(folder, "auto")
     assert fallback.decoder is None and not fallback.format.native
     ids = text(20)

@@ -226,9 +226,9 @@ NOT_SERVED: list[tuple[dict[str, Any], str]] = [
     ({"architectures": "LlamaForCausalLM"}, "architectures must be a list of names"),
     ({"architectures": [7]}, "architectures must be a list of names"),
     ({"model_type": None}, "names neither architectures nor a model_type"),
-    ({"quantization_config": {"quant_method": "awq"}}, "'awq' is not supported; supported: fp8 in"),
+    ({"quantization_config": {"quant_method": "aqlm"}}, "'aqlm' is not supported; supported: fp8,"),
     ({"quantization_config": {"quant_method": ["awq"]}}, r"\['awq'\] is not supported"),
-    ({"quantization_config": "awq"}, "quantisation None is not supported"),
+    ({"quantization_config": "awq"}, "quantization_config must be an object, not 'awq'"),
     (
         {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 0]}},
         r"weight_block_size must be two positive integers, not \[128, 0\]",

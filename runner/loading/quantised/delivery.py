@@ -1,0 +1,93 @@
+"""Turns stored weights into a form that their slots take, and logs what that costs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from ....kernels.cpu.formats import StoredRows
+from ....kernels.quant.packed import PackedWeight
+from ...models.layers import CheckpointSlot
+from ..inspection import Stored
+
+logger = logging.getLogger(__name__)
+
+
+def fitting(slot: CheckpointSlot, weight: Stored) -> Stored:
+    """`weight` in the first of these forms that the slot takes: its own, another one that is as
+    small, a float tensor."""
+    if isinstance(weight, PackedWeight):
+        if slot.takes_packed is not None:
+            return weight
+        if slot.takes_rows:
+            from .rows import stored_rows_of
+
+            if (rows := stored_rows_of(weight)) is not None:
+                return rows
+    elif isinstance(weight, StoredRows):
+        if slot.takes_rows:
+            return weight
+        if slot.takes_packed is not None:
+            from .gguf import packed_rows
+
+            return packed_rows(weight, slot.takes_packed)
+    return widened(weight)
+
+
+def widened(weight: Stored) -> Tensor:
+    """A stored weight as a float tensor; quantised ones in float32."""
+    if isinstance(weight, Tensor):
+        return weight
+    if isinstance(weight, PackedWeight):
+        if weight.device.type == "meta":
+            return torch.empty(weight.shape, device="meta")
+        return weight.dequantise(torch.float32)
+    from ..gguf_values import values_of
+
+    return values_of(weight)
+
+
+def as_meta(weight: Stored) -> Tensor | PackedWeight:
+    """The outline of a weight as it will be on a GPU. Reads nothing."""
+    if isinstance(weight, StoredRows):
+        from .gguf import packed_rows
+
+        return packed_rows(weight, torch.device("meta"))
+    return weight
+
+
+class Deliveries:
+    """Counts the quantised matrices of a checkpoint by what became of them."""
+
+    def __init__(self, source: str) -> None:
+        self._source, self._lock = source, threading.Lock()
+        self._counts: Counter[str] = Counter()
+        self._widened = ""  # the first name
+
+    def deliver(self, slot: CheckpointSlot, name: str, weight: Stored) -> None:
+        """Load a weight into its slot. May be called by several threads at once."""
+        given = fitting(slot, weight)
+        if isinstance(weight, PackedWeight):
+            with self._lock:
+                kept = not isinstance(given, Tensor)
+                self._counts[_form(given)] += 1
+                self._widened = self._widened or ("" if kept else name)
+        slot.load(given)
+
+    def report(self) -> None:
+        """Log one line about quantised matrices of safetensors, if there were any."""
+        if not self._counts:
+            return
+        forms = ", ".join(f"{count} {form}" for form, count in sorted(self._counts.items()))
+        example = f"; widened is, for example, {self._widened}" if self._widened else ""
+        logger.info("quantised matrices of %s: %s%s", self._source, forms, example)
+
+
+def _form(given: Stored) -> str:
+    if isinstance(given, PackedWeight):
+        return f"kept as {given.kind}"
+    return f"kept as {given.type.name}" if isinstance(given, StoredRows) else "widened to floats"

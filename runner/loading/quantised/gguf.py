@@ -1,0 +1,135 @@
+"""Turns GGUF's quantised rows into packed weights, with the same numbers bit for bit.
+
+4-bit types keep 4 bits a number. 5- and 6-bit types become 8-bit integers, which costs memory but
+no value. The K types have two levels of scales, whose products need float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ....kernels.cpu.formats import StoredRows
+from ....kernels.quant.packed import PackedWeight
+from .codes import pack_nibbles, split_last
+
+_FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# (codes [N, B, block], scales [N, B, groups], offsets of the same shape or None)
+_Read = tuple[Tensor, Tensor, Tensor | None]
+
+
+def packed_rows(rows: StoredRows, device: torch.device) -> PackedWeight | Tensor:
+    """A stored matrix on `device`: packed, or a plain tensor if its numbers are floats."""
+    count, columns = rows.shape
+    if device.type == "meta":
+        data = torch.empty(rows.data.shape, dtype=torch.uint8, device=device)
+    else:
+        data = torch.from_numpy(rows.data.copy()).to(device)  # torch takes no read-only memory
+    if rows.order is not None and not data.is_meta:
+        data = data[torch.from_numpy(rows.order).to(device)]
+    if rows.type.is_float:
+        return data.view(_FLOATS[rows.type.name])
+    blocks = data.view(count, -1, rows.type.block_bytes)
+    codes, scales, offsets = _READERS[rows.type.name](blocks)
+    group = rows.type.block_size // scales.shape[-1]
+    codes = codes.reshape(count, columns)
+    is_int8 = codes.dtype == torch.int8
+    return PackedWeight(
+        "int8" if is_int8 else "int4",
+        codes if is_int8 else pack_nibbles(codes),
+        scales.reshape(count, -1).contiguous(),
+        columns,
+        group,
+        offsets=None if offsets is None else offsets.reshape(count, -1).contiguous(),
+    )
+
+
+def _half(blocks: Tensor, at: int) -> Tensor:
+    """The fp16 number at a byte of each block [N, B, bytes]: [N, B, 1]."""
+    return blocks[..., at : at + 2].contiguous().view(torch.float16)
+
+
+def _nibbles(blocks: Tensor, at: int) -> Tensor:
+    """32 codes in 16 bytes, first all low nibbles: [N, B, 32] uint8."""
+    stored = blocks[..., at : at + 16]
+    return torch.cat((stored & 15, stored >> 4), -1)
+
+
+def _bits(blocks: Tensor, at: int) -> Tensor:
+    """32 bits in 4 bytes, the lowest first: [N, B, 32] uint8 of 0 and 1."""
+    stored = blocks[..., at : at + 4].unsqueeze(-1)
+    return (stored >> torch.arange(8, device=blocks.device) & 1).flatten(-2).to(torch.uint8)
+
+
+def _q4_0(blocks: Tensor) -> _Read:
+    return _nibbles(blocks, 2), _half(blocks, 0), None
+
+
+def _q4_1(blocks: Tensor) -> _Read:
+    return _nibbles(blocks, 4), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: Tensor) -> _Read:
+    codes = (_nibbles(blocks, 6) | _bits(blocks, 2) << 4).view(torch.int8) - 16
+    return codes, _half(blocks, 0), None
+
+
+def _q5_1(blocks: Tensor) -> _Read:
+    codes = (_nibbles(blocks, 8) | _bits(blocks, 4) << 4).view(torch.int8)
+    return codes, _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: Tensor) -> _Read:
+    return blocks[..., 2:].contiguous().view(torch.int8), _half(blocks, 0), None
+
+
+def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Scales and offsets of the eight groups of 32 in a block of Q4_K or Q5_K: [N, B, 8] fp32.
+
+    12 bytes hold two 6-bit numbers a group: whole for the first four, in pieces for the others.
+    """
+    low, high, rest = split_last(blocks[..., 4:16], 3, 4).unbind(-2)
+    factors = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
+    minima = torch.cat((high & 63, rest >> 4 | high >> 2 & 48), -1)
+    return _half(blocks, 0).float() * factors, -(_half(blocks, 2).float() * minima)
+
+
+def _k_nibbles(stored: Tensor) -> Tensor:
+    """[N, B, 128] bytes -> [N, B, 8, 32] codes: two groups share 32 bytes, the first is low."""
+    pairs = split_last(stored, 4, 32)
+    return torch.stack((pairs & 15, pairs >> 4), -2).flatten(-3, -2)
+
+
+def _q4_k(blocks: Tensor) -> _Read:
+    return _k_nibbles(blocks[..., 16:144]), *_k_scales(blocks)
+
+
+def _q5_k(blocks: Tensor) -> _Read:
+    high = blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, device=blocks.device).view(8, 1)
+    codes = _k_nibbles(blocks[..., 48:176]) | (high & 1).to(torch.uint8) << 4
+    return codes.view(torch.int8), *_k_scales(blocks)
+
+
+def _q6_k(blocks: Tensor) -> _Read:
+    halves = split_last(blocks[..., :128], 2, 64)
+    low = torch.stack((halves & 15, halves >> 4), -2).flatten(-3)
+    quads = split_last(blocks[..., 128:192], 2, 1, 32)
+    shifts = torch.arange(0, 8, 2, device=blocks.device).view(4, 1)
+    high = (quads >> shifts & 3).to(torch.uint8).flatten(-3)
+    codes = (low | high << 4).view(torch.int8) - 32
+    factors = blocks[..., 192:208].contiguous().view(torch.int8)
+    return codes, _half(blocks, 208).float() * factors, None
+
+
+_READERS: dict[str, Callable[[Tensor], _Read]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
