@@ -209,10 +209,16 @@ class DecoderLayer(nn.Module):
         super().__init__()
         check_silu(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
-        self.self_attn = Attention(config, index, layer_id, fmt)
+        self.self_attn = self.make_attention(config, index, layer_id, fmt)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         self.mlp = self.make_mlp(config, index, fmt)
         self.is_plain = fmt.is_plain
+
+    def make_attention(
+        self, config: Any, index: int, layer_id: int, fmt: WeightFormat
+    ) -> Attention:
+        """The attention of layer `index`."""
+        return Attention(config, index, layer_id, fmt)
 
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
         """The feed-forward part of layer `index`."""

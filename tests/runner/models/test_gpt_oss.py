@@ -1,0 +1,168 @@
+"""gpt-oss equals transformers on tiny random models, with experts as matrices and as MXFP4."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from slipstream.kernels.cpu import weight as native
+from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.models.families.gpt_oss import mxfp4_numbers
+from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
+
+from ..model_harness import Sequences, assert_equals_transformers, load
+
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+SHAPE = dict(
+    vocab_size=97,
+    hidden_size=64,
+    intermediate_size=32,
+    num_hidden_layers=3,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=16,
+    num_local_experts=4,
+    num_experts_per_tok=2,
+    sliding_window=6,
+    max_position_embeddings=512,
+    rope_parameters=YARN,
+)
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def make_oracle(folder: Path, mxfp4: bool = False) -> Any:
+    """A random model, saved to `folder`; with `mxfp4` its experts are such numbers exactly."""
+    torch.manual_seed(1)
+    config = transformers.GptOssConfig(**SHAPE)
+    config._attn_implementation = "eager"
+    oracle = transformers.GptOssForCausalLM(config).eval()
+    stored: dict[str, Tensor] = {}
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            scale = 2.0 if name.endswith(("sinks", "_bias")) else 0.1  # some gates reach the clamp
+            parameter.add_(torch.randn_like(parameter) * scale)
+            parameter.copy_(parameter.half())  # a CPU keeps these weights as fp16
+            if mxfp4 and name.endswith(("gate_up_proj", "down_proj")):
+                experts, columns, rows = parameter.shape
+                blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+                scales = torch.randint(122, 126, (experts, rows, columns // 32), dtype=torch.uint8)
+                parameter.copy_(written_out(blocks, scales).transpose(1, 2))
+                stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    oracle.save_pretrained(folder)
+    if mxfp4:
+        path = folder / "model.safetensors"
+        kept = {n: t for n, t in load_file(path).items() if f"{n}_blocks" not in stored}
+        save_file(kept | stored, path, {"format": "pt"})
+        state_quantisation(folder)
+    return oracle
+
+
+def state_quantisation(folder: Path) -> None:
+    """Add what the released configs say about their numbers."""
+    raw = json.loads((folder / "config.json").read_text())
+    left_out = ("model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens")
+    raw["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [*left_out, "lm_head"],
+    }
+    (folder / "config.json").write_text(json.dumps(raw))
+
+
+def written_out(blocks: Tensor, scales: Tensor) -> Tensor:
+    """The numbers of MXFP4 blocks, one byte after the other."""
+    numbers = []
+    for row, scale in zip(blocks.reshape(-1, 16).tolist(), scales.flatten().tolist(), strict=True):
+        for byte in row:
+            for code in (byte % 16, byte // 16):
+                sign = -1 if code >= 8 else 1
+                numbers.append(sign * E2M1[code % 8] * 2.0 ** (scale - 127))
+    return torch.tensor(numbers).view(*scales.shape[:2], -1)
+
+
+def test_mxfp4_numbers() -> None:
+    blocks = torch.randint(256, (2, 3, 2, 16), dtype=torch.uint8)
+    scales = torch.randint(90, 160, (2, 3, 2), dtype=torch.uint8)
+    assert torch.equal(mxfp4_numbers(blocks, scales), written_out(blocks, scales))
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_logits_equal_transformers(mxfp4: bool, tmp_path: Path) -> None:
+    oracle = make_oracle(tmp_path, mxfp4)
+    assert_equals_transformers(load(tmp_path), oracle)
+
+
+@pytest.mark.skipif(not native.available(), reason="no native CPU kernels on this machine")
+def test_native_weights_beside_experts(tmp_path: Path) -> None:
+    oracle = make_oracle(tmp_path)
+    assert_equals_transformers(load(tmp_path, "auto"), oracle)
+
+
+def test_windows_alternate_and_every_layer_has_sinks(tmp_path: Path) -> None:
+    make_oracle(tmp_path)
+    layers = load(tmp_path).attention_layers()
+    assert [layer.sliding_window for layer in layers] == [6, None, 6]
+    stored = load_file(tmp_path / "model.safetensors")
+    for index, layer in enumerate(layers):
+        assert layer.sinks is not None
+        assert torch.equal(layer.sinks, stored[f"model.layers.{index}.self_attn.sinks"].float())
+
+
+def test_yarn_of_the_released_models_does_not_round_its_range() -> None:
+    """Frequencies and temperature for heads of 64, written out from the paper's formulas."""
+    rope = rope_parameters(transformers.GptOssConfig())
+    frequencies, factor = inverse_frequencies(rope, 64)
+    assert factor == pytest.approx(0.1 * torch.tensor(32.0).log().item() + 1)
+    base = torch.log(torch.tensor(150000.0)).item()
+
+    def dim_of(turns: float) -> float:
+        return 64 * torch.log(torch.tensor(4096 / (turns * 2 * torch.pi))).item() / (2 * base)
+
+    low, high = dim_of(32), dim_of(1)
+    assert low % 1 and high % 1
+    for index in range(32):
+        plain = 150000.0 ** (-2 * index / 64)
+        share = min(max((index - low) / (high - low), 0), 1)
+        expected = plain * (1 - share) + plain / 32 * share
+        assert frequencies[index].item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_half_of_the_experts_is_refused(tmp_path: Path) -> None:
+    make_oracle(tmp_path, mxfp4=True)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.2.mlp.experts.down_proj_scales"
+    save_file({n: t for n, t in tensors.items() if n != name}, path, {"format": "pt"})
+    with pytest.raises(ModelLoadError, match=f"lacks tensors: {name}"):
+        load(tmp_path)
+
+
+def test_sizes_that_are_no_blocks_are_refused(tmp_path: Path) -> None:
+    config = transformers.GptOssConfig(**{**SHAPE, "intermediate_size": 40})
+    config.architectures = ["GptOssForCausalLM"]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ModelLoadError, match="must be multiples of 32"):
+        load(tmp_path, load_format="dummy")
+
+
+def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
+    make_oracle(tmp_path, mxfp4=True)
+    (tmp_path / "model.safetensors").unlink()
+    model = load(tmp_path, load_format="dummy")
+    experts = model.layers[0].mlp.experts
+    assert experts.gate_up.std() > 0 and not experts.gate_up_bias.any()
+    assert Sequences(model, 1, 8).step([(0, [4, 5])])[0][0].isfinite().all()
