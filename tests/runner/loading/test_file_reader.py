@@ -28,7 +28,7 @@ def write(path: Path, seed: int) -> tuple[list[Stretch], list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("readers", "piece", "ahead"), [(1, 1, 1), (3, 7, 100), (8, 64, 1 << 20), (2, 1 << 20, 0)]
+    ("readers", "piece", "ahead"), [(1, 3, 1), (3, 7, 100), (8, 64, 1 << 20), (2, 1 << 20, 0)]
 )
 def test_tensors_come_in_order(tmp_path: Path, readers: int, piece: int, ahead: int) -> None:
     first, second = write(tmp_path / "a", 0), write(tmp_path / "b", 1)
