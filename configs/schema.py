@@ -158,6 +158,12 @@ class CacheConfig:
     state_block_size: int = option(
         1024, "tokens between saved recurrent states, from which cached prefixes continue"
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "data type of cached keys and values (auto: that of the model; fp8 means fp8_e4m3, with"
+        " the checkpoint's scales or 1)",
+        choices=("auto", "fp8", "fp8_e4m3"),
+    )
     gpu_memory_utilization: float = option(0.9, "fraction of GPU memory that the worker may use")
     kv_cache_memory_bytes: int | None = option(
         None, "size of the KV cache; default: as much as GPU memory allows, or 1 GiB on the CPU"

@@ -89,7 +89,17 @@ def parse_quantisation(config: Mapping[str, Any]) -> Quantisation | None:
             f"the quantisation {short(method)} is not supported; supported: "
             f"{', '.join(METHODS)} in safetensors, and those of GGUF files."
         )
+    if _has_plain_weights(method, settings):
+        return None
     return _PARSERS[method](settings)
+
+
+def _has_plain_weights(method: str, settings: Mapping[str, Any]) -> bool:
+    """Whether the settings are about the KV cache alone."""
+    if method == "compressed-tensors":
+        return bool(settings.get("kv_cache_scheme")) and not settings.get("config_groups")
+    without = "quant_algo" in settings and settings["quant_algo"] is None
+    return method == "modelopt" and without and bool(settings.get("kv_cache_quant_algo"))
 
 
 def from_modelopt_file(content: Mapping[str, Any]) -> dict[str, Any]:

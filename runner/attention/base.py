@@ -104,7 +104,9 @@ class AttentionMetadata(ABC):
         query: Tensor,  # [M*, num_heads, head_dim]
         key: Tensor | None,  # [M*, num_kv_heads, head_dim]; None = read only
         value: Tensor | None,  # [M*, num_kv_heads, head_dim_v]; None for MLA and read only
-        kv_cache: Tensor,  # [2, num_blocks, block_size, num_kv_heads, head_dim]; MLA: no first 2
+        # [2, num_blocks, block_size, num_kv_heads, head_dim], e4m3 if the layer says so; MLA: no
+        # first 2, and packed rows if e4m3
+        kv_cache: Tensor,
     ) -> Tensor:  # [M*, num_heads, head_dim_v]
         """Write key and value into the cache at this step's slots, then attend over the cache."""
 
@@ -122,7 +124,8 @@ class AttentionMetadata(ABC):
 
         A back end with a fused kernel overrides it.
         """
-        query, key, value = rotary.prepare(query, key, value, kv_cache.dtype)
+        dtype = layer.dtype_of(kv_cache)
+        query, key, value = rotary.prepare(query, key, value, dtype)
         result = self.attend(layer, query, key, value, kv_cache)
         return result if out is None else out.copy_(result)
 

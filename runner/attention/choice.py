@@ -36,14 +36,27 @@ def choose_backend(
 
     "auto" takes the first preferred back end that can run. A log line says which one and why.
     """
+    backend, why, refused = _first_usable(name, layers, device)
+    without = f" (not {'; not '.join(refused)})" if refused else ""
+    logger.info("attention back end: %s, %s%s", backend.name, why, without)
+    return backend
+
+
+def check_backend(name: str, layers: Sequence[AttentionLayer], device: torch.device) -> None:
+    """Raise the error of `choose_backend`, if there is one."""
+    _first_usable(name, layers, device)
+
+
+def _first_usable(
+    name: str, layers: Sequence[AttentionLayer], device: torch.device
+) -> tuple[AttentionBackend, str, list[str]]:
+    """The back end, the reason for choosing it, and what others refused."""
     candidates = _preferred(layers, device) if name == "auto" else [(name, "as configured")]
     refused: list[str] = []
     for candidate, why in candidates:
         backend, reason = _load(candidate, layers, device)
         if backend is not None:
-            without = f" (not {'; not '.join(refused)})" if refused else ""
-            logger.info("attention back end: %s, %s%s", candidate, why, without)
-            return backend
+            return backend, why, refused
         refused.append(f"{candidate}: {reason}")
     raise UnusableBackend(name, reason if len(refused) == 1 else "; ".join(refused))
 
@@ -57,6 +70,9 @@ def _preferred(layers: Sequence[AttentionLayer], device: torch.device) -> list[t
     if not is_card(device):
         return [("reference", "plain torch, for devices without CUDA")]
     triton = ("triton", "which supports graphs for any batch of this model")
+    if any(layer.fp8 is not None for layer in layers):
+        # not the reference, whose steps would be many times as long as those of a 16-bit cache
+        return [("triton", "whose kernels read an fp8 KV cache")]
     if all(layer.is_mla for layer in layers):
         return [("flash_mla", "with kernels for latent attention on SM90"), triton, reference]
     return [triton, reference]

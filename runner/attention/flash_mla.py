@@ -139,6 +139,11 @@ class FlashMLABackend(AttentionBackend):
                 return (
                     f"it only supports latent attention with rows of {ROW}, which this model lacks"
                 )
+            if layer.fp8 is not None:
+                return (
+                    "its kernel for dense attention does not read the packed fp8 rows of "
+                    "--kv-cache-dtype fp8; use --attention-backend triton"
+                )
             if layer.sliding_window or layer.softcap or layer.sinks is not None:
                 return "it does not support sliding windows, soft caps or sinks"
         if device.type != "cuda":

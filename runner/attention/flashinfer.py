@@ -50,10 +50,14 @@ class FlashInferMetadata(AttentionMetadata):
         kv_cache: Tensor,
     ) -> Tensor:
         if key is not None:
-            store_kv(key, value, kv_cache, self._slot_mapping)
+            store_kv(key, value, kv_cache, self._slot_mapping, layer.fp8)
         query = query.contiguous()
+        # The plan holds the softmax scale that the layers share; a graph bakes those of the cache.
+        scales = {}
+        if layer.fp8 is not None:
+            scales = {"k_scale": layer.fp8.k_scale, "v_scale": layer.fp8.v_scale}
         out: Tensor = self._wrapper.run(
-            query, (kv_cache[0], kv_cache[1]), out=torch.empty_like(query)
+            query, (kv_cache[0], kv_cache[1]), out=torch.empty_like(query), **scales
         )
         return out
 
@@ -146,7 +150,7 @@ class FlashInferBuilder(AttentionBuilder):
             "logits_soft_cap": layer.softcap,
             "sm_scale": layer.scale,
             "q_data_type": self._dtype,
-            "kv_data_type": self._dtype,
+            "kv_data_type": layer.cache_dtype or self._dtype,
         }
         shape = (layer.num_heads, layer.num_kv_heads, layer.head_dim, self._block_size)
         if query_len == 1:

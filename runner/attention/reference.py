@@ -80,7 +80,7 @@ class ReferenceMetadata(AttentionMetadata):
             if rows is not None:
                 key = key.index_select(0, rows)
                 value = None if value is None else value.index_select(0, rows)
-            store_kv_reference(key, value, kv_cache, slots, all_valid=True)
+            store_kv_reference(key, value, kv_cache, slots, all_valid=True, fp8=layer.fp8)
         return planned_attention(query, kv_cache, self._plan, layer)
 
 

@@ -17,6 +17,7 @@ from ...kernels.attention.paged_attention import paged_attention
 from ...kernels.attention.paged_rows import PagedRows
 from ...kernels.attention.rotary_attention import rotary_attention
 from ...kernels.attention.store_kv import store_kv
+from ...kernels.device import card_of
 from .base import (
     AttentionBackend,
     AttentionBuilder,
@@ -29,6 +30,7 @@ from .base import (
 # A mixed batch gets two launches if it begins with this number of decodes, of up to so many tokens.
 _LEAST_DECODES, _DECODE_TOKENS = 8, 16
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512  # 16 is the smallest tile of a tensor core
+_FP8_CAPABILITY = (8, 9)  # the first with instructions that widen e4m3
 
 
 class TritonMetadata(AttentionMetadata):
@@ -54,7 +56,7 @@ class TritonMetadata(AttentionMetadata):
         kv_cache: Tensor,
     ) -> Tensor:
         if key is not None:
-            store_kv(key, value, kv_cache, self._rows.slot_mapping)
+            store_kv(key, value, kv_cache, self._rows.slot_mapping, layer.fp8)
         return paged_attention(query, kv_cache, self._rows, layer)
 
     def rotate_and_attend(
@@ -177,6 +179,14 @@ class TritonBackend(AttentionBackend):
     def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
         if importlib.util.find_spec("triton") is None:
             return "the package triton is not installed"
+        card = card_of(device)
+        if card is not None and card.capability < _FP8_CAPABILITY:
+            if any(layer.fp8 is not None for layer in layers):
+                return (
+                    "an fp8 KV cache needs a GPU of compute capability 8.9 or later (Ada, Hopper), "
+                    f"and {card.name} has {card.capability[0]}.{card.capability[1]}; "
+                    "use --kv-cache-dtype auto"
+                )
         for layer in layers:
             if layer.is_mla:
                 rest = layer.head_dim - (layer.head_dim_v or 0)

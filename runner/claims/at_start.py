@@ -143,5 +143,5 @@ def _kind(layer: AttentionLayer) -> _Kind:
     sinks = layer.sinks is not None
     return (
         layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.head_dim_v, layer.is_mla,
-        layer.sliding_window, layer.softcap, layer.scale, sinks,
+        layer.sliding_window, layer.softcap, layer.scale, sinks, layer.fp8 is not None,
     )  # fmt: skip

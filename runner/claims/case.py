@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ...kernels.attention.store_kv import store_kv
 from ..attention.base import (
     AttentionBackend,
     AttentionLayer,
@@ -62,8 +63,7 @@ class ClaimTrial:
         self.builder = backend.create_builder(
             [layer], size, num_reqs, self.max_tokens, setup.max_len, dtype, device
         )
-        shape: tuple[int, ...] = (num_blocks, size, layer.num_kv_heads, layer.head_dim)
-        self.cache = torch.randn(shape if layer.is_mla else (2, *shape), device=device).to(dtype)
+        self.cache = self._random_cache(num_blocks)
         table = torch.randperm(num_blocks - 1, device=device).view(num_reqs, -1) + 1
         self.own_table = table.int()  # [N, blocks_per_req]
         self.query_start_loc = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
@@ -187,6 +187,21 @@ class ClaimTrial:
             {number: 0},
             {number: self.cache},
         )
+
+    def _random_cache(self, num_blocks: int) -> Tensor:
+        layer, size = self.layer, self.setup.block_size
+        shape: tuple[int, ...] = (num_blocks, size, layer.num_kv_heads, layer.head_dim)
+        both = torch.randn(shape if layer.is_mla else (2, *shape), device=self.device)
+        both = both.to(self.dtype)
+        if layer.fp8 is None:
+            return both
+        row = layer.cache_row(layer.head_dim)
+        cache = torch.zeros((*both.shape[:-1], row), dtype=layer.cache_dtype, device=self.device)
+        slots = torch.arange(num_blocks * size, device=self.device)
+        key, value = (both, None) if layer.is_mla else both
+        value = None if value is None else value.flatten(0, 1)
+        store_kv(key.flatten(0, 1), value, cache, slots, layer.fp8)
+        return cache
 
     def _random(self, heads: int, dim: int) -> Tensor:
         return torch.randn(self.max_tokens, heads, dim, device=self.device).to(self.dtype)

@@ -45,7 +45,8 @@ class SafetensorsCheckpoint:
         self._opened: dict[str, Any] = {}  # file name -> mapped file
         found = group_names(self._files)
         self.names, self.spare, self._quantised = found.names, found.spare, found.quantised
-        self.cache_scales = found.cache_scales
+        # the scales of the KV cache, which `kv_scales` reads: stored name -> file name
+        self.cache_scales = {name: self._files[name] for name in found.cache_scales}
 
     @property
     def is_quantised(self) -> bool:

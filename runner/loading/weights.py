@@ -254,6 +254,25 @@ def load_weights(
     load_checkpoint(slots, checkpoint, model.checkpoint_name, str(resolved.path), progress)
 
 
+def load_kv_scales(
+    resolved: ResolvedModel, num_layers: int, wanted: bool
+) -> dict[int, tuple[float, float]]:
+    """The scales of keys and values that the checkpoint holds for an fp8 KV cache, by layer.
+
+    Reads nothing but these. If they are not `wanted`, it logs that they exist and returns none.
+    """
+    if resolved.kind != "safetensors":
+        return {}
+    from .kv_scales import note_unused, read_kv_scales
+    from .safetensors_weights import SafetensorsCheckpoint
+
+    files = SafetensorsCheckpoint(resolved.path, resolved.quantisation).cache_scales
+    if wanted:
+        return read_kv_scales(resolved.path, files, resolved.hf_config, num_layers)
+    note_unused(resolved.path, files)
+    return {}
+
+
 def open_checkpoint(resolved: ResolvedModel, device: torch.device | None = None) -> Checkpoint:
     """Open the stored weights of a model that is not "dummy"; `device` is where they are needed."""
     checkpoint = resolved.opened

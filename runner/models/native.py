@@ -142,6 +142,8 @@ class NativeDecoder:
                 return None
             at = _attention_of(layer, rotary, attention)
             reason = "its attention is of another kind" if at is None else why_not(weights, at)
+            if attention.layers[layer.layer_id].fp8 is not None:  # `layer` does not know its cache
+                reason = "its KV cache is fp8"
             if at is None or reason is not None:
                 logger.info("torch runs layer %d and all others: %s", layer.layer_id, reason)
                 return None

@@ -20,6 +20,7 @@ from ...speculators.base import SpeculatorNeeds
 from ...speculators.registry import create_speculator
 from ..attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
 from ..attention.choice import choose_backend
+from ..attention.fp8_layers import is_fp8, with_fp8_cache
 from ..batch.input_batch import InputBuffers
 from ..batch.kv_cache import KVCache, KVCacheGroup, KVLayout, make_groups
 from ..batch.recurrent_states import RecurrentStates
@@ -47,7 +48,7 @@ from .compile_ahead import ATTENTION, GRAPHS, CompileAhead
 from .facts import facts_of
 from .first_use import load_libraries
 from .load_target import faults_of_drafter, load_target
-from .memory import kv_cache_bytes, memory_allocated, num_kv_blocks
+from .memory import kv_cache_bytes, log_fp8_memory, memory_allocated, num_kv_blocks
 from .memory_profile import MemoryProfile
 from .recurrent import create_states, group_of, save_states
 
@@ -102,6 +103,8 @@ class Assembly:
         self._note("weights")
         with self._phase("attention", shown=False), torch.inference_mode():
             layers = [*self.model.attention_layers(), *host.draft_layers]
+            if is_fp8(config.cache.kv_cache_dtype):
+                layers = with_fp8_cache(layers, self.format.dtype, loaded.kv_scales)
             groups = make_groups(layers)
             backend = choose_backend(config.graph.attention_backend, layers, self.device)
             self.block_size = backend.block_size(config.cache.block_size)
@@ -111,7 +114,8 @@ class Assembly:
             self._note("workspaces")
             table = self._request_table(needs, max_blocks)
             self._note("request table")
-            drafts = [[la for la in group.layers if la in host.draft_layers] for group in groups]
+            of_drafter = {layer.layer_id for layer in host.draft_layers}
+            drafts = [[la for la in group.layers if la.layer_id in of_drafter] for group in groups]
             draft_builders = [self._builder(backend, la) if la else None for la in drafts]
             self._note("workspaces")
             states = create_states(self.model, self.max_num_reqs, needs, self.format.dtype)
@@ -356,6 +360,7 @@ class Assembly:
             self.config.cache, self.device, available, layout, self.max_model_len,
             most_tokens,
         )  # fmt: skip
+        log_fp8_memory(self.config.cache, available, layout, num_blocks)
         with memory_faults("the KV cache"):
             return layout.allocate(num_blocks, self.device)
 

@@ -246,7 +246,8 @@ def start_key(config: Config) -> str:
     model, drafts, graph = config.model, config.speculative, config.graph
     parts = (
         _shapes_of(model.model, model.revision),
-        (model.dtype, model.max_model_len, model.hf_overrides, config.cache.block_size),
+        (model.dtype, model.max_model_len, model.hf_overrides),
+        (config.cache.block_size, config.cache.kv_cache_dtype),
         None if drafts.method == "off" else _without(drafts, "model", "watchdog", "load_format"),
         None if drafts.model is None else _shapes_of(drafts.model),
         _without(graph, "cudagraph_capture_sizes", "debug_compare_eager"),

@@ -13,6 +13,8 @@ import torch
 from ...configs.model.context import context_length
 from ...configs.options import ConfigError
 from ...configs.schema import Config
+from ..attention.choice import check_backend
+from ..attention.fp8_layers import by_layer_id, is_fp8, with_fp8_cache
 from ..batch.kv_cache import make_groups
 from ..drafters.heads import FoundDrafter, OutlineHost, find_configured, outline
 from ..errors import DrafterError, RunnerError, why_unreadable
@@ -22,6 +24,7 @@ from ..loading.weights import (
     ResolvedModel,
     check_outlines,
     keeps_formats,
+    load_kv_scales,
     load_weights,
     resolve_model,
 )
@@ -44,6 +47,7 @@ class LoadedTarget:
     max_model_len: int
     vocab_size: int
     drafter: FoundDrafter | None
+    kv_scales: dict[int, tuple[float, float]]  # of an fp8 KV cache: layer_id -> (keys, values)
 
 
 @contextmanager
@@ -86,9 +90,15 @@ def load_target(
     refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
     if device.type != "meta":
         sketch = outline_model(resolved, fmt, max_model_len)
-        groups = make_groups(sketch.attention_layers())
-        refuse_early(config.cache, device, groups, fmt.dtype, max_model_len)
+        layers = sketch.attention_layers()
+        if is_fp8(config.cache.kv_cache_dtype):
+            layers = with_fp8_cache(layers, fmt.dtype, {})
+            check_backend(config.graph.attention_backend, layers, device)
+        refuse_early(config.cache, device, make_groups(layers), fmt.dtype, max_model_len)
         check_outlines(sketch, resolved)
+    scales = load_kv_scales(
+        resolved, int(text.num_hidden_layers), is_fp8(config.cache.kv_cache_dtype)
+    )
     model = build_model(
         resolved.hf_config,
         device,
@@ -105,4 +115,12 @@ def load_target(
         with faults_of_drafter():
             outline(config.speculative.method, config.speculative, host, drafter)
     load_weights(model, resolved, progress)
-    return LoadedTarget(model, resolved, fmt, max_model_len, int(text.vocab_size), drafter)
+    return LoadedTarget(
+        model,
+        resolved,
+        fmt,
+        max_model_len,
+        int(text.vocab_size),
+        drafter,
+        by_layer_id(model, scales),
+    )

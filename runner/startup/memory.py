@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import gc
+import logging
 import resource
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from ...configs.schema import CacheConfig
-from ..batch.kv_cache import KVCacheGroup, KVLayout
+from ..batch.kv_cache import KVCacheGroup, KVLayout, make_groups
 from ..errors import RunnerError
 from ..graphs.manager import MemoryByPurpose
 from .memory_profile import MemoryProfile
 
+logger = logging.getLogger(__name__)
 CPU_CACHE_BYTES = 1 << 30
 
 
@@ -96,6 +99,27 @@ def num_kv_blocks(
         share_counts = device.type == "cuda" and config.kv_cache_memory_bytes is None
         raise NoKVMemory(memory_bytes, needed * layout.block_bytes, share_counts)
     return min(blocks, max(needed, layout.blocks_for(max_tokens)))
+
+
+def log_fp8_memory(
+    config: CacheConfig, memory_bytes: int, layout: KVLayout, num_blocks: int
+) -> None:
+    """Log what an fp8 cache of `num_blocks` blocks saves beside one in the model's dtype."""
+    if all(group.dtype is None for group in layout.groups):
+        return
+    layers = [replace(layer, fp8=None) for group in layout.groups for layer in group.layers]
+    wide = KVLayout(make_groups(layers), layout.block_size, layout.dtype)
+    own, other = (one.block_bytes / one.block_size for one in (layout, wide))
+    size, name = layout.block_size, str(layout.dtype).removeprefix("torch.")
+    tokens = (num_blocks - 1) * size
+    if config.num_gpu_blocks_override is not None:
+        memory_bytes = num_blocks * layout.block_bytes
+    in_wide = max(0, min(wide.blocks_in(memory_bytes), num_blocks) - 1) * size
+    logger.info(
+        "KV cache in fp8_e4m3: %.0f bytes per token instead of %.0f in %s; %d tokens fit instead "
+        "of %d",
+        own, other, name, tokens, in_wide,
+    )  # fmt: skip
 
 
 def refuse_early(

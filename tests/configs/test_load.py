@@ -181,6 +181,10 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
             ["--reasoning-parser", "foo"],
             "--reasoning-parser must be one of auto, none, deepseek_r1",
         ),
+        (
+            ["--kv-cache-dtype", "fp8_e5m2"],
+            "--kv-cache-dtype must be one of auto, fp8, fp8_e4m3, not 'fp8_e5m2'",
+        ),
         (["-tp", "2"], "--tensor-parallel-size 2: must be 1, because"),
         (["-dp", "2"], "--data-parallel-size 2: must be 1, because"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),

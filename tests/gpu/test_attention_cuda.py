@@ -7,6 +7,7 @@ batches of 1 to 64 requests, and padding.
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
-from slipstream.kernels.attention.paged_rows import PagedRows
+from slipstream.kernels.attention.paged_rows import Fp8Cache, PagedRows
+from slipstream.kernels.quant.e4m3 import unpack_latent
 from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.attention.choice import choose_backend
 from slipstream.runner.claims.case import ClaimSetup, ClaimTrial, check_claim
@@ -39,8 +41,12 @@ MLA = AttentionLayer(
 MLA_LARGE = AttentionLayer(
     0, num_heads=128, num_kv_heads=1, head_dim=576, scale=0.07, head_dim_v=512, is_mla=True
 )
+FP8, PACKED = Fp8Cache(torch.bfloat16, 0.03, 0.02), Fp8Cache(torch.bfloat16, latent=512)
 LAYERS = {
-    "gqa": GQA, "small": SMALL, "window": WINDOW, "mla": MLA, "mla_large": MLA_LARGE
+    "gqa": GQA, "small": SMALL, "window": WINDOW, "mla": MLA, "mla_large": MLA_LARGE,
+    "gqa fp8": replace(GQA, fp8=FP8), "small fp8": replace(SMALL, fp8=FP8),
+    "window fp8": replace(WINDOW, fp8=FP8), "mla fp8": replace(MLA, fp8=PACKED),
+    "mla_large fp8": replace(MLA_LARGE, fp8=PACKED),
 }  # fmt: skip
 RUNS = [
     ("triton", "gqa"),
@@ -51,6 +57,13 @@ RUNS = [
     ("flashinfer", "small"),
     ("flash_mla", "mla"),
     ("flash_mla", "mla_large"),
+    ("triton", "gqa fp8"),
+    ("triton", "small fp8"),
+    ("triton", "window fp8"),
+    ("triton", "mla fp8"),
+    ("triton", "mla_large fp8"),
+    ("flashinfer", "gqa fp8"),
+    ("flashinfer", "small fp8"),
 ]
 FP32_ERROR = 8e-3  # allowed relative error of bf16 attention against fp32 on the same bf16 inputs
 
@@ -106,10 +119,15 @@ def test_eager_equals_fp32_reference(
 
 def reference(trial: ClaimTrial, common: Any, num_tokens: int) -> Tensor:
     """Attention in fp32 on the KV cache that `trial.forward` has written."""
-    layer = trial.layer
+    layer, cache = trial.layer, trial.cache
+    if layer.fp8 is None:
+        cache = cache.float()
+    elif layer.is_mla:  # the kernel multiplies the widened rows as bf16
+        cache = unpack_latent(cache.view(torch.uint8), layer.fp8.latent, torch.bfloat16).float()
+        layer = replace(layer, fp8=None)
     return paged_attention_reference(
         trial.query[:num_tokens].float(),
-        trial.cache.float(),
+        cache,
         PagedRows(
             common.block_table,
             common.query_start_loc,
