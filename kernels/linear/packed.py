@@ -1,8 +1,8 @@
 """Linear layers with a quantised weight: the operations of `linear` and `head_sample` for it.
 
 `choice` names the kernel, see `choose_packed`; without one the weight is dequantised to the dtype
-of `x`, and torch multiplies. The activations are not quantised, whatever the checkpoint asks for,
-unless the chosen kernel does so.
+of `x`, and torch multiplies. The kernels need a weight that `quant.tiled.prepare` has converted.
+They do not round weights, and they do not quantise activations, whatever the checkpoint asks for.
 """
 
 from __future__ import annotations
@@ -10,24 +10,53 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..quant.packed import PackedWeight
+from ..device import use_triton
+from ..quant.tiled import TiledWeight, Weight
 from .head_sample import Draws, pick_rows, pick_rows_reference
 from .linear import GATED, Norm
-from .linear_choice import Choice
+from .linear_choice import Choice, Gemv, Shape, Skinny, bucket_of
 from .norm_rope import rms_norm
 
+_MOST_ROWS = 128  # above, products cost more than reading the weights
 
-def choose_packed(weight: PackedWeight, role: str, num_rows: int) -> Choice:
+
+def choose_packed(weight: Weight, role: str, num_rows: int) -> Choice:
     """The kernel for `num_rows` padded rows of a layer of this role; None = dequantise, then torch.
 
     It depends on shapes and formats, never on data, so a CUDA graph may bake it.
     """
-    return None
+    if not isinstance(weight, TiledWeight) or not use_triton(weight.words):
+        return None
+    shape = Shape(role, *weight.shape)
+    if not _fits(weight, shape):
+        return None
+    return default_choice(weight, shape, num_rows)
+
+
+def default_choice(weight: TiledWeight, shape: Shape, num_rows: int) -> Choice:
+    """A choice for a format and shape without measurements."""
+    bucket = bucket_of(num_rows)
+    if bucket is None or bucket > _MOST_ROWS:
+        return None
+    block_m = min(max(bucket, 16), 64)
+    tiles = -(-shape.outputs // 64)
+    columns = weight.slices * weight.slice_width
+    split_k = 1
+    while shape.may_split and tiles * split_k < 128 and shape.inputs // split_k >= 4 * columns:
+        split_k *= 2
+    return Skinny(64, columns, 3 if shape.role == "gate_up" else 4, 4, split_k, block_m)
+
+
+def _fits(weight: TiledWeight, shape: Shape) -> bool:
+    """Whether the kernels can compute this layer."""
+    if shape.inputs % 8 or shape.outputs % (2 if shape.role == "gate_up" else 1):
+        return False  # rows of 16 bytes
+    return weight.words.numel() < 2**31  # 32-bit offsets
 
 
 def packed_linear(
     x: Tensor,
-    weight: PackedWeight,
+    weight: Weight,
     bias: Tensor | None = None,
     choice: Choice = None,
     norm: Norm | None = None,
@@ -38,12 +67,24 @@ def packed_linear(
     x: [..., K], with a `choice` [M, K]; weight: [N, K]; bias: [N]; residual: [..., N]. Returns
     [..., N] in the dtype of `x`.
     """
-    return packed_linear_reference(x, weight, bias, norm, residual)
+    if choice is None or not isinstance(weight, TiledWeight) or not use_triton(x):
+        return packed_linear_reference(x, weight, bias, norm, residual)
+    x, norm = _prepared(x, weight, norm, choice)
+    out: Tensor
+    if isinstance(choice, Gemv):
+        from .triton.packed_gemv import linear as gemv
+
+        out = gemv(x, weight, bias, choice, norm, residual)
+        return out
+    from .triton.packed_skinny import linear as skinny
+
+    out = skinny(x, weight, bias, choice, norm=norm, residual=residual)
+    return out
 
 
 def packed_linear_reference(
     x: Tensor,
-    weight: PackedWeight,
+    weight: Weight,
     bias: Tensor | None = None,
     norm: Norm | None = None,
     residual: Tensor | None = None,
@@ -55,7 +96,7 @@ def packed_linear_reference(
 
 def packed_linear_parts(
     x: Tensor,
-    weight: PackedWeight,
+    weight: Weight,
     bias: Tensor | None = None,
     choice: Choice = None,
     norm: Norm | None = None,
@@ -64,12 +105,20 @@ def packed_linear_parts(
 
     Returns [M, N], or float32 parts [S, M, N] whose sum is the result.
     """
-    return packed_linear(x, weight, bias, choice, norm)
+    if choice is None or isinstance(choice, Gemv) or not isinstance(weight, TiledWeight):
+        return packed_linear(x, weight, bias, choice, norm)
+    if not use_triton(x) or (norm is not None and choice.norm):
+        return packed_linear(x, weight, bias, choice, norm)
+    x, _ = _prepared(x, weight, norm, choice)
+    from .triton.packed_skinny import linear_parts as skinny
+
+    parts: Tensor = skinny(x, weight, bias, choice)
+    return parts
 
 
 def packed_gated_linear(
     x: Tensor,
-    weight: PackedWeight,
+    weight: Weight,
     bias: Tensor | None = None,
     activation: str = "silu",
     choice: Choice = None,
@@ -80,12 +129,24 @@ def packed_gated_linear(
     x: [M, K]; weight: [2 I, K], gate rows first; bias: [2 I]; activation: "silu" or "gelu_tanh".
     Returns [M, I].
     """
-    return GATED[activation](packed_linear(x, weight, bias, choice, norm))
+    if choice is None or not isinstance(weight, TiledWeight) or not use_triton(x):
+        return packed_gated_linear_reference(x, weight, bias, activation, norm)
+    x, norm = _prepared(x, weight, norm, choice)
+    out: Tensor
+    if isinstance(choice, Gemv):
+        from .triton.packed_gemv import gated_linear as gemv
+
+        out = gemv(x, weight, bias, activation, choice, norm)
+        return out
+    from .triton.packed_skinny import gated_linear as skinny
+
+    out = skinny(x, weight, bias, activation, choice, norm=norm)
+    return out
 
 
 def packed_gated_linear_reference(
     x: Tensor,
-    weight: PackedWeight,
+    weight: Weight,
     bias: Tensor | None = None,
     activation: str = "silu",
     norm: Norm | None = None,
@@ -95,7 +156,7 @@ def packed_gated_linear_reference(
 
 
 def packed_sample_head(
-    x: Tensor, weight: PackedWeight, draws: Draws | None = None, choice: Choice = None
+    x: Tensor, weight: Weight, draws: Draws | None = None, choice: Choice = None
 ) -> tuple[Tensor, Tensor]:
     """Pick a token for each row of the head's input; see `head_sample.sample_head`.
 
@@ -105,10 +166,24 @@ def packed_sample_head(
 
 
 def packed_sample_head_reference(
-    x: Tensor, weight: PackedWeight, draws: Draws | None = None
+    x: Tensor, weight: Weight, draws: Draws | None = None
 ) -> tuple[Tensor, Tensor]:
     """The plain version of `packed_sample_head`."""
     return pick_rows_reference(packed_linear_reference(x, weight), draws)
+
+
+def _in_order(x: Tensor, weight: TiledWeight) -> Tensor:
+    """x [M, K] with its columns in the order of the stored columns."""
+    return x if weight.order is None else x.index_select(1, weight.order)
+
+
+def _prepared(
+    x: Tensor, weight: TiledWeight, norm: Norm | None, choice: Gemv | Skinny
+) -> tuple[Tensor, Norm | None]:
+    """The kernel's input, and the norm if the kernel applies it: not if columns are reordered."""
+    if choice.norm and weight.order is None:
+        return x, norm
+    return _in_order(_normed(x, norm), weight), None
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:

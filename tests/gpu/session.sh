@@ -31,5 +31,6 @@ step start-eagle3-warm 90 "$python" tests/lab/startup.py "$out/llama-8b" "$out/e
 run_tests start-tests 150 tests/gpu/test_startup_cuda.py
 run_tests attention 250 tests/gpu/test_attention_cuda.py
 run_tests kernels 250 tests/gpu/test_kernels_cuda.py tests/gpu/test_linear_cuda.py \
+  tests/gpu/test_packed_cuda.py \
   tests/gpu/test_rotary_attention_cuda.py \
   tests/gpu/test_sampling_cuda.py

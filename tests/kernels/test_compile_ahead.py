@@ -100,7 +100,8 @@ def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(
 @pytest.mark.parametrize("forms", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=str)
 def test_every_kernel_compiles_for_sm_90a(forms: tuple[str, ...], run_script: Script) -> None:
     compiled: set[str] = set()
-    for script, *arguments in (("compile_sm90.py", *forms), ("compile_linear.py",)):
+    scripts = (("compile_sm90.py", *forms), ("compile_linear.py",), ("compile_packed.py",))
+    for script, *arguments in scripts:
         output = run_script(script, *arguments, SLIPSTREAM_PDL="1")  # each with dependent launch
         compiled |= {line.split()[0] for line in output.splitlines()}
     launched = {

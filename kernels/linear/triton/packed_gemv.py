@@ -1,0 +1,221 @@
+"""Triton linear layer for one row with weights of 8 bits: as `gemv`, but with packed words.
+
+Words pass through registers once; a scale of a block multiplies sums over its columns, and scales
+of whole rows the results. The first chunk is loaded before the input is ready.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ...quant.tiled import TiledWeight
+from ...quant.triton.packed_codes import KINDS, float_pair
+from ..linear_choice import Gemv
+from .gemv import gated
+
+_PLAIN, _ADD, _GATED = 0, 1, 2
+Norm = tuple[Tensor, float]  # weight [K], eps
+
+
+@triton.jit
+def _chunk(words, rows, start, num_spans, row_inside, num_words, SPANS: tl.constexpr):
+    """Words [ROWS, SPANS, 64] of spans from `start`."""
+    span = start + tl.arange(0, SPANS)
+    j = tl.arange(0, 64)
+    at = rows[:, None, None] * num_words + (span[:, None] * 64 + j[None, :])[None, :, :]
+    inside = row_inside[:, None, None] & (span < num_spans)[None, :, None]
+    return tl.load(words + at, mask=inside, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _chunk_scales(
+    scales, stride, rows, start, num_spans, row_inside, SPANS: tl.constexpr, ROW_GROUP: tl.constexpr
+):
+    """Block scales [ROWS, SPANS, 1] of spans from `start`."""
+    span = start + tl.arange(0, SPANS)
+    at = span[None, :] * stride + (rows // ROW_GROUP)[:, None]
+    inside = row_inside[:, None] & (span < num_spans)[None, :]
+    return tl.load(scales + at, mask=inside, other=0).to(tl.float32)[:, :, None]
+
+
+@triton.jit
+def _input(x, gain, squares, at, num_inputs, NORM: tl.constexpr):
+    value = tl.load(x + at, mask=at < num_inputs, other=0.0).to(tl.float32)
+    if NORM:
+        squares += value * value
+        value *= tl.load(gain + at, mask=at < num_inputs, other=0.0).to(tl.float32)
+    return value, squares
+
+
+@triton.jit
+def _packed_gemv_kernel(
+    words,  # [N, W], contiguous; [2 N, W] if gated
+    x,  # [K]
+    gain,  # [K], weight of the norm
+    scales,  # [groups, N / ROW_GROUP], of blocks
+    channel,  # [N] or [2 N], factors of whole rows
+    bias,  # [N] or [2 N]
+    residual,  # [N]
+    out,  # [N]
+    eps,
+    num_outputs,  # N
+    num_inputs,  # K
+    stride,  # of `scales`
+    NUM_SPANS: tl.constexpr,  # W / 64
+    ROWS: tl.constexpr,
+    SPANS: tl.constexpr,  # spans of 128 columns in a chunk
+    KIND: tl.constexpr,
+    BLOCKS: tl.constexpr,  # a scale for each span
+    ROW_GROUP: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    MODE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    up = n + num_outputs
+    inside = n < num_outputs
+    num_words: tl.constexpr = NUM_SPANS * 64
+    acc = tl.zeros([ROWS, SPANS, 64], tl.float32)
+    acc_up = acc
+    squares = tl.zeros([SPANS, 64], tl.float32)
+    next_w = _chunk(words, n, 0, NUM_SPANS, inside, num_words, SPANS)
+    next_up = next_w
+    if MODE == 2:
+        next_up = _chunk(words, up, 0, NUM_SPANS, inside, num_words, SPANS)
+    wait_for_inputs(PDL)
+    column = tl.arange(0, SPANS)[:, None] * 128 + tl.arange(0, 64)[None, :]
+    for start in tl.static_range(0, NUM_SPANS, SPANS):
+        w, w_up = next_w, next_up
+        if start + SPANS < NUM_SPANS:
+            next_w = _chunk(words, n, start + SPANS, NUM_SPANS, inside, num_words, SPANS)
+            if MODE == 2:
+                next_up = _chunk(words, up, start + SPANS, NUM_SPANS, inside, num_words, SPANS)
+        x0, squares = _input(x, gain, squares, start * 128 + column, num_inputs, NORM)
+        x1, squares = _input(x, gain, squares, start * 128 + 64 + column, num_inputs, NORM)
+        a, b = float_pair(w, KIND, ASSEMBLY)
+        if BLOCKS:
+            s = _chunk_scales(scales, stride, n, start, NUM_SPANS, inside, SPANS, ROW_GROUP)
+            acc += s * (a * x0[None, :, :] + b * x1[None, :, :])
+        else:
+            acc += a * x0[None, :, :]
+            acc += b * x1[None, :, :]
+        if MODE == 2:
+            a, b = float_pair(w_up, KIND, ASSEMBLY)
+            if BLOCKS:
+                s = _chunk_scales(scales, stride, up, start, NUM_SPANS, inside, SPANS, ROW_GROUP)
+                acc_up += s * (a * x0[None, :, :] + b * x1[None, :, :])
+            else:
+                acc_up += a * x0[None, :, :]
+                acc_up += b * x1[None, :, :]
+
+    y = tl.sum(tl.sum(acc, 2), 1)
+    u = y
+    if MODE == 2:
+        u = tl.sum(tl.sum(acc_up, 2), 1)
+    if NORM:  # the scale of the whole row is applied last
+        scale = tl.rsqrt(tl.sum(squares) / num_inputs + eps)
+        y *= scale
+        u *= scale
+    if CHANNEL:
+        y *= tl.load(channel + n, mask=inside, other=0.0).to(tl.float32)
+        if MODE == 2:
+            u *= tl.load(channel + up, mask=inside, other=0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
+        if MODE == 2:
+            u += tl.load(bias + up, mask=inside, other=0.0).to(tl.float32)
+    if MODE == 1:
+        y += tl.load(residual + n, mask=inside, other=0.0).to(tl.float32)
+    if MODE == 2:
+        y = gated(y, u, ACTIVATION)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=inside)
+
+
+def fits_gemv(weight: TiledWeight) -> bool:
+    """Whether this kernel knows the format: 8 bits, with scales of rows or of 128 columns."""
+    whole = weight.group >= weight.columns
+    return weight.slices == 2 and (whole or weight.group == 128)
+
+
+def _launch(
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    choice: Gemv,
+    norm: Norm | None,
+    residual: Tensor | None,
+    mode: int,
+    activation: str = "silu",
+) -> Tensor:
+    assert x.shape[0] == 1 and x.stride(1) == 1 and weight.words.is_contiguous()
+    assert fits_gemv(weight) and choice.block_k % 128 == 0
+    num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
+    out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
+    gain, eps = (x, 0.0) if norm is None else norm
+    whole = weight.group >= weight.columns and weight.row_group == 1
+    _packed_gemv_kernel[(triton.cdiv(num_outputs, choice.rows),)](
+        weight.words,
+        x,
+        gain,
+        weight.scales,
+        weight.scales,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        eps,
+        num_outputs,
+        x.shape[1],
+        weight.scales.stride(0),
+        NUM_SPANS=weight.words.shape[1] // 64,
+        ROWS=choice.rows,
+        SPANS=choice.block_k // 128,
+        KIND=KINDS[weight.kind],
+        BLOCKS=not whole,
+        ROW_GROUP=weight.row_group,
+        CHANNEL=whole,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        MODE=mode,
+        ACTIVATION=int(activation == "gelu_tanh"),
+        ASSEMBLY=not x.is_cpu,
+        num_warps=choice.num_warps,
+        **pdl_options(x),
+    )
+    return out
+
+
+def linear(
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    choice: Gemv,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.linear.packed.packed_linear`; x must be one row, [1, K]."""
+    return _launch(x, weight, bias, choice, norm, residual, _PLAIN if residual is None else _ADD)
+
+
+def gated_linear(
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    activation: str,
+    choice: Gemv,
+    norm: Norm | None = None,
+) -> Tensor:
+    """See `kernels.linear.packed.packed_gated_linear`; x must be one row, [1, K]."""
+    return _launch(x, weight, bias, choice, norm, None, _GATED, activation)
+
+
+hash_functions(globals())

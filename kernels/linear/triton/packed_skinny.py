@@ -1,0 +1,383 @@
+"""Triton linear layer for few rows with quantised weights: as `skinny`, but with packed words.
+
+A tile of words comes into shared memory through a TMA descriptor, is loaded in the order in which
+wgmma wants its left operand, and becomes tiles of exact numbers in registers. Products are summed
+in float32. Scales of "fp4" are multiplied with the numbers first, which is exact, too; the others
+multiply the sums over their columns, so no weight is rounded.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from ...launch import (
+    fetch_early,
+    fits_tma,
+    has_tma,
+    hash_functions,
+    pdl_options,
+    wait_for_inputs,
+)
+from ...quant.tiled import TiledWeight
+from ...quant.triton.packed_codes import KINDS, numbers
+from ...quant.triton.packed_scales import fp4_scales, of_span, scaled
+from ..linear_choice import Skinny
+from .gemv import gated
+from .skinny import _TRITON_DTYPES, _tile
+
+_PLAIN, _PARTS, _GATED = 0, 1, 2
+Norm = tuple[Tensor, float]  # weight [K], eps
+
+
+@triton.jit
+def _inputs(
+    source,
+    gain,
+    squares,
+    row,
+    k,
+    num_rows,
+    num_inputs,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """A slice [BLOCK_M, WIDTH] of x, times the gain of the norm; and the sums of its squares."""
+    x = _tile(source, row, k, num_rows, num_inputs, BLOCK_M, WIDTH, TMA and not NORM)
+    if NORM:
+        column = k + tl.arange(0, WIDTH)
+        wide = x.to(tl.float32)
+        squares += wide * wide
+        g = tl.load(gain + column, mask=column < num_inputs, other=0.0).to(tl.float32)
+        x = (wide * g[None, :]).to(x.dtype)
+    return x, squares
+
+
+@triton.jit
+def _add_products(
+    acc,  # [BLOCK_N, BLOCK_M]
+    words,  # [BLOCK_N, WIDTH]
+    xs,  # tuple of [BLOCK_M, WIDTH], a slice of x for each slice of the words
+    scales,  # tuple: [BLOCK_N] for each group, or of "fp4" [BLOCK_N, 64 / GROUP] for each slice
+    zeros,  # tuple: [BLOCK_N] for each group
+    SLICES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    E8M0: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """Add the products of a span to the sums."""
+    PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
+    of_slice = zeros
+    if ZEROS:
+        of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
+    tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS, ASSEMBLY)
+    if KIND == 3:
+        for i in tl.static_range(SLICES):
+            acc = tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xs[i].T, acc)
+    elif GROUPS == 0:
+        for i in tl.static_range(SLICES):
+            acc = tl.dot(tiles[i], xs[i].T, acc)
+    else:
+        for g in tl.static_range(GROUPS):
+            part = tl.dot(tiles[g * PER], xs[g * PER].T)
+            for i in tl.static_range(1, PER):
+                part = tl.dot(tiles[g * PER + i], xs[g * PER + i].T, part)
+            acc += scales[g].to(tl.float32)[:, None] * part
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_rows", "split_k"])
+def _packed_kernel(
+    w_source,  # descriptor of, or pointer to, the words [N, W]; gated: [2 N, W]
+    x_source,  # descriptor of, or pointer to, x [M, K]
+    words,  # pointer to the words
+    gain,  # [K], weight of the norm
+    scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups]
+    zeros,  # [groups, N] uint8
+    channel,  # [N] or [2 N], factors of whole rows
+    bias,  # [N] or [2 N]
+    residual,  # [M, N]
+    out,  # [M, N], or [split_k, M, N] float32
+    eps,
+    num_rows,  # M
+    num_outputs,  # N
+    num_inputs,  # K
+    num_words,  # W
+    num_groups,
+    stride,  # of `scales`
+    zero_stride,
+    span,  # columns of one part, a multiple of WIDTH * SLICES
+    split_k,  # number of parts
+    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,  # groups in WIDTH * SLICES columns; 0 = the scales are in `channel`
+    E8M0: tl.constexpr,  # scales of "fp4" are powers of 2, else e4m3
+    ZEROS: tl.constexpr,
+    CHANNEL: tl.constexpr,
+    NORM: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    MODE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    TMA: tl.constexpr,
+    EARLY: tl.constexpr,  # words of a row prefetched before the input is ready
+    DTYPE: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    COLUMNS: tl.constexpr = WIDTH * SLICES
+    block = tl.program_id(1) // split_k  # consecutive programs read the same weights
+    part = tl.program_id(1) % split_k
+    n_start = block * BLOCK_N
+    m_start = tl.program_id(0) * BLOCK_M
+    k_start = part * span
+    k_end = tl.minimum(k_start + span, num_inputs)
+    n = n_start + tl.arange(0, BLOCK_N)
+    m = m_start + tl.arange(0, BLOCK_M)
+    up = n + num_outputs
+    is_row = n < num_outputs
+    total_rows = num_outputs
+    if MODE == 2:
+        total_rows = 2 * num_outputs
+    if EARLY >= 64:
+        line = k_start // SLICES + tl.arange(0, EARLY // 64) * 64
+        at = tl.minimum(n, num_outputs - 1)[:, None] * num_words + line[None, :]
+        at = tl.minimum(at, num_outputs * num_words - 1)
+        fetch_early(words + at)
+        if MODE == 2:
+            fetch_early(words + num_outputs * num_words + at)
+    nothing = is_row, is_row, is_row, is_row
+    s, s_up, z, z_up = nothing, nothing, nothing, nothing
+    if GROUPS > 0:  # loaded a step ahead
+        s = of_span(scales, stride, k_start, n, is_row, num_groups, GROUPS, GROUP, ROW_GROUP)
+        if MODE == 2:
+            s_up = of_span(
+                scales, stride, k_start, up, is_row, num_groups, GROUPS, GROUP, ROW_GROUP
+            )
+    if KIND == 3:
+        s = fp4_scales(scales, stride, k_start, n, is_row, num_groups, GROUP)
+        if MODE == 2:
+            s_up = fp4_scales(scales, stride, k_start, up, is_row, num_groups, GROUP)
+    if ZEROS:
+        COUNT: tl.constexpr = GROUPS if GROUPS > 0 else 1
+        z = of_span(zeros, zero_stride, k_start, n, is_row, num_groups, COUNT, GROUP, 1)
+        if MODE == 2:
+            z_up = of_span(zeros, zero_stride, k_start, up, is_row, num_groups, COUNT, GROUP, 1)
+    wait_for_inputs(PDL)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc_up = acc
+    squares = tl.zeros([BLOCK_M, WIDTH], tl.float32)
+    for k in range(k_start, k_end, COLUMNS):
+        w = _tile(w_source, n_start, k // SLICES, total_rows, num_words, BLOCK_N, WIDTH, TMA)
+        xs = ()
+        for i in tl.static_range(SLICES):
+            x, squares = _inputs(
+                x_source,
+                gain,
+                squares,
+                m_start,
+                k + i * WIDTH,
+                num_rows,
+                num_inputs,
+                BLOCK_M,
+                WIDTH,
+                NORM,
+                TMA,
+            )
+            xs = xs + (x,)
+        now, now_up, zero, zero_up = s, s_up, z, z_up
+        ahead = k + COLUMNS
+        more = is_row & (ahead < k_end)
+        if GROUPS > 0:
+            s = of_span(scales, stride, ahead, n, more, num_groups, GROUPS, GROUP, ROW_GROUP)
+            if MODE == 2:
+                s_up = of_span(
+                    scales, stride, ahead, up, more, num_groups, GROUPS, GROUP, ROW_GROUP
+                )
+            if ZEROS:
+                z = of_span(zeros, zero_stride, ahead, n, more, num_groups, GROUPS, GROUP, 1)
+                if MODE == 2:
+                    z_up = of_span(
+                        zeros, zero_stride, ahead, up, more, num_groups, GROUPS, GROUP, 1
+                    )
+        if KIND == 3:
+            s = fp4_scales(scales, stride, ahead, n, more, num_groups, GROUP)
+            if MODE == 2:
+                s_up = fp4_scales(scales, stride, ahead, up, more, num_groups, GROUP)
+        acc = _add_products(
+            acc, w, xs, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
+        )
+        if MODE == 2:
+            w = _tile(
+                *(w_source, num_outputs + n_start, k // SLICES, total_rows, num_words),
+                *(BLOCK_N, WIDTH, TMA),
+            )
+            acc_up = _add_products(
+                acc_up, w, xs, now_up, zero_up, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
+            )
+
+    inside = is_row[:, None] & (m < num_rows)[None, :]
+    if NORM:  # the scale of the whole row is applied last
+        scale = tl.rsqrt(tl.sum(squares, 1) / num_inputs + eps)
+        acc *= scale[None, :]
+        acc_up *= scale[None, :]
+    if CHANNEL:
+        acc *= tl.load(channel + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+        if MODE == 2:
+            acc_up *= tl.load(channel + up, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if BIAS:
+        if part == 0:
+            acc += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
+            if MODE == 2:
+                acc_up += tl.load(bias + up, mask=is_row, other=0.0).to(tl.float32)[:, None]
+    if MODE == 2:
+        acc = gated(acc, acc_up, ACTIVATION)
+    if MODE == 1:
+        tl.store(out + (part * num_rows + m)[None, :] * num_outputs + n[:, None], acc, mask=inside)
+    else:
+        at = m[None, :] * num_outputs + n[:, None]
+        if RESIDUAL:
+            acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(out + at, acc.to(DTYPE), mask=inside)
+
+
+def _launch(
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    choice: Skinny,
+    mode: int,
+    activation: str = "silu",
+    tma: bool | None = None,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    assert norm is None or choice.split_k == 1 or mode != _PARTS
+    assert x.is_contiguous() and weight.words.is_contiguous()
+    num_rows, num_inputs = x.shape
+    width, slices = weight.slice_width, weight.slices
+    columns = width * slices
+    num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
+    split_k = choice.split_k if mode == _PARTS else 1
+    span = triton.cdiv(triton.cdiv(num_inputs, split_k), columns) * columns
+    if mode == _PARTS:
+        shape = (split_k, num_rows, num_outputs)
+        out = torch.empty(shape, dtype=torch.float32, device=x.device)
+    else:
+        out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    if tma is None:
+        tma = has_tma(x) and fits_tma(weight.words, x)
+    w_source, x_source = weight.words, x
+    if tma:
+        w_source = TensorDescriptor.from_tensor(weight.words, [choice.block_n, width])
+        if norm is None:
+            x_source = TensorDescriptor.from_tensor(x, [choice.block_m, width])
+    options = pdl_options(x)
+    early = choice.early if options["PDL"] else 0
+    while early > span // slices:
+        early //= 2
+    whole = weight.group >= weight.columns and weight.row_group == 1
+    is_fp4, zeros = weight.kind == "fp4", weight.zeros
+    factors = weight.scales if whole and not is_fp4 else weight.global_scale
+    gain, eps = (x, 0.0) if norm is None else norm
+    blocks = triton.cdiv(num_outputs, choice.block_n)
+    _packed_kernel[(triton.cdiv(num_rows, choice.block_m), blocks * split_k)](
+        w_source,
+        x_source,
+        weight.words,
+        gain,
+        weight.scales.view(torch.uint8) if is_fp4 else weight.scales,
+        x if zeros is None else zeros,
+        x if factors is None else factors,
+        x if bias is None else bias,
+        x if residual is None else residual,
+        out,
+        eps,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        weight.words.shape[1],
+        weight.scales.shape[1] if is_fp4 else weight.scales.shape[0],
+        weight.scales.stride(0),
+        0 if zeros is None else zeros.stride(0),
+        span,
+        split_k,
+        BLOCK_N=choice.block_n,
+        BLOCK_M=choice.block_m,
+        WIDTH=width,
+        SLICES=slices,
+        KIND=KINDS[weight.kind],
+        GROUP=1 << 30 if whole and not is_fp4 else weight.group,
+        ROW_GROUP=weight.row_group,
+        GROUPS=0 if whole or is_fp4 else max(columns // weight.group, 1),
+        E8M0=weight.scales.dtype == torch.uint8,
+        ZEROS=zeros is not None,
+        CHANNEL=factors is not None,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        RESIDUAL=residual is not None,
+        MODE=mode,
+        ACTIVATION=int(activation == "gelu_tanh"),
+        TMA=tma,
+        EARLY=early,
+        DTYPE=_TRITON_DTYPES[x.dtype],
+        ASSEMBLY=not x.is_cpu,
+        num_warps=choice.num_warps,
+        num_stages=choice.stages,
+        **options,
+    )
+    return out
+
+
+def linear(
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    choice: Skinny,
+    tma: bool | None = None,
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """See `kernels.linear.packed.packed_linear`; x [M, K] has the weight's order of columns.
+
+    `tma` overrides whether descriptors load the tiles.
+    """
+    return _launch(x, weight, bias, choice, _PLAIN, tma=tma, norm=norm, residual=residual)
+
+
+def linear_parts(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, choice: Skinny, tma: bool | None = None
+) -> Tensor:
+    """See `kernels.linear.packed.packed_linear_parts`."""
+    return _launch(x, weight, bias, choice, _PARTS, tma=tma)
+
+
+def gated_linear(
+    x: Tensor,
+    weight: TiledWeight,
+    bias: Tensor | None,
+    activation: str,
+    choice: Skinny,
+    tma: bool | None = None,
+    norm: Norm | None = None,
+) -> Tensor:
+    """See `kernels.linear.packed.packed_gated_linear`."""
+    return _launch(x, weight, bias, choice, _GATED, activation, tma=tma, norm=norm)
+
+
+hash_functions(globals())

@@ -1,0 +1,206 @@
+"""A quantised matrix with its codes in the order in which the GPU kernels read them.
+
+A word of 16 bits holds one code of each of 2 or 4 slices, so that a tile of words becomes tiles of
+numbers by shifts and masks alone: no code moves to another lane or register. `tile` converts a
+`PackedWeight` once, at load; `TiledWeight.packed` converts back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ..device import use_triton
+from .packed import NIBBLES, Activations, Kind, PackedWeight
+
+_PIECE_VALUES = 1 << 24  # codes converted at once, so that the copies stay small
+
+
+@dataclass(frozen=True)
+class TiledWeight:
+    """One matrix [N, K] of codes in words, and the scales as `PackedWeight` describes them.
+
+    A span of `slices * slice_width` columns is `slice_width` words. Bits i * 16 / slices and up of
+    word j hold the code of column i * slice_width + j of the span. K is padded to whole spans
+    with zeros.
+    """
+
+    kind: Kind
+    words: Tensor  # [N, spans * slice_width] int16
+    scales: Tensor  # [groups, N or N / row_group], but [N, groups] of "fp4"
+    columns: int  # K
+    group: int
+    row_group: int = 1
+    zeros: Tensor | None = None  # [groups, N] uint8
+    global_scale: Tensor | None = None  # [N] float32
+    order: Tensor | None = None  # [K] int32
+    activations: Activations = "16bit"
+    input_scale: Tensor | None = None  # [] float32
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[N, K] of the numbers."""
+        return self.words.shape[0], self.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.words.device
+
+    @property
+    def slices(self) -> int:
+        """Codes in a word."""
+        return slices_of(self.kind)
+
+    @property
+    def slice_width(self) -> int:
+        """Words of a row in a span."""
+        return slice_width(self.kind, self.group, self.columns)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All tensors that are not None."""
+        fields = (self.words, self.scales, self.zeros, self.global_scale)
+        return tuple(t for t in (*fields, self.order, self.input_scale) if t is not None)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    def packed(self) -> PackedWeight:
+        """The same matrix in the form that it was made of."""
+        return PackedWeight(
+            self.kind,
+            _values(self.words, self),
+            self.scales if self.kind == "fp4" else self.scales.T,
+            self.columns,
+            self.group,
+            self.row_group,
+            zeros=None if self.zeros is None else self.zeros.T,
+            global_scale=self.global_scale,
+            order=self.order,
+            activations=self.activations,
+            input_scale=self.input_scale,
+        )
+
+    def dequantise(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All numbers [N, K], with columns in the order of input features."""
+        return self.packed().dequantise(dtype)
+
+    def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The numbers of rows `ids` [n]: [n, K]."""
+        at = ids.long()
+        scales, zeros = self.scales, self.zeros
+        scales = scales[at] if self.kind == "fp4" else scales[:, at // self.row_group]
+        few = replace(
+            self,
+            words=self.words[at],
+            scales=scales,
+            row_group=1,
+            zeros=None if zeros is None else zeros[:, at],
+            global_scale=None if self.global_scale is None else self.global_scale[at],
+        )
+        return few.dequantise(dtype)
+
+    def first_rows(self, count: int) -> TiledWeight:
+        """The matrix of the first `count` rows; shares the memory of this one."""
+        blocks = -(-count // self.row_group)
+        return replace(
+            self,
+            words=self.words[:count],
+            scales=self.scales[:count] if self.kind == "fp4" else self.scales[:, :blocks],
+            zeros=None if self.zeros is None else self.zeros[:, :count],
+            global_scale=None if self.global_scale is None else self.global_scale[:count],
+        )
+
+
+Weight = PackedWeight | TiledWeight
+
+
+def prepare(weight: PackedWeight) -> Weight:
+    """The form of a weight that the kernels of its device read; to be called once, at load.
+
+    It is the same weight if there are no kernels for its format or device.
+    """
+    return tile(weight) if use_triton(weight.values) and can_tile(weight) else weight
+
+
+def slices_of(kind: Kind) -> int:
+    """Codes in a word of 16 bits."""
+    return 4 if kind in NIBBLES else 2
+
+
+def slice_width(kind: Kind, group: int, columns: int) -> int:
+    """Columns of a slice: at most 64, and of "int4" and "int8" at most a group.
+
+    The tile of a slice has 64 columns because that is a line of 128 bytes. Scales of "fp4" are
+    multiplied with the numbers, the others with sums over a whole slice.
+    """
+    return 64 if kind == "fp4" or group >= columns else min(64, group)
+
+
+def can_tile(weight: PackedWeight) -> bool:
+    """Whether `tile` and the kernels support the format of a matrix; shapes do not matter."""
+    if weight.offsets is not None or (weight.kind == "int8" and weight.zeros is not None):
+        return False
+    if weight.kind == "fp4":
+        return weight.group in (16, 32) and weight.scales.element_size() == 1
+    whole = weight.group >= weight.columns
+    return whole or weight.group in (16, 32, 64) or weight.group % 128 == 0
+
+
+def tile(weight: PackedWeight) -> TiledWeight:
+    """Convert a matrix; `can_tile` must be True. Needs memory for a few rows besides both."""
+    assert can_tile(weight), weight.kind
+    rows, columns = weight.shape
+    width, slices = slice_width(weight.kind, weight.group, columns), slices_of(weight.kind)
+    spans = -(-columns // (width * slices))
+    words = torch.empty(rows, spans * width, dtype=torch.int16, device=weight.device)
+    step = max(_PIECE_VALUES // max(columns, 1), 1)
+    for start in range(0, rows, step):
+        piece = weight.values[start : start + step]
+        words[start : start + step] = _words(piece, weight.kind, spans, width)
+    scales = weight.scales if weight.kind == "fp4" else weight.scales.T
+    zeros = weight.zeros
+    return TiledWeight(
+        weight.kind,
+        words,
+        scales.contiguous(),
+        columns,
+        weight.group,
+        weight.row_group,
+        zeros=None if zeros is None else zeros.T.to(torch.uint8).contiguous(),
+        global_scale=weight.global_scale,
+        order=weight.order,
+        activations=weight.activations,
+        input_scale=weight.input_scale,
+    )
+
+
+def _words(values: Tensor, kind: Kind, spans: int, width: int) -> Tensor:
+    """Stored values [n, ...] as words [n, spans * width] int16."""
+    codes = values.view(torch.uint8)
+    if kind in NIBBLES:
+        codes = torch.stack((codes & 15, codes >> 4), -1).flatten(1)
+    slices = slices_of(kind)
+    padded = functional.pad(codes, (0, spans * width * slices - codes.shape[1]))
+    parts = padded.view(-1, spans, slices, width).int()
+    shifts = torch.arange(slices, device=values.device) * (16 // slices)
+    words = (parts << shifts[:, None]).sum(2, dtype=torch.int32)
+    return words.to(torch.int16).flatten(1)  # keeps the low bits
+
+
+def _values(words: Tensor, weight: TiledWeight) -> Tensor:
+    """Words [n, W] as the stored values [n, ...] of a `PackedWeight`."""
+    slices, width = weight.slices, weight.slice_width
+    shifts = torch.arange(slices, device=words.device) * (16 // slices)
+    parts = words.view(words.shape[0], -1, 1, width).int() >> shifts[:, None]
+    codes = (parts & (15 if slices == 4 else 255)).to(torch.uint8).flatten(1)
+    if weight.kind in NIBBLES:
+        codes = codes[:, : weight.columns + weight.columns % 2]
+        return codes[:, ::2] | (codes[:, 1::2] << 4)
+    dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.int8
+    return codes[:, : weight.columns].contiguous().view(dtype)

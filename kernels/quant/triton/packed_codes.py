@@ -1,0 +1,228 @@
+"""Turns tiles of packed words (see `kernels.quant.tiled`) into tiles of numbers, in registers.
+
+A register holds two words of neighbouring columns, so an instruction works on two numbers. The
+bits of a code become the mantissa of a known number, which is then subtracted, or the fields of a
+float with a small exponent, which is then multiplied away. All of it is exact. (The NaN of fp8
+becomes 480.) Triton's interpreter knows no assembly, so plain versions compute the same for it.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...launch import hash_functions
+
+KINDS = {"fp8": 0, "int8": 1, "int4": 2, "fp4": 3}  # values of KIND
+
+
+def _twice(half: int) -> str:
+    return f"0x{half:04x}{half:04x}"
+
+
+def _assembly(lines: list[str], outputs: int) -> tl.constexpr:
+    """Assembly whose operands are `outputs` results and then the inputs."""
+    body = "\n".join(lines).replace("IN", f"${outputs}")
+    return tl.constexpr("{ .reg .b32 a, b, c;\n" + body + "\n}")
+
+
+def _floats(bits: int, dtype: str, shifts: tuple[int, ...], fields: int, factor: int) -> list[str]:
+    """Lines for floats of `bits` bits. Slice i has its sign at bit 15 after a shift to the left by
+    shifts[i]; a shift to the right brings its other bits under the mask `fields`."""
+    right = {("bf16", 8): 4, ("f16", 8): 1, ("bf16", 4): 6, ("f16", 4): 3}[dtype, bits]
+    lines = [f"mov.b32 c, {_twice(factor)};"]
+    for index, left in enumerate(shifts):
+        source = "IN"
+        if left:
+            lines.append(f"shl.b32 a, IN, {left};")
+            source = "a"
+        down = right - left
+        shift = f"shr.u32 b, IN, {down};" if down > 0 else f"shl.b32 b, IN, {-down};"
+        lines += [
+            shift,
+            f"and.b32 b, b, {_twice(fields)};",
+            f"lop3.b32 b, {source}, 0x80008000, b, 0xea;",  # (source & mask) | b
+            f"mul.rn.{dtype}x2 ${index}, b, c;",
+        ]
+    return lines
+
+
+def _int8(dtype: str) -> list[str]:
+    lines = []
+    for index in (0, 1):
+        source = "IN"
+        if index:
+            lines.append("shr.u32 a, IN, 8;")
+            source = "a"
+        if dtype == "f16":  # 1024 + (code + 128), minus 1152
+            lines += [
+                "mov.b32 c, 0x64806480;",
+                f"lop3.b32 b, {source}, 0x00ff00ff, c, 0x6a;",  # (source & mask) ^ c
+            ]
+        else:  # (128 + low bits) minus (128, or 256 if negative)
+            lines += [
+                "mov.b32 c, 0x43004300;",
+                f"lop3.b32 b, {source}, 0x007f007f, c, 0xea;",
+                f"lop3.b32 c, {source}, 0x00800080, c, 0xea;",
+            ]
+        lines.append(f"sub.{dtype}x2 ${index}, b, c;")
+    return lines
+
+
+def _int4(dtype: str, subtract: bool) -> list[str]:
+    base = {"bf16": 0x4300, "f16": 0x6400}[dtype]  # 128 or 1024: the last bit of its mantissa is 1
+    lines = [f"mov.b32 c, {_twice(base)};", f"mov.b32 b, {_twice(base + 8)};"]
+    for index in range(4):
+        source, result = "IN", "a" if subtract else f"${index}"
+        if index:
+            lines.append(f"shr.u32 a, IN, {4 * index};")
+            source = "a"
+        lines.append(f"lop3.b32 {result}, {source}, 0x000f000f, c, 0xea;")
+        if subtract:
+            lines.append(f"sub.{dtype}x2 ${index}, a, b;")
+    return lines
+
+
+_FP8_BF16 = _assembly(_floats(8, "bf16", (8, 0), 0x07F0, 0x7B80), 2)  # times 2 ** 120
+_FP8_F16 = _assembly(_floats(8, "f16", (8, 0), 0x3F80, 0x5C00), 2)  # times 2 ** 8
+_FP4_BF16 = _assembly(_floats(4, "bf16", (12, 8, 4, 0), 0x01C0, 0x7E80), 4)  # times 2 ** 126
+_FP4_F16 = _assembly(_floats(4, "f16", (12, 8, 4, 0), 0x0E00, 0x7400), 4)  # times 2 ** 14
+_INT8_BF16, _INT8_F16 = _assembly(_int8("bf16"), 2), _assembly(_int8("f16"), 2)
+_INT4_BF16, _INT4_F16 = _assembly(_int4("bf16", True), 4), _assembly(_int4("f16", True), 4)
+_RAW_BF16, _RAW_F16 = _assembly(_int4("bf16", False), 4), _assembly(_int4("f16", False), 4)
+
+
+@triton.jit
+def _two(words, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
+    if DTYPE == tl.bfloat16:
+        tiles = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,r", [words], (tl.bfloat16, tl.bfloat16), True, pack=2
+        )
+    else:
+        tiles = tl.inline_asm_elementwise(
+            ASSEMBLY, "=r,=r,r", [words], (tl.float16, tl.float16), True, pack=2
+        )
+    return tiles
+
+
+@triton.jit
+def _four(words, ASSEMBLY: tl.constexpr, DTYPE: tl.constexpr):
+    if DTYPE == tl.bfloat16:
+        tiles = tl.inline_asm_elementwise(
+            ASSEMBLY,
+            "=r,=r,=r,=r,r",
+            [words],
+            (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            True,
+            pack=2,
+        )
+    else:
+        tiles = tl.inline_asm_elementwise(
+            ASSEMBLY,
+            "=r,=r,=r,=r,r",
+            [words],
+            (tl.float16, tl.float16, tl.float16, tl.float16),
+            True,
+            pack=2,
+        )
+    return tiles
+
+
+@triton.jit
+def plain_numbers(words, INDEX: tl.constexpr, KIND: tl.constexpr):
+    """The numbers of slice INDEX in float32, of "int4" before a zero is subtracted."""
+    if KIND >= 2:
+        code = (words.to(tl.int32) >> (4 * INDEX)) & 15
+    else:
+        code = (words.to(tl.int32) >> (8 * INDEX)) & 255
+    if KIND == 0:
+        bits = ((code & 128) << 24) | ((code & 127) << 20)
+        number = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2 ** 120
+    elif KIND == 1:
+        number = ((code ^ 128) - 128).to(tl.float32)
+    elif KIND == 2:
+        number = code.to(tl.float32)
+    else:
+        bits = ((code & 8) << 28) | ((code & 7) << 22)
+        number = bits.to(tl.float32, bitcast=True) * 8.507059173023462e37  # 2 ** 126
+    return number
+
+
+@triton.jit
+def _minus(tile, zero, BASE: tl.constexpr):
+    less = (zero.to(tl.float32) + BASE).to(tile.dtype)
+    less = tl.join(less, less)[:, :, None]
+    less = tl.broadcast_to(less, [tile.shape[0], 2, tile.shape[1] // 2])
+    return tile - tl.reshape(less, tile.shape)
+
+
+@triton.jit
+def numbers(
+    words,
+    zeros,  # tuple of 4: [rows], zeros of each slice, if ZEROS
+    KIND: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,  # False in the interpreter
+):
+    """The numbers [rows, width] of each slice of a tile of words, before scales: a tuple of 4.
+
+    Kinds of 8 bits have two slices, which are returned twice.
+    """
+    if ASSEMBLY:
+        if KIND == 0:
+            a, b = _two(words, _FP8_BF16 if DTYPE == tl.bfloat16 else _FP8_F16, DTYPE)
+            c, d = a, b
+        elif KIND == 1:
+            a, b = _two(words, _INT8_BF16 if DTYPE == tl.bfloat16 else _INT8_F16, DTYPE)
+            c, d = a, b
+        elif KIND == 3:
+            a, b, c, d = _four(words, _FP4_BF16 if DTYPE == tl.bfloat16 else _FP4_F16, DTYPE)
+        elif ZEROS:
+            a, b, c, d = _four(words, _RAW_BF16 if DTYPE == tl.bfloat16 else _RAW_F16, DTYPE)
+        else:
+            a, b, c, d = _four(words, _INT4_BF16 if DTYPE == tl.bfloat16 else _INT4_F16, DTYPE)
+    else:
+        a = plain_numbers(words, 0, KIND)
+        b = plain_numbers(words, 1, KIND)
+        c, d = a, b
+        if KIND >= 2:
+            c = plain_numbers(words, 2, KIND)
+            d = plain_numbers(words, 3, KIND)
+        if KIND == 2 and not ZEROS:
+            a, b, c, d = a - 8.0, b - 8.0, c - 8.0, d - 8.0
+        a, b, c, d = a.to(DTYPE), b.to(DTYPE), c.to(DTYPE), d.to(DTYPE)
+    if ZEROS:  # assembly added 128 or 1024 to the codes
+        base: tl.constexpr = 0.0 if not ASSEMBLY else 128.0 if DTYPE == tl.bfloat16 else 1024.0
+        a, b = _minus(a, zeros[0], base), _minus(b, zeros[1], base)
+        c, d = _minus(c, zeros[2], base), _minus(d, zeros[3], base)
+    return a, b, c, d
+
+
+_FP8_PAIR = tl.constexpr("""{ .reg .b32 pair; .reg .b16 low, high;
+cvt.rn.f16x2.e4m3x2 pair, $2;
+mov.b32 {low, high}, pair;
+cvt.f32.f16 $0, low;
+cvt.f32.f16 $1, high;
+}""")
+
+
+@triton.jit
+def float_pair(words, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The numbers of both slices of words of a kind of 8 bits, in float32."""
+    if KIND == 0 and ASSEMBLY:
+        a, b = tl.inline_asm_elementwise(
+            _FP8_PAIR, "=f,=f,h", [words], (tl.float32, tl.float32), True, pack=1
+        )
+    elif KIND == 1:  # 2 ** 23 + (code + 128)
+        codes = words.to(tl.int32) ^ 0x8080
+        a = ((codes & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+        b = (((codes >> 8) & 255) | 0x4B000000).to(tl.float32, bitcast=True) - 8388736.0
+    else:
+        a, b = plain_numbers(words, 0, KIND), plain_numbers(words, 1, KIND)
+    return a, b
+
+
+hash_functions(globals())

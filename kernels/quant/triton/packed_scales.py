@@ -1,0 +1,67 @@
+"""Loads scales and zeros of packed words, and multiplies the scales of "fp4" with numbers."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...launch import hash_functions
+
+
+@triton.jit
+def of_span(
+    source,  # [num_groups, N / ROW_GROUP]
+    stride,
+    k,
+    n,
+    inside,
+    num_groups,
+    GROUPS: tl.constexpr,  # in a span: 1, 2 or 4
+    GROUP: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+):
+    """Scales or zeros [BLOCK_N] of the groups of a span: a tuple of 4, of which GROUPS differ."""
+    first = k // GROUP
+    vectors = ()
+    for i in tl.static_range(4):
+        group = first + i % GROUPS
+        at = source + group * stride + n // ROW_GROUP
+        vectors += (tl.load(at, mask=inside & (group < num_groups), other=0),)
+    return vectors
+
+
+@triton.jit
+def fp4_scales(
+    scales,  # [N, groups] uint8
+    stride,
+    k,
+    n,
+    inside,
+    num_groups,
+    GROUP: tl.constexpr,
+):
+    """Scales [BLOCK_N, 64 / GROUP] of each slice of the span from column k: a tuple of 4."""
+    COUNT: tl.constexpr = 64 // GROUP
+    tiles = ()
+    for i in tl.static_range(4):
+        group = k // GROUP + i * COUNT + tl.arange(0, COUNT)
+        at = scales + n[:, None] * stride + group[None, :]
+        tiles += (tl.load(at, mask=inside[:, None] & (group < num_groups)[None, :], other=0),)
+    return tiles
+
+
+@triton.jit
+def scaled(tile, scales, GROUP: tl.constexpr, E8M0: tl.constexpr):
+    """Numbers [BLOCK_N, 64] of "fp4" times scales [BLOCK_N, 64 / GROUP] uint8. It is exact."""
+    if E8M0:  # 0 is 2 ** -127
+        bits = tl.maximum(scales.to(tl.int32) << 7, 64).to(tl.int16)
+        scales = bits.to(tl.bfloat16, bitcast=True).to(tile.dtype)
+    else:
+        scales = scales.to(tl.float8e4nv, bitcast=True).to(tile.dtype)
+    factors = tl.broadcast_to(scales[:, :, None], [tile.shape[0], 64 // GROUP, GROUP])
+    return tile * tl.reshape(factors, tile.shape)
+
+
+hash_functions(globals())

@@ -1,0 +1,125 @@
+"""The compiled kernels for linear layers with quantised weights are correct on a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.linear_choice import Choice, Gemv, Skinny
+from slipstream.kernels.linear.packed import (
+    choose_packed,
+    packed_gated_linear,
+    packed_linear,
+    packed_linear_parts,
+)
+from slipstream.kernels.linear.triton.packed_gemv import fits_gemv
+from slipstream.kernels.quant.tiled import TiledWeight, prepare
+
+from ..kernels.quant.random_weights import FORMATS, random_weight
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+HALVES = [torch.bfloat16, torch.float16]
+BOUNDS = {torch.bfloat16: 4e-3, torch.float16: 6e-4, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill freed memory with NaN, and enable dependent launches, the harder case."""
+    from slipstream.kernels import launch
+
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
+        torch.full((size,), float("nan"), device="cuda")
+    monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
+
+
+def close(got: Tensor, exact: Tensor, roundings: int = 1) -> None:
+    error = float((got.double() - exact).norm() / exact.norm())
+    assert error < roundings * BOUNDS[got.dtype], error
+
+
+def made(name: str, rows: int, columns: int) -> tuple[TiledWeight, Tensor]:
+    """A weight and its exact numbers in float64."""
+    packed = random_weight(name, rows, columns, "cuda")
+    weight = prepare(packed)
+    assert isinstance(weight, TiledWeight)
+    return weight, packed.dequantise().double()
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("rows", [1, 9, 33, 70])
+@pytest.mark.parametrize("size", [1024, 1352])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dtype) -> None:
+    """The error is that of one rounding of the output: no weight is rounded."""
+    weight, exact = made(name, 600, size)
+    x, bias = torch.randn(rows, size, device="cuda").to(dtype), torch.randn(600, device="cuda")
+    bias = bias.to(dtype)
+    product = x.double() @ exact.T
+    gate, up = (product + bias.double()).chunk(2, -1)
+    for role in ("qkv", "gate_up", "head"):
+        choices: list[Choice] = [choose_packed(weight, role, rows)]
+        assert isinstance(choices[0], Skinny)
+        choices += [replace(choices[0], block_n=128), replace(choices[0], block_m=64)]
+        if rows == 1 and fits_gemv(weight):
+            choices += [Gemv(4, 1024, 4), Gemv(8, 512, 4)]
+        for choice in choices:
+            if role == "qkv":
+                got = packed_linear_parts(x, weight, None, choice)
+                close(got if got.dim() == 2 else got.sum(0), product)
+            elif role == "gate_up":
+                got = packed_gated_linear(x, weight, bias, "silu", choice)
+                close(got, torch.nn.functional.silu(gate) * up, 2)
+            else:
+                close(packed_linear(x, weight, bias, choice), product + bias.double())
+
+
+@pytest.mark.parametrize("name", ["fp8 rows", "fp8 blocks", "int4 128"])
+def test_norm_and_residual_are_fused(name: str) -> None:
+    weight, exact = made(name, 512, 1024)
+    norm = torch.rand(1024, device="cuda").bfloat16(), 1e-5
+    for rows in (1, 12):
+        x = torch.randn(rows, 1024, device="cuda").bfloat16()
+        residual = torch.randn(rows, 512, device="cuda").bfloat16()
+        wide = x.double()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm[0].double()
+        expected = normed @ exact.T + residual.double()
+        choices: list[Choice] = [Skinny(64, 256, 3, 4, 1, 16, norm=1)]
+        if rows == 1 and fits_gemv(weight):
+            choices.append(Gemv(4, 1024, 4))
+        for choice in choices:
+            close(packed_linear(x, weight, None, choice, norm, residual), expected, 2)
+
+
+@pytest.mark.parametrize("rows", [1, 9, 64])
+def test_graphs_equal_eager(rows: int) -> None:
+    """A chain of layers with dependent launches is bit-equal in 20 replays."""
+    first, _ = made("int4 128 zeros", 2048, 1024)
+    second, _ = made("fp8 blocks", 1024, 1024)
+    x = torch.randn(rows, 1024, device="cuda").bfloat16()
+
+    def run() -> Tensor:
+        stream = x
+        for _ in range(8):
+            act = packed_gated_linear(
+                stream, first, None, "silu", choose_packed(first, "gate_up", rows)
+            )
+            parts = packed_linear_parts(act, second, None, choose_packed(second, "down", rows))
+            stream = (parts.sum(0) if parts.dim() == 3 else parts).to(x.dtype) + x
+        return stream
+
+    eager = run()
+    assert eager.isfinite().all()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for _ in range(20):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, eager)

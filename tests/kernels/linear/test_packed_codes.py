@@ -1,0 +1,107 @@
+"""The assembly that turns words into numbers, run by a small emulator, is exact for every word."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from slipstream.kernels.quant.packed import Kind, PackedWeight  # noqa: E402
+from slipstream.kernels.quant.tiled import slices_of  # noqa: E402
+from slipstream.kernels.quant.triton import packed_codes  # noqa: E402
+
+MASK = 0xFFFFFFFF
+HALVES = {"bf16": torch.bfloat16, "f16": torch.float16}
+CASES: list[tuple[str, Kind, str]] = [
+    ("_FP8_BF16", "fp8", "bf16"),
+    ("_FP8_F16", "fp8", "f16"),
+    ("_INT8_BF16", "int8", "bf16"),
+    ("_INT8_F16", "int8", "f16"),
+    ("_INT4_BF16", "int4", "bf16"),
+    ("_INT4_F16", "int4", "f16"),
+    ("_FP4_BF16", "fp4", "bf16"),
+    ("_FP4_F16", "fp4", "f16"),
+]
+
+
+def run(assembly: str, word: Tensor, outputs: int) -> list[Tensor]:
+    """The outputs for registers `word` [n] int64, each [n] int64."""
+    values: dict[str, Tensor] = {f"${outputs}": word}
+
+    def get(operand: str) -> Tensor:
+        return torch.tensor(int(operand, 0)) if operand[0].isdigit() else values[operand]
+
+    operations: dict[str, Callable[..., Tensor]] = {
+        "mov": lambda a: a.expand_as(word),
+        "shl": lambda a, by: a << by & MASK,
+        "shr": lambda a, by: a >> by,
+        "and": lambda a, b: a & b,
+    }
+    for line in assembly.removesuffix("}").split(";")[1:]:
+        name, _, rest = line.strip().partition(" ")
+        if not name:
+            continue
+        target, *operands = (part.strip() for part in rest.split(","))
+        kind = name.split(".")[0]
+        inputs = [get(operand) for operand in operands]
+        if kind == "lop3":
+            a, b, c, table = inputs
+            values[target] = {0xEA: a & b | c, 0x6A: a & b ^ c}[int(table)]
+        elif kind in ("mul", "sub"):
+            dtype = HALVES[name.rsplit(".", 1)[1].removesuffix("x2")]
+            values[target] = paired(kind, inputs[0], inputs[1], dtype)
+        else:
+            values[target] = operations[kind](*inputs)
+    return [values[f"${index}"] for index in range(outputs)]
+
+
+def halves(register: Tensor, dtype: torch.dtype) -> Tensor:
+    """The two floats of registers [n]: [n, 2] float64."""
+    bits = torch.stack((register & 0xFFFF, register >> 16), -1).to(torch.int32)
+    return bits.to(torch.int16).view(dtype).double()
+
+
+def paired(kind: str, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    left, right = halves(a, dtype), halves(b.expand_as(a), dtype)
+    exact = left * right if kind == "mul" else left - right
+    rounded = exact.to(dtype)
+    assert torch.equal(rounded.double(), exact)  # never rounds
+    bits = rounded.view(torch.int16).long() & 0xFFFF
+    return bits[:, 0] | bits[:, 1] << 16
+
+
+@pytest.mark.parametrize(("name", "kind", "dtype"), CASES)
+def test_every_word_becomes_its_numbers(name: str, kind: Kind, dtype: str) -> None:
+    slices = slices_of(kind)
+    words = torch.arange(1 << 16)
+    codes = torch.stack(
+        [words >> 16 // slices * i & 255 >> 8 - 16 // slices for i in range(slices)]
+    )
+    if kind == "fp8":
+        words = words[((codes & 127) != 127).all(0)]  # no NaN
+        codes = codes[:, ((codes & 127) != 127).all(0)]
+    stored = codes[:, :, None].expand(-1, -1, 2).reshape(-1, 2).byte()
+    values = stored[:, :1] if slices == 2 else stored[:, :1] | stored[:, 1:] << 4
+    view = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}.get(kind, torch.uint8)
+    weight = PackedWeight(kind, values.view(view), torch.ones(len(values), 1), 1, 1)
+    expected = weight.dequantise().view(slices, -1).double()
+    other = torch.roll(words, 12345)
+    found = run(getattr(packed_codes, name).value, words | other << 16, slices)
+    for index, register in enumerate(found):
+        pair = halves(register, HALVES[dtype])
+        assert torch.equal(pair[:, 0], expected[index])
+        assert torch.equal(pair[:, 1], torch.roll(expected[index], 12345))
+
+
+@pytest.mark.parametrize(("name", "base"), [("_RAW_BF16", 128), ("_RAW_F16", 1024)])
+def test_codes_with_zeros_come_with_a_base(name: str, base: int) -> None:
+    words = torch.arange(1 << 16)
+    dtype = torch.bfloat16 if base == 128 else torch.float16
+    for index, register in enumerate(run(getattr(packed_codes, name).value, words, 4)):
+        found = halves(register, dtype)
+        assert torch.equal(found[:, 0], (words >> 4 * index & 15) + base + 0.0)
+        assert (found[:, 1] == base).all()

@@ -1,0 +1,127 @@
+"""Linear layers with quantised weights, interpreted, equal products with their exact numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.linear.linear_choice import Gemv, Skinny
+from slipstream.kernels.linear.packed import choose_packed, packed_gated_linear
+from slipstream.kernels.quant.tiled import TiledWeight, prepare, tile
+
+from ...cases import some
+from ..quant.random_weights import FORMATS, random_weight
+from .test_triton_linear import close, normed
+
+pytestmark = [
+    pytest.mark.usefixtures("triton_interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about inf and nan
+]
+ONE = Gemv(16, 256, 4)
+FEW = Skinny(16, 0, 3, 4, 1, 16)
+SIZES = [(3, 328, True), (17, 264, False), (3, 128, False)]  # rows, columns, TMA
+MODES = ("plain", "gated", "parts")
+CASES = [(name, mode, *size) for name in FORMATS for mode in MODES for size in SIZES]
+KEPT = [
+    ("fp8 rows", "plain", 3, 328, True),
+    ("fp8 blocks", "gated", 3, 328, True),
+    ("int8 rows", "parts", 3, 328, True),
+    ("int4 128", "plain", 3, 328, True),
+    ("int4 64 zeros", "gated", 3, 328, True),
+    ("mxfp4", "plain", 3, 128, False),
+    ("nvfp4", "parts", 3, 328, True),
+]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fill new memory, so that unwritten outputs are noticed."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        tensor: Tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan") if tensor.is_floating_point() else 77)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+def inputs(
+    name: str, rows: int, outputs: int, size: int
+) -> tuple[Tensor, TiledWeight, Tensor, Tensor]:
+    """x, the weight, its exact numbers in float64, and a bias."""
+    weight = random_weight(name, outputs, size)
+    x, bias = torch.randn(rows, size).half(), torch.randn(outputs).half()
+    return x, tile(weight), weight.dequantise().double(), bias
+
+
+@pytest.mark.parametrize(("name", "mode", "rows", "size", "tma"), some(CASES, kept=KEPT))
+def test_products_are_those_of_the_exact_numbers(
+    name: str, mode: str, rows: int, size: int, tma: bool
+) -> None:
+    from slipstream.kernels.linear.triton import packed_skinny as kernel
+
+    x, weight, exact, bias = inputs(name, rows, 22, size)
+    product = x.double() @ exact.T
+    if mode == "plain":
+        close(kernel.linear(x, weight, None, FEW, tma), product)
+    elif mode == "gated":
+        gate, up = (product + bias).chunk(2, -1)
+        got = kernel.gated_linear(x, weight, bias, "silu", FEW, tma)
+        close(got, torch.nn.functional.silu(gate) * up)
+    else:
+        parts = kernel.linear_parts(x, weight, bias, replace(FEW, split_k=2), tma)
+        assert parts.shape == (2, rows, 22) and parts.dtype == torch.float32
+        close(parts.sum(0), product + bias)
+
+
+@pytest.mark.parametrize("name", some(["fp8 rows", "fp8 blocks", "int8 rows"], kept=["fp8 blocks"]))
+def test_one_row(name: str) -> None:
+    from slipstream.kernels.linear.triton import packed_gemv as kernel
+
+    x, weight, exact, bias = inputs(name, 1, 22, 328)
+    norm, residual = (torch.rand(328).half(), 1e-5), torch.randn(1, 22).half()
+    close(kernel.linear(x, weight, None, ONE), x.double() @ exact.T)
+    product = normed(x, norm) @ exact.T + bias
+    close(kernel.linear(x, weight, bias, ONE, norm, residual), product + residual)
+    gate, up = product.chunk(2, -1)
+    got = kernel.gated_linear(x, weight, bias, "gelu_tanh", ONE, norm)
+    close(got, torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+@pytest.mark.parametrize("name", some(["fp8 blocks", "int4 128"], kept=["int4 128"]))
+def test_norm_and_residual_are_fused(name: str) -> None:
+    from slipstream.kernels.linear.triton import packed_skinny as kernel
+
+    x, weight, exact, bias = inputs(name, 3, 22, 200)
+    norm, residual = (torch.rand(200).half(), 1e-5), torch.randn(3, 22).half()
+    product = normed(x, norm) @ exact.T
+    got = kernel.linear(x, weight, bias, FEW, norm=norm, residual=residual)
+    close(got, product + bias + residual, 2)  # it rounds normed rows
+
+
+def test_the_public_functions_pick_kernels_and_keep_the_order_of_columns(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    order = torch.randperm(128).int()
+    packed = replace(random_weight("int4 32", 24, 128), order=order)
+    weight = prepare(packed)
+    assert isinstance(weight, TiledWeight)
+    assert torch.equal(weight.dequantise(), packed.dequantise())
+    x, norm = torch.randn(3, 128).half(), (torch.rand(128).half(), 1e-5)
+    choice = choose_packed(weight, "gate_up", 3)
+    assert isinstance(choice, Skinny) and choice.split_k == 1
+    small = replace(choice, block_n=16, norm=1)  # the norm cannot be in the kernel
+    exact = normed(x, norm) @ packed.dequantise().double().T
+    gate, up = exact.chunk(2, -1)
+    got = packed_gated_linear(x, weight, None, "silu", small, norm)
+    close(got, torch.nn.functional.silu(gate) * up, 3)
+    assert choose_packed(packed, "qkv", 3) is None
+    assert choose_packed(weight, "qkv", 200) is None
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "0")
+    assert prepare(packed) is packed
+    close(packed_gated_linear(x, weight, None, "silu", small, norm), got.double(), 3)

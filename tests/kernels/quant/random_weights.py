@@ -1,0 +1,59 @@
+"""Random quantised weights of each format that the GPU kernels know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from slipstream.kernels.quant.packed import PackedWeight
+
+FORMATS: dict[str, dict[str, Any]] = {  # a group of 0 is a whole row
+    "fp8 rows": {"kind": "fp8"},
+    "fp8 blocks": {"kind": "fp8", "group": 128, "row_group": 128},
+    "int8 rows": {"kind": "int8", "dtype": torch.bfloat16},
+    "int8 groups": {"kind": "int8", "group": 32},
+    "int4 rows": {"kind": "int4", "zeros": True},
+    "int4 128": {"kind": "int4", "group": 128, "dtype": torch.float16},
+    "int4 128 zeros": {"kind": "int4", "group": 128, "dtype": torch.bfloat16, "zeros": True},
+    "int4 64 zeros": {"kind": "int4", "group": 64, "zeros": True},
+    "int4 32": {"kind": "int4", "group": 32, "dtype": torch.float16},
+    "mxfp4": {"kind": "fp4", "group": 32, "dtype": torch.uint8},
+    "nvfp4": {"kind": "fp4", "group": 16, "dtype": torch.float8_e4m3fn},
+}
+
+
+def random_weight(
+    name: str, rows: int, columns: int, device: str = "cpu", seed: int = 0
+) -> PackedWeight:
+    """A weight with random codes; its numbers are about columns ** -0.5."""
+    made, generator = FORMATS[name], torch.Generator(device).manual_seed(seed)
+    kind, row_group = made["kind"], made.get("row_group", 1)
+    group = made.get("group") or columns
+    dtype = made.get("dtype", torch.float32)
+    grid = -(-rows // row_group), -(-columns // group)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator, device=device)
+
+    spread = {"fp8": 1.0, "int8": 74.0, "int4": 4.7, "fp4": 3.0}[kind] * columns**0.5
+    if kind == "fp8":
+        wide = torch.empty(rows, columns, device=device).normal_(generator=generator)
+        values = wide.to(torch.float8_e4m3fn)
+    elif kind == "int8":
+        values = integers(-128, 128, rows, columns).to(torch.int8)
+    else:
+        values = integers(0, 256, rows, -(-columns // 2)).to(torch.uint8)
+    factors = torch.empty(grid, device=device).uniform_(0.5, 1.5, generator=generator) / spread
+    global_scale = None
+    if dtype == torch.uint8:
+        scales = integers(-2, 2, *grid).add(127 - int(torch.tensor(spread).log2())).byte()
+    elif dtype == torch.float8_e4m3fn:
+        scales = (factors * spread * 100).to(dtype)
+        global_scale = torch.full((rows,), 0.01 / spread, device=device)
+    else:
+        scales = factors.to(dtype)
+    zeros = integers(0, 17, *grid).to(torch.uint8) if made.get("zeros") else None
+    return PackedWeight(
+        kind, values, scales, columns, group, row_group, zeros=zeros, global_scale=global_scale
+    )

@@ -1,0 +1,90 @@
+"""Compiles the linear kernels for quantised weights for sm_90a without a GPU, as `compile_sm90`.
+
+Without arguments it compiles each kernel and a few formats. With `all` it compiles every candidate
+of `measure_packed` and prints its registers, spills and shared memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import compile_linear
+import compile_sm90 as base
+import torch
+from compile_linear import compile_and_keep, kernels, resources
+from measure_packed import FORMATS, ROWS, SHAPES, candidates, layer_call, tile_on_meta
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from slipstream.kernels import launch
+from slipstream.kernels.device import Card, meta_tensors_on
+from slipstream.kernels.linear.linear_choice import Choice, Gemv, Shape, Skinny
+from slipstream.kernels.linear.packed import packed_linear
+
+
+def meta(*shape: int, dtype: torch.dtype = base.BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def one(name: str, shape: Shape, choice: Choice, rows: int) -> None:
+    layer_call(shape, choice, meta(rows, shape.inputs), tile_on_meta(name, shape))
+
+
+def check_instructions() -> None:
+    """Check that tiles come through TMA and are multiplied from registers, without spills."""
+    for kernel in kernels:
+        ptx, name = kernel.asm["ptx"], kernel.metadata.name
+        before, wait, _ = ptx.partition("griddepcontrol.wait")
+        assert wait and "griddepcontrol.launch_dependents" in ptx, name
+        assert resources(kernel)[1] == 0, f"{name} spills"
+        if name == "_packed_kernel":
+            assert "cp.async.bulk.tensor" in ptx and "prefetch.global.L2" in before
+            assert "wgmma.mma_async" in ptx
+            # words are loaded as the left operand; no tile of numbers goes back to shared memory
+            loads = kernel.asm["ttgir"].count("ttg.local_load")
+            stores = kernel.asm["ttgir"].count("ttg.local_alloc %tiles")
+            assert loads and not stores, f"{name} moves numbers through shared memory"
+        if name == "_packed_gemv_kernel":
+            assert "ld.global" in before
+
+
+def few() -> None:
+    """Compile each kernel, mode and way of scaling once."""
+    gate_up, qkv = Shape("gate_up", 512, 1024), Shape("qkv", 512, 1024)
+    one("fp8b", gate_up, Gemv(4, 1024, 4), 1)
+    one("int8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
+    one("int4z", gate_up, Skinny(64, 256, 3, 4, 1, 16), 9)
+    one("nvfp4", qkv, Skinny(64, 256, 4, 4, 2, 16), 9)
+    check_instructions()
+    norm = meta(1024), 1e-5
+    x, weight, residual = meta(9, 1024), tile_on_meta("fp8b", qkv), meta(9, 512)
+    packed_linear(x, weight, None, Skinny(64, 128, 3, 4, 1, 16, norm=1), norm, residual)
+
+
+def everything() -> None:
+    seen: set[Any] = set()
+    for rows in ROWS:
+        for shape in SHAPES[:3]:
+            for name in FORMATS:
+                for choice in candidates(name, shape, rows):
+                    key = name, shape.may_split, choice
+                    if key not in seen and (isinstance(choice, Gemv) or choice.split_k == 1):
+                        seen.add(key)
+                        compile_linear.report(
+                            f"{name} {shape} {rows} rows {choice}", one, name, shape, choice, rows
+                        )
+
+
+if __name__ == "__main__":
+    base.original = JITFunction.run
+    driver.set_active(base.NoDriver())
+    JITFunction.run = compile_and_keep
+    with meta_tensors_on(Card("NVIDIA H200", (9, 0), 132)):
+        assert launch.pdl_options(meta(1))["PDL"]
+        if sys.argv[1:] == ["all"]:
+            everything()
+        else:
+            few()
+            for name, count in base.done.items():
+                print(name, count)
