@@ -194,17 +194,15 @@ def can_concatenate(parts: Sequence[PackedWeight]) -> bool:
     """Whether matrices are of one format and one column order, so that they can be one matrix."""
     first = parts[0]
     return all(
-        part._format == first._format
-        and (
-            part.order is first.order
-            or (
-                part.order is not None
-                and first.order is not None
-                and torch.equal(part.order, first.order)
-            )
-        )
-        for part in parts[1:]
+        part._format == first._format and _same_order(part.order, first.order) for part in parts[1:]
     )
+
+
+def _same_order(order: Tensor | None, other: Tensor | None) -> bool:
+    """Whether two orders, of which none or both are None, are equal; meta tensors count as so."""
+    if order is None or other is None or order is other or order.is_meta:
+        return True
+    return torch.equal(order, other)
 
 
 def concatenate(parts: Sequence[PackedWeight]) -> PackedWeight:

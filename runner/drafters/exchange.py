@@ -41,9 +41,6 @@ class Exchange:
             if part._packed is not None or their_parts[name]._packed is not None
         }
         self._packed = [(parts[name], their_parts[name]) for name in sorted(packed)]
-        formats, their_formats = _formats(ours), _formats(other)
-        for name in sorted(formats.keys() | their_formats.keys()):
-            _same(f"format of {name}", formats.get(name), their_formats.get(name))
         tensors, theirs = _tensors(ours, packed), _tensors(other, packed)
         for name in sorted(tensors.keys() | theirs.keys()):
             _same(f"tensor {name}", _kind(tensors.get(name)), _kind(theirs.get(name)))
@@ -109,6 +106,9 @@ def _same_projections(ours: nn.Module, other: nn.Module) -> None:
     parts, theirs = _linears(ours), _linears(other)
     for name in sorted(parts.keys() | theirs.keys()):
         _same(f"projection {name}", _size(parts.get(name)), _size(theirs.get(name)))
+    formats, their_formats = _formats(ours), _formats(other)
+    for name in sorted(formats.keys() | their_formats.keys()):
+        _same(f"format of {name}", formats.get(name), their_formats.get(name))
 
 
 def _finite(head: nn.Module) -> None:

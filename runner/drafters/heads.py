@@ -139,10 +139,11 @@ def _format(host: HeadHost, source: ResolvedModel) -> WeightFormat:
     Whether weights are quantised is up to the drafter's own files.
     """
     fmt: WeightFormat = host.target_model.format
+    packed = source.kind != "dummy" and keeps_formats(source, fmt.device)
+    fmt = replace(fmt, packed=packed)
     if fmt.device.type == host.device.type:
-        return replace(fmt, packed=source.kind != "dummy" and keeps_formats(source, fmt.device))
-    plain = dict(pack_fp16=False, linear=None, native=False, packed=False)
-    return replace(fmt, device=host.device, **plain)  # type: ignore[arg-type]
+        return fmt
+    return replace(fmt, device=host.device, pack_fp16=False, linear=None, native=False)
 
 
 def _find_whole_model(
