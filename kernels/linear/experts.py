@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu")
+ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "limited_silu")
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,7 @@ class Routing:
     """How a router chooses experts."""
 
     top_k: int
-    scoring: str = "softmax"  # or "sigmoid"
+    scoring: str = "softmax"  # or "sigmoid" or "sqrtsoftplus"
     num_groups: int = 1
     top_groups: int = 1  # experts come from this number of groups, those with the best scores
     group_score: str = (
@@ -30,6 +30,7 @@ class ExpertWeights:
 
     An expert maps x to down (act(gate x + b) * (up x + b)) + b. "clamped_swiglu" (gpt-oss) is
     (up + 1) * gate * sigmoid(alpha * gate) with gate at most `limit` and up within ± `limit`.
+    "limited_silu" (DeepSeek V4) is up * silu(gate) with the same limits.
     """
 
     gate_up: Tensor  # [E, 2I, H], the rows of gate first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,41 +13,54 @@ from .experts import ExpertWeights, Routing
 
 
 def select_experts(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Choose experts from router logits: (weights [T, k] float32, ids [T, k] int32 or int64).
 
     logits: [T, E] float32, or S parts [S, T, E] whose sum they are. `bias` [E] affects which
-    experts are chosen, but not their weights. No branch depends on data, so a graph may hold this.
-    A renormalised softmax equals a softmax over the chosen logits alone.
+    experts are chosen, but not their weights. `ids` [T, k], if given, are chosen whatever the
+    scores. No branch depends on data, so a graph may hold this. A renormalised softmax equals a
+    softmax over the chosen logits alone.
     """
-    if use_triton(logits) and routing.num_groups == 1:
+    if ids is None and use_triton(logits) and routing.num_groups == 1:
         from .triton import route
 
-        weights, ids = route.select_experts(logits, routing, bias)
-        return weights, ids
-    return select_experts_reference(logits, routing, bias)
+        weights, chosen = route.select_experts(logits, routing, bias)
+        return weights, chosen
+    return select_experts_reference(logits, routing, bias, ids)
 
 
 def select_experts_reference(
-    logits: Tensor, routing: Routing, bias: Tensor | None = None
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The plain version of `select_experts`."""
     if logits.dim() == 3:
         logits = logits.sum(0)
-    scores = logits.sigmoid() if routing.scoring == "sigmoid" else logits.softmax(-1)
-    choice = scores if bias is None else scores + bias
+    scores = _SCORES[routing.scoring](logits)
+    if ids is None:
+        ids = _best_experts(scores if bias is None else scores + bias, routing)
+    weights = scores.gather(1, ids)
+    if routing.renormalise:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * routing.scale, ids
+
+
+_SCORES: dict[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": torch.sigmoid,
+    "sqrtsoftplus": lambda logits: F.softplus(logits).sqrt(),
+}
+
+
+def _best_experts(choice: Tensor, routing: Routing) -> Tensor:
+    """The ids [T, k] of the experts with the highest `choice` [T, E], in the allowed groups."""
     if routing.num_groups > 1:
         grouped = choice.view(choice.shape[0], routing.num_groups, -1)  # [T, groups, E / groups]
         best = grouped.topk(2 if routing.group_score == "top2" else 1, dim=-1)[0].sum(-1)
         allowed = torch.zeros_like(best, dtype=torch.bool)
         allowed.scatter_(1, best.topk(routing.top_groups, dim=-1)[1], True)
         choice = grouped.masked_fill(~allowed.unsqueeze(-1), float("-inf")).flatten(1)
-    ids = choice.topk(routing.top_k, dim=-1)[1]
-    weights = scores.gather(1, ids)
-    if routing.renormalise:
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return weights * routing.scale, ids
+    return choice.topk(routing.top_k, dim=-1)[1]
 
 
 def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
@@ -105,6 +120,8 @@ def gated(gate_up: Tensor, experts: ExpertWeights) -> Tensor:
     if experts.activation == "clamped_swiglu":
         gate, up = gate.clamp(max=experts.limit), up.clamp(-experts.limit, experts.limit)
         return (up + 1) * (gate * torch.sigmoid(gate * experts.alpha))
+    if experts.activation == "limited_silu":
+        return F.silu(gate.clamp(max=experts.limit)) * up.clamp(-experts.limit, experts.limit)
     if experts.activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh") * up

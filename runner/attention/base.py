@@ -7,13 +7,15 @@ A builder owns persistent buffers and writes to them in place, because graphs ba
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
+from ...kernels.attention.compressed.pages import Pages
 from ...kernels.attention.paged_rows import AttentionRule
 from ...kernels.attention.rotary_store_kv import rotary_qkv
 from ...kernels.linear.norm_rope import rotary_embedding
@@ -31,6 +33,15 @@ class AttentionLayer(AttentionRule):
     num_kv_heads: int
     head_dim: int
     kv_source: int | None = None  # layer_id of the layer whose cache this one reads; it writes none
+    entry_tokens: int = 1  # tokens for each cached row: above 1, rows are compressed
+    block_tokens: int | None = None  # the most tokens of a block; None = no limit
+    attends: bool = True  # False: cached rows that another layer's attention reads
+
+    @property
+    def is_compressed(self) -> bool:
+        """True for DeepSeek V4's layers: a raw row that is both key and value, and what belongs to
+        it."""
+        return not self.attends or (self.is_mla and self.head_dim == self.head_dim_v)
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,22 @@ class Rotary(Rotation):
     def rotate(self, query: Tensor, key: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Rotate query [M, Hq, D] and key [M, Hkv, D], which are the first M token rows."""
         return rotary_embedding(query, key, self)
+
+
+class CompressedRows(Protocol):
+    """One KV group in a pass of a model with compressed caches."""
+
+    common: CommonAttentionMetadata
+
+    def pages(self, layer: AttentionLayer, kv_cache: Tensor) -> Pages:
+        """A layer's cache in this group."""
+
+    def create_attend(self) -> SparseAttend:
+        """The attention function of one pass; what it plans is valid for that pass alone."""
+
+
+# `kernels.attention.compressed.sparse_attention.sparse_attention`, or a function like it.
+SparseAttend = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -109,6 +136,10 @@ class AttentionMetadata(ABC):
         kv_cache: Tensor,
     ) -> Tensor:  # [M*, num_heads, head_dim_v]
         """Write key and value into the cache at this step's slots, then attend over the cache."""
+
+    def compressed(self) -> CompressedRows:
+        """The step's rows as models with compressed caches read them (`is_compressed`)."""
+        raise AssertionError(f"{type(self).__name__} has no compressed caches")
 
     def rotate_and_attend(
         self,
@@ -225,6 +256,15 @@ class AttentionState:
         return metadata.rotate_and_attend(
             self.layers[layer_id], query, key, value, self.kv_caches[layer_id], rotary, out
         )
+
+    def compressed(self, layer_id: int) -> CompressedRows:
+        """`AttentionMetadata.compressed` of one layer's group."""
+        return self.metadata[self.group_of_layer[layer_id]].compressed()
+
+    def pages(self, layer_id: int) -> Pages:
+        """The cache of one layer of a model with compressed caches."""
+        rows = self.compressed(layer_id)
+        return rows.pages(self.layers[layer_id], self.kv_caches[layer_id])
 
 
 @dataclass(frozen=True)

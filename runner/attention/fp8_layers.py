@@ -51,6 +51,11 @@ def with_fp8_cache(
     """
     layers = list(layers)
     by_id = {layer.layer_id: layer for layer in layers}
+    if any(layer.is_compressed for layer in layers):
+        raise UnusableKVFormat(
+            "--kv-cache-dtype fp8 does not support the compressed caches of DeepSeek V4: use "
+            "--kv-cache-dtype auto"
+        )
 
     def converted(layer: AttentionLayer) -> AttentionLayer:
         source = layer

@@ -19,6 +19,7 @@ from .base import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
+from .compressed import CompressedBuilder
 
 
 class ReferenceMetadata(AttentionMetadata):
@@ -118,5 +119,7 @@ class ReferenceBackend(AttentionBackend):
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> ReferenceBuilder:
+    ) -> AttentionBuilder:
+        if layers[0].is_compressed:
+            return CompressedBuilder(block_size, in_graphs=False)
         return ReferenceBuilder(block_size, layers[0].sliding_window, dtype)

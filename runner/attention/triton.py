@@ -26,6 +26,7 @@ from .base import (
     CommonAttentionMetadata,
     Rotary,
 )
+from .compressed import CompressedBuilder
 
 # A mixed batch gets two launches if it begins with this number of decodes, of up to so many tokens.
 _LEAST_DECODES, _DECODE_TOKENS = 8, 16
@@ -188,7 +189,11 @@ class TritonBackend(AttentionBackend):
                     "use --kv-cache-dtype auto"
                 )
         for layer in layers:
-            if layer.is_mla:
+            if layer.is_compressed:
+                is_tile = layer.attends or layer.entry_tokens > 1  # and not merely stored
+                if is_tile and layer.head_dim & (layer.head_dim - 1):
+                    return f"compressed caches need rows of a power of two, not {layer.head_dim}"
+            elif layer.is_mla:
                 rest = layer.head_dim - (layer.head_dim_v or 0)
                 if rest < 16 or rest & (rest - 1):  # must be a tile of the kernel
                     return f"the rotary part of MLA must have 16, 32, 64, ... values, not {rest}"
@@ -206,6 +211,8 @@ class TritonBackend(AttentionBackend):
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> TritonBuilder:
+    ) -> AttentionBuilder:
+        if layers[0].is_compressed:
+            return CompressedBuilder(block_size, in_graphs=True)
         count = max_num_reqs * layers[0].num_kv_heads
         return TritonBuilder(torch.zeros(count, dtype=torch.int32, device=device))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -29,20 +30,28 @@ class KVCacheGroup:
     is_mla: bool
     sliding_window: int | None
     dtype: torch.dtype | None = None  # of the cache; None = that of the model
+    entry_tokens: int = 1  # tokens for each cached row
+    block_tokens: int | None = None  # the most tokens of a block
 
     @property
     def owners(self) -> tuple[AttentionLayer, ...]:
         """The layers that have a cache of their own."""
         return tuple(layer for layer in self.layers if layer.kv_source is None)
 
+    def block_size(self, largest: int) -> int:
+        """Tokens of one block of this group, where blocks of other groups have `largest`."""
+        return min(largest, self.block_tokens or largest)
+
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
-        """Bytes of one block, over all layers of the group; `dtype` is the model's."""
-        values = block_size * self.num_kv_heads * self.head_dim * (1 if self.is_mla else 2)
+        """Bytes of one block of `block_size` tokens, over all layers of the group; `dtype` is the
+        model's."""
+        rows = block_size // self.entry_tokens
+        values = rows * self.num_kv_heads * self.head_dim * (1 if self.is_mla else 2)
         return values * (self.dtype or dtype).itemsize * len(self.owners)
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
-        """The shape of one layer's cache tensor."""
-        page = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        """The shape of one layer's cache tensor, for blocks of `block_size` tokens."""
+        page = (num_blocks, block_size // self.entry_tokens, self.num_kv_heads, self.head_dim)
         return page if self.is_mla else (2, *page)
 
 
@@ -50,13 +59,15 @@ def make_groups(layers: Sequence[AttentionLayer]) -> list[KVCacheGroup]:
     """Group the attention layers of target and drafter, in order of first appearance."""
     by_id = {layer.layer_id: layer for layer in layers}
     assert len(by_id) == len(layers), "layer ids are not unique"
-    members: dict[tuple[int, int, bool, int | None, torch.dtype | None], list[AttentionLayer]] = {}
+    Key = tuple[int, int, bool, int | None, torch.dtype | None, int, int | None]
+    members: dict[Key, list[AttentionLayer]] = {}
     for layer in layers:
         source = layer
         while source.kv_source is not None:
             source = by_id[source.kv_source]
-        row, dtype = source.cache_row(source.head_dim), source.cache_dtype
-        key = (source.num_kv_heads, row, source.is_mla, source.sliding_window, dtype)
+        row = source.cache_row(source.head_dim)
+        shape = (source.num_kv_heads, row, source.is_mla, source.sliding_window)
+        key = (*shape, source.cache_dtype, source.entry_tokens, source.block_tokens)
         members.setdefault(key, []).append(layer)
     return [
         KVCacheGroup(
@@ -68,18 +79,71 @@ def make_groups(layers: Sequence[AttentionLayer]) -> list[KVCacheGroup]:
     ]
 
 
+def fitting_block_size(wanted: int, groups: Sequence[KVCacheGroup]) -> int:
+    """The least block size from `wanted` on that holds whole rows of every group's cache."""
+    step = math.lcm(*(group.entry_tokens for group in groups))
+    return -(-wanted // step) * step
+
+
+@dataclass(frozen=True)
+class StepLoad:
+    """The most that steps hold at once; it bounds the live blocks of sliding windows."""
+
+    num_reqs: int
+    num_tokens: int
+
+
 @dataclass(frozen=True)
 class KVLayout:
-    """The layout of a block. Both counting and allocating blocks use it, so that they agree."""
+    """The layout of a block. Both counting and allocating blocks use it, so that they agree.
+
+    If some group is compressed, sliding windows would take most of the memory although few of their
+    blocks are live. With `load`, such a group then gets twice the blocks that can be live.
+    """
 
     groups: Sequence[KVCacheGroup]
     block_size: int  # tokens; a back end may need more than --block-size
     dtype: torch.dtype  # of the model, and of each group that has none of its own
+    load: StepLoad | None = None
+
+    @property
+    def block_sizes(self) -> list[int]:
+        """Tokens of a block, by group."""
+        return [group.block_size(self.block_size) for group in self.groups]
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block in every group together."""
+        """Bytes of `block_size` tokens in every group together."""
         return sum(group.block_bytes(self.block_size, self.dtype) for group in self.groups)
+
+    @cached_property
+    def _limits(self) -> list[int | None]:
+        """The most blocks that a group can use, by group; None = no limit."""
+        if self.load is None or all(group.entry_tokens == 1 for group in self.groups):
+            return [None] * len(self.groups)
+        limits: list[int | None] = []
+        for group, size in zip(self.groups, self.block_sizes, strict=True):
+            if group.sliding_window is None:
+                limits.append(None)
+                continue
+            live = self.load.num_reqs * (-(-group.sliding_window // size) + 2)
+            in_flight = -(-2 * self.load.num_tokens // size)  # of two steps
+            limits.append(2 * (live + in_flight) + 1)
+        return limits
+
+    def counts(self, num_blocks: int) -> list[int]:
+        """Blocks of each group, including the null block, if a group of `block_size` has
+        `num_blocks`."""
+        tokens = (num_blocks - 1) * self.block_size
+        whole = [-(-tokens // size) + 1 for size in self.block_sizes]
+        return [
+            n if most is None else min(n, most) for n, most in zip(whole, self._limits, strict=True)
+        ]
+
+    def bytes_of(self, num_blocks: int) -> int:
+        """Bytes of all groups, if a group of `block_size` has `num_blocks`."""
+        parts = zip(self.groups, self.counts(num_blocks), self.block_sizes, strict=True)
+        return sum(count * group.block_bytes(size, self.dtype) for group, count, size in parts)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks per group for this many tokens, including the null block."""
@@ -87,15 +151,28 @@ class KVLayout:
 
     def blocks_in(self, memory_bytes: int) -> int:
         """Blocks per group that fit into `memory_bytes`, including the null block."""
-        return memory_bytes // max(1, self.block_bytes)
+        low, high = 0, 1 + memory_bytes // max(1, self._least_bytes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.bytes_of(middle) <= memory_bytes:
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    @property
+    def _least_bytes(self) -> int:
+        """Bytes of a block in the groups without a limit."""
+        free = [g for g, most in zip(self.groups, self._limits, strict=True) if most is None]
+        return sum(group.block_bytes(self.block_size, self.dtype) for group in free)
 
     def allocate(self, num_blocks: int, device: torch.device) -> KVCache:
         """Allocate a cache of `num_blocks` blocks per group, including the null block."""
-        return KVCache(self.groups, num_blocks, self.block_size, self.dtype, device)
+        return KVCache(self.groups, num_blocks, self.block_size, self.dtype, device, self.load)
 
 
 class KVCache:
-    """The cache tensors of all groups. Every group has the same number of blocks."""
+    """The cache tensors of all groups; see `KVLayout` for their numbers of blocks."""
 
     def __init__(
         self,
@@ -104,21 +181,24 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        load: StepLoad | None = None,
     ) -> None:
         self.groups = list(groups)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.dtype = dtype
+        self._layout = layout = KVLayout(groups, block_size, dtype, load)
+        self.block_sizes = layout.block_sizes  # by group
+        self.block_counts = layout.counts(num_blocks)  # by group
         self.layers = {layer.layer_id: layer for group in groups for layer in group.layers}
         self.group_of_layer = {
             layer.layer_id: group.index for group in groups for layer in group.layers
         }
         self.kv_caches: dict[int, Tensor] = {}  # by layer_id
-        for group in groups:
-            shape = group.shape(num_blocks, block_size)
+        for group, count, size in zip(groups, self.block_counts, self.block_sizes, strict=True):
             for layer in group.owners:
                 own = group.dtype or dtype
-                self.kv_caches[layer.layer_id] = _zeros(shape, own, device)
+                self.kv_caches[layer.layer_id] = _zeros(group.shape(count, size), own, device)
         for layer in self.layers.values():
             source = layer
             while source.kv_source is not None:
@@ -128,7 +208,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Bytes of the cache, over all groups."""
-        return self.num_blocks * KVLayout(self.groups, self.block_size, self.dtype).block_bytes
+        return self._layout.bytes_of(self.num_blocks)
 
     def attention_state(
         self, metadata: Sequence[AttentionMetadata], recurrent: RecurrentMetadata | None = None

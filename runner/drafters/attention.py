@@ -52,7 +52,7 @@ class DraftAttention:
         device: torch.device,
     ) -> None:
         self._cache = cache
-        self._block_sizes = [cache.block_size] * len(block_tables)
+        self._block_sizes = cache.block_sizes
         self._builders = builders
         self._requests = block_tables
         self._max_model_len = max_model_len

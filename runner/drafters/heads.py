@@ -180,6 +180,11 @@ def _find_eagle(
 ) -> FoundDrafter:
     from ..draft_models.draft_config import has_bias, read_draft_config
 
+    if target_config.model_type == "deepseek_v4":
+        raise ModelLoadError(
+            f"speculative method {kind} needs a target with one residual stream, but this one has "
+            f"{target_config.hc_mult} (DeepSeek V4)."
+        )
     if speculative.model is None:
         raise ModelLoadError(
             f'speculative method {kind} needs "model": the folder or id of the drafter.'

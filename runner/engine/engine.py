@@ -236,11 +236,12 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         uniform_drafts=facts.device.startswith("cuda"),
         times=StepTimes(max_itl_ms, is_cpu) if is_cpu or max_itl_ms is not None else None,
     )
+    largest = max(facts.kv_groups, key=lambda group: group.num_blocks * group.block_size)
     ready = Ready(
         max_model_len=facts.max_model_len,
         vocab_size=facts.vocab_size,
-        num_blocks=facts.kv_groups[0].num_blocks,
-        block_size=facts.kv_groups[0].block_size,
+        num_blocks=largest.num_blocks,
+        block_size=largest.block_size,
         eos_token_ids=list(facts.eos_token_ids),
         device=facts.device,
         dtype=facts.dtype,

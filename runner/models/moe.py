@@ -36,9 +36,12 @@ class Experts(nn.Module):
         intermediate: int,
         fmt: WeightFormat,
         activation: str = "silu",
+        limit: float = 7.0,
+        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
+        """`limit`: as in `ExpertWeights`; `parts`: the names of an expert's matrices."""
         super().__init__()
-        self.activation = activation
+        self.activation, self.limit, self.parts = activation, limit, parts
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
         self.register_buffer("gate_up", empty(num_experts, 2 * intermediate, hidden))
         self.register_buffer("down", empty(num_experts, hidden, intermediate))
@@ -46,7 +49,7 @@ class Experts(nn.Module):
     @property
     def weights(self) -> ExpertWeights:
         """The stacked weights."""
-        return ExpertWeights(self.gate_up, self.down, activation=self.activation)
+        return ExpertWeights(self.gate_up, self.down, activation=self.activation, limit=self.limit)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H]."""
@@ -63,9 +66,9 @@ class Experts(nn.Module):
         num_experts, _, size = self.down.shape
         for expert in range(num_experts):
             parts = (self.gate_up[expert, :size], self.gate_up[expert, size:], self.down[expert])
-            for part, target in zip(("gate", "up", "down"), parts, strict=True):
+            for part, target in zip(self.parts, parts, strict=True):
                 slot = tensor_slot(target, form=(path, "matrices"))
-                yield f"{path}.{expert}.{part}_proj.weight", slot
+                yield f"{path}.{expert}.{part}.weight", slot
 
 
 # The few outputs of a router fill a GPU only if many programs share the sums of each.

@@ -22,7 +22,14 @@ from ..attention.base import AttentionBackend, AttentionBuilder, AttentionLayer
 from ..attention.choice import choose_backend
 from ..attention.fp8_layers import is_fp8, with_fp8_cache
 from ..batch.input_batch import InputBuffers
-from ..batch.kv_cache import KVCache, KVCacheGroup, KVLayout, make_groups
+from ..batch.kv_cache import (
+    KVCache,
+    KVCacheGroup,
+    KVLayout,
+    StepLoad,
+    fitting_block_size,
+    make_groups,
+)
 from ..batch.recurrent_states import RecurrentStates
 from ..batch.request_table import RequestTable
 from ..claims.at_start import ClaimsAtStart, claim_cases, claim_setup
@@ -107,16 +114,24 @@ class Assembly:
                 layers = with_fp8_cache(layers, self.format.dtype, loaded.kv_scales)
             groups = make_groups(layers)
             backend = choose_backend(config.graph.attention_backend, layers, self.device)
-            self.block_size = backend.block_size(config.cache.block_size)
-            builders = [self._builder(backend, group.layers) for group in groups]
-            max_blocks = [-(-self.max_model_len // self.block_size) for _ in groups]
-            buffers = self._buffers(needs, max_blocks)
+            wanted = backend.block_size(config.cache.block_size)
+            self.block_size = fitting_block_size(wanted, groups)
+            sizes = [group.block_size(self.block_size) for group in groups]
+            builders = [
+                self._builder(backend, group.layers, size)
+                for group, size in zip(groups, sizes, strict=True)
+            ]
+            max_blocks = [-(-self.max_model_len // size) for size in sizes]
+            buffers = self._buffers(needs, sizes, max_blocks)
             self._note("workspaces")
             table = self._request_table(needs, max_blocks)
             self._note("request table")
             of_drafter = {layer.layer_id for layer in host.draft_layers}
             drafts = [[la for la in group.layers if la.layer_id in of_drafter] for group in groups]
-            draft_builders = [self._builder(backend, la) if la else None for la in drafts]
+            draft_builders = [
+                self._builder(backend, layers, size) if layers else None
+                for layers, size in zip(drafts, sizes, strict=True)
+            ]
             self._note("workspaces")
             states = create_states(self.model, self.max_num_reqs, needs, self.format.dtype)
             self._note("recurrent states")
@@ -251,11 +266,11 @@ class Assembly:
         )
 
     def _builder(
-        self, backend: AttentionBackend, layers: Sequence[AttentionLayer]
+        self, backend: AttentionBackend, layers: Sequence[AttentionLayer], block_size: int
     ) -> AttentionBuilder:
         return backend.create_builder(
             layers,
-            self.block_size,
+            block_size,
             self.max_num_reqs,
             self.max_num_tokens,
             self.max_model_len,
@@ -274,13 +289,15 @@ class Assembly:
             self.vocab_size if needs.draft_logits else None,
         )
 
-    def _buffers(self, needs: SpeculatorNeeds, max_blocks: Sequence[int]) -> InputBuffers:
+    def _buffers(
+        self, needs: SpeculatorNeeds, block_sizes: Sequence[int], max_blocks: Sequence[int]
+    ) -> InputBuffers:
         return InputBuffers(
             self.max_num_reqs,
             self.max_num_tokens,
             self.max_model_len,
             needs.num_speculative_tokens,
-            [self.block_size] * len(max_blocks),
+            block_sizes,
             max_blocks,
             self.device,
         )
@@ -336,7 +353,8 @@ class Assembly:
         draft_graph_bytes: Callable[[Target], int],
         states: RecurrentStates | None,
     ) -> KVCache:
-        layout = KVLayout(groups, self.block_size, self.format.dtype)
+        load = StepLoad(self.max_num_reqs, self.max_num_tokens)
+        layout = KVLayout(groups, self.block_size, self.format.dtype, load)
 
         def small_target() -> Target:
             return target_on(layout.allocate(2, self.device))

@@ -31,8 +31,8 @@ def facts_of(
         vocab_size=loaded.vocab_size,
         kv_groups=tuple(
             BlockGroup(
-                cache.num_blocks,
-                cache.block_size,
+                cache.block_counts[group.index],
+                cache.block_sizes[group.index],
                 group.sliding_window,
                 any(layer.layer_id in ids for layer in group.layers),
             )

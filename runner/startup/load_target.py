@@ -15,7 +15,7 @@ from ...configs.options import ConfigError
 from ...configs.schema import Config
 from ..attention.choice import check_backend
 from ..attention.fp8_layers import by_layer_id, is_fp8, with_fp8_cache
-from ..batch.kv_cache import make_groups
+from ..batch.kv_cache import StepLoad, make_groups
 from ..drafters.heads import FoundDrafter, OutlineHost, find_configured, outline
 from ..errors import DrafterError, RunnerError, why_unreadable
 from ..loading.hub import find_drafter
@@ -94,7 +94,9 @@ def load_target(
         if is_fp8(config.cache.kv_cache_dtype):
             layers = with_fp8_cache(layers, fmt.dtype, {})
             check_backend(config.graph.attention_backend, layers, device)
-        refuse_early(config.cache, device, make_groups(layers), fmt.dtype, max_model_len)
+        groups = make_groups(layers)
+        load = StepLoad(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        refuse_early(config.cache, device, groups, fmt.dtype, max_model_len, load)
         check_outlines(sketch, resolved)
     scales = load_kv_scales(
         resolved, int(text.num_hidden_layers), is_fp8(config.cache.kv_cache_dtype)

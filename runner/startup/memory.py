@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from ...configs.schema import CacheConfig
-from ..batch.kv_cache import KVCacheGroup, KVLayout, make_groups
+from ..batch.kv_cache import KVCacheGroup, KVLayout, StepLoad, fitting_block_size, make_groups
 from ..errors import RunnerError
 from ..graphs.manager import MemoryByPurpose
 from .memory_profile import MemoryProfile
@@ -97,7 +97,7 @@ def num_kv_blocks(
     blocks, needed = layout.blocks_in(memory_bytes), layout.blocks_for(max_model_len)
     if blocks < needed:
         share_counts = device.type == "cuda" and config.kv_cache_memory_bytes is None
-        raise NoKVMemory(memory_bytes, needed * layout.block_bytes, share_counts)
+        raise NoKVMemory(memory_bytes, layout.bytes_of(needed), share_counts)
     return min(blocks, max(needed, layout.blocks_for(max_tokens)))
 
 
@@ -128,6 +128,7 @@ def refuse_early(
     groups: Sequence[KVCacheGroup],
     dtype: torch.dtype,
     max_model_len: int,
+    load: StepLoad,
 ) -> None:
     """Raise `NoKVMemory` before weights are loaded, if the size of the cache is known by then.
 
@@ -137,5 +138,5 @@ def refuse_early(
     """
     if config.kv_cache_memory_bytes is not None or device.type != "cuda":
         known = config.kv_cache_memory_bytes or CPU_CACHE_BYTES
-        layout = KVLayout(groups, config.block_size, dtype)
+        layout = KVLayout(groups, fitting_block_size(config.block_size, groups), dtype, load)
         num_kv_blocks(config, device, known, layout, max_model_len, max_model_len)

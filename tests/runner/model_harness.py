@@ -55,24 +55,24 @@ class Sequences:
         log: int = 0,  # of recurrent states
     ):
         backend, dtype = backend or ReferenceBackend(), model.format.dtype
-        self.model, self.block_size = model, block_size
+        self.model = model
         self.groups = make_groups(model.attention_layers())
-        pages = -(-max_len // block_size)
-        num_blocks = 1 + num_reqs * pages
+        num_blocks = 1 + num_reqs * -(-max_len // block_size)
         self.cache = KVCache(self.groups, num_blocks, block_size, dtype, CPU)
+        self.block_sizes = self.cache.block_sizes
         self.builders = [
-            backend.create_builder(group.layers, block_size, num_reqs, 1024, max_len, dtype, CPU)
-            for group in self.groups
+            backend.create_builder(group.layers, size, num_reqs, 1024, max_len, dtype, CPU)
+            for group, size in zip(self.groups, self.block_sizes, strict=True)
         ]
         self.states: RecurrentStates | None = None
         if layers := model.recurrent_layers():
             self.states = RecurrentStates(layers, num_reqs, log, dtype, CPU)
         self.lengths = [0] * num_reqs
         self.tables = []
-        for index in range(len(self.groups)):
-            order = list(range(1, num_blocks))
+        for index, count in enumerate(self.cache.block_counts):
+            order = list(range(1, count))
             random.Random(index).shuffle(order)
-            self.tables.append(torch.tensor(order, dtype=torch.int32).view(num_reqs, pages))
+            self.tables.append(torch.tensor(order, dtype=torch.int32).view(num_reqs, -1))
 
     def attention(
         self, reqs: Sequence[int], counts: Sequence[int]
@@ -84,11 +84,12 @@ class Sequences:
         loc = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         seq_lens = torch.tensor([s + n for s, n in zip(starts, counts, strict=True)]).int()
         metadata = []
-        for table, builder in zip(self.tables, self.builders, strict=True):
+        groups = zip(self.tables, self.builders, self.block_sizes, strict=True)
+        for table, builder, size in groups:
             rows = table[list(reqs)]
             slots = torch.cat(
                 [
-                    row[pos // self.block_size].long() * self.block_size + pos % self.block_size
+                    row[pos // size].long() * size + pos % size
                     for row, pos in zip(rows, row_pos, strict=True)
                 ]
             )
@@ -139,7 +140,11 @@ class Sequences:
 
 
 def assert_equals_transformers(
-    model: TextModel, oracle: Any, tolerance: float = 1e-4, log: int = 0
+    model: TextModel,
+    oracle: Any,
+    tolerance: float = 1e-4,
+    log: int = 0,
+    block_size: int = BLOCK_SIZE,
 ) -> None:
     """Prefill, chunks, ragged batches, verify-like rows and decode give the oracle's logits."""
     vocab = model.config.vocab_size
@@ -157,7 +162,7 @@ def assert_equals_transformers(
         [(1, 7, 2), (2, 14, 2)],  # two tokens each, as in verification
         [(2, 16, 1)],
     ]
-    sequences = Sequences(model, len(prompts), 32, log=log)
+    sequences = Sequences(model, len(prompts), 32, block_size, log=log)
     got: list[list[Tensor]] = [[] for _ in prompts]
     for step in steps:
         rows = [(req, prompts[req][start : start + count]) for req, start, count in step]

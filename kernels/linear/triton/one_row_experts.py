@@ -38,6 +38,9 @@ def activated(
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         gate = gate / (1.0 + tl.exp(-2.0 * inner))
     else:
+        if ACTIVATION == 3:
+            gate = tl.minimum(gate, LIMIT)
+            up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
         gate = gate / (1.0 + tl.exp(-gate))
     return (gate.to(DTYPE).to(tl.float32) * up).to(DTYPE)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...launch import pdl_options, wait_for_inputs
 from ..experts import Routing
 
+_SCORINGS = ("softmax", "sigmoid", "sqrtsoftplus")
 _LEAST = tl.constexpr(-3e38)  # above what was chosen before, below any finite score
 
 
@@ -26,7 +27,7 @@ def _select_kernel(
     E: tl.constexpr,
     TOP_K: tl.constexpr,
     PARTS: tl.constexpr,  # 0 = whole
-    SIGMOID: tl.constexpr,
+    SCORING: tl.constexpr,  # index in `_SCORINGS`
     BIAS: tl.constexpr,
     RENORMALISE: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -41,8 +42,13 @@ def _select_kernel(
     for part in tl.static_range(1, PARTS):
         own = (part * num_tokens + token) * E + expert
         logit += tl.load(logits + own, mask=exists, other=0.0)
-    if SIGMOID:
+    if SCORING == 1:
         score = 1.0 / (1.0 + tl.exp(-logit))
+    elif SCORING == 2:
+        small = tl.exp(-tl.abs(logit))  # 1 + small loses the digits of a tiny one
+        near = small * (1.0 - small * (0.5 - small / 3.0))
+        score = tl.where(small < 1e-3, near, tl.log(1.0 + small))
+        score = tl.sqrt(tl.maximum(logit, 0.0) + score)
     else:
         score = tl.exp(logit - tl.max(logit, 0))
         score /= tl.sum(score, 0)
@@ -91,7 +97,7 @@ def select_experts(
         E=num_experts,
         TOP_K=routing.top_k,
         PARTS=parts,
-        SIGMOID=routing.scoring == "sigmoid",
+        SCORING=_SCORINGS.index(routing.scoring),
         BIAS=bias is not None,
         RENORMALISE=routing.renormalise,
         BLOCK_E=triton.next_power_of_2(num_experts),

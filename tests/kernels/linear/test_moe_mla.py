@@ -35,7 +35,7 @@ def test_select_experts(scoring: str, group_score: str, with_bias: bool) -> None
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_run_experts(activation: str, tokens: int) -> None:
-    """The last activation with biases."""
+    """Those of "clamped_swiglu" have biases."""
     torch.manual_seed(1)
     x, weights = torch.randn(tokens, 16), torch.rand(tokens, 2)
     gate_up, down = torch.randn(5, 24, 16), torch.randn(5, 16, 12)
@@ -51,6 +51,10 @@ def test_run_experts(activation: str, tokens: int) -> None:
             gate, up = both.chunk(2)
             if activation == "silu":
                 gate = gate * gate.sigmoid()
+            elif activation == "limited_silu":
+                gate = torch.where(gate > 7, 7.0, gate)
+                up = torch.where(up > 7, 7.0, torch.where(up < -7, -7.0, up))
+                gate = gate / (1 + (-gate).exp())
             elif activation == "clamped_swiglu":
                 gate = torch.where(gate > 7, 7.0, gate)
                 up = torch.where(up > 7, 7.0, torch.where(up < -7, -7.0, up)) + 1

@@ -30,7 +30,8 @@ def random_experts(
     ]
     if activation == "clamped_swiglu":
         stacks += [torch.randn(num_experts, 2 * inner) * 4, torch.randn(num_experts, hidden)]
-    return ExpertWeights(*(stack.to(dtype) for stack in stacks), activation=activation)
+    limit = 0.6 if activation == "limited_silu" else 7.0  # so low that it matters
+    return ExpertWeights(*(stack.to(dtype) for stack in stacks), activation=activation, limit=limit)
 
 
 def random_choice(rows: int, num_experts: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,6 +48,8 @@ def random_choice(rows: int, num_experts: int, top_k: int) -> tuple[torch.Tensor
             (SIZES[1], "silu", torch.float16),
             (SIZES[2], "clamped_swiglu", torch.float32),
             (SIZES[3], "gelu_tanh", torch.float16),
+            (SIZES[0], "limited_silu", torch.float32),
+            (SIZES[3], "limited_silu", torch.float32),
         ],
     ),
 )
@@ -104,13 +107,13 @@ def test_experts_of_one_row_each_and_experts_without_any() -> None:
 
 
 @pytest.mark.parametrize("parts", [0, 3])
-@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_select_experts(renormalise: bool, scoring: str, parts: int) -> None:
     from slipstream.kernels.linear.triton import route
 
-    logits = torch.randn(*([parts] if parts else []), 9, 11)
-    bias = torch.randn(11) * 0.3 if scoring == "sigmoid" else None
+    logits = torch.randn(*([parts] if parts else []), 9, 11) * (9 if "plus" in scoring else 1)
+    bias = None if scoring == "softmax" else torch.randn(11) * 0.3
     routing = Routing(3, scoring, renormalise=renormalise, scale=2.5)
     weights, ids = route.select_experts(logits, routing, bias)
     expected, expected_ids = moe.select_experts_reference(logits, routing, bias)

@@ -1,0 +1,102 @@
+"""Where the rows of DeepSeek V4's caches are: paged by position, some with one row for many tokens.
+
+A cache with `entry_tokens` r holds a row, an *entry*, for each window of r tokens. The query at
+position p sees entry w iff w < (p + 1) // r. An entry is written by the token that completes its
+window, so the entry of a rejected draft is overwritten before a later query sees it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The token rows of a pass."""
+
+    positions: Tensor  # [M] int64; 0 for padding
+    requests: Tensor  # [M] int64 token row -> batch row
+
+
+@dataclass(frozen=True)
+class Pages:
+    """One layer's cache of some kind, and the requests' places in it."""
+
+    cache: Tensor  # [blocks, rows, 1, D]
+    block_table: Tensor  # [N, columns] int32
+    slot_mapping: Tensor  # [M] int64, block * block_size + offset in tokens; -1 = write nothing
+    block_size: int  # tokens of a block, a multiple of entry_tokens
+    entry_tokens: int = 1
+
+    @property
+    def rows(self) -> Tensor:
+        """The cache as rows, [slots, D]."""
+        return self.cache.view(-1, self.cache.shape[-1])
+
+    def slots_of(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """The slots of the rows that hold `positions` [M, S] of the requests [M]: [M, S] int64."""
+        column = (positions // self.block_size).clamp(max=self.block_table.shape[1] - 1)
+        blocks = self.block_table[requests.unsqueeze(1), column].long()
+        return (blocks * self.block_size + positions % self.block_size) // self.entry_tokens
+
+
+@dataclass(frozen=True)
+class SlotList:
+    """The cached rows that each token attends to."""
+
+    slots: Tensor  # [M, S] int32; -1 after the first `counts` of a row
+    counts: Tensor  # [M] int32
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """The constants of a compressor. Its rows lie in a cached row of pending values."""
+
+    entry_tokens: int  # r
+    dim: int  # D of an entry
+    overlap: bool
+    kv_column: int  # where a token's kv begins in the pending row: [D], or [2 D] with overlap
+    gate_column: int  # where its gate begins, of the same size
+    bias: Tensor  # [r, D or 2 D] float32
+    weight: Tensor  # [D] float32, of the norm
+    eps: float
+    cos_sin_cache: Tensor  # [positions, rot_dim] float32
+
+    @property
+    def width(self) -> int:
+        """Channels of a token's kv, and of its gate."""
+        return 2 * self.dim if self.overlap else self.dim
+
+
+def requests_of(query_start_loc: Tensor, num_tokens: int) -> Tensor:
+    """The batch row of each token row, [M] int64; that of the last request for padding."""
+    each = torch.arange(num_tokens, device=query_start_loc.device, dtype=torch.int32)
+    ends = query_start_loc[1:].contiguous()
+    return torch.searchsorted(ends, each, right=True).clamp(max=ends.shape[0] - 1)
+
+
+def window_slots(pages: Pages, tokens: TokenRows, window: int) -> SlotList:
+    """The newest `window` raw rows that each token sees, its own included, oldest first."""
+    positions = tokens.positions
+    first = (positions - (window - 1)).clamp(min=0)
+    counts = (positions + 1).clamp(max=window)
+    return _listed(pages, tokens, first, counts, window, 1)
+
+
+def entry_slots(pages: Pages, tokens: TokenRows, most: int) -> SlotList:
+    """All entries that each token sees, oldest first. `most` is a bound on their number."""
+    counts = ((tokens.positions + 1) // pages.entry_tokens).clamp(max=most)
+    return _listed(pages, tokens, torch.zeros_like(counts), counts, most, pages.entry_tokens)
+
+
+def _listed(
+    pages: Pages, tokens: TokenRows, first: Tensor, counts: Tensor, width: int, stride: int
+) -> SlotList:
+    each = torch.arange(width, device=first.device)
+    positions = (first.unsqueeze(1) + each) * stride
+    slots = pages.slots_of(tokens.requests, positions)
+    slots = torch.where(each < counts.unsqueeze(1), slots, -1)
+    return SlotList(slots.int(), counts.int())

@@ -1,0 +1,85 @@
+"""Manifold-constrained hyper-connections (mHC): a residual of n streams, as in DeepSeek V4.
+
+A site reads one row as a mix of the streams, and adds its sublayer's output y to all of them:
+x = sum_i pre_i X_i and X'_k = post_k y + sum_j comb_jk X_j. The coefficients come from the streams:
+m = fn . flat(X) / rms(flat(X)); pre = sigmoid(m * scale + base) + eps; post = 2 sigmoid(...); comb
+is made doubly stochastic by Sinkhorn-Knopp iterations. All of this is float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...device import use_triton
+from .site import Site
+
+
+def mix_streams(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """A sublayer's input and the coefficients that its output will need.
+
+    streams: [M, n, D]. Returns x [M, D] in the dtype of the streams, post [M, n] and comb [M, n, n]
+    float32.
+    """
+    if _has_kernel(streams):
+        from .triton.connections import mix_streams as mix_streams_triton
+
+        out: tuple[Tensor, Tensor, Tensor] = mix_streams_triton(streams, site)
+        return out
+    return mix_streams_reference(streams, site)
+
+
+def mix_streams_reference(streams: Tensor, site: Site) -> tuple[Tensor, Tensor, Tensor]:
+    """The plain version of `mix_streams`."""
+    count = streams.shape[1]
+    mixes, base, scale = _mixes(streams, site), site.base, site.scale
+    pre = (mixes[:, :count] * scale[0] + base[:count]).sigmoid() + site.eps
+    second = slice(count, 2 * count)
+    post = 2 * (mixes[:, second] * scale[1] + base[second]).sigmoid()
+    comb = mixes[:, 2 * count :] * scale[2] + base[2 * count :]
+    comb = comb.view(-1, count, count).softmax(-1) + site.eps
+    comb = comb / (comb.sum(-2, keepdim=True) + site.eps)
+    for _ in range(site.iterations - 1):
+        comb = comb / (comb.sum(-1, keepdim=True) + site.eps)
+        comb = comb / (comb.sum(-2, keepdim=True) + site.eps)
+    return _collapsed(streams, pre), post, comb
+
+
+def add_to_streams(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """The streams after a sublayer whose output is [M, D]; other shapes as in `mix_streams`."""
+    if _has_kernel(streams):
+        from .triton.connections import add_to_streams as add_to_streams_triton
+
+        out: Tensor = add_to_streams_triton(streams, output, post, comb)
+        return out
+    return add_to_streams_reference(streams, output, post, comb)
+
+
+def add_to_streams_reference(streams: Tensor, output: Tensor, post: Tensor, comb: Tensor) -> Tensor:
+    """The plain version of `add_to_streams`."""
+    mixed = torch.bmm(comb.transpose(1, 2), streams.float())
+    return (mixed + post.unsqueeze(2) * output.float().unsqueeze(1)).to(streams.dtype)
+
+
+def head_streams(streams: Tensor, site: Site) -> Tensor:
+    """The one row that the final norm reads: [M, n, D] -> [M, D]."""
+    pre = (_mixes(streams, site) * site.scale + site.base).sigmoid() + site.eps
+    return _collapsed(streams, pre)
+
+
+def _has_kernel(streams: Tensor) -> bool:
+    """Whether the Triton version works on these streams: their number must be a power of two."""
+    count = streams.shape[1]
+    return use_triton(streams) and count & (count - 1) == 0
+
+
+def _mixes(streams: Tensor, site: Site) -> Tensor:
+    """fn . flat / rms(flat), [M, rows of fn] float32."""
+    flat = streams.flatten(1).float()
+    inverse = (flat.square().mean(-1, keepdim=True) + site.norm_eps).rsqrt()
+    return F.linear(flat, site.fn) * inverse
+
+
+def _collapsed(streams: Tensor, pre: Tensor) -> Tensor:
+    return torch.bmm(pre.unsqueeze(1), streams.float()).squeeze(1).to(streams.dtype)

@@ -1,0 +1,92 @@
+"""Attention of models with compressed caches (DeepSeek V4), in plain torch or by Triton kernels.
+
+The model launches what compresses and selects entries; a group's metadata offers it the step's
+tables and slots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
+from ...kernels.attention.compressed.pages import (
+    Pages,
+    TokenRows,
+    requests_of,
+    window_slots,
+)
+from ...kernels.attention.compressed.sparse_attention import sparse_attention
+from ...kernels.attention.store_kv import store_kv
+from .base import (
+    AttentionBuilder,
+    AttentionLayer,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    SparseAttend,
+)
+
+
+class CompressedMetadata(AttentionMetadata):
+    """Views of the step buffers of one KV group."""
+
+    def __init__(self, common: CommonAttentionMetadata, block_size: int) -> None:
+        self.common, self._block_size = common, block_size
+
+    def compressed(self) -> CompressedMetadata:
+        return self
+
+    def pages(self, layer: AttentionLayer, kv_cache: Tensor) -> Pages:
+        """See `CompressedRows.pages`."""
+        common = self.common
+        return Pages(
+            kv_cache,
+            common.block_table,
+            common.slot_mapping,
+            self._block_size,
+            layer.entry_tokens,
+        )
+
+    def create_attend(self) -> SparseAttend:
+        """See `CompressedRows.create_attend`."""
+        return sparse_attention
+
+    def attend(
+        self,
+        layer: AttentionLayer,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        kv_cache: Tensor,
+    ) -> Tensor:
+        """Attend to raw rows alone, as layers without a compressor do."""
+        pages = self.pages(layer, kv_cache)
+        if key is not None:
+            store_kv(key, None, kv_cache, pages.slot_mapping)
+        assert layer.sliding_window is not None and layer.sinks is not None
+        window = window_slots(pages, self._tokens(), layer.sliding_window)
+        attend = self.create_attend()
+        return attend(query, pages, window, None, None, layer.sinks, layer.scale)
+
+    def _tokens(self) -> TokenRows:
+        """The token rows with the positions that `seq_lens` implies."""
+        common = self.common
+        requests = requests_of(common.query_start_loc, common.num_actual_tokens)
+        each = torch.arange(common.num_actual_tokens, device=requests.device)
+        ends = common.query_start_loc[1:][requests]
+        positions = common.seq_lens[requests] - ends + each
+        return TokenRows(positions.clamp(min=0), requests)
+
+
+class CompressedBuilder(AttentionBuilder):
+    """Keeps nothing between steps. With Triton kernels nothing waits for the device."""
+
+    def __init__(self, block_size: int, in_graphs: bool) -> None:
+        self._block_size = block_size
+        self.supports = AttentionCGSupport.ALWAYS if in_graphs else AttentionCGSupport.NEVER
+        self.builds_on_device = in_graphs
+
+    def build(
+        self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
+    ) -> CompressedMetadata:
+        return CompressedMetadata(common, self._block_size)

@@ -1,0 +1,1 @@
+"""DeepSeek V4: attention over raw and compressed rows, hyper-connections, experts by token id."""

@@ -1,0 +1,164 @@
+"""Kernels of compressed caches: Triton's forms, interpreted, equal the references."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from slipstream.kernels.attention.compressed.compress import compress_reference
+from slipstream.kernels.attention.compressed.pages import (
+    Compressor,
+    Pages,
+    SlotList,
+    TokenRows,
+    entry_slots,
+    requests_of,
+    window_slots,
+)
+from slipstream.kernels.attention.compressed.select_entries import (
+    score_entries_reference,
+    select_entries,
+)
+from slipstream.kernels.attention.compressed.sparse_attention import sparse_attention_reference
+from slipstream.kernels.attention.compressed.tail_rotary import tail_rotary_reference
+
+from ...cases import some
+
+interpreted = [
+    pytest.mark.usefixtures("triton_interpreter"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy, about inf
+]
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3}
+BLOCK, COLUMNS, MAX_LEN = 16, 6, 96
+# Of each request: the position of its first token in this pass, and its tokens.
+REQUESTS = ((0, 9), (17, 1), (30, 4), (63, 1))
+
+
+def tokens_of(padding: int = 2) -> tuple[TokenRows, Tensor]:
+    """The token rows of REQUESTS and padded ones, and where each request's begin."""
+    starts = torch.tensor([0, *[count for _, count in REQUESTS]]).cumsum(0).int()
+    positions = torch.cat([torch.arange(p, p + n) for p, n in REQUESTS] + [torch.zeros(padding)])
+    return TokenRows(positions.long(), requests_of(starts, len(positions))), starts
+
+
+def pages_of(width: int, entry_tokens: int, dtype: torch.dtype, seed: int = 0) -> Pages:
+    """A cache of random rows over scattered blocks, and the slots of this pass's tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    num_blocks = 1 + len(REQUESTS) * COLUMNS
+    table = (torch.randperm(num_blocks - 1, generator=generator) + 1).view(-1, COLUMNS).int()
+    shape = (num_blocks, BLOCK // entry_tokens, 1, width)
+    cache = torch.randn(shape, generator=generator).to(dtype)
+    tokens, starts = tokens_of()
+    block = table[tokens.requests, tokens.positions // BLOCK].long()
+    slots = block * BLOCK + tokens.positions % BLOCK
+    slots[starts[-1] :] = -1
+    return Pages(cache, table, slots, BLOCK, entry_tokens)
+
+
+def table_of(rot: int = 8) -> Tensor:
+    return torch.randn(MAX_LEN, rot)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[got.dtype]
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    torch.testing.assert_close(got, expected, rtol=tolerance, atol=tolerance)
+
+
+def test_lists_of_slots_hold_what_a_token_sees() -> None:
+    tokens, _ = tokens_of(padding=0)
+    raw, entries = pages_of(4, 1, torch.float32), pages_of(4, 4, torch.float32)
+    window, seen = window_slots(raw, tokens, 5), entry_slots(entries, tokens, 20)
+    for row, (request, position) in enumerate(zip(*vars(tokens).values(), strict=True)):
+        request, position = int(tokens.requests[row]), int(tokens.positions[row])
+        table = raw.block_table[request].tolist()
+        visible = range(max(0, position - 4), position + 1)
+        expected = [table[p // BLOCK] * BLOCK + p % BLOCK for p in visible]
+        assert window.slots[row].tolist() == expected + [-1] * (5 - len(expected))
+        assert int(window.counts[row]) == len(expected)
+        table, ended = entries.block_table[request].tolist(), range((position + 1) // 4)
+        expected = [table[w // 4] * 4 + w % 4 for w in ended]  # 4 entries a block
+        assert seen.slots[row].tolist() == expected + [-1] * (20 - len(expected))
+        assert int(seen.counts[row]) == len(expected)
+
+
+class TestTriton:
+    pytestmark = interpreted
+
+    @pytest.mark.parametrize("dtype", some(list(TOLERANCE), (torch.float16,)))
+    @pytest.mark.parametrize("case", ["rotate", "norm", "weighted", "inverse"])
+    def test_tail_rotary(self, case: str, dtype: torch.dtype) -> None:
+        from slipstream.kernels.attention.compressed.triton.tail_rotary import tail_rotary
+
+        wide = torch.randn(7, 3 * 32 + 5).to(dtype)
+        x, positions = wide[:, 5:].view(7, 3, 32), torch.randint(MAX_LEN, (7,))
+        args = (x, positions, table_of(), None if case in ("rotate", "inverse") else 1e-5)
+        weight = torch.rand(32) if case == "weighted" else None
+        got = tail_rotary(*args, weight, case == "inverse")
+        close(got, tail_rotary_reference(*args, weight, case == "inverse"))
+        if case == "inverse":
+            turned = tail_rotary(x, positions, unit := table_of_turns())
+            close(tail_rotary(turned, positions, unit, inverse=True), x)
+
+    @pytest.mark.parametrize("dtype", some(list(TOLERANCE), (torch.float32,)))
+    @pytest.mark.parametrize(("ratio", "overlap"), [(4, True), (8, False), (16, False)])
+    def test_compress(self, ratio: int, overlap: bool, dtype: torch.dtype) -> None:
+        from slipstream.kernels.attention.compressed.triton.compress import compress
+
+        dim, tokens = 16, tokens_of()[0]
+        width = 2 * dim if overlap else dim
+        rule = Compressor(
+            ratio, dim, overlap, 3, 3 + width, torch.randn(ratio, width), torch.rand(dim), 1e-6,
+            table_of(),
+        )  # fmt: skip
+        pending = pages_of(2 * width + 5, 1, dtype)
+        entries = pages_of(dim, ratio, dtype, seed=1)
+        other = replace(entries, cache=entries.cache.clone())
+        before = entries.cache.clone()
+        compress(rule, pending, tokens, entries)
+        compress_reference(rule, pending, tokens, other)
+        close(entries.cache, other.cache)
+        changed = int((entries.rows != before.view(-1, dim)).any(1).sum())
+        assert changed == sum((p + i + 1) % ratio == 0 for p, n in REQUESTS for i in range(n))
+
+    @pytest.mark.parametrize("dtype", some(list(TOLERANCE), (torch.float32,)))
+    def test_select_entries(self, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+        from slipstream.kernels.attention.compressed.triton.select_entries import score_entries
+
+        tokens = tokens_of()[0]
+        keys, entries = pages_of(16, 4, dtype), pages_of(32, 4, dtype, seed=1)
+        query, weights = torch.randn(len(tokens.positions), 5, 16).to(dtype), torch.randn(17, 8)
+        args = (query, weights[:, :5], keys, tokens, 20)
+        got, expected = score_entries(*args), score_entries_reference(*args)
+        close(got, expected)
+        chosen = select_entries(*args[:3], entries, tokens, 3, 20)
+        for row, scores in enumerate(expected):
+            ended = int((tokens.positions[row] + 1) // 4)
+            best = scores[:ended].topk(min(3, ended))[1].tolist()
+            table = entries.block_table[tokens.requests[row]].tolist()
+            slots = [table[w // 4] * 4 + w % 4 for w in best]
+            assert chosen.slots[row].tolist() == slots + [-1] * (3 - len(slots))
+            assert int(chosen.counts[row]) == len(slots)
+
+    @pytest.mark.parametrize("dtype", some(list(TOLERANCE), (torch.float32,)))
+    @pytest.mark.parametrize("heads", some([3, 16, 40], (3,)))
+    def test_sparse_attention(self, heads: int, dtype: torch.dtype) -> None:
+        from slipstream.kernels.attention.compressed.triton.sparse_attention import sparse_attention
+
+        tokens = tokens_of()[0]
+        raw, entries = pages_of(32, 1, dtype), pages_of(32, 4, dtype, seed=1)
+        window: SlotList | None = window_slots(raw, tokens, 20)
+        query = torch.randn(len(tokens.positions), heads, 32).to(dtype)
+        sinks = torch.randn(heads)
+        for listed in (None, entry_slots(entries, tokens, 20)):
+            args = (query, raw, window, None if listed is None else entries, listed, sinks, 0.2)
+            close(sparse_attention(*args), sparse_attention_reference(*args))
+
+
+def table_of_turns() -> Tensor:
+    """Cosines and sines of true angles."""
+    angles = torch.rand(MAX_LEN, 4) * 6
+    return torch.cat((angles.cos(), angles.sin()), dim=1)

@@ -1,0 +1,152 @@
+"""DeepSeek V4 equals transformers on tiny random models with every kind of layer."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from slipstream.runner.attention.fp8_layers import UnusableKVFormat, with_fp8_cache
+from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_size
+from slipstream.runner.errors import ModelLoadError
+
+from ..model_harness import Sequences, assert_equals_transformers, load
+from ..tiny_v4 import INDEXED, PLAIN, RAW, VOCAB, make_v4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("v4")
+
+
+@pytest.fixture(scope="module")
+def oracle(folder: Path) -> Any:
+    return make_v4(folder)
+
+
+def expected_logits(oracle: Any, ids: list[int]) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = oracle(torch.tensor([ids])).logits[0]
+    return logits
+
+
+def test_logits_equal_transformers(folder: Path, oracle: Any) -> None:
+    assert_equals_transformers(load(folder), oracle, block_size=8)
+
+
+def test_chunks_that_end_at_every_place_in_a_window(folder: Path, oracle: Any) -> None:
+    """Prompts far beyond the sliding window, cut at random; the last tokens come one by one."""
+    model = load(folder)
+    lengths = [41, 42, 43, 44, 45, 46, 47, 48]
+    ids = torch.randint(0, VOCAB, (8, 48), generator=torch.Generator().manual_seed(3)).tolist()
+    expected = [expected_logits(oracle, row[:n]) for row, n in zip(ids, lengths, strict=True)]
+    sequences = Sequences(model, len(ids), 64, block_size=8)
+    got: list[list[Tensor]] = [[] for _ in ids]
+    rng = random.Random(0)
+    left = dict(enumerate(lengths))
+    while left:
+        counts = {
+            req: min(n, 1 if n < 6 else rng.choice([1, 2, 3, 5, 9, 14])) for req, n in left.items()
+        }
+        step = []
+        for req, count in counts.items():
+            at = lengths[req] - left[req]
+            step.append((req, ids[req][at : at + count]))
+        for (req, _), logits in zip(step, sequences.step(step)[0], strict=True):
+            got[req].append(logits)
+        left = {req: n - counts[req] for req, n in left.items() if n > counts[req]}
+    for parts, reference in zip(got, expected, strict=True):
+        torch.testing.assert_close(torch.cat(parts), reference, atol=1e-4, rtol=1e-4)
+
+
+def test_rejected_drafts_leave_nothing_behind(folder: Path, oracle: Any) -> None:
+    """At every offset in the windows, wrong tokens are computed and then replaced."""
+    model = load(folder)
+    ids = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(4)).tolist()
+    expected = expected_logits(oracle, ids)
+    sequences = Sequences(model, 1, 64, block_size=8)
+    got = [sequences.step([(0, ids[:13])])[0][0]]
+    for at in range(13, len(ids)):
+        wrong = [(token + 1) % VOCAB for token in ids[at + 1 : at + 1 + at % 4 + 1]]
+        got.append(sequences.step([(0, [ids[at], *wrong])])[0][0][:1])
+        sequences.lengths[0] = at + 1
+    torch.testing.assert_close(torch.cat(got), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"scoring_func": "sigmoid", "mlp_layer_types": ["moe"] * 4},
+        {"layer_types": [RAW] * 4, "rope_parameters": None},
+        {"compress_rates": {INDEXED: 2, PLAIN: 16}, "hc_mult": 2, "hc_sinkhorn_iters": 3},
+    ],
+    ids=["sigmoid", "raw", "ratios"],
+)
+def test_other_shapes(changes: dict[str, Any], tmp_path: Path) -> None:
+    oracle = make_v4(tmp_path, **changes)
+    assert_equals_transformers(load(tmp_path), oracle, block_size=16)
+
+
+def test_the_names_of_transformers(folder: Path, oracle: Any, tmp_path: Path) -> None:
+    """Its own names, in which experts are stacked, give the same model."""
+    tensors = {name: t.clone().contiguous() for name, t in oracle.state_dict().items()}
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save_file(tensors, tmp_path / "model.safetensors")
+    ids = list(range(20))
+    got, expected = (
+        Sequences(load(path), 1, 32, block_size=8).step([(0, ids)])[0][0]
+        for path in (tmp_path, folder)
+    )
+    assert torch.equal(got, expected)
+    del tensors["model.layers.1.mlp.experts.down_proj"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelLoadError, match=r"lacks tensors: layers\.1\.ffn\.experts\.down_proj"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_bias": True}, "not supported with attention_bias"),
+        ({"scoring_func": "relu"}, "scoring_func other than sqrtsoftplus, sigmoid, softmax"),
+        ({"n_shared_experts": 2}, "n_shared_experts other than 1"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    folder: Path, oracle: Any, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelLoadError, match=message):
+        load(tmp_path, load_format="dummy")
+
+
+def test_there_is_no_fp8_cache(folder: Path, oracle: Any) -> None:
+    with pytest.raises(UnusableKVFormat, match="does not support the compressed caches"):
+        with_fp8_cache(load(folder).attention_layers(), torch.float32, {})
+
+
+def test_the_caches_hold_what_their_layers_need(folder: Path, oracle: Any) -> None:
+    model = load(folder)
+    groups = Sequences(model, 1, 32, block_size=8).groups
+    kinds = {(g.head_dim, g.sliding_window, g.entry_tokens): len(g.layers) for g in groups}
+    assert kinds == {
+        (32, 10, 1): 4,  # raw rows of all layers
+        (32, None, 4): 2,
+        (16, None, 4): 2,
+        (4 * (32 + 16), 8, 1): 2,  # two windows of the indexed layers
+        (32, None, 8): 1,
+        (64, 8, 1): 1,
+    }
+    assert fitting_block_size(3, groups) == 8 and fitting_block_size(16, groups) == 16
+    layout = KVLayout(groups, 16, torch.float32, StepLoad(2, 16))
+    assert layout.counts(1000) == [2 * (2 * 3 + 2) + 1, 1000, 1000, 2 * (2 * 3 + 4) + 1, 1000, 21]
+    for memory in (100_000, 1_000_000, 3_000_000):
+        count = layout.blocks_in(memory)
+        assert layout.bytes_of(count) <= memory < layout.bytes_of(count + 1)
