@@ -1,112 +1,44 @@
-"""Grammars in separate processes: what a bad one costs, and that nothing of it remains."""
+"""Grammars in separate processes: what a bad one costs while it is compiled and while it masks."""
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
 from slipstream.runner.grammars import remote
 from slipstream.runner.grammars.grammar import GrammarTooSlow, MaskJob, fill_rows
-from slipstream.runner.grammars.pool import GrammarPool, build_grammar_backend
-from slipstream.runner.grammars.process import Compiled, Nursery, read_message
+from slipstream.runner.grammars.pool import GrammarPool
 from slipstream.runner.grammars.remote import RemoteMatcher
 from slipstream.runner.messages import GrammarSpec
 
+from .pool_probe import (
+    AMBIGUOUS,
+    EOS,
+    LINE,
+    LONG_SECONDS,
+    OBJECT,
+    VOCAB,
+    VOCAB_SIZE,
+    WORDS,
+    children,
+    eventually,
+    job,
+    new_child,
+    nursery_pid,
+    slow_to_compile,
+    still_works,
+)
+
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-
-EOS = 0
-LETTERS = [bytes([byte]) for byte in range(1, 256)]
-_RNG = random.Random(0)
-WORDS = [
-    "".join(_RNG.choice("abcdefghij klmnopq") for _ in range(length)).encode()
-    for length in (*(2, 3, 4, 5, 6, 7) * 400, *(16, 32, 64) * 20, 127)
-]
-VOCAB = [b"", *LETTERS, *dict.fromkeys(WORDS)]
-VOCAB_SIZE = -(-len(VOCAB) // 32) * 32
-LINE = VOCAB_SIZE // 32
-OBJECT = GrammarSpec("json_object")
-# Every text of letters can be read in very many ways.
-AMBIGUOUS = GrammarSpec("grammar", 'root ::= e\ne ::= e e | "(" e ")" | [a-z ]+ | [a-z ]*')
-LONG_SECONDS = 30  # time limit for what is quick on an idle machine
-
-
-def slow_to_compile(number: int = 0) -> GrammarSpec:
-    """A grammar that keeps the compiler busy for half a minute or more."""
-    return GrammarSpec("regex", "|".join("a" * length for length in range(1, 490)) + f"|b{number}")
-
-
-def build() -> GrammarPool:
-    backend = build_grammar_backend(VOCAB, "raw", [EOS], VOCAB_SIZE)
-    assert isinstance(backend, GrammarPool)
-    backend.prepare()
-    backend.compile(OBJECT).result(LONG_SECONDS)
-    return backend
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[GrammarPool]:
-    backend = build()
-    yield backend
-    backend.shutdown()
-
-
-def job(matcher: Any, draft_ids: list[int] | None = None) -> MaskJob:
-    ids = draft_ids or []
-    return MaskJob(matcher, ids, np.empty((len(ids) + 1, LINE), dtype=np.int32))
-
-
-def nursery_pid(pool: GrammarPool) -> int:
-    assert pool._nursery is not None
-    return pool._nursery.result(LONG_SECONDS)._process.pid
-
-
-def children(pid: int) -> set[int]:
-    """The running child processes of a process, without zombies."""
-    found = set()
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-        except OSError:
-            continue
-        if int(parent) == pid and state != "Z":
-            found.add(int(stat.parent.name))
-    return found
-
-
-def eventually(is_so: Callable[[], bool]) -> bool:
-    end = time.monotonic() + LONG_SECONDS
-    while not is_so():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def new_child(pool: GrammarPool, before: set[int]) -> int:
-    """The process that was started since."""
-    assert eventually(lambda: len(children(nursery_pid(pool)) - before) == 1)
-    (pid,) = children(nursery_pid(pool)) - before
-    return pid
-
-
-def still_works(pool: GrammarPool) -> bool:
-    matcher = pool.compile(GrammarSpec("regex", "ab")).result(LONG_SECONDS)
-    return matcher.accept(ord("a")) and matcher.accept(ord("b")) and matcher.accept(EOS)
-
 
 # --- compiling --------------------------------------------------------------------------------
 
@@ -327,127 +259,3 @@ def fill_good(scratch: Any, matcher: Any, rng: random.Random) -> list[int]:
             break
     matcher.rollback(len(found))
     return found
-
-
-# --- the processes' lives ---------------------------------------------------------------------
-
-
-def test_a_dead_nursery_is_noticed_and_started_again(pool: GrammarPool) -> None:
-    first = nursery_pid(pool)
-    matcher = pool.compile(OBJECT).result(LONG_SECONDS)
-    forked = children(first)
-    os.kill(first, signal.SIGKILL)
-    assert eventually(lambda: not any(map(is_running, forked)))
-    lost = job(matcher)
-    pool.fill([lost])
-    assert isinstance(lost.error, OSError)
-    assert still_works(pool) and nursery_pid(pool) != first
-    assert pool.compile(OBJECT).result(LONG_SECONDS).accept(ord("{"))
-
-
-def test_idle_processes_are_kept_for_a_while_and_not_without_bound(
-    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("slipstream.runner.grammars.pool.MAX_IDLE", 2)
-    used = pool.compile(GrammarSpec("regex", "used")).result(LONG_SECONDS)
-    for number in range(8):
-        pool.compile(GrammarSpec("regex", f"a{number}")).result(LONG_SECONDS)
-    # Besides: the JSON object's, the one in use, and the newest, which was not there to be counted.
-    assert eventually(lambda: len(children(nursery_pid(pool))) <= 2 + 3)
-    assert pool.compile(GrammarSpec("regex", "a6")).done()  # of the latest
-    assert not pool.compile(GrammarSpec("regex", "a0")).done()
-    assert used.accept(ord("u")) and pool.compile(OBJECT).done()
-
-
-def test_the_processes_end_with_the_worker_however_that_ends() -> None:
-    script = (
-        "import os, signal, sys\n"
-        "from slipstream.runner.grammars.pool import build_grammar_backend\n"
-        "from slipstream.runner.messages import GrammarSpec\n"
-        "assert 'xgrammar' not in sys.modules and 'torch' not in sys.modules\n"
-        f"pool = build_grammar_backend({LETTERS!r}, 'raw', [0], 256)\n"
-        "pool.compile(GrammarSpec('json_object')).result(60)\n"
-        f"pool.compile(GrammarSpec('regex', {slow_to_compile().value!r}))\n"
-        "print(pool._nursery.result()._process.pid, flush=True)\n"
-        "sys.stdin.read(1)\n"
-        "os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as worker:
-        assert worker.stdin is not None and worker.stdout is not None
-        nursery = int(worker.stdout.readline())
-        assert eventually(lambda: len(children(nursery)) == 2)
-        started = {nursery, *children(nursery)}
-        worker.stdin.write(b"x")
-        worker.stdin.flush()
-        worker.wait(LONG_SECONDS)
-    assert eventually(lambda: not any(map(is_running, started)))
-
-
-def test_nothing_is_left_after_a_shutdown() -> None:
-    backend = build()
-    future = backend.compile(slow_to_compile())
-    nursery = nursery_pid(backend)
-    assert eventually(lambda: len(children(nursery)) == 2)
-    started = {nursery, *children(nursery)}
-    backend.shutdown()
-    with pytest.raises(RuntimeError, match="shutting down"):
-        future.result(LONG_SECONDS)
-    assert eventually(lambda: not any(map(is_running, started)))
-
-
-def test_a_shutdown_is_not_blamed_on_a_grammar_that_is_being_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The grammar's process may end before the nursery does."""
-    held: list[Any] = []
-    monkeypatch.setattr("slipstream.runner.grammars.pool._stop_nursery", held.append)
-    backend = build()
-    before = children(nursery_pid(backend))
-    future = backend.compile(slow_to_compile())
-    new_child(backend, before)
-    backend.shutdown()
-    with pytest.raises(RuntimeError, match="shutting down"):
-        future.result(LONG_SECONDS)
-    held[0].result().stop()
-
-
-def test_the_end_of_the_nursery_is_not_blamed_on_a_grammar(pool: GrammarPool) -> None:
-    before = children(nursery_pid(pool))
-    future = pool.compile(slow_to_compile())
-    new_child(pool, before)
-    os.kill(nursery_pid(pool), signal.SIGKILL)
-    with pytest.raises(RuntimeError, match="the compiler's process has ended"):
-        future.result(LONG_SECONDS)
-    assert still_works(pool)
-
-
-def test_a_process_that_cannot_be_started_is_not_blamed_on_a_grammar(
-    pool: GrammarPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fork() -> int:
-        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
-
-    ours, theirs = socket.socketpair()
-    with ours, monkeypatch.context() as patched:
-        patched.setattr(os, "fork", fork)
-        Nursery(ours, None)._start(1, theirs)  # type: ignore[arg-type]  # it compiles nothing
-        answer = msgspec.msgpack.decode(read_message(ours), type=Compiled)
-    monkeypatch.setattr(pool, "_compiled", lambda process, nursery: answer)
-    with pytest.raises(RuntimeError, match="no process can be started: Resource"):
-        pool.compile(GrammarSpec("regex", "new")).result(LONG_SECONDS)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def test_schemas_are_found_again_by_their_text(pool: GrammarPool) -> None:
-    spec = GrammarSpec("json_schema", json.dumps({"type": "array"}), "response_format")
-    pool.compile(spec).result(LONG_SECONDS)
-    assert pool.compile(GrammarSpec("json_schema", spec.value, "tools")).done()
-    assert not pool.compile(GrammarSpec("regex", spec.value)).done()
