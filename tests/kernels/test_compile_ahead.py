@@ -36,7 +36,7 @@ DRAFTER = TARGET | {
 }  # fmt: skip
 
 
-CASES = (("alone", 80), ("drafting", 120), ("eager", 100))
+CASES = (("alone", 80), ("drafting", 120), ("eager", 100), ("fp8", 120))
 Script = Callable[..., str]
 
 

@@ -1,6 +1,7 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
-Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager [few]`. With `few`, each sampling option
+Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager|fp8 [few]`; fp8 is drafting with an fp8
+KV cache. With `few`, each sampling option
 is combined with one way to draw instead of three. `test_compile_ahead.py` runs it in a process of
 its own, since Triton decides at import whether it compiles or interprets. Nothing is compiled; the
 script only counts the specializations of each kernel.
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 
 from slipstream.configs.schema import (
+    CacheConfig,
     Config,
     GraphConfig,
     ModelConfig,
@@ -180,7 +182,9 @@ def forget(counting: Counting) -> None:
         kernel.device_caches.clear()
 
 
-def launches(model: str, drafter: str | None, enforce_eager: bool, few: bool) -> dict[str, Any]:
+def launches(
+    model: str, drafter: str | None, enforce_eager: bool, few: bool, kv_cache_dtype: str = "auto"
+) -> dict[str, Any]:
     """Count the specializations of a dry start; list those that a real start meets in an earlier
     stage, and those that only later steps launch."""
     speculative = SpeculativeConfig()
@@ -192,6 +196,7 @@ def launches(model: str, drafter: str | None, enforce_eager: bool, few: bool) ->
         )
     config = Config(
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
+        cache=CacheConfig(kv_cache_dtype=kv_cache_dtype),
         scheduler=scheduler,
         speculative=speculative,
         # Other linear kernels in every bucket of rows, and sizes that are not powers of two.
@@ -233,7 +238,11 @@ def main(model: str, drafter: str, case: str, extent: str = "all") -> None:
     """Print a line of JSON for the model alone, with the drafter, or with it and without graphs."""
     with without_gpu(H100):
         found = launches(
-            model, None if case == "alone" else drafter, case == "eager", extent == "few"
+            model,
+            None if case == "alone" else drafter,
+            case == "eager",
+            extent == "few",
+            "fp8" if case == "fp8" else "auto",
         )
         print(json.dumps(found))
 
