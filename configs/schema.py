@@ -15,7 +15,7 @@ from typing import Any
 TOOL_CALL_FORMATS = (
     *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder", "qwen3_xml", "llama3_json"),
     *("llama4_json", "mistral", "deepseek_v3", "deepseek_v31", "gemma", "gemma3", "gemma4"),
-    *("functiongemma", "pythonic", "llama4_pythonic"),
+    *("functiongemma", "pythonic", "llama4_pythonic", "gpt_oss", "openai"),
 )
 REASONING_FORMATS = ("deepseek_r1", "qwen3", "gemma", "gemma4")
 

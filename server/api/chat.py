@@ -60,7 +60,7 @@ async def prepare_chat(services: Services, body: ChatCompletionRequest, form: Ch
     wanted = Wanted(
         id_prefix="chatcmpl",
         param="messages",
-        encode=partial(chat_prompt, services, body, form.tools),
+        encode=partial(chat_prompt, services, body, form.tools, end=form.prompt_end),
         n=body.n or 1,
         max_tokens=body.max_completion_tokens or body.max_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,

@@ -51,6 +51,14 @@ class ContentGuard:
         stand_ins = self._choose("\n".join(texts))
         return self._replaced(value, stand_ins), {char: first for first, char in stand_ins.items()}
 
+    def append(self, chat: RenderedChat, text: str) -> RenderedChat:
+        """The chat with a text of ours at its end, of which special tokens are such."""
+        if chat.parts is None or not text:
+            return RenderedChat(chat.text + text, chat.parts)
+        first, *rest = self._parts.split(text)
+        parts = (*chat.parts[:-1], chat.parts[-1] + first, *rest)
+        return RenderedChat(chat.text + text, parts)
+
     def reveal(self, rendered: str, stand_ins: Mapping[str, str]) -> RenderedChat:
         """The prompt rendered from a hidden value, with the client's own characters restored."""
         if not stand_ins:

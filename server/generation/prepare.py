@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..off_loop import by_size
 from ..openai_types.common import GenerationBody
@@ -47,6 +47,8 @@ async def prepare(services: Services, body: GenerationBody, wanted: Wanted) -> J
     services.check_ready()
     ready, tokenizer = services.engine.ready, services.tokenizer
     limits = ModelLimits.of(ready, tokenizer, services.config.model.max_logprobs)
+    if ends := wanted.form.end_ids(tokenizer):
+        limits = replace(limits, eos_token_ids=limits.eos_token_ids | ends)
     sampling = await by_size(
         body.analysis_bytes,
         sampling_params,

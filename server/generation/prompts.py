@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..chat_templates.chat_template import ChatTemplateError
-from ..chat_templates.content_guard import RenderedChat
+from ..chat_templates.content_guard import ContentGuard, RenderedChat
 from ..errors import InvalidRequest
 from ..off_loop import by_size
 from ..openai_types.chat import ChatCompletionRequest
@@ -27,13 +28,20 @@ class Prompts(NamedTuple):
 
 
 async def chat_prompt(
-    services: Services, body: ChatCompletionRequest, tools: list[dict[str, Any]] | None, fit: Fit
+    services: Services,
+    body: ChatCompletionRequest,
+    tools: list[dict[str, Any]] | None,
+    fit: Fit,
+    end: Callable[[str], str] = lambda rendered: "",
 ) -> Prompts:
     """The prompt of a chat; `tools` are passed to the template.
 
-    Raises InvalidRequest if the template rejects the chat, ContextLengthExceeded.
+    `end` returns the text to append to a rendered chat. Raises InvalidRequest if the template
+    rejects the chat, ContextLengthExceeded.
     """
     rendered = await _render(services, body, tools)
+    guard = services.guard or ContentGuard(())
+    rendered = guard.append(rendered, end(rendered.text))
     ids = await tokenize_chat(services, rendered, bool(body.add_special_tokens), fit)
     return Prompts([ids], rendered.text)
 

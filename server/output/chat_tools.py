@@ -53,11 +53,14 @@ class OutputFormat:
         tools: str | None = server.tool_call_parser
         if tools == "auto":
             tools = detect_tool_parser(template.source, template.supports_tools)
+        parser = tool_parser_class(tools) if tools and tools != "none" else None
         reasoning: str | None = server.reasoning_parser
         if reasoning == "auto":
             reasoning = detect_reasoning_parser(template.source)
+        if parser is not None and parser.reads_reasoning:
+            reasoning = None
         return cls(
-            tool_parser_class(tools) if tools and tools != "none" else None,
+            parser,
             reasoning_parser_class(reasoning) if reasoning and reasoning != "none" else None,
             tokenizer is None or tokenizer.token_to_id(BEGIN) not in tokenizer.special_ids,
         )
@@ -95,6 +98,16 @@ class ChatFormat:
         output = self._output("")
         return output.kept_ids(tokenizer) if output else frozenset()
 
+    def end_ids(self, tokenizer: TokenIds) -> frozenset[int]:
+        """The tokens that end an output, in addition to the model's own."""
+        tokens = self.model.tools.end_tokens if self.model.tools else ()
+        return frozenset(i for token in tokens if (i := tokenizer.token_to_id(token)) is not None)
+
+    def prompt_end(self, prompt: str) -> str:
+        """The text to append to the rendered chat `prompt`."""
+        parser = self.model.tools
+        return "" if parser is None or self.grammar is None else parser.answer_header(prompt)
+
     def finish_reason(self, reason: str, called: bool) -> str:
         """OpenAI's finish reason; `called` means that the output contains a call.
 
@@ -107,6 +120,9 @@ class ChatFormat:
     def _output(self, prompt: str) -> OutputParser | None:
         if self.forced:
             return OutputParser(None, ForcedToolParser(self.name, self.tools))
+        whole = self.model.tools
+        if whole is not None and whole.reads_reasoning:
+            return OutputParser(None, whole(self.tools, prompt=prompt))
         reads = self.model.reasoning if self.reasoning else None
         calls = self.model.tools if self.tools else None
         if reads is None and calls is None:

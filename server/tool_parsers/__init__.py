@@ -25,11 +25,14 @@ _PARSERS = {
     "functiongemma": ("gemma", "GemmaToolParser"),
     "pythonic": ("pythonic", "PythonicToolParser"),
     "llama4_pythonic": ("pythonic", "PythonicToolParser"),
+    "gpt_oss": ("harmony", "HarmonyToolParser"),
+    "openai": ("harmony", "HarmonyToolParser"),
 }
 TOOL_PARSERS = tuple(_PARSERS)
 
 # Text in a chat template -> the format that its model was trained on; the first match counts.
 _SIGNS = (
+    ("<|channel|>analysis", "gpt_oss"),
     ("<parameter=", "qwen3_coder"),
     ("<function=", None),  # another XML format, which no parser here reads
     ("<｜tool▁call▁begin｜>", "deepseek_v3"),

@@ -240,10 +240,25 @@ class ToolParser(Parser):
     without tools, calls of any name.
     """
 
+    # Whether it parses whole outputs, reasoning included. It then gets the rendered chat, too, and
+    # takes part in every chat, with or without tools.
+    reads_reasoning: ClassVar[bool] = False
+    # Tokens that end an output, in addition to the model's own.
+    end_tokens: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def answer_header(cls, prompt: str) -> str:
+        """The text that must follow a rendered chat so that the output is the answer alone.
+
+        A grammar applies from the first token on, so it needs this.
+        """
+        return ""
+
     def __init__(
         self,
         tools: Sequence[Mapping[str, Any]] | None = None,
         new_id: Callable[[], str] | None = None,
+        prompt: str = "",  # the rendered chat, for parsers that read reasoning
     ) -> None:
         super().__init__()
         functions = [tool.get("function") or tool for tool in tools or []]

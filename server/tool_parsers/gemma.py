@@ -6,9 +6,9 @@ import json
 import re
 from typing import Any
 
+from ..json_text import json_text, read_json
 from .base import Wait
 from .json_call import JsonToolParser
-from .json_text import json_text, read_json
 from .python_calls import parse_calls
 
 _BLOCKS = {

@@ -9,8 +9,8 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ..json_text import encodable
 from .base import ToolParser, Wait
-from .json_text import encodable
 
 _ARGUMENTS = ("arguments", "parameters", "args")
 _OTHER = ("id", "type")

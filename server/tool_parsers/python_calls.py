@@ -6,7 +6,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .json_text import json_text
+from ..json_text import json_text
 
 
 def parse_calls(
