@@ -14,6 +14,7 @@ class CUDAGraphMode(Enum):
     FULL = 2
     FULL_DECODE_ONLY = (2, 0)
     FULL_AND_PIECEWISE = (2, 1)
+    FULL_AND_FULL = (2, 2)  # each kind has graphs of its own, unlike in FULL
 
     def decode_mode(self) -> CUDAGraphMode:
         """The mode of uniform batches, in which every request decodes or verifies alike."""

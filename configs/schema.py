@@ -269,7 +269,10 @@ class GraphConfig:
     cudagraph_mode: str = option(
         "auto",
         "which steps run as CUDA graphs",
-        choices=("auto", "none", "piecewise", "full", "full_decode_only", "full_and_piecewise"),
+        choices=(
+            *("auto", "none", "piecewise", "full", "full_decode_only"),
+            *("full_and_piecewise", "full_and_full"),
+        ),
     )
     cudagraph_capture_sizes: tuple[int, ...] | None = option(
         None, "token counts for which CUDA graphs are captured; default: chosen from the limits"

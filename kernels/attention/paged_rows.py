@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,14 +17,20 @@ class PagedRows:
     block_table: Tensor  # [N, max_blocks] int32
     query_start_loc: Tensor  # [N + 1] int32
     seq_lens: Tensor  # [N] int32, including this step's tokens; 0 for padded requests
-    max_query_len: int
+    max_query_len: int  # a launch skips requests with more new tokens
     slot_mapping: Tensor  # [T] int64, where each token's key and value go; -1 = nowhere
     # [>= N * Hkv] int32, zeros before and after each kernel. With it, rotary embedding, KV write
     # and attention may be one kernel.
     arrivals: Tensor | None = None
-    # The same requests as two consecutive parts, each with a launch of its own: those with few new
-    # tokens, then the rest. One launch for both would give a decode the tiles of a prefill.
-    parts: tuple[PagedRows, PagedRows] | None = None
+    # If not 0, requests with at most so many new tokens and the others have a launch each, which
+    # skips the requests of the other. One launch would give a decode the tiles of a prefill.
+    short_len: int = 0
+    longer_than: int = 0  # a launch skips requests without more new tokens than this
+
+    def by_length(self) -> tuple[PagedRows, PagedRows]:
+        """The rows of the two launches if `short_len` is not 0: short requests, then long ones."""
+        short = replace(self, max_query_len=self.short_len, short_len=0)
+        return short, replace(self, arrivals=None, short_len=0, longer_than=self.short_len)
 
 
 @dataclass(frozen=True)

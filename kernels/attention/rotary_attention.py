@@ -6,8 +6,6 @@ and attention. One kernel does it all if each request has only a few new tokens.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
@@ -30,45 +28,44 @@ def rotary_attention(
 ) -> Tensor:
     """`rotary_store_kv`, then `paged_attention` of the rotated queries; arguments as there.
 
-    One kernel does both if `rows.arrivals` is given and the launch plan allows it; `rows.parts` are
-    computed one after the other. If a token's slot is -1, the key and value that its request reads
-    at that position are undefined. Returns [T, Hq, D], which is `out` if that is given.
+    One kernel does both for requests that the launch plan of `rows` allows, if `rows.arrivals` is
+    given. If a token's slot is -1, the key and value that its request reads at that position are
+    undefined. Returns [T, Hq, D], which is `out` if that is given.
     """
-    if rows.parts and use_triton(query):
-        return _by_parts(query, key, value, rotation, kv_cache, rows.parts, rule, out)
-    one_dtype = query.dim() == 4 or query.dtype == rule.dtype_of(kv_cache)
-    if rows.arrivals is not None and use_triton(query) and one_dtype:
-        from .triton import rotary_attention as fused
-        from .triton.attention_plan import plan_for
-
-        plan = plan_for(query, kv_cache, rows, rule)
-        if plan.fused:
-            attended: Tensor = fused.rotary_attention(
-                query, key, value, rotation, kv_cache, rows, rule, plan, out
-            )
-            return attended
+    can_fuse = rows.arrivals is not None and use_triton(query)
+    can_fuse = can_fuse and (query.dim() == 4 or query.dtype == rule.dtype_of(kv_cache))
+    if can_fuse and not rows.short_len:
+        result = _fused(query, key, value, rotation, kv_cache, rows, rule, out)
+        if result is not None:
+            return result
     rotated = rotary_store_kv(query, key, value, rotation, kv_cache, rows.slot_mapping, rule.fp8)
+    if can_fuse and rows.short_len:
+        # the fused kernel writes the keys and values of its requests once more
+        short, long = rows.by_length()
+        out = torch.empty_like(rotated) if out is None else out
+        if _fused(query, key, value, rotation, kv_cache, short, rule, out) is not None:
+            return paged_attention(rotated, kv_cache, long, rule, out)
     return paged_attention(rotated, kv_cache, rows, rule, out)
 
 
-def _by_parts(
+def _fused(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     rotation: Rotation,
     kv_cache: Tensor,
-    parts: tuple[PagedRows, PagedRows],
+    rows: PagedRows,
     rule: AttentionRule,
     out: Tensor | None,
-) -> Tensor:
-    if out is None:
-        dtype = rule.dtype_of(kv_cache) if query.dim() == 4 else query.dtype
-        out = torch.empty(query.shape[-3:], dtype=dtype, device=query.device)
-    start = 0
-    for part in parts:
-        end = start + part.slot_mapping.shape[0]
-        q, k, v = (heads[..., start:end, :, :] for heads in (query, key, value))
-        turn = replace(rotation, positions=rotation.positions[start:end])
-        rotary_attention(q, k, v, turn, kv_cache, part, rule, out[start:end])
-        start = end
-    return out
+) -> Tensor | None:
+    """All of it in one kernel; None if the launch plan does not allow that."""
+    from .triton import rotary_attention as fused
+    from .triton.attention_plan import plan_for
+
+    plan = plan_for(query, kv_cache, rows, rule)
+    if not plan.fused:
+        return None
+    result: Tensor = fused.rotary_attention(
+        query, key, value, rotation, kv_cache, rows, rule, plan, out
+    )
+    return result

@@ -99,6 +99,7 @@ class CommonAttentionMetadata:
     seq_lens_cpu_upper_bound: Tensor  # [N*] int32
     block_table: Tensor  # [N*, max_blocks] int32
     slot_mapping: Tensor  # [M*] int64, -1 = do not write
+    max_decode_len: int = 1  # the most new tokens of a request that decodes or verifies in any step
 
     def with_rows(self, num_reqs: int, num_tokens: int) -> CommonAttentionMetadata:
         """Cut every field to its first `num_reqs` requests and `num_tokens` tokens."""

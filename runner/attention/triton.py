@@ -1,7 +1,8 @@
-"""The Triton attention back end: one kernel for decode, verify and prefill; graphs fit any batch.
+"""The Triton attention back end: decode, verify and prefill; graphs fit any batch.
 
 It keeps no state between steps, so its metadata is a set of views. A batch that mixes decodes and
-prefills is split on the host, and each part gets a launch of its own.
+prefills gets a launch for each kind, in which the programs of the other kind return at once. Which
+kind a request is, the device finds from its query length, so a graph may hold both launches.
 """
 
 from __future__ import annotations
@@ -28,8 +29,7 @@ from .base import (
 )
 from .compressed import CompressedBuilder
 
-# A mixed batch gets two launches if it begins with this number of decodes, of up to so many tokens.
-_LEAST_DECODES, _DECODE_TOKENS = 8, 16
+_LEAST_DECODES = 8  # outside a graph, fewer decodes beside prefills do not pay for their own launch
 _MIN_HEAD_DIM, _MAX_HEAD_DIM = 16, 512  # 16 is the smallest tile of a tensor core
 _FP8_CAPABILITY = (8, 9)  # the first with instructions that widen e4m3
 
@@ -44,9 +44,17 @@ class TritonMetadata(AttentionMetadata):
         common: CommonAttentionMetadata,
         max_query_len: int,
         arrivals: Tensor | None = None,  # [>= N* x kv heads] int32 zeros; see `TritonBuilder`
-        parts: tuple[PagedRows, PagedRows] | None = None,
+        short_len: int = 0,
     ) -> None:
-        self._rows = _paged_rows(common, max_query_len, arrivals, parts)
+        self._rows = PagedRows(
+            common.block_table,
+            common.query_start_loc,
+            common.seq_lens,
+            max_query_len,
+            common.slot_mapping,
+            arrivals,
+            short_len,
+        )
 
     def attend(
         self,
@@ -76,8 +84,7 @@ class TritonMetadata(AttentionMetadata):
 
 
 class TritonBuilder(AttentionBuilder):
-    """Builds views only, since the kernel reads the step buffers directly; a batch that mixes
-    decodes and prefills is split on the host (`mixed_parts`).
+    """Builds views only, since the kernels read the step buffers directly.
 
     `arrivals` are counters, zero between launches, by which the programs of the fused kernel find
     out which of them finishes last.
@@ -88,77 +95,34 @@ class TritonBuilder(AttentionBuilder):
 
     def __init__(self, arrivals: Tensor | None = None) -> None:
         self._arrivals = arrivals
-        self._longest = 1  # the longest query of a uniform batch that a graph holds
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> TritonMetadata:
-        is_full = desc is not None and desc.mode is CUDAGraphMode.FULL
-        uniform = None if desc is None else desc.uniform_token_count
-        arrivals = None
-        if is_full and uniform is not None:
-            arrivals, self._longest = self._arrivals, max(self._longest, uniform)
-        # Other steps have queries of any length, which would need too many variants of the fused
-        # kernel; only decodes among them are like those of graphs.
-        parts = None if is_full else mixed_parts(common, self._arrivals, self._longest)
-        return TritonMetadata(common, max_query_len(common, desc), arrivals, parts)
+        longest, uniform = max_query_len(common, desc), None
+        if desc is None or desc.mode is not CUDAGraphMode.FULL:
+            short = _short_len(common)
+        else:
+            uniform = desc.uniform_token_count
+            short = 0 if uniform else common.max_decode_len
+        if short >= longest:  # every request is a decode
+            longest, short = short, 0
+        # Other launches have queries of any length, for which the fused kernel has too many forms.
+        fuses = uniform or short or longest <= common.max_decode_len
+        return TritonMetadata(common, longest, self._arrivals if fuses else None, short)
 
 
-def _paged_rows(
-    common: CommonAttentionMetadata,
-    max_query_len: int,
-    arrivals: Tensor | None = None,
-    parts: tuple[PagedRows, PagedRows] | None = None,
-) -> PagedRows:
-    return PagedRows(
-        common.block_table,
-        common.query_start_loc,
-        common.seq_lens,
-        max_query_len,
-        common.slot_mapping,
-        arrivals,
-        parts,
-    )
+def _short_len(common: CommonAttentionMetadata) -> int:
+    """The bound on the query lengths of decodes that get a launch of their own outside a graph.
 
-
-def mixed_parts(
-    common: CommonAttentionMetadata, arrivals: Tensor | None = None, longest_fused: int = 1
-) -> tuple[PagedRows, PagedRows] | None:
-    """Split a batch of decodes and prefills into the former and the rest.
-
-    The decodes get `arrivals` if none has more than `longest_fused` tokens. Decodes come first in a
-    batch. Returns None for other batches, and for one with so few decodes that a launch of their
-    own would cost more than it saves. Reads query lengths on the host.
+    It is 0 if the batch has too few of them. Reads query lengths on the host.
     """
-    if common.max_query_len <= _DECODE_TOKENS or common.num_reqs <= _LEAST_DECODES:
-        return None
     starts = common.query_start_loc_cpu.numpy()
     lengths = starts[1:] - starts[:-1]
-    longer = lengths > max(1, int(lengths[0]))
-    num_reqs = int(longer.argmax())  # 0 if no request is longer than the first
-    if num_reqs < _LEAST_DECODES or lengths[0] > _DECODE_TOKENS:
-        return None
-    num_tokens = int(starts[num_reqs])
-    longest = int(lengths[:num_reqs].max())
-    if longest > longest_fused:
-        arrivals = None
-    early = _paged_rows(common.with_rows(num_reqs, num_tokens), longest, arrivals)
-    late = PagedRows(
-        _aligned(common.block_table[num_reqs:]),
-        common.query_start_loc[num_reqs:] - num_tokens,
-        _aligned(common.seq_lens[num_reqs:]),
-        common.max_query_len,
-        common.slot_mapping[num_tokens:],
-    )
-    return early, late
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """The tensor, or a copy at an address that suits the kernel compiled for whole batches."""
-    if rows.data_ptr() % 16 == 0:
-        return rows
-    copy = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype, device=rows.device)
-    return copy.copy_(rows)
+    decodes = lengths[(lengths > 0) & (lengths <= common.max_decode_len)]
+    if len(decodes) == 0 or (len(decodes) < _LEAST_DECODES and len(decodes) < len(lengths)):
+        return 0
+    return 1 if decodes.max() == 1 else common.max_decode_len
 
 
 def max_query_len(common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None) -> int:

@@ -84,6 +84,7 @@ class InputBuffers:
         self.max_num_reqs = reqs
         self.max_num_tokens = tokens
         self.max_model_len = max_model_len
+        self.max_decode_len = num_speculative_tokens + 1
         self.block_sizes = list(block_sizes)
         # [3, max N* + 1] the next three arrays, padded, which one upload fills
         self._series = zeros(3, reqs + 1)
@@ -309,6 +310,7 @@ class InputBuffers:
                 seq_lens_cpu_upper_bound=bounds,
                 block_table=block_table,
                 slot_mapping=slot_mapping,
+                max_decode_len=self.max_decode_len,
             ).with_rows(num_reqs, num_tokens)
             for block_table, slot_mapping in zip(self.block_tables, self.slot_mappings, strict=True)
         ]

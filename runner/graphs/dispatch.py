@@ -13,6 +13,7 @@ from ...configs.schema import GraphConfig
 from ..errors import RunnerError
 
 DEFAULT_MAX_CAPTURE_SIZE = 1024
+_MOST_MIXED = 2048  # tokens of the largest graph of a mixed batch
 _MOST_CLOSE = 512  # tokens; larger capture sizes are further apart, and only for uniform batches
 
 
@@ -49,13 +50,15 @@ def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
 def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
     """The token counts of mixed batches to capture: the user's, else fewer than for uniform ones.
 
-    The graph of a mixed batch is cut at every layer, so each size costs one graph per layer.
-    Padding costs little: up to about 256 tokens, the step's duration is that of reading the
-    weights.
+    Padding costs little up to about 256 tokens, where the step's duration is that of reading the
+    weights. The largest sizes are for prompts beside many decodes: without a graph, the host needs
+    longer for the launches of such a step than the GPU for the step.
     """
     if wanted is not None:
         return capture_sizes(wanted, max_num_tokens)
-    sizes = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *range(256, _MOST_CLOSE + 1, 64))
+    close = range(256, _MOST_CLOSE + 1, 64)
+    far = range(_MOST_CLOSE + 128, _MOST_MIXED + 1, 128)
+    sizes = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *close, *far)
     return tuple(size for size in sizes if size <= max_num_tokens)
 
 
@@ -135,6 +138,8 @@ def descriptors(
     if (mixed := mode.mixed_mode()) is not CUDAGraphMode.NONE:
         alignment = max(uniform_token_counts, default=1)
         own = sizes if mixed_sizes is None else mixed_sizes
+        if mixed is CUDAGraphMode.PIECEWISE and own != sizes:  # a graph per layer for each size
+            own = [size for size in own if size <= _MOST_CLOSE]
         found.update(mixed_descriptors(own, mixed, alignment, max_num_reqs, max_num_tokens))
     return sorted(found, key=_capture_order)
 
@@ -177,7 +182,7 @@ def dispatch(
 ) -> BatchExecutionDescriptor:
     """The captured descriptor that runs a batch at least cost, or an eager one.
 
-    It prefers FULL to PIECEWISE, then the smallest padded size, then a uniform query length to any.
+    It prefers FULL to PIECEWISE, then a uniform query length to any, then the smallest padded size.
     `best` limits the mode: with data parallelism the rank with the lowest mode decides.
     """
     fitting = [
@@ -191,8 +196,8 @@ def dispatch(
         fitting,
         key=lambda desc: (
             desc.mode is not CUDAGraphMode.FULL,
-            desc.num_tokens,
             desc.uniform_token_count is None,
+            desc.num_tokens,
         ),
     )
 
@@ -205,7 +210,7 @@ def wanted_mode(config: GraphConfig, device_type: str) -> CUDAGraphMode:
     if config.enforce_eager or device_type != "cuda":
         return CUDAGraphMode.NONE
     if config.cudagraph_mode == "auto":
-        return CUDAGraphMode.FULL_AND_PIECEWISE
+        return CUDAGraphMode.FULL_AND_FULL
     return CUDAGraphMode[config.cudagraph_mode.upper()]
 
 
@@ -227,7 +232,7 @@ def resolve_target(
     lengths = tuple(sorted(set(uniform_token_counts)))
     mode, reasons = wanted, []
     if mode.mixed_mode() is CUDAGraphMode.FULL and support < AttentionCGSupport.ALWAYS:
-        if support is AttentionCGSupport.NEVER:
+        if support is AttentionCGSupport.NEVER and wanted is CUDAGraphMode.FULL:
             raise GraphConfigError(
                 "--cudagraph-mode full: the attention back end can never run inside a graph; use "
                 "piecewise or none"

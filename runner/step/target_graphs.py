@@ -34,7 +34,9 @@ def create_target_graphs(
     support = min(builder.supports for builder in builders)
     decision = resolve_target(wanted, support, query_lengths)
     if decision.reason:
-        logger.warning("target graphs run as %s: %s", decision.mode.name, decision.reason)
+        by_default = wanted is CUDAGraphMode.FULL_AND_FULL
+        level = logging.INFO if by_default else logging.WARNING
+        logger.log(level, "target graphs run as %s: %s", decision.mode.name, decision.reason)
     manager = CudaGraphManager.create(
         "target",
         decision.mode,

@@ -18,12 +18,12 @@ from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import Launch, num_processors, plan_launch
 from .latent_rows import load_latent, load_rotary
 from .online_softmax import LOG2E, absorb, soft_capped
-from .prefill import MAX_DIM, fills_gpu, find_request, prefill_attention
+from .prefill import MAX_DIM, find_request, prefill_attention
 from .split_sums import sum_splits
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens"],
+    do_not_specialize=["num_reqs", "num_tokens", "longer_than", "max_query_len"],
     do_not_specialize_on_alignment=["query_start_loc"],
 )
 def _attention_kernel(
@@ -42,6 +42,8 @@ def _attention_kernel(
     softcap,
     num_reqs,
     num_tokens,
+    longer_than,  # requests with at most so many new tokens are skipped
+    max_query_len,  # requests with more new tokens are skipped
     q_stride_t,
     q_stride_h,
     k_stride_b,
@@ -105,7 +107,7 @@ def _attention_kernel(
         start = tl.load(query_start_loc + request)
         first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
     query_len = tl.load(query_start_loc + request + 1) - start
-    if first >= query_len:
+    if (first >= query_len) | (query_len <= longer_than) | (query_len > max_query_len):
         return
     seq_len = tl.load(seq_lens + request)
     within = first + row // HEADS  # [BLOCK_M] query token within the request
@@ -201,23 +203,16 @@ def paged_attention(
     dim_v = rule.head_dim_v or query.shape[-1]
     if out is None:
         out = torch.empty(*query.shape[:2], dim_v, dtype=query.dtype, device=query.device)
-    if not rows.parts:
-        _attend(query, kv_cache, rows, rule, splits, out)
-        return out
-    early, late = rows.parts
-    first = early.slot_mapping.shape[0]
-    _attend(query[:first], kv_cache, early, rule, splits, out[:first])
-    _attend(query[first:], kv_cache, late, rule, splits, out[first:])
+    for launch in rows.by_length() if rows.short_len else (rows,):
+        _attend(query, kv_cache, launch, rule, splits, out)
     return out
 
 
 def _is_prefill(launch: Launch, query: Tensor, kv_cache: Tensor, rule: AttentionRule) -> bool:
-    """Whether the kernel of long queries serves this launch. It splits no keys, so that it needs
-    enough programs to fill the GPU."""
-    if launch.one_block or rule.is_mla or query.shape[-1] > MAX_DIM:
-        return False
+    """Whether the kernel of long queries serves this launch."""
     same_dtype = query.dtype == rule.dtype_of(kv_cache) and query.element_size() == 2
-    return same_dtype and (launch.splits == 1 or fills_gpu(query, kv_cache))
+    fits = not rule.is_mla and query.shape[-1] <= MAX_DIM
+    return same_dtype and fits and not launch.one_block
 
 
 def _attend(
@@ -228,7 +223,10 @@ def _attend(
     splits: int | None,
     out: Tensor,  # [T, Hq, Dv]
 ) -> None:
-    """Attend with one launch, and one more that sums the splits if there are several."""
+    """Attend with one launch, and one more that sums the splits if there are several.
+
+    The sum also writes rows of requests that the launch skips; the launch of those comes later.
+    """
     num_tokens, num_heads, head_dim = query.shape
     num_reqs, block_table = rows.seq_lens.shape[0], rows.block_table
     dim_v = out.shape[-1]
@@ -284,6 +282,8 @@ def _attend(
         1.0 if rule.softcap is None else rule.softcap,
         num_reqs,
         num_tokens,
+        rows.longer_than,
+        rows.max_query_len,
         query.stride(0),
         query.stride(1),
         *key_cache.stride()[:3],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -18,6 +19,7 @@ from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import num_processors
 from .online_softmax import LEAST, LOG2E, soft_capped
+from .split_sums import sum_splits
 
 
 @dataclass(frozen=True)
@@ -35,11 +37,23 @@ MAX_DIM = 128  # the largest head size
 _TILES = Tiles(64, 64, 4, 2)
 
 
-def fills_gpu(query: Tensor, kv_cache: Tensor) -> bool:
-    """Whether a launch for query [T, Hq, D] keeps at least half of the multiprocessors busy."""
-    heads, kv_heads = query.shape[1], kv_cache.shape[3]
-    programs = query.shape[0] * heads // (_TILES.block_m * kv_heads) * kv_heads
-    return 2 * programs >= num_processors(query.device)
+_MOST_SPLITS = 8
+_LEAST_KEYS = 1024  # of a split
+
+
+def num_splits(programs: int, max_keys: int, processors: int) -> int:
+    """The programs that may share the keys of a query block, if `programs` have work.
+
+    A power of two, so that there are few kinds of launches.
+    """
+    splits = 1
+    while (
+        splits < _MOST_SPLITS
+        and 2 * splits * programs <= 2 * processors
+        and max_keys >= 2 * splits * _LEAST_KEYS
+    ):
+        splits *= 2
+    return splits
 
 
 @triton.jit
@@ -104,7 +118,7 @@ def _absorb_tile(
 
 
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens"],
+    do_not_specialize=["num_reqs", "num_tokens", "longer_than"],
     do_not_specialize_on_alignment=["query_start_loc"],
 )
 def _prefill_kernel(
@@ -116,11 +130,14 @@ def _prefill_kernel(
     seq_lens,  # [N] int32
     sinks,  # [Hq]
     out,  # [T, Hq, D], contiguous
+    partial,  # [SPLITS, T, Hq, D] fp32
+    lse,  # [SPLITS, T, Hq] fp32, log2 of the softmax denominator; inf in split 0: `out` is final
     scale,
     v_scale,  # of stored values; None unless the cache is e4m3
     softcap,
     num_reqs,
     num_tokens,
+    longer_than,  # requests with at most so many new tokens are skipped
     q_stride_t,
     q_stride_h,
     k_stride_b,
@@ -139,13 +156,15 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,  # query tokens of one program
     BLOCK_N: tl.constexpr,
+    SPLITS: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,  # of a split
     WINDOW: tl.constexpr,  # 0 = none
     SOFTCAP: tl.constexpr,
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    num_blocks = tl.num_programs(0)
+    num_blocks, split = tl.num_programs(0), tl.program_id(2)
     block = num_blocks - 1 - tl.program_id(0)
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // head_blocks
@@ -155,19 +174,19 @@ def _prefill_kernel(
     dim = tl.arange(0, BLOCK_D)
     dim_inside = dim < DIM
 
-    # the programs share the work of zeroing token rows without a request
-    covered = tl.load(query_start_loc + num_reqs)
-    used = (row < HEADS) & (in_group < GROUP)
-    for empty in range(covered + block, num_tokens, num_blocks):
-        target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
-        zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
-        tl.store(out + target, zeros, mask=used[:, None] & dim_inside[None, :])
+    if split == 0:  # the programs share the work of zeroing token rows without a request
+        covered = tl.load(query_start_loc + num_reqs)
+        used = (row < HEADS) & (in_group < GROUP)
+        for empty in range(covered + block, num_tokens, num_blocks):
+            target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
+            zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
+            tl.store(out + target, zeros, mask=used[:, None] & dim_inside[None, :])
 
     request = find_request(query_start_loc, num_reqs, block, BLOCK_Q)
     start = tl.load(query_start_loc + request)
     first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
     query_len = tl.load(query_start_loc + request + 1) - start
-    if first >= query_len:
+    if (first >= query_len) | (query_len <= longer_than):
         return
     cached = tl.load(seq_lens + request) - query_len  # keys before the request's queries
     within = first + row // HEADS  # [BLOCK_M] query token within the request
@@ -180,6 +199,21 @@ def _prefill_kernel(
     if WINDOW > 0:
         low = tl.maximum(0, cached + first - WINDOW + 1)
         masked_from = low
+    active = 1  # splits with work
+    if SPLITS > 1:
+        chunk = tl.maximum(tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_N) * BLOCK_N, LEAST_KEYS)
+        active = tl.cdiv(high - low, chunk)
+        low += split * chunk
+        high = tl.minimum(high, low + chunk)
+        masked_from = tl.minimum(tl.maximum(masked_from, low), high) // BLOCK_N * BLOCK_N
+        if WINDOW > 0:
+            masked_from = low
+    flat = token * Q_HEADS + head
+    if split >= active:
+        if active > 1:
+            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            tl.store(lse + split.to(tl.int64) * num_tokens * Q_HEADS + flat, nothing, mask=valid)
+        return
 
     q_rows = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
     q = tl.load(q_rows + dim[None, :], mask=valid[:, None] & dim_inside[None, :], other=0.0)
@@ -187,8 +221,9 @@ def _prefill_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if SINKS:
-        top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-        total += 1.0
+        if split == 0:
+            top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            total += 1.0
     key = tl.arange(0, BLOCK_N)
     table = block_table + request.to(tl.int64) * table_stride
     key_rows = key_cache + kv_head * k_stride_h + dim[None, :]
@@ -196,13 +231,13 @@ def _prefill_kernel(
     if BLOCK_N % PAGE == 0 and WINDOW == 0:  # a key's place in its page is the same in every tile
         key_rows += ((key % PAGE) * k_stride_t)[:, None]
         value_rows += ((key % PAGE) * v_stride_t)[:, None]
-        for key_start in range(0, masked_from, BLOCK_N):
+        for key_start in range(low, masked_from, BLOCK_N):
             top, total, acc = _absorb_tile(
                 q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
                 top, total, acc, scale, softcap, k_stride_b, v_stride_b,
                 PAGE, WINDOW, SOFTCAP, False, BLOCK_D == DIM,
             )  # fmt: skip
-        for key_start in range(masked_from, high, BLOCK_N):
+        for key_start in range(tl.maximum(masked_from, low), high, BLOCK_N):
             top, total, acc = _absorb_tile(
                 q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
                 top, total, acc, scale, softcap, k_stride_b, v_stride_b,
@@ -221,9 +256,17 @@ def _prefill_kernel(
     result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     if v_scale is not None:
         result *= v_scale
-    target = out + (token * Q_HEADS + head)[:, None] * DIM + dim[None, :]
+    place = flat[:, None] * DIM + dim[None, :]
     mask = valid[:, None] & dim_inside[None, :]
-    tl.store(target, result.to(out.dtype.element_ty), mask=mask)
+    if active == 1:
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+        if SPLITS > 1:  # tell the second kernel that there is nothing to sum
+            done = tl.full([BLOCK_M], float("inf"), tl.float32)
+            tl.store(lse + flat, done, mask=valid)
+    else:
+        own = split.to(tl.int64) * num_tokens * Q_HEADS
+        tl.store(partial + own * DIM + place, result, mask=mask)
+        tl.store(lse + own + flat, top + tl.log2(total), mask=valid)
 
 
 def prefill_attention(
@@ -233,16 +276,31 @@ def prefill_attention(
     rule: AttentionRule,
     out: Tensor,
     tiles: Tiles | None = None,
+    splits: int | None = None,
 ) -> None:
     """`paged_attention` into `out` [T, Hq, D], for a layer without MLA and heads of up to MAX_DIM
-    values; `rows.parts` is ignored."""
+    values, in one launch, and one more that sums the splits if there are several.
+
+    The number of splits depends on shapes only, so a graph may hold the launch; the kernel itself
+    finds how many of them have work.
+    """
     num_tokens, num_heads, dim = query.shape
     num_reqs, (_, _, page, kv_heads, _) = rows.seq_lens.shape[0], kv_cache.shape
     tiles = tiles or _TILES
     group = num_heads // kv_heads
     heads = min(group, tiles.block_m)
     block_q = tiles.block_m // heads
-    grid = (num_tokens // block_q + num_reqs, kv_heads * triton.cdiv(group, heads))
+    head_blocks = kv_heads * triton.cdiv(group, heads)
+    if splits is None:  # most requests of a graph are absent, so their blocks do not count
+        programs = triton.cdiv(num_tokens, block_q) * head_blocks
+        max_keys = rows.block_table.shape[1] * page
+        splits = num_splits(programs, max_keys, num_processors(query.device))
+    partial = lse = out
+    if splits > 1:
+        shape = (splits, num_tokens, num_heads)
+        partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
+        lse = torch.empty(shape, dtype=torch.float32, device=query.device)
+    grid = (num_tokens // block_q + num_reqs, head_blocks, splits)
     assert query.stride(-1) == kv_cache.stride(-1) == rows.block_table.stride(-1) == 1
     _prefill_kernel[grid](
         query,
@@ -253,11 +311,14 @@ def prefill_attention(
         rows.seq_lens,
         query if rule.sinks is None else rule.sinks,
         out,
+        partial,
+        lse,
         rule.key_scale,
         None if rule.fp8 is None else rule.fp8.v_scale,
         1.0 if rule.softcap is None else rule.softcap,
         num_reqs,
         num_tokens,
+        rows.longer_than,
         *query.stride()[:2],
         *kv_cache[0].stride()[:3],
         *kv_cache[1].stride()[:3],
@@ -271,6 +332,8 @@ def prefill_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_Q=block_q,
         BLOCK_N=tiles.block_n,
+        SPLITS=splits,
+        LEAST_KEYS=_LEAST_KEYS,
         WINDOW=rule.sliding_window or 0,
         SOFTCAP=rule.softcap is not None,
         SINKS=rule.sinks is not None,
@@ -278,6 +341,8 @@ def prefill_attention(
         num_stages=tiles.num_stages,
         **pdl_options(query),
     )
+    if splits > 1:
+        sum_splits(partial, lse, rows.query_start_loc, out, num_reqs)
 
 
 hash_functions(globals())

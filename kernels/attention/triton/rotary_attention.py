@@ -117,7 +117,7 @@ def _attend(
 
 # `splits` is not a constexpr: together with the number of parts it would make too many kinds.
 @triton.jit(
-    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys", "alone"],
+    do_not_specialize=["num_reqs", "num_tokens", "splits", "least_keys", "alone", "max_query_len"],
     do_not_specialize_on_alignment=["positions", "slot_mapping", "query_start_loc"],
 )
 def _rotary_attention_kernel(
@@ -149,6 +149,7 @@ def _rotary_attention_kernel(
     splits,  # a split has work if it begins within the keys; the first always has
     least_keys,  # of a split, except the last with work
     alone,  # up to this number of keys one split does all the work
+    max_query_len,  # requests with more new tokens are skipped
     q_stride_t,
     q_stride_h,
     k_stride_t,
@@ -225,7 +226,7 @@ def _rotary_attention_kernel(
             target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
             zeros = tl.zeros([BLOCK_M, BLOCK_D], dtype)
             tl.store(out + target, zeros, mask=(row < GROUP)[:, None] & dim_inside[None, :])
-    if query_len <= 0:
+    if (query_len <= 0) | (query_len > max_query_len):
         return
     if split >= active:
         if LAST_SUMS == 0:
@@ -354,6 +355,7 @@ def rotary_attention(
         splits,
         plan.least_keys,
         plan.alone,
+        rows.max_query_len,
         *(stride for x in (query, key, value) for stride in x.stride()[:2]),
         part_stride,
         rows.block_table.stride(0),

@@ -15,13 +15,13 @@ pytestmark = [
 
 
 @pytest.mark.parametrize(
-    ("lengths", "heads", "dim", "page", "block_m", "block_n", "options"),
+    ("lengths", "heads", "dim", "page", "block_m", "block_n", "splits", "options"),
     [
-        ([(17, 17), (40, 90), (1, 30)], (6, 2), 32, 16, 32, 16, {}),
-        ([(17, 33), (40, 90)], (6, 2), 24, 16, 32, 32, {"softcap": 5.0}),
-        ([(17, 33), (40, 90)], (4, 4), 32, 16, 16, 16, {"sliding_window": 20, "sinks": 4}),
-        ([(17, 33), (40, 90)], (4, 2), 32, 32, 16, 16, {}),  # tiles smaller than a page
-        ([(64, 64), (32, 64)], (2, 1), 32, 16, 32, 16, {}),  # lengths at the edges of tiles
+        ([(17, 17), (40, 90), (1, 30)], (6, 2), 32, 16, 32, 16, 4, {}),
+        ([(17, 33), (40, 90)], (6, 2), 24, 16, 32, 32, 1, {"softcap": 5.0}),
+        ([(17, 33), (40, 90)], (4, 4), 32, 16, 16, 16, 2, {"sliding_window": 40, "sinks": 4}),
+        ([(17, 33), (40, 90)], (4, 2), 32, 32, 16, 16, 1, {}),  # tiles smaller than a page
+        ([(64, 64), (32, 64)], (2, 1), 32, 16, 32, 16, 2, {"sinks": 2}),  # edges of tiles
     ],
 )
 def test_it_equals_the_reference(
@@ -31,11 +31,14 @@ def test_it_equals_the_reference(
     page: int,
     block_m: int,
     block_n: int,
+    splits: int,
     options: dict[str, float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Pages are shuffled, unused memory is NaN, and padded token rows become zeros."""
-    from slipstream.kernels.attention.triton.prefill import Tiles, prefill_attention
+    from slipstream.kernels.attention.triton import prefill
 
+    monkeypatch.setattr(prefill, "_LEAST_KEYS", 32)  # the longest request has several splits
     new, total = zip(*lengths, strict=True)
     blocks = [-(-n // page) for n in total]
     table = torch.zeros(len(lengths), max(blocks) + 2, dtype=torch.int32)
@@ -53,6 +56,18 @@ def test_it_equals_the_reference(
     rule = AttentionRule(scale=dim**-0.5, sinks=sinks, **options)  # type: ignore[arg-type]
     query = torch.randn(tokens, heads[0] + 1, dim)[:, 1:]
     out = torch.full((tokens, heads[0], dim), float("nan"))
-    prefill_attention(query, cache, rows, rule, out, Tiles(block_m, block_n, 4, 2))
+    tiles = prefill.Tiles(block_m, block_n, 4, 2)
+    prefill.prefill_attention(query, cache, rows, rule, out, tiles, splits)
     expected = paged_attention_reference(query, cache.nan_to_num(), rows, rule)
     torch.testing.assert_close(out, expected, rtol=3e-6, atol=3e-6)
+
+
+def test_few_programs_share_long_keys() -> None:
+    """A power of two of splits that keeps the GPU busy, each of 1,024 keys or more."""
+    from slipstream.kernels.attention.triton.prefill import num_splits
+
+    assert num_splits(programs=32, max_keys=131_072, processors=132) == 8
+    assert num_splits(programs=66, max_keys=131_072, processors=132) == 4
+    assert num_splits(programs=32, max_keys=4096, processors=132) == 4
+    assert num_splits(programs=32, max_keys=1024, processors=132) == 1
+    assert num_splits(programs=200, max_keys=131_072, processors=132) == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,12 +11,14 @@ from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from slipstream.kernels.attention.paged_attention import paged_attention_reference
 from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv_reference
 from slipstream.runner.attention.base import AttentionLayer, CommonAttentionMetadata, Rotary
-from slipstream.runner.attention.triton import TritonBuilder, mixed_parts
+from slipstream.runner.attention.triton import TritonBuilder
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
 
 
-def batch(query_lens: list[int], seq_lens: list[int], padded: int = 0) -> CommonAttentionMetadata:
+def batch(
+    query_lens: list[int], seq_lens: list[int], padded: int = 0, decode_len: int = 1
+) -> CommonAttentionMetadata:
     """Requests with the given lengths, and `padded` requests and token rows after them."""
     starts = torch.tensor([0, *query_lens, *[0] * padded]).cumsum(0).int()
     lens = torch.tensor([*seq_lens, *[0] * padded]).int()
@@ -35,6 +36,7 @@ def batch(query_lens: list[int], seq_lens: list[int], padded: int = 0) -> Common
         seq_lens_cpu_upper_bound=lens.clone(),
         block_table=table,
         slot_mapping=torch.full((tokens,), -1),
+        max_decode_len=decode_len,
     )
 
 
@@ -45,19 +47,13 @@ def test_two_launches_give_what_one_gives(decode: int, window: int | None) -> No
     from slipstream.kernels.attention.triton.paged_attention import paged_attention
 
     seq_lens = [5 + 7 * i for i in range(9)] + [40, 70]
-    common = batch([decode] * 9 + [17, 33], seq_lens, padded=2)
+    common = batch([decode] * 9 + [17, 33], seq_lens, padded=2, decode_len=decode)
     layer = AttentionLayer(
         scale=DIM**-0.5, sliding_window=window, layer_id=0, num_heads=HEADS,
         num_kv_heads=KV_HEADS, head_dim=DIM,
     )  # fmt: skip
     rows = TritonBuilder().build(common)._rows
-    assert rows.parts is not None
-    early, late = rows.parts
-    assert early.seq_lens.tolist() == seq_lens[:9] and early.max_query_len == decode
-    assert late.query_start_loc.tolist() == [0, 17, 50, 50, 50] and late.max_query_len == 33
-    assert late.seq_lens.data_ptr() % 16 == 0 == late.block_table.data_ptr() % 16
-    assert late.block_table.stride() == common.block_table.stride()
-
+    assert rows.short_len == decode and rows.max_query_len == 33
     tokens = common.num_actual_tokens
     query = torch.randn(tokens, HEADS, DIM)
     cache = torch.randn(2, int(common.block_table.max()) + 1, PAGE, KV_HEADS, DIM)
@@ -69,12 +65,14 @@ def test_two_launches_give_what_one_gives(decode: int, window: int | None) -> No
 
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
+@pytest.mark.parametrize("desc", [None, BatchExecutionDescriptor(CUDAGraphMode.FULL, 26, 10)])
 @pytest.mark.parametrize("num_parts", [0, 2])  # partial sums of the projection
-def test_each_part_of_a_batch_is_rotated_written_and_attended(num_parts: int) -> None:
-    """The decodes' part by the fused kernel, the other by two kernels; both write into `out`."""
-    common = batch([1] * 9 + [17], [5 + 7 * i for i in range(9)] + [70])
+def test_each_kind_of_request_is_rotated_written_and_attended(
+    num_parts: int, desc: BatchExecutionDescriptor | None
+) -> None:
+    """Decodes by the fused kernel, the others by two kernels; both write into `out`."""
+    common = batch([17] + [1] * 9, [70] + [5 + 7 * i for i in range(9)])
     tokens = common.num_actual_tokens
-    common = replace(common, slot_mapping=common.slot_mapping.clone())
     starts = common.query_start_loc.tolist()
     positions = torch.zeros(tokens, dtype=torch.int64)
     for row, (start, end) in enumerate(pairwise(starts)):
@@ -91,8 +89,8 @@ def test_each_part_of_a_batch_is_rotated_written_and_attended(num_parts: int) ->
     cache = torch.randn(2, int(common.block_table.max()) + 1, PAGE, KV_HEADS, DIM)
     expected_cache = cache.clone()
     arrivals = torch.zeros(64, dtype=torch.int32)
-    metadata = TritonBuilder(arrivals).build(common)
-    assert metadata._rows.parts is not None and metadata._rows.parts[0].arrivals is arrivals
+    metadata = TritonBuilder(arrivals).build(common, desc)
+    assert metadata._rows.short_len == 1 and metadata._rows.arrivals is arrivals
     out = torch.full((tokens, HEADS, DIM), float("nan"))
     got = metadata.rotate_and_attend(layer, query, key, value, cache, rotary, out)
     assert got.data_ptr() == out.data_ptr()
@@ -100,41 +98,45 @@ def test_each_part_of_a_batch_is_rotated_written_and_attended(num_parts: int) ->
     rotated = rotary_store_kv_reference(
         query, key, value, rotary, expected_cache, common.slot_mapping
     )
-    whole = metadata._rows
-    expected = paged_attention_reference(rotated, expected_cache, whole, layer)
+    expected = paged_attention_reference(rotated, expected_cache, metadata._rows, layer)
     torch.testing.assert_close(cache, expected_cache, rtol=3e-6, atol=3e-6)
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     assert not arrivals.any()
 
 
 @pytest.mark.parametrize(
-    ("query_lens", "num_early"),
+    ("query_lens", "decode_len", "short_len", "longest"),
     [
-        ([1] * 8 + [17], 8),
-        ([4] * 10 + [1, 1, 100, 200], 12),  # verify rows, then decodes, then prefills
-        ([1] * 8 + [2, 300], 8),  # a short prefill belongs to the rest
-        ([1] * 7 + [300], None),  # too few decodes
-        ([1] * 20, None),
-        ([20] * 9 + [300], None),
-        ([300], None),
+        ([1] * 8 + [17], 1, 1, 17),
+        ([4] * 10 + [1, 1, 100, 200], 4, 4, 200),  # verify rows, then decodes, then prefills
+        ([300, *[1] * 8, 2], 4, 4, 300),  # a short prefill is like a decode
+        ([1] * 8 + [300], 4, 1, 300),  # none of the decodes verifies
+        ([1] * 7 + [300], 1, 0, 300),  # too few decodes
+        ([1] * 2, 1, 0, 1),  # decodes alone have one launch
+        ([3, 1], 4, 0, 4),
+        ([20] * 9 + [300], 1, 0, 300),
+        ([300], 1, 0, 300),
     ],
 )
-def test_a_batch_is_split_after_its_decodes(query_lens: list[int], num_early: int | None) -> None:
-    parts = mixed_parts(batch(query_lens, [n + 3 for n in query_lens]))
-    if num_early is None:
-        assert parts is None
-        return
-    assert parts is not None
-    early, late = parts
-    assert early.seq_lens.shape == (num_early,)
-    assert late.seq_lens.shape == (len(query_lens) - num_early,)
-    assert early.slot_mapping.shape[0] == sum(query_lens[:num_early])
+def test_a_batch_outside_graphs_has_the_launches_that_pay(
+    query_lens: list[int], decode_len: int, short_len: int, longest: int
+) -> None:
+    arrivals = torch.zeros(1)
+    common = batch(query_lens, [n + 3 for n in query_lens], decode_len=decode_len)
+    rows = TritonBuilder(arrivals).build(common)._rows
+    assert (rows.short_len, rows.max_query_len) == (short_len, longest)
+    fuses = bool(short_len) or longest <= decode_len
+    assert (rows.arrivals is arrivals) == fuses
 
 
-def test_a_full_graph_has_one_launch() -> None:
-    """Its capture cannot know where decodes will end."""
-    common = batch([1] * 8 + [17], [30] * 9)
-    desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, 25, 9)
-    assert TritonBuilder().build(common, desc)._rows.parts is None
-    desc = BatchExecutionDescriptor(CUDAGraphMode.PIECEWISE, 25)
-    assert TritonBuilder().build(common, desc)._rows.parts is not None
+def test_a_full_graph_of_any_batch_has_both_launches() -> None:
+    """Its capture cannot know which requests will decode."""
+    common = batch([1] * 8 + [17], [30] * 9, decode_len=4)
+    builder = TritonBuilder(torch.zeros(1))
+    rows = builder.build(common, BatchExecutionDescriptor(CUDAGraphMode.FULL, 32, 9))._rows
+    assert (rows.short_len, rows.max_query_len) == (4, 32)
+    small = builder.build(common, BatchExecutionDescriptor(CUDAGraphMode.FULL, 2, 2))._rows
+    assert (small.short_len, small.max_query_len) == (0, 4) and small.arrivals is not None
+    desc = BatchExecutionDescriptor(CUDAGraphMode.FULL, 18, 9, 2)
+    uniform = builder.build(common, desc)._rows
+    assert (uniform.short_len, uniform.max_query_len) == (0, 2) and uniform.arrivals is not None

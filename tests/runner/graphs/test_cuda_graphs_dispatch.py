@@ -39,8 +39,8 @@ def test_default_sizes_grow_in_steps_of_8_then_16_then_128() -> None:
 
 
 def test_a_server_with_a_drafter_captures_few_mixed_batches() -> None:
-    """Each mixed size needs one graph per layer: of 39 sizes 13 are left, while uniform batches
-    keep all."""
+    """In pieces each mixed size needs one graph per layer: of 39 sizes 13 are left, while uniform
+    batches keep all. Whole, mixed batches have 25 sizes, up to 2,048 tokens."""
     sizes, mixed = default_capture_sizes(8192), mixed_capture_sizes(None, 8192)
     before = descriptors(BOTH, [1, 4], sizes, 256, 8192)
     after = descriptors(BOTH, [1, 4], sizes, 256, 8192, mixed)
@@ -50,6 +50,11 @@ def test_a_server_with_a_drafter_captures_few_mixed_batches() -> None:
         return len(found) - full, full
 
     assert (count(before), count(after)) == ((39, 60), (13, 60))
+    whole = descriptors(CUDAGraphMode.FULL_AND_FULL, [1, 4], sizes, 256, 8192, mixed)
+    assert count(whole) == (0, 60 + 25)
+    assert max(desc.num_tokens for desc in whole) == 2048
+    listed = descriptors(BOTH, [1, 4], (8, 1024), 256, 8192, (8, 1024))  # by the user
+    assert BatchExecutionDescriptor(PIECEWISE, 1024) in listed
     # padding stays within a half where tokens cost time, and a doubling where weights do
     real = sorted(desc.num_tokens for desc in after if desc.mode is PIECEWISE)
     assert all(b / a <= (1.5 if a >= 128 else 2) for a, b in zip(real, real[1:], strict=False))
@@ -228,7 +233,7 @@ def test_trap_04_t5_39773_piecewise_draft_decode_is_a_configuration_error() -> N
 
 
 def test_flags_become_a_wanted_mode() -> None:
-    assert wanted_mode(GraphConfig(), "cuda") is BOTH
+    assert wanted_mode(GraphConfig(), "cuda") is CUDAGraphMode.FULL_AND_FULL
     assert wanted_mode(GraphConfig(cudagraph_mode="piecewise"), "cuda") is PIECEWISE
     for config, device in [
         (GraphConfig(enforce_eager=True), "cuda"),
