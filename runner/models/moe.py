@@ -37,11 +37,11 @@ class Experts(nn.Module):
         fmt: WeightFormat,
         activation: str = "silu",
         limit: float = 7.0,
-        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """`limit`: as in `ExpertWeights`; `parts`: the names of an expert's matrices."""
+        """`limit`: as in `ExpertWeights`; `names`: those of an expert's matrices."""
         super().__init__()
-        self.activation, self.limit, self.parts = activation, limit, parts
+        self.activation, self.limit, self.names = activation, limit, names
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
         self.register_buffer("gate_up", empty(num_experts, 2 * intermediate, hidden))
         self.register_buffer("down", empty(num_experts, hidden, intermediate))
@@ -66,7 +66,7 @@ class Experts(nn.Module):
         num_experts, _, size = self.down.shape
         for expert in range(num_experts):
             parts = (self.gate_up[expert, :size], self.gate_up[expert, size:], self.down[expert])
-            for part, target in zip(self.parts, parts, strict=True):
+            for part, target in zip(self.names, parts, strict=True):
                 slot = tensor_slot(target, form=(path, "matrices"))
                 yield f"{path}.{expert}.{part}.weight", slot
 
