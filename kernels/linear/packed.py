@@ -7,6 +7,7 @@ They do not round weights, and they do not quantise activations, whatever the ch
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -67,7 +68,7 @@ def packed_linear(
     x: [..., K], with a `choice` [M, K]; weight: [N, K]; bias: [N]; residual: [..., N]. Returns
     [..., N] in the dtype of `x`.
     """
-    if choice is None or not isinstance(weight, TiledWeight) or not use_triton(x):
+    if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
         return packed_linear_reference(x, weight, bias, norm, residual)
     x, norm = _prepared(x, weight, norm, choice)
     out: Tensor
@@ -107,7 +108,7 @@ def packed_linear_parts(
     """
     if choice is None or isinstance(choice, Gemv) or not isinstance(weight, TiledWeight):
         return packed_linear(x, weight, bias, choice, norm)
-    if not use_triton(x) or (norm is not None and choice.norm):
+    if not _has_kernels(x) or (norm is not None and choice.norm):
         return packed_linear(x, weight, bias, choice, norm)
     x, _ = _prepared(x, weight, norm, choice)
     from .triton.packed_skinny import linear_parts as skinny
@@ -129,7 +130,7 @@ def packed_gated_linear(
     x: [M, K]; weight: [2 I, K], gate rows first; bias: [2 I]; activation: "silu" or "gelu_tanh".
     Returns [M, I].
     """
-    if choice is None or not isinstance(weight, TiledWeight) or not use_triton(x):
+    if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
         return packed_gated_linear_reference(x, weight, bias, activation, norm)
     x, norm = _prepared(x, weight, norm, choice)
     out: Tensor
@@ -175,6 +176,12 @@ def packed_sample_head_reference(
 def _in_order(x: Tensor, weight: TiledWeight) -> Tensor:
     """x [M, K] with its columns in the order of the stored columns."""
     return x if weight.order is None else x.index_select(1, weight.order)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether the kernels take x: numbers are exact in 16 bits, but products with float32 are
+    left to torch."""
+    return x.dtype in (torch.bfloat16, torch.float16) and use_triton(x)
 
 
 def _prepared(

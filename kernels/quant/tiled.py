@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ..device import use_triton
+from ..device import card_of, use_triton
 from .packed import NIBBLES, Activations, Kind, PackedWeight
 
 _PIECE_VALUES = 1 << 24  # codes converted at once, so that the copies stay small
@@ -44,6 +44,11 @@ class TiledWeight:
     def shape(self) -> tuple[int, int]:
         """[N, K] of the numbers."""
         return self.words.shape[0], self.columns
+
+    @property
+    def offsets(self) -> None:
+        """Absent, since the kernels know no offsets."""
+        return None
 
     @property
     def device(self) -> torch.device:
@@ -125,7 +130,15 @@ def prepare(weight: PackedWeight) -> Weight:
 
     It is the same weight if there are no kernels for its format or device.
     """
-    return tile(weight) if use_triton(weight.values) and can_tile(weight) else weight
+    return tile(weight) if _has_kernels(weight.device) and can_tile(weight) else weight
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether the kernels run on a device: Hopper, or Triton's interpreter."""
+    card = card_of(device)
+    if card is not None and card.capability[0] != 9:
+        return False
+    return use_triton(torch.empty(0, device=device))
 
 
 def slices_of(kind: Kind) -> int:

@@ -20,6 +20,7 @@ from ....kernels.linear.packed import (
     packed_sample_head,
 )
 from ....kernels.quant.packed import PackedWeight, can_concatenate, concatenate
+from ....kernels.quant.tiled import Weight, prepare
 
 Part = PackedWeight | Tensor
 
@@ -27,7 +28,7 @@ Part = PackedWeight | Tensor
 class Packed(nn.Module):
     """One quantised matrix. Its tensors are the module's buffers, and keep their addresses."""
 
-    def __init__(self, weight: PackedWeight) -> None:
+    def __init__(self, weight: Weight) -> None:
         super().__init__()
         self.weight = weight
         self.format = format_name(weight)  # tells layers with different kernels apart
@@ -46,7 +47,10 @@ class PackedLayer(nn.Module):
         `Shape`. With `torch_only` no kernel of ours is chosen."""
         super().__init__()
         self.role, self.torch_only = role, torch_only
-        self.parts: list[Part] = [_joined(run) for run in _runs(parts)]
+        self.parts: list[Weight | Tensor] = [_joined(run) for run in _runs(parts)]
+        if not torch_only:  # one at a time, so that only one part is in memory twice
+            for index, part in enumerate(self.parts):
+                self.parts[index] = prepare(part) if isinstance(part, PackedWeight) else part
         self.sizes = [part.shape[0] for part in self.parts]
         for index, part in enumerate(self.parts):
             if isinstance(part, Tensor):
@@ -55,10 +59,10 @@ class PackedLayer(nn.Module):
                 self.add_module(f"packed_{index}", Packed(part))
 
     @property
-    def whole(self) -> PackedWeight | None:
+    def whole(self) -> Weight | None:
         """The matrix, if all parts are one."""
         only = self.parts[0]
-        return only if len(self.parts) == 1 and isinstance(only, PackedWeight) else None
+        return None if len(self.parts) > 1 or isinstance(only, Tensor) else only
 
     def forward(
         self,
@@ -127,13 +131,13 @@ class PackedLayer(nn.Module):
             return None
         return choose_packed(whole, self.role, num_rows)
 
-    def _choice(self, weight: PackedWeight, x: Tensor) -> Choice:
+    def _choice(self, weight: Weight, x: Tensor) -> Choice:
         if self.torch_only or x.dim() != 2 or not x.is_contiguous():
             return None
         return choose_packed(weight, self.role, x.shape[0])
 
 
-def format_name(weight: PackedWeight) -> str:
+def format_name(weight: Weight) -> str:
     """A name of a matrix's format for logs and comparisons, such as "int4 in groups of 128"."""
     rows, columns = weight.shape
     group = "rows" if weight.group == columns else f"groups of {weight.group}"
