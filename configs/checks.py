@@ -212,14 +212,13 @@ def _check_location(what: str, name: str) -> Path | None:
 
 def _check_budget(config: Config) -> None:
     scheduler, spec = config.scheduler, config.speculative
-    per_request = 1 if spec.method == "off" else spec.max_drafts + 1
-    needed = scheduler.max_num_seqs * per_request
-    if scheduler.max_num_batched_tokens < needed:
-        rule = (
-            f"must be at least {needed}, since each of --max-num-seqs {scheduler.max_num_seqs} "
-            f"requests may need {per_request} tokens in a step"
-        )
-        _fail("max_num_batched_tokens", scheduler.max_num_batched_tokens, rule)
+    tokens, per_request = scheduler.max_num_batched_tokens, spec.max_row_tokens
+    needed = (scheduler.max_num_seqs or 1) * per_request
+    if tokens is not None and tokens < needed:
+        given = scheduler.max_num_seqs
+        each = "a request" if given is None else f"each of --max-num-seqs {given} requests"
+        rule = f"must be at least {needed}, since {each} may need {per_request} tokens in a step"
+        _fail("max_num_batched_tokens", tokens, rule)
     if scheduler.max_itl_ms is not None and not scheduler.enable_chunked_prefill:
         rule = "needs chunked prefill; leave out --no-enable-chunked-prefill"
         _fail("max_itl_ms", scheduler.max_itl_ms, rule)
@@ -227,10 +226,11 @@ def _check_budget(config: Config) -> None:
     if (
         not scheduler.enable_chunked_prefill
         and longest is not None
-        and scheduler.max_num_batched_tokens < longest
+        and tokens is not None
+        and tokens < longest
     ):
         _fail(
             "max_num_batched_tokens",
-            scheduler.max_num_batched_tokens,
+            tokens,
             f"must be at least --max-model-len {longest} when --no-enable-chunked-prefill is given",
         )

@@ -175,11 +175,25 @@ class CacheConfig:
 
 
 @dataclass(frozen=True)
+class StepLimits:
+    """The limits of a step: those of `SchedulerConfig`, once the worker has chosen what is open."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+@dataclass(frozen=True)
 class SchedulerConfig:
     """What one step may contain, and when it is scheduled."""
 
-    max_num_seqs: int = option(64, "most requests that run at once")
-    max_num_batched_tokens: int = option(2048, "most tokens in one step")
+    max_num_seqs: int | None = option(
+        None,
+        "most requests that run at once; default: 256 on a large GPU (Hopper or newer, 60 GiB) with"
+        " room for the model, else 64",
+    )
+    max_num_batched_tokens: int | None = option(
+        None, "most tokens in one step; default: 8192 on such a GPU, else 2048"
+    )
     enable_chunked_prefill: bool = option(True, "split long prompts across several steps")
     async_scheduling: bool = option(True, "schedule the next step while the current one runs")
     max_itl_ms: float | None = option(
@@ -247,6 +261,11 @@ class SpeculativeConfig:
         if self.synthetic_acceptance_rates is not None:
             return len(self.synthetic_acceptance_rates)
         return {"mtp": 3, "ngram": 8}.get(self.method, 5)
+
+    @property
+    def max_row_tokens(self) -> int:
+        """The most tokens of a request that decodes, in one step: its newest and its drafts."""
+        return 1 if self.method == "off" else self.max_drafts + 1
 
     @property
     def draft_counts(self) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ class Card:
     name: str
     capability: tuple[int, int]
     num_processors: int
+    memory_bytes: int = 0  # no kernel depends on it
 
 
 _meta_card: ContextVar[Card | None] = ContextVar("meta_card", default=None)
@@ -74,7 +75,9 @@ def card_of(device: torch.device) -> Card | None:
         return None
     properties = torch.cuda.get_device_properties(device)
     capability = (properties.major, properties.minor)
-    return Card(properties.name, capability, properties.multi_processor_count)
+    return Card(
+        properties.name, capability, properties.multi_processor_count, properties.total_memory
+    )
 
 
 def use_triton(tensor: Tensor) -> bool:

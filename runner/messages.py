@@ -170,6 +170,8 @@ class Ready(msgspec.Struct, tag="ready"):
     speculative_method: str
     num_speculative_tokens: int
     startup_seconds: dict[str, float]  # by phase
+    max_num_seqs: int  # limits of a step: as configured, else as chosen for the GPU and the model
+    max_num_batched_tokens: int
     device_name: str = ""  # the GPU's name as its driver reports it
     # Bytes of weights that every decode step reads; 0 = unknown (weights packed for the CPU).
     weight_bytes: int = 0

@@ -216,7 +216,7 @@ def join(runner: ModelRunner, config: Config) -> Engine:
     kv = KVBlocks(
         facts.kv_groups,
         facts.max_model_len,
-        max_step_tokens=config.scheduler.max_num_batched_tokens + lookahead,
+        max_step_tokens=facts.limits.max_num_batched_tokens + lookahead,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         snapshots=(
             None
@@ -225,14 +225,15 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         ),
     )
     is_cpu = facts.device.startswith("cpu")
-    budget = step_tokens(config.scheduler, is_cpu, num_drafts)
-    max_itl_ms = config.scheduler.max_itl_ms
+    chunked, max_itl_ms = config.scheduler.enable_chunked_prefill, config.scheduler.max_itl_ms
+    budget = step_tokens(facts.limits, chunked, is_cpu, num_drafts)
     scheduler = Scheduler(
-        replace(config.scheduler, max_num_batched_tokens=budget),
+        replace(facts.limits, max_num_batched_tokens=budget),
         kv,
         facts.max_model_len,
         num_speculative_tokens=num_drafts,
         num_lookahead_tokens=lookahead,
+        chunked=chunked,
         uniform_drafts=facts.device.startswith("cuda"),
         times=StepTimes(max_itl_ms, is_cpu) if is_cpu or max_itl_ms is not None else None,
     )
@@ -249,6 +250,8 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         speculative_method=config.speculative.method if num_drafts else "off",
         num_speculative_tokens=num_drafts,
         startup_seconds=dict(facts.startup_seconds),
+        max_num_seqs=facts.limits.max_num_seqs,
+        max_num_batched_tokens=facts.limits.max_num_batched_tokens,
         lowered_claims=list(facts.lowered_claims),
     )
     in_flight = 2 if config.scheduler.async_scheduling else 1

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ...configs.schema import StepLimits
 from ..scheduling.kv_blocks import BlockGroup
 from ..scheduling.plan import RowResult, StepPlan
 from ..scheduling.state_snapshots import StateGroup
@@ -58,6 +59,9 @@ class RunnerFacts(Protocol):
 
     @property
     def state_group(self) -> StateGroup | None: ...
+
+    @property
+    def limits(self) -> StepLimits: ...
 
     @property
     def startup_seconds(self) -> dict[str, float]: ...

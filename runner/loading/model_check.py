@@ -62,15 +62,20 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
     return model
 
 
-def _refuse_too_large(model: TextModel, resolved: ResolvedModel, fmt: WeightFormat) -> None:
+def weight_bytes(model: TextModel, resolved: ResolvedModel, fmt: WeightFormat) -> int:
+    """Bytes of the weights of a model of meta tensors, as they will lie in memory."""
     needed = sum(tensor.nbytes for tensor in {id(b): b for b in model.buffers()}.values())
-    total = memory_of(fmt.device)
     if fmt.native and resolved.kind == "gguf" and resolved.opened is not None:
-        needed = sum(resolved.opened.sizes().values())
-    elif fmt.native or fmt.pack_fp16:  # half the memory of float32
-        needed //= 2
-    elif fmt.packed:  # linear layers have no tensors yet
+        return sum(resolved.opened.sizes().values())
+    if fmt.native or fmt.pack_fp16:  # half the memory of float32
+        return needed // 2
+    if fmt.packed:  # linear layers have no tensors yet
         needed += _bytes_as_stored(model, resolved, fmt)
+    return needed
+
+
+def _refuse_too_large(model: TextModel, resolved: ResolvedModel, fmt: WeightFormat) -> None:
+    needed, total = weight_bytes(model, resolved, fmt), memory_of(fmt.device)
     if total is not None and needed > total:
         raise NotEnoughMemory(
             f"the model's weights need {_gib(needed)}, but only {_gib(total)} of memory exist."
@@ -124,6 +129,14 @@ def memory_of(device: torch.device) -> int | None:
     if address_space != resource.RLIM_INFINITY:
         limits.append(address_space)
     return min(limit for limit in limits if limit > 0)
+
+
+def used_memory(device: torch.device) -> int:
+    """Bytes of the GPU's memory that are in use, by any process; 0 for other devices."""
+    if device.type != "cuda":
+        return 0
+    free, total = torch.cuda.mem_get_info(device)
+    return int(total - free)
 
 
 def refuse_large_cache(size: int | None, device: torch.device) -> None:

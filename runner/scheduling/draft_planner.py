@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from ...configs.schema import Config
+from ...configs.schema import Config, StepLimits
 from ...speculators.draft_length.controller import DraftController
 from ...speculators.draft_length.step_costs import StepCosts
 from ...speculators.draft_length.watchdog import Watchdog
@@ -220,6 +220,9 @@ class DraftFacts(Protocol):
     @property
     def needs(self) -> SpeculatorNeeds: ...
 
+    @property
+    def limits(self) -> StepLimits: ...
+
     # (N, K) -> seconds of a step, as measured at start-up; may be empty
     @property
     def step_seconds(self) -> Mapping[tuple[int, int], float]: ...
@@ -228,7 +231,7 @@ class DraftFacts(Protocol):
 def plan_drafts(facts: DraftFacts, config: Config) -> DraftPlanner | None:
     """The planner for a runner as configured; None without a drafter."""
     needs, spec = facts.needs, config.speculative
-    most, seats = needs.num_speculative_tokens, config.scheduler.max_num_seqs
+    most, seats = needs.num_speculative_tokens, facts.limits.max_num_seqs
     if not most:
         return None
     counts = [most]

@@ -35,7 +35,7 @@ class Verdict(msgspec.Struct, frozen=True, gc=False):
     error: str | None = None
 
 
-def fault_of(request: Request, result: RowResult) -> Verdict | None:
+def fault(request: Request, result: RowResult) -> Verdict | None:
     """The verdict on a row that ends its request with an error; None if it has none."""
     if not result.has_nan and result.error is None:
         return None

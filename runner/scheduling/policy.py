@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from ...configs.options import ConfigError
-from ...configs.schema import SchedulerConfig
+from ...configs.schema import StepLimits
 from .plan import ScheduledRow, StepPlan
 from .request import Request
 
@@ -18,17 +18,17 @@ RowInFlight = tuple[Request, int, ScheduledRow]
 CPU_STEP_TOKENS = 256  # about a second on two cores; larger steps are no faster per token
 
 
-def step_tokens(config: SchedulerConfig, is_cpu: bool, num_drafts: int) -> int:
-    """The token budget of one step: the configured one, on a CPU limited to about a second of work.
+def step_tokens(limits: StepLimits, chunked: bool, is_cpu: bool, num_drafts: int) -> int:
+    """The token budget of one step: its limit, on a CPU at most about a second of work.
 
     A step cannot be interrupted: until it ends, no other request gets a token and the memory of
     aborted requests is not freed. Even the limited budget lets every running request verify all
     its drafts. `StepTimes` shortens steps further while some request decodes.
     """
-    if not is_cpu or not config.enable_chunked_prefill:
-        return config.max_num_batched_tokens
-    short = max(CPU_STEP_TOKENS, config.max_num_seqs * (num_drafts + 1))
-    return min(config.max_num_batched_tokens, short)
+    if not is_cpu or not chunked:
+        return limits.max_num_batched_tokens
+    short = max(CPU_STEP_TOKENS, limits.max_num_seqs * (num_drafts + 1))
+    return min(limits.max_num_batched_tokens, short)
 
 
 class RequestQueue:
@@ -74,16 +74,17 @@ class RowLimits:
     @classmethod
     def of(
         cls,
-        config: SchedulerConfig,
+        max_num_batched_tokens: int,
+        chunked: bool,
         max_model_len: int,
         num_speculative_tokens: int,
         uniform_drafts: bool,
     ) -> RowLimits:
         """The limits of a scheduler; raises ConfigError if a prompt must be one row that no step
         could hold."""
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < max_model_len:
+        if not chunked and max_num_batched_tokens < max_model_len:
             raise ConfigError(
-                f"Without chunked prefill, max_num_batched_tokens {config.max_num_batched_tokens} "
+                f"Without chunked prefill, max_num_batched_tokens {max_num_batched_tokens} "
                 f"must be at least max_model_len {max_model_len}."
             )
         return cls(max_model_len, num_speculative_tokens, uniform_drafts)

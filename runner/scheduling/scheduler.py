@@ -12,18 +12,10 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ...configs.schema import SchedulerConfig
+from ...configs.schema import StepLimits
 from ..grammars.grammar import GrammarMatcher
 from ..messages import AddRequest, RequestOutput, StepOutputs, StepStats
-from .finish import (
-    Verdict,
-    append_tokens,
-    count_outputs,
-    fault_of,
-    make_output,
-    refusal,
-    take_prompt,
-)
+from .finish import Verdict, append_tokens, count_outputs, fault, make_output, refusal, take_prompt
 from .kv_blocks import KVBlocks, RequestBlocks
 from .plan import NewBlocks, RowResult, ScheduledRow, StepPlan
 from .policy import RequestQueue, RowInFlight, RowLimits, fill_plan, next_row, prefill_row
@@ -45,24 +37,27 @@ class Scheduler:
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        limits: StepLimits,
         kv: KVBlocks,
         max_model_len: int,
         num_speculative_tokens: int = 0,
         num_lookahead_tokens: int = 0,
+        chunked: bool = True,
         uniform_drafts: bool = False,
         times: StepTimes | None = None,  # None: the duration of steps is not bounded
     ) -> None:
         self.kv = kv
         self._snapshots = kv.snapshots  # None: the model has no recurrent states
         self.running, self.waiting = RequestQueue(), RequestQueue()
-        self._config = config
-        self._times = times if config.enable_chunked_prefill else None
+        self._max_tokens, self._chunked = limits.max_num_batched_tokens, chunked
+        self._times = times if chunked else None
         self._max_drafts = num_speculative_tokens
         self._num_lookahead_tokens = num_lookahead_tokens
-        self._limits = RowLimits.of(config, max_model_len, num_speculative_tokens, uniform_drafts)
+        self._limits = RowLimits.of(
+            self._max_tokens, chunked, max_model_len, num_speculative_tokens, uniform_drafts
+        )
         self._requests: dict[str, Request] = {}
-        self._free_slots = list(range(config.max_num_seqs))  # a heap
+        self._free_slots = list(range(limits.max_num_seqs))  # a heap
         self._freed_slots: list[int] = []  # for the next plan
         self._num_grammars = 0  # unfinished requests with a compiled grammar
         self._in_flight: dict[int, list[RowInFlight]] = {}  # step id -> rows in batch order
@@ -161,7 +156,7 @@ class Scheduler:
         return plan
 
     def _new_budget(self) -> StepBudget:
-        tokens, drafts = self._config.max_num_batched_tokens, self._limits.num_speculative_tokens
+        tokens, drafts = self._max_tokens, self._limits.num_speculative_tokens
         if self._times is None:
             return StepBudget(tokens)
         return self._times.budget(tokens, self.running, drafts, bool(self.waiting))
@@ -277,7 +272,7 @@ class Scheduler:
             match = self.kv.no_match()  # log probabilities need every prompt position computed
         else:
             match = self.kv.match(request.hashes, known)
-        if not self._config.enable_chunked_prefill and known - match.num_tokens > budget.tokens:
+        if not self._chunked and known - match.num_tokens > budget.tokens:
             return None
         if not self.kv.can_admit(match, known + self._num_lookahead_tokens):
             return None
@@ -351,8 +346,8 @@ class Scheduler:
     def _apply_row(self, request: Request, row: ScheduledRow, result: RowResult) -> None:
         if row.num_computed_tokens < request.prompt_len:
             self._stats.num_prompt_tokens += take_prompt(request, row, result)
-        if (fault := fault_of(request, result)) is not None:
-            self._report(request, result, fault)
+        if (failed := fault(request, result)) is not None:
+            self._report(request, result, failed)
             return
         if row.is_prefill:
             request.num_chunks_in_flight -= 1

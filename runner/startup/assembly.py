@@ -48,6 +48,7 @@ from ..sampling.sampler import Sampler
 from ..step.data_parallel import create_sync
 from ..step.device_queue import DeviceQueue, choose_device
 from ..step.parts import NO_SPECULATION, RunnerParts
+from ..step.report import log_limits
 from ..step.target import Target
 from ..step.target_graphs import create_target_graphs
 from ..step.token_graphs import TokenGraphs, create_token_graphs
@@ -92,8 +93,6 @@ class Assembly:
         self.memory = MemoryByPurpose()
         self._allocated = memory_allocated(self.device)
         self.lowered: list[LoweredClaim] = []
-        self.max_num_reqs = config.scheduler.max_num_seqs
-        self.max_num_tokens = config.scheduler.max_num_batched_tokens
 
     def run(self) -> RunnerParts:
         config = self.config
@@ -103,6 +102,7 @@ class Assembly:
             self._load_target()
             loaded = self.loaded
             self.graphs = self._graph_settings()
+            log_limits(loaded.limits, loaded.limits_reason, self.graphs)
             host = self._draft_host()
             with faults_of_drafter():
                 speculator = create_speculator(config.speculative, host)
@@ -249,6 +249,8 @@ class Assembly:
         )
         self.model, self.format = loaded.model, loaded.format
         self.max_model_len, self.vocab_size = loaded.max_model_len, loaded.vocab_size
+        self.max_num_reqs = loaded.limits.max_num_seqs
+        self.max_num_tokens = loaded.limits.max_num_batched_tokens
 
     def _draft_host(self) -> DraftModelHost:
         return DraftModelHost(

@@ -36,7 +36,7 @@ def build_model_runner(
         if ahead is not None:
             ahead.wait_for(STEPS)
         start = time.monotonic()
-        warm_up_steps(runner, config)
+        warm_up_steps(runner)
         seconds["first_steps"] = time.monotonic() - start
     if ahead is not None and ahead.wait() is not None:
         seconds["compile"] = ahead.seconds

@@ -86,7 +86,8 @@ class CompileAhead:
         }
         of_card = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
         self._stamp = triton_cache() / f"{self._key}-{of_card}"
-        line = json.dumps(facts | {"num_processes": self.num_processes}).encode()
+        others = {"num_processes": self.num_processes, "memory_bytes": card.memory_bytes}
+        line = json.dumps(facts | others).encode()
         if self._stamp.exists():
             self.stop()
             return

@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...configs.schema import Config, ParallelConfig, SchedulerConfig
+from ...configs.schema import Config, ParallelConfig, SchedulerConfig, StepLimits
 from ...kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from ...kernels.compile_log import watch_compilations
 from ...kernels.device import Card
@@ -38,6 +38,7 @@ from ..step.parts import RunnerParts
 from ..step.warm_up import rare_steps, warm_up_steps
 from .assembly import Assembly
 from .compile_ahead import ATTENTION, GRAPHS, STAGES, STEPS, DryReport
+from .limits import LARGE, SMALL, completed, is_large
 from .memory_profile import MemoryProfile
 
 _META = torch.device("meta")
@@ -91,7 +92,7 @@ class _DryGraphs:
 
 
 class _DryAssembly(Assembly):
-    def __init__(self, config: Config, reached: Reached, own: SchedulerConfig) -> None:
+    def __init__(self, config: Config, reached: Reached, own: StepLimits) -> None:
         super().__init__(config, lambda _: None, _META)
         self._reached, self._own = reached, own
 
@@ -157,26 +158,25 @@ def any_limits(config: Config) -> Config:
 
 
 def dry_start(
-    config: Config, reached: Reached = lambda stage: None, own: SchedulerConfig | None = None
+    config: Config, reached: Reached = lambda stage: None, own: StepLimits | None = None
 ) -> ModelRunner:
     """Build, warm up and capture like `build_model_runner`, then run steps that only some requests
     need.
 
     `own` holds the server's limits if those in `config` were replaced.
     """
-    parts = _DryAssembly(config, reached, own or config.scheduler).run()
+    parts = _DryAssembly(config, reached, own or completed(config, SMALL, 0)).run()
     shorten(getattr(parts.speculator, "model", None))
     runner = _DryRunner(parts)
     runner.warm_up()
     runner.capture()
     reached(GRAPHS)
-    warm_up_steps(runner, config)
+    warm_up_steps(runner)
     reached(STEPS)
-    rare_steps(runner, config)
+    rare_steps(runner)
     with torch.inference_mode():
-        run_any_batch(
-            parts, config.scheduler.max_num_batched_tokens, config.speculative.draft_counts
-        )
+        most = parts.facts.limits.max_num_batched_tokens
+        run_any_batch(parts, most, config.speculative.draft_counts)
     return runner
 
 
@@ -217,7 +217,9 @@ def compile_start(
     watch_compilations()
     with without_gpu(card), compiling_only(ForkingExecutor(num_processes)) as kernels:
         try:
-            dry_start(any_limits(config), reached, config.scheduler)
+            # With little memory the worker chooses smaller limits. It launches the same kernels.
+            wanted = LARGE[0] if is_large(card) else SMALL
+            dry_start(any_limits(config), reached, completed(config, wanted, 0))
         except Exception as error:
             report.error = f"{type(error).__name__}: {error}"
     for kernel in kernels.values():
@@ -257,7 +259,9 @@ def main() -> int:
     if not line:
         return 0
     facts = json.loads(line)
-    card = Card(facts["name"], tuple(facts["capability"]), facts["num_processors"])
+    card = Card(
+        facts["name"], tuple(facts["capability"]), facts["num_processors"], facts["memory_bytes"]
+    )
     report = compile_start(
         config, card, facts["num_processes"], lambda stage: os.close(gates[stage])
     )

@@ -44,6 +44,7 @@ def facts_of(
         attention_backend=attention_backend,
         needs=needs,
         startup_seconds=startup_seconds,
+        limits=loaded.limits,
         state_group=state_group,
         lowered_claims=tuple(claim.backend for claim in lowered),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,14 +12,15 @@ import torch
 
 from ...configs.model.context import context_length
 from ...configs.options import ConfigError
-from ...configs.schema import Config
+from ...configs.schema import Config, StepLimits
+from ...kernels.device import card_of
 from ..attention.choice import check_backend
 from ..attention.fp8_layers import by_layer_id, is_fp8, with_fp8_cache
-from ..batch.kv_cache import StepLoad, make_groups
+from ..batch.kv_cache import KVCacheGroup, KVLayout, StepLoad, fitting_block_size, make_groups
 from ..drafters.heads import FoundDrafter, OutlineHost, find_configured, outline
 from ..errors import DrafterError, RunnerError, why_unreadable
 from ..loading.hub import find_drafter
-from ..loading.model_check import outline_model, refuse_large_cache
+from ..loading.model_check import outline_model, refuse_large_cache, used_memory, weight_bytes
 from ..loading.weights import (
     ResolvedModel,
     check_outlines,
@@ -31,6 +32,15 @@ from ..loading.weights import (
 from ..models.base import TextModel
 from ..models.formats.weight_format import WeightFormat, resolve_format
 from ..models.registry import build_model
+from .limits import (
+    LARGE,
+    SMALL,
+    ModelNeeds,
+    activation_bytes,
+    choose_limits,
+    completed,
+    drafter_bytes,
+)
 from .memory import refuse_early
 
 # Exceptions that a malformed config can raise. Not RuntimeError, which is also a device fault.
@@ -48,6 +58,8 @@ class LoadedTarget:
     vocab_size: int
     drafter: FoundDrafter | None
     kv_scales: dict[int, tuple[float, float]]  # of an fp8 KV cache: layer_id -> (keys, values)
+    limits: StepLimits  # of a step
+    limits_reason: str  # why those are chosen that are not configured
 
 
 @contextmanager
@@ -88,6 +100,7 @@ def load_target(
     )
     fmt = replace(fmt, packed=keeps_formats(resolved, device))
     refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
+    limits, reason = completed(config, SMALL, max_model_len), "of a dry start"
     if device.type != "meta":
         sketch = outline_model(resolved, fmt, max_model_len)
         layers = sketch.attention_layers()
@@ -95,7 +108,9 @@ def load_target(
             layers = with_fp8_cache(layers, fmt.dtype, {})
             check_backend(config.graph.attention_backend, layers, device)
         groups = make_groups(layers)
-        load = StepLoad(config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens)
+        weights = weight_bytes(sketch, resolved, fmt) + drafter_bytes(drafter)
+        limits, reason = _limits(config, fmt, resolved, weights, groups, max_model_len)
+        load = StepLoad(limits.max_num_seqs, limits.max_num_batched_tokens)
         refuse_early(config.cache, device, groups, fmt.dtype, max_model_len, load)
         check_outlines(sketch, resolved)
     scales = load_kv_scales(
@@ -125,4 +140,30 @@ def load_target(
         int(text.vocab_size),
         drafter,
         by_layer_id(model, scales),
+        limits,
+        reason,
     )
+
+
+def _limits(
+    config: Config,
+    fmt: WeightFormat,
+    resolved: ResolvedModel,
+    weights: int,
+    groups: Sequence[KVCacheGroup],
+    max_model_len: int,
+) -> tuple[StepLimits, str]:
+    """The limits of a step beside `weights` bytes, and the reason for those that are not
+    configured."""
+    text: Any = resolved.text_config
+    most = StepLoad(LARGE[0].max_num_seqs, LARGE[0].max_num_batched_tokens)
+    size = fitting_block_size(config.cache.block_size, groups)
+    layout = KVLayout(groups, size, fmt.dtype, most)
+    needs = ModelNeeds(
+        weights,
+        config.cache.kv_cache_memory_bytes or layout.bytes_of(layout.blocks_for(max_model_len)),
+        activation_bytes(text, fmt.dtype.itemsize),
+        int(text.vocab_size),
+        max_model_len,
+    )
+    return choose_limits(config, card_of(fmt.device), needs, used_memory(fmt.device))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ...configs.schema import StepLimits
 from ...speculators.base import BaseSpeculator, SpeculatorNeeds
 from ..batch.input_batch import InputBuffers
 from ..batch.request_table import RequestTable
@@ -32,6 +33,7 @@ class RunnerFacts:
     dtype: str
     attention_backend: str
     needs: SpeculatorNeeds  # of the drafter; NO_SPECULATION without one
+    limits: StepLimits
     state_group: StateGroup | None = None  # None: the model has no recurrent layers
     startup_seconds: dict[str, float] = field(default_factory=dict)  # by phase; grows until ready
     # (requests, drafts of each) -> measured seconds of a step

@@ -5,10 +5,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from ...configs.schema import StepLimits
 from ...kernels.compile_log import CompileLog
 from ..graphs.manager import CaptureReport, MemoryByPurpose
+from ..graphs.settings import GraphSettings
 
 logger = logging.getLogger(__name__)
+
+
+def log_limits(limits: StepLimits, reason: str, graphs: GraphSettings | None) -> None:
+    """Log the limits of a step, the flags that set them, and which steps get a CUDA graph."""
+    captured = "without CUDA graphs"
+    if graphs is not None:
+        captured = f"CUDA graphs for up to {graphs.sizes[-1]} tokens (--cudagraph-capture-sizes)"
+    logger.info(
+        "a step has at most %d requests (--max-num-seqs) and %d tokens (--max-num-batched-tokens):"
+        " %s; %s",
+        limits.max_num_seqs, limits.max_num_batched_tokens, reason, captured,
+    )  # fmt: skip
 
 
 def log_startup(

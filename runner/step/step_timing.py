@@ -45,7 +45,7 @@ def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], 
     deadline = time.monotonic() + (_CPU_SECONDS if on_cpu else _GPU_SECONDS)
     counts = (0, *config.speculative.draft_counts)
     bench = _Bench(runner, _CPU_STEPS if on_cpu else _GPU_STEPS, counts)
-    scheduler = config.scheduler
+    limits = runner.facts.limits
     found: dict[tuple[int, int], float] = {}
     if not request_fits(runner.facts, bench.num_tokens):
         return found
@@ -54,8 +54,8 @@ def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], 
     def is_over() -> bool:
         return len(found) >= _ALWAYS and time.monotonic() + last > deadline
 
-    for num_reqs, some in _cells(scheduler.max_num_seqs, counts, on_cpu):
-        some = [k for k in some if num_reqs * (k + 1) <= scheduler.max_num_batched_tokens]
+    for num_reqs, some in _cells(limits.max_num_seqs, counts, on_cpu):
+        some = [k for k in some if num_reqs * (k + 1) <= limits.max_num_batched_tokens]
         if not some or is_over():
             continue
         with bench.requests(num_reqs):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ...configs.schema import Config, SchedulerConfig
+from ...configs.schema import StepLimits
 from ...kernels.linear.linear_choice import BUCKETS
 from ..messages import SamplingParams
 from ..scheduling.plan import NewRequest, ScheduledRow, StepPlan
@@ -43,7 +43,7 @@ class SteppedRunner(Protocol):
     def fill_drafts(self, num_slots: int, num_drafts: int) -> None: ...
 
 
-def warm_up_steps(runner: SteppedRunner, config: Config) -> None:
+def warm_up_steps(runner: SteppedRunner) -> None:
     """Run a prefill, a decode and, with a drafter, a verification for every kind of sampling; then
     the larger batches that use other kernels."""
     steps = _Steps(runner)
@@ -51,15 +51,15 @@ def warm_up_steps(runner: SteppedRunner, config: Config) -> None:
         return
     for params in _KINDS:
         steps.serve([params])
-    if config.scheduler.max_num_seqs > 1:
+    if steps.limits.max_num_seqs > 1:
         steps.serve([_KINDS[0], _KINDS[2]])  # rows that are sampled differently
         steps.serve([_KINDS[1], _KINDS[2]])
-    for num_reqs in wide_batches(config.scheduler, steps.num_drafts):
+    for num_reqs in wide_batches(steps.limits, steps.num_drafts):
         for params in _WIDE:
             steps.serve_wide([params] * num_reqs)
 
 
-def rare_steps(runner: SteppedRunner, config: Config) -> None:
+def rare_steps(runner: SteppedRunner) -> None:
     """Run the steps that `warm_up_steps` leaves to requests; only a dry start does so.
 
     They include prompts and batches of all sizes: without a graph, a step's kernels depend on its
@@ -70,22 +70,22 @@ def rare_steps(runner: SteppedRunner, config: Config) -> None:
         return
     for params in _RARE:
         steps.serve([params])
-    most = min(config.scheduler.max_num_batched_tokens, runner.facts.max_model_len - 1)
+    most = min(steps.limits.max_num_batched_tokens, runner.facts.max_model_len - 1)
     for power in range(most.bit_length()):
         steps.serve_prompt(1 << power)
-    budget = config.scheduler.max_num_batched_tokens // (_PROMPT_LEN + steps.num_drafts)
-    for power in range(1, min(config.scheduler.max_num_seqs, budget).bit_length()):
+    budget = steps.limits.max_num_batched_tokens // (_PROMPT_LEN + steps.num_drafts)
+    for power in range(1, min(steps.limits.max_num_seqs, budget).bit_length()):
         steps.serve([_KINDS[0]] * (1 << power))
 
 
-def wide_batches(scheduler: SchedulerConfig, num_drafts: int) -> list[int]:
+def wide_batches(limits: StepLimits, num_drafts: int) -> list[int]:
     """Numbers of requests, ascending, for which `serve_wide` uses every bucket of logits rows that
     a step can have.
 
     With n requests it has n logits rows, and then (n - 1) (K + 1) + 1 if there are drafts.
     """
     width, found, below = num_drafts + 1, set(), 1
-    most = min(scheduler.max_num_seqs, (scheduler.max_num_batched_tokens - 1) // width)
+    most = min(limits.max_num_seqs, (limits.max_num_batched_tokens - 1) // width)
     for bucket in (*BUCKETS[1:], 2 * BUCKETS[-1]):
         if most > below:
             found.add(min(bucket, most))
@@ -109,6 +109,7 @@ class _Steps:
     def __init__(self, runner: SteppedRunner) -> None:
         self._runner = runner
         self.num_drafts: int = runner.facts.needs.num_speculative_tokens
+        self.limits: StepLimits = runner.facts.limits
         self._step_id = -(1 << 40)  # negative, unlike the ids of the scheduler's steps
 
     def _length(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ...configs.schema import Config, SchedulerConfig
+from ...configs.schema import Config
 from ...speculators.training.dataset import TrainingSequence
 from ...speculators.training.geometry import HeadGeometry, check_taps
 from ...speculators.training.objective import Batch
@@ -45,14 +45,12 @@ class TargetReader:
     """Implements `speculators.training.dataset.HiddenSource` with an engine's model and KV
     memory."""
 
-    def __init__(
-        self, parts: RunnerParts, taps: tuple[int, ...], scheduler: SchedulerConfig
-    ) -> None:
+    def __init__(self, parts: RunnerParts, taps: tuple[int, ...]) -> None:
         self._target = parts.target
         self._model = cast(Any, parts.target.model)
         self._taps = taps
-        self._max_tokens = scheduler.max_num_batched_tokens
-        self._max_reqs = scheduler.max_num_seqs
+        self._max_tokens = parts.facts.limits.max_num_batched_tokens
+        self._max_reqs = parts.facts.limits.max_num_seqs
         cache = parts.target.cache
         self._block_size = cache.block_size
         self._num_blocks = cache.num_blocks

@@ -85,12 +85,9 @@ class TrainingRun:
         check_taps(self._taps, layers)
         architectures = getattr(target.target_config, "architectures", None) or ()
         self._verifier = Verifier(self.job.target_name, tuple(architectures))
+        # The number of requests in flight: enough to fill every step.
+        self._window = 2 * target.engine.ready.max_num_seqs
         return target
-
-    @property
-    def _window(self) -> int:
-        """Number of requests in flight: enough to fill every step."""
-        return 2 * self.job.config.scheduler.max_num_seqs
 
     def _reply_options(self, target: TrainingEngine) -> ReplyOptions:
         reply = self.job.reply
@@ -180,7 +177,7 @@ class TrainingRun:
         replies = (s.token_ids[s.prompt_length :] for s in training)
         counts = count_tokens(replies, geometry.vocab_size)
         vocabulary = choose_draft_vocabulary(counts, geometry.draft_vocab_size)
-        reader = TargetReader(target.parts, self._taps, self.job.config.scheduler)
+        reader = TargetReader(target.parts, self._taps)
         learner = TrainingHead(geometry, config.train_seed)
         learner.start_from(*reader.starting_head(vocabulary.target_ids))
         _say(

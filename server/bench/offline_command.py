@@ -134,7 +134,7 @@ def _configs(args: argparse.Namespace, load: Any) -> list[Config]:
     flags.setdefault("enable_prefix_caching", False)
     flags.setdefault("load_format", "auto")
     config = load_config(flags, os.environ)
-    if config.scheduler.max_num_seqs < max(load.batch_sizes):
+    if (config.scheduler.max_num_seqs or 0) < max(load.batch_sizes):
         raise ConfigError("--max-num-seqs must be at least the largest of --batch-sizes")
     configs = [config]
     if args.compare_off and config.speculative.method != "off":

@@ -174,7 +174,7 @@ class Generation:
     def _admit(self) -> None:
         config, engine = self._services.config, self._services.engine
         self._services.check_ready()
-        capacity = config.scheduler.max_num_seqs + config.server.max_queue_size
+        capacity = engine.ready.max_num_seqs + config.server.max_queue_size
         wanted = self.job.num_choices
         if wanted > capacity:
             raise InvalidRequest(

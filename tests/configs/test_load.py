@@ -188,7 +188,11 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
         (["-tp", "2"], "--tensor-parallel-size 2: must be 1, because"),
         (["-dp", "2"], "--data-parallel-size 2: must be 1, because"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
-        (["--max-num-seqs", "600"], "--max-num-batched-tokens 2048: must be at least 3000"),
+        (
+            ["--max-num-seqs", "600", "--max-num-batched-tokens", "2048"],
+            "--max-num-batched-tokens 2048: must be at least 3000",
+        ),
+        (["--max-num-batched-tokens", "3"], "must be at least 5, since a request may need 5"),
         (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization 0.0: must be above 0"),
         (["--gpu-memory-utilization", "1.5"], "must be at most 1.0"),
         (["--drain-timeout", "soon"], "--drain-timeout must be a number, not 'soon'"),
@@ -224,7 +228,11 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
         ),
         (["smollm2"], r"a preset \(smollm2-135m\) \(did you mean smollm2-135m\?\)"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: no such file"),
-        (["--no-enable-chunked-prefill", "--max-model-len", "4096"], "--max-model-len 4096"),
+        (
+            ["--no-enable-chunked-prefill", "--max-model-len", "4096"]
+            + ["--max-num-batched-tokens", "2048"],
+            "--max-model-len 4096",
+        ),
         (["--no-enable-chunked-prefill", "--max-itl-ms", "50"], "needs chunked prefill"),
         (["--max-itl-ms", "0.5"], "must be at least 1"),
     ],

@@ -18,7 +18,6 @@ import gc
 import pstats
 import tempfile
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 import zmq
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
-from slipstream.configs.schema import Config, SchedulerConfig, SpeculativeConfig
+from slipstream.configs.schema import Config, SpeculativeConfig, StepLimits
 from slipstream.runner.batch import input_batch
 from slipstream.runner.batch.input_batch import InputBuffers
 from slipstream.runner.batch.request_table import RequestTable
@@ -65,6 +64,7 @@ class ReadyRunner:
                 per_request_drafts=False,
                 watched=True,
             ),
+            limits=StepLimits(MAX_NUM_SEQS, 8192),
             startup_seconds={},
             lowered_claims=(),
             step_seconds={},
@@ -107,10 +107,7 @@ class Bench:
         if num_drafts:
             fixed = None if auto else num_drafts
             spec = SpeculativeConfig("eagle3", None, fixed, max_speculative_tokens=num_drafts)
-        config = Config(
-            scheduler=SchedulerConfig(max_num_seqs=MAX_NUM_SEQS, max_num_batched_tokens=8192)
-        )
-        self.engine: Engine = join(self.runner, replace(config, speculative=spec))  # type: ignore[arg-type]
+        self.engine: Engine = join(self.runner, Config(speculative=spec))  # type: ignore[arg-type]
         folder = tempfile.mkdtemp(prefix="slipstream-bench-")
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._server = self._context.socket(zmq.PAIR)

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from slipstream.configs.schema import StepLimits
 from slipstream.runner.scheduling.kv_blocks import BlockGroup
 from slipstream.runner.scheduling.plan import RowResult, ScheduledRow, StepPlan
 
@@ -98,6 +99,7 @@ class FakeRunner:
                 per_request_drafts=False,
                 watched=False,
             ),
+            limits=StepLimits(max_num_seqs, max_num_batched_tokens),
             startup_seconds={},
             lowered_claims=(),
             state_group=None,

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
-from slipstream.configs.schema import SpeculativeConfig
+from slipstream.configs.schema import SpeculativeConfig, StepLimits
 from slipstream.runner.attention.base import AttentionMetadata, AttentionState
 from slipstream.runner.attention.choice import choose_backend
 from slipstream.runner.batch.input_batch import InputBuffers
@@ -181,6 +181,7 @@ def make_runner(
         "float32",
         backend.name,
         speculator.needs if speculator else NO_SPECULATION,
+        StepLimits(setup.max_num_reqs, setup.max_num_tokens),
     )
     graphs = _graphs(setup)
     table = RequestTable(setup.max_num_reqs, MAX_LEN, VOCAB, setup.num_drafts, columns, device)

@@ -189,7 +189,7 @@ class ScriptedEngine:
         assert EOS is not None
         self.ready = Ready(
             MAX_LEN, TOKENIZER.vocab_size, 64, 16, [EOS], "cpu", "float32", "reference", "ngram", 4,
-            {"load": 0.5, "kv_cache": 0.25},
+            {"load": 0.5, "kv_cache": 0.25}, 64, 2048,
         )  # fmt: skip
 
     @property

@@ -47,6 +47,8 @@ class FakeEngine:
             speculative_method=config.speculative.method,
             num_speculative_tokens=0,
             startup_seconds={"load": 0.0},
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
             device_name=config.speculative.model or "",  # the drafter, for tests to see
         )
         self._seconds = seconds_per_step

@@ -51,6 +51,8 @@ class PacedEngine:
             speculative_method="ngram" if drafts else "off",
             num_speculative_tokens=drafts,
             startup_seconds={"load": 0.0},
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
         )
 
     def handle(self, messages: list[ToWorker]) -> None:

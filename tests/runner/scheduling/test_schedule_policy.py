@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slipstream.configs.schema import SchedulerConfig
+from slipstream.configs.schema import StepLimits
 from slipstream.runner.scheduling.kv_blocks import BlockGroup
 from slipstream.runner.scheduling.plan import ScheduledRow
 from slipstream.runner.scheduling.policy import CPU_STEP_TOKENS, batch_order, sort_rows, step_tokens
@@ -32,17 +32,17 @@ def test_rows_are_sorted_into_batch_order_and_equal_rows_keep_theirs(
 
 
 @pytest.mark.parametrize(
-    ("config", "is_cpu", "expected"),
+    ("limits", "chunked", "is_cpu", "expected"),
     [
-        (SchedulerConfig(max_num_seqs=8), True, CPU_STEP_TOKENS),
-        (SchedulerConfig(max_num_seqs=8), False, 2048),
-        (SchedulerConfig(max_num_seqs=100), True, 500),  # all may decode with 4 drafts
-        (SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64), True, 64),
-        (SchedulerConfig(max_num_seqs=8, enable_chunked_prefill=False), True, 2048),
+        (StepLimits(8, 2048), True, True, CPU_STEP_TOKENS),
+        (StepLimits(8, 2048), True, False, 2048),
+        (StepLimits(100, 2048), True, True, 500),  # all may decode with 4 drafts
+        (StepLimits(8, 64), True, True, 64),
+        (StepLimits(8, 2048), False, True, 2048),
     ],
 )
-def test_step_budget(config: SchedulerConfig, is_cpu: bool, expected: int) -> None:
-    assert step_tokens(config, is_cpu, num_drafts=4) == expected
+def test_step_budget(limits: StepLimits, chunked: bool, is_cpu: bool, expected: int) -> None:
+    assert step_tokens(limits, chunked, is_cpu, num_drafts=4) == expected
 
 
 def test_a_long_prompt_leaves_gaps_for_aborts_on_a_cpu() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from slipstream.configs.options import ConfigError
-from slipstream.configs.schema import SchedulerConfig
+from slipstream.configs.schema import StepLimits
 from slipstream.runner.scheduling.kv_blocks import BlockGroup, KVBlocks
 from slipstream.runner.scheduling.plan import RowResult, StepPlan
 from slipstream.runner.scheduling.scheduler import Scheduler
@@ -23,8 +23,8 @@ def make(
     **options: int,
 ) -> Scheduler:
     kv = KVBlocks([BlockGroup(num_blocks, 4)], max_model_len, budget)
-    config = SchedulerConfig(max_num_seqs, budget, chunked)
-    return Scheduler(config, kv, max_model_len, num_drafts, **options)  # type: ignore[arg-type]
+    limits = StepLimits(max_num_seqs, budget)
+    return Scheduler(limits, kv, max_model_len, num_drafts, chunked=chunked, **options)  # type: ignore[arg-type]
 
 
 def plan_of(scheduler: Scheduler) -> StepPlan:

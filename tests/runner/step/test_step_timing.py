@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slipstream.configs.schema import Config, SchedulerConfig, SpeculativeConfig
+from slipstream.configs.schema import Config, SpeculativeConfig, StepLimits
 from slipstream.runner.scheduling.plan import StepPlan
 from slipstream.runner.step import step_timing
 from slipstream.runner.step.step_timing import measure_steps
@@ -15,7 +15,9 @@ from slipstream.runner.step.step_timing import measure_steps
 class SlowRunner:
     """Every step takes as long by the clock that `step_timing` looks at, and is noted."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, seconds: float, max_num_tokens: int = 64
+    ) -> None:
         self.now, self._seconds = 0.0, seconds
         self.plans: list[StepPlan] = []
         self.facts = SimpleNamespace(
@@ -23,6 +25,7 @@ class SlowRunner:
             needs=SimpleNamespace(num_lookahead_tokens=3),
             kv_groups=[SimpleNamespace(num_blocks=100, block_size=16)],
             max_model_len=1000,
+            limits=StepLimits(8, max_num_tokens),
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
         monkeypatch.setattr(step_timing, "time", clock)
@@ -39,10 +42,7 @@ class SlowRunner:
         """Every step has ended."""
 
 
-CONFIG = Config(
-    scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=64),
-    speculative=SpeculativeConfig("eagle3", "head", num_speculative_tokens=3),
-)
+CONFIG = Config(speculative=SpeculativeConfig("eagle3", "head", num_speculative_tokens=3))
 
 
 def started(runner: SlowRunner) -> list[int]:
@@ -73,10 +73,6 @@ def test_no_requests_are_started_once_the_time_is_over(
 
 
 def test_a_size_of_which_no_step_fits_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = SlowRunner(monkeypatch, 0.001)
-    config = Config(
-        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=7),
-        speculative=CONFIG.speculative,
-    )
-    found = measure_steps(runner, config)
+    runner = SlowRunner(monkeypatch, 0.001, max_num_tokens=7)
+    found = measure_steps(runner, CONFIG)
     assert list(found) == [(1, 0), (1, 3), (4, 0), (2, 0)] and started(runner) == [1, 4, 2]

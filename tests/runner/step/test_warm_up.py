@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_target import TinySetup, make_runner, tiny_llama
 
-from slipstream.configs.schema import Config, SchedulerConfig
+from slipstream.configs.schema import StepLimits
 from slipstream.kernels.linear.linear_choice import bucket_of
 from slipstream.runner.messages import SamplingParams
 from slipstream.runner.scheduling.plan import NewRequest, ScheduledRow, StepPlan
@@ -52,9 +52,8 @@ def test_a_request_after_the_first_steps_gets_the_text_that_it_gets_without(
                 return execute(plan)
 
             runner.execute = count  # type: ignore[method-assign]
-            limits = SchedulerConfig(max_num_seqs=4, max_num_batched_tokens=48)
-            warm_up_steps(runner, Config(scheduler=limits))
-            rare_steps(runner, Config(scheduler=limits))
+            warm_up_steps(runner)
+            rare_steps(runner)
             assert steps >= 20
             assert all(bool(kv.isfinite().all()) for kv in runner._target.cache.kv_caches.values())
             counts = torch.tensor([runner.table.sampling._features[slot] for slot in range(2)])
@@ -67,8 +66,8 @@ def test_a_request_after_the_first_steps_gets_the_text_that_it_gets_without(
 def test_steps_that_do_not_fit_are_left_out(model: Any) -> None:
     runner = make_runner(model, TinySetup(num_blocks=2))
     runner.execute = None  # type: ignore[method-assign, assignment]
-    warm_up_steps(runner, Config())
-    rare_steps(runner, Config())
+    warm_up_steps(runner)
+    rare_steps(runner)
     runner.shutdown()
 
 
@@ -78,7 +77,7 @@ def test_first_steps_meet_every_bucket_of_rows_that_requests_can_make(
     max_num_seqs: int, num_drafts: int
 ) -> None:
     width = num_drafts + 1
-    limits = SchedulerConfig(max_num_seqs, max_num_batched_tokens=max_num_seqs * width + 1)
+    limits = StepLimits(max_num_seqs, max_num_batched_tokens=max_num_seqs * width + 1)
     sizes = wide_batches(limits, num_drafts)
     assert all(1 < size <= max_num_seqs for size in sizes) and len(sizes) <= 7
     rows = [1, *sizes, *(((size - 1) * width + 1) for size in sizes if num_drafts)]

@@ -79,7 +79,7 @@ def test_hidden_states_are_those_of_transformers(
         for n in (7, 50, 3, 119, 30, 2)  # longer than a step, and more than the KV holds at once
     ]
     draft_ids = torch.tensor([3, 17, 60])
-    batch = TargetReader(target.parts, TAPS, config.scheduler).read(sequences, draft_ids)
+    batch = TargetReader(target.parts, TAPS).read(sequences, draft_ids)
     assert not batch.taps.is_inference()
     for row, sequence in enumerate(sequences):
         length = len(sequence.token_ids)
@@ -102,20 +102,18 @@ def test_starting_head_is_the_targets_own(
     target: TrainingEngine, config: Config, folder: Path
 ) -> None:
     oracle = LlamaForCausalLM.from_pretrained(folder)
-    rows, norm = TargetReader(target.parts, TAPS, config.scheduler).starting_head(
-        torch.tensor([5, 9])
-    )
+    rows, norm = TargetReader(target.parts, TAPS).starting_head(torch.tensor([5, 9]))
     torch.testing.assert_close(rows, oracle.lm_head.weight.detach()[[5, 9]])
     assert norm is not None and torch.equal(norm, oracle.model.norm.weight.detach())
 
 
 def test_what_does_not_fit_is_a_named_error(target: TrainingEngine, config: Config) -> None:
-    reader = TargetReader(target.parts, TAPS, config.scheduler)
+    reader = TargetReader(target.parts, TAPS)
     assert reader.max_sequence_tokens == 160
     with pytest.raises(RunnerError, match="161 tokens"):
         reader.read([TrainingSequence((1,) * 161, 1)], torch.tensor([1]))
     with pytest.raises(ValueError, match="3 ascending boundaries"):
-        TargetReader(target.parts, (2, 4, 9), config.scheduler)
+        TargetReader(target.parts, (2, 4, 9))
 
 
 def test_geometry_is_the_targets_unless_told(target: TrainingEngine) -> None:

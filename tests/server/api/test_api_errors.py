@@ -245,7 +245,7 @@ async def test_sdk_raises_its_own_classes() -> None:
 async def test_full_queue_is_a_429_with_retry_after() -> None:
     engine = ScriptedEngine(lambda request: [float("inf")])
     config = config_with(max_queue_size=1)
-    capacity = config.scheduler.max_num_seqs + 1
+    capacity = engine.ready.max_num_seqs + 1
     engine.open = {f"other-{n}" for n in range(capacity)}
     async with http_client(make_app(engine, config)) as client:
         response = await client.post(TEXT, json={"model": MODEL, "prompt": "x"})

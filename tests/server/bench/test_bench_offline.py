@@ -31,7 +31,9 @@ from slipstream.server.drafters.acceptance import MeasurementFailed
 
 
 def ready(**facts: Any) -> Ready:
-    return Ready(2048, 1000, 10, 16, [2], "cuda", "bfloat16", "triton", "off", 0, {}, **facts)
+    return Ready(
+        2048, 1000, 10, 16, [2], "cuda", "bfloat16", "triton", "off", 0, {}, 8, 64, **facts
+    )
 
 
 def test_figures_exclude_prompts_and_count_generated_tokens() -> None:
