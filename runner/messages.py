@@ -178,6 +178,7 @@ class Ready(msgspec.Struct, tag="ready"):
     draft_weight_bytes: int = 0  # the drafter's, read once per draft
     kv_bytes_per_token: int = 0
     lowered_claims: list[str] = []  # attention back ends whose claims failed their start-up test
+    weight_formats: str = ""  # of quantised weights, such as "int4" or "Q4_K, Q6_K"
 
 
 class Fatal(msgspec.Struct, tag="fatal"):

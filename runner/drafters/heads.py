@@ -271,7 +271,7 @@ def _load_mtp(
         return _load_deepseek_mtp(speculative, found, host, layer_id)
     model = QwenMtpHead(
         found.source.text_config,
-        _format(host),
+        _format(host, found.source),
         host.target_model,
         host.max_model_len,
         layer_id,

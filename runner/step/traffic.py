@@ -13,7 +13,8 @@ from torch import nn
 
 from ..batch.kv_cache import KVCache
 from ..messages import Ready
-from ..models.layers import Embedding
+from ..models.formats.packed import Packed
+from ..models.layers import Embedding, Linear
 
 
 class _Engine(Protocol):
@@ -43,8 +44,24 @@ def weight_bytes(model: nn.Module) -> int:
     return sum(size for at, size in sizes.items() if at not in gathered or owners[at] > 1)
 
 
+def weight_formats(model: nn.Module) -> str:
+    """The formats of quantised matrices, in memory as the kernels of the device read them."""
+    found: set[str] = set()
+    for module in model.modules():
+        if isinstance(module, Packed):
+            found.add(module.weight.kind)
+        elif isinstance(module, Linear) and module.matrix is not None:
+            found |= {part.type.name for part in module.matrix.parts if not part.type.is_float}
+    return ", ".join(sorted(found))
+
+
 def note_traffic(ready: Ready, model: Any, cache: KVCache, speculator: Any) -> None:
-    """On a GPU, add the bytes that a step reads to `ready`; `speculator` is the drafter or None."""
+    """Add the formats of weights to `ready`, and on a GPU the bytes that a step reads.
+
+    `speculator` is the drafter or None.
+    """
+    if isinstance(model, nn.Module):
+        ready.weight_formats = weight_formats(model)
     if not ready.device.startswith("cuda"):
         return
     ready.weight_bytes = weight_bytes(model)

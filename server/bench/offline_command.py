@@ -173,6 +173,7 @@ async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[
             "num_speculative_tokens": ready.num_speculative_tokens,
             "device": ready.device_name or ready.device,
             "dtype": ready.dtype,
+            "weight_formats": ready.weight_formats,
             "attention_backend": ready.attention_backend,
             "startup_s": round(bench.startup_seconds, 3),
             "startup_phases_s": {k: round(v, 3) for k, v in ready.startup_seconds.items()},

@@ -324,4 +324,5 @@ def _greeting(config: Config, client: EngineClient, listener: socket.socket) -> 
         upto = "" if config.speculative.num_speculative_tokens else "up to "
         drafts = f"{ready.speculative_method} with {upto}{ready.num_speculative_tokens} drafts"
     name = config.server.served_model_name[0]
-    return f"Serving {name} at {url} ({ready.device}, {ready.dtype}, speculation: {drafts})"
+    numbers = ready.dtype + (f", {ready.weight_formats} weights" if ready.weight_formats else "")
+    return f"Serving {name} at {url} ({ready.device}, {numbers}, speculation: {drafts})"

@@ -141,7 +141,7 @@ YARN = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "auto"])
+@pytest.mark.parametrize("dtype", ["float32", "auto", "packed"])
 @pytest.mark.parametrize(
     ("arch", "family", "settings"),
     [
@@ -161,9 +161,11 @@ def test_a_gguf_model_equals_transformers(
     ids = [1, 60, 33, 8, 8, 25]
     with torch.no_grad():
         expected = oracle(torch.tensor([ids])).logits[0]
-    got = Sequences(load(path, dtype), 1, 8).step([(0, ids)])[0][0]
+    packed = dtype == "packed"
+    model = load(path, "float32" if packed else dtype, packed)
+    got = Sequences(model, 1, 8).step([(0, ids)])[0][0]
     # natively, activations are rounded to 15 bits
-    tolerance = 1e-4 if dtype == "float32" else 1e-3
+    tolerance = 1e-3 if dtype == "auto" else 1e-4
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
     assert resolve_model(ModelConfig(model=str(path))).eos_token_ids == [3, 5]
     assert resolve_model(ModelConfig(model=str(path))).hf_config.eos_token_id == [3, 5]
