@@ -69,7 +69,7 @@ def packed_linear(
     [..., N] in the dtype of `x`.
     """
     if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
-        return packed_linear_reference(x, weight, bias, norm, residual)
+        return _wide_linear(x, weight, bias, norm, residual)
     x, norm = _prepared(x, weight, norm, choice)
     out: Tensor
     if isinstance(choice, Gemv):
@@ -92,6 +92,21 @@ def packed_linear_reference(
 ) -> Tensor:
     """The plain version of `packed_linear`."""
     out = F.linear(_normed(x, norm), weight.dequantise(x.dtype), bias)
+    return out if residual is None else out + residual
+
+
+def _wide_linear(
+    x: Tensor, weight: Weight, bias: Tensor | None, norm: Norm | None, residual: Tensor | None
+) -> Tensor:
+    """The product with a copy of the weight in the dtype of x, by torch."""
+    if not isinstance(weight, TiledWeight) or not use_triton(x):
+        return packed_linear_reference(x, weight, bias, norm, residual)
+    from ..quant.triton.widen import widen
+
+    x = _normed(x, norm)
+    if weight.order is not None:
+        x = x.index_select(-1, weight.order)
+    out = F.linear(x, widen(weight, x.dtype), bias)
     return out if residual is None else out + residual
 
 
@@ -131,7 +146,7 @@ def packed_gated_linear(
     Returns [M, I].
     """
     if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
-        return packed_gated_linear_reference(x, weight, bias, activation, norm)
+        return GATED[activation](_wide_linear(x, weight, bias, norm, None))
     x, norm = _prepared(x, weight, norm, choice)
     out: Tensor
     if isinstance(choice, Gemv):

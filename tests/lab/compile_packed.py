@@ -60,6 +60,8 @@ def few() -> None:
     norm = meta(1024), 1e-5
     x, weight, residual = meta(9, 1024), tile_on_meta("fp8b", qkv), meta(9, 512)
     packed_linear(x, weight, None, Skinny(64, 128, 3, 4, 1, 16, norm=1), norm, residual)
+    for name in ("fp8b", "int4z", "nvfp4", "mxfp4"):
+        packed_linear(x, tile_on_meta(name, qkv))
 
 
 def everything() -> None:

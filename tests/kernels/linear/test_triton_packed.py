@@ -125,3 +125,12 @@ def test_the_public_functions_pick_kernels_and_keep_the_order_of_columns(
     monkeypatch.setenv("SLIPSTREAM_TRITON", "0")
     assert prepare(packed) is packed
     close(packed_gated_linear(x, weight, None, "silu", small, norm), got.double(), 3)
+
+
+@pytest.mark.parametrize("name", some(FORMATS, kept=["fp8 blocks", "int4 64 zeros", "nvfp4"]))
+def test_many_rows_use_a_copy_with_every_number(name: str) -> None:
+    from slipstream.kernels.quant.triton.widen import widen
+
+    packed = random_weight(name, 11, 328)
+    for dtype in (torch.float32, torch.float16):
+        assert torch.equal(widen(tile(packed), dtype), packed.dequantise(dtype))

@@ -1,0 +1,107 @@
+"""Triton kernel that writes all numbers of a tiled weight, for products with many rows."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ..tiled import TiledWeight
+from .packed_codes import KINDS, plain_numbers
+
+
+@triton.jit
+def _widen_kernel(
+    words,  # [N, W]
+    scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups] uint8
+    zeros,  # [groups, N] uint8
+    global_scale,  # [N] float32
+    out,  # [N, K]
+    num_rows,  # N
+    num_columns,  # K
+    num_words,  # W
+    row_stride,  # of `scales`
+    group_stride,
+    zero_stride,
+    ROWS: tl.constexpr,
+    SPANS: tl.constexpr,  # of a program
+    WIDTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    E8M0: tl.constexpr,
+    ZEROS: tl.constexpr,
+    GLOBAL: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    word = tl.program_id(1) * SPANS * WIDTH + tl.arange(0, SPANS * WIDTH)
+    is_row = n < num_rows
+    at = n.to(tl.int64)[:, None] * num_words + word[None, :]
+    packed = tl.load(words + at, mask=is_row[:, None] & (word < num_words)[None, :], other=0)
+    wait_for_inputs(PDL)  # memory of `out` may be in use until then
+    for i in tl.static_range(SLICES):
+        column = word // WIDTH * (WIDTH * SLICES) + i * WIDTH + word % WIDTH
+        inside = is_row[:, None] & (column < num_columns)[None, :]
+        group = column // GROUP
+        at = (n // ROW_GROUP)[:, None] * row_stride + group[None, :] * group_stride
+        s = tl.load(scales + at, mask=inside, other=0)
+        if KIND == 3:
+            if E8M0:  # 0 is 2 ** -127
+                s = tl.maximum(s.to(tl.int32) << 23, 1 << 22).to(tl.float32, bitcast=True)
+            else:
+                s = s.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        s = s.to(tl.float32)
+        if GLOBAL:
+            s *= tl.load(global_scale + n, mask=is_row, other=0.0)[:, None]
+        number = plain_numbers(packed, i, KIND)
+        if ZEROS:
+            at = group[None, :] * zero_stride + n[:, None]
+            number -= tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+        elif KIND == 2:
+            number -= 8.0
+        place = n.to(tl.int64)[:, None] * num_columns + column[None, :]
+        tl.store(out + place, (number * s).to(out.dtype.element_ty), mask=inside)
+
+
+def widen(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
+    """All numbers [N, K] of a weight, each rounded once, with columns in the stored order."""
+    rows, columns = weight.shape
+    out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
+    width, num_words, is_fp4 = weight.slice_width, weight.words.shape[1], weight.kind == "fp4"
+    spans = max(256 // width, 1)
+    scales, zeros, factors = weight.scales, weight.zeros, weight.global_scale
+    strides = scales.stride() if is_fp4 else (scales.stride(1), scales.stride(0))
+    _widen_kernel[(triton.cdiv(rows, 8), triton.cdiv(num_words, spans * width))](
+        weight.words,
+        scales.view(torch.uint8) if is_fp4 else scales,
+        out if zeros is None else zeros,
+        out if factors is None else factors,
+        out,
+        rows,
+        columns,
+        num_words,
+        *strides,
+        0 if zeros is None else zeros.stride(0),
+        ROWS=8,
+        SPANS=spans,
+        WIDTH=width,
+        SLICES=weight.slices,
+        KIND=KINDS[weight.kind],
+        GROUP=1 << 30 if weight.group >= columns else weight.group,
+        ROW_GROUP=weight.row_group,
+        E8M0=scales.dtype == torch.uint8,
+        ZEROS=zeros is not None,
+        GLOBAL=factors is not None,
+        num_warps=8,
+        **pdl_options(weight.words),
+    )
+    return out
+
+
+hash_functions(globals())
