@@ -73,7 +73,7 @@ def test_a_copy_of_the_target_is_accepted_at_every_position(drafters: Drafters) 
     assert run.drafted == run.accepted > 20
 
 
-@pytest.mark.parametrize("latent", [False, True])
+@pytest.mark.parametrize("latent", some([False, True], [False]))
 def test_chunks_prefix_hits_and_preemption_change_no_text(
     latent: bool, drafters: Drafters, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,12 +139,12 @@ def test_without_the_flag_scales_are_ignored_with_one_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = TinyEngine(save_llama(tmp_path / "plain", layers=2), OFF)
-    expected = plain.run(prompts(3)).tokens
+    expected = plain.run(prompts(2), max_tokens=8).tokens
     plain.close()
     with caplog.at_level(logging.INFO):
         engine = TinyEngine(with_scales(tmp_path / "scaled"), OFF)
     assert [layer.fp8 for layer in layers_of(engine)] == [None, None]
-    assert engine.run(prompts(3)).tokens == expected
+    assert engine.run(prompts(2), max_tokens=8).tokens == expected
     engine.close()
     assert caplog.text.count("they are not used with --kv-cache-dtype auto") == 1
 
