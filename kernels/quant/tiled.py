@@ -130,7 +130,12 @@ def prepare(weight: PackedWeight) -> Weight:
 
     It is the same weight if there are no kernels for its format or device.
     """
-    return tile(weight) if _has_kernels(weight.device) and can_tile(weight) else weight
+    return tile(weight) if has_kernels(weight, weight.device) else weight
+
+
+def has_kernels(weight: PackedWeight, device: torch.device) -> bool:
+    """Whether kernels of a device multiply the format of a matrix, wherever the matrix is."""
+    return can_tile(weight) and _has_kernels(device)
 
 
 def _has_kernels(device: torch.device) -> bool:

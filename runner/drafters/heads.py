@@ -139,7 +139,7 @@ def _format(host: HeadHost, source: ResolvedModel) -> WeightFormat:
     Whether weights are quantised is up to the drafter's own files.
     """
     fmt: WeightFormat = host.target_model.format
-    packed = source.kind != "dummy" and keeps_formats(source, fmt.device)
+    packed = source.kind != "dummy" and keeps_formats(source, fmt)
     fmt = replace(fmt, packed=packed)
     if fmt.device.type == host.device.type:
         return fmt

@@ -14,6 +14,7 @@ from ...kernels.quant.packed import NIBBLES, PackedWeight
 from ..models.layers import CheckpointSlot
 from .inspection import Progress
 from .matching import slots_of_one_form
+from .quantised.delivery import fitting
 
 
 def load_random(
@@ -38,7 +39,7 @@ def load_random(
             scheme = _scheme(name, slot, quantisation)
             size = math.prod(slot.shape) * dtype.itemsize
             if scheme is not None:
-                slot.load(random_packed(slot.shape, scheme, device, generator, std))
+                slot.load(fitting(slot, random_packed(slot.shape, scheme, device, generator, std)))
             else:
                 tensor = torch.empty(slot.shape, dtype=dtype, device=device)
                 if slot.init == "normal" and has_memory:

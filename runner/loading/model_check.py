@@ -105,7 +105,7 @@ def _bytes_as_stored(model: TextModel, resolved: ResolvedModel, fmt: WeightForma
         slot = slots.get(name)
         if slot is None or slot.takes_packed is None or slot.optional or weight is None:
             continue
-        if isinstance(given := fitting(slot, weight), PackedWeight):
+        if isinstance(given := fitting(slot, weight, fmt.device), PackedWeight):
             total += given.nbytes - math.prod(slot.shape) * fmt.dtype.itemsize
     return total
 

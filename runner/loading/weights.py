@@ -32,7 +32,7 @@ from ...configs.schema import ModelConfig
 from ...kernels.device import is_card
 from ..errors import ModelLoadError
 from ..models.base import TextModel
-from ..models.layers import CheckpointSlot
+from ..models.layers import CheckpointSlot, WeightFormat
 from .dummy import load_random
 from .hub import find_model
 from .inspection import BytesRead, FiniteCheck, LoadMeter, Progress, Stored, ignore
@@ -283,9 +283,9 @@ def open_checkpoint(resolved: ResolvedModel, device: torch.device | None = None)
     return _Outlines(checkpoint) if device is not None and device.type == "meta" else checkpoint
 
 
-def keeps_formats(resolved: ResolvedModel, device: torch.device) -> bool:
-    """Whether the model's weights are quantised and stay so in the memory of this device."""
-    if not is_card(device):
+def keeps_formats(resolved: ResolvedModel, fmt: WeightFormat) -> bool:
+    """Whether the model has quantised weights that may stay so in the memory of its device."""
+    if not is_card(fmt.device) or fmt.torch_only:
         return False
     if resolved.kind == "dummy":
         return resolved.quantisation is not None

@@ -98,7 +98,7 @@ def load_target(
     fmt = resolve_format(
         model_config.dtype, device, resolved.checkpoint_dtype, config.graph.linear_backend
     )
-    fmt = replace(fmt, packed=keeps_formats(resolved, device))
+    fmt = replace(fmt, packed=keeps_formats(resolved, fmt))
     refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
     limits, reason = completed(config, SMALL, max_model_len), "of a dry start"
     if device.type != "meta":

@@ -10,32 +10,43 @@ import torch
 from torch import Tensor
 
 from ....kernels.cpu.formats import StoredRows
+from ....kernels.device import is_card
 from ....kernels.quant.packed import PackedWeight
+from ....kernels.quant.tiled import has_kernels
 from ...models.layers import CheckpointSlot
 from ..inspection import Stored
 
 logger = logging.getLogger(__name__)
 
 
-def fitting(slot: CheckpointSlot, weight: Stored) -> Stored:
+def fitting(slot: CheckpointSlot, weight: Stored, device: torch.device | None = None) -> Stored:
     """`weight` in the first of these forms that the slot takes: its own, another one that is as
-    small, a float tensor."""
+    small, a float tensor.
+
+    A GPU gets packed weights only in formats for which it has kernels. `device` is where the
+    weight will be, by default the device that the slot names.
+    """
+    device = device or slot.takes_packed
+    if isinstance(weight, StoredRows) and not slot.takes_rows and slot.takes_packed is not None:
+        from .gguf import packed_rows
+
+        weight = packed_rows(weight, slot.takes_packed)
     if isinstance(weight, PackedWeight):
-        if slot.takes_packed is not None:
+        if slot.takes_packed is not None and device is not None and _multiplies(weight, device):
             return weight
         if slot.takes_rows:
             from .rows import stored_rows_of
 
             if (rows := stored_rows_of(weight)) is not None:
                 return rows
-    elif isinstance(weight, StoredRows):
-        if slot.takes_rows:
-            return weight
-        if slot.takes_packed is not None:
-            from .gguf import packed_rows
-
-            return packed_rows(weight, slot.takes_packed)
+    elif isinstance(weight, StoredRows) and slot.takes_rows:
+        return weight
     return widened(weight)
+
+
+def _multiplies(weight: PackedWeight, device: torch.device) -> bool:
+    """Whether the device multiplies a packed weight; references do on those without kernels."""
+    return not is_card(device) or has_kernels(weight, device)
 
 
 def widened(weight: Stored) -> Tensor:
@@ -71,7 +82,8 @@ class Deliveries:
     def deliver(self, slot: CheckpointSlot, name: str, weight: Stored) -> None:
         """Load a weight into its slot. May be called by several threads at once."""
         given = fitting(slot, weight)
-        if isinstance(weight, PackedWeight):
+        stored = isinstance(weight, StoredRows) and not weight.type.is_float
+        if isinstance(weight, PackedWeight) or (stored and slot.takes_packed is not None):
             with self._lock:
                 kept = not isinstance(given, Tensor)
                 self._counts[_form(given)] += 1
@@ -79,7 +91,7 @@ class Deliveries:
         slot.load(given)
 
     def report(self) -> None:
-        """Log one line about quantised matrices of safetensors, if there were any."""
+        """Log one line about quantised matrices, if any were packed or widened."""
         if not self._counts:
             return
         forms = ", ".join(f"{count} {form}" for form, count in sorted(self._counts.items()))

@@ -12,7 +12,11 @@ from gguf.quants import dequantize
 
 from slipstream.kernels.cpu.formats import WEIGHT_TYPES
 from slipstream.kernels.quant.packed import PackedWeight
+from slipstream.runner.loading.gguf_values import values_of
+from slipstream.runner.loading.quantised import delivery
+from slipstream.runner.loading.quantised.delivery import fitting
 from slipstream.runner.loading.quantised.gguf import packed_rows
+from slipstream.runner.models.layers import CheckpointSlot
 
 from ....kernels.test_cpu_weights import random_rows
 
@@ -43,3 +47,17 @@ def test_floats_stay_floats(name: str) -> None:
     plain = packed_rows(rows, CPU)
     assert isinstance(plain, torch.Tensor) and plain.shape == (5, 24)
     assert torch.equal(plain.view(torch.uint8), torch.from_numpy(rows.data))
+
+
+def test_a_gpu_gets_floats_in_formats_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dequantising a weight in every step would be slower than reading its plain form."""
+    slot = CheckpointSlot((37, 512), lambda weight: None, takes_packed=CPU)
+    rows = random_rows("Q8_0", 37, 512)
+    assert isinstance(fitting(slot, rows), PackedWeight)  # a reference multiplies
+    monkeypatch.setattr(delivery, "is_card", lambda device: True)
+    for has_kernels in (True, False):
+        monkeypatch.setattr(delivery, "has_kernels", lambda weight, device, has=has_kernels: has)
+        given = fitting(slot, rows)
+        assert isinstance(given, PackedWeight) == has_kernels
+        assert isinstance(fitting(CheckpointSlot((37, 512), slot.load), rows), torch.Tensor)
+    assert isinstance(given, torch.Tensor) and torch.equal(given, values_of(rows))
