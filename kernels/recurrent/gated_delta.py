@@ -14,9 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..device import use_triton
 from .rows import (
     BLOCK,
     BORDER,
+    CHUNK,
     COUNT,
     LAG,
     LENGTH,
@@ -28,7 +30,6 @@ from .rows import (
     DeltaWeights,
 )
 
-CHUNK = 64  # tokens
 _NORM_EPS = 1e-6
 
 # Of tokens: query and key [..., Hv, Dk], value [..., Hv, Dv], log decay and beta [..., Hv].
@@ -42,6 +43,11 @@ def gated_delta(
 
     x: [M*, channels]; returns [M*, value heads * value_dim], in padded rows anything finite.
     """
+    if shape.conv_width == 4 and use_triton(x):
+        from .triton import gated_delta as triton_gated_delta
+
+        out: Tensor = triton_gated_delta.gated_delta(x, weights, shape, state, rows)
+        return out
     return gated_delta_reference(x, weights, shape, state, rows)
 
 
@@ -51,8 +57,7 @@ def gated_delta_reference(
     """The plain version of `gated_delta`. It reads the host only where `rows` allows it."""
     out = x.new_zeros(x.shape[0] + 1, shape.value_size)  # the last row takes what is padding
     _step(x, weights, shape, state, rows, out)
-    bulk = rows.bulk
-    for row, first, count in zip(bulk.rows, bulk.first_tokens, bulk.counts, strict=True):
+    for row, first, count in rows.bulk.rows:
         tokens = slice(first, first + count)
         _absorb(x[tokens], weights, shape, state, rows.values[:, row].tolist(), out[tokens])
     return out[:-1]

@@ -12,10 +12,13 @@ state absorbs it at once. With a log of 0 tokens (no drafts) this is every row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
+import numpy as np
 from torch import Tensor
+
+CHUNK = 64  # tokens
 
 # Rows of `StateTable.values` and of `DeltaRows.values`.
 LENGTH, BORDER, BLOCK = 0, 1, 2
@@ -90,11 +93,30 @@ class StateTable:
 
 @dataclass(frozen=True)
 class BulkRows:
-    """The rows of a step that states absorb at once; on the host."""
+    """The rows of a step that states absorb at once."""
 
-    rows: tuple[int, ...]  # batch rows
-    first_tokens: tuple[int, ...]  # token rows
-    counts: tuple[int, ...]  # tokens
+    rows: list[list[int]]  # batch row, first token row, tokens
+    row_table: Tensor | None = None  # [B, 3] int32, the same
+    # [C, 4] int32, their chunks: batch row, the row's first token row, tokens of the row before the
+    # chunk, tokens
+    chunk_table: Tensor | None = None
+
+    @classmethod
+    def find(
+        cls, starts: list[int], limit: int, upload: Callable[[np.ndarray], Tensor]
+    ) -> BulkRows:
+        """The rows of more than `limit` tokens; `starts` [N + 1] are the first token rows."""
+        pairs = enumerate(zip(starts, starts[1:], strict=False))
+        rows = [[row, start, end - start] for row, (start, end) in pairs if end - start > limit]
+        if not rows:
+            return cls([])
+        chunks = [
+            [row, first, before, min(CHUNK, count - before)]
+            for row, first, count in rows
+            for before in range(0, count, CHUNK)
+        ]
+        tables = (upload(np.array(table, dtype=np.int32)) for table in (rows, chunks))
+        return cls(rows, *tables)
 
 
 @dataclass(frozen=True)
@@ -112,32 +134,3 @@ class DeltaRows:
     max_lag: int
     bulk: BulkRows
     on_host: bool  # values may be read on the host, so that empty work is skipped
-
-
-def prepare_rows(
-    table: StateTable,
-    idx_mapping: Tensor,  # [N*] int32, batch row -> slot, -1 for padded rows
-    query_start_loc: Tensor,  # [N* + 1] int32
-    positions: Tensor,  # [M*] int64
-    log: int,
-    out: Tensor,  # [7, N*] int32
-) -> None:
-    """Fill the values of `DeltaRows`, and set the lengths that the states will have.
-
-    It runs once in a step, before the layers. Repeated for the same step without bulk rows it
-    finds nothing left to absorb, so that the step can be run again.
-    """
-    null = table.values.shape[1] - 1
-    is_real = idx_mapping >= 0
-    slots = torch.where(is_real, idx_mapping, null).long()  # [N*] batch row -> slot
-    first = query_start_loc[:-1].clamp(max=positions.shape[0] - 1).long()
-    starts = torch.where(is_real, positions[first], 0).int()
-    counts = query_start_loc[1:] - query_start_loc[:-1]
-    known = torch.where(is_real, table.values[:, slots], 0)
-    out[: BLOCK + 1] = known
-    out[SLOT] = slots
-    out[START] = starts
-    out[LAG] = (starts - known[LENGTH]).clamp(0, log)
-    out[COUNT] = counts
-    ends = torch.where(counts > log, starts + counts, starts)
-    table.values[LENGTH].index_copy_(0, slots, torch.where(is_real, ends, 0))

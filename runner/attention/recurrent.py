@@ -6,15 +6,17 @@ fixed addresses, because graphs bake them; `batch.recurrent_states` owns the sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport
 from ...kernels.recurrent.gated_delta import gated_delta
+from ...kernels.recurrent.prepare_rows import prepare_rows
 from ...kernels.recurrent.rows import (
     LAG,
     NUM_ROW_VALUES,
@@ -24,7 +26,6 @@ from ...kernels.recurrent.rows import (
     DeltaState,
     DeltaWeights,
     StateTable,
-    prepare_rows,
 )
 
 
@@ -72,7 +73,9 @@ class RecurrentBuilder:
         shapes: Mapping[int, DeltaShape],
         log: int,
         max_num_reqs: int,
+        upload: Callable[[np.ndarray], Tensor],  # copies an array to the device without waiting
     ) -> None:
+        self._upload = upload
         self._table, self._states, self._shapes, self._log = table, states, shapes, log
         device = table.values.device
         self._values = torch.zeros(NUM_ROW_VALUES, max_num_reqs, dtype=torch.int32, device=device)
@@ -103,7 +106,6 @@ class RecurrentBuilder:
         counts = [end - start for start, end in zip(first, first[1:], strict=False)]
         limit = max(self._log, 1)
         assert not for_graph or max(counts, default=0) <= limit, "a graph's rows exceed the log"
-        bulk = [row for row, count in enumerate(counts) if count > limit]
         on_host = values.is_cpu and not for_graph
         rows = DeltaRows(
             values,
@@ -111,11 +113,7 @@ class RecurrentBuilder:
             self._log,
             max((count for count in counts if count <= limit), default=0),
             int(values[LAG].max()) if on_host and num_reqs else self._log,
-            BulkRows(
-                tuple(bulk),
-                tuple(first[row] for row in bulk),
-                tuple(counts[row] for row in bulk),
-            ),
+            BulkRows.find(first, limit, self._upload),
             on_host,
         )
         return RecurrentMetadata(rows, self._states, self._shapes)

@@ -46,8 +46,10 @@ class RecurrentStates:
                 self._zeros(1, *tail, dtype=dtype),
             )
         shapes = {layer.layer_id: layer.shape for layer in layers}
-        self.builder = RecurrentBuilder(self.table, self.states, shapes, log, max_num_reqs)
         self._pool = StagingPool(device)
+        self.builder = RecurrentBuilder(
+            self.table, self.states, shapes, log, max_num_reqs, self._pool.upload
+        )
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return _zeros(shape, dtype, self._device)

@@ -223,7 +223,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """hidden, residual: [M, H]; the stream is their sum.
 
-        Returns the same for the next layer.
+        Returns the same for the next layer; `hidden` may then be partial sums [S, M, H].
         """
         hidden, residual = self.input_layernorm.add(hidden, residual)
         if self.linear_attn is not None:
@@ -232,7 +232,7 @@ class DecoderLayer(nn.Module):
             assert self.self_attn is not None
             hidden = self.self_attn.forward(hidden, rotary, attention)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp.forward(hidden), residual
+        return self.mlp.parts(hidden), residual
 
 
 def feed_forward(config: Any, index: int | None, fmt: WeightFormat) -> MLP | SparseMLP:

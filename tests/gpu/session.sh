@@ -34,4 +34,4 @@ run_tests fp8-cache 200 tests/gpu/test_fp8_cache_cuda.py
 run_tests kernels 250 tests/gpu/test_kernels_cuda.py tests/gpu/test_linear_cuda.py \
   tests/gpu/test_packed_cuda.py \
   tests/gpu/test_rotary_attention_cuda.py \
-  tests/gpu/test_sampling_cuda.py
+  tests/gpu/test_sampling_cuda.py tests/gpu/test_recurrent_cuda.py

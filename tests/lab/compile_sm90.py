@@ -257,12 +257,34 @@ def experts() -> None:
             module("moe").run_experts(t(rows, hidden), of, weights, ids)
 
 
+def recurrent() -> None:
+    rows = importlib.import_module("slipstream.kernels.recurrent.rows")
+    for heads, log in ((16, 0), (48, 4)):  # Qwen3.5 0.8B, and 27B with drafts
+        shape = rows.DeltaShape(16, heads, 128, 128, 4)
+        f32 = torch.float32
+        weights = rows.DeltaWeights(
+            t(shape.conv_channels, 4, dtype=f32), t(heads, dtype=f32), t(heads, dtype=f32)
+        )
+        state, tails = t(3, heads, 128, 128, dtype=f32), t(3, 3 + log, shape.channels)
+        states = rows.DeltaState(state, tails, state, t(3, 3, shape.channels))
+        table = rows.StateTable(t(3, 3, dtype=I32))
+        values, starts, longs = t(7, 2, dtype=I32), t(3, dtype=I32), t(200, dtype=I64)
+        kernel = module("gated_delta")
+        kernel.prepare_rows(table, t(2, dtype=I32), starts, longs, log, values)
+        bulk = rows.BulkRows.find([0, 1, 200], max(log, 1), torch.from_numpy)
+        step = rows.DeltaRows(values, starts, log, 1, log, bulk, False)
+        x = t(200, shape.channels + shape.value_size)[:, : shape.channels]
+        kernel.gated_delta(x, weights, shape, states, step)
+        of_heads = t(200, heads, 128)
+        module("gated_norm").gated_norm(of_heads, of_heads, t(128, dtype=f32), 1e-6)
+
+
 if __name__ == "__main__":
     original = JITFunction.run
     driver.set_active(NoDriver())
     JITFunction.run = compile_instead
     every_form = sys.argv[1:] == ["all"]
-    for part in (attention, layers, batch, latent, sampling, experts):
+    for part in (attention, layers, batch, latent, sampling, experts, recurrent):
         part()
     for name, count in done.items():
         print(name, count)

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.recurrent.gated_delta import (
-    Terms,
-    delta_chunks,
-    delta_tokens,
-    gated_delta_reference,
-)
+from slipstream.kernels.recurrent.gated_delta import Terms, delta_chunks, delta_tokens
 from slipstream.kernels.recurrent.gated_norm import gated_norm_reference
-from slipstream.kernels.recurrent.rows import (
-    LAG,
-    NUM_ROW_VALUES,
-    BulkRows,
-    DeltaRows,
-    DeltaShape,
-    DeltaState,
-    DeltaWeights,
-    StateTable,
-    prepare_rows,
-)
 
-SHAPE = DeltaShape(2, 4, 8, 16, 4)
+from .delta_slots import SHAPE, Slots, random_steps
 
 
 def random_terms(tokens: int, generator: torch.Generator) -> Terms:
@@ -61,90 +44,19 @@ def test_equal_keys_without_decay_stay_exact() -> None:
         torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
 
 
-@dataclass
-class Slots:
-    """The states of some slots, and the weights of one layer."""
-
-    weights: DeltaWeights
-    state: DeltaState
-    table: StateTable
-    log: int
-
-    @classmethod
-    def make(cls, num_slots: int, log: int, num_blocks: int = 4) -> Slots:
-        generator = torch.Generator().manual_seed(7)
-        weights = DeltaWeights(
-            torch.randn(SHAPE.conv_channels, 4, generator=generator) * 0.5,
-            torch.rand(4, generator=generator),
-            torch.randn(4, generator=generator),
-        )
-        # Whatever was there before is nobody's state.
-        state = DeltaState(
-            torch.full((num_slots + 1, 4, 8, 16), 9.0),
-            torch.full((num_slots + 1, 3 + log, SHAPE.channels), 9.0),
-            torch.zeros(num_blocks, 4, 8, 16),
-            torch.zeros(num_blocks, 3, SHAPE.channels),
-        )
-        return cls(weights, state, StateTable(torch.zeros(3, num_slots + 1).int()), log)
-
-    def rows(self, rows: list[tuple[int, int, int]], padding: int = 0) -> DeltaRows:
-        """The rows (slot, position, tokens) of a step, and padded ones."""
-        counts = [count for _, _, count in rows]
-        starts = torch.tensor([0, *counts, *[0] * padding]).cumsum(0).int()
-        positions = torch.cat([torch.arange(at, at + count) for _, at, count in rows])
-        values = torch.zeros(NUM_ROW_VALUES, len(rows) + padding, dtype=torch.int32)
-        slots = torch.tensor([slot for slot, _, _ in rows] + [-1] * padding, dtype=torch.int32)
-        prepare_rows(self.table, slots, starts, positions, self.log, values)
-        limit = max(self.log, 1)
-        bulk = [i for i, count in enumerate(counts) if count > limit]
-        firsts = starts.tolist()
-        return DeltaRows(
-            values,
-            starts,
-            self.log,
-            max([count for count in counts if count <= limit], default=0),
-            int(values[LAG].max()),
-            BulkRows(tuple(bulk), tuple(firsts[i] for i in bulk), tuple(counts[i] for i in bulk)),
-            True,
-        )
-
-    def run(self, x: Tensor, rows: list[tuple[int, int, int]], padding: int = 0) -> Tensor:
-        """Process a step's tokens x [M, channels]."""
-        prepared = self.rows(rows, padding)
-        return gated_delta_reference(x, self.weights, SHAPE, self.state, prepared)
-
-
 @pytest.mark.parametrize("log", [0, 1, 4])
 def test_rows_of_any_length_continue_their_states(log: int) -> None:
-    rng, generator = random.Random(log), torch.Generator().manual_seed(log)
-    text = torch.randn(2, 90, SHAPE.channels, generator=generator)
+    text = torch.randn(2, 90, SHAPE.channels, generator=torch.Generator().manual_seed(log))
     expected = [Slots.make(1, 0).run(one, [(0, 0, 90)]) for one in text]
-    slots, done = Slots.make(5, log), [0, 0]
-    where = [3, 1]
-    while min(done) < 90:
-        rows, inputs = [], []
-        for request in rng.sample([0, 1], rng.randint(1, 2)):
-            left = 90 - done[request]
-            if not left:
-                continue
-            count = min(left, rng.choice([1, 1, 2, 3, 4, 5, 17, 66]))
-            wrong = rng.randint(0, max(0, log - count))
-            x = text[request, done[request] : done[request] + count]
-            noise = torch.randn(wrong, SHAPE.channels, generator=generator)
-            rows.append((request, done[request], count, wrong))
-            inputs += [x, noise]
-        if not rows:
-            continue
-        step = [(where[r], at, count + wrong) for r, at, count, wrong in rows]
-        out = slots.run(torch.cat(inputs), step, padding=rng.randint(0, 2))
-        for (request, at, count, wrong), part in zip(
-            rows, out.split([n for *_, n in step]), strict=True
+    slots, where = Slots.make(5, log), [3, 1]
+    steps = random_steps(text, where, log, random.Random(log), [1, 1, 2, 3, 4, 5, 17, 66])
+    for (x, rows, padding), right in steps:
+        out = slots.run(x, rows, padding)
+        for (request, at, count), part in zip(
+            right, out.split([count for *_, count in rows]), strict=True
         ):
-            torch.testing.assert_close(
-                part[:count], expected[request][at : at + count], atol=1e-4, rtol=1e-4
-            )
-            assert part.shape[0] == count + wrong
-            done[request] += count
+            wanted = expected[request][at : at + count]
+            torch.testing.assert_close(part[:count], wanted, atol=1e-4, rtol=1e-4)
     untouched = [slot for slot in range(5) if slot not in where]
     assert bool((slots.state.state[untouched] == 9).all())
     assert bool((slots.state.history[untouched] == 9).all())

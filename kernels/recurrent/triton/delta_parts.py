@@ -1,0 +1,51 @@
+"""Parts of the kernels of gated delta layers: the convolution of four taps, the norm, the gates."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ...launch import hash_functions
+
+
+@triton.jit
+def conv_weights(conv, channel, inside):
+    """The four taps of each channel; conv: [channels, 4]."""
+    w0 = tl.load(conv + channel * 4, mask=inside, other=0.0)
+    w1 = tl.load(conv + channel * 4 + 1, mask=inside, other=0.0)
+    w2 = tl.load(conv + channel * 4 + 2, mask=inside, other=0.0)
+    w3 = tl.load(conv + channel * 4 + 3, mask=inside, other=0.0)
+    return w0, w1, w2, w3
+
+
+@triton.jit
+def convolved(x0, x1, x2, x3, w0, w1, w2, w3):
+    """silu of the convolution; x3 is the token's own input."""
+    y = x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3
+    return y * tl.sigmoid(y)
+
+
+@triton.jit
+def normed(x):
+    """x / sqrt(sum(x^2) + 1e-6) of a vector."""
+    return x * tl.rsqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def log_decay(a, rate, bias):
+    """-rate * softplus(a + bias)."""
+    a += bias
+    return -rate * (tl.maximum(a, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(a))))
+
+
+@triton.jit
+def gates(token, b_channel, NUM_HEADS: tl.constexpr, rate, bias):
+    """The log decay and the beta of one head, from a token's inputs."""
+    b = tl.load(token + b_channel).to(tl.float32)
+    a = tl.load(token + b_channel + NUM_HEADS).to(tl.float32)
+    return log_decay(a, rate, bias), tl.sigmoid(b)
+
+
+hash_functions(globals())
