@@ -30,6 +30,7 @@ from .data_parallel import StepAgreement
 from .drafting import Drafting
 from .parts import RunnerFacts, RunnerParts
 from .traffic import EngineT, note_traffic
+from .warm_up import different_tokens
 
 
 @dataclass
@@ -75,6 +76,7 @@ class ModelRunner:
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
         self._error: BaseException | None = None  # raised after a step's results were published
         self._on_cpu = self.facts.device == "cpu"
+        self._dummy_tokens: Tensor | None = None  # [R, K + 1], see `fill_tokens`
         on_cuda = self.facts.device == "cuda"
         self._copy_stream = CopyStream() if on_cuda else None
 
@@ -168,13 +170,24 @@ class ModelRunner:
         note_traffic(engine.ready, self._target.model, self._target.cache, self.speculator)
         return engine
 
-    def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
-        """Give the first slots `num_drafts` drafts of token 0, to time steps that verify."""
+    def fill_tokens(self, num_slots: int, num_drafts: int) -> None:
+        """Give the first slots a newest token and `num_drafts` drafts for the next step.
+
+        All tokens differ, for dummy requests of which a model with experts reads as many as of real
+        requests: equal rows would all choose the same experts.
+        """
 
         def job() -> None:
-            self.table.draft_tokens[:num_slots, :num_drafts] = 0
+            if self._dummy_tokens is None:
+                shape = self.table.draft_tokens.shape
+                tokens = different_tokens(shape[0] * (shape[1] + 1), self.facts.vocab_size)
+                grid = torch.tensor(tokens).view(shape[0], shape[1] + 1)
+                self._dummy_tokens = grid.to(self.table.device)
+            rows = self._dummy_tokens[:num_slots]
+            self.table.last_sampled_tokens[:num_slots] = rows[:, 0]
+            self.table.draft_tokens[:num_slots, :num_drafts] = rows[:, 1 : num_drafts + 1]
 
-        self._queue.call(job)
+        self._queue.submit(job)
 
     def exchange_drafter(self, swap: Callable[[], None]) -> None:
         """Call `swap`, which changes the drafter's weights, between two steps, and wait for it.

@@ -1,7 +1,8 @@
 """Measures the duration of a step at start-up, by its numbers of requests and of drafts.
 
 It runs whole steps of dummy requests through the model runner, including graphs, sampling and
-drafting. Their KV goes to blocks that no request owns yet; afterwards their slots are free again.
+drafting. All rows have different tokens, since a model with experts reads those of each token.
+Their KV goes to blocks that no request owns yet; afterwards their slots are free again.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Protocol
 from ...configs.schema import Config
 from ..messages import SamplingParams
 from ..scheduling.plan import NewRequest, ScheduledRow, StepPlan
-from .warm_up import request_fits
+from .warm_up import different_tokens, request_fits
 
 _SIZES = (1, 256, 16, 64, 4, 128, 8, 32, 2, 512)  # in this order, so that interpolation is good
 _CPU_SIZES = (1, 8)  # a step of many requests takes a second
@@ -33,7 +34,7 @@ class TimedRunner(Protocol):
 
     def execute(self, plan: StepPlan) -> Any: ...
 
-    def fill_drafts(self, num_slots: int, num_drafts: int) -> None: ...
+    def fill_tokens(self, num_slots: int, num_drafts: int) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -102,9 +103,10 @@ class _Bench:
             list(range(1, 1 - (-self.num_tokens // group.block_size)))
             for group in self._runner.facts.kv_groups
         ]
-        prompt, known = [0] * _PROMPT_LEN, _PROMPT_LEN - 1  # as if the prefix cache held it
+        known = _PROMPT_LEN - 1  # as if the prefix cache held them
+        tokens = different_tokens(num_reqs * _PROMPT_LEN, self._runner.facts.vocab_size)
         new = [
-            NewRequest(slot, prompt, _PROMPT_LEN, known, blocks, sampling)
+            NewRequest(slot, tokens[slot::num_reqs], _PROMPT_LEN, known, blocks, sampling)
             for slot in range(num_reqs)
         ]
         rows = [ScheduledRow(slot, 1, 0, known, False, known) for slot in range(num_reqs)]
@@ -125,10 +127,10 @@ class _Bench:
         return (time.perf_counter() - start) / self._num_steps
 
     def _run(self, num_reqs: int, num_drafts: int, num_steps: int = 1) -> None:
-        self._runner.fill_drafts(num_reqs, num_drafts)
         self._runner.synchronize()
         running: list[Any] = []
         for _ in range(num_steps):
+            self._runner.fill_tokens(num_reqs, num_drafts)  # whatever the drafter has found
             if len(running) == _IN_FLIGHT:
                 running.pop(0).get()
             rows = [

@@ -7,6 +7,7 @@ blocks that no request owns yet; afterwards their slots are free again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -32,6 +33,14 @@ _WIDE = (_KINDS[0], _KINDS[2], _KINDS[4])
 _RARE = (SamplingParams(temperature=0.0, seed=0, presence_penalty=0.1, max_tokens=8),)
 
 
+def different_tokens(count: int, vocab_size: int) -> list[int]:
+    """Token ids spread over the vocabulary, all different if there are as many."""
+    stride = round(vocab_size * 0.618)
+    while math.gcd(stride, vocab_size) > 1:
+        stride += 1
+    return [index * stride % vocab_size for index in range(1, count + 1)]
+
+
 class SteppedRunner(Protocol):
     """The part of a model runner that is used here."""
 
@@ -40,7 +49,7 @@ class SteppedRunner(Protocol):
 
     def execute(self, plan: StepPlan) -> Any: ...
 
-    def fill_drafts(self, num_slots: int, num_drafts: int) -> None: ...
+    def fill_tokens(self, num_slots: int, num_drafts: int) -> None: ...
 
 
 def warm_up_steps(runner: SteppedRunner) -> None:
@@ -157,7 +166,7 @@ class _Steps:
     def _verifying(self, slots: range, bound: int) -> list[ScheduledRow]:
         """Rows that verify K drafts each, after at most `bound` tokens."""
         drafts = self.num_drafts
-        self._runner.fill_drafts(len(slots), drafts)
+        self._runner.fill_tokens(len(slots), drafts)
         return [ScheduledRow(slot, drafts + 1, drafts, bound, False, 1) for slot in slots]
 
     def _new_request(self, slot: int, prompt_len: int, params: SamplingParams) -> NewRequest:

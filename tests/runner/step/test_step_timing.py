@@ -25,6 +25,7 @@ class SlowRunner:
             needs=SimpleNamespace(num_lookahead_tokens=3),
             kv_groups=[SimpleNamespace(num_blocks=100, block_size=16)],
             max_model_len=1000,
+            vocab_size=50,
             limits=StepLimits(8, max_num_tokens),
         )
         clock = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
@@ -35,7 +36,7 @@ class SlowRunner:
         self.now += self._seconds
         return SimpleNamespace(get=lambda: [])
 
-    def fill_drafts(self, num_slots: int, num_drafts: int) -> None:
+    def fill_tokens(self, num_slots: int, num_drafts: int) -> None:
         """Nothing reads them."""
 
     def synchronize(self) -> None:
