@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING, Protocol
 
 from ...configs.schema import Config, StepLimits
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _LOG_SECONDS = 10.0  # between two lines about K
+_PROMPT_RATE = 0.2  # weight of a step's prompts in their running mean: the next step's are unknown
 _LASTING_REASONS = ("gain", "no_gain", "unhealthy")
 
 
@@ -59,6 +61,7 @@ class DraftPlanner:
         self._since = [0] * max_num_reqs  # the step in which the slot's request entered
         self._entered_at = 0  # the newest of them
         self._landed_at: float | None = None  # when the last step landed; None = the engine slept
+        self._prompt_rows = 0.0  # running mean of the tokens of prompts in a step
         self._num_drafts = 0  # of the newest step with requests that decode
         self._troubles: dict[str, int] = {}  # reported so far
         self._logged = -1  # the last K that was logged
@@ -73,7 +76,10 @@ class DraftPlanner:
         for new in plan.new_requests:
             self._enter(new, plan.step_id)
         slots = [row.slot for row in plan.rows if not row.is_prefill]
-        chosen = self.controller.choose(slots)
+        num_prompt_rows = _prompt_rows(plan.rows)
+        self._prompt_rows += _PROMPT_RATE * (num_prompt_rows - self._prompt_rows)
+        # The drafts are verified in the next step. One prompt between decodes promises no other.
+        chosen = self.controller.choose(slots, min(self._prompt_rows, num_prompt_rows))
         plan.num_drafts, plan.draft_reason = chosen.num_drafts, chosen.reason
         if chosen.limits is not None:
             limits = dict(zip(slots, chosen.limits, strict=True))
@@ -116,8 +122,11 @@ class DraftPlanner:
             return
         self.controller.observe([row.slot for row in rows], counts, accepted)
         now = self._clock()
-        if self._landed_at is not None and len(rows) == len(plan.rows):
-            self._refine(plan, sum(counts), now - self._landed_at)
+        if self._landed_at is not None:
+            if len(rows) == len(plan.rows) and not _prompt_rows(plan.rows):
+                self._refine(plan, sum(counts), now - self._landed_at)
+            else:
+                self._learn_prompts(plan, sum(counts), now - self._landed_at)
         self._landed_at = now
 
     def _sampling_rows(
@@ -193,9 +202,16 @@ class DraftPlanner:
         """Learn the duration of a step of decode rows: the time since the last step landed."""
         num_reqs = len(plan.rows)
         scheduled = [row.num_draft_tokens for row in plan.rows]
-        if sum([row.num_tokens for row in plan.rows]) == sum(scheduled) + num_reqs:
-            steady = plan.num_drafts if plan.num_drafts == max(scheduled) else None
-            self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, steady)
+        steady = plan.num_drafts if plan.num_drafts == max(scheduled) else None
+        self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, steady)
+
+    def _learn_prompts(self, plan: StepPlan, num_drafts: int, seconds: float) -> None:
+        """Learn the duration of a step of decode rows and prompts."""
+        num_rows = _prompt_rows(plan.rows)
+        num_reqs = sum([not _is_prompt(row) for row in plan.rows])
+        if num_reqs and num_rows:
+            costs = self.controller.costs
+            costs.learn_prompts(num_reqs, num_drafts / num_reqs, num_rows, seconds)
 
     def _log(self, plan: StepPlan, num_reqs: int) -> None:
         """Log a change of K, at most once in `_LOG_SECONDS`."""
@@ -209,6 +225,16 @@ class DraftPlanner:
             "speculation: K = %d with %d requests (%s)",
             plan.num_drafts, num_reqs, plan.draft_reason,
         )  # fmt: skip
+
+
+def _is_prompt(row: ScheduledRow) -> bool:
+    """True for a chunk of a prompt, the last one included."""
+    return row.is_prefill or row.num_tokens > row.num_draft_tokens + 1
+
+
+def _prompt_rows(rows: Sequence[ScheduledRow]) -> int:
+    """The tokens of prompts in a step, whose rows are in batch order: those of prompts are last."""
+    return sum([row.num_tokens for row in takewhile(_is_prompt, reversed(rows))])
 
 
 class DraftFacts(Protocol):

@@ -5,7 +5,8 @@
     if the watchdog lets it try again:                   the least K   health_probe
     if K is fixed or held:                               that K        fixed
     if rows without drafts are free:                     a K for each request (`request_limits`)
-    speed[k] = tokens[k] / seconds[k]                    (`acceptance`, `step_costs`)
+    speed[k] = tokens[k] / seconds[k]                    (`acceptance`, `step_costs`), where
+        seconds[k] includes what k drafts add beside the step's prompts (`prompt_rows`)
     if a k that may be the best has a guessed cost:      that k        probe
     if K is 0 and a probe is due:                        the least K   probe
     if max(speed) exceeds speed[K] by the hysteresis:    K = argmax(speed)
@@ -103,9 +104,10 @@ class DraftController:
         if self._requests is not None:
             self._requests.restart(slot, greedy)
 
-    def choose(self, slots: Sequence[int]) -> DraftLength:
+    def choose(self, slots: Sequence[int], num_prompt_rows: float = 0.0) -> DraftLength:
         """How many drafts to make for the next step of these requests, 0 if there are none.
 
+        `num_prompt_rows`: the tokens of prompts that it is expected to compute as well.
         Call it once for each step, because it counts steps and starts probes.
         """
         caps = self._caps[list(slots)]
@@ -120,12 +122,12 @@ class DraftController:
         if self._held is not None:
             return DraftLength(min(self._held, most), "fixed")
         if self._requests is not None:
-            limits = np.minimum(self._requests.choose(slots), caps).tolist()
+            limits = np.minimum(self._requests.choose(slots, num_prompt_rows), caps).tolist()
             most = max(limits)
             return DraftLength(
                 most, "probe" if most == 1 else "gain" if most else "no_gain", limits
             )
-        return self._choose_uniform(slots, caps, most)
+        return self._choose_uniform(slots, caps, most, num_prompt_rows)
 
     def observe(
         self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
@@ -153,8 +155,10 @@ class DraftController:
         total: np.ndarray = np.take_along_axis(tokens, kept, axis=1).sum(0)
         return total
 
-    def _choose_uniform(self, slots: Sequence[int], caps: np.ndarray, most: int) -> DraftLength:
-        seconds, tokens = self.costs.row(len(slots)), self.tokens(slots)
+    def _choose_uniform(
+        self, slots: Sequence[int], caps: np.ndarray, most: int, num_prompt_rows: float
+    ) -> DraftLength:
+        seconds, tokens = self.costs.beside(len(slots), num_prompt_rows), self.tokens(slots)
         speed = tokens / seconds  # [K + 1]
         allowed = self._choices[self._choices <= most]
         tried = self._trials.next(self.costs, len(slots), seconds, tokens, allowed.tolist())

@@ -55,14 +55,15 @@ class RequestLimits:
         for slot, count, right in zip(slots, drafted, accepted, strict=True):
             self._verdicts[slot].append((count, right))
 
-    def choose(self, slots: Sequence[int]) -> np.ndarray:
+    def choose(self, slots: Sequence[int], num_prompt_rows: float = 0.0) -> np.ndarray:
         """The number of drafts that each request should make next, [N]; call once for each step."""
         self._apply(slots)
         index = np.asarray(slots, dtype=np.int64)
         # The text of a request with a temperature depends on what was drafted for it, so its drafts
         # may not depend on the size of the batch. Greedy text does not depend on drafts.
         greedy = self._is_greedy[index][:, None]
-        seconds = np.where(greedy, self._costs.row(len(slots)), self._alone)  # [N, K + 1]
+        costs = self._costs.beside(len(slots), num_prompt_rows)
+        seconds = np.where(greedy, costs, self._alone)  # [N, K + 1]
         gains = self._acceptance.expected_tokens(slots) * seconds[:, :1] / seconds
         best = gains.argmax(axis=1)
         pays = (best > 0) & (gains.max(axis=1) > _LEAST_GAIN)

@@ -13,6 +13,8 @@ from statistics import median_low
 
 import numpy as np
 
+from .prompt_rows import PromptRows
+
 # Cost model until measurements exist, in token-row units: a fixed overhead of 11, plus 1 per token,
 # plus 10 % of the cost without drafts if the step verifies any. Only ratios matter: the first real
 # step provides the unit.
@@ -69,7 +71,21 @@ class StepCosts:
         # Factors that real steps suggest for cells that are guesses.
         self._wanted: dict[tuple[int, int], list[float]] = defaultdict(list)
         self._decided = np.full(self._seconds.shape, np.nan)  # factors when they were replaced
+        self._prompts = PromptRows(measured)
         self.num_learned = 0  # real steps that taught something about a guess
+
+    def beside(self, num_reqs: int, num_prompt_rows: float) -> np.ndarray:
+        """Costs of a step of N requests by number of drafts, [K + 1], where it also computes
+        `num_prompt_rows` tokens of prompts. What those take without drafts is left out."""
+        return self._prompts.beside(self.row(num_reqs), num_reqs, num_prompt_rows)
+
+    def learn_prompts(
+        self, num_reqs: int, num_drafts: float, num_prompt_rows: int, seconds: float
+    ) -> None:
+        """Learn from the duration of a real step that also computed prompts."""
+        if seconds > 0 and self._known:
+            alone = self.row(num_reqs)
+            self._prompts.learn(seconds, alone, num_reqs, num_drafts, num_prompt_rows)
 
     def row(self, num_reqs: int) -> np.ndarray:
         """Seconds of a step of N requests by number of drafts, [K + 1]."""

@@ -33,9 +33,11 @@ class Script(DraftController):
     def __init__(self) -> None:
         super().__init__((1, 2, K), 4, StepCosts({(1, k): 1.0 + k for k in range(K + 1)}, K))
         self.next = DraftLength(0, "no_gain")
+        self.prompt_rows: list[float] = []
         self.seen: list[tuple[list[int], list[int], list[int]]] = []
 
-    def choose(self, slots: Sequence[int]) -> DraftLength:
+    def choose(self, slots: Sequence[int], num_prompt_rows: float = 0.0) -> DraftLength:
+        self.prompt_rows.append(num_prompt_rows)
         return self.next
 
     def observe(
@@ -206,3 +208,22 @@ def test_graphs_for_every_k_stay_few() -> None:
         assert of_length[-1] * length >= min(256 * length, 1024)
         for low, high in zip(of_length, of_length[1:], strict=False):
             assert high <= 2 * low
+
+
+def test_prompts_in_a_step_count_in_the_choice_and_teach_what_rows_cost(
+    planner: DraftPlanner, script: Script, clock: Clock
+) -> None:
+    seen: list[tuple[int, float, int, float]] = []
+    script.costs.learn_prompts = lambda *args: seen.append(args)  # type: ignore[method-assign]
+    mixed = [row(0, drafts=2), row(1, drafts=2), row(2, tokens=30), row(3, tokens=70, prefill=True)]
+    plans = [StepPlan(step, rows=mixed) for step in range(20)]
+    plans.append(StepPlan(20, rows=[row(0, drafts=2), row(1)]))
+    before = script.costs.seconds(2, 2)
+    for plan in plans:
+        planner.complete(plan)
+        clock.now += 0.5
+        planner.land(plan, [RowResult([5], 2) for _ in plan.rows], list)
+    assert script.prompt_rows[0] == 20 and script.prompt_rows[19] == pytest.approx(100, rel=0.02)
+    assert script.prompt_rows[20] == 0  # the last step has no prompts
+    assert seen == [(2, 2.0, 100, 0.5)] * 19  # the first has no earlier one to measure from
+    assert script.costs.seconds(2, 2) != before  # by the last step only

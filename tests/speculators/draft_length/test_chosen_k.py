@@ -56,7 +56,7 @@ def script(engine: TinyEngine, counts: Sequence[int]) -> None:
     """Make the engine use these values of K, one per step, over and over."""
     steps = itertools.cycle(counts)
 
-    def choose(slots: Sequence[int]) -> DraftLength:
+    def choose(slots: Sequence[int], num_prompt_rows: float = 0.0) -> DraftLength:
         return DraftLength(next(steps) if slots else 0, "script")
 
     planner(engine).controller.choose = choose
