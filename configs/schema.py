@@ -242,7 +242,7 @@ class SpeculativeConfig:
     mtp_feedback: str = option(
         "post_norm",
         "mtp: hidden state passed to the next draft, after or before the final norm; for Qwen's"
-        " modules also that of the target, passed to the first",
+        " modules also that of the target, passed to the first; DeepSeek V4's passes its streams",
         choices=("post_norm", "pre_norm"),
     )
     position_offset: int = option(

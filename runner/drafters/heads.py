@@ -246,18 +246,21 @@ def _load_eagle(
 def _find_mtp(
     speculative: SpeculativeConfig, target_config: Any, target: ResolvedModel | None
 ) -> FoundDrafter:
-    from ..draft_models.qwen_mtp import TYPES, check_module
+    from ..draft_models import deepseek_v4_mtp, qwen_mtp
 
     kind = target_config.model_type
-    if kind != "deepseek_v3" and kind not in TYPES:
+    if kind not in ("deepseek_v3", deepseek_v4_mtp.TYPE, *qwen_mtp.TYPES):
         raise ModelLoadError(
-            "speculative method mtp needs a DeepSeek V3, Qwen3-Next or Qwen3.5 target, but this "
-            f"one is {kind}."
+            "speculative method mtp needs a DeepSeek V3 or V4, Qwen3-Next or Qwen3.5 target, but "
+            f"this one is {kind}."
         )
     found = _own_or_target(speculative, target)
-    if kind in TYPES and found.source.kind != "dummy":
-        names = open_checkpoint(found.source).names
-        check_module(found.source.text_config, names, str(found.source.path))
+    source = found.source
+    if source.kind != "dummy" and kind == deepseek_v4_mtp.TYPE:
+        deepseek_v4_mtp.check_module(open_checkpoint(source).names, str(source.path))
+    elif source.kind != "dummy" and kind in qwen_mtp.TYPES:
+        names = open_checkpoint(source).names
+        qwen_mtp.check_module(source.text_config, names, str(source.path))
     return found
 
 
@@ -265,20 +268,21 @@ def _load_mtp(
     speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
     """Load the module from the target's checkpoint or a folder of its own."""
+    from ..draft_models.deepseek_v4_mtp import TYPE, DeepseekV4MtpHead
     from ..draft_models.qwen_mtp import PREFIX, TYPES, QwenMtpHead
 
-    if found.source.text_config.model_type not in TYPES:
+    source, target = found.source, host.target_model
+    config, length = source.text_config, host.max_model_len
+    model: Any
+    if config.model_type == TYPE:
+        model = DeepseekV4MtpHead(config, _format(host, source), target, length, layer_id)
+    elif config.model_type in TYPES:
+        post_norm = speculative.mtp_feedback == "post_norm"
+        model = QwenMtpHead(config, _format(host, source), target, length, layer_id, post_norm)
+    else:
         return _load_deepseek_mtp(speculative, found, host, layer_id)
-    model = QwenMtpHead(
-        found.source.text_config,
-        _format(host, found.source),
-        host.target_model,
-        host.max_model_len,
-        layer_id,
-        speculative.mtp_feedback == "post_norm",
-    )
-    _fill(model, found.source, host, only=PREFIX)
-    return model
+    _fill(model, source, host, only=PREFIX)
+    return model  # type: ignore[no-any-return]
 
 
 def _load_deepseek_mtp(

@@ -31,15 +31,25 @@ def compress(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages
 
 def compress_reference(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages) -> None:
     """The plain version of `compress`; it waits for the device."""
-    ratio, dim = rule.entry_tokens, rule.dim
+    ratio = rule.entry_tokens
     completes = ((tokens.positions + 1) % ratio == 0) & (entries.slot_mapping >= 0)
     done = completes.nonzero().squeeze(1)  # [n] token rows
     if done.numel() == 0:
         return
-    requests, last = tokens.requests[done], tokens.positions[done]
+    found = entries_of(rule, pending, tokens.requests[done], tokens.positions[done])
+    slots = entries.slot_mapping[done] // ratio
+    entries.rows.index_copy_(0, slots, found.to(entries.cache.dtype))
+
+
+def entries_of(rule: Compressor, pending: Pages, requests: Tensor, last: Tensor) -> Tensor:
+    """The entries of the windows that end at positions `last` [n]: [n, D] float32.
+
+    Rows of tokens before position 0 do not count.
+    """
+    ratio, dim = rule.entry_tokens, rule.dim
     back = torch.arange(ratio - 1, -1, -1, device=last.device)  # oldest first
     own = last.unsqueeze(1) - back  # [n, r] positions
-    kv, gate = _window(rule, pending, requests, own)
+    kv, gate = _window(rule, pending, requests, own.clamp(min=0))
     if rule.overlap:
         before = own - ratio
         exists = (before >= 0)[..., None]
@@ -47,12 +57,10 @@ def compress_reference(rule: Compressor, pending: Pages, tokens: TokenRows, entr
         old_gate = old_gate[..., :dim].masked_fill(~exists, float("-inf"))
         gate = torch.cat((old_gate, gate[..., dim:]), dim=1)
         kv = torch.cat((old_kv[..., :dim], kv[..., dim:]), dim=1)
-    entry = (gate.softmax(dim=1) * kv).sum(1)  # [n, D]
-    entry = tail_rotary_reference(
-        entry.unsqueeze(1), own[:, 0], rule.cos_sin_cache, rule.eps, rule.weight
-    )
-    slots = entries.slot_mapping[done] // ratio
-    entries.rows.index_copy_(0, slots, entry.squeeze(1).to(entries.cache.dtype))
+    entry = (gate.softmax(dim=1) * kv).sum(1, keepdim=True)  # [n, 1, D]
+    first = own[:, 0].clamp(min=0)
+    args = (rule.cos_sin_cache, rule.eps, rule.weight)
+    return tail_rotary_reference(entry, first, *args).squeeze(1)
 
 
 def _window(

@@ -12,17 +12,26 @@ from .parts import Parts
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
 
+def is_float4(parts: Parts) -> bool:
+    """Whether a `weight` of int8 holds numbers of 4 bits, as in DeepSeek V4: scales are e8m0."""
+    scales, weight = parts.tensors.get("weight_scale_inv"), parts.tensors.get("weight")
+    if scales is None or weight is None or weight.dtype != torch.int8:
+        return False
+    return scales.dtype == torch.float8_e8m0fnu
+
+
 def read_float4(parts: Parts) -> PackedWeight:
-    """`weight_packed` (compressed-tensors) or `weight` (ModelOpt) uint8 [N, K / 2].
+    """`weight_packed` (compressed-tensors) or `weight` (ModelOpt, DeepSeek V4) uint8 [N, K / 2].
 
     `weight_scale` is e4m3 [N, K / 16] with a scale of the matrix, or e8m0 [N, K / 32] alone. The
     scale of the matrix divides in compressed-tensors (`weight_global_scale`), and multiplies in
     ModelOpt (`weight_scale_2`).
     """
     leaf = "weight_packed" if "weight_packed" in parts else "weight"
-    stored = parts.take(leaf, (torch.uint8,), (None, None))
+    stored = parts.take(leaf, (torch.uint8, torch.int8), (None, None)).view(torch.uint8)
     rows, columns = stored.shape[0], stored.shape[1] * 2
-    scales = parts.take("weight_scale", (torch.float8_e4m3fn, *_E8M0), (rows, None))
+    name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
+    scales = parts.take(name, (torch.float8_e4m3fn, *_E8M0), (rows, None))
     group = 16 if scales.dtype == torch.float8_e4m3fn else 32
     if scales.shape[1] != -(-columns // group):
         raise parts.wrong(

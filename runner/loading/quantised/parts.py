@@ -15,6 +15,7 @@ from ...errors import ModelLoadError
 
 _MATRICES = ("weight_packed", "qweight", "weight")  # what holds the numbers, the surest name first
 _SCALES = ("weight_scale", "weight_scale_inv")  # one of them makes a `weight` quantised
+_PLAIN_SCALE = "scale"  # DeepSeek V4's name of a weight_scale_inv
 _OTHERS = (
     *("weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
     *("weight_scale_2", "input_scale", "input_global_scale", "input_scale_ub"),
@@ -44,6 +45,9 @@ def group_names(stored: Iterable[str]) -> Grouping:
             continue
         module, _, leaf = name.rpartition(".")
         modules.setdefault(module, {})[leaf] = name
+    for leaves in modules.values():
+        if "weight" in leaves and _PLAIN_SCALE in leaves:
+            leaves["weight_scale_inv"] = leaves.pop(_PLAIN_SCALE)
     names, quantised, spare = [], {}, set()
     for module, leaves in modules.items():
         matrix = next((leaf for leaf in _MATRICES if leaf in leaves), None)

@@ -6,7 +6,7 @@ import torch
 
 from ....kernels.quant.packed import PackedWeight
 from .awq_gptq import read_awq, read_gptq
-from .float4 import read_float4
+from .float4 import is_float4, read_float4
 from .float8 import read_8bit
 from .packed_integers import read_packed_integers
 from .parts import Parts
@@ -28,7 +28,7 @@ def read_matrix(parts: Parts) -> PackedWeight:
     dtype = parts.tensors[leaf].dtype
     if leaf == "weight_packed" and dtype == torch.int32:
         return read_packed_integers(parts)
-    if dtype == torch.uint8:
+    if dtype == torch.uint8 or is_float4(parts):
         return read_float4(parts)
     if leaf == "weight" and dtype in (torch.float8_e4m3fn, torch.int8):
         return read_8bit(parts)

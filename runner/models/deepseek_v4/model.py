@@ -25,7 +25,7 @@ from .moe import MoE
 from .names import is_of_module, plain_name
 from .step import Step, Tables
 
-_INDEXED, _PLAIN, _RAW = (
+_INDEXED, _PLAIN, RAW = (
     "compressed_sparse_attention",
     "heavily_compressed_attention",
     "sliding_attention",
@@ -69,7 +69,7 @@ class Block(nn.Module):
         self, config: Any, kind: str, by_token_id: bool, layer_id: int, fmt: WeightFormat
     ) -> None:
         super().__init__()
-        ratio = 0 if kind == _RAW else config.compress_rates[kind]
+        ratio = 0 if kind == RAW else config.compress_rates[kind]
         self.attn = Attention(config, ratio, kind == _INDEXED, layer_id, fmt)
         self.ffn = MoE(config, by_token_id, fmt)
         self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt, exact=True)

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.runner.attention.fp8_layers import UnusableKVFormat, with_fp8_cache
 from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_size
 from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.models.deepseek_v4.names import plain_name
 
 from ..model_harness import Sequences, assert_equals_transformers, load
 from ..tiny_v4 import INDEXED, PLAIN, RAW, VOCAB, make_v4
@@ -108,6 +109,58 @@ def test_the_names_of_transformers(folder: Path, oracle: Any, tmp_path: Path) ->
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ModelLoadError, match=r"lacks tensors: layers\.1\.ffn\.experts\.down_proj"):
         load(tmp_path)
+
+
+E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def quantised(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """A matrix as DeepSeek stores it, and its numbers: experts in 4 bits, others as fp8 blocks."""
+    rows, columns = weight.shape
+    module = name.removesuffix(".weight")
+    if ".experts." in name:
+        scales = (weight.view(rows, -1, min(32, columns)).abs().amax(-1) / 6).log2().ceil().exp2()
+        spread = scales.repeat_interleave(min(32, columns), 1)
+        codes = (weight / spread)[..., None].sub(E2M1).abs().argmin(-1)
+        stored = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8).view(torch.int8)
+        numbers = E2M1[codes] * spread
+    else:
+        assert columns <= 128
+        most = torch.stack([block.abs().max() for block in weight.split(128)])
+        scales = (most / 448).log2().ceil().exp2().unsqueeze(1)
+        spread = scales.repeat_interleave(128, 0)[:rows]
+        stored = (weight / spread).to(torch.float8_e4m3fn)
+        numbers = stored.float() * spread
+    return {name: stored, f"{module}.scale": scales.to(torch.float8_e8m0fnu)}, numbers
+
+
+def test_the_checkpoint_as_deepseek_stores_it(folder: Path, oracle: Any, tmp_path: Path) -> None:
+    plain = {
+        plain_name(name): tensor.clone()
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    stored: dict[str, Tensor] = {}
+    for name, tensor in plain.items():
+        is_dense = ".attn." in name and tensor.dim() == 2 and "wgate" not in name
+        skipped = ("ape", "compressor.wkv.weight", "weights_proj.weight")
+        if ".experts." in name or (is_dense and not name.endswith(skipped)):
+            parts, plain[name] = quantised(name, tensor)
+            stored |= parts
+        else:
+            stored[name] = tensor
+    config = json.loads((folder / "config.json").read_text())
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}
+    logits = []
+    for index, (tensors, more) in enumerate(
+        ((stored, {"quantization_config": settings, "expert_dtype": "fp4"}), (plain, {}))
+    ):
+        own = tmp_path / str(index)
+        own.mkdir()
+        (own / "config.json").write_text(json.dumps(config | more))
+        save_file(tensors, own / "model.safetensors")
+        model = load(own)
+        logits.append(Sequences(model, 1, 32, block_size=8).step([(0, list(range(20)))])[0][0])
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize(
