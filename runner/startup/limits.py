@@ -49,12 +49,19 @@ class ModelNeeds:
 
 def activation_bytes(text: Any, itemsize: int) -> int:
     """An estimate of the bytes per token of the widest layer, from a model's text config."""
-    hidden = int(text.hidden_size)
-    heads = int(getattr(text, "num_attention_heads", None) or 1)
-    head_dim = int(getattr(text, "head_dim", None) or hidden // heads)
-    copies = int(getattr(text, "num_experts_per_tok", None) or 1)  # of a token, one per expert
-    width = int(getattr(text, "intermediate_size", None) or 4 * hidden)
-    expert = copies * (int(getattr(text, "moe_intermediate_size", None) or width) + hidden)
+    # Gemma 4's config refuses to say as an attribute what differs between its layers.
+    values, hidden = vars(text), int(text.hidden_size)
+
+    def largest(*names: str) -> int:
+        found = [values.get(name) for name in names]
+        return max([value for value in found if isinstance(value, int)], default=0)
+
+    heads = largest("num_attention_heads") or 1
+    head_dim = largest("head_dim", "global_head_dim") or hidden // heads
+    copies = largest("num_experts_per_tok", "top_k_experts") or 1  # of a token, one per expert
+    width = largest("intermediate_size") or 4 * hidden
+    width *= 2 if values.get("use_double_wide_mlp") else 1
+    expert = copies * ((largest("moe_intermediate_size") or width) + hidden)
     mlp = max(width, expert if copies > 1 else 0)
     return itemsize * (6 * hidden + 4 * heads * head_dim + 4 * mlp)
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import Gemma4TextConfig
 
 from slipstream.configs.schema import (
     CacheConfig,
@@ -120,6 +121,14 @@ def test_experts_and_wide_layers_need_memory_for_each_token() -> None:
     experts = SimpleNamespace(**WIDTHS, moe_intermediate_size=2048, num_experts_per_tok=8)
     assert activation_bytes(dense, 2) == 2 * (6 * 4096 + 4 * 4096 + 4 * 14336)
     assert activation_bytes(experts, 2) == 2 * (10 * 4096 + 4 * 8 * (2048 + 4096))
+
+
+def test_a_config_that_differs_between_layers_counts_with_its_widest() -> None:
+    text = Gemma4TextConfig(
+        hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16,
+        global_head_dim=32, num_hidden_layers=2, use_double_wide_mlp=True,
+    )  # fmt: skip
+    assert activation_bytes(text, 2) == 2 * (6 * 64 + 4 * 4 * 32 + 4 * 2 * 96)
 
 
 def config_of(folder: Path, **sections: Any) -> Config:
