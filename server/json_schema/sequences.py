@@ -100,8 +100,8 @@ def _spell_format(schema: Schema, context: Context) -> None:
 def limit_array(schema: Schema, context: Context) -> None:
     """Rewrite the items of all drafts into `prefixItems` and `items`, in place.
 
-    Without rules for further items, an array with `prefixItems` has none, and any other array may
-    have any. Raises SchemaError if `minItems` cannot be reached."""
+    Without rules for further items, an array with `prefixItems` has none unless `minItems` needs
+    some, and any other array may have any. Raises SchemaError if `minItems` cannot be reached."""
     clamp_counts(schema, "Items", context)
     if isinstance(schema.get("items"), list):
         schema["prefixItems"] = schema.pop("items")
@@ -109,7 +109,8 @@ def limit_array(schema: Schema, context: Context) -> None:
     schema.pop("additionalItems", None)
     unevaluated = schema.pop("unevaluatedItems", True)
     prefix = [{} if item is True else item for item in schema.pop("prefixItems", ())]
-    schema.setdefault("items", False if prefix else unevaluated)
+    is_enough = bool(prefix) and schema.get("minItems", 0) <= len(prefix)
+    schema.setdefault("items", False if is_enough else unevaluated)
     if False in prefix:
         prefix = prefix[: prefix.index(False)]
         schema["items"] = False

@@ -58,6 +58,8 @@ def an_object(**more: Any) -> dict[str, Any]:
         ({"enum": [1, 2.5, True], "type": "integer"}, "1", "true"),
         ({"const": "a", "type": ["string", "null"]}, '"a"', "null"),
         ({"type": "array", "prefixItems": [INT], "items": False}, "[1]", "[1, 2]"),
+        ({"prefixItems": [INT], "minItems": 2}, '[1, "x"]', "[1]"),  # further items are needed
+        ({"prefixItems": [INT], "minItems": 2, "maxItems": 3}, "[1, 2, null]", "[1, 2, 3, 4]"),
         (an_object(), '{"a": 1}', '{"b": 1}'),
         (an_object(required=["b"]), '{"a": 1, "b": [2]}', '{"a": 1}'),
         (an_object(required=["b"], additionalProperties=STR), '{"b": "x"}', '{"b": 1}'),

@@ -76,6 +76,7 @@ ARRAYS: list[Any] = [
     {"type": "array", "prefixItems": [INT, STR], "minItems": 1, "items": False},
     {"type": "array", "prefixItems": [INT], "items": STR, "minItems": 3, "maxItems": 4},
     {"type": "array", "prefixItems": [INT], "minItems": 1},
+    {"type": "array", "prefixItems": [INT], "minItems": 2, "maxItems": 2},
 ]
 OBJECTS: list[Any] = [
     an_object(patternProperties={"^b": INT}),
