@@ -1,8 +1,9 @@
 """Writes model folders without weights, for `--load-format dummy`.
 
 `python tests/lab/shapes.py FOLDER` writes FOLDER/llama-8b (the shape of Llama 8B),
-FOLDER/llama-8b-16k (the same for contexts of up to 16,384 tokens) and FOLDER/eagle3-8b (an EAGLE-3
-head for both).
+FOLDER/llama-8b-16k (the same for contexts of up to 16,384 tokens), FOLDER/qwen3-30b-a3b (of
+Qwen3-30B-A3B), FOLDER/gpt-oss-20b and EAGLE-3 heads: FOLDER/eagle3-8b for the first two,
+FOLDER/eagle3-30b-a3b and FOLDER/eagle3-gpt-oss-20b.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256,
@@ -23,12 +25,67 @@ EAGLE3_8B = LLAMA_8B | {
     "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 32000,
     "eagle_aux_hidden_state_layer_ids": [2, 16, 29],
 }  # fmt: skip
+QWEN3_30B_A3B = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 151936,
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+    "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True, "decoder_sparse_step": 1,
+    "mlp_only_layers": [], "hidden_act": "silu", "max_position_embeddings": 40960,
+    "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "rope_scaling": None, "attention_bias": False,
+    "sliding_window": None, "use_sliding_window": False, "max_window_layers": 48,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}  # fmt: skip
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 201088,
+    "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+    "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 32,
+    "num_experts_per_tok": 4, "experts_per_token": 4, "hidden_act": "silu", "swiglu_limit": 7.0,
+    "attention_bias": True, "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "initial_context_length": 4096, "rms_norm_eps": 1e-5,
+    "rope_theta": 150000,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 4096, "truncate": False,
+    },
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "eos_token_id": 200002,
+    "pad_token_id": 199999,
+    "quantization_config": {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
+        ],
+    },
+}  # fmt: skip
+
+
+def eagle3(target: dict[str, Any], boundaries: list[int], inner: int) -> dict[str, Any]:
+    """The config of an EAGLE-3 head for a target with experts: one dense Llama layer."""
+    same = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    return LLAMA_8B | {name: target[name] for name in same} | {
+        "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1,
+        "intermediate_size": inner, "draft_vocab_size": 32000, "rms_norm_eps": 1e-5,
+        "max_position_embeddings": target["max_position_embeddings"],
+        "eagle_aux_hidden_state_layer_ids": boundaries,
+    }  # fmt: skip
+
+
+LONG = LLAMA_8B | {"max_position_embeddings": 16384}
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-8b": LLAMA_8B,
+    "llama-8b-16k": LONG,
+    "eagle3-8b": EAGLE3_8B,
+    "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "eagle3-30b-a3b": eagle3(QWEN3_30B_A3B, [2, 24, 45], 6144),
+    "gpt-oss-20b": GPT_OSS_20B,
+    "eagle3-gpt-oss-20b": eagle3(GPT_OSS_20B, [2, 12, 21], 17280),
+}
 
 
 def write(folder: Path) -> None:
     """Write all model folders; each has only a config.json."""
-    long = LLAMA_8B | {"max_position_embeddings": 16384}
-    for name, config in (("llama-8b", LLAMA_8B), ("llama-8b-16k", long), ("eagle3-8b", EAGLE3_8B)):
+    for name, config in SHAPES.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
 
