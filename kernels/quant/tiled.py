@@ -35,6 +35,7 @@ class TiledWeight:
     group: int
     row_group: int = 1
     zeros: Tensor | None = None  # [groups, N] uint8
+    offsets: Tensor | None = None  # [groups, N]; not with `zeros`
     global_scale: Tensor | None = None  # [N] float32
     order: Tensor | None = None  # [K] int32
     activations: Activations = "16bit"
@@ -44,11 +45,6 @@ class TiledWeight:
     def shape(self) -> tuple[int, int]:
         """[N, K] of the numbers."""
         return self.words.shape[0], self.columns
-
-    @property
-    def offsets(self) -> None:
-        """Absent, since the kernels know no offsets."""
-        return None
 
     @property
     def device(self) -> torch.device:
@@ -67,7 +63,7 @@ class TiledWeight:
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """All tensors that are not None."""
-        fields = (self.words, self.scales, self.zeros, self.global_scale)
+        fields = (self.words, self.scales, self.zeros, self.offsets, self.global_scale)
         return tuple(t for t in (*fields, self.order, self.input_scale) if t is not None)
 
     @property
@@ -85,6 +81,7 @@ class TiledWeight:
             self.group,
             self.row_group,
             zeros=None if self.zeros is None else self.zeros.T,
+            offsets=None if self.offsets is None else self.offsets.T,
             global_scale=self.global_scale,
             order=self.order,
             activations=self.activations,
@@ -98,7 +95,7 @@ class TiledWeight:
     def rows(self, ids: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
         """The numbers of rows `ids` [n]: [n, K]."""
         at = ids.long()
-        scales, zeros = self.scales, self.zeros
+        scales, zeros, offsets = self.scales, self.zeros, self.offsets
         scales = scales[at] if self.kind == "fp4" else scales[:, at // self.row_group]
         few = replace(
             self,
@@ -106,6 +103,7 @@ class TiledWeight:
             scales=scales,
             row_group=1,
             zeros=None if zeros is None else zeros[:, at],
+            offsets=None if offsets is None else offsets[:, at],
             global_scale=None if self.global_scale is None else self.global_scale[at],
         )
         return few.dequantise(dtype)
@@ -118,6 +116,7 @@ class TiledWeight:
             words=self.words[:count],
             scales=self.scales[:count] if self.kind == "fp4" else self.scales[:, :blocks],
             zeros=None if self.zeros is None else self.zeros[:, :count],
+            offsets=None if self.offsets is None else self.offsets[:, :count],
             global_scale=None if self.global_scale is None else self.global_scale[:count],
         )
 
@@ -162,12 +161,21 @@ def slice_width(kind: Kind, group: int, columns: int) -> int:
 
 def can_tile(weight: PackedWeight) -> bool:
     """Whether `tile` and the kernels support the format of a matrix; shapes do not matter."""
-    if weight.offsets is not None or (weight.kind == "int8" and weight.zeros is not None):
+    if weight.kind == "int8" and weight.zeros is not None:
         return False
     if weight.kind == "fp4":
         return weight.group in (16, 32) and weight.scales.element_size() == 1
     whole = weight.group >= weight.columns
+    if whole and weight.offsets is not None:
+        return False
     return whole or weight.group in (16, 32, 64) or weight.group % 128 == 0
+
+
+def zeros_or_offsets(weight: TiledWeight) -> tuple[Tensor | None, int]:
+    """What kernels read beside scales, and what it is: 0 = nothing, 1 = zeros, 2 = offsets."""
+    if weight.offsets is not None:
+        return weight.offsets, 2
+    return weight.zeros, int(weight.zeros is not None)
 
 
 def tile(weight: PackedWeight) -> TiledWeight:
@@ -182,7 +190,7 @@ def tile(weight: PackedWeight) -> TiledWeight:
         piece = weight.values[start : start + step]
         words[start : start + step] = _words(piece, weight.kind, spans, width)
     scales = weight.scales if weight.kind == "fp4" else weight.scales.T
-    zeros = weight.zeros
+    zeros, offsets = weight.zeros, weight.offsets
     return TiledWeight(
         weight.kind,
         words,
@@ -191,6 +199,7 @@ def tile(weight: PackedWeight) -> TiledWeight:
         weight.group,
         weight.row_group,
         zeros=None if zeros is None else zeros.T.to(torch.uint8).contiguous(),
+        offsets=None if offsets is None else offsets.T.contiguous(),
         global_scale=weight.global_scale,
         order=weight.order,
         activations=weight.activations,

@@ -56,11 +56,13 @@ def few() -> None:
     one("int8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4z", gate_up, Skinny(64, 256, 3, 4, 1, 16), 9)
     one("nvfp4", qkv, Skinny(64, 256, 4, 4, 2, 16), 9)
+    one("q4k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
+    one("q6k", qkv, Skinny(64, 32, 4, 4, 2, 16), 9)
     check_instructions()
     norm = meta(1024), 1e-5
     x, weight, residual = meta(9, 1024), tile_on_meta("fp8b", qkv), meta(9, 512)
     packed_linear(x, weight, None, Skinny(64, 128, 3, 4, 1, 16, norm=1), norm, residual)
-    for name in ("fp8b", "int4z", "nvfp4", "mxfp4"):
+    for name in ("fp8b", "int4z", "q5k", "nvfp4", "mxfp4"):
         packed_linear(x, tile_on_meta(name, qkv))
 
 

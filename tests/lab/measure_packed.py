@@ -57,9 +57,13 @@ FORMATS: dict[str, tuple[Kind, int, int, torch.dtype, bool]] = {
     "int4z": ("int4", 128, 1, torch.float16, True),
     "fp8b": ("fp8", 128, 128, torch.float32, False),
     "int8": ("int8", 0, 1, BF16, False),
+    "q4k": ("int4", 32, 1, torch.float32, False),
+    "q5k": ("int8", 32, 1, torch.float32, False),
+    "q6k": ("int8", 16, 1, torch.float32, False),
     "mxfp4": ("fp4", 32, 1, torch.uint8, False),
     "nvfp4": ("fp4", 16, 1, torch.float8_e4m3fn, False),
 }
+WITH_OFFSETS = ("q4k", "q5k")  # GGUF's types with minima
 HEAD_FORMATS, HEAD_ROWS = ("fp8", "int4"), (1, 16, 64)  # with a head, and all tiles
 GEMVS = ((4, 1024, 4), (2, 2048, 4), (4, 2048, 4), (8, 1024, 4))
 # (block_n, stages, warps) by rows of a program
@@ -75,10 +79,10 @@ TILES = {
 def candidates(name: str, shape: Shape, rows: int) -> Iterator[Choice]:
     """The kernels worth measuring."""
     kind, group, *_ = FORMATS[name]
-    if rows == 1 and kind in ("fp8", "int8"):
+    if rows == 1 and kind in ("fp8", "int8") and group in (0, 128):
         gated = shape.role == "gate_up"
         yield from (Gemv(*sizes) for sizes in GEMVS if not (gated and sizes[1] > 1024))
-    columns = 128 if kind in ("fp8", "int8") else 256
+    columns = min(64, group or 64) * (2 if kind in ("fp8", "int8") else 4)
     plain = kind in ("fp8", "int8") and not group  # no second set of sums
     heights = {1: (8, 16), 128: (64, 128), 256: (64, 128)}.get(rows, (rows,))
     for height in heights:
@@ -121,6 +125,8 @@ def random_packed(name: str, shape: Shape, device: torch.device) -> PackedWeight
     fields: dict[str, Any] = {}
     if has_zeros:
         fields["zeros"] = torch.randint(0, 17, grid, device=device, dtype=torch.uint8)
+    if name in WITH_OFFSETS:
+        fields["offsets"] = torch.randn(grid, device=device) / columns**0.5
     if name == "nvfp4":
         fields["global_scale"] = torch.full((rows,), 1 / spread, device=device)
     return PackedWeight(kind, values, scales, columns, group, row_group, **fields)
@@ -133,6 +139,7 @@ def copy_of(weight: TiledWeight) -> TiledWeight:
         words=weight.words.clone(),
         scales=weight.scales.clone(),
         zeros=None if weight.zeros is None else weight.zeros.clone(),
+        offsets=None if weight.offsets is None else weight.offsets.clone(),
     )
 
 
@@ -202,6 +209,7 @@ def tile_on_meta(name: str, shape: Shape) -> TiledWeight:
         group,
         row_group,
         zeros=make(grid[::-1], dtype=torch.uint8) if has_zeros else None,
+        offsets=make(grid[::-1]) if name in WITH_OFFSETS else None,
         global_scale=make(shape.outputs) if name == "nvfp4" else None,
     )
 

@@ -144,7 +144,7 @@ def _packed_gemv_kernel(
 def fits_gemv(weight: TiledWeight) -> bool:
     """Whether this kernel knows the format: 8 bits, with scales of rows or of 128 columns."""
     whole = weight.group >= weight.columns
-    return weight.slices == 2 and (whole or weight.group == 128)
+    return weight.slices == 2 and weight.offsets is None and (whole or weight.group == 128)
 
 
 def _launch(

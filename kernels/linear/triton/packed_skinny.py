@@ -24,7 +24,7 @@ from ...launch import (
     pdl_options,
     wait_for_inputs,
 )
-from ...quant.tiled import TiledWeight
+from ...quant.tiled import TiledWeight, zeros_or_offsets
 from ...quant.triton.packed_codes import KINDS, numbers
 from ...quant.triton.packed_scales import fp4_scales, of_span, scaled
 from ..linear_choice import Skinny
@@ -66,21 +66,25 @@ def _add_products(
     words,  # [BLOCK_N, WIDTH]
     xs,  # tuple of [BLOCK_M, WIDTH], a slice of x for each slice of the words
     scales,  # tuple: [BLOCK_N] for each group, or of "fp4" [BLOCK_N, 64 / GROUP] for each slice
-    zeros,  # tuple: [BLOCK_N] for each group
+    zeros,  # tuple: [BLOCK_N] for each group, zeros or offsets
     SLICES: tl.constexpr,
     GROUPS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     E8M0: tl.constexpr,
-    ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     ASSEMBLY: tl.constexpr,
 ):
-    """Add the products of a span to the sums."""
+    """Add the products of a span to the sums.
+
+    Offsets are multiplied with the sum of a group's inputs, those of "int4" with 8 scales more,
+    since 8 is subtracted from its codes.
+    """
     PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
     of_slice = zeros
-    if ZEROS:
+    if ZEROS == 1:
         of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
-    tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS, ASSEMBLY)
+    tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS == 1, ASSEMBLY)
     if KIND == 3:
         for i in tl.static_range(SLICES):
             acc = tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xs[i].T, acc)
@@ -92,7 +96,16 @@ def _add_products(
             part = tl.dot(tiles[g * PER], xs[g * PER].T)
             for i in tl.static_range(1, PER):
                 part = tl.dot(tiles[g * PER + i], xs[g * PER + i].T, part)
-            acc += scales[g].to(tl.float32)[:, None] * part
+            scale = scales[g].to(tl.float32)
+            acc += scale[:, None] * part
+            if ZEROS == 2:
+                offset = zeros[g].to(tl.float32)
+                if KIND == 2:
+                    offset += 8.0 * scale
+                total = tl.sum(xs[g * PER].to(tl.float32), 1)
+                for i in tl.static_range(1, PER):
+                    total += tl.sum(xs[g * PER + i].to(tl.float32), 1)
+                acc += offset[:, None] * total[None, :]
     return acc
 
 
@@ -103,7 +116,7 @@ def _packed_kernel(
     words,  # pointer to the words
     gain,  # [K], weight of the norm
     scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups]
-    zeros,  # [groups, N] uint8
+    zeros,  # [groups, N] uint8, or offsets [groups, N]
     channel,  # [N] or [2 N], factors of whole rows
     bias,  # [N] or [2 N]
     residual,  # [M, N]
@@ -127,7 +140,7 @@ def _packed_kernel(
     ROW_GROUP: tl.constexpr,
     GROUPS: tl.constexpr,  # groups in WIDTH * SLICES columns; 0 = the scales are in `channel`
     E8M0: tl.constexpr,  # scales of "fp4" are powers of 2, else e4m3
-    ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     CHANNEL: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
@@ -292,7 +305,7 @@ def _launch(
     while early > span // slices:
         early //= 2
     whole = weight.group >= weight.columns and weight.row_group == 1
-    is_fp4, zeros = weight.kind == "fp4", weight.zeros
+    is_fp4, (zeros, zeros_mode) = weight.kind == "fp4", zeros_or_offsets(weight)
     factors = weight.scales if whole and not is_fp4 else weight.global_scale
     gain, eps = (x, 0.0) if norm is None else norm
     blocks = triton.cdiv(num_outputs, choice.block_n)
@@ -326,7 +339,7 @@ def _launch(
         ROW_GROUP=weight.row_group,
         GROUPS=0 if whole or is_fp4 else max(columns // weight.group, 1),
         E8M0=weight.scales.dtype == torch.uint8,
-        ZEROS=zeros is not None,
+        ZEROS=zeros_mode,
         CHANNEL=factors is not None,
         NORM=norm is not None,
         BIAS=bias is not None,

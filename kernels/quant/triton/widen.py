@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
-from ..tiled import TiledWeight
+from ..tiled import TiledWeight, zeros_or_offsets
 from .packed_codes import KINDS, plain_numbers
 
 
@@ -18,7 +18,7 @@ from .packed_codes import KINDS, plain_numbers
 def _widen_kernel(
     words,  # [N, W]
     scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups] uint8
-    zeros,  # [groups, N] uint8
+    zeros,  # [groups, N] uint8, or offsets [groups, N]
     global_scale,  # [N] float32
     out,  # [N, K]
     num_rows,  # N
@@ -35,7 +35,7 @@ def _widen_kernel(
     GROUP: tl.constexpr,
     ROW_GROUP: tl.constexpr,
     E8M0: tl.constexpr,
-    ZEROS: tl.constexpr,
+    ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     GLOBAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -60,13 +60,19 @@ def _widen_kernel(
         if GLOBAL:
             s *= tl.load(global_scale + n, mask=is_row, other=0.0)[:, None]
         number = plain_numbers(packed, i, KIND)
+        zero = number
         if ZEROS:
             at = group[None, :] * zero_stride + n[:, None]
-            number -= tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
-        elif KIND == 2:
+            zero = tl.load(zeros + at, mask=inside, other=0).to(tl.float32)
+        if ZEROS == 1:
+            number -= zero
+        elif ZEROS == 0 and KIND == 2:
             number -= 8.0
+        number *= s
+        if ZEROS == 2:
+            number += zero
         place = n.to(tl.int64)[:, None] * num_columns + column[None, :]
-        tl.store(out + place, (number * s).to(out.dtype.element_ty), mask=inside)
+        tl.store(out + place, number.to(out.dtype.element_ty), mask=inside)
 
 
 def widen(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
@@ -75,7 +81,8 @@ def widen(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
     out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
     width, num_words, is_fp4 = weight.slice_width, weight.words.shape[1], weight.kind == "fp4"
     spans = max(256 // width, 1)
-    scales, zeros, factors = weight.scales, weight.zeros, weight.global_scale
+    scales, factors = weight.scales, weight.global_scale
+    zeros, mode = zeros_or_offsets(weight)
     strides = scales.stride() if is_fp4 else (scales.stride(1), scales.stride(0))
     _widen_kernel[(triton.cdiv(rows, 8), triton.cdiv(num_words, spans * width))](
         weight.words,
@@ -96,7 +103,7 @@ def widen(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
         GROUP=1 << 30 if weight.group >= columns else weight.group,
         ROW_GROUP=weight.row_group,
         E8M0=scales.dtype == torch.uint8,
-        ZEROS=zeros is not None,
+        ZEROS=mode,
         GLOBAL=factors is not None,
         num_warps=8,
         **pdl_options(weight.words),

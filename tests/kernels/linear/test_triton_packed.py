@@ -32,6 +32,9 @@ KEPT = [
     ("int8 rows", "parts", 3, 328, True),
     ("int4 128", "plain", 3, 328, True),
     ("int4 64 zeros", "gated", 3, 328, True),
+    ("int4 32 offsets", "gated", 3, 328, True),
+    ("int8 16", "plain", 3, 128, False),
+    ("int8 32 offsets", "parts", 3, 328, True),
     ("mxfp4", "plain", 3, 128, False),
     ("nvfp4", "parts", 3, 328, True),
 ]
@@ -127,7 +130,9 @@ def test_the_public_functions_pick_kernels_and_keep_the_order_of_columns(
     close(packed_gated_linear(x, weight, None, "silu", small, norm), got.double(), 3)
 
 
-@pytest.mark.parametrize("name", some(FORMATS, kept=["fp8 blocks", "int4 64 zeros", "nvfp4"]))
+@pytest.mark.parametrize(
+    "name", some(FORMATS, kept=["fp8 blocks", "int4 64 zeros", "int4 32 offsets"])
+)
 def test_many_rows_use_a_copy_with_every_number(name: str) -> None:
     from slipstream.kernels.quant.triton.widen import widen
 

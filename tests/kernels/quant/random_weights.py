@@ -18,6 +18,9 @@ FORMATS: dict[str, dict[str, Any]] = {  # a group of 0 is a whole row
     "int4 128 zeros": {"kind": "int4", "group": 128, "dtype": torch.bfloat16, "zeros": True},
     "int4 64 zeros": {"kind": "int4", "group": 64, "zeros": True},
     "int4 32": {"kind": "int4", "group": 32, "dtype": torch.float16},
+    "int4 32 offsets": {"kind": "int4", "group": 32, "dtype": torch.float16, "offsets": True},
+    "int8 16": {"kind": "int8", "group": 16},
+    "int8 32 offsets": {"kind": "int8", "group": 32, "dtype": torch.float16, "offsets": True},
     "mxfp4": {"kind": "fp4", "group": 32, "dtype": torch.uint8},
     "nvfp4": {"kind": "fp4", "group": 16, "dtype": torch.float8_e4m3fn},
 }
@@ -54,6 +57,10 @@ def random_weight(
     else:
         scales = factors.to(dtype)
     zeros = integers(0, 17, *grid).to(torch.uint8) if made.get("zeros") else None
+    offsets = None
+    if made.get("offsets"):
+        wide = torch.empty(grid, device=device).normal_(generator=generator)
+        offsets = (wide * columns**-0.5).to(dtype)
     return PackedWeight(
-        kind, values, scales, columns, group, row_group, zeros=zeros, global_scale=global_scale
+        *(kind, values, scales, columns, group, row_group, zeros, offsets, global_scale)
     )

@@ -17,6 +17,9 @@ def test_tiling_keeps_every_number(
 ) -> None:
     monkeypatch.setattr(tiled, "_PIECE_VALUES", 4000)  # several pieces
     weight = random_weight(name, *shape)
+    if weight.offsets is not None and weight.group >= weight.columns:
+        assert not tiled.can_tile(weight)
+        return
     assert tiled.can_tile(weight)
     made = tiled.tile(weight)
     assert made.shape == weight.shape and made.words.is_contiguous()
