@@ -47,7 +47,9 @@ def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < largest), largest)
 
 
-def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
+def mixed_capture_sizes(
+    wanted: Sequence[int] | None, max_num_tokens: int, mode: CUDAGraphMode
+) -> tuple[int, ...]:
     """The token counts of mixed batches to capture: the user's, else fewer than for uniform ones.
 
     Padding costs little up to about 256 tokens, where the step's duration is that of reading the
@@ -56,10 +58,11 @@ def mixed_capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tu
     """
     if wanted is not None:
         return capture_sizes(wanted, max_num_tokens)
-    close = range(256, _MOST_CLOSE + 1, 64)
-    far = range(_MOST_CLOSE + 128, _MOST_MIXED + 1, 128)
-    sizes = (1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *close, *far)
-    return tuple(size for size in sizes if size <= max_num_tokens)
+    sizes = [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, *range(256, _MOST_CLOSE + 1, 64)]
+    if mode is CUDAGraphMode.FULL:  # one graph a size: closer ones, and larger ones
+        sizes += [*range(160, _MOST_CLOSE, 32), *range(_MOST_CLOSE + 64, 1024, 64)]
+        sizes += range(1024, _MOST_MIXED + 1, 128)
+    return tuple(sorted({size for size in sizes if size <= max_num_tokens}))
 
 
 def capture_sizes(wanted: Sequence[int] | None, max_num_tokens: int) -> tuple[int, ...]:
@@ -138,8 +141,6 @@ def descriptors(
     if (mixed := mode.mixed_mode()) is not CUDAGraphMode.NONE:
         alignment = max(uniform_token_counts, default=1)
         own = sizes if mixed_sizes is None else mixed_sizes
-        if mixed is CUDAGraphMode.PIECEWISE and own != sizes:  # a graph per layer for each size
-            own = [size for size in own if size <= _MOST_CLOSE]
         found.update(mixed_descriptors(own, mixed, alignment, max_num_reqs, max_num_tokens))
     return sorted(found, key=_capture_order)
 

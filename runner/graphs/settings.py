@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...configs.graphs import BatchExecutionDescriptor
+from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ...configs.schema import GraphConfig
 from .capture import GraphPool
 from .dispatch import capture_sizes, mixed_capture_sizes
@@ -20,7 +20,9 @@ class GraphSettings:
     sizes: tuple[int, ...]
     debug_compare_eager: bool = False
     progress: ProgressFn | None = None
-    mixed_sizes: tuple[int, ...] | None = None  # of mixed batches; None = `sizes`
+    # of mixed batches, in pieces and whole; None = `sizes`
+    mixed_sizes: tuple[int, ...] | None = None
+    whole_mixed_sizes: tuple[int, ...] | None = None
     draft_loop: bool = True  # all draft decodes of a step in one graph if attention allows
 
     def manager(self, name: str, wanted: Sequence[BatchExecutionDescriptor]) -> CudaGraphManager:
@@ -38,6 +40,7 @@ class GraphSettings:
             capture_sizes(listed, max_num_tokens),
             config.debug_compare_eager,
             progress,
-            mixed_capture_sizes(listed, max_num_tokens),
+            mixed_capture_sizes(listed, max_num_tokens, CUDAGraphMode.PIECEWISE),
+            mixed_capture_sizes(listed, max_num_tokens, CUDAGraphMode.FULL),
             config.cudagraph_draft_loop,
         )

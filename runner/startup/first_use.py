@@ -30,7 +30,7 @@ def load_libraries(
     found = [model for model in models if isinstance(model, nn.Module)]
     sizes = {max_num_tokens}
     if graphs is not None:
-        sizes |= {*graphs.sizes, *(graphs.mixed_sizes or ())}
+        sizes |= {*graphs.sizes, *(graphs.whole_mixed_sizes or ())}
     first_products(found, sizes)
     first_operations(next(found[0].buffers()).device, vocab_size)
 

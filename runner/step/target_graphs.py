@@ -37,6 +37,7 @@ def create_target_graphs(
         by_default = wanted is CUDAGraphMode.FULL_AND_FULL
         level = logging.INFO if by_default else logging.WARNING
         logger.log(level, "target graphs run as %s: %s", decision.mode.name, decision.reason)
+    is_whole = decision.mode.mixed_mode() is CUDAGraphMode.FULL
     manager = CudaGraphManager.create(
         "target",
         decision.mode,
@@ -47,6 +48,6 @@ def create_target_graphs(
         settings.pool,
         settings.progress,
         settings.debug_compare_eager,
-        settings.mixed_sizes,
+        settings.whole_mixed_sizes if is_whole else settings.mixed_sizes,
     )
     return manager, decision.mode

@@ -18,8 +18,21 @@ from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import Launch, num_processors, plan_launch
 from .latent_rows import load_latent, load_rotary
 from .online_softmax import LOG2E, absorb, soft_capped
-from .prefill import MAX_DIM, find_request, prefill_attention
+from .prefill import MAX_DIM, prefill_attention
 from .split_sums import sum_splits
+
+
+@triton.jit
+def _find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
+    """Find the request of a query block: request i owns the blocks from start_i // BLOCK_Q + i."""
+    low, high = 0, num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
 
 
 @triton.jit(
@@ -36,7 +49,7 @@ def _attention_kernel(
     sinks,  # [Hq]
     out,  # [T, Hq, DIM_V], contiguous
     partial,  # [SPLITS, T, Hq, DIM_V] fp32
-    lse,  # [SPLITS, T, Hq] fp32, log2 of the softmax denominator
+    lse,  # [SPLITS, T, Hq] fp32, log2 of the softmax denominator; inf in split 0: `out` is final
     scale,
     v_scale,  # of stored values; None unless the cache is e4m3
     softcap,
@@ -103,17 +116,23 @@ def _attention_kernel(
         start = tl.load(query_start_loc + request)
         first = 0
     else:
-        request = find_request(query_start_loc, num_reqs, block, BLOCK_Q)
+        request = _find_request(query_start_loc, num_reqs, block, BLOCK_Q)
         start = tl.load(query_start_loc + request)
         first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
     query_len = tl.load(query_start_loc + request + 1) - start
-    if (first >= query_len) | (query_len <= longer_than) | (query_len > max_query_len):
+    if (first >= query_len) | (query_len > max_query_len):
         return
     seq_len = tl.load(seq_lens + request)
     within = first + row // HEADS  # [BLOCK_M] query token within the request
     valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
     position = seq_len - query_len + within  # [BLOCK_M] sequence position
     token = (start + within).to(tl.int64)
+    if query_len <= longer_than:
+        if SPLITS > 1:
+            if split == 0:  # tell the second kernel to leave these rows
+                final = tl.full([BLOCK_M], float("inf"), tl.float32)
+                tl.store(lse + token * Q_HEADS + head, final, mask=valid)
+        return
 
     # Keys [low, high) are visible to some row; this program reads one chunk of them.
     high = tl.minimum(seq_len, seq_len - query_len + first + BLOCK_Q)

@@ -1,7 +1,8 @@
 """Paged attention of long queries: the part of `paged_attention` that prompts spend their time in.
 
 Keys that all query tokens of a program see are absorbed without masks; only the last tiles, where
-the causal border lies, are masked. Late query blocks have the most keys, so they start first.
+the causal border lies, are masked. Late query blocks have the most keys, so they start first. The
+programs find the blocks of long requests themselves, so short requests beside them cost none.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -35,8 +36,7 @@ class Tiles:
 MAX_DIM = 128  # the largest head size
 # The fastest of 11 on an H200 (tests/lab/measure_prefill.py), for heads of 128 values.
 _TILES = Tiles(64, 64, 4, 2)
-
-
+_MORE_BLOCKS = 16
 _MOST_SPLITS = 8
 _LEAST_KEYS = 1024  # of a split
 
@@ -57,16 +57,16 @@ def num_splits(programs: int, max_keys: int, processors: int) -> int:
 
 
 @triton.jit
-def find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
-    """Find the request of a query block: request i owns the blocks from start_i // BLOCK_Q + i."""
-    low, high = 0, num_reqs
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
+def _find_block(lens, starts, request, upto, block, BLOCK_Q: tl.constexpr):
+    """Find a query block: (its request, first query token, the request's first row and length).
+
+    `upto` [N] counts the blocks of each request and those before it.
+    """
+    own = tl.sum((upto <= block).to(tl.int32), 0)
+    is_own = request == own
+    query_len = tl.sum(tl.where(is_own, lens, 0), 0)
+    before = tl.sum(tl.where(is_own, upto, 0), 0) - tl.cdiv(query_len, BLOCK_Q)
+    return own, (block - before) * BLOCK_Q, tl.sum(tl.where(is_own, starts, 0), 0), query_len
 
 
 @triton.jit
@@ -156,6 +156,7 @@ def _prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_Q: tl.constexpr,  # query tokens of one program
     BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,  # at least N
     SPLITS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,  # of a split
     WINDOW: tl.constexpr,  # 0 = none
@@ -164,8 +165,7 @@ def _prefill_kernel(
     PDL: tl.constexpr,
 ):
     wait_for_inputs(PDL)
-    num_blocks, split = tl.num_programs(0), tl.program_id(2)
-    block = num_blocks - 1 - tl.program_id(0)
+    stride, split = tl.num_programs(0), tl.program_id(2)
     head_blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // head_blocks
     row = tl.arange(0, BLOCK_M)
@@ -173,100 +173,108 @@ def _prefill_kernel(
     head = kv_head * GROUP + in_group  # [BLOCK_M] query head
     dim = tl.arange(0, BLOCK_D)
     dim_inside = dim < DIM
+    used = (row < HEADS) & (in_group < GROUP)
 
+    each = tl.arange(0, BLOCK_R)
+    starts = tl.load(query_start_loc + each, mask=each < num_reqs, other=0)
+    lens = tl.load(query_start_loc + 1 + each, mask=each < num_reqs, other=0) - starts
+    upto = tl.cumsum(tl.where(lens > longer_than, tl.cdiv(lens, BLOCK_Q), 0), 0)
+    num_blocks = tl.max(upto, 0)
     if split == 0:  # the programs share the work of zeroing token rows without a request
-        covered = tl.load(query_start_loc + num_reqs)
-        used = (row < HEADS) & (in_group < GROUP)
-        for empty in range(covered + block, num_tokens, num_blocks):
+        for empty in range(tl.max(starts + lens, 0) + tl.program_id(0), num_tokens, stride):
             target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
             zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
             tl.store(out + target, zeros, mask=used[:, None] & dim_inside[None, :])
+        if SPLITS > 1:  # and of telling the second kernel to leave the rows of skipped requests
+            for request in range(tl.program_id(0), num_reqs, stride):
+                start = tl.load(query_start_loc + request)
+                end = tl.load(query_start_loc + 1 + request)
+                if end - start <= longer_than:
+                    for token in range(start, end):
+                        final = tl.full([BLOCK_M], float("inf"), tl.float32)
+                        tl.store(lse + head.to(tl.int64) + token * Q_HEADS, final, mask=used)
 
-    request = find_request(query_start_loc, num_reqs, block, BLOCK_Q)
-    start = tl.load(query_start_loc + request)
-    first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
-    query_len = tl.load(query_start_loc + request + 1) - start
-    if (first >= query_len) | (query_len <= longer_than):
-        return
-    cached = tl.load(seq_lens + request) - query_len  # keys before the request's queries
-    within = first + row // HEADS  # [BLOCK_M] query token within the request
-    valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
-    last = cached + within  # [BLOCK_M] position, the last key that the row sees
-    token = (start + within).to(tl.int64)
-    high = cached + tl.minimum(query_len, first + BLOCK_Q)  # end of the keys that some row sees
-    low = 0
-    masked_from = (cached + first + 1) // BLOCK_N * BLOCK_N  # all rows see all keys before it
-    if WINDOW > 0:
-        low = tl.maximum(0, cached + first - WINDOW + 1)
-        masked_from = low
-    active = 1  # splits with work
-    if SPLITS > 1:
-        chunk = tl.maximum(tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_N) * BLOCK_N, LEAST_KEYS)
-        active = tl.cdiv(high - low, chunk)
-        low += split * chunk
-        high = tl.minimum(high, low + chunk)
-        masked_from = tl.minimum(tl.maximum(masked_from, low), high) // BLOCK_N * BLOCK_N
+    for index in range(tl.program_id(0), num_blocks, stride):
+        block = num_blocks - 1 - index
+        request, first, start, query_len = _find_block(lens, starts, each, upto, block, BLOCK_Q)
+        cached = tl.load(seq_lens + request) - query_len  # keys before the request's queries
+        within = first + row // HEADS  # [BLOCK_M] query token within the request
+        valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
+        last = cached + within  # [BLOCK_M] position, the last key that the row sees
+        token = (start + within).to(tl.int64)
+        high = cached + tl.minimum(query_len, first + BLOCK_Q)  # end of the keys that some row sees
+        low = 0
+        masked_from = (cached + first + 1) // BLOCK_N * BLOCK_N  # all rows see all keys before it
         if WINDOW > 0:
+            low = tl.maximum(0, cached + first - WINDOW + 1)
             masked_from = low
-    flat = token * Q_HEADS + head
-    if split >= active:
-        if active > 1:
-            nothing = tl.full([BLOCK_M], float("-inf"), tl.float32)
-            tl.store(lse + split.to(tl.int64) * num_tokens * Q_HEADS + flat, nothing, mask=valid)
-        return
+        active = 1  # splits with work
+        if SPLITS > 1:
+            chunk = tl.maximum(tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_N) * BLOCK_N, LEAST_KEYS)
+            active = tl.cdiv(high - low, chunk)
+            low += split * chunk
+            high = tl.minimum(high, low + chunk)
+            masked_from = tl.minimum(tl.maximum(masked_from, low), high) // BLOCK_N * BLOCK_N
+            if WINDOW > 0:
+                masked_from = low
+        flat = token * Q_HEADS + head
 
-    q_rows = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
-    q = tl.load(q_rows + dim[None, :], mask=valid[:, None] & dim_inside[None, :], other=0.0)
-    top = tl.full([BLOCK_M], LEAST, tl.float32)  # running maximum, log2 domain
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    if SINKS:
-        if split == 0:
-            top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-            total += 1.0
-    key = tl.arange(0, BLOCK_N)
-    table = block_table + request.to(tl.int64) * table_stride
-    key_rows = key_cache + kv_head * k_stride_h + dim[None, :]
-    value_rows = value_cache + kv_head * v_stride_h + dim[None, :]
-    if BLOCK_N % PAGE == 0 and WINDOW == 0:  # a key's place in its page is the same in every tile
-        key_rows += ((key % PAGE) * k_stride_t)[:, None]
-        value_rows += ((key % PAGE) * v_stride_t)[:, None]
-        for key_start in range(low, masked_from, BLOCK_N):
-            top, total, acc = _absorb_tile(
-                q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
-                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
-                PAGE, WINDOW, SOFTCAP, False, BLOCK_D == DIM,
-            )  # fmt: skip
-        for key_start in range(tl.maximum(masked_from, low), high, BLOCK_N):
-            top, total, acc = _absorb_tile(
-                q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
-                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
-                PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
-            )  # fmt: skip
-    else:
-        for key_start in range(low, high, BLOCK_N):
-            place = ((key_start + key) % PAGE)[:, None]
-            top, total, acc = _absorb_tile(
-                q, key_rows + place * k_stride_t, value_rows + place * v_stride_t,
-                table, key_start, high, key, last, dim_inside,
-                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
-                PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
-            )  # fmt: skip
+        q_rows = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
+        q = tl.load(q_rows + dim[None, :], mask=valid[:, None] & dim_inside[None, :], other=0.0)
+        top = tl.full([BLOCK_M], LEAST, tl.float32)  # running maximum, log2 domain
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if SINKS:
+            if split == 0:
+                top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+                total += 1.0
+        key = tl.arange(0, BLOCK_N)
+        table = block_table + request.to(tl.int64) * table_stride
+        key_rows = key_cache + kv_head * k_stride_h + dim[None, :]
+        value_rows = value_cache + kv_head * v_stride_h + dim[None, :]
+        if BLOCK_N % PAGE == 0 and WINDOW == 0:  # places in pages are alike in all tiles
+            key_rows += ((key % PAGE) * k_stride_t)[:, None]
+            value_rows += ((key % PAGE) * v_stride_t)[:, None]
+            for key_start in range(low, masked_from, BLOCK_N):
+                top, total, acc = _absorb_tile(
+                    q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
+                    top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                    PAGE, WINDOW, SOFTCAP, False, BLOCK_D == DIM,
+                )  # fmt: skip
+            for key_start in range(tl.maximum(masked_from, low), high, BLOCK_N):
+                top, total, acc = _absorb_tile(
+                    q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
+                    top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                    PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
+                )  # fmt: skip
+        else:
+            for key_start in range(low, high, BLOCK_N):
+                place = ((key_start + key) % PAGE)[:, None]
+                top, total, acc = _absorb_tile(
+                    q, key_rows + place * k_stride_t, value_rows + place * v_stride_t,
+                    table, key_start, high, key, last, dim_inside,
+                    top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                    PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
+                )  # fmt: skip
 
-    result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    if v_scale is not None:
-        result *= v_scale
-    place = flat[:, None] * DIM + dim[None, :]
-    mask = valid[:, None] & dim_inside[None, :]
-    if active == 1:
-        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
-        if SPLITS > 1:  # tell the second kernel that there is nothing to sum
-            done = tl.full([BLOCK_M], float("inf"), tl.float32)
-            tl.store(lse + flat, done, mask=valid)
-    else:
-        own = split.to(tl.int64) * num_tokens * Q_HEADS
-        tl.store(partial + own * DIM + place, result, mask=mask)
-        tl.store(lse + own + flat, top + tl.log2(total), mask=valid)
+        result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+        if v_scale is not None:
+            result *= v_scale
+        place = flat[:, None] * DIM + dim[None, :]
+        mask = valid[:, None] & dim_inside[None, :]
+        if SPLITS == 1:
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+        else:
+            # in split 0: inf if there is nothing to sum; of a split without work: -inf
+            sums = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
+            if active == 1:
+                sums = tl.full([BLOCK_M], float("inf"), tl.float32)
+                tl.store(out + place, result.to(out.dtype.element_ty), mask=mask & (split == 0))
+            else:
+                own = split.to(tl.int64) * num_tokens * Q_HEADS
+                tl.store(partial + own * DIM + place, result, mask=mask & (split < active))
+            at = split.to(tl.int64) * num_tokens * Q_HEADS + flat
+            tl.store(lse + at, sums, mask=valid)
 
 
 def prefill_attention(
@@ -300,7 +308,9 @@ def prefill_attention(
         shape = (splits, num_tokens, num_heads)
         partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    grid = (num_tokens // block_q + num_reqs, head_blocks, splits)
+    # Each long request may add a block; if many do, programs have several blocks.
+    blocks = triton.cdiv(num_tokens, block_q) + min(num_reqs, _MORE_BLOCKS)
+    grid = (blocks, head_blocks, splits)
     assert query.stride(-1) == kv_cache.stride(-1) == rows.block_table.stride(-1) == 1
     _prefill_kernel[grid](
         query,
@@ -332,6 +342,7 @@ def prefill_attention(
         BLOCK_M=tiles.block_m,
         BLOCK_Q=block_q,
         BLOCK_N=tiles.block_n,
+        BLOCK_R=max(16, 1 << 2 * -(-(num_reqs - 1).bit_length() // 2)),  # a power of four
         SPLITS=splits,
         LEAST_KEYS=_LEAST_KEYS,
         WINDOW=rule.sliding_window or 0,

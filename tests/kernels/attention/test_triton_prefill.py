@@ -62,6 +62,31 @@ def test_it_equals_the_reference(
     torch.testing.assert_close(out, expected, rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_it_skips_short_requests_and_needs_few_programs(
+    splits: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of requests that it skips stay as they are, and a program may have several blocks."""
+    from slipstream.kernels.attention.triton import prefill
+
+    monkeypatch.setattr(prefill, "_LEAST_KEYS", 16)
+    monkeypatch.setattr(prefill, "_MORE_BLOCKS", 0)
+    lens = torch.tensor([2, 9, 1, 5, 3, 0])  # blocks of 8 tokens: 2, 1 and 1 for 23 rows
+    total = torch.tensor([40, 50, 7, 5, 30, 0]).int()
+    table = torch.arange(1, 25).int().view(6, 4)
+    starts = torch.cat((torch.zeros(1), lens.cumsum(0))).int()
+    rows = PagedRows(table, starts, total, 9, torch.zeros(23).long(), longer_than=2)
+    query, cache = torch.randn(23, 2, 16), torch.randn(2, 25, 16, 1, 16)
+    out = torch.full((23, 2, 16), 7.0)
+    rule = AttentionRule(scale=0.25)
+    tiles = prefill.Tiles(16, 16, 4, 2)
+    prefill.prefill_attention(query, cache, rows, rule, out, tiles, splits)
+    expected = paged_attention_reference(query, cache, rows, rule)
+    is_long = (lens > 2).repeat_interleave(lens)
+    torch.testing.assert_close(out[:20][is_long], expected[:20][is_long], rtol=3e-6, atol=3e-6)
+    assert (out[:20][~is_long] == 7).all() and not out[20:].any()
+
+
 def test_few_programs_share_long_keys() -> None:
     """A power of two of splits that keeps the GPU busy, each of 1,024 keys or more."""
     from slipstream.kernels.attention.triton.prefill import num_splits

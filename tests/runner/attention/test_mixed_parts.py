@@ -42,8 +42,13 @@ def batch(
 
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
-@pytest.mark.parametrize(("decode", "window"), [(1, None), (4, None), (1, 20)])
-def test_two_launches_give_what_one_gives(decode: int, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("decode", "window", "splits"), [(1, None, None), (4, None, 4), (1, 20, 1)]
+)
+def test_two_launches_give_what_one_gives(
+    decode: int, window: int | None, splits: int | None
+) -> None:
+    """Neither launch touches the rows of the other, even where a second kernel sums splits."""
     from slipstream.kernels.attention.triton.paged_attention import paged_attention
 
     seq_lens = [5 + 7 * i for i in range(9)] + [40, 70]
@@ -57,7 +62,7 @@ def test_two_launches_give_what_one_gives(decode: int, window: int | None) -> No
     tokens = common.num_actual_tokens
     query = torch.randn(tokens, HEADS, DIM)
     cache = torch.randn(2, int(common.block_table.max()) + 1, PAGE, KV_HEADS, DIM)
-    got = paged_attention(query, cache, rows, layer)
+    got = paged_attention(query, cache, rows, layer, splits)
     expected = paged_attention_reference(query, cache, rows, layer)
     torch.testing.assert_close(got, expected, rtol=3e-6, atol=3e-6)
     assert not got[tokens - 2 :].any()
