@@ -47,8 +47,11 @@ class ModelNeeds:
         return logits + limits.max_num_seqs * request + tokens
 
 
-def activation_bytes(text: Any, itemsize: int) -> int:
-    """An estimate of the bytes per token of the widest layer, from a model's text config."""
+def activation_bytes(text: Any, attention_width: int, itemsize: int) -> int:
+    """An estimate of the bytes per token of the widest layer, from a model's text config.
+
+    `attention_width`: the elements of all heads of the widest attention layer.
+    """
     # Gemma 4's config refuses to say as an attribute what differs between its layers.
     values, hidden = vars(text), int(text.hidden_size)
 
@@ -56,14 +59,12 @@ def activation_bytes(text: Any, itemsize: int) -> int:
         found = [values.get(name) for name in names]
         return max([value for value in found if isinstance(value, int)], default=0)
 
-    heads = largest("num_attention_heads") or 1
-    head_dim = largest("head_dim", "global_head_dim") or hidden // heads
     copies = largest("num_experts_per_tok", "top_k_experts") or 1  # of a token, one per expert
     width = largest("intermediate_size") or 4 * hidden
     width *= 2 if values.get("use_double_wide_mlp") else 1
     expert = copies * ((largest("moe_intermediate_size") or width) + hidden)
     mlp = max(width, expert if copies > 1 else 0)
-    return itemsize * (6 * hidden + 4 * heads * head_dim + 4 * mlp)
+    return itemsize * (6 * hidden + 4 * attention_width + 4 * mlp)
 
 
 def drafter_bytes(drafter: FoundDrafter | None) -> int:

@@ -156,13 +156,15 @@ def _limits(
     """The limits of a step beside `weights` bytes, and the reason for those that are not
     configured."""
     text: Any = resolved.text_config
+    layers = [layer for group in groups for layer in group.layers]
+    width = max([layer.num_heads * layer.head_dim for layer in layers], default=0)
     most = StepLoad(LARGE[0].max_num_seqs, LARGE[0].max_num_batched_tokens)
     size = fitting_block_size(config.cache.block_size, groups)
     layout = KVLayout(groups, size, fmt.dtype, most)
     needs = ModelNeeds(
         weights,
         config.cache.kv_cache_memory_bytes or layout.bytes_of(layout.blocks_for(max_model_len)),
-        activation_bytes(text, fmt.dtype.itemsize),
+        activation_bytes(text, width, fmt.dtype.itemsize),
         int(text.vocab_size),
         max_model_len,
     )

@@ -39,8 +39,8 @@ H200 = Card("NVIDIA H200", (9, 0), 132, 140 * GIB)
 H100 = Card("NVIDIA H100 80GB HBM3", (9, 0), 132, 79 * GIB)
 H100_PART = Card("NVIDIA H100 MIG 3g.40gb", (9, 0), 60, 39 * GIB)
 A100 = Card("NVIDIA A100-SXM4-80GB", (8, 0), 108, 79 * GIB)
-WIDTHS = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
-TOKEN_BYTES = activation_bytes(SimpleNamespace(**WIDTHS), 2)
+WIDTHS = {"hidden_size": 4096, "intermediate_size": 14336}
+TOKEN_BYTES = activation_bytes(SimpleNamespace(**WIDTHS), 4096, 2)
 EAGLE = SpeculativeConfig("eagle3", "head")
 
 
@@ -119,16 +119,17 @@ def test_a_fixed_kv_cache_must_fit_too() -> None:
 def test_experts_and_wide_layers_need_memory_for_each_token() -> None:
     dense = SimpleNamespace(**WIDTHS)
     experts = SimpleNamespace(**WIDTHS, moe_intermediate_size=2048, num_experts_per_tok=8)
-    assert activation_bytes(dense, 2) == 2 * (6 * 4096 + 4 * 4096 + 4 * 14336)
-    assert activation_bytes(experts, 2) == 2 * (10 * 4096 + 4 * 8 * (2048 + 4096))
+    assert activation_bytes(dense, 4096, 2) == 2 * (6 * 4096 + 4 * 4096 + 4 * 14336)
+    assert activation_bytes(experts, 4096, 2) == 2 * (10 * 4096 + 4 * 8 * (2048 + 4096))
 
 
 def test_a_config_that_differs_between_layers_counts_with_its_widest() -> None:
     text = Gemma4TextConfig(
         hidden_size=64, intermediate_size=96, num_attention_heads=4, head_dim=16,
         global_head_dim=32, num_hidden_layers=2, use_double_wide_mlp=True,
+        layer_types=["sliding_attention", "full_attention"],
     )  # fmt: skip
-    assert activation_bytes(text, 2) == 2 * (6 * 64 + 4 * 4 * 32 + 4 * 2 * 96)
+    assert activation_bytes(text, 128, 2) == 2 * (6 * 64 + 4 * 128 + 4 * 2 * 96)
 
 
 def config_of(folder: Path, **sections: Any) -> Config:
