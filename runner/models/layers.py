@@ -338,9 +338,11 @@ class Embedding(nn.Module):
 
     def _keep(self, table: Part) -> None:
         """Keep a table of the checkpoint, quantised or not, and give it to the heads."""
-        if isinstance(table, PackedWeight):
-            self.packed = Packed(table)
-        else:
+        if isinstance(table, Tensor):
             table = self.weight = table.to(self.format.device, self.format.dtype)
         for head in self.heads:
             head.use_part("", table)
+        if isinstance(table, PackedWeight):
+            # The form that a head reads is one that rows can be taken from as well.
+            shared = next((h.packed.whole for h in self.heads if h.packed is not None), None)
+            self.packed = Packed(table if shared is None else shared)

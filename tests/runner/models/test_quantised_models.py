@@ -11,6 +11,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from slipstream.kernels.quant.tiled import TiledWeight
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.models.formats.packed import PackedLayer
 from slipstream.runner.models.layers import Linear
@@ -179,6 +180,23 @@ def test_tied_tables_are_shared_with_the_head(tmp_path: Path) -> None:
     model = load(tmp_path, packed=True)
     assert model.lm_head.packed is not None and model.embed_tokens.packed is not None
     assert model.lm_head.packed.whole is model.embed_tokens.packed.weight
+    ids = [(0, [5, 9, 33, 2])]
+    logits = [Sequences(one, 1, 8).step(ids)[0][0] for one in (model, load(tmp_path))]
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+def test_tied_tables_share_the_form_that_kernels_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make("Gemma3", "int4 groups", tmp_path)
+    quantise(tmp_path, "int8 groups", r"embed_tokens\.weight$", config=False)
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    model = load(tmp_path, packed=True)
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "0")
+    assert model.lm_head.packed is not None and model.embed_tokens.packed is not None
+    table = model.embed_tokens.packed.weight
+    assert isinstance(table, TiledWeight) and model.lm_head.packed.whole is table
     ids = [(0, [5, 9, 33, 2])]
     logits = [Sequences(one, 1, 8).step(ids)[0][0] for one in (model, load(tmp_path))]
     torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
