@@ -182,6 +182,7 @@ class MoE(nn.Module):
         size = config.moe_intermediate_size
         self.gate = Router(config, fmt)
         self.experts = Experts(config.n_routed_experts, config.hidden_size, size, fmt)
+        self.experts.expert_share = config.num_experts_per_tok / config.n_routed_experts
         shared = config.n_shared_experts or 0
         self.shared_experts = (
             MLP(config.hidden_size, size * shared, fmt, _mlp_bias(config)) if shared else None

@@ -170,6 +170,7 @@ class DecoderLayer(nn.Module):
             size = config.moe_intermediate_size
             self.router = Router(config, fmt)
             self.experts = Experts(config.num_experts, hidden, size, fmt, "gelu_tanh")
+            self.experts.expert_share = config.top_k_experts / config.num_experts
             self.post_feedforward_layernorm_1 = make_norm(hidden, config, fmt)
             self.post_feedforward_layernorm_2 = make_norm(hidden, config, fmt)
             self.pre_feedforward_layernorm_2 = make_norm(hidden, config, fmt)

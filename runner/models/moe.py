@@ -28,6 +28,7 @@ class Experts(nn.Module):
 
     gate_up: Tensor  # [E, 2I, H]
     down: Tensor  # [E, H, I]
+    expert_share: float = 1.0  # the share of the experts that a token chooses
 
     def __init__(
         self,
@@ -135,6 +136,7 @@ class SparseMLP(nn.Module):
         routing = Routing(config.num_experts_per_tok, renormalise=renormalise)
         self.gate = Router(hidden, config.num_experts, routing, fmt)
         self.experts = Experts(config.num_experts, hidden, size, fmt)
+        self.experts.expert_share = routing.top_k / config.num_experts
         shared = getattr(config, "shared_expert_intermediate_size", 0)
         self.has_shared = bool(shared)
         if shared:

@@ -1,4 +1,5 @@
-"""Counts the bytes that a decode step must read: all weights once, and the KV of its contexts.
+"""Counts the bytes that a decode step must read: all weights once, those of experts only if a token
+chooses them, and the KV of its contexts.
 
 With the duration of a step, they give the share of the device's bandwidth that it reaches.
 """
@@ -25,7 +26,8 @@ EngineT = TypeVar("EngineT", bound=_Engine)
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes of all weights that every step reads; tables from which it gathers rows do not count.
+    """Bytes of all weights that every step reads; tables from which it gathers rows do not count,
+    nor do routed experts.
 
     Weights that torch packed for the CPU are not parameters and are not counted.
     """
@@ -33,6 +35,8 @@ def weight_bytes(model: nn.Module) -> int:
     sizes: dict[int, int] = {}
     gathered: set[int] = set()
     for module in model.modules():
+        if hasattr(module, "expert_share"):
+            continue
         tensors = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
         for name, tensor in tensors:
             if "cos_sin" in name:
@@ -42,6 +46,17 @@ def weight_bytes(model: nn.Module) -> int:
         if isinstance(module, Embedding):
             gathered |= {tensor.data_ptr() for tensor in module.buffers()}
     return sum(size for at, size in sizes.items() if at not in gathered or owners[at] > 1)
+
+
+def expert_bytes(model: nn.Module) -> tuple[int, float]:
+    """(bytes of all routed experts, the share of them that one token reads)."""
+    sizes = [
+        (sum(tensor.nbytes for tensor in module.buffers()), share)
+        for module in model.modules()
+        if isinstance(share := getattr(module, "expert_share", None), float)
+    ]
+    total = sum(size for size, _ in sizes)
+    return total, sum(size * share for size, share in sizes) / total if total else 0.0
 
 
 def weight_formats(model: nn.Module) -> str:
@@ -65,6 +80,7 @@ def note_traffic(ready: Ready, model: Any, cache: KVCache, speculator: Any) -> N
     if not ready.device.startswith("cuda"):
         return
     ready.weight_bytes = weight_bytes(model)
+    ready.expert_bytes, ready.expert_share = expert_bytes(model)
     draft = getattr(speculator, "model", None)
     if isinstance(draft, nn.Module):
         ready.draft_weight_bytes = weight_bytes(draft)

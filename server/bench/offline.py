@@ -323,14 +323,19 @@ def bytes_per_step(
     ready: Ready, batch_size: int, load: Workload, whole: Timing, steps: int
 ) -> float:
     """Bytes that a decode step must read: weights, the drafter's once per draft, and the KV cache
-    of the mean context; 0 if the worker does not report its weights' size."""
+    of the mean context; 0 if the worker does not report its weights' size.
+
+    Of routed experts it counts as many as the step's tokens touch if each chooses at random.
+    """
     if not ready.weight_bytes:
         return 0.0
     context = load.input_len + (load.output_len + 1) / 2
     drafts = whole.num_draft_tokens / whole.num_drafts if whole.num_drafts else 0.0
     drafting = drafts * min(1.0, whole.num_drafts / max(1, steps * batch_size))
+    untouched: float = (1 - ready.expert_share) ** (batch_size * (1 + drafting))
     return (
         ready.weight_bytes
+        + ready.expert_bytes * (1 - untouched)
         + drafting * ready.draft_weight_bytes
         + batch_size * context * ready.kv_bytes_per_token
     )

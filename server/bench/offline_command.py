@@ -178,6 +178,7 @@ async def _measure(config: Config, load: Any, args: argparse.Namespace) -> dict[
             "startup_s": round(bench.startup_seconds, 3),
             "startup_phases_s": {k: round(v, 3) for k, v in ready.startup_seconds.items()},
             "weight_bytes": ready.weight_bytes,
+            "expert_bytes": ready.expert_bytes,
             "draft_weight_bytes": ready.draft_weight_bytes,
             "kv_bytes_per_token": ready.kv_bytes_per_token,
             "peak_bandwidth": peak,

@@ -37,6 +37,10 @@ from chain_variants import MODELS  # isort: skip
 
 CUDA = torch.device("cuda", 0)
 ROWS = {1: (1,), 16: (2, 8, 16), 32: (32,), 64: (64,)}  # by bucket
+_BESIDE_EXPERTS = (  # Qwen3-30B-A3B and gpt-oss-20b
+    *(Shape("qkv", 5120, 2048), Shape("o", 2048, 4096), Shape("head", 151936, 2048)),
+    *(Shape("qkv", 5120, 2880), Shape("o", 2880, 4096), Shape("head", 201088, 2880)),
+)
 STEPS = [(1, 1), (1, 4), (8, 1), (8, 4), (32, 1), (64, 1), (256, 1)]  # requests, tokens of each
 CONTEXT, PAGE = 256, 16
 
@@ -220,8 +224,8 @@ def replays_equal(step: Step) -> bool:
 
 
 def tune() -> None:
-    """Measure all candidates for the shapes of both models."""
-    shapes = sorted({shape for shape, _ in H100_WINNERS}, key=str)
+    """Measure all candidates for the shapes of the built-in table and of models with experts."""
+    shapes = sorted({*(shape for shape, _ in H100_WINNERS), *_BESIDE_EXPERTS}, key=str)
     for (shape, rows), choice in linear_tune.tune(shapes, CUDA, BF16).items():
         mark = "" if choice == H100_WINNERS.get((shape, rows)) else "  (not the built-in one)"
         print(f"{shape.role} {shape.outputs}x{shape.inputs}", rows, choice, mark, flush=True)

@@ -95,6 +95,7 @@ class MoE(nn.Module):
         self.experts = Experts(
             config.n_routed_experts, hidden, size, fmt, "limited_silu", limit, ("w1", "w3", "w2")
         )
+        self.experts.expert_share = config.num_experts_per_tok / config.n_routed_experts
         self.shared_experts = SharedExpert(hidden, size, limit, fmt)
 
     def forward(self, hidden: Tensor, input_ids: Tensor) -> Tensor:

@@ -63,6 +63,7 @@ class GptOssExperts(nn.Module):
         self.register_buffer("down", empty(count, hidden, size))
         self.register_buffer("gate_up_bias", empty(count, 2 * size))
         self.register_buffer("down_bias", empty(count, hidden))
+        self.expert_share = config.num_experts_per_tok / count
         self.alpha = float(getattr(config, "swiglu_alpha", 1.702))
         self.limit = float(getattr(config, "swiglu_limit", 7.0))
 

@@ -61,6 +61,14 @@ def test_a_drafter_reads_its_weights_once_per_draft() -> None:
     assert found["acceptance"] == pytest.approx(1 / 3, abs=1e-4)
 
 
+def test_experts_count_as_far_as_tokens_touch_them() -> None:
+    load = Workload((4,), input_len=100, output_len=20)
+    whole = Timing(3.0, 11, 84, 44, num_accepted=40, num_drafts=40, num_draft_tokens=40)
+    facts = ready(weight_bytes=1_000, expert_bytes=8_000, expert_share=0.25)
+    found = figures(facts, 4, load, Timing(1.0, 1, 4, 4), whole, 1e6)
+    assert found["bytes_per_step"] == round(1_000 + 8_000 * (1 - 0.75**8))
+
+
 async def test_one_start_measures_all_batch_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     pace = {"tokens_per_step": 3, "seconds_per_step": 0.02}
