@@ -20,6 +20,15 @@ LETTER = {"family": "monospace", "size": 9, "ha": "center", "va": "center"}
 Token = tuple[str, bool]  # text, and whether it is an accepted draft
 
 
+def lines(reply: httpx.Response) -> Iterator[str]:
+    """The lines of a stream. httpx would also end a line at U+2028 and its kin, which JSON may hold
+    as they are."""
+    rest = ""
+    for text in reply.iter_text():
+        *whole, rest = (rest + text).split("\n")
+        yield from whole
+
+
 def stream(question: str, max_tokens: int) -> Iterator[list[Token]]:
     """Send a chat to the server and yield the tokens of each step as they arrive."""
     url = os.environ.get("SLIPSTREAM_URL", "http://127.0.0.1:8000")
@@ -37,7 +46,7 @@ def stream(question: str, max_tokens: int) -> Iterator[list[Token]]:
         "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=120
     ) as reply:
         reply.raise_for_status()
-        for line in reply.iter_lines():
+        for line in lines(reply):
             if not line.startswith("data: {"):
                 continue
             for choice in json.loads(line.removeprefix("data: "))["choices"]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -49,6 +49,15 @@ NGRAM = json.dumps(
 )
 
 
+def lines(reply: httpx.Response) -> Iterator[str]:
+    """The lines of a stream. httpx would also end a line at U+2028 and its kin, which JSON may hold
+    as they are."""
+    rest = ""
+    for text in reply.iter_text():
+        *whole, rest = (rest + text).split("\n")
+        yield from whole
+
+
 def stream_seconds(
     url: str, prompt: str, speculate: bool, tokens: int = TOKENS, chat: bool = False
 ) -> tuple[int, float]:
@@ -67,7 +76,7 @@ def stream_seconds(
         path, body["prompt"], body["ignore_eos"] = "completions", prompt, True
     first, count, last = 0.0, 0, 0.0
     with httpx.stream("POST", f"{url}/v1/{path}", json=body, timeout=120) as response:
-        for line in response.iter_lines():
+        for line in lines(response):
             if not line.startswith("data: {"):
                 continue
             ids = json.loads(line[6:])["choices"][0].get("token_ids") or []

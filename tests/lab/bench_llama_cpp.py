@@ -19,7 +19,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,15 @@ PROMPTS = [prompt.messages[0]["content"] for prompt in heldout_prompts()[::10]][
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 LONG = 512  # tokens of the long prompt
 SECONDS_TO_START = 180
+
+
+def lines(reply: httpx.Response) -> Iterator[str]:
+    """The lines of a stream. httpx would also end a line at U+2028 and its kin, which JSON may hold
+    as they are."""
+    rest = ""
+    for text in reply.iter_text():
+        *whole, rest = (rest + text).split("\n")
+        yield from whole
 
 
 def free_port() -> int:
@@ -105,7 +114,7 @@ class Server:
         url = f"http://127.0.0.1:{self.port}/v1/completions"
         with httpx.stream("POST", url, json=body, timeout=300) as response:
             response.raise_for_status()
-            for line in response.iter_lines():
+            for line in lines(response):
                 if not line.startswith("data: {"):
                     continue
                 event = json.loads(line[6:])

@@ -248,8 +248,9 @@ def main() -> int:
     )
     alone = offline_figures(args.model, flags, args)
     added = alone["decode_tok_s"] / rows["decode_tok_s"] - 1
+    spread = "unknown" if alone["spread"] is None else f"{100 * alone['spread']:.1f} %"
     print(
-        f"offline: {alone['decode_tok_s']:>9,.1f} tokens/s, spread {100 * alone['spread']:.1f} %, "
+        f"offline: {alone['decode_tok_s']:>9,.1f} tokens/s, spread {spread}, "
         f"prompts {alone['prefill_s']:.3f} s, {alone['step_ms']:.3f} ms per step\n"
         f"HTTP and text add {100 * added:.2f} % (bound {100 * BOUND:.0f} %); "
         f"{served_at - began:.0f} + {time.perf_counter() - served_at:.0f} s"
