@@ -2,7 +2,7 @@
 
 A value is (code - zero) * scale + offset. The code is what `kind` stores, and a weight has zeros,
 offsets or neither. Nothing here knows checkpoint formats; the multiplication is in
-`kernels.linear.packed`.
+`kernels.packed.linear`.
 """
 
 from __future__ import annotations

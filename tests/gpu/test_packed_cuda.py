@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.linear_choice import Choice, Gemv, Skinny
-from slipstream.kernels.linear.packed import (
+from slipstream.kernels.linear.linear_choice import Gemv, Skinny
+from slipstream.kernels.packed.choice import PackedChoice, Quantised
+from slipstream.kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
     packed_linear,
     packed_linear_parts,
 )
-from slipstream.kernels.linear.triton.packed_gemv import fits_gemv
+from slipstream.kernels.packed.triton.packed_gemv import fits_gemv
 from slipstream.kernels.quant.tiled import TiledWeight, prepare
 
 from ..kernels.quant.random_weights import FORMATS, random_weight
@@ -63,9 +65,10 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
     product = x.double() @ exact.T
     gate, up = (product + bias.double()).chunk(2, -1)
     for role in ("qkv", "gate_up", "head"):
-        choices: list[Choice] = [choose_packed(weight, role, rows)]
-        assert isinstance(choices[0], Skinny)
-        choices += [replace(choices[0], block_n=128), replace(choices[0], block_m=64)]
+        chosen = choose_packed(weight, role, max(rows, 2))
+        assert isinstance(chosen, Skinny)
+        choices: list[PackedChoice] = [chosen, replace(chosen, block_n=128), None]
+        choices += [replace(chosen, block_m=64), choose_packed(weight, role, rows)]
         if rows == 1 and fits_gemv(weight):
             choices += [Gemv(4, 1024, 4), Gemv(8, 512, 4)]
         for choice in choices:
@@ -89,7 +92,7 @@ def test_norm_and_residual_are_fused(name: str) -> None:
         wide = x.double()
         normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm[0].double()
         expected = normed @ exact.T + residual.double()
-        choices: list[Choice] = [Skinny(64, 256, 3, 4, 1, 16, norm=1)]
+        choices: list[PackedChoice] = [Skinny(64, 256, 3, 4, 1, 16, norm=1)]
         if rows == 1 and fits_gemv(weight):
             choices.append(Gemv(4, 1024, 4))
         for choice in choices:
@@ -123,3 +126,21 @@ def test_graphs_equal_eager(rows: int) -> None:
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize(
+    ("name", "activations"), [("fp8 rows", "fp8-token"), ("int8 rows", "int8-token")]
+)
+def test_many_rows_multiply_codes_if_the_checkpoint_asks(name: str, activations: Any) -> None:
+    packed = replace(random_weight(name, 512, 1000, "cuda"), activations=activations)
+    weight = prepare(packed)
+    assert isinstance(weight, TiledWeight)
+    x = torch.randn(300, 1000, device="cuda").bfloat16()
+    bias, residual = torch.randn(512, device="cuda").bfloat16(), torch.randn(300, 512).cuda()
+    choice = choose_packed(weight, "down", 300)
+    assert isinstance(choice, Quantised)
+    exact = x.double() @ packed.dequantise().double().T
+    close(packed_linear(x, weight, None, choice), exact, 10)
+    got = packed_linear(x, weight, bias, choice, None, residual.bfloat16())
+    close(got, exact + bias.double() + residual.double(), 10)
+    assert isinstance(choose_packed(weight, "down", 64), Skinny)

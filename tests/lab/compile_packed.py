@@ -19,15 +19,16 @@ from triton.runtime.jit import JITFunction
 
 from slipstream.kernels import launch
 from slipstream.kernels.device import Card, meta_tensors_on
-from slipstream.kernels.linear.linear_choice import Choice, Gemv, Shape, Skinny
-from slipstream.kernels.linear.packed import packed_linear
+from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
+from slipstream.kernels.packed.choice import PackedChoice
+from slipstream.kernels.packed.linear import packed_linear
 
 
 def meta(*shape: int, dtype: torch.dtype = base.BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def one(name: str, shape: Shape, choice: Choice, rows: int) -> None:
+def one(name: str, shape: Shape, choice: PackedChoice, rows: int) -> None:
     layer_call(shape, choice, meta(rows, shape.inputs), tile_on_meta(name, shape))
 
 
@@ -64,6 +65,11 @@ def few() -> None:
     packed_linear(x, weight, None, Skinny(64, 128, 3, 4, 1, 16, norm=1), norm, residual)
     for name in ("fp8b", "int4z", "q5k", "nvfp4", "mxfp4"):
         packed_linear(x, tile_on_meta(name, qkv))
+    from slipstream.kernels.packed.triton.packed_tokens import quantise_rows, rescale
+
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        row_scales = quantise_rows(meta(99, 1024), 1024, dtype)[1]
+    rescale(meta(99, 512, dtype=base.I32), row_scales, meta(512), None, None, base.BF16)
 
 
 def everything() -> None:
@@ -73,7 +79,7 @@ def everything() -> None:
             for name in FORMATS:
                 for choice in candidates(name, shape, rows):
                     key = name, shape.may_split, choice
-                    if key not in seen and (isinstance(choice, Gemv) or choice.split_k == 1):
+                    if key not in seen and (not isinstance(choice, Skinny) or choice.split_k == 1):
                         seen.add(key)
                         compile_linear.report(
                             f"{name} {shape} {rows} rows {choice}", one, name, shape, choice, rows

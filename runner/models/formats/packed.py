@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 from ....kernels.linear.head_sample import Draws, pick_rows
 from ....kernels.linear.linear import GATED, Norm
-from ....kernels.linear.linear_choice import Choice, Gemv
+from ....kernels.linear.linear_choice import Gemv
 from ....kernels.linear.norm_rope import rms_norm
-from ....kernels.linear.packed import (
+from ....kernels.packed.choice import PackedChoice
+from ....kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
     packed_linear,
@@ -71,7 +72,7 @@ class PackedLayer(nn.Module):
         norm: Norm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """residual + rms_norm(x) Wᵀ + bias, see `kernels.linear.packed.packed_linear`."""
+        """residual + rms_norm(x) Wᵀ + bias, see `kernels.packed.linear.packed_linear`."""
         whole = self.whole
         if whole is not None:
             return packed_linear(x, whole, bias, self.choice(x), norm, residual)
@@ -120,18 +121,18 @@ class PackedLayer(nn.Module):
         """True if the kernel for `num_rows` rows can add a residual itself."""
         return isinstance(self._choice_for(num_rows), Gemv)
 
-    def choice(self, x: Tensor) -> Choice:
+    def choice(self, x: Tensor) -> PackedChoice:
         """The kernel for these rows; None = torch."""
         whole = self.whole
         return None if whole is None else self._choice(whole, x)
 
-    def _choice_for(self, num_rows: int) -> Choice:
+    def _choice_for(self, num_rows: int) -> PackedChoice:
         whole = self.whole
         if whole is None or self.torch_only:
             return None
         return choose_packed(whole, self.role, num_rows)
 
-    def _choice(self, weight: Weight, x: Tensor) -> Choice:
+    def _choice(self, weight: Weight, x: Tensor) -> PackedChoice:
         if self.torch_only or x.dim() != 2 or not x.is_contiguous():
             return None
         return choose_packed(weight, self.role, x.shape[0])

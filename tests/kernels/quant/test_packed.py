@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.packed import (
+from slipstream.kernels.packed.linear import (
     packed_gated_linear,
     packed_linear,
     packed_sample_head,

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.linear_choice import Gemv, Skinny
-from slipstream.kernels.linear.packed import choose_packed, packed_gated_linear
+from slipstream.kernels.packed.choice import Quantised
+from slipstream.kernels.packed.linear import choose_packed, packed_gated_linear
+from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.kernels.quant.tiled import TiledWeight, prepare, tile
 
 from ...cases import some
+from ..linear.test_triton_linear import close, normed
 from ..quant.random_weights import FORMATS, random_weight
-from .test_triton_linear import close, normed
 
 pytestmark = [
     pytest.mark.usefixtures("triton_interpreter"),
@@ -65,7 +67,7 @@ def inputs(
 def test_products_are_those_of_the_exact_numbers(
     name: str, mode: str, rows: int, size: int, tma: bool
 ) -> None:
-    from slipstream.kernels.linear.triton import packed_skinny as kernel
+    from slipstream.kernels.packed.triton import packed_skinny as kernel
 
     x, weight, exact, bias = inputs(name, rows, 22, size)
     product = x.double() @ exact.T
@@ -83,7 +85,7 @@ def test_products_are_those_of_the_exact_numbers(
 
 @pytest.mark.parametrize("name", some(["fp8 rows", "fp8 blocks", "int8 rows"], kept=["fp8 blocks"]))
 def test_one_row(name: str) -> None:
-    from slipstream.kernels.linear.triton import packed_gemv as kernel
+    from slipstream.kernels.packed.triton import packed_gemv as kernel
 
     x, weight, exact, bias = inputs(name, 1, 22, 328)
     norm, residual = (torch.rand(328).half(), 1e-5), torch.randn(1, 22).half()
@@ -97,7 +99,7 @@ def test_one_row(name: str) -> None:
 
 @pytest.mark.parametrize("name", some(["fp8 blocks", "int4 128"], kept=["int4 128"]))
 def test_norm_and_residual_are_fused(name: str) -> None:
-    from slipstream.kernels.linear.triton import packed_skinny as kernel
+    from slipstream.kernels.packed.triton import packed_skinny as kernel
 
     x, weight, exact, bias = inputs(name, 3, 22, 200)
     norm, residual = (torch.rand(200).half(), 1e-5), torch.randn(3, 22).half()
@@ -124,7 +126,7 @@ def test_the_public_functions_pick_kernels_and_keep_the_order_of_columns(
     got = packed_gated_linear(x, weight, None, "silu", small, norm)
     close(got, torch.nn.functional.silu(gate) * up, 3)
     assert choose_packed(packed, "qkv", 3) is None
-    assert choose_packed(weight, "qkv", 200) is None
+    assert choose_packed(weight, "qkv", 300) is None
     monkeypatch.setenv("SLIPSTREAM_TRITON", "0")
     assert prepare(packed) is packed
     close(packed_gated_linear(x, weight, None, "silu", small, norm), got.double(), 3)
@@ -139,3 +141,39 @@ def test_many_rows_use_a_copy_with_every_number(name: str) -> None:
     packed = random_weight(name, 11, 328)
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(widen(tile(packed), dtype), packed.dequantise(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_rows_are_quantised_in_the_order_of_the_words(dtype: torch.dtype) -> None:
+    from slipstream.kernels.packed.triton.packed_tokens import quantise_rows
+
+    x = torch.randn(3, 200).half()
+    codes, scales = quantise_rows(x, 256, dtype)
+    kind = "int8" if dtype == torch.int8 else "fp8"
+    weight = tile(PackedWeight(kind, torch.zeros(3, 200).to(dtype), torch.ones(3, 1), 200, 200))
+    words = replace(weight, words=codes.view(torch.int16), scales=scales.T)
+    bound = 60_000 if kind == "fp8" else 10_000  # the interpreter truncates fp8
+    close(words.dequantise(torch.float32), x.double(), bound)
+    assert torch.equal(scales[:, 0], x.float().abs().amax(1) / (448 if kind == "fp8" else 127))
+
+
+def test_sums_of_codes_are_rescaled() -> None:
+    from slipstream.kernels.packed.triton.packed_tokens import rescale
+
+    sums, bias = torch.randint(-9999, 9999, (3, 70), dtype=torch.int32), torch.randn(70).half()
+    rows, scales, residual = torch.rand(3, 1), torch.rand(70), torch.randn(3, 70).half()
+    got = rescale(sums, rows, scales, bias, residual, torch.float16)
+    close(got, sums.double() * rows * scales + bias + residual)
+
+
+def test_activations_are_quantised_only_if_the_checkpoint_asks() -> None:
+    asks = random_weight("fp8 rows", 32, 128)
+    asks = replace(asks, activations="fp8-token")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SLIPSTREAM_TRITON", "1")
+        for rows in (1, 64):
+            assert not isinstance(choose_packed(tile(asks), "down", rows), Quantised)
+        for rows in (65, 5000):
+            assert isinstance(choose_packed(tile(asks), "down", rows), Quantised)
+            plain = tile(replace(asks, activations="16bit"))
+            assert not isinstance(choose_packed(plain, "down", rows), Quantised)

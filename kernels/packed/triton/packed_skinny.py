@@ -24,12 +24,12 @@ from ...launch import (
     pdl_options,
     wait_for_inputs,
 )
+from ...linear.linear_choice import Skinny
+from ...linear.triton.gemv import gated
+from ...linear.triton.skinny import _TRITON_DTYPES, _tile
 from ...quant.tiled import TiledWeight, zeros_or_offsets
 from ...quant.triton.packed_codes import KINDS, numbers
 from ...quant.triton.packed_scales import fp4_scales, of_span, scaled
-from ..linear_choice import Skinny
-from .gemv import gated
-from .skinny import _TRITON_DTYPES, _tile
 
 _PLAIN, _PARTS, _GATED = 0, 1, 2
 Norm = tuple[Tensor, float]  # weight [K], eps
@@ -366,7 +366,7 @@ def linear(
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """See `kernels.linear.packed.packed_linear`; x [M, K] has the weight's order of columns.
+    """See `kernels.packed.linear.packed_linear`; x [M, K] has the weight's order of columns.
 
     `tma` overrides whether descriptors load the tiles.
     """
@@ -376,7 +376,7 @@ def linear(
 def linear_parts(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, choice: Skinny, tma: bool | None = None
 ) -> Tensor:
-    """See `kernels.linear.packed.packed_linear_parts`."""
+    """See `kernels.packed.linear.packed_linear_parts`."""
     return _launch(x, weight, bias, choice, _PARTS, tma=tma)
 
 
@@ -389,7 +389,7 @@ def gated_linear(
     tma: bool | None = None,
     norm: Norm | None = None,
 ) -> Tensor:
-    """See `kernels.linear.packed.packed_gated_linear`."""
+    """See `kernels.packed.linear.packed_gated_linear`."""
     return _launch(x, weight, bias, choice, _GATED, activation, tma=tma, norm=norm)
 
 

@@ -1,10 +1,10 @@
 """Triton linear layer for one row with weights of 8 bits: as `gemv`, but with packed words.
 
 Words pass through registers once; a scale of a block multiplies sums over its columns, and scales
-of whole rows the results. The first chunk is loaded before the input is ready.
+of whole rows the results. The first chunks are loaded before the input is ready.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ...linear.linear_choice import Gemv
+from ...linear.triton.gemv import gated
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_codes import KINDS, float_pair
-from ..linear_choice import Gemv
-from .gemv import gated
 
 _PLAIN, _ADD, _GATED = 0, 1, 2
 Norm = tuple[Tensor, float]  # weight [K], eps
@@ -70,6 +70,7 @@ def _packed_gemv_kernel(
     NUM_SPANS: tl.constexpr,  # W / 64
     ROWS: tl.constexpr,
     SPANS: tl.constexpr,  # spans of 128 columns in a chunk
+    AHEAD: tl.constexpr,  # chunks in flight besides the one in use
     KIND: tl.constexpr,
     BLOCKS: tl.constexpr,  # a scale for each span
     ROW_GROUP: tl.constexpr,
@@ -88,21 +89,24 @@ def _packed_gemv_kernel(
     acc = tl.zeros([ROWS, SPANS, 64], tl.float32)
     acc_up = acc
     squares = tl.zeros([SPANS, 64], tl.float32)
-    next_w = _chunk(words, n, 0, NUM_SPANS, inside, num_words, SPANS)
-    next_up = next_w
-    if MODE == 2:
-        next_up = _chunk(words, up, 0, NUM_SPANS, inside, num_words, SPANS)
+    chunks = ()
+    up_chunks = ()
+    for start in tl.static_range(0, AHEAD * SPANS, SPANS):
+        if start < NUM_SPANS:
+            chunks += (_chunk(words, n, start, NUM_SPANS, inside, num_words, SPANS),)
+            if MODE == 2:
+                up_chunks += (_chunk(words, up, start, NUM_SPANS, inside, num_words, SPANS),)
     wait_for_inputs(PDL)
     column = tl.arange(0, SPANS)[:, None] * 128 + tl.arange(0, 64)[None, :]
     for start in tl.static_range(0, NUM_SPANS, SPANS):
-        w, w_up = next_w, next_up
-        if start + SPANS < NUM_SPANS:
-            next_w = _chunk(words, n, start + SPANS, NUM_SPANS, inside, num_words, SPANS)
+        if start + AHEAD * SPANS < NUM_SPANS:
+            ahead = start + AHEAD * SPANS
+            chunks += (_chunk(words, n, ahead, NUM_SPANS, inside, num_words, SPANS),)
             if MODE == 2:
-                next_up = _chunk(words, up, start + SPANS, NUM_SPANS, inside, num_words, SPANS)
+                up_chunks += (_chunk(words, up, ahead, NUM_SPANS, inside, num_words, SPANS),)
         x0, squares = _input(x, gain, squares, start * 128 + column, num_inputs, NORM)
         x1, squares = _input(x, gain, squares, start * 128 + 64 + column, num_inputs, NORM)
-        a, b = float_pair(w, KIND, ASSEMBLY)
+        a, b = float_pair(chunks[start // SPANS], KIND, ASSEMBLY)
         if BLOCKS:
             s = _chunk_scales(scales, stride, n, start, NUM_SPANS, inside, SPANS, ROW_GROUP)
             acc += s * (a * x0[None, :, :] + b * x1[None, :, :])
@@ -110,7 +114,7 @@ def _packed_gemv_kernel(
             acc += a * x0[None, :, :]
             acc += b * x1[None, :, :]
         if MODE == 2:
-            a, b = float_pair(w_up, KIND, ASSEMBLY)
+            a, b = float_pair(up_chunks[start // SPANS], KIND, ASSEMBLY)
             if BLOCKS:
                 s = _chunk_scales(scales, stride, up, start, NUM_SPANS, inside, SPANS, ROW_GROUP)
                 acc_up += s * (a * x0[None, :, :] + b * x1[None, :, :])
@@ -179,6 +183,7 @@ def _launch(
         NUM_SPANS=weight.words.shape[1] // 64,
         ROWS=choice.rows,
         SPANS=choice.block_k // 128,
+        AHEAD=choice.ahead,
         KIND=KINDS[weight.kind],
         BLOCKS=not whole,
         ROW_GROUP=weight.row_group,
@@ -202,7 +207,7 @@ def linear(
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """See `kernels.linear.packed.packed_linear`; x must be one row, [1, K]."""
+    """See `kernels.packed.linear.packed_linear`; x must be one row, [1, K]."""
     return _launch(x, weight, bias, choice, norm, residual, _PLAIN if residual is None else _ADD)
 
 
@@ -214,7 +219,7 @@ def gated_linear(
     choice: Gemv,
     norm: Norm | None = None,
 ) -> Tensor:
-    """See `kernels.linear.packed.packed_gated_linear`; x must be one row, [1, K]."""
+    """See `kernels.packed.linear.packed_gated_linear`; x must be one row, [1, K]."""
     return _launch(x, weight, bias, choice, norm, None, _GATED, activation)
 
 

@@ -1,8 +1,8 @@
 """Linear layers with a quantised weight: the operations of `linear` and `head_sample` for it.
 
-`choice` names the kernel, see `choose_packed`; without one the weight is dequantised to the dtype
+`choice` names the kernel, see `choice`; without one the weight is dequantised to the dtype
 of `x`, and torch multiplies. The kernels need a weight that `quant.tiled.prepare` has converted.
-They do not round weights, and they do not quantise activations, whatever the checkpoint asks for.
+They do not round weights; `choice` says when activations are quantised.
 """
 
 from __future__ import annotations
@@ -12,54 +12,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
+from ..linear.head_sample import Draws, pick_rows, pick_rows_reference
+from ..linear.linear import GATED, Norm
+from ..linear.linear_choice import Gemv, Skinny
+from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
-from .head_sample import Draws, pick_rows, pick_rows_reference
-from .linear import GATED, Norm
-from .linear_choice import Choice, Gemv, Shape, Skinny, bucket_of
-from .norm_rope import rms_norm
-
-_MOST_ROWS = 128  # above, products cost more than reading the weights
-
-
-def choose_packed(weight: Weight, role: str, num_rows: int) -> Choice:
-    """The kernel for `num_rows` padded rows of a layer of this role; None = dequantise, then torch.
-
-    It depends on shapes and formats, never on data, so a CUDA graph may bake it.
-    """
-    if not isinstance(weight, TiledWeight) or not use_triton(weight.words):
-        return None
-    shape = Shape(role, *weight.shape)
-    if not _fits(weight, shape):
-        return None
-    return default_choice(weight, shape, num_rows)
-
-
-def default_choice(weight: TiledWeight, shape: Shape, num_rows: int) -> Choice:
-    """A choice for a format and shape without measurements."""
-    bucket = bucket_of(num_rows)
-    if bucket is None or bucket > _MOST_ROWS:
-        return None
-    block_m = min(max(bucket, 16), 64)
-    tiles = -(-shape.outputs // 64)
-    columns = weight.slices * weight.slice_width
-    split_k = 1
-    while shape.may_split and tiles * split_k < 128 and shape.inputs // split_k >= 4 * columns:
-        split_k *= 2
-    return Skinny(64, columns, 3 if shape.role == "gate_up" else 4, 4, split_k, block_m)
-
-
-def _fits(weight: TiledWeight, shape: Shape) -> bool:
-    """Whether the kernels can compute this layer."""
-    if shape.inputs % 8 or shape.outputs % (2 if shape.role == "gate_up" else 1):
-        return False  # rows of 16 bytes
-    return weight.words.numel() < 2**31  # 32-bit offsets
+from .choice import PackedChoice, Quantised
+from .choice import choose_packed as choose_packed
 
 
 def packed_linear(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None = None,
-    choice: Choice = None,
+    choice: PackedChoice = None,
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
@@ -70,6 +36,8 @@ def packed_linear(
     """
     if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
         return _wide_linear(x, weight, bias, norm, residual)
+    if isinstance(choice, Quantised):
+        return _quantised_linear(x, weight, bias, norm, residual)
     x, norm = _prepared(x, weight, norm, choice)
     out: Tensor
     if isinstance(choice, Gemv):
@@ -110,18 +78,41 @@ def _wide_linear(
     return out if residual is None else out + residual
 
 
+def _quantised_linear(
+    x: Tensor, weight: TiledWeight, bias: Tensor | None, norm: Norm | None, residual: Tensor | None
+) -> Tensor:
+    """The product with activations quantised row by row, which torch computes from codes."""
+    from .triton.packed_tokens import quantise_rows, rescale
+
+    dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.int8
+    codes = weight.words.view(dtype)  # [N, columns padded to whole spans]
+    x_codes, x_scales = quantise_rows(_normed(x, norm), codes.shape[1], dtype)
+    if dtype == torch.int8:
+        sums = torch._int_mm(x_codes, codes.T)
+        return rescale(sums, x_scales, weight.scales[0], bias, residual, x.dtype)
+    out = torch._scaled_mm(
+        x_codes,
+        codes.T,
+        scale_a=x_scales,
+        scale_b=weight.scales.float(),
+        out_dtype=torch.bfloat16,  # the only one that it knows with a scale for each row
+    ).to(x.dtype)
+    out = out if bias is None else out.add_(bias)
+    return out if residual is None else out.add_(residual)
+
+
 def packed_linear_parts(
     x: Tensor,
     weight: Weight,
     bias: Tensor | None = None,
-    choice: Choice = None,
+    choice: PackedChoice = None,
     norm: Norm | None = None,
 ) -> Tensor:
     """Compute rms_norm(x) Wᵀ + b for a next kernel that can sum parts.
 
     Returns [M, N], or float32 parts [S, M, N] whose sum is the result.
     """
-    if choice is None or isinstance(choice, Gemv) or not isinstance(weight, TiledWeight):
+    if not isinstance(choice, Skinny) or not isinstance(weight, TiledWeight):
         return packed_linear(x, weight, bias, choice, norm)
     if not _has_kernels(x) or (norm is not None and choice.norm):
         return packed_linear(x, weight, bias, choice, norm)
@@ -137,7 +128,7 @@ def packed_gated_linear(
     weight: Weight,
     bias: Tensor | None = None,
     activation: str = "silu",
-    choice: Choice = None,
+    choice: PackedChoice = None,
     norm: Norm | None = None,
 ) -> Tensor:
     """Compute act(gate) * up for a fused gate and up projection.
@@ -147,6 +138,8 @@ def packed_gated_linear(
     """
     if choice is None or not isinstance(weight, TiledWeight) or not _has_kernels(x):
         return GATED[activation](_wide_linear(x, weight, bias, norm, None))
+    if isinstance(choice, Quantised):
+        return GATED[activation](_quantised_linear(x, weight, bias, norm, None))
     x, norm = _prepared(x, weight, norm, choice)
     out: Tensor
     if isinstance(choice, Gemv):
@@ -172,7 +165,7 @@ def packed_gated_linear_reference(
 
 
 def packed_sample_head(
-    x: Tensor, weight: Weight, draws: Draws | None = None, choice: Choice = None
+    x: Tensor, weight: Weight, draws: Draws | None = None, choice: PackedChoice = None
 ) -> tuple[Tensor, Tensor]:
     """Pick a token for each row of the head's input; see `head_sample.sample_head`.
 

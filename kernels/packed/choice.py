@@ -1,0 +1,162 @@
+"""Which kernel computes a linear layer with quantised weights, by format, shape and number of rows.
+
+Kernels of few rows multiply the exact numbers with 16-bit activations, so every decode or verify
+step of up to 64 rows computes the same sums whatever else the step holds. `Quantised` is chosen
+above 64 rows, and only if the checkpoint asks for activations of 8 bits. `None` stands for a copy
+of the weight in 16 bits, which torch multiplies. A choice depends on shapes and formats, never on
+data, so a CUDA graph may bake it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..device import use_triton
+from ..linear.linear_choice import Choice, Gemv, Shape, Skinny, bucket_of
+from ..quant.tiled import TiledWeight, Weight
+
+EXACT_ROWS = 64  # up to here, activations have 16 bits
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Activations are quantised row by row to the weight's type, and torch multiplies codes."""
+
+    norm: int = 0  # the norm is another kernel
+
+
+PackedChoice: TypeAlias = Choice | Quantised
+Sizes: TypeAlias = tuple[int, int, int, int]  # block_n, stages, num_warps, split_k
+
+
+def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
+    """The kernel for `num_rows` padded rows of a layer of this role; None = a copy, then torch."""
+    if not isinstance(weight, TiledWeight) or not use_triton(weight.words):
+        return None
+    shape = Shape(role, *weight.shape)
+    if shape.inputs % 8 or shape.outputs % (2 if role == "gate_up" else 1):
+        return None  # rows of 16 bytes
+    if weight.words.numel() >= 2**31:  # 32-bit offsets
+        return None
+    if num_rows > EXACT_ROWS and can_quantise(weight):
+        return Quantised()
+    bucket = bucket_of(num_rows)
+    if bucket is None or (bucket > 128 and weight.kind == "fp4"):
+        return None
+    if bucket == 1 and (one_row := _GEMVS.get(format_name(weight), {}).get(role)):
+        return one_row
+    return _skinny(weight, shape, bucket)
+
+
+def format_name(weight: TiledWeight) -> str:
+    """The name of a format in the tables below."""
+    if weight.kind == "fp8" and weight.group < weight.columns:
+        return "fp8 blocks" if weight.group == 128 else "fp8 groups"
+    if weight.kind == "int8" and weight.group < weight.columns:
+        return "int8 groups"
+    return weight.kind
+
+
+def can_quantise(weight: TiledWeight) -> bool:
+    """Whether torch multiplies codes of this format, and the checkpoint asks for it."""
+    asks = {"fp8": ("fp8-token", "fp8-static"), "int8": ("int8-token",)}
+    rows, columns = weight.shape
+    return (
+        weight.activations in asks.get(weight.kind, ())
+        and format_name(weight) in ("fp8", "int8")
+        and weight.order is None
+        and rows % 16 == 0
+        and columns % 8 == 0
+    )
+
+
+def _skinny(weight: TiledWeight, shape: Shape, bucket: int) -> Skinny:
+    columns = weight.slices * weight.slice_width
+    height = 8 if bucket == 1 and shape.role in ("gate_up", "head") else min(max(bucket, 16), 64)
+    measured = _TILES.get((format_name(weight), shape, bucket))
+    if measured is not None:
+        block_n, stages, warps, split_k = measured
+        return Skinny(block_n, columns, stages, warps, split_k, height)
+    if bucket > 64 and format_name(weight) in ("fp8", "int8"):
+        height = 128
+    split_k = 1
+    tiles = -(-shape.outputs // 64) * max(1, bucket // height)
+    while shape.may_split and tiles * split_k < 256 and shape.inputs // split_k >= 4 * columns:
+        split_k *= 2
+    stages = 3 if bucket >= 64 else 4
+    if height == 128:
+        return Skinny(128, columns, 3, 8, min(split_k, 4), height)
+    return Skinny(64, columns, stages, 4, split_k, height)
+
+
+_QKV, _O = Shape("qkv", 6144, 4096), Shape("o", 4096, 4096)
+_GATE_UP, _DOWN = Shape("gate_up", 28672, 4096), Shape("down", 4096, 14336)
+_HEAD = Shape("head", 128256, 4096)
+
+# The fastest on an H200 for Llama 3 8B, by format; unmeasured ones follow the rule above.
+_GEMVS: Mapping[str, Mapping[str, Gemv]] = {
+    "fp8": {
+        "qkv": Gemv(4, 1024, 4),
+        "o": Gemv(8, 1024, 4),
+        "gate_up": Gemv(4, 1024, 4),
+        "down": Gemv(4, 2048, 4),
+        "head": Gemv(8, 1024, 4),
+    },
+    "fp8 blocks": {
+        "qkv": Gemv(4, 1024, 4),
+        "o": Gemv(2, 2048, 4),
+        "down": Gemv(2, 2048, 4),
+    },
+    "int8": {
+        "qkv": Gemv(4, 2048, 4),
+        "o": Gemv(4, 2048, 4),
+        "gate_up": Gemv(4, 1024, 4),
+        "down": Gemv(2, 2048, 4),
+    },
+}
+_FP8: Mapping[tuple[Shape, int], Sizes] = {
+    (_QKV, 16): (64, 6, 4, 4),
+    (_GATE_UP, 16): (64, 6, 4, 1),
+    (_O, 32): (128, 4, 8, 8),
+    (_DOWN, 32): (128, 4, 8, 8),
+    (_DOWN, 64): (128, 3, 8, 8),
+    (_HEAD, 64): (128, 3, 8, 1),
+}
+_INT4: Mapping[tuple[Shape, int], Sizes] = {
+    (_O, 1): (64, 6, 4, 4),
+    (_GATE_UP, 1): (64, 6, 4, 1),
+    (_DOWN, 1): (128, 4, 8, 8),
+    (_HEAD, 1): (128, 4, 4, 1),
+    (_O, 16): (64, 6, 4, 4),
+    (_DOWN, 16): (128, 4, 8, 8),
+    (_HEAD, 16): (128, 3, 4, 1),
+    (_QKV, 32): (128, 3, 4, 4),
+    (_DOWN, 32): (128, 3, 4, 8),
+    (_QKV, 64): (64, 3, 4, 2),
+    (_GATE_UP, 64): (128, 3, 8, 1),
+    (_GATE_UP, 128): (128, 3, 8, 1),
+    (_DOWN, 128): (64, 3, 4, 2),
+    (_QKV, 256): (128, 3, 8, 2),
+    (_O, 256): (128, 3, 8, 1),
+    (_GATE_UP, 256): (128, 3, 8, 1),
+    (_DOWN, 256): (128, 3, 8, 1),
+}
+_FP8_BLOCKS: Mapping[tuple[Shape, int], Sizes] = {
+    (_QKV, 16): (128, 3, 4, 4),
+    (_DOWN, 16): (128, 3, 4, 8),
+    (_DOWN, 32): (128, 3, 4, 8),
+    (_O, 64): (128, 3, 8, 8),
+    (_DOWN, 64): (128, 3, 8, 8),
+}
+_TILES: Mapping[tuple[str, Shape, int], Sizes] = {
+    (name, shape, bucket): sizes
+    for name, table in (
+        ("fp8", _FP8),
+        ("int8", _FP8),
+        ("fp8 blocks", _FP8_BLOCKS),
+        ("int4", _INT4),
+    )
+    for (shape, bucket), sizes in table.items()
+}
