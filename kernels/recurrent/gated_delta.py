@@ -74,8 +74,9 @@ def _step(
     """Absorb logged tokens in all rows, then process the rows that are not bulk."""
     values, log, tail_len = rows.values, rows.log, shape.conv_width - 1
     slots, lags, starts = values[SLOT].long(), values[LAG], values[START]
-    is_fresh = values[LENGTH] == 0
-    current = torch.where(is_fresh[:, None, None, None], 0.0, state.state[slots])
+    current, is_fresh = state.state[slots], values[LENGTH] == 0
+    if not rows.on_host or bool(is_fresh.any()):
+        current = torch.where(is_fresh[:, None, None, None], 0.0, current)
     history = state.history[slots]  # [N, tail + log, channels]
     at = torch.arange(history.shape[1], device=x.device)
     before = values[LENGTH][:, None] - tail_len + at < 0  # of the sequence's first token
@@ -83,7 +84,7 @@ def _step(
     if rows.max_lag:
         logged = _terms(history[:, : tail_len + rows.max_lag], weights, shape)
         for t in range(rows.max_lag):
-            current, _ = _advance(current, logged, t, lags > t)
+            _advance(current, logged, t, lags > t)
             hit = (values[LENGTH] + t + 1 == values[BORDER]) & (lags > t)
             if not rows.on_host or bool(hit.any()):
                 blocks = torch.where(hit, values[BLOCK], 0).long()
@@ -104,7 +105,7 @@ def _step(
     terms = _terms(inputs, weights, shape)
     targets = torch.where(steps < counts[:, None], tokens, x.shape[0]).long()
     for t in range(rows.max_count):
-        current, result = _advance(current, terms, t, counts > t)
+        result = _advance(current, terms, t, counts > t)
         out.index_copy_(0, targets[:, t], result.flatten(1).to(out.dtype))
     if log:
         return
@@ -166,18 +167,19 @@ def _terms(inputs: Tensor, weights: DeltaWeights, shape: DeltaShape) -> Terms:
     return query, heads(key), value, decay, b.sigmoid()
 
 
-def _advance(state: Tensor, terms: Terms, t: int, active: Tensor) -> tuple[Tensor, Tensor]:
-    """One token of each row: states [N, Hv, Dk, Dv] -> (states, outputs [N, Hv, Dv]).
+def _advance(state: Tensor, terms: Terms, t: int, active: Tensor) -> Tensor:
+    """One token of each row: advance the states [N, Hv, Dk, Dv] in place, and return the outputs
+    [N, Hv, Dv].
 
     States of rows that are not `active` [N] stay as they are.
     """
     query, key, value, decay, beta = (term[:, t] for term in terms)
     keep = active[:, None]
-    state = state * torch.where(keep, decay, 0.0).exp()[..., None, None]
+    state.mul_(torch.where(keep, decay, 0.0).exp()[..., None, None])
     error = value - torch.einsum("nhk,nhkv->nhv", key, state)
     change = error * torch.where(keep, beta, 0.0)[..., None]
-    state = torch.addcmul(state, key[..., None], change[:, :, None])
-    return state, torch.einsum("nhk,nhkv->nhv", query, state)
+    state.addcmul_(key[..., None], change[:, :, None])
+    return torch.einsum("nhk,nhkv->nhv", query, state)
 
 
 def delta_tokens(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -185,10 +187,9 @@ def delta_tokens(terms: Terms, state: Tensor) -> tuple[Tensor, Tensor]:
     [T, Hv, Dv], state)."""
     active = torch.ones(1, dtype=torch.bool, device=state.device)
     rows = tuple(term[None] for term in terms)
-    outputs, current = [], state[None]
+    outputs, current = [], state[None].clone()
     for t in range(terms[0].shape[0]):
-        current, out = _advance(current, rows, t, active)  # type: ignore[arg-type]
-        outputs.append(out[0])
+        outputs.append(_advance(current, rows, t, active)[0])  # type: ignore[arg-type]
     return torch.stack(outputs), current[0]
 
 

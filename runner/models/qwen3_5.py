@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...kernels.recurrent.gated_norm import gated_norm
 from ...kernels.recurrent.rows import DeltaShape, DeltaWeights
-from ..attention.base import AttentionLayer, AttentionState
+from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..attention.recurrent import RecurrentLayer
 from ..errors import ModelLoadError
 from .base import PreNormModel
@@ -189,9 +189,14 @@ class GatedAttention(nn.Module):
         query, gate = rows[:, 0:num_rows:2], rows[:, 1:num_rows:2]
         key = rows[:, num_rows : num_rows + self.num_kv_heads]
         value = rows[:, num_rows + self.num_kv_heads :]
-        query = rotary.rotate(self.q_norm.forward(query))
-        key = rotary.rotate(self.k_norm.forward(key))
-        out = attention.attend(self.layer.layer_id, query, key, value)
+        if rotary.cos is None:  # a kernel norms and rotates, and may store and attend
+            norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
+            turn = Rotary(rotary.positions, rotary.cos_sin_cache, rotary.interleaved, norms)
+            out = attention.rotate_and_attend(self.layer.layer_id, query, key, value, turn)
+        else:
+            query = rotary.rotate(self.q_norm.forward(query))
+            key = rotary.rotate(self.k_norm.forward(key))
+            out = attention.attend(self.layer.layer_id, query, key, value)
         return self.o_proj.forward((out * gate.sigmoid()).reshape(tokens, -1))
 
 

@@ -22,7 +22,6 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "Qwen3ForCausalLM": ("llama", "LlamaModel"),
     "Qwen2MoeForCausalLM": ("qwen_moe", "QwenMoeModel"),
     "Qwen3MoeForCausalLM": ("qwen_moe", "QwenMoeModel"),
-    "Glm4MoeForCausalLM": ("families.glm4_moe", "GlmMoeModel"),
     "GptOssForCausalLM": ("families.gpt_oss", "GptOssModel"),
     "DeepseekV2ForCausalLM": ("deepseek", "DeepseekModel"),
     "DeepseekV3ForCausalLM": ("deepseek", "DeepseekModel"),

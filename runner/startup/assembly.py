@@ -371,14 +371,17 @@ class Assembly:
             draft_graph_bytes,
         )
         available = self._kv_cache_bytes(profile)
-        most_tokens = self.max_num_reqs * self.max_model_len
+        most_tokens, state_bytes = self.max_num_reqs * self.max_model_len, 0
         if states is not None:
-            saved = save_states(states, self.config.cache, self.block_size, available, most_tokens)
+            spare = available - layout.bytes_of(layout.blocks_for(self.max_model_len))
+            saved = save_states(
+                states, self.config.cache, self.block_size, available, spare, most_tokens
+            )
             self.memory.add("saved recurrent states", saved)
-            available -= saved
+            available, state_bytes = available - saved, states.num_bytes
         num_blocks = num_kv_blocks(
             self.config.cache, self.device, available, layout, self.max_model_len,
-            most_tokens,
+            most_tokens, state_bytes,
         )  # fmt: skip
         log_fp8_memory(self.config.cache, available, layout, num_blocks)
         with memory_faults("the KV cache"):

@@ -24,7 +24,8 @@ CPU_CACHE_BYTES = 1 << 30
 class NoKVMemory(RunnerError):
     """The KV cache is too small for one request."""
 
-    def __init__(self, available: int, needed: int, share_counts: bool) -> None:
+    def __init__(self, available: int, needed: int, share_counts: bool, states: int = 0) -> None:
+        """`states`: bytes of the recurrent states."""
         raising = "--gpu-memory-utilization or --kv-cache-memory-bytes, or"
         if not share_counts:
             raising = "--kv-cache-memory-bytes or"
@@ -32,6 +33,7 @@ class NoKVMemory(RunnerError):
         super().__init__(
             f"only {left} are left for the KV cache, but one request of max_model_len needs "
             f"{need}: raise {raising} lower --max-model-len"
+            + (f", or --max-num-seqs ({states / 2**20:.0f} MiB of recurrent states)" * bool(states))
         )
 
 
@@ -87,6 +89,7 @@ def num_kv_blocks(
     layout: KVLayout,
     max_model_len: int,
     max_tokens: int,
+    states: int = 0,  # bytes of recurrent states, for the error
 ) -> int:
     """Blocks per group, including the null block; at most what `max_tokens` tokens can use.
 
@@ -97,7 +100,7 @@ def num_kv_blocks(
     blocks, needed = layout.blocks_in(memory_bytes), layout.blocks_for(max_model_len)
     if blocks < needed:
         share_counts = device.type == "cuda" and config.kv_cache_memory_bytes is None
-        raise NoKVMemory(memory_bytes, layout.bytes_of(needed), share_counts)
+        raise NoKVMemory(memory_bytes, layout.bytes_of(needed), share_counts, states * share_counts)
     return min(blocks, max(needed, layout.blocks_for(max_tokens)))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from ...configs.schema import CacheConfig
@@ -9,6 +11,8 @@ from ...speculators.base import SpeculatorNeeds
 from ..batch.recurrent_states import RecurrentStates
 from ..models.base import TextModel
 from ..scheduling.state_snapshots import StateGroup
+
+logger = logging.getLogger(__name__)
 
 # Of the memory for the KV cache. A saved state is as large as the KV of thousands of tokens, but
 # most prefixes that are asked for again end where a few were saved.
@@ -38,14 +42,18 @@ def save_states(
     config: CacheConfig,
     block_size: int,
     available: int,  # bytes for the KV cache and the saved states
+    spare: int,  # those that one request of the full length leaves
     max_tokens: int,  # that all requests together can have
 ) -> int:
     """Allocate the saved states, and return their bytes."""
     if not config.enable_prefix_caching:
         return 0
     size = states.snapshot_bytes
-    affordable = int(available * _SAVED_SHARE) // size
+    affordable = min(int(available * _SAVED_SHARE), spare) // size - 1  # beside the null block
     count = max(0, min(affordable, max_tokens // border_tokens(config, block_size)))
+    if not count:
+        logger.warning("no memory is left to save recurrent states: prefixes are not reused")
+        return 0
     states.allocate_snapshots(count + 1)
     return (count + 1) * size
 

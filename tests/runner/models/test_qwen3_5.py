@@ -107,6 +107,33 @@ def test_rejected_tokens_never_reach_the_states(folder: Path, oracle: Any) -> No
         torch.testing.assert_close(got, expected[start : start + accepted], atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.parametrize("fuses", [False, True])
+def test_triton_kernels_give_the_same_logits(
+    folder: Path, oracle: Any, fuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt, rows with rejected tokens, and a decode; norms, rotation and attention in one
+    kernel or not."""
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    text = torch.randint(97, (14,), generator=torch.Generator().manual_seed(4)).tolist()
+    with torch.no_grad():
+        expected = oracle(torch.tensor([text])).logits[0]
+    from slipstream.runner.attention.triton import TritonBackend
+
+    sequences = Sequences(load(folder), 1, 32, block_size=16, backend=TritonBackend(), log=3)
+    if not fuses:
+        for builder in sequences.builders:
+            monkeypatch.setattr(builder, "_arrivals", None)
+    for accepted, wrong in [(7, 0), (1, 2), (2, 1), (1, 0), (3, 0)]:
+        start = sequences.lengths[0]
+        bad = [(token + 1) % 97 for token in text[start + accepted : start + accepted + wrong]]
+        (logits,), _ = sequences.step([(0, text[start : start + accepted] + bad)])
+        sequences.lengths[0] = start + accepted
+        wanted = expected[start : start + accepted]
+        torch.testing.assert_close(logits[:accepted], wanted, atol=1e-3, rtol=1e-3)
+
+
 def as_multimodal(folder: Path, target: Path, tied: bool) -> None:
     """Save the same weights as a multimodal checkpoint does, with other parts."""
     text = json.loads((folder / "config.json").read_text())
