@@ -17,6 +17,7 @@ from ..device import use_triton
 from ..linear.linear_choice import Choice, Gemv, Shape, Skinny, bucket_of
 from ..quant.tiled import TiledWeight, Weight
 
+WIDTH = 64  # columns of a slice that the kernel of `Row` knows
 EXACT_ROWS = 64  # up to here, activations have 16 bits
 
 
@@ -27,7 +28,18 @@ class Quantised:
     norm: int = 0  # the norm is another kernel
 
 
-PackedChoice: TypeAlias = Choice | Quantised
+@dataclass(frozen=True)
+class Row:
+    """A kernel for one row on the tensor cores. The next kernel sums the parts of a split."""
+
+    block_n: int  # weight rows of a program
+    stages: int
+    num_warps: int
+    split_k: int
+    norm: int = 1  # 1 = the kernel applies the norm before the layer
+
+
+PackedChoice: TypeAlias = Choice | Quantised | Row
 Sizes: TypeAlias = tuple[int, int, int, int]  # block_n, stages, num_warps, split_k
 
 
@@ -70,6 +82,11 @@ def can_quantise(weight: TiledWeight) -> bool:
         and rows % 16 == 0
         and columns % 8 == 0
     )
+
+
+def fits_row(weight: TiledWeight) -> bool:
+    """Whether the kernel of `Row` knows the format: slices of 64 columns, without offsets."""
+    return weight.slice_width == WIDTH and weight.offsets is None and weight.columns % WIDTH == 0
 
 
 def _skinny(weight: TiledWeight, shape: Shape, bucket: int) -> Skinny:

@@ -17,7 +17,7 @@ from ..linear.linear import GATED, Norm
 from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
-from .choice import PackedChoice, Quantised
+from .choice import PackedChoice, Quantised, Row
 from .choice import choose_packed as choose_packed
 
 
@@ -44,6 +44,11 @@ def packed_linear(
         from .triton.packed_gemv import linear as gemv
 
         out = gemv(x, weight, bias, choice, norm, residual)
+        return out
+    if isinstance(choice, Row):
+        from .triton.packed_row import linear as row
+
+        out = row(x, weight, bias, choice, norm=norm, residual=residual)
         return out
     from .triton.packed_skinny import linear as skinny
 
@@ -112,14 +117,20 @@ def packed_linear_parts(
 
     Returns [M, N], or float32 parts [S, M, N] whose sum is the result.
     """
-    if not isinstance(choice, Skinny) or not isinstance(weight, TiledWeight):
+    if not isinstance(choice, Skinny | Row) or not isinstance(weight, TiledWeight):
         return packed_linear(x, weight, bias, choice, norm)
     if not _has_kernels(x) or (norm is not None and choice.norm):
         return packed_linear(x, weight, bias, choice, norm)
     x, _ = _prepared(x, weight, norm, choice)
+    parts: Tensor
+    if isinstance(choice, Row):
+        from .triton.packed_row import linear_parts as row
+
+        parts = row(x, weight, bias, choice)
+        return parts
     from .triton.packed_skinny import linear_parts as skinny
 
-    parts: Tensor = skinny(x, weight, bias, choice)
+    parts = skinny(x, weight, bias, choice)
     return parts
 
 
@@ -146,6 +157,11 @@ def packed_gated_linear(
         from .triton.packed_gemv import gated_linear as gemv
 
         out = gemv(x, weight, bias, activation, choice, norm)
+        return out
+    if isinstance(choice, Row):
+        from .triton.packed_row import gated_linear as row
+
+        out = row(x, weight, bias, activation, choice, norm=norm)
         return out
     from .triton.packed_skinny import gated_linear as skinny
 
@@ -193,7 +209,7 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def _prepared(
-    x: Tensor, weight: TiledWeight, norm: Norm | None, choice: Gemv | Skinny
+    x: Tensor, weight: TiledWeight, norm: Norm | None, choice: Gemv | Skinny | Row
 ) -> tuple[Tensor, Norm | None]:
     """The kernel's input, and the norm if the kernel applies it: not if columns are reordered."""
     if choice.norm and weight.order is None:

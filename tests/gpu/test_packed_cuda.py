@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.linear_choice import Gemv, Skinny
-from slipstream.kernels.packed.choice import PackedChoice, Quantised
+from slipstream.kernels.packed.choice import PackedChoice, Quantised, Row, fits_row
 from slipstream.kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -70,7 +70,9 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
         choices: list[PackedChoice] = [chosen, replace(chosen, block_n=128), None]
         choices += [replace(chosen, block_m=64), choose_packed(weight, role, rows)]
         if rows == 1 and fits_gemv(weight):
-            choices += [Gemv(4, 1024, 4), Gemv(8, 512, 4)]
+            choices += [Gemv(4, 1024, 4), Gemv(8, 512, 4), Gemv(2, 256, 4, ahead=3)]
+        if rows == 1 and fits_row(weight):
+            choices += [Row(16, 4, 1, 1), Row(64, 3, 4, 2)]
         for choice in choices:
             if role == "qkv":
                 got = packed_linear_parts(x, weight, None, choice)
@@ -95,6 +97,8 @@ def test_norm_and_residual_are_fused(name: str) -> None:
         choices: list[PackedChoice] = [Skinny(64, 256, 3, 4, 1, 16, norm=1)]
         if rows == 1 and fits_gemv(weight):
             choices.append(Gemv(4, 1024, 4))
+        if rows == 1:
+            choices.append(Row(16, 4, 1, 1))
         for choice in choices:
             close(packed_linear(x, weight, None, choice, norm, residual), expected, 2)
 

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from slipstream.kernels import launch
 from slipstream.kernels.device import Card, meta_tensors_on
 from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
-from slipstream.kernels.packed.choice import PackedChoice
+from slipstream.kernels.packed.choice import PackedChoice, Row
 from slipstream.kernels.packed.linear import packed_linear
 
 
@@ -57,6 +57,8 @@ def few() -> None:
     one("int8", qkv, Skinny(64, 128, 4, 4, 2, 16), 9)
     one("int4z", gate_up, Skinny(64, 256, 3, 4, 1, 16), 9)
     one("nvfp4", qkv, Skinny(64, 256, 4, 4, 2, 16), 9)
+    one("int4z", gate_up, Row(16, 4, 1, 1), 1)
+    one("fp8b", qkv, Row(32, 4, 2, 2), 1)
     one("q4k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
     one("q6k", qkv, Skinny(64, 32, 4, 4, 2, 16), 9)
     check_instructions()
@@ -79,7 +81,9 @@ def everything() -> None:
             for name in FORMATS:
                 for choice in candidates(name, shape, rows):
                     key = name, shape.may_split, choice
-                    if key not in seen and (not isinstance(choice, Skinny) or choice.split_k == 1):
+                    if key not in seen and (
+                        not isinstance(choice, Skinny | Row) or choice.split_k == 1
+                    ):
                         seen.add(key)
                         compile_linear.report(
                             f"{name} {shape} {rows} rows {choice}", one, name, shape, choice, rows

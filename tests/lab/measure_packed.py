@@ -33,7 +33,7 @@ from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, wi
 from slipstream.kernels.device import Card
 from slipstream.kernels.linear import linear_tune
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
-from slipstream.kernels.packed.choice import PackedChoice, Quantised
+from slipstream.kernels.packed.choice import PackedChoice, Quantised, Row
 from slipstream.kernels.packed.linear import (
     packed_gated_linear,
     packed_linear,
@@ -68,9 +68,10 @@ WITH_OFFSETS = ("q4k", "q5k")  # GGUF's types with minima
 HEAD_FORMATS, HEAD_ROWS = ("fp8", "int4"), (1, 16, 64)  # with a head, and all tiles
 # rows, block_k, warps, stages, norm, chunks in flight
 GEMVS = ((4, 1024, 4, 0, 1, 1), (4, 1024, 4, 0, 1, 3), (2, 1024, 4, 0, 1, 2), (8, 1024, 4, 0, 1, 2))
+ROW_TILES = ((16, 3, 1), (16, 6, 1), (32, 4, 2), (64, 4, 4))  # block_n, stages, warps
 # (block_n, stages, warps) by rows of a program
 TILES = {
-    8: ((64, 4, 4), (32, 6, 2), (16, 6, 1), (128, 4, 4)),
+    8: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
     16: ((64, 4, 4), (128, 3, 4), (64, 6, 4), (128, 4, 8)),
     32: ((64, 4, 4), (128, 3, 4), (128, 4, 8)),
     64: ((64, 3, 4), (128, 3, 8), (64, 4, 4)),
@@ -84,6 +85,11 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
     if rows == 1 and kind in ("fp8", "int8") and group in (0, 128):
         yield from (Gemv(*sizes) for sizes in GEMVS)
     columns = min(64, group or 64) * (2 if kind in ("fp8", "int8") else 4)
+    if rows == 1 and (group in (0, 64, 128) or kind == "fp4"):
+        for block_n, stages, warps in ROW_TILES:
+            for split_k in (1, 2, 4) if shape.may_split else (1,):
+                if shape.outputs // block_n * split_k <= 1100 or not shape.may_split:
+                    yield Row(block_n, stages, warps, split_k)
     plain = kind in ("fp8", "int8") and not group  # no second set of sums
     heights = {1: (8, 16), 128: (64, 128), 256: (64, 128)}.get(rows, (rows,))
     for height in heights:
@@ -188,7 +194,7 @@ def compile_all(args: argparse.Namespace) -> None:
             for choice in candidates(name, shape, rows):
                 mode = "parts" if shape.may_split else shape.role
                 key: tuple[Any, ...] = (name, choice, shape.inputs, mode)
-                if isinstance(choice, Skinny):  # compiled for all sizes and splits
+                if isinstance(choice, Skinny | Row):  # compiled for all sizes and splits
                     key = (name, replace(choice, split_k=1), mode)
                 if key not in seen and not isinstance(choice, Quantised):
                     seen.add(key)

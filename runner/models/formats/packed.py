@@ -12,7 +12,7 @@ from ....kernels.linear.head_sample import Draws, pick_rows
 from ....kernels.linear.linear import GATED, Norm
 from ....kernels.linear.linear_choice import Gemv
 from ....kernels.linear.norm_rope import rms_norm
-from ....kernels.packed.choice import PackedChoice
+from ....kernels.packed.choice import PackedChoice, Row
 from ....kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -119,7 +119,8 @@ class PackedLayer(nn.Module):
 
     def adds(self, num_rows: int) -> bool:
         """True if the kernel for `num_rows` rows can add a residual itself."""
-        return isinstance(self._choice_for(num_rows), Gemv)
+        choice = self._choice_for(num_rows)
+        return isinstance(choice, Gemv) or (isinstance(choice, Row) and choice.split_k == 1)
 
     def choice(self, x: Tensor) -> PackedChoice:
         """The kernel for these rows; None = torch."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.linear_choice import Gemv, Skinny
-from slipstream.kernels.packed.choice import Quantised
+from slipstream.kernels.packed.choice import Quantised, Row, fits_row
 from slipstream.kernels.packed.linear import choose_packed, packed_gated_linear
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.kernels.quant.tiled import TiledWeight, prepare, tile
@@ -95,6 +95,39 @@ def test_one_row(name: str) -> None:
     gate, up = product.chunk(2, -1)
     got = kernel.gated_linear(x, weight, bias, "gelu_tanh", ONE, norm)
     close(got, torch.nn.functional.gelu(gate, approximate="tanh") * up)
+
+
+ROW_FORMATS = [name for name in FORMATS if "32" not in name and "16" not in name]
+ROW_CASES = [(name, mode, tma) for name in ROW_FORMATS for mode in MODES for tma in (True, False)]
+ROW_KEPT = [
+    ("int4 128", "plain", True),
+    ("int4 64 zeros", "gated", True),
+    ("fp8 blocks", "parts", True),
+    ("int8 rows", "plain", False),
+    ("nvfp4", "parts", True),
+]
+
+
+@pytest.mark.parametrize(("name", "mode", "tma"), some(ROW_CASES, kept=ROW_KEPT))
+def test_one_row_on_tensor_cores(name: str, mode: str, tma: bool) -> None:
+    from slipstream.kernels.packed.triton import packed_row as kernel
+
+    x, weight, exact, bias = inputs(name, 1, 22, 576)  # a step and a part of one
+    norm, residual = (torch.rand(576).half(), 1e-5), torch.randn(1, 22).half()
+    assert fits_row(weight)
+    if mode == "parts":
+        parts = kernel.linear_parts(x, weight, bias, Row(16, 3, 1, 2), tma)
+        assert parts.shape == (2, 1, 22)
+        close(parts.sum(0), x.double() @ exact.T + bias)
+        return
+    product = normed(x, norm) @ exact.T + bias
+    if mode == "plain":
+        got = kernel.linear(x, weight, bias, Row(16, 3, 1, 1), tma, norm, residual)
+        close(got, product + residual, 2)  # it rounds the normed row
+    else:
+        gate, up = product.chunk(2, -1)
+        got = kernel.gated_linear(x, weight, bias, "silu", Row(16, 3, 1, 1), tma, norm)
+        close(got, torch.nn.functional.silu(gate) * up, 2)
 
 
 @pytest.mark.parametrize("name", some(["fp8 blocks", "int4 128"], kept=["int4 128"]))
