@@ -92,7 +92,8 @@ class ClaimsAtStart:
         layers: Sequence[AttentionLayer],
         cases: Sequence[ClaimCase],
     ) -> None:
-        for kind, layer in {_kind(layer): layer for layer in layers}.items():
+        kinds = {_kind(layer): layer for layer in layers if layer.attends}
+        for kind, layer in kinds.items():
             if builder.supports is not AttentionCGSupport.NEVER:
                 builder.supports = self._verify_layer(builder.supports, kind, layer, cases)
 

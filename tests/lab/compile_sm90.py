@@ -30,6 +30,7 @@ BF16, I32, I64 = torch.bfloat16, torch.int32, torch.int64
 FP8, FP8_LATENT = Fp8Cache(BF16, 0.5, 0.25), Fp8Cache(BF16, latent=512)
 done: dict[str, int] = {}
 every_form = True
+EVERY_FORM = ("_attention_kernel", "_sparse_attention_kernel")  # their shared memory differs
 
 
 class NoDriver:
@@ -47,7 +48,7 @@ class NoDriver:
 
 def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
     name = self.fn.__name__
-    if name in done and name != "_attention_kernel" and not every_form:
+    if name in done and name not in EVERY_FORM and not every_form:
         return None
     kernel = original(self, *args, grid=grid, warmup=True, **kwargs)
     shared = kernel.metadata.shared
@@ -279,12 +280,52 @@ def recurrent() -> None:
         module("gated_norm").gated_norm(of_heads, of_heads, t(128, dtype=f32), 1e-6)
 
 
+def compressed() -> None:
+    """DeepSeek V4's shape: heads of 512 values, rates of 4 and 128, an indexer of 64 heads."""
+    room = "slipstream.kernels.attention.compressed"
+    pages = importlib.import_module(f"{room}.pages")
+
+    def kernel(name: str) -> Any:
+        return getattr(importlib.import_module(f"{room}.triton.{name}"), name)
+
+    f32, longs, tables = torch.float32, t(9, dtype=I64), t(4, 64, dtype=I32)
+    cos_sin, weight = t(4096, 64, dtype=f32), t(512, dtype=f32)
+    turn = kernel("tail_rotary")
+    for heads in (64, 1):
+        turn(t(9, heads, 512), longs, cos_sin, 1e-6, weight if heads == 1 else None)
+        turn(t(9, heads, 512), longs, cos_sin, inverse=True)
+    turn(t(9, 64, 128), longs, cos_sin)
+    tokens = pages.TokenRows(longs, longs)
+    for rate, dim, width in ((4, 512, 2560), (4, 128, 2560), (128, 512, 1024)):
+        pending = pages.Pages(t(7, 16, 1, width), tables, longs, 16)
+        entries = pages.Pages(t(7, 128 // rate, 1, dim), tables, longs, 128, rate)
+        channels = 2 * dim if rate == 4 else dim
+        bias = t(rate, channels, dtype=f32)
+        rule = pages.Compressor(rate, dim, rate == 4, 0, channels, bias, weight, 1e-6, cos_sin)
+        kernel("compress")(rule, pending, tokens, entries)
+        if dim == 128:
+            score = importlib.import_module(f"{room}.triton.select_entries").score_entries
+            score(t(9, 64, 128), t(9, 64, dtype=f32), entries, tokens, 2048)
+    raw, few = pages.Pages(t(7, 64, 1, 512), tables, longs, 64), t(9, dtype=I32)
+    window, chosen = (pages.SlotList(t(9, n, dtype=I32), few) for n in (128, 512))
+    for heads in (64, 128):
+        for found in (None, chosen):
+            args = (raw, window, None if found is None else raw, found, t(heads, dtype=f32), 0.04)
+            kernel("sparse_attention")(t(9, heads, 512), *args)
+    mix = importlib.import_module("slipstream.kernels.linear.hyper.triton.connections")
+    site = importlib.import_module("slipstream.kernels.linear.hyper.site").Site
+    of = site(t(24, 4 * 4096, dtype=f32), t(24, dtype=f32), t(3, dtype=f32), 1e-6, 1e-6, 20)
+    for rows in (1, 200, 2000):
+        mix.mix_streams(t(rows, 4, 4096), of)
+    mix.add_to_streams(t(9, 4, 4096), t(9, 4096), t(9, 4, dtype=f32), t(9, 4, 4, dtype=f32))
+
+
 if __name__ == "__main__":
     original = JITFunction.run
     driver.set_active(NoDriver())
     JITFunction.run = compile_instead
     every_form = sys.argv[1:] == ["all"]
-    for part in (attention, layers, batch, latent, sampling, experts, recurrent):
+    for part in (attention, layers, batch, latent, sampling, experts, recurrent, compressed):
         part()
     for name, count in done.items():
         print(name, count)

@@ -1,7 +1,7 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
-Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager|fp8 [few]`; fp8 is drafting with an fp8
-KV cache. With `few`, each sampling option
+Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager|fp8|mtp [few]`; fp8 is drafting with an
+fp8 KV cache, and mtp drafts with the model's own module. With `few`, each sampling option
 is combined with one way to draw instead of three. `test_compile_ahead.py` runs it in a process of
 its own, since Triton decides at import whether it compiles or interprets. Nothing is compiled; the
 script only counts the specializations of each kernel.
@@ -95,7 +95,9 @@ def serve(
     decodes of the others.
     """
     drafts: int = runner.facts.needs.num_speculative_tokens
-    words = -(-runner.facts.vocab_size // 32)
+    words, facts = -(-runner.facts.vocab_size // 32), runner.facts
+    columns = [-(-facts.max_model_len // group.block_size) for group in facts.kv_groups]
+    blocks = [list(range(1, 1 + min(39, count))) for count in columns]
 
     def run(plan: StepPlan) -> None:
         mask = None
@@ -108,7 +110,7 @@ def serve(
             raise error
 
     new = [
-        NewRequest(slot, [0] * length, length, 0, [list(range(1, 40))], kinds[slot % len(kinds)])
+        NewRequest(slot, [0] * length, length, 0, blocks, kinds[slot % len(kinds)])
         for slot, length in enumerate(prompts)
     ]
     rows = [ScheduledRow(slot, length, 0, 0, False, 0) for slot, length in enumerate(prompts)]
@@ -126,7 +128,7 @@ def serve(
             for slot in slots[:-1]
         ]
         last = slots[-1]
-        again = NewRequest(last, [0] * long_prompt, long_prompt, 0, [list(range(1, 40))], kinds[0])
+        again = NewRequest(last, [0] * long_prompt, long_prompt, 0, blocks, kinds[0])
         prefill = ScheduledRow(last, long_prompt, 0, 0, False, 0)
         run(StepPlan(step_id + 4, freed_slots=[last]))
         run(StepPlan(step_id + 5, new_requests=[again], rows=[*decodes, prefill]))
@@ -191,8 +193,11 @@ def launches(
     scheduler = SchedulerConfig(max_num_seqs=39, max_num_batched_tokens=200)
     if drafter is not None:
         scheduler = SchedulerConfig(max_num_seqs=44, max_num_batched_tokens=200)
+        own = {"method": "mtp"} if drafter == "mtp" else {"method": "eagle3", "model": drafter}
         speculative = SpeculativeConfig(
-            method="eagle3", model=drafter, num_speculative_tokens=3, load_format="dummy"
+            **own,
+            num_speculative_tokens=3,
+            load_format="dummy",  # type: ignore[arg-type]
         )
     config = Config(
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
@@ -239,7 +244,7 @@ def main(model: str, drafter: str, case: str, extent: str = "all") -> None:
     with without_gpu(H100):
         found = launches(
             model,
-            None if case == "alone" else drafter,
+            {"alone": None, "mtp": "mtp"}.get(case, drafter),
             case == "eager",
             extent == "few",
             "fp8" if case == "fp8" else "auto",
