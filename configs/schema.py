@@ -14,10 +14,11 @@ from typing import Any
 # Formats that the server's parsers read; tests compare these lists with the parsers.
 TOOL_CALL_FORMATS = (
     *("hermes", "qwen", "qwen25", "qwen3", "qwen3_coder", "qwen3_xml", "llama3_json"),
-    *("llama4_json", "mistral", "deepseek_v3", "deepseek_v31", "gemma", "gemma3", "gemma4"),
+    *("llama4_json", "mistral", "deepseek_v3", "deepseek_v31", "deepseek_v32"),
+    *("deepseek_v4", "gemma", "gemma3", "gemma4"),
     *("functiongemma", "pythonic", "llama4_pythonic", "gpt_oss", "openai"),
 )
-REASONING_FORMATS = ("deepseek_r1", "qwen3", "gemma", "gemma4")
+REASONING_FORMATS = ("deepseek_r1", "deepseek_v4", "qwen3", "gemma", "gemma4")
 
 
 def option(

@@ -62,6 +62,11 @@ class DeepSeekR1Parser(ReasoningParser):
     starts_inside = True
 
 
+class DeepSeekV4Parser(ReasoningParser):
+    """DeepSeek V4 reasons if the end of the prompt has the opening marker; without reasoning, the
+    prompt ends with the closing one."""
+
+
 class Qwen3Parser(ReasoningParser):
     """Qwen 3 reasons if the output or the end of the prompt has the opening marker."""
 
@@ -82,6 +87,7 @@ class GemmaParser(ReasoningParser):
 
 _PARSERS: dict[str, type[ReasoningParser]] = {
     "deepseek_r1": DeepSeekR1Parser,
+    "deepseek_v4": DeepSeekV4Parser,
     "qwen3": Qwen3Parser,
     "gemma": GemmaParser,
     "gemma4": GemmaParser,

@@ -19,6 +19,8 @@ _PARSERS = {
     "mistral": ("mistral", "MistralToolParser"),
     "deepseek_v3": ("deepseek", "DeepSeekToolParser"),
     "deepseek_v31": ("deepseek", "DeepSeekToolParser"),
+    "deepseek_v32": ("deepseek", "DsmlToolParser"),
+    "deepseek_v4": ("deepseek", "DsmlToolParser"),
     "gemma": ("gemma", "GemmaToolParser"),
     "gemma3": ("gemma", "GemmaToolParser"),
     "gemma4": ("gemma", "GemmaToolParser"),
@@ -35,6 +37,7 @@ _SIGNS = (
     ("<|channel|>analysis", "gpt_oss"),
     ("<parameter=", "qwen3_coder"),
     ("<function=", None),  # another XML format, which no parser here reads
+    ("｜DSML｜", "deepseek_v4"),
     ("<｜tool▁call▁begin｜>", "deepseek_v3"),
     ("[TOOL_CALLS]", "mistral"),
     ("<|tool_call>", "gemma"),

@@ -28,6 +28,8 @@ CASES = [
     ),
     ("deepseek_r1", None, "endless </thin", "endless </thin", ""),
     ("deepseek_r1", "x<think>\n\n</think>\n\n", "Four.", "", "Four."),
+    ("deepseek_v4", "x<｜Assistant｜><think>", "hm</think>Four.", "hm", "Four."),
+    ("deepseek_v4", "x<｜Assistant｜></think>", "Four </think>.", "", "Four </think>."),
     ("qwen3", None, "<think>\nhm <b>\n</think>\n\nFour.\n", "hm <b>", "Four.\n"),
     ("qwen3", None, "\n<think>\n\n</think>\n\n Four.", "", "Four."),
     ("qwen3", None, " Four <think>x</think>.", "", " Four <think>x</think>."),

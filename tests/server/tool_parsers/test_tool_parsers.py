@@ -33,6 +33,11 @@ W2 = ("weather", '{"city": "Köln", "days": 3}')
 T1, T2 = "<tool_call>", "</tool_call>"
 DS, DE = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 DC, DSEP, DCE = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+MB, ME = "<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"
+MI, MIE = '<｜DSML｜invoke name="', "</｜DSML｜invoke>"
+MP, MPE = '<｜DSML｜parameter name="', "</｜DSML｜parameter>"
+MW = f'{MI}weather">\n{MP}city" string="true">Kö"}}\n{MPE}\n{MP}days" string="false"> 3{MPE}\n{MIE}'
+MN = f'{MI}now">\n{MIE}'
 JW, JN = f'{{"name": "weather", "arguments": {ARGS}}}', '{"name": "now", "arguments": {}}'
 PW = f'{{"name": "weather", "parameters": {ARGS}}}'
 Q = '<|"|>'
@@ -144,6 +149,28 @@ CASES: dict[str, list[tuple[str, str, list[tuple[str, str]]]]] = {
         (f"{DS}{DC}now{DCE}{DE}", f"{DS}{DC}now{DCE}{DE}", []),
         (f"{DC}function{DSEP}now\nno json{DCE}", f"{DC}function{DSEP}now\nno json{DCE}", []),
         (f"x{DS}{DC}fun", f"x{DS}{DC}fun", []),
+    ],
+    "deepseek_v4": [
+        (f"{MB}\n{MW}\n{ME}", "", [MW2 := ("weather", '{"city": "Kö\\"}\\n", "days": 3}')]),
+        (f"Ok.\n\n{MB}\n{MN}\n{MW}\n{ME} end", "Ok. end", [N, MW2]),
+        (f"{MW}\n", "", [MW2]),
+        (
+            f'{MB}{MI}f">{MP}a" string="false">[1, {{"b": null}}]{MPE}{MIE}{ME}',
+            "",
+            [("f", '{"a": [1, {"b": null}]}')],
+        ),
+        (f'{MI}f">{MP}a" string="false">many{MPE}{MIE}', "", [("f", '{"a": "many"}')]),
+        (f'{MI}f">{MP}a">x{MP}b">y{MIE}', "", [("f", '{"a": "x", "b": "y"}')]),
+        (f'{MI}f">{MP}a" string="true">half', "", [("f", '{"a": "half')]),
+        (f'{MI}f">{MP}a" string="false">3', "", [("f", '{"a": ')]),
+        (f'{MI}f">{MP}a', "", [("f", "{")]),
+        (f'{MI}f"> junk', " junk", [("f", "{}")]),
+        (f"{MB}\nnothing{ME}", f"{MB}\nnothing{ME}", []),
+        (f"{MI}f>x", f"{MI}f>x", []),
+        (f"x{MB}{MI}fun", f"x{MB}{MI}fun", []),
+    ],
+    "deepseek_v32": [
+        (f"<｜DSML｜function_calls>\n{MN}\n{MN}\n</｜DSML｜function_calls>", "", [N, N]),
     ],
     "gemma": [
         (
@@ -378,6 +405,7 @@ def test_every_registered_name_has_its_parser() -> None:
         ("… <tool_call> …", "hermes"),
         ("[TOOL_CALLS]", "mistral"),
         (f"{{{{ '{DC}' }}}}", "deepseek_v3"),
+        (f"{MB}{MI}$NAME", "deepseek_v4"),
         ("<|start_header_id|>ipython", "llama3_json"),
         ("<|tool_call>call:", "gemma"),
         ("<start_of_turn>model", "gemma"),
