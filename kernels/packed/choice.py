@@ -10,36 +10,17 @@ data, so a CUDA graph may bake it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..device import use_triton
-from ..linear.linear_choice import Choice, Gemv, Shape, Skinny, bucket_of
+from ..linear.linear_choice import Gemv, Shape, Skinny, bucket_of
 from ..quant.tiled import TiledWeight, Weight
+from .kinds import PackedChoice, Quantised, fits, format_name
+from .tuned import tuned_choices
 
-WIDTH = 64  # columns of a slice that the kernel of `Row` knows
 EXACT_ROWS = 64  # up to here, activations have 16 bits
 
 
-@dataclass(frozen=True)
-class Quantised:
-    """Activations are quantised row by row to the weight's type, and torch multiplies codes."""
-
-    norm: int = 0  # the norm is another kernel
-
-
-@dataclass(frozen=True)
-class Row:
-    """A kernel for one row on the tensor cores. The next kernel sums the parts of a split."""
-
-    block_n: int  # weight rows of a program
-    stages: int
-    num_warps: int
-    split_k: int
-    norm: int = 1  # 1 = the kernel applies the norm before the layer
-
-
-PackedChoice: TypeAlias = Choice | Quantised | Row
 Sizes: TypeAlias = tuple[int, int, int, int]  # block_n, stages, num_warps, split_k
 
 
@@ -52,23 +33,18 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
         return None  # rows of 16 bytes
     if weight.words.numel() >= 2**31:  # 32-bit offsets
         return None
+    bucket = bucket_of(num_rows)
     if num_rows > EXACT_ROWS and can_quantise(weight):
         return Quantised()
-    bucket = bucket_of(num_rows)
+    tuned = tuned_choices(weight.device)
+    if tuned and (key := (format_name(weight), shape, bucket)) in tuned:
+        if fits(weight, tuned[key]):
+            return tuned[key]
     if bucket is None or (bucket > 128 and weight.kind == "fp4"):
         return None
     if bucket == 1 and (one_row := _GEMVS.get(format_name(weight), {}).get(role)):
         return one_row
     return _skinny(weight, shape, bucket)
-
-
-def format_name(weight: TiledWeight) -> str:
-    """The name of a format in the tables below."""
-    if weight.kind == "fp8" and weight.group < weight.columns:
-        return "fp8 blocks" if weight.group == 128 else "fp8 groups"
-    if weight.kind == "int8" and weight.group < weight.columns:
-        return "int8 groups"
-    return weight.kind
 
 
 def can_quantise(weight: TiledWeight) -> bool:
@@ -82,11 +58,6 @@ def can_quantise(weight: TiledWeight) -> bool:
         and rows % 16 == 0
         and columns % 8 == 0
     )
-
-
-def fits_row(weight: TiledWeight) -> bool:
-    """Whether the kernel of `Row` knows the format: slices of 64 columns, without offsets."""
-    return weight.slice_width == WIDTH and weight.offsets is None and weight.columns % WIDTH == 0
 
 
 def _skinny(weight: TiledWeight, shape: Shape, bucket: int) -> Skinny:

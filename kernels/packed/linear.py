@@ -17,8 +17,8 @@ from ..linear.linear import GATED, Norm
 from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
-from .choice import PackedChoice, Quantised, Row
 from .choice import choose_packed as choose_packed
+from .kinds import PackedChoice, Quantised, Row
 
 
 def packed_linear(

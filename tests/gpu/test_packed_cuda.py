@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.linear.linear_choice import Gemv, Skinny
-from slipstream.kernels.packed.choice import PackedChoice, Quantised, Row, fits_row
+from slipstream.kernels.packed.kinds import PackedChoice, Quantised, Row, fits_gemv, fits_row
 from slipstream.kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
     packed_linear,
     packed_linear_parts,
 )
-from slipstream.kernels.packed.triton.packed_gemv import fits_gemv
 from slipstream.kernels.quant.tiled import TiledWeight, prepare
 
 from ..kernels.quant.random_weights import FORMATS, random_weight

@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 from slipstream.kernels import launch
 from slipstream.kernels.device import Card, meta_tensors_on
 from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
-from slipstream.kernels.packed.choice import PackedChoice, Row
+from slipstream.kernels.packed.kinds import PackedChoice, Row
 from slipstream.kernels.packed.linear import packed_linear
 
 

@@ -1,13 +1,14 @@
 """Prints how fast the linear kernels for quantised weights are on this GPU, beside bf16's.
 
     PYTHONPATH=.src python tests/lab/measure_packed.py OUT.json [--seconds 200] [--compile-only]
-        [--kinds fp8,int4] [--rows 1,16]
+        [--save] [--kinds fp8,int4] [--rows 1,16]
 
 It first compiles all candidates in parallel processes, without the GPU; `--compile-only` ends
 there, and needs no GPU. Then it measures each format, shape and number of rows, as `linear_tune`
 does: in a CUDA graph over copies of the weights that do not fit the cache. A candidate with a
 wrong result is left out and named. After `--seconds` it stops. OUT.json has every figure; it is
-written after each number of rows, so nothing is lost.
+written after each number of rows, so nothing is lost. `--save` keeps the fastest on disk, where
+the server finds them.
 
 A line: layer, rows, microseconds of cuBLAS and of our kernel with bf16, then for each format the
 fastest candidate, its GB/s (codes and scales) and how many times faster than our bf16 it is.
@@ -33,12 +34,13 @@ from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, wi
 from slipstream.kernels.device import Card
 from slipstream.kernels.linear import linear_tune
 from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
-from slipstream.kernels.packed.choice import PackedChoice, Quantised, Row
+from slipstream.kernels.packed.kinds import PackedChoice, Quantised, Row, format_name
 from slipstream.kernels.packed.linear import (
     packed_gated_linear,
     packed_linear,
     packed_linear_parts,
 )
+from slipstream.kernels.packed.tuned import Key, save_choices
 from slipstream.kernels.quant.packed import Kind, PackedWeight
 from slipstream.kernels.quant.tiled import TiledWeight, tile
 
@@ -65,6 +67,7 @@ FORMATS: dict[str, tuple[Kind, int, int, torch.dtype, bool]] = {
     "nvfp4": ("fp4", 16, 1, torch.float8_e4m3fn, False),
 }
 WITH_OFFSETS = ("q4k", "q5k")  # GGUF's types with minima
+BONUS = 0.8  # microseconds that half a kernel less is worth
 HEAD_FORMATS, HEAD_ROWS = ("fp8", "int4"), (1, 16, 64)  # with a head, and all tiles
 # rows, block_k, warps, stages, norm, chunks in flight
 GEMVS = ((4, 1024, 4, 0, 1, 1), (4, 1024, 4, 0, 1, 3), (2, 1024, 4, 0, 1, 2), (8, 1024, 4, 0, 1, 2))
@@ -223,6 +226,13 @@ def tile_on_meta(name: str, shape: Shape) -> TiledWeight:
     )
 
 
+def saves_a_kernel(shape: Shape, choice: PackedChoice) -> bool:
+    """Whether a choice applies the norm before the layer, or adds the residual after it."""
+    if shape.role in ("qkv", "gate_up"):
+        return choice is not None and bool(choice.norm)
+    return isinstance(choice, Gemv) or (isinstance(choice, Row) and choice.split_k == 1)
+
+
 class Measurement:
     """Measures cases until the deadline, and keeps the figures."""
 
@@ -230,6 +240,7 @@ class Measurement:
         self.out, self.deadline = out, deadline
         self.device = torch.device("cuda", 0)
         self.figures: dict[str, Any] = {"card": torch.cuda.get_device_name(0), "cases": []}
+        self.winners: dict[Key, PackedChoice] = {}
         self.bf16: dict[tuple[Shape, int], tuple[float, float]] = {}
 
     def dense(self, shape: Shape, rows: int) -> tuple[float, float]:
@@ -285,6 +296,9 @@ class Measurement:
             }
         )
         if found:
+            exact = [item for item in found if not isinstance(item[2], Quantised)]
+            best = min(exact, key=lambda item: item[0] - BONUS * saves_a_kernel(shape, item[2]))
+            self.winners.setdefault((format_name(weight), shape, rows), best[2])
             us, error, choice = found[0]
             dense = min(cublas, ours)
             print(
@@ -302,6 +316,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--seconds", type=float, default=200)
     parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--save", action="store_true")
     parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(FORMATS))
     parser.add_argument("--rows", type=lambda t: [int(n) for n in t.split(",")], default=ROWS)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -323,6 +338,8 @@ def main() -> None:
                 break
             measurement.run(rows, shape, name)
             measurement.save()
+    if args.save:
+        print("saved", save_choices(measurement.device, measurement.winners))
     print(f"done after {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -18,6 +18,7 @@ from ...linear.linear_choice import Gemv
 from ...linear.triton.gemv import gated
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_codes import KINDS, float_pair
+from ..kinds import fits_gemv
 
 _PLAIN, _ADD, _GATED = 0, 1, 2
 Norm = tuple[Tensor, float]  # weight [K], eps
@@ -143,12 +144,6 @@ def _packed_gemv_kernel(
     if MODE == 2:
         y = gated(y, u, ACTIVATION)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=inside)
-
-
-def fits_gemv(weight: TiledWeight) -> bool:
-    """Whether this kernel knows the format: 8 bits, with scales of rows or of 128 columns."""
-    whole = weight.group >= weight.columns
-    return weight.slices == 2 and weight.offsets is None and (whole or weight.group == 128)
 
 
 def _launch(

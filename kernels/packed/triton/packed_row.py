@@ -22,7 +22,7 @@ from ...linear.triton.skinny import _TRITON_DTYPES, _tile
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_codes import KINDS, numbers
 from ...quant.triton.packed_scales import fp4_scales, of_span, scaled
-from ..choice import WIDTH, Row, fits_row
+from ..kinds import WIDTH, Row, fits_row
 
 _PLAIN, _PARTS, _GATED = 0, 1, 2
 Norm = tuple[Tensor, float]  # weight [K], eps

@@ -12,7 +12,7 @@ from ....kernels.linear.head_sample import Draws, pick_rows
 from ....kernels.linear.linear import GATED, Norm
 from ....kernels.linear.linear_choice import Gemv
 from ....kernels.linear.norm_rope import rms_norm
-from ....kernels.packed.choice import PackedChoice, Row
+from ....kernels.packed.kinds import PackedChoice, Row
 from ....kernels.packed.linear import (
     choose_packed,
     packed_gated_linear,
@@ -48,6 +48,7 @@ class PackedLayer(nn.Module):
         `Shape`. With `torch_only` no kernel of ours is chosen."""
         super().__init__()
         self.role, self.torch_only = role, torch_only
+        self._chosen: dict[tuple[str, int, int, int], PackedChoice] = {}
         self.parts: list[Weight | Tensor] = [_joined(run) for run in _runs(parts)]
         if not torch_only:  # one at a time, so that only one part is in memory twice
             for index, part in enumerate(self.parts):
@@ -136,7 +137,10 @@ class PackedLayer(nn.Module):
     def _choice(self, weight: Weight, x: Tensor) -> PackedChoice:
         if self.torch_only or x.dim() != 2 or not x.is_contiguous():
             return None
-        return choose_packed(weight, self.role, x.shape[0])
+        key = weight.kind, weight.group, weight.shape[0], x.shape[0]
+        if key not in self._chosen:
+            self._chosen[key] = choose_packed(weight, self.role, x.shape[0])
+        return self._chosen[key]
 
 
 def format_name(weight: Weight) -> str:

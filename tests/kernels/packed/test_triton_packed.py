@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from slipstream.kernels.linear.linear_choice import Gemv, Skinny
-from slipstream.kernels.packed.choice import Quantised, Row, fits_row
+from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
+from slipstream.kernels.packed import tuned
+from slipstream.kernels.packed.kinds import Quantised, Row, fits_row
 from slipstream.kernels.packed.linear import choose_packed, packed_gated_linear
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.kernels.quant.tiled import TiledWeight, prepare, tile
@@ -210,3 +212,26 @@ def test_activations_are_quantised_only_if_the_checkpoint_asks() -> None:
             assert isinstance(choose_packed(tile(asks), "down", rows), Quantised)
             plain = tile(replace(asks, activations="16bit"))
             assert not isinstance(choose_packed(plain, "down", rows), Quantised)
+
+
+def test_measured_choices_come_before_the_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    monkeypatch.setattr(tuned, "_path", lambda device: tmp_path / "found" / "choices.json")
+    weight = tile(random_weight("int4 128", 32, 256))
+    shape, device = Shape("o", 32, 256), torch.device("cpu")
+    found = {("int4", shape, 1): Row(16, 4, 1, 2), ("int4", shape, 16): Skinny(64, 0, 3, 4, 2, 16)}
+    tuned.tuned_choices.cache_clear()  # type: ignore[attr-defined]
+    tuned.save_choices(device, {**found, ("int4", shape, 64): None})
+    tuned.tuned_choices.cache_clear()  # type: ignore[attr-defined]
+    assert choose_packed(weight, "o", 1) == Row(16, 4, 1, 2)
+    assert choose_packed(weight, "o", 9) == found["int4", shape, 16]
+    assert choose_packed(weight, "o", 64) is None
+    assert isinstance(choose_packed(weight, "o", 32), Skinny)
+    other = tile(random_weight("int4 32 offsets", 32, 256))  # its slices have 32 columns
+    assert not isinstance(choose_packed(other, "o", 1), Row)
+    (tmp_path / "found" / "choices.json").write_text("[")
+    tuned.tuned_choices.cache_clear()  # type: ignore[attr-defined]
+    assert isinstance(choose_packed(weight, "o", 1), Skinny)
+    tuned.tuned_choices.cache_clear()  # type: ignore[attr-defined]

@@ -1,0 +1,59 @@
+"""The kernels for linear layers with quantised weights besides those that bf16 has, too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from ..linear.linear_choice import Choice, Gemv
+from ..quant.tiled import TiledWeight
+
+WIDTH = 64  # columns of a slice that the kernel of `Row` knows
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """Activations are quantised row by row to the weight's type, and torch multiplies codes."""
+
+    norm: int = 0  # the norm is another kernel
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kernel for one row on the tensor cores. The next kernel sums the parts of a split."""
+
+    block_n: int  # weight rows of a program
+    stages: int
+    num_warps: int
+    split_k: int
+    norm: int = 1  # 1 = the kernel applies the norm before the layer
+
+
+PackedChoice: TypeAlias = Choice | Quantised | Row
+
+
+def format_name(weight: TiledWeight) -> str:
+    """The name of a format in the tables below."""
+    if weight.kind == "fp8" and weight.group < weight.columns:
+        return "fp8 blocks" if weight.group == 128 else "fp8 groups"
+    if weight.kind == "int8" and weight.group < weight.columns:
+        return "int8 groups"
+    return weight.kind
+
+
+def fits_row(weight: TiledWeight) -> bool:
+    """Whether the kernel of `Row` knows the format: slices of 64 columns, without offsets."""
+    return weight.slice_width == WIDTH and weight.offsets is None and weight.columns % WIDTH == 0
+
+
+def fits_gemv(weight: TiledWeight) -> bool:
+    """Whether the kernel of `Gemv` knows the format: 8 bits, scales of rows or of 128 columns."""
+    whole = weight.group >= weight.columns
+    return weight.slices == 2 and weight.offsets is None and (whole or weight.group == 128)
+
+
+def fits(weight: TiledWeight, choice: PackedChoice) -> bool:
+    """Whether the chosen kernel knows the format."""
+    if isinstance(choice, Row):
+        return fits_row(weight)
+    return not isinstance(choice, Gemv) or fits_gemv(weight)
