@@ -84,10 +84,24 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path) -> None:
-    """Write all model folders; each has only a config.json."""
+    """Write all model folders; each has a config.json, and llama-8b a tokenizer of one word a
+    token."""
     for name, config in SHAPES.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
+    write_tokenizer(folder / "llama-8b", LLAMA_8B["vocab_size"])
+
+
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Write a tokenizer whose token i is the word "wi", so that the shape can be served as text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 if __name__ == "__main__":
