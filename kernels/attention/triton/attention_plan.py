@@ -12,6 +12,7 @@ from ...device import cache_by_device, card_of
 from ..paged_rows import AttentionRule, PagedRows
 
 MAX_SPLITS = 16
+_MOST_PREFILL_SPLITS = 8
 FUSED_QUERY_LEN = 16  # the fused kernel takes at most this number of new tokens per request
 _LAST_SUMS_VALUES = 2048  # the last program sums the splits if one split has at most these values
 # Measured on an H200 with `tests/lab/measure_chain.py attention`.
@@ -87,6 +88,15 @@ def _num_splits(programs: int, max_keys: int, most: int) -> int:
         and programs * splits * 2 <= most
         and max_keys >= _KEYS_OF_A_SPLIT * splits * 2
     ):
+        splits *= 2
+    return splits
+
+
+def prefill_splits(programs: int, most: int, processors: int) -> int:
+    """The programs that may share the keys of a query block if `programs` have work: at most `most`
+    and a power of two, so that there are few kinds of launches."""
+    splits = 1
+    while 2 * splits <= min(_MOST_PREFILL_SPLITS, most) and splits * programs <= processors:
         splits *= 2
     return splits
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
-from .attention_plan import num_processors
+from .attention_plan import num_processors, prefill_splits
 from .online_softmax import LEAST, LOG2E, soft_capped
 from .split_sums import sum_splits
 
@@ -37,23 +37,7 @@ MAX_DIM = 128  # the largest head size
 # The fastest of 11 on an H200 (tests/lab/measure_prefill.py), for heads of 128 values.
 _TILES = Tiles(64, 64, 4, 2)
 _MORE_BLOCKS = 16
-_MOST_SPLITS = 8
 _LEAST_KEYS = 1024  # of a split
-
-
-def num_splits(programs: int, max_keys: int, processors: int) -> int:
-    """The programs that may share the keys of a query block, if `programs` have work.
-
-    A power of two, so that there are few kinds of launches.
-    """
-    splits = 1
-    while (
-        splits < _MOST_SPLITS
-        and 2 * splits * programs <= 2 * processors
-        and max_keys >= 2 * splits * _LEAST_KEYS
-    ):
-        splits *= 2
-    return splits
 
 
 @triton.jit
@@ -117,6 +101,101 @@ def _absorb_tile(
     return new_top, total, acc
 
 
+@triton.jit
+def _attend_block(
+    query, key_cache, value_cache, block_table, seq_lens, sinks, out, partial, lse,
+    scale, v_scale, softcap, num_tokens, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
+    v_stride_b, v_stride_t, v_stride_h, table_stride,
+    lens, starts, each, upto, block, split, kv_head, row, in_group, dim,
+    Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D:
+    tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N:
+    tl.constexpr, SPLITS: tl.constexpr, LEAST_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP:
+    tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Attend with the query block number `block`, over one split of the keys."""
+    head = kv_head * GROUP + in_group  # [BLOCK_M] query head
+    dim_inside = dim < DIM
+    request, first, start, query_len = _find_block(lens, starts, each, upto, block, BLOCK_Q)
+    cached = tl.load(seq_lens + request) - query_len  # keys before the request's queries
+    within = first + row // HEADS  # [BLOCK_M] query token within the request
+    valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
+    last = cached + within  # [BLOCK_M] position, the last key that the row sees
+    token = (start + within).to(tl.int64)
+    high = cached + tl.minimum(query_len, first + BLOCK_Q)  # end of the keys that some row sees
+    low = 0
+    masked_from = (cached + first + 1) // BLOCK_N * BLOCK_N  # all rows see all keys before it
+    if WINDOW > 0:
+        low = tl.maximum(0, cached + first - WINDOW + 1)
+        masked_from = low
+    active = 1  # splits with work
+    if SPLITS > 1:
+        chunk = tl.maximum(tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_N) * BLOCK_N, LEAST_KEYS)
+        active = tl.cdiv(high - low, chunk)
+        low += split * chunk
+        high = tl.minimum(high, low + chunk)
+        masked_from = tl.minimum(tl.maximum(masked_from, low), high) // BLOCK_N * BLOCK_N
+        if WINDOW > 0:
+            masked_from = low
+    flat = token * Q_HEADS + head
+
+    q_rows = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
+    q = tl.load(q_rows + dim[None, :], mask=valid[:, None] & dim_inside[None, :], other=0.0)
+    top = tl.full([BLOCK_M], LEAST, tl.float32)  # running maximum, log2 domain
+    total = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    if SINKS:
+        if split == 0:
+            top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            total += 1.0
+    key = tl.arange(0, BLOCK_N)
+    table = block_table + request.to(tl.int64) * table_stride
+    key_rows = key_cache + kv_head * k_stride_h + dim[None, :]
+    value_rows = value_cache + kv_head * v_stride_h + dim[None, :]
+    if BLOCK_N % PAGE == 0 and WINDOW == 0:  # places in pages are alike in all tiles
+        key_rows += ((key % PAGE) * k_stride_t)[:, None]
+        value_rows += ((key % PAGE) * v_stride_t)[:, None]
+        for key_start in range(low, masked_from, BLOCK_N):
+            top, total, acc = _absorb_tile(
+                q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
+                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                PAGE, WINDOW, SOFTCAP, False, BLOCK_D == DIM,
+            )  # fmt: skip
+        for key_start in range(tl.maximum(masked_from, low), high, BLOCK_N):
+            top, total, acc = _absorb_tile(
+                q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
+                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
+            )  # fmt: skip
+    else:
+        for key_start in range(low, high, BLOCK_N):
+            place = ((key_start + key) % PAGE)[:, None]
+            top, total, acc = _absorb_tile(
+                q, key_rows + place * k_stride_t, value_rows + place * v_stride_t,
+                table, key_start, high, key, last, dim_inside,
+                top, total, acc, scale, softcap, k_stride_b, v_stride_b,
+                PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
+            )  # fmt: skip
+
+    result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    if v_scale is not None:
+        result *= v_scale
+    place = flat[:, None] * DIM + dim[None, :]
+    mask = valid[:, None] & dim_inside[None, :]
+    if SPLITS == 1:
+        tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
+    else:
+        # in split 0: inf if there is nothing to sum; of a split without work: -inf
+        sums = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
+        if active == 1:
+            sums = tl.full([BLOCK_M], float("inf"), tl.float32)
+            tl.store(out + place, result.to(out.dtype.element_ty), mask=mask & (split == 0))
+        else:
+            own = split.to(tl.int64) * num_tokens * Q_HEADS
+            tl.store(partial + own * DIM + place, result, mask=mask & (split < active))
+        at = split.to(tl.int64) * num_tokens * Q_HEADS + flat
+        tl.store(lse + at, sums, mask=valid)
+
+
 @triton.jit(
     do_not_specialize=["num_reqs", "num_tokens", "longer_than"],
     do_not_specialize_on_alignment=["query_start_loc"],
@@ -157,6 +236,7 @@ def _prefill_kernel(
     BLOCK_Q: tl.constexpr,  # query tokens of one program
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,  # at least N
+    ONE_EACH: tl.constexpr,  # no program has two blocks; without the loop it is faster
     SPLITS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,  # of a split
     WINDOW: tl.constexpr,  # 0 = none
@@ -194,87 +274,28 @@ def _prefill_kernel(
                         final = tl.full([BLOCK_M], float("inf"), tl.float32)
                         tl.store(lse + head.to(tl.int64) + token * Q_HEADS, final, mask=used)
 
-    for index in range(tl.program_id(0), num_blocks, stride):
-        block = num_blocks - 1 - index
-        request, first, start, query_len = _find_block(lens, starts, each, upto, block, BLOCK_Q)
-        cached = tl.load(seq_lens + request) - query_len  # keys before the request's queries
-        within = first + row // HEADS  # [BLOCK_M] query token within the request
-        valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
-        last = cached + within  # [BLOCK_M] position, the last key that the row sees
-        token = (start + within).to(tl.int64)
-        high = cached + tl.minimum(query_len, first + BLOCK_Q)  # end of the keys that some row sees
-        low = 0
-        masked_from = (cached + first + 1) // BLOCK_N * BLOCK_N  # all rows see all keys before it
-        if WINDOW > 0:
-            low = tl.maximum(0, cached + first - WINDOW + 1)
-            masked_from = low
-        active = 1  # splits with work
-        if SPLITS > 1:
-            chunk = tl.maximum(tl.cdiv(tl.cdiv(high - low, SPLITS), BLOCK_N) * BLOCK_N, LEAST_KEYS)
-            active = tl.cdiv(high - low, chunk)
-            low += split * chunk
-            high = tl.minimum(high, low + chunk)
-            masked_from = tl.minimum(tl.maximum(masked_from, low), high) // BLOCK_N * BLOCK_N
-            if WINDOW > 0:
-                masked_from = low
-        flat = token * Q_HEADS + head
-
-        q_rows = query + token[:, None] * q_stride_t + head[:, None] * q_stride_h
-        q = tl.load(q_rows + dim[None, :], mask=valid[:, None] & dim_inside[None, :], other=0.0)
-        top = tl.full([BLOCK_M], LEAST, tl.float32)  # running maximum, log2 domain
-        total = tl.zeros([BLOCK_M], tl.float32)
-        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        if SINKS:
-            if split == 0:
-                top = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-                total += 1.0
-        key = tl.arange(0, BLOCK_N)
-        table = block_table + request.to(tl.int64) * table_stride
-        key_rows = key_cache + kv_head * k_stride_h + dim[None, :]
-        value_rows = value_cache + kv_head * v_stride_h + dim[None, :]
-        if BLOCK_N % PAGE == 0 and WINDOW == 0:  # places in pages are alike in all tiles
-            key_rows += ((key % PAGE) * k_stride_t)[:, None]
-            value_rows += ((key % PAGE) * v_stride_t)[:, None]
-            for key_start in range(low, masked_from, BLOCK_N):
-                top, total, acc = _absorb_tile(
-                    q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
-                    top, total, acc, scale, softcap, k_stride_b, v_stride_b,
-                    PAGE, WINDOW, SOFTCAP, False, BLOCK_D == DIM,
-                )  # fmt: skip
-            for key_start in range(tl.maximum(masked_from, low), high, BLOCK_N):
-                top, total, acc = _absorb_tile(
-                    q, key_rows, value_rows, table, key_start, high, key, last, dim_inside,
-                    top, total, acc, scale, softcap, k_stride_b, v_stride_b,
-                    PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
-                )  # fmt: skip
-        else:
-            for key_start in range(low, high, BLOCK_N):
-                place = ((key_start + key) % PAGE)[:, None]
-                top, total, acc = _absorb_tile(
-                    q, key_rows + place * k_stride_t, value_rows + place * v_stride_t,
-                    table, key_start, high, key, last, dim_inside,
-                    top, total, acc, scale, softcap, k_stride_b, v_stride_b,
-                    PAGE, WINDOW, SOFTCAP, True, BLOCK_D == DIM,
-                )  # fmt: skip
-
-        result = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-        if v_scale is not None:
-            result *= v_scale
-        place = flat[:, None] * DIM + dim[None, :]
-        mask = valid[:, None] & dim_inside[None, :]
-        if SPLITS == 1:
-            tl.store(out + place, result.to(out.dtype.element_ty), mask=mask)
-        else:
-            # in split 0: inf if there is nothing to sum; of a split without work: -inf
-            sums = tl.where(total == 0.0, float("-inf"), top + tl.log2(total))
-            if active == 1:
-                sums = tl.full([BLOCK_M], float("inf"), tl.float32)
-                tl.store(out + place, result.to(out.dtype.element_ty), mask=mask & (split == 0))
-            else:
-                own = split.to(tl.int64) * num_tokens * Q_HEADS
-                tl.store(partial + own * DIM + place, result, mask=mask & (split < active))
-            at = split.to(tl.int64) * num_tokens * Q_HEADS + flat
-            tl.store(lse + at, sums, mask=valid)
+    if ONE_EACH:
+        block = num_blocks - 1 - tl.program_id(0)
+        if block >= 0:
+            _attend_block(
+                query, key_cache, value_cache, block_table, seq_lens, sinks, out, partial, lse,
+                scale, v_scale, softcap, num_tokens, q_stride_t, q_stride_h, k_stride_b, k_stride_t,
+                k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride,
+                lens, starts, each, upto, block, split, kv_head, row, in_group, dim,
+                Q_HEADS, GROUP, HEADS, DIM, BLOCK_D, PAGE, BLOCK_M, BLOCK_Q, BLOCK_N, SPLITS,
+                LEAST_KEYS, WINDOW, SOFTCAP, SINKS,
+            )  # fmt: skip
+    else:
+        for index in range(tl.program_id(0), num_blocks, stride):
+            block = num_blocks - 1 - index
+            _attend_block(
+                query, key_cache, value_cache, block_table, seq_lens, sinks, out, partial, lse,
+                scale, v_scale, softcap, num_tokens, q_stride_t, q_stride_h, k_stride_b, k_stride_t,
+                k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride,
+                lens, starts, each, upto, block, split, kv_head, row, in_group, dim,
+                Q_HEADS, GROUP, HEADS, DIM, BLOCK_D, PAGE, BLOCK_M, BLOCK_Q, BLOCK_N, SPLITS,
+                LEAST_KEYS, WINDOW, SOFTCAP, SINKS,
+            )  # fmt: skip
 
 
 def prefill_attention(
@@ -302,13 +323,13 @@ def prefill_attention(
     if splits is None:  # most requests of a graph are absent, so their blocks do not count
         programs = triton.cdiv(num_tokens, block_q) * head_blocks
         max_keys = rows.block_table.shape[1] * page
-        splits = num_splits(programs, max_keys, num_processors(query.device))
+        splits = prefill_splits(programs, max_keys // _LEAST_KEYS, num_processors(query.device))
     partial = lse = out
     if splits > 1:
         shape = (splits, num_tokens, num_heads)
         partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    # Each long request may add a block; if many do, programs have several blocks.
+    # Each long request may add a block; if more do, programs have several blocks.
     blocks = triton.cdiv(num_tokens, block_q) + min(num_reqs, _MORE_BLOCKS)
     grid = (blocks, head_blocks, splits)
     assert query.stride(-1) == kv_cache.stride(-1) == rows.block_table.stride(-1) == 1
@@ -343,6 +364,7 @@ def prefill_attention(
         BLOCK_Q=block_q,
         BLOCK_N=tiles.block_n,
         BLOCK_R=max(16, 1 << 2 * -(-(num_reqs - 1).bit_length() // 2)),  # a power of four
+        ONE_EACH=num_reqs <= _MORE_BLOCKS,
         SPLITS=splits,
         LEAST_KEYS=_LEAST_KEYS,
         WINDOW=rule.sliding_window or 0,

@@ -88,11 +88,11 @@ def test_it_skips_short_requests_and_needs_few_programs(
 
 
 def test_few_programs_share_long_keys() -> None:
-    """A power of two of splits that keeps the GPU busy, each of 1,024 keys or more."""
-    from slipstream.kernels.attention.triton.prefill import num_splits
+    """A power of two of splits that keeps the GPU busy."""
+    from slipstream.kernels.attention.triton.attention_plan import prefill_splits
 
-    assert num_splits(programs=32, max_keys=131_072, processors=132) == 8
-    assert num_splits(programs=66, max_keys=131_072, processors=132) == 4
-    assert num_splits(programs=32, max_keys=4096, processors=132) == 4
-    assert num_splits(programs=32, max_keys=1024, processors=132) == 1
-    assert num_splits(programs=200, max_keys=131_072, processors=132) == 1
+    assert prefill_splits(programs=32, most=128, processors=132) == 8
+    assert prefill_splits(programs=66, most=128, processors=132) == 4
+    assert prefill_splits(programs=32, most=4, processors=132) == 4
+    assert prefill_splits(programs=32, most=1, processors=132) == 1
+    assert prefill_splits(programs=200, most=128, processors=132) == 1
