@@ -23,7 +23,7 @@ from .tiny_engine import TinyEngine, prompts
 K = 3
 
 
-def speculative(k: int = K, **changes: object) -> SpeculativeConfig:
+def speculative(k: int | None = K, **changes: object) -> SpeculativeConfig:
     options = {"num_speculative_tokens": k, "draft_sampling": "greedy"} | changes
     return SpeculativeConfig(method="mtp", **options)  # type: ignore[arg-type]
 
@@ -129,7 +129,9 @@ def test_a_model_with_states_cannot_be_a_draft_model(folder: Path, oracle: QwenO
         TinyEngine(folder, drafter)
 
 
-def test_random_weights(folder: Path, oracle: QwenOracle) -> None:
-    made = TinyEngine(folder, speculative(load_format="dummy"))
+def test_random_weights_and_a_draft_length_chosen_for_each_step(
+    folder: Path, oracle: QwenOracle
+) -> None:
+    made = TinyEngine(folder, speculative(None, load_format="dummy"))
     assert made.run(prompts(2), max_tokens=6).drafted > 0
     made.close()
