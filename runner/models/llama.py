@@ -56,6 +56,8 @@ def _sliding_window(config: Any, index: int) -> int | None:
 class Attention(nn.Module):
     """Grouped-query attention with a fused QKV projection."""
 
+    query_scales: Tensor | None = None  # [max_position] float32, factors of queries by position
+
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
         hidden, traits = config.hidden_size, _traits(config)
@@ -110,6 +112,8 @@ class Attention(nn.Module):
         else:
             rotated = rotary.rotate(heads[:, : num_heads + num_kv_heads])
             query, key = rotated[:, :num_heads], rotated[:, num_heads:]
+        if self.query_scales is not None:
+            query = (query * self._scales(rotary)).to(query.dtype)
         out = attention.attend(self.layer.layer_id, query, key, value)
         return self.o_proj.forward(selected(out.reshape(tokens, self.q_size), only))
 
@@ -131,6 +135,8 @@ class Attention(nn.Module):
         heads = qkv.view(*qkv.shape[:-1], -1, self.head_dim)
         counts = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         query, key, value = torch.split(heads, counts, dim=-2)
+        if self.query_scales is not None:  # rotation and scale commute
+            query.mul_(self._scales(rotary))
         norms = None
         if self.qk_norm:
             norms = (self.q_norm.weight, self.k_norm.weight, self.q_norm.eps)
@@ -138,6 +144,11 @@ class Attention(nn.Module):
         out = attention.rotate_and_attend(self.layer.layer_id, query, key, value, turn)
         out = selected(out.reshape(hidden.shape[0], self.q_size), only)
         return self.o_proj.parts(out) if residual is None else self.o_proj.add(out, residual)
+
+    def _scales(self, rotary: RotaryStep) -> Tensor:
+        """The factors of this step's queries, [M, 1, 1] float32."""
+        assert self.query_scales is not None
+        return self.query_scales[rotary.positions].view(-1, 1, 1)
 
 
 def check_silu(config: Any) -> None:

@@ -62,11 +62,13 @@ def inverse_frequencies(parameters: dict[str, Any], dim: int) -> tuple[Tensor, f
         return _llama3(frequencies, parameters), 1.0
     if kind == "yarn":
         return _yarn(frequencies, parameters, theta, dim)
+    if kind == "longrope":
+        return _longrope(frequencies, parameters)
     if kind == "divisors":  # GGUF stores llama3 scaling as one divisor per frequency
         return frequencies / torch.tensor(parameters["divisors"], dtype=torch.float32), 1.0
     raise ModelLoadError(
         f"rope scaling {kind!r} is not supported; supported: default, linear, llama3, yarn, "
-        "proportional."
+        "longrope, proportional."
     )
 
 
@@ -115,6 +117,24 @@ def _yarn(
     return scaled, float(attention_factor)
 
 
+def _longrope(frequencies: Tensor, parameters: dict[str, Any]) -> tuple[Tensor, float]:
+    """LongRoPE's scaling (arXiv 2402.13753): one divisor per frequency, from the long list if the
+    server allows contexts beyond the original length, else from the short one.
+
+    All positions must use the same list, because cached keys are not rotated again.
+    """
+    original = parameters["original_max_position_embeddings"]
+    longest = parameters["max_position_embeddings"]
+    is_long = parameters.get("served_positions", longest) > original
+    divisors = parameters["long_factor" if is_long else "short_factor"]
+    factor = parameters.get("factor") or longest / original
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original))
+        attention_factor = attention_factor if factor > 1 else 1.0
+    return frequencies / torch.tensor(divisors, dtype=torch.float32), float(attention_factor)
+
+
 def yarn_factor(parameters: dict[str, Any]) -> float:
     """YaRN's scaling factor. If a config has none, it is the ratio of the two context lengths."""
     if parameters.get("factor") is not None:
@@ -156,6 +176,7 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
+        parameters = {**parameters, "served_positions": max_position}
         frequencies, factor = inverse_frequencies(parameters, head_dim)
         if device.type == "meta":
             # Its values are never read, and computing them would import torch's compiler for

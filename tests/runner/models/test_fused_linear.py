@@ -41,6 +41,13 @@ EXPERTS = dict(
     norm_topk_prob=True,
     shared_expert_intermediate_size=48,
 )
+STEEP = dict(  # the scale of queries changes every two positions
+    rope_parameters={
+        "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "llama_4_scaling_beta": 0.5,
+        "original_max_position_embeddings": 2,
+    },
+    bos_token_id=1, eos_token_id=2, pad_token_id=0,
+)  # fmt: skip
 TILE = Skinny(64, 32, 3, 4, 2, 16)
 NO_NORM = Gemv(64, 64, 4, norm=0)
 ROWS = [[(0, [5, 9, 33])], [(0, [71])], [(0, [2]), (1, [8])]]
@@ -62,7 +69,7 @@ class Chooser(LinearChooser):
 
 def make_model(kind: str, dtype: torch.dtype, chooser: LinearChooser | None) -> Any:
     config_class = getattr(transformers, f"{kind}Config")
-    more = EXPERTS if "Moe" in kind else {}
+    more: dict[str, Any] = {"Qwen2Moe": EXPERTS, "Ministral3": STEEP}.get(kind, {})
     config = config_class(**SIZES, **more, head_dim=16, tie_word_embeddings=kind == "Llama")
     model = build_model(config, CPU, dtype, linear=chooser)
     generator = torch.Generator().manual_seed(3)
@@ -87,7 +94,7 @@ def run(model: Any, backend: AttentionBackend, steps: Any = ROWS) -> list[Tensor
 @pytest.mark.parametrize(
     ("kind", "fuses"),
     some(
-        [("Qwen2", False), ("Qwen3", True), ("Qwen2Moe", True)],
+        [("Qwen2", False), ("Qwen3", True), ("Qwen2Moe", True), ("Ministral3", True)],
         kept=[("Qwen2", False), ("Qwen3", True)],
     ),
 )
