@@ -42,6 +42,7 @@ from .quantised.delivery import Deliveries, as_meta
 
 _LOADERS = 2  # threads that load slots; packing weights on a CPU uses one core each
 _MAX_PENDING_BYTES = 256 << 20  # of tensors that are read but not loaded yet
+_SMALL_GGUF = 256 << 20  # bytes
 _PLAIN_WINDOW = ("llama", "mistral")  # types in which all layers have the same window
 
 
@@ -284,12 +285,18 @@ def open_checkpoint(resolved: ResolvedModel, device: torch.device | None = None)
 
 
 def keeps_formats(resolved: ResolvedModel, fmt: WeightFormat) -> bool:
-    """Whether the model has quantised weights that may stay so in the memory of its device."""
+    """Whether the model has quantised weights that may stay so in the memory of its device.
+
+    Those of small GGUF files do not: launches take most of their steps, and kernels for plain
+    weights are tuned for them.
+    """
     if not is_card(fmt.device) or fmt.torch_only:
         return False
     if resolved.kind == "dummy":
         return resolved.quantisation is not None
     checkpoint = resolved.opened or open_checkpoint(resolved)
+    if resolved.kind == "gguf" and sum(checkpoint.sizes().values()) < _SMALL_GGUF:
+        return False
     return checkpoint.is_quantised
 
 

@@ -24,7 +24,9 @@ from ...kernels.linear.linear import GATED, Norm, gated_linear, linear, linear_p
 from ...kernels.linear.linear_choice import Choice, Gemv, Shape
 from ...kernels.linear.norm_rope import fused_add_rms_norm, rms_norm
 from ...kernels.linear.streams import write_stream
+from ...kernels.packed.embedding import packed_embedding
 from ...kernels.quant.packed import PackedWeight
+from ...kernels.quant.tiled import prepare
 from .formats.packed import Packed, PackedLayer, Part
 from .formats.slots import CheckpointSlot as CheckpointSlot
 from .formats.slots import TakesCheckpoint as TakesCheckpoint
@@ -312,7 +314,8 @@ class Embedding(nn.Module):
         if self.native is not None:
             return self.native.rows(ids)
         if self.packed is not None:
-            return self.packed.weight.rows(ids, self.dtype)
+            rows = packed_embedding(ids.flatten(), self.packed.weight, self.dtype)
+            return rows.view(*ids.shape, -1)
         assert self.weight is not None, "weights are not loaded"
         return embedding(ids, self.weight).to(self.dtype)
 
@@ -345,4 +348,4 @@ class Embedding(nn.Module):
         if isinstance(table, PackedWeight):
             # The form that a head reads is one that rows can be taken from as well.
             shared = next((h.packed.whole for h in self.heads if h.packed is not None), None)
-            self.packed = Packed(table if shared is None else shared)
+            self.packed = Packed(prepare(table) if shared is None else shared)

@@ -64,4 +64,5 @@ def test_engines_write_text_with_graphs_and_drafts(name: str, tmp_path: Path) ->
         assert all(len(tokens) == 16 for tokens in run.tokens.values())
         assert run.accepted >= 0.8 * run.drafted
     target = engine.engine._runner.speculator.host.target_model
-    assert any(isinstance(part, Packed) for part in target.modules())
+    packed = any(isinstance(part, Packed) for part in target.modules())
+    assert packed == (name != "gptq 8 bits")  # no kernel knows 8-bit integers with zero points

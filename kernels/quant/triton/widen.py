@@ -1,4 +1,4 @@
-"""Triton kernel that writes all numbers of a tiled weight, for products with many rows."""
+"""Triton kernel that writes the numbers of a tiled weight, all or those of some rows."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -20,8 +20,9 @@ def _widen_kernel(
     scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups] uint8
     zeros,  # [groups, N] uint8, or offsets [groups, N]
     global_scale,  # [N] float32
-    out,  # [N, K]
-    num_rows,  # N
+    ids,  # [R], if IDS
+    out,  # [R, K]
+    num_rows,  # R = N, or the number of `ids`
     num_columns,  # K
     num_words,  # W
     row_stride,  # of `scales`
@@ -37,14 +38,19 @@ def _widen_kernel(
     E8M0: tl.constexpr,
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
     GLOBAL: tl.constexpr,
+    IDS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * SPANS * WIDTH + tl.arange(0, SPANS * WIDTH)
-    is_row = n < num_rows
+    is_row, n = row < num_rows, row
+    if IDS:
+        wait_for_inputs(PDL)
+        n = tl.load(ids + row, mask=is_row, other=0).to(tl.int64)
     at = n.to(tl.int64)[:, None] * num_words + word[None, :]
     packed = tl.load(words + at, mask=is_row[:, None] & (word < num_words)[None, :], other=0)
-    wait_for_inputs(PDL)  # memory of `out` may be in use until then
+    if not IDS:
+        wait_for_inputs(PDL)  # memory of `out` may be in use until then
     for i in tl.static_range(SLICES):
         column = word // WIDTH * (WIDTH * SLICES) + i * WIDTH + word % WIDTH
         inside = is_row[:, None] & (column < num_columns)[None, :]
@@ -71,13 +77,17 @@ def _widen_kernel(
         number *= s
         if ZEROS == 2:
             number += zero
-        place = n.to(tl.int64)[:, None] * num_columns + column[None, :]
+        place = row.to(tl.int64)[:, None] * num_columns + column[None, :]
         tl.store(out + place, number.to(out.dtype.element_ty), mask=inside)
 
 
-def widen(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
-    """All numbers [N, K] of a weight, each rounded once, with columns in the stored order."""
-    rows, columns = weight.shape
+def widen(weight: TiledWeight, dtype: torch.dtype, ids: Tensor | None = None) -> Tensor:
+    """The numbers [N, K] of a weight, each rounded once, with columns in the stored order.
+
+    With `ids` [R], of an integer type, only these rows: [R, K].
+    """
+    columns = weight.columns
+    rows = weight.shape[0] if ids is None else ids.numel()
     out = torch.empty(rows, columns, dtype=dtype, device=weight.device)
     width, num_words, is_fp4 = weight.slice_width, weight.words.shape[1], weight.kind == "fp4"
     spans = max(256 // width, 1)
@@ -89,6 +99,7 @@ def widen(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
         scales.view(torch.uint8) if is_fp4 else scales,
         out if zeros is None else zeros,
         out if factors is None else factors,
+        out if ids is None else ids.contiguous(),
         out,
         rows,
         columns,
@@ -105,6 +116,7 @@ def widen(weight: TiledWeight, dtype: torch.dtype) -> Tensor:
         E8M0=scales.dtype == torch.uint8,
         ZEROS=mode,
         GLOBAL=factors is not None,
+        IDS=ids is not None,
         num_warps=8,
         **pdl_options(weight.words),
     )

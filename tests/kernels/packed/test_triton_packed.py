@@ -176,6 +176,8 @@ def test_many_rows_use_a_copy_with_every_number(name: str) -> None:
     packed = random_weight(name, 11, 328)
     for dtype in (torch.float32, torch.float16):
         assert torch.equal(widen(tile(packed), dtype), packed.dequantise(dtype))
+        ids = torch.tensor([10, 0, 10, 3], dtype=torch.int32)
+        assert torch.equal(widen(tile(packed), dtype, ids), packed.rows(ids, dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
