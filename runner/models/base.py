@@ -161,8 +161,30 @@ class Block(Protocol):
     ) -> tuple[Tensor, Tensor | None]: ...
 
 
-class PreNormModel(TextModel):
+class SkippedBlock:
+    """Takes the place of a `Block` that is left out."""
+
+    def forward(
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        rotary: RotaryStep,
+        attention: AttentionState,
+    ) -> tuple[Tensor, Tensor | None]:
+        return hidden, residual
+
+
+class BlockModel(TextModel):
+    """A model that runs `_blocks` one after the other. `short_model` leaves some of them out."""
+
+    _blocks: list[Any]
+    skipped: Any  # takes the place of a block that is left out
+
+
+class PreNormModel(BlockModel):
     """A model of pre-norm blocks that share one rotary embedding, with a final norm."""
+
+    skipped = SkippedBlock()
 
     def __init__(
         self, config: Any, fmt: WeightFormat, blocks: Sequence[Block], rotary: RotaryEmbedding

@@ -10,36 +10,22 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...kernels.linear.linear_choice import Shape
-from ..attention.base import AttentionLayer, AttentionState
-from .base import PreNormModel
-from .rotary import RotaryStep
-
-
-class _Repeated:
-    """A no-op that replaces a block with the same launches as an earlier one."""
-
-    def forward(
-        self,
-        hidden: Tensor,
-        residual: Tensor | None,
-        rotary: RotaryStep,
-        attention: AttentionState,
-    ) -> tuple[Tensor, Tensor | None]:
-        return hidden, residual
+from ..attention.base import AttentionLayer
+from .base import BlockModel
 
 
 def shorten(model: Any) -> int:
     """Replace a model's duplicate blocks for good; return how many remain (0: not supported)."""
-    if not isinstance(model, PreNormModel):
+    if not isinstance(model, BlockModel):
         return 0
     model._blocks = short_blocks(model)
-    return sum(not isinstance(block, _Repeated) for block in model._blocks)
+    return sum(block is not model.skipped for block in model._blocks)
 
 
-def short_blocks(model: PreNormModel) -> list[Any]:
+def short_blocks(model: BlockModel) -> list[Any]:
     """The model's blocks with every duplicate replaced by a no-op.
 
     A block is a duplicate if an earlier block was built with equal parameters and followed a block
@@ -50,7 +36,7 @@ def short_blocks(model: PreNormModel) -> list[Any]:
     blocks: list[Any] = []
     for block in model._blocks:
         kind = _kind_of(block)
-        blocks.append(_Repeated() if (before, kind) in seen else block)
+        blocks.append(model.skipped if (before, kind) in seen else block)
         seen.add((before, kind))
         before = kind
     return blocks
@@ -60,7 +46,7 @@ class ShortPass:
     """Temporarily runs a model without its duplicate blocks, if the model supports it."""
 
     def __init__(self, model: Any) -> None:
-        self._model = model if isinstance(model, PreNormModel) else None
+        self._model = model if isinstance(model, BlockModel) else None
         self._blocks: list[Any] | None = None  # found when first needed
 
     @contextmanager

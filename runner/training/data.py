@@ -48,6 +48,11 @@ class TargetReader:
     def __init__(self, parts: RunnerParts, taps: tuple[int, ...]) -> None:
         self._target = parts.target
         self._model = cast(Any, parts.target.model)
+        if (streams := getattr(self._model.config, "hc_mult", 1)) > 1:
+            raise RunnerError(
+                f"EAGLE-3 heads read one residual stream, but this target has {streams}: train on "
+                "another model"
+            )
         self._taps = taps
         self._max_tokens = parts.facts.limits.max_num_batched_tokens
         self._max_reqs = parts.facts.limits.max_num_seqs

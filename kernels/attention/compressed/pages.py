@@ -20,6 +20,10 @@ class TokenRows:
     positions: Tensor  # [M] int64; 0 for padding
     requests: Tensor  # [M] int64 token row -> batch row
 
+    def part(self, rows: slice) -> TokenRows:
+        """Some of the rows."""
+        return TokenRows(self.positions[rows], self.requests[rows])
+
 
 @dataclass(frozen=True)
 class Pages:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ...device import use_triton
 from .pages import Pages, SlotList, TokenRows, entry_slots
 
+_SCORES = 1 << 26  # at a time; a long prefill is cut into parts of token rows
 _TOKENS = 32  # of the plain version at a time, since each gathers all of its keys
 
 
@@ -31,6 +32,26 @@ def select_entries(
     """
     if most <= top_k:
         return entry_slots(entries, tokens, most)
+    rows, at_once = query.shape[0], max(1, _SCORES // most)
+    if rows > at_once:
+        parts = [
+            _select(query[p], weights[p], keys, entries, tokens.part(p), top_k, most)
+            for p in (slice(at, at + at_once) for at in range(0, rows, at_once))
+        ]
+        slots, counts = zip(*((part.slots, part.counts) for part in parts), strict=True)
+        return SlotList(torch.cat(slots), torch.cat(counts))
+    return _select(query, weights, keys, entries, tokens, top_k, most)
+
+
+def _select(
+    query: Tensor,
+    weights: Tensor,
+    keys: Pages,
+    entries: Pages,
+    tokens: TokenRows,
+    top_k: int,
+    most: int,
+) -> SlotList:
     if use_triton(query):
         from .triton.select_entries import score_entries as score_entries_triton
 

@@ -16,7 +16,7 @@ from ....kernels.linear.hyper.connections import (
 from ....kernels.linear.hyper.site import Site
 from ...attention.base import AttentionLayer, AttentionState
 from ...errors import ModelLoadError
-from ..base import AuxHiddenStates, ForwardOutput, TextModel
+from ..base import AuxHiddenStates, BlockModel, ForwardOutput
 from ..layers import CheckpointSlot, RMSNorm, WeightFormat, module_slots, tensor_slot
 from ..llama import check_silu
 from ..rotary import RotaryEmbedding, rope_parameters
@@ -104,11 +104,20 @@ class RotaryTables(nn.Module):
         return Tables(self.main.cos_sin_cache, self.compress.cos_sin_cache)
 
 
-class DeepseekV4Model(TextModel):
+class SkippedBlock:
+    """Takes the place of a block that is left out."""
+
+    def forward(self, streams: Tensor, step: Step, tables: Tables) -> Tensor:
+        return streams
+
+
+class DeepseekV4Model(BlockModel):
     """The target model. It skips the checkpoint's module for multi-token prediction.
 
     Its auxiliary hidden states are all streams side by side, [M, n * H] at each boundary.
     """
+
+    skipped = SkippedBlock()
 
     def __init__(
         self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0
@@ -122,7 +131,7 @@ class DeepseekV4Model(TextModel):
             blocks.append(Block(config, kind, mlp == "hash_moe", next_id, fmt))
             next_id += len(blocks[-1].attn.layers)
         self.layers = nn.ModuleList(blocks)
-        self.blocks = blocks
+        self.blocks, self._blocks = blocks, list(blocks)
         self.hc_head = HyperConnection(config, fmt, is_head=True)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt, exact=True)
         self.rotary = RotaryTables(config, max_position, fmt)
@@ -140,7 +149,7 @@ class DeepseekV4Model(TextModel):
         step = Step(input_ids, positions, attention, self.blocks[0].attn.raw.layer_id)
         tables = self.rotary.tables
         aux = AuxHiddenStates(aux_boundaries, streams.flatten(1), into)
-        for index, block in enumerate(self.blocks):
+        for index, block in enumerate(self._blocks):
             aux.keep(index, streams.flatten(1))
             streams = block.forward(streams, step, tables)
         aux.keep(len(self.blocks), streams.flatten(1))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from slipstream.kernels.attention.compressed import select_entries as selecting
 from slipstream.kernels.attention.compressed.compress import compress_reference
 from slipstream.kernels.attention.compressed.pages import (
     Compressor,
@@ -135,6 +136,10 @@ class TestTriton:
         got, expected = score_entries(*args), score_entries_reference(*args)
         close(got, expected)
         chosen = select_entries(*args[:3], entries, tokens, 3, 20)
+        monkeypatch.setattr(selecting, "_SCORES", 4 * 20)  # so few that rows are cut into parts
+        in_parts = select_entries(*args[:3], entries, tokens, 3, 20)
+        assert torch.equal(in_parts.slots, chosen.slots)
+        assert torch.equal(in_parts.counts, chosen.counts)
         for row, scores in enumerate(expected):
             ended = int((tokens.positions[row] + 1) // 4)
             best = scores[:ended].topk(min(3, ended))[1].tolist()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -16,9 +17,11 @@ from slipstream.runner.attention.fp8_layers import UnusableKVFormat, with_fp8_ca
 from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_size
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.models.deepseek_v4.names import plain_name
+from slipstream.runner.models.registry import build_model
+from slipstream.runner.models.short_model import short_blocks
 
 from ..model_harness import Sequences, assert_equals_transformers, load
-from ..tiny_v4 import INDEXED, PLAIN, RAW, VOCAB, make_v4
+from ..tiny_v4 import INDEXED, PLAIN, RAW, SHAPE, VOCAB, make_v4
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +181,16 @@ def test_what_is_not_supported_is_named(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=message):
         load(tmp_path, load_format="dummy")
+
+
+def test_a_short_pass_runs_one_block_of_each_kind_after_each_kind() -> None:
+    kinds = [RAW, RAW, RAW, RAW, *[INDEXED, PLAIN] * 3]
+    changes = {"num_hidden_layers": 10, "layer_types": kinds}
+    experts = {"mlp_layer_types": ["hash_moe", *["moe"] * 9]}
+    config = transformers.DeepseekV4Config(**SHAPE | changes | experts)
+    model: Any = build_model(config, torch.device("meta"), torch.bfloat16)
+    left = [block is not model.skipped for block in short_blocks(model)]
+    assert left == [True] * 3 + [False] + [True] * 3 + [False] * 3
 
 
 def test_there_is_no_fp8_cache(folder: Path, oracle: Any) -> None:

@@ -89,7 +89,7 @@ def test_the_run_before_a_capture_is_short_and_the_capture_is_whole() -> None:
             return torch.zeros(2, 3), None
 
     buffers: Any = SimpleNamespace(fill_dummy=lambda desc: [], max_num_tokens=2)
-    cache: Any = SimpleNamespace(attention_state=lambda metadata: None)
+    cache: Any = SimpleNamespace(attention_state=lambda *metadata: None)
     target = Counting(model, cache, [], buffers)
     desc = eager_descriptor(2, 2, 1)
     target.create_forward_fn(desc, warmup=True)  # makes the outputs
