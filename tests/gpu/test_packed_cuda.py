@@ -67,6 +67,8 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
         chosen = choose_packed(weight, role, max(rows, 2))
         assert isinstance(chosen, Skinny)
         choices: list[PackedChoice] = [chosen, replace(chosen, block_n=128), None]
+        if rows == 70:
+            choices.append(replace(chosen, block_m=128, stages=2))
         choices += [replace(chosen, block_m=64), choose_packed(weight, role, rows)]
         if rows == 1 and fits_gemv(weight):
             choices += [Gemv(4, 1024, 4), Gemv(8, 512, 4), Gemv(2, 256, 4, ahead=3)]

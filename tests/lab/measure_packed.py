@@ -78,7 +78,8 @@ TILES = {
     16: ((64, 4, 4), (128, 3, 4), (64, 6, 4), (128, 4, 8)),
     32: ((64, 4, 4), (128, 3, 4), (128, 4, 8)),
     64: ((64, 3, 4), (128, 3, 8), (64, 4, 4)),
-    128: ((64, 3, 4), (128, 3, 8)),
+    128: ((128, 3, 8), (64, 3, 4)),
+    256: ((128, 3, 8), (64, 3, 4)),
 }
 
 
@@ -93,14 +94,14 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
             for split_k in (1, 2, 4) if shape.may_split else (1,):
                 if shape.outputs // block_n * split_k <= 1100 or not shape.may_split:
                     yield Row(block_n, stages, warps, split_k)
-    plain = kind in ("fp8", "int8") and not group  # no second set of sums
-    heights = {1: (8, 16), 128: (64, 128), 256: (64, 128)}.get(rows, (rows,))
+    tall = (64, 128, 256) if kind in ("fp8", "int8") and not group else (64, 128)
+    heights = {1: (8, 16), 128: (64, 128), 256: tall}.get(rows, (rows,))
     for height in heights:
-        if height == 128 and not plain:
-            continue
         for block_n, stages, warps in TILES[height][: 4 if name in HEAD_FORMATS else 2]:
             if shape.role == "gate_up" and height == 64 and stages > 3:
                 continue
+            if shape.role == "gate_up" and height >= 128 and columns == 256:
+                stages = 2  # as much as shared memory holds
             tiles = -(-shape.outputs // block_n) * max(1, rows // height)
             for split_k in (1, 2, 4, 8) if shape.may_split else (1,):
                 if split_k == 1 or (

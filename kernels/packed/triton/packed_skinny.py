@@ -3,7 +3,8 @@
 A tile of words comes into shared memory through a TMA descriptor, is loaded in the order in which
 wgmma wants its left operand, and becomes tiles of exact numbers in registers. Products are summed
 in float32. Scales of "fp4" are multiplied with the numbers first, which is exact, too; the others
-multiply the sums over their columns, so no weight is rounded.
+multiply the sums over their columns, so no weight is rounded, unless a program has 128 rows or more
+(see `packed_products`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -28,8 +29,9 @@ from ...linear.linear_choice import Skinny
 from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _TRITON_DTYPES, _tile
 from ...quant.tiled import TiledWeight, zeros_or_offsets
-from ...quant.triton.packed_codes import KINDS, numbers
-from ...quant.triton.packed_scales import fp4_scales, of_span, scaled
+from ...quant.triton.packed_codes import KINDS
+from ...quant.triton.packed_scales import fp4_scales, of_span
+from .packed_products import add_products
 
 _PLAIN, _PARTS, _GATED = 0, 1, 2
 Norm = tuple[Tensor, float]  # weight [K], eps
@@ -58,55 +60,6 @@ def _inputs(
         g = tl.load(gain + column, mask=column < num_inputs, other=0.0).to(tl.float32)
         x = (wide * g[None, :]).to(x.dtype)
     return x, squares
-
-
-@triton.jit
-def _add_products(
-    acc,  # [BLOCK_N, BLOCK_M]
-    words,  # [BLOCK_N, WIDTH]
-    xs,  # tuple of [BLOCK_M, WIDTH], a slice of x for each slice of the words
-    scales,  # tuple: [BLOCK_N] for each group, or of "fp4" [BLOCK_N, 64 / GROUP] for each slice
-    zeros,  # tuple: [BLOCK_N] for each group, zeros or offsets
-    SLICES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    E8M0: tl.constexpr,
-    ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
-    ASSEMBLY: tl.constexpr,
-):
-    """Add the products of a span to the sums.
-
-    Offsets are multiplied with the sum of a group's inputs, those of "int4" with 8 scales more,
-    since 8 is subtracted from its codes.
-    """
-    PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
-    of_slice = zeros
-    if ZEROS == 1:
-        of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
-    tiles = numbers(words, of_slice, KIND, xs[0].dtype, ZEROS == 1, ASSEMBLY)
-    if KIND == 3:
-        for i in tl.static_range(SLICES):
-            acc = tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xs[i].T, acc)
-    elif GROUPS == 0:
-        for i in tl.static_range(SLICES):
-            acc = tl.dot(tiles[i], xs[i].T, acc)
-    else:
-        for g in tl.static_range(GROUPS):
-            part = tl.dot(tiles[g * PER], xs[g * PER].T)
-            for i in tl.static_range(1, PER):
-                part = tl.dot(tiles[g * PER + i], xs[g * PER + i].T, part)
-            scale = scales[g].to(tl.float32)
-            acc += scale[:, None] * part
-            if ZEROS == 2:
-                offset = zeros[g].to(tl.float32)
-                if KIND == 2:
-                    offset += 8.0 * scale
-                total = tl.sum(xs[g * PER].to(tl.float32), 1)
-                for i in tl.static_range(1, PER):
-                    total += tl.sum(xs[g * PER + i].to(tl.float32), 1)
-                acc += offset[:, None] * total[None, :]
-    return acc
 
 
 @triton.jit(do_not_specialize=["num_rows", "split_k"])
@@ -232,7 +185,7 @@ def _packed_kernel(
             s = fp4_scales(scales, stride, ahead, n, more, num_groups, GROUP)
             if MODE == 2:
                 s_up = fp4_scales(scales, stride, ahead, up, more, num_groups, GROUP)
-        acc = _add_products(
+        acc = add_products(
             acc, w, xs, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
         )
         if MODE == 2:
@@ -240,7 +193,7 @@ def _packed_kernel(
                 *(w_source, num_outputs + n_start, k // SLICES, total_rows, num_words),
                 *(BLOCK_N, WIDTH, TMA),
             )
-            acc_up = _add_products(
+            acc_up = add_products(
                 acc_up, w, xs, now_up, zero_up, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
             )
 

@@ -99,6 +99,17 @@ def test_one_row(name: str) -> None:
     close(got, torch.nn.functional.gelu(gate, approximate="tanh") * up)
 
 
+@pytest.mark.parametrize(
+    "name", some(["fp8 blocks", "int4 128 zeros", "int4 32 offsets"], kept=["int4 128 zeros"])
+)
+def test_programs_of_many_rows_round_scaled_numbers(name: str) -> None:
+    from slipstream.kernels.packed.triton import packed_skinny as kernel
+
+    x, weight, exact, _ = inputs(name, 130, 22, 264)
+    got = kernel.linear(x, weight, None, replace(FEW, block_m=128), True)
+    close(got, x.double() @ exact.half().double().T)
+
+
 ROW_FORMATS = [name for name in FORMATS if "32" not in name and "16" not in name]
 ROW_CASES = [(name, mode, tma) for name in ROW_FORMATS for mode in MODES for tma in (True, False)]
 ROW_KEPT = [
