@@ -153,6 +153,12 @@ class Linear(nn.Module):
             self.chooser.choose(self.shape, num_rows), Gemv
         )
 
+    def by_torch(self, num_rows: int) -> bool:
+        """True if torch computes the product of `num_rows` rows, by one matrix."""
+        if self.packed is not None:
+            return self.packed.by_torch(num_rows)
+        return self.chooser is None or self.chooser.choose(self.shape, num_rows) is None
+
     def _choice(self, x: Tensor) -> Choice:
         if self.chooser is None or x.dim() != 2 or not x.is_contiguous():
             return None

@@ -45,7 +45,7 @@ def first_products(models: Iterable[nn.Module], num_rows: Iterable[int]) -> int:
         (layer.shape, layer.bias is None): layer
         for model in models
         for layer in model.modules()
-        if isinstance(layer, Linear) and layer.weight is not None
+        if isinstance(layer, Linear) and (layer.weight is not None or layer.packed is not None)
     }
     sizes, count = sorted(set(num_rows)), 0
     try:
@@ -57,14 +57,17 @@ def first_products(models: Iterable[nn.Module], num_rows: Iterable[int]) -> int:
 
 
 def _products_of(layer: Linear, sizes: list[int]) -> int:
-    weight, count = layer.weight, 0
-    assert weight is not None
+    sizes = [rows for rows in sizes if layer.by_torch(rows)]
+    if not sizes:
+        return 0
+    weight = layer.weight
+    if weight is None:  # quantised: torch multiplies by a copy in the dtype of activations
+        size, like = (layer.out_features, layer.in_features), layer.format
+        weight = torch.empty(size, dtype=like.dtype, device=like.device)
     x = torch.zeros(sizes[-1], layer.in_features, dtype=weight.dtype, device=weight.device)
     for rows in sizes:
-        if layer.chooser is None or layer.chooser.choose(layer.shape, rows) is None:
-            F.linear(x[:rows], weight, layer.bias)
-            count += 1
-    return count
+        F.linear(x[:rows], weight, layer.bias)
+    return len(sizes)
 
 
 def first_operations(device: torch.device, vocab_size: int) -> None:

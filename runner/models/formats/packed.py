@@ -123,6 +123,10 @@ class PackedLayer(nn.Module):
         choice = self._choice_for(num_rows)
         return isinstance(choice, Gemv) or (isinstance(choice, Row) and choice.split_k == 1)
 
+    def by_torch(self, num_rows: int) -> bool:
+        """True if torch computes the product of `num_rows` rows, by a copy of one matrix."""
+        return self.whole is not None and self._choice_for(num_rows) is None
+
     def choice(self, x: Tensor) -> PackedChoice:
         """The kernel for these rows; None = torch."""
         whole = self.whole

@@ -11,8 +11,12 @@ from torch.nn import functional as F
 
 from slipstream.kernels.linear.linear_choice import Choice, Shape, Skinny
 from slipstream.kernels.linear.linear_tuned import LinearChooser
+from slipstream.runner.models.formats import packed
+from slipstream.runner.models.formats.weight_format import WeightFormat
 from slipstream.runner.models.layers import Linear
 from slipstream.runner.startup.first_use import first_operations, first_products, load_libraries
+
+from ...kernels.quant.random_weights import random_weight
 
 
 class OursUpTo16(LinearChooser):
@@ -53,6 +57,21 @@ def test_products_of_our_own_kernels_are_skipped(products: list[tuple[int, int]]
     vocab = model.lm_head.out_features
     assert (vocab, 17) in products and (vocab, 16) not in products
     assert len(products) == 9
+
+
+def test_products_by_copies_of_quantised_weights_run_too(
+    products: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fmt = WeightFormat(torch.device("cpu"), torch.float32, packed=True)
+    layer = Linear(64, {"a": 8, "b": 16}, fmt, bias=True)
+    for rows, slot in zip((8, 16), list(layer.checkpoint_slots("", ""))[::2], strict=True):
+        slot[1].load(random_weight("fp8 rows", rows, 64))
+    assert layer.packed is not None and layer.by_torch(3)
+    chosen = Skinny(64, 128, 4, 4, 1, 16)
+    monkeypatch.setattr(
+        packed, "choose_packed", lambda weight, role, rows: chosen if rows <= 16 else None
+    )
+    assert first_products([layer], [16, 17]) == 1 and products == [(24, 17)]
 
 
 def test_too_little_memory_is_left_for_sizing_the_cache_to_report(
