@@ -21,6 +21,7 @@ ARCHITECTURE_OF_TYPE: dict[str, str] = {
     "ministral3": "Ministral3ForCausalLM",
     "mistral3": "Mistral3ForConditionalGeneration",
     "phi3": "Phi3ForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",

@@ -1,4 +1,4 @@
-"""DeepSeek V3's multi-token prediction module: one decoder block after the target's last layer.
+"""The multi-token prediction module of DeepSeek V3 and GLM-4.5: one block after the last layer.
 
 Formulas: DeepSeek-V3 Technical Report, section 2.2. The row of position p reads the embedding of
 the token at p + 1 and the normalised hidden state of p. The target provides embeddings and output
@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from ...speculators.draft_head import DraftHead
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
-from ..models.deepseek import DecoderLayer, make_rotary
+from ..models.deepseek import DecoderLayer as DeepseekLayer
+from ..models.deepseek import make_rotary
+from ..models.families.glm4_moe import GlmLayer
 from ..models.layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, module_slots
+from ..models.rotary import RotaryEmbedding, rope_parameters
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 # Copies of the target's tensors: in the module itself, or at the top of a folder of its own.
@@ -34,10 +37,11 @@ class _SharedHead(nn.Module):
         self.norm = RMSNorm(size, eps, fmt)
 
 
-class DeepseekMtpHead(DraftHead, DecoderLayer):
+class MtpModule(DraftHead, nn.Module):
     """The MTP module; `index` is its layer number in the checkpoint, `layer_id` its attention's id.
 
-    With `post_norm` the normalised output is fed back, as in training; otherwise the raw one.
+    A subclass also derives from the target's decoder layer. With `post_norm` the normalised output
+    is fed back, as in training; otherwise the raw one.
     """
 
     aux_boundaries: tuple[int, ...] = ()
@@ -53,7 +57,8 @@ class DeepseekMtpHead(DraftHead, DecoderLayer):
         post_norm: bool = True,
     ) -> None:
         # The module has experts whatever its number.
-        super().__init__(config, max(index, config.first_k_dense_replace or 0), layer_id, fmt)
+        number = max(index, config.first_k_dense_replace or 0)
+        super().__init__(config, number, layer_id, fmt)
         hidden, eps = config.hidden_size, config.rms_norm_eps
         if hidden != target.config.hidden_size:
             raise ModelLoadError(
@@ -67,9 +72,13 @@ class DeepseekMtpHead(DraftHead, DecoderLayer):
         self.enorm, self.hnorm = RMSNorm(hidden, eps, fmt), RMSNorm(hidden, eps, fmt)
         self.eh_proj = Linear(2 * hidden, hidden, fmt)
         self.shared_head = _SharedHead(hidden, eps, fmt)
-        self.rotary = make_rotary(config, max_position, fmt.device)
+        self.rotary = self.make_rotary(config, max_position, fmt.device)
 
-    def forward(  # type: ignore[override]
+    def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
+        """The rotary embedding of the block's attention."""
+        raise NotImplementedError
+
+    def forward(
         self, input_ids: Tensor, positions: Tensor, hidden: Tensor, attention: AttentionState
     ) -> Tensor | tuple[Tensor, Tensor]:
         """input_ids, positions [M], hidden [M, H] -> normalised [M, H], or (normalised, raw)."""
@@ -88,7 +97,8 @@ class DeepseekMtpHead(DraftHead, DecoderLayer):
 
     def attention_layers(self) -> list[AttentionLayer]:
         """The block's attention layer."""
-        return [self.self_attn.layer]
+        layer: AttentionLayer = self.self_attn.layer  # type: ignore[union-attr,assignment]
+        return [layer]
 
     def checkpoint_slots(self) -> dict[str, CheckpointSlot]:
         """Checkpoint name -> slot of the tensor."""
@@ -100,6 +110,23 @@ class DeepseekMtpHead(DraftHead, DecoderLayer):
 
     def finish_loading(self, dummy: bool = False) -> None:
         """Nothing to do: the target's tensors are used in place."""
+
+
+class DeepseekMtpHead(MtpModule, DeepseekLayer):  # type: ignore[misc]
+    """DeepSeek V3's module."""
+
+    def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
+        """As in the target."""
+        return make_rotary(config, max_position, device)
+
+
+class GlmMtpHead(MtpModule, GlmLayer):  # type: ignore[misc]
+    """GLM-4.5's module."""
+
+    def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
+        """As in the target."""
+        head_dim = self.self_attn.head_dim
+        return RotaryEmbedding(rope_parameters(config), head_dim, max_position, device)
 
 
 def module_index(names: list[str], num_target_layers: int) -> int:

@@ -21,6 +21,8 @@ from .layers import Linear, RMSNorm, WeightFormat
 from .native import NativeDecoder, native_weights
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
 
+_INPUT_BIAS = ("qwen2", "glm4_moe")  # types whose attention has biases at its inputs only
+
 
 @dataclass(frozen=True)
 class _Traits:
@@ -38,9 +40,9 @@ def _traits(config: Any) -> _Traits:
     return _Traits(
         # for draft heads the config states these two, derived from the checkpoint's tensors
         qkv_bias=bool(getattr(config, "qkv_bias", bias or kind == "qwen2")),
-        output_bias=bool(getattr(config, "output_bias", bias and kind != "qwen2")),
+        output_bias=bool(getattr(config, "output_bias", bias and kind not in _INPUT_BIAS)),
         mlp_bias=bool(getattr(config, "mlp_bias", False)),
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
+        qk_norm=kind in ("qwen3", "qwen3_moe") or bool(getattr(config, "use_qk_norm", False)),
     )
 
 

@@ -82,6 +82,8 @@ class Router(nn.Module):
 
     weight: Tensor  # [E, H]
     bias: Tensor | None  # [E], part of the scores
+    # [E], added to the scores for the choice alone
+    e_score_correction_bias: Tensor | None
 
     def __init__(
         self,
@@ -90,6 +92,7 @@ class Router(nn.Module):
         routing: Routing,
         fmt: WeightFormat,
         bias: bool = False,
+        correction: bool = False,
     ) -> None:
         super().__init__()
         if not 0 < routing.top_k <= num_experts:
@@ -104,10 +107,12 @@ class Router(nn.Module):
         empty = functools.partial(torch.empty, dtype=dtype, device=fmt.device)
         self.register_buffer("weight", empty(num_experts, hidden))
         self.register_buffer("bias", empty(num_experts) if bias else None)
+        own = torch.empty(num_experts, device=fmt.device) if correction else None
+        self.register_buffer("e_score_correction_bias", own)
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """hidden: [M, H] -> (weights [M, k] fp32, ids [M, k])."""
-        return select_experts(self.logits(hidden), self.routing)
+        return select_experts(self.logits(hidden), self.routing, self.e_score_correction_bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """The scores of all experts in fp32: [M, E], or parts [S, M, E]."""
@@ -120,6 +125,8 @@ class Router(nn.Module):
         yield f"{parent}{name}.weight", tensor_slot(self.weight)
         if self.bias is not None:
             yield f"{parent}{name}.bias", tensor_slot(self.bias, "zeros")
+        if (own := self.e_score_correction_bias) is not None:
+            yield f"{parent}{name}.e_score_correction_bias", tensor_slot(own, "zeros")
 
 
 class SparseMLP(nn.Module):

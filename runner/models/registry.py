@@ -26,6 +26,7 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "Ministral3ForCausalLM": ("families.mistral3", "Mistral3Model"),
     "Mistral3ForConditionalGeneration": ("families.mistral3", "Mistral3Model"),
     "Phi3ForCausalLM": ("families.phi3", "PhiModel"),
+    "Glm4MoeForCausalLM": ("families.glm4_moe", "GlmMoeModel"),
     "GptOssForCausalLM": ("families.gpt_oss", "GptOssModel"),
     "DeepseekV2ForCausalLM": ("deepseek", "DeepseekModel"),
     "DeepseekV3ForCausalLM": ("deepseek", "DeepseekModel"),

@@ -1,4 +1,4 @@
-"""A tiny DeepSeek V3 with its MTP module in one checkpoint, and drafts recomputed without a cache.
+"""A tiny DeepSeek V3 or GLM-4.5 with its MTP module in one checkpoint, and its plain drafts.
 
 Target and module are transformers' own; only the reuse of one module for K drafts is written here.
 """
@@ -27,14 +27,27 @@ SHAPE = dict(
 )  # fmt: skip
 
 
+GLM_SHAPE = dict(
+    head_dim=16, num_key_value_heads=2, use_qk_norm=True, attention_bias=True, n_group=1,
+    topk_group=1,
+)  # fmt: skip
+_DEEPSEEK = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+
 class MtpOracle:
     """Builds both models and saves them as DeepSeek does, the module after the last layer."""
 
-    def __init__(self, folder: Path, post_norm: bool = True, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, post_norm: bool = True, family: str = "DeepseekV3", **settings: Any
+    ) -> None:
         torch.manual_seed(1)
-        config = transformers.DeepseekV3Config(**{**SHAPE, **settings})
+        shape: dict[str, Any] = dict(SHAPE)
+        if family == "Glm4Moe":
+            shape = {k: v for k, v in SHAPE.items() if k not in _DEEPSEEK} | GLM_SHAPE
+        config = getattr(transformers, f"{family}Config")(**{**shape, **settings})
         config._attn_implementation = "eager"
-        self.target = transformers.DeepseekV3ForCausalLM(config).eval()
+        self.model_class = getattr(transformers, f"{family}ForCausalLM")
+        self.target = self.model_class(config).eval()
         self.mtp = MtpModel(self.target, 1).eval()
         with torch.no_grad():
             # every parameter: transformers leaves some of the module's uninitialised
@@ -53,7 +66,7 @@ class MtpOracle:
     def module_tensors(self, prefix: str, scratch: Path) -> dict[str, Tensor]:
         """The module under a prefix, copies of the target's embeddings and head included."""
         # transformers stores a layer's experts one by one: let it rename those of a target's layer
-        clone = transformers.DeepseekV3ForCausalLM(self.target.config)
+        clone = self.model_class(self.target.config)
         clone.model.layers[LAYERS - 1] = self.mtp.layers[0].mtp_block
         clone.save_pretrained(scratch)
         own = f"model.layers.{LAYERS - 1}."
