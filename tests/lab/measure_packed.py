@@ -75,7 +75,7 @@ ROW_TILES = ((16, 3, 1), (16, 6, 1), (32, 4, 2), (64, 4, 4))  # block_n, stages,
 # (block_n, stages, warps) by rows of a program
 TILES = {
     8: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
-    16: ((64, 4, 4), (128, 3, 4), (64, 6, 4), (128, 4, 8)),
+    16: ((64, 4, 4), (128, 3, 4), (64, 6, 4), (128, 4, 8), (32, 4, 2)),
     32: ((64, 4, 4), (128, 3, 4), (128, 4, 8)),
     64: ((64, 3, 4), (128, 3, 8), (64, 4, 4)),
     128: ((128, 3, 8), (64, 3, 4)),
@@ -97,7 +97,7 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
     tall = (64, 128, 256) if kind in ("fp8", "int8") and not group else (64, 128)
     heights = {1: (8, 16), 128: (64, 128), 256: tall}.get(rows, (rows,))
     for height in heights:
-        for block_n, stages, warps in TILES[height][: 4 if name in HEAD_FORMATS else 2]:
+        for block_n, stages, warps in TILES[height][: 5 if name in HEAD_FORMATS else 2]:
             if shape.role == "gate_up" and height == 64 and stages > 3:
                 continue
             if shape.role == "gate_up" and height >= 128 and columns == 256:
