@@ -65,7 +65,7 @@ class Sequences:
             for group, size in zip(self.groups, self.block_sizes, strict=True)
         ]
         self.states: RecurrentStates | None = None
-        if layers := model.recurrent_layers():
+        if layers := getattr(model, "recurrent_layers", list)():  # draft heads have none
             self.states = RecurrentStates(layers, num_reqs, log, dtype, CPU)
         self.lengths = [0] * num_reqs
         self.tables = []
