@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.runner.attention.fp8_layers import UnusableKVFormat, with_fp8_cache
+from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_size
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.models.deepseek_v4.names import plain_name
@@ -216,3 +217,19 @@ def test_the_caches_hold_what_their_layers_need(folder: Path, oracle: Any) -> No
     for memory in (100_000, 1_000_000, 3_000_000):
         count = layout.blocks_in(memory)
         assert layout.bytes_of(count) <= memory < layout.bytes_of(count + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf
+def test_the_triton_kernels_of_a_whole_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Chunks, a decode and rows as in verification, interpreted, give the oracle's logits."""
+    oracle = make_v4(tmp_path, qk_rope_head_dim=16)
+    model, ids = load(tmp_path), [(7 * n + 3) % VOCAB for n in range(26)]
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")
+    sequences = Sequences(model, 1, 64, block_size=8, backend=TritonBackend())
+    cuts = ((0, 14), (14, 15), (15, 18), (18, 26))
+    got = [sequences.step([(0, ids[start:end])])[0][0] for start, end in cuts]
+    torch.testing.assert_close(torch.cat(got), expected_logits(oracle, ids), atol=1e-4, rtol=1e-4)
