@@ -87,11 +87,15 @@ def _quantised_linear(
     x: Tensor, weight: TiledWeight, bias: Tensor | None, norm: Norm | None, residual: Tensor | None
 ) -> Tensor:
     """The product with activations quantised row by row, which torch computes from codes."""
-    from .triton.packed_tokens import quantise_rows, rescale
+    from .triton.packed_tokens import quantise_blocks, quantise_rows, rescale
 
     dtype = torch.float8_e4m3fn if weight.kind == "fp8" else torch.int8
     codes = weight.words.view(dtype)  # [N, columns padded to whole spans]
-    x_codes, x_scales = quantise_rows(_normed(x, norm), codes.shape[1], dtype)
+    scales = weight.scales
+    if weight.row_group > 1:
+        x_codes, x_scales = quantise_blocks(_normed(x, norm), codes.shape[1])
+    else:
+        x_codes, x_scales = quantise_rows(_normed(x, norm), codes.shape[1], dtype)
     if dtype == torch.int8:
         sums = torch._int_mm(x_codes, codes.T)
         return rescale(sums, x_scales, weight.scales[0], bias, residual, x.dtype)
@@ -99,11 +103,19 @@ def _quantised_linear(
         x_codes,
         codes.T,
         scale_a=x_scales,
-        scale_b=weight.scales.float(),
+        scale_b=_aligned(scales) if weight.row_group > 1 else scales.float(),
         out_dtype=torch.bfloat16,  # the only one that it knows with a scale for each row
+        use_fast_accum=weight.row_group == 1,
     ).to(x.dtype)
     out = out if bias is None else out.add_(bias)
     return out if residual is None else out.add_(residual)
+
+
+def _aligned(scales: Tensor) -> Tensor:
+    """Scales of blocks [K / 128, N / 128], where those of a block of rows are 4 i apart, as
+    `torch._scaled_mm` wants them."""
+    columns = scales.shape[0]
+    return F.pad(scales.float().T, (0, -columns % 4))[:, :columns].T
 
 
 def packed_linear_parts(

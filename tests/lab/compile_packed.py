@@ -67,10 +67,15 @@ def few() -> None:
     packed_linear(x, weight, None, Skinny(64, 128, 3, 4, 1, 16, norm=1), norm, residual)
     for name in ("fp8b", "int4z", "q5k", "nvfp4", "mxfp4"):
         packed_linear(x, tile_on_meta(name, qkv))
-    from slipstream.kernels.packed.triton.packed_tokens import quantise_rows, rescale
+    from slipstream.kernels.packed.triton.packed_tokens import (
+        quantise_blocks,
+        quantise_rows,
+        rescale,
+    )
 
     for dtype in (torch.int8, torch.float8_e4m3fn):
         row_scales = quantise_rows(meta(99, 1024), 1024, dtype)[1]
+    quantise_blocks(meta(99, 1024), 1024)
     rescale(meta(99, 512, dtype=base.I32), row_scales, meta(512), None, None, base.BF16)
 
 

@@ -112,7 +112,7 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
                     yield Skinny(block_n, columns, stages, warps, split_k, height)
     if rows >= 128:
         yield None  # a copy in bf16, and cuBLAS
-        if name in ("fp8", "int8"):
+        if name in ("fp8", "fp8b", "int8"):
             yield Quantised()
 
 
