@@ -108,7 +108,7 @@ def load(folder: Path, device: torch.device, mapped: bool) -> TextModel:
     resolved = resolve_model(ModelConfig(model=str(folder)))
     model = build_model(resolved.hf_config, device, torch.bfloat16)
     if mapped:
-        checkpoint = SafetensorsCheckpoint(folder, resolved.hf_config)
+        checkpoint = SafetensorsCheckpoint(folder, resolved.quantisation)
         slots = model.checkpoint_slots()
         load_checkpoint(slots, checkpoint, model.checkpoint_name, str(folder))
     else:
