@@ -49,6 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     speculative_enabled: bool = True
     speculative_max_tokens: int | None = None  # maximum number of drafts per step; None = no limit
     prediction_token_ids: list[int] = []  # OpenAI's `prediction`, for the n-gram drafter
+    report_drafts: bool = False  # return the ids of all verified drafts; for `slipstream verify`
 
 
 # --- server -> worker -------------------------------------------------------------------------
@@ -217,6 +218,7 @@ class RequestOutput(msgspec.Struct, omit_defaults=True, gc=False):
     num_cached_tokens: int = 0  # prompt tokens from the prefix cache; set in the first output
     num_draft_tokens: int = 0  # drafts verified in this step
     num_accepted_tokens: int = 0  # drafts accepted in this step
+    draft_token_ids: list[int] | None = None  # drafts verified in this step, if to be reported
 
 
 class StepStats(msgspec.Struct):

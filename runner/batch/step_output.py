@@ -5,7 +5,7 @@ It knows nothing about how tokens were chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -102,6 +102,8 @@ class StepHandle:
     def __init__(self) -> None:
         self._output: Future[tuple[Results, HostCopy, RowLayout] | None] = Future()
         self._rows: list[RowResult] | None = None  # set by the first `get`
+        # Adds what else the step reports to its results; set before `publish`.
+        self.report: Callable[[list[RowResult]], None] | None = None
         self.faults: dict[int, str] = {}  # batch row -> why its request ends; set before `publish`
 
     def publish(self, tensors: Results, layout: RowLayout, stream: CopyStream | None) -> HostCopy:
@@ -149,6 +151,8 @@ class StepHandle:
             tensors, copy, layout = output
             self._rows = _assemble(tensors, tensors.unpack(copy.wait()), layout)
             copy.release()
+            if self.report is not None:
+                self.report(self._rows)
             for row, fault in self.faults.items():
                 self._rows[row].error = fault
         return self._rows

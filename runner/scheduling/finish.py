@@ -100,6 +100,8 @@ def make_output(request: Request, result: RowResult, verdict: Verdict) -> Reques
         output.finish_reason = verdict.finish_reason
         output.stop_token_id = verdict.stop_token_id
         output.error = verdict.error
+    if result.draft_token_ids is not None:
+        output.draft_token_ids = result.draft_token_ids
     if result.logprobs is not None:
         output.logprobs = [TokenLogprobs(*item) for item in result.logprobs[:kept]]
     if not request.has_emitted:

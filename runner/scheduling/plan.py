@@ -80,4 +80,5 @@ class RowResult(msgspec.Struct, gc=False):
     # Those of this row's part of the prompt.
     prompt_logprobs: list[tuple[int, float, int, list[int], list[float]]] | None = None
     has_nan: bool = False  # the row's logits held NaN; the request ends with an error
+    draft_token_ids: list[int] | None = None  # drafts verified, for requests that report them
     error: str | None = None  # the sampling parameters could not be applied; ends the request

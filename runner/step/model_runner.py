@@ -27,6 +27,7 @@ from ..graphs.manager import CaptureReport, RebuiltStates
 from ..sampling.prompt_logprobs import PromptLogprobs
 from ..scheduling.plan import StepPlan
 from .data_parallel import StepAgreement
+from .draft_reports import DraftReports, Report
 from .drafting import Drafting
 from .parts import RunnerFacts, RunnerParts
 from .traffic import EngineT, note_traffic
@@ -46,6 +47,7 @@ class _Step:
     error: BaseException | None = None
     faults: dict[int, str] = field(default_factory=dict)  # slot -> why its request ends
     agreement: StepAgreement | None = None  # with the other ranks; None: no other ranks
+    report: Report | None = None  # of the drafts that it verifies; None: nobody wants them
 
 
 class ModelRunner:
@@ -72,6 +74,7 @@ class ModelRunner:
         self._queue = parts.queue
         self._sync = parts.sync
         self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
+        self._draft_reports = DraftReports(self.table.device)
         self._staging = StagingPool(self.table.device)
         self._steps: dict[int, _Step] = {}  # step id -> step that awaits `sample`
         self._error: BaseException | None = None  # raised after a step's results were published
@@ -220,11 +223,14 @@ class ModelRunner:
         if self._target.states is not None:
             self._target.states.apply(plan)
         self._prompt_logprobs.update(plan)
+        self._draft_reports.update(plan)
         if not plan.rows:
             step.drafts.set_result((HostCopy([], None), []))
             self._forward_for_others(step)
             return
         batch = step.batch = self._gather(step)
+        if self._draft_reports.is_asked:
+            step.report = self._draft_reports.start(plan, self.table, self._copy_stream)
         if plan.needs_draft_ids:
             copy = HostCopy([batch.draft_ids.clone()], self._copy_stream)
             step.drafts.set_result((copy, batch.num_draft_tokens_cpu))
@@ -288,6 +294,7 @@ class ModelRunner:
         if step.faults:
             slots = [row.slot for row in step.plan.rows]
             handle.faults = {slots.index(slot): fault for slot, fault in step.faults.items()}
+        handle.report = step.report
         graphs = None
         if (
             batch.mode is StepMode.WHOLE

@@ -1,0 +1,61 @@
+"""`slipstream verify`: check on the user's own model that speculation is lossless."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+
+from ...configs.load import add_flags, load_config
+from ...configs.options import ConfigError
+
+SUMMARY = "check on your own model that speculation changes nothing but the speed"
+_LEAST = {"num_prompts": 1, "max_tokens": 1, "samples": 0, "sample_tokens": 4}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the checks, and the engine's as for `slipstream serve`."""
+    from ..bench.output import add_output
+
+    group = parser.add_argument_group("verify", "What is checked.")
+    group.add_argument(
+        "--data",
+        metavar="FILE",
+        default="builtin",
+        help="JSONL file of prompts, or builtin for chats of eight domains (default)",
+    )
+    for flag, default, text in (
+        ("--num-prompts", 16, "prompts of the greedy checks"),
+        ("--max-tokens", 64, "longest greedy reply, in tokens"),
+        ("--samples", 512, "sampled replies of either side for each set of options; 0 = none"),
+        ("--sample-tokens", 16, "longest sampled reply, in tokens"),
+    ):
+        group.add_argument(
+            flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
+        )
+    add_output(group)
+    add_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check everything and print the report; returns 0 if all checks pass, otherwise 1."""
+    from ..bench.output import check_file, tables_to_stderr, write_figures
+    from ..verify.plan import Plan
+
+    check_file("--output", args.output)
+    plan = Plan(args.num_prompts, args.max_tokens, args.samples, args.sample_tokens)
+    given = vars(args)
+    for flag, least in _LEAST.items():
+        if given[flag] < least:
+            name = flag.replace("_", "-")
+            raise ConfigError(f"--{name} must be at least {least}, not {given[flag]}")
+    config = load_config(args, os.environ)
+    from ..verify.session import verify
+
+    with tables_to_stderr(args.output):
+        report = asyncio.run(verify(config, plan, args.data))
+        if report is None:
+            return 1
+        print(report.table(), flush=True)
+    write_figures(args.output, report.as_dict())
+    return 0 if report.passes else 1

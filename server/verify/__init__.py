@@ -1,0 +1,1 @@
+"""The checks of `slipstream verify`: is speculation lossless here, and are the drafts right?"""
