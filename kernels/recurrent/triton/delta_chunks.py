@@ -250,6 +250,7 @@ def _tail_kernel(
         tail0 += tl.load(past + 2 * CHANNELS, mask=inside & (count == 2) & (start > 0), other=0.0)
         tail1 = tl.load(now - 2 * x_stride, mask=inside, other=0.0)
         tail2 = tl.load(now - x_stride, mask=inside, other=0.0)
+        tl.debug_barrier()  # one of these is overwritten below, perhaps by another thread
         tl.store(past, tail0, mask=inside)
         tl.store(past + CHANNELS, tail1, mask=inside)
         tl.store(past + 2 * CHANNELS, tail2, mask=inside)
@@ -297,6 +298,7 @@ def absorb_bulk(
         mixed, decays, keys, values, out, state.state, state.snapshots, rows.values, bulk,
         stride, out.stride(0),
         num_slots=num_slots, BLOCK_K=block_k, BLOCK_V=tile, PRECISION=precision, **sizes,
+        num_stages=2,  # more would not fit the shared memory of smaller GPUs
     )  # fmt: skip
     _tail_kernel[(bulk.shape[0], triton.cdiv(shape.channels, _CHANNELS))](
         x, state.history, state.snapshot_tails, rows.values, bulk, x.stride(0), stride,

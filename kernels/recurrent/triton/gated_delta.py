@@ -249,10 +249,11 @@ def _log_kernel(
                     known = inside & (border - 3 + j >= 0)
                     one = tl.load(past + (hit + j) * CHANNELS, mask=known, other=0.0)
                     tl.store(saved + j * CHANNELS, one, mask=inside)
-            # All are read before the first is written.
+            # All are read, by all threads, before the first is written.
             tail0 = tl.load(past + lag * CHANNELS, mask=inside & (start >= 3), other=0.0)
             tail1 = tl.load(past + (lag + 1) * CHANNELS, mask=inside & (start >= 2), other=0.0)
             tail2 = tl.load(past + (lag + 2) * CHANNELS, mask=inside & (start >= 1), other=0.0)
+            tl.debug_barrier()
             tl.store(past, tail0, mask=inside)
             tl.store(past + CHANNELS, tail1, mask=inside)
             tl.store(past + 2 * CHANNELS, tail2, mask=inside)
@@ -267,6 +268,7 @@ def _log_kernel(
                 tail1 = tl.load(past + CHANNELS, mask=inside & (start >= 2), other=0.0)
             else:
                 tail2 = tl.load(now, mask=inside, other=0.0)
+            tl.debug_barrier()
             tl.store(past, tail0, mask=inside)
             tl.store(past + CHANNELS, tail1, mask=inside)
             tl.store(past + 2 * CHANNELS, tail2, mask=inside)
