@@ -32,6 +32,7 @@ class KVCacheGroup:
     dtype: torch.dtype | None = None  # of the cache; None = that of the model
     entry_tokens: int = 1  # tokens for each cached row
     block_tokens: int | None = None  # the most tokens of a block
+    window_step: int = 1  # see `BlockGroup.sliding_window`
 
     @property
     def owners(self) -> tuple[AttentionLayer, ...]:
@@ -59,7 +60,7 @@ def make_groups(layers: Sequence[AttentionLayer]) -> list[KVCacheGroup]:
     """Group the attention layers of target and drafter, in order of first appearance."""
     by_id = {layer.layer_id: layer for layer in layers}
     assert len(by_id) == len(layers), "layer ids are not unique"
-    Key = tuple[int, int, bool, int | None, torch.dtype | None, int, int | None]
+    Key = tuple[int, int, bool, int | None, torch.dtype | None, int, int | None, int]
     members: dict[Key, list[AttentionLayer]] = {}
     for layer in layers:
         source = layer
@@ -67,7 +68,8 @@ def make_groups(layers: Sequence[AttentionLayer]) -> list[KVCacheGroup]:
             source = by_id[source.kv_source]
         row = source.cache_row(source.head_dim)
         shape = (source.num_kv_heads, row, source.is_mla, source.sliding_window)
-        key = (*shape, source.cache_dtype, source.entry_tokens, source.block_tokens)
+        blocks = (source.entry_tokens, source.block_tokens, source.window_step)
+        key = (*shape, source.cache_dtype, *blocks)
         members.setdefault(key, []).append(layer)
     return [
         KVCacheGroup(

@@ -25,10 +25,13 @@ class BlockGroup:
 
     num_blocks: int  # including the null block
     block_size: int
-    sliding_window: int | None = None  # a query at p sees keys p - window + 1 .. p
+    # A query at p sees keys up to p, from the first of the `sliding_window` positions that end with
+    # the last of p's run of `window_step` positions; with a step of 1, p itself is the last.
+    sliding_window: int | None = None
     # The group holds a drafter's KV, which at position p depends on the token at p + 1. A cached
     # block can therefore be reused only if the token after it is the same, too.
     needs_next_token: bool = False
+    window_step: int = 1
 
 
 @dataclass(slots=True)
@@ -233,7 +236,7 @@ class KVBlocks:
 
     def _slides_at(self, blocks: RequestBlocks) -> int:
         ends = [
-            (num_slid + 1) * group.block_size + group.sliding_window - 1
+            sees_nothing_before((num_slid + 1) * group.block_size, group)
             for group, num_slid in zip(self.groups, blocks.num_slid, strict=True)
             if group.sliding_window is not None
         ]
@@ -298,14 +301,22 @@ class KVBlocks:
             start = blocks.num_published[index]
             if end <= start:
                 continue
-            chain = hashes.first(end, size, self.groups[index].needs_next_token)
+            group = self.groups[index]
+            chain = hashes.first(end, size, group.needs_next_token)
             table, pool = blocks.tables[index], self.pools[index]
             for position in range(start, end):
                 block = table[position]
-                if block != NULL_BLOCK:
+                if block != NULL_BLOCK and self._can_match(group, position):
                     pool.publish(block, chain[position])
             blocks.num_published[index] = end
         blocks.publishes_at = self._publishes_at(blocks)
+
+    def _can_match(self, group: BlockGroup, position: int) -> bool:
+        """Whether a prefix hit can need this block: hits end at multiples of `_step` tokens."""
+        if group.sliding_window is None:
+            return True
+        hit = ceil_div((position + 1) * group.block_size, self._step) * self._step
+        return position >= first_block_in_window(group, hit)
 
     def release(self, blocks: RequestBlocks) -> None:
         """Release all blocks of a request, the last ones first, so that they are evicted first."""
@@ -339,4 +350,12 @@ def first_block_in_window(group: BlockGroup, num_computed: int) -> int:
     """Index of the first block that a query at position `num_computed` or later can see."""
     if group.sliding_window is None:
         return 0
-    return max(0, num_computed - group.sliding_window + 1) // group.block_size
+    step = group.window_step
+    return max(0, (num_computed // step + 1) * step - group.sliding_window) // group.block_size
+
+
+def sees_nothing_before(position: int, group: BlockGroup) -> int:
+    """The first query position from which on queries see no key before `position`."""
+    assert group.sliding_window is not None
+    step = group.window_step
+    return ceil_div(position + group.sliding_window - step, step) * step

@@ -35,6 +35,7 @@ def facts_of(
                 cache.block_sizes[group.index],
                 group.sliding_window,
                 any(layer.layer_id in ids for layer in group.layers),
+                group.window_step,
             )
             for group in cache.groups
         ),

@@ -104,6 +104,7 @@ def attention_layers(
             layer_id + len(layers), 1, 1, width,
             scale=1.0, sliding_window=window, is_mla=True, head_dim_v=width,
             entry_tokens=tokens, block_tokens=block, attends=False,
+            window_step=ratio if window else 1,
         )  # fmt: skip
 
     layers["entries"] = stored(dim, ratio)

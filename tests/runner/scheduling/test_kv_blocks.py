@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from slipstream.configs.options import ConfigError
-from slipstream.runner.scheduling.kv_blocks import BlockGroup, KVBlocks, RequestBlocks
+from slipstream.runner.scheduling.kv_blocks import (
+    BlockGroup,
+    KVBlocks,
+    RequestBlocks,
+    first_block_in_window,
+)
 from slipstream.runner.scheduling.prefix_cache import BlockHashes
 
 TOKENS = list(range(100, 140))
@@ -155,6 +160,35 @@ def test_sliding_keeps_what_the_next_query_sees() -> None:
     assert [block == 0 for block in blocks.tables[0]] == [True, False, False, False, False]
     kv.slide(blocks, 12)  # query 12 sees keys 8 .. 12
     assert [block == 0 for block in blocks.tables[0]] == [True, True, False, False, False]
+
+
+def test_a_window_that_moves_in_steps_keeps_what_the_next_query_sees() -> None:
+    """As the pending rows of a compressor with overlapping windows of 4 tokens."""
+    group = BlockGroup(40, 2, sliding_window=8, window_step=4)
+    kv = make(group)
+    blocks = hold(kv, TOKENS[:24], num_confirmed=0)
+    for confirmed in range(25):
+        first = max(0, confirmed // 4 * 4 - 4)  # the first key that this query sees
+        assert first_block_in_window(group, confirmed) == first // 2
+        due = blocks.slides_at <= confirmed
+        kv.slide(blocks, confirmed)
+        assert [block == 0 for block in blocks.tables[0]] == [n < first // 2 for n in range(12)]
+        assert due == (first // 2 > max(0, (confirmed - 1) // 4 * 4 - 4) // 2)
+
+
+def test_only_blocks_that_a_hit_can_need_are_published() -> None:
+    overlapping = BlockGroup(40, 2, sliding_window=4, window_step=2)
+    restarting = BlockGroup(40, 2, sliding_window=8, window_step=8)
+    kv = make(BlockGroup(40, 8), overlapping, restarting)
+    hold(kv, TOKENS[:25], num_confirmed=24)
+    hashes = BlockHashes(TOKENS[:24]).first(12, 2)[:12]
+    found = [[pool.lookup(block) is not None for block in hashes] for pool in kv.pools[1:]]
+    # before 8, 16 and 24 tokens, where hits end: the two tokens before, or nothing
+    assert found == [[n % 4 == 3 for n in range(12)], [False] * 12]
+    match = kv.match(BlockHashes(TOKENS[:25]), 25)
+    assert match.num_tokens == 24
+    assert [block != 0 for block in match.tables[1]] == [False] * 11 + [True]
+    assert match.tables[2] == [0] * 12
 
 
 def test_extend_is_all_or_nothing() -> None:
