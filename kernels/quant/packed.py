@@ -128,7 +128,7 @@ class PackedWeight:
 
     def _numbers(self, at: slice | Tensor) -> Tensor:
         """Rows `at` in float32, in the order of input features."""
-        codes = self._codes(self.values[at])
+        codes = self._codes(_taken(self.values, at))
         wide = self._wide_scales(at)
         if self.zeros is not None:
             codes = codes - self._spread(self.zeros[at])
@@ -154,7 +154,7 @@ class PackedWeight:
         """The scales of rows `at` in float32, [n, ceil(K / group)]."""
         scales = self.scales
         if self.row_group == 1:
-            scales = scales[at]
+            scales = _taken(scales, at)
         elif isinstance(at, Tensor):
             scales = scales[at // self.row_group]
         else:
@@ -181,6 +181,13 @@ class PackedWeight:
             for field in (self.zeros, self.offsets, self.global_scale, self.order)
         )
         return self.kind, self.columns, self.group, dtypes, present, self.activations
+
+
+def _taken(tensor: Tensor, at: slice | Tensor) -> Tensor:
+    """Rows `at`; torch does not index 8-bit floats by tensors on every device."""
+    if isinstance(at, slice) or tensor.dtype.itemsize > 1:
+        return tensor[at]
+    return tensor.view(torch.uint8)[at].view(tensor.dtype)
 
 
 def e2m1_numbers(codes: Tensor) -> Tensor:

@@ -51,6 +51,11 @@ def _half(blocks: Tensor, at: int) -> Tensor:
     return blocks[..., at : at + 2].contiguous().view(torch.float16)
 
 
+def _shifts(blocks: Tensor, count: int, step: int = 1) -> Tensor:
+    """0, step, 2 step ...; in uint8, since results of int64 would take eight times the memory."""
+    return torch.arange(0, count * step, step, dtype=torch.uint8, device=blocks.device)
+
+
 def _nibbles(blocks: Tensor, at: int) -> Tensor:
     """32 codes in 16 bytes, first all low nibbles: [N, B, 32] uint8."""
     stored = blocks[..., at : at + 16]
@@ -60,7 +65,7 @@ def _nibbles(blocks: Tensor, at: int) -> Tensor:
 def _bits(blocks: Tensor, at: int) -> Tensor:
     """32 bits in 4 bytes, the lowest first: [N, B, 32] uint8 of 0 and 1."""
     stored = blocks[..., at : at + 4].unsqueeze(-1)
-    return (stored >> torch.arange(8, device=blocks.device) & 1).flatten(-2).to(torch.uint8)
+    return (stored >> _shifts(blocks, 8) & 1).flatten(-2)
 
 
 def _q4_0(blocks: Tensor) -> _Read:
@@ -107,8 +112,8 @@ def _q4_k(blocks: Tensor) -> _Read:
 
 
 def _q5_k(blocks: Tensor) -> _Read:
-    high = blocks[..., 16:48].unsqueeze(-2) >> torch.arange(8, device=blocks.device).view(8, 1)
-    codes = _k_nibbles(blocks[..., 48:176]) | (high & 1).to(torch.uint8) << 4
+    high = blocks[..., 16:48].unsqueeze(-2) >> _shifts(blocks, 8).view(8, 1)
+    codes = _k_nibbles(blocks[..., 48:176]) | (high & 1) << 4
     return codes.view(torch.int8), *_k_scales(blocks)
 
 
@@ -116,8 +121,7 @@ def _q6_k(blocks: Tensor) -> _Read:
     halves = split_last(blocks[..., :128], 2, 64)
     low = torch.stack((halves & 15, halves >> 4), -2).flatten(-3)
     quads = split_last(blocks[..., 128:192], 2, 1, 32)
-    shifts = torch.arange(0, 8, 2, device=blocks.device).view(4, 1)
-    high = (quads >> shifts & 3).to(torch.uint8).flatten(-3)
+    high = (quads >> _shifts(blocks, 4, 2).view(4, 1) & 3).flatten(-3)
     codes = (low | high << 4).view(torch.int8) - 32
     factors = blocks[..., 192:208].contiguous().view(torch.int8)
     return codes, _half(blocks, 208).float() * factors, None
