@@ -3,8 +3,8 @@
     python examples/show_accepted.py "Why is the sky blue?"
     python examples/show_accepted.py "Why is the sky blue?" --png answer.png   # needs matplotlib
 
-Each event of the stream is one step of the engine. The last token of a step comes from the model,
-and those before it are drafts that the model accepted. SLIPSTREAM_URL is the server's URL,
+The stream names the steps of the engine. The last token of a step comes from the model, and those
+before it are drafts that the model accepted. SLIPSTREAM_URL is the server's URL,
 SLIPSTREAM_API_KEY its key.
 """
 
@@ -40,7 +40,7 @@ def stream(question: str, max_tokens: int) -> Iterator[list[Token]]:
         "max_tokens": max_tokens,
         "temperature": 0,
         "stream": True,
-        "logprobs": True,  # to get the text of each token
+        "speculative": {"steps": True},
     }
     with httpx.stream(
         "POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=120
@@ -50,10 +50,9 @@ def stream(question: str, max_tokens: int) -> Iterator[list[Token]]:
             if not line.startswith("data: {"):
                 continue
             for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                entries = (choice.get("logprobs") or {}).get("content", ())
-                if entries:
-                    *drafts, last = [entry["token"] for entry in entries]
-                    yield [*((text, True) for text in drafts), (last, False)]
+                for step in choice.get("speculative_steps", ()):
+                    accepted = step["num_accepted"]
+                    yield [(text, i < accepted) for i, text in enumerate(step["tokens"])]
 
 
 def summary(steps: list[list[Token]]) -> str:

@@ -49,7 +49,7 @@ class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     speculative_enabled: bool = True
     speculative_max_tokens: int | None = None  # maximum number of drafts per step; None = no limit
     prediction_token_ids: list[int] = []  # OpenAI's `prediction`, for the n-gram drafter
-    report_drafts: bool = False  # return the ids of all verified drafts; for `slipstream verify`
+    report_drafts: bool = False  # return the ids of all verified drafts
 
 
 # --- server -> worker -------------------------------------------------------------------------

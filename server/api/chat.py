@@ -179,7 +179,8 @@ class _Framer(ChunkFramer):
         """One choice per delta: the first has token ids and logprobs, the last a finish reason."""
         body, deltas = self._chat.body, self._chat.deltas(item)
         overdue = streamed.is_overdue(len(item.token_ids), bool(deltas))
-        must = item.finish_reason or item.logprobs or (body.return_token_ids and item.token_ids)
+        has_tokens = item.logprobs or item.steps or (body.return_token_ids and item.token_ids)
+        must = item.finish_reason or has_tokens
         if not deltas and (must or overdue):
             deltas = [Delta(content=None if streamed.began or not item.finish_reason else "")]
         elif deltas:
@@ -189,6 +190,8 @@ class _Framer(ChunkFramer):
             choices[0].logprobs = self._chat.logprobs(item.logprobs)
         if choices and body.return_token_ids:
             choices[0].token_ids = item.token_ids
+        if item.steps:
+            choices[0].speculative_steps = self._chat.steps(item.steps)
         if item.finish_reason:
             choices[-1].finish_reason = self._chat.finish_reason(item.index, item.finish_reason)
             choices[-1].stop_reason = item.stop_reason

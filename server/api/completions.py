@@ -241,10 +241,13 @@ class _Framer(ChunkFramer):
         elif body.logprobs is not None and entries:
             logprobs = reply.logprobs(entries, self._starts[index])
         must = text or logprobs is not None or item.finish_reason or body.return_token_ids
+        must = must or bool(item.steps)
         if not streamed.is_overdue(len(ids), bool(must)) and not must:
             return None
         choice = CompletionChoice(index, text, logprobs, item.finish_reason)
         choice.stop_reason = item.stop_reason if item.finish_reason else UNSET
+        if item.steps and not reply.only_echo:
+            choice.speculative_steps = reply.steps(item.steps)
         if reply.only_echo and item.finish_reason:
             choice.finish_reason, choice.stop_reason = "length", None
         if body.return_token_ids:

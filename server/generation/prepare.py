@@ -83,6 +83,7 @@ async def prepare(services: Services, body: GenerationBody, wanted: Wanted) -> J
             min_tokens=min_tokens,
             stop_token_ids=frozenset(body.stop_token_ids or ()),
             keep=wanted.form.kept_ids(tokenizer),
+            reports_steps=body.wants_steps,
         ),
         n=wanted.n,
         priority=body.priority or 0,

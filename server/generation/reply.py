@@ -24,10 +24,11 @@ from ..openai_types.replies import (
     Completion,
     CompletionChoice,
     ReplyMetrics,
+    SpeculativeStep,
     Usage,
     encode,
 )
-from ..text.choice_text import GenerationEvent, TokenEntry
+from ..text.choice_text import GenerationEvent, StepText, TokenEntry
 from .generation import Generation
 from .large_replies import encode_in_pieces
 from .services import Services
@@ -133,6 +134,15 @@ class Reply:
         """The number of reasoning tokens so far."""
         return 0
 
+    def steps(self, steps: Sequence[StepText]) -> list[SpeculativeStep]:
+        """The steps of an event with the text of rejected drafts."""
+        tokenizer = self.services.tokenizer
+
+        def text(token_id: int) -> str:
+            return tokenizer.token_bytes(token_id).decode("utf-8", "replace")
+
+        return [SpeculativeStep(texts, n, [*map(text, ids)]) for texts, n, ids in steps]
+
     def metrics(self) -> ReplyMetrics | UnsetType:
         """The speculation metrics; UNSET unless requested."""
         return reply_metrics(self.services, self.options.speculative, self.generation.choices)
@@ -169,7 +179,9 @@ class ChunkFramer(Framer):
         self._reply = reply
         self._streamed = [StreamedChoice() for _ in range(reply.job.num_choices)]
         options = reply.options
-        self._only_text_changes = not (options.return_token_ids or options.wants_running_usage)
+        self._only_text_changes = not (
+            options.return_token_ids or options.wants_running_usage or options.wants_steps
+        )
 
     @abstractmethod
     def chunk(self, choices: list[Any]) -> ChatChunk | Completion:

@@ -131,6 +131,7 @@ class Speculative(Body):
     enabled: bool | None = None
     max_tokens: Integer | None = Field(None, ge=0, le=INT32)
     metrics: Literal["none", "summary", "detailed"] | None = None  # overrides the server's setting
+    steps: bool | None = None  # a stream names the tokens and rejected drafts of each step
 
     @model_validator(mode="after")
     def _knows_all(self) -> Speculative:
@@ -245,6 +246,11 @@ class GenerationBody(SizedBody):
     def wants_usage(self) -> bool:
         """Whether the stream ends with a usage chunk."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether the stream names the tokens and rejected drafts of each step."""
+        return self.speculative is not None and bool(self.speculative.steps)
 
     @property
     def wants_running_usage(self) -> bool:

@@ -64,6 +64,14 @@ class ReplyMetrics(msgspec.Struct):
     speculative_decoding: SpeculativeMetrics
 
 
+class SpeculativeStep(msgspec.Struct):
+    """What one step of the engine added to a choice (`"speculative": {"steps": true}`)."""
+
+    tokens: list[str]  # together they spell the text; a token that completes no character is ""
+    num_accepted: int  # the first tokens, which are accepted drafts; the target drew the last one
+    rejected: list[str]  # the drafts after those, which the target rejected
+
+
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
@@ -90,6 +98,7 @@ class CompletionChoice(msgspec.Struct):
     token_ids: list[int] | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    speculative_steps: list[SpeculativeStep] | UnsetType = UNSET
 
 
 class Completion(msgspec.Struct):
@@ -205,6 +214,7 @@ class ChunkChoice(msgspec.Struct):
     finish_reason: str | None = None
     stop_reason: int | str | None | UnsetType = UNSET
     token_ids: list[int] | UnsetType = UNSET
+    speculative_steps: list[SpeculativeStep] | UnsetType = UNSET
 
 
 class ChatChunk(msgspec.Struct):

@@ -55,6 +55,7 @@ def sampling_params(
     """
     check_logprobs(body, logprobs, limits.max_logprobs)
     check_stops(body)
+    check_steps(body)
     if body.use_beam_search:
         raise InvalidRequest(
             "'use_beam_search' is not supported.", "use_beam_search", "invalid_value"
@@ -86,6 +87,7 @@ def sampling_params(
         speculative_enabled=speculative is None or speculative.enabled is not False,
         speculative_max_tokens=None if speculative is None else speculative.max_tokens,
         prediction_token_ids=prediction(body, limits, tokenizer),
+        report_drafts=body.wants_steps,
     )
 
 
@@ -138,6 +140,19 @@ def check_stops(body: GenerationBody) -> None:
         raise InvalidRequest(
             "'stream_options' is only allowed when 'stream' is true.",
             "stream_options",
+            "invalid_value",
+        )
+
+
+def check_steps(body: GenerationBody) -> None:
+    """Raise InvalidRequest if steps are asked of a whole reply, or with stop strings.
+
+    The text of a step could hold what a stop string removes from the reply.
+    """
+    if body.wants_steps and (body.stops or not body.stream):
+        raise InvalidRequest(
+            "'speculative.steps' is only allowed when 'stream' is true and 'stop' is empty.",
+            "speculative",
             "invalid_value",
         )
 

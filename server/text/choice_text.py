@@ -26,6 +26,7 @@ class TextOptions(NamedTuple):
     keep: frozenset[int] = frozenset()  # special tokens that are never skipped
     stop_token_ids: frozenset[int] = frozenset()  # those of the client, reported as stop_reason
     grammar_param: str | None = None  # parameter to blame if the engine rejects the request
+    reports_steps: bool = False  # events name the steps that they consist of; not with `stop`
 
 
 class TokenEntry(NamedTuple):
@@ -34,6 +35,14 @@ class TokenEntry(NamedTuple):
     offset: int  # index of its first character in the choice's text
     hidden: bool  # its text is not output: a stop token or string, or a skipped special token
     logprobs: TokenLogprobs
+
+
+class StepText(NamedTuple):
+    """The tokens that one step of the engine added to a choice."""
+
+    texts: list[str]  # of each token, the characters that it completes
+    num_accepted: int  # how many of them, from the first, are accepted drafts
+    rejected_ids: list[int]  # the drafts after those
 
 
 class GenerationEvent(msgspec.Struct):
@@ -47,6 +56,7 @@ class GenerationEvent(msgspec.Struct):
     logprobs: Sequence[TokenEntry] = ()
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    steps: Sequence[StepText] = ()  # with `TextOptions.reports_steps`
 
     def join(self, later: GenerationEvent) -> None:
         """Append the event that follows this one."""
@@ -54,6 +64,7 @@ class GenerationEvent(msgspec.Struct):
         self.token_ids = self.token_ids + later.token_ids
         self.num_read += later.num_read
         self.logprobs = [*self.logprobs, *later.logprobs]
+        self.steps = [*self.steps, *later.steps]
         self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
 
 
@@ -87,6 +98,7 @@ class ChoiceText:
         self._push = self._detokenizer.push
         stops = stops or StopStrings(options.stop)
         self._stops = StopChecker(stops, options.include_stop) if options.stop else None
+        self._is_plain = self._stops is None and not options.reports_steps
         self._num_read = 0  # tokens received; `num_tokens` counts those emitted
         self._raw_length = 0  # characters of the tokens received
         self._shown_length = 0  # characters emitted
@@ -102,7 +114,7 @@ class ChoiceText:
         """
         num_plain = 0
         ids: list[int] = []
-        if self._stops is None:
+        if self._is_plain:
             for output in outputs:  # nearly all outputs are text and nothing else
                 if output.finish_reason is not None or output.logprobs is not None:
                     break
@@ -135,10 +147,10 @@ class ChoiceText:
         ids = output.token_ids
         ended_by_token = output.stop_token_id is not None
         visible = ids[:-1] if ended_by_token and not self._options.include_stop else ids
-        if self._stops is None and output.logprobs is None:
+        if self._is_plain and output.logprobs is None:
             event.text = self._push(visible)
         else:
-            self._push_each(event, visible, output.logprobs)
+            self._push_each(event, visible, output)
         self._num_read += len(event.token_ids)
         if event.finish_reason is None and output.finish_reason is not None:
             self._end(event, output)
@@ -156,12 +168,13 @@ class ChoiceText:
             self.num_accepted_tokens += output.num_accepted_tokens
             self.spec_steps.append((output.num_accepted_tokens, output.num_draft_tokens))
 
-    def _push_each(
-        self, event: GenerationEvent, visible: list[int], logprobs: list[TokenLogprobs] | None
-    ) -> None:
+    def _push_each(self, event: GenerationEvent, visible: list[int], output: RequestOutput) -> None:
         """Push token by token, so that the output ends with the token that completes a stop."""
-        shown = []
+        shown, logprobs = [], output.logprobs
         pieces = self._detokenizer.push_tokens(visible)
+        if self._options.reports_steps and event.token_ids:
+            texts = [*pieces, *[""] * (len(event.token_ids) - len(pieces))]
+            event.steps = [StepText(texts, output.num_accepted_tokens, _rejected(output))]
         for number in range(len(event.token_ids)):
             piece = pieces[number] if number < len(pieces) else ""
             if logprobs is not None:
@@ -191,6 +204,8 @@ class ChoiceText:
             if matched is not None:
                 self._stopped(event, matched)
         event.text += rest
+        if event.steps:
+            event.steps[-1].texts[-1] += rest  # bytes that are no whole character
         self._shown_length += len(rest)
 
     def _stopped(self, event: GenerationEvent, matched: str) -> None:
@@ -214,6 +229,16 @@ class ChoiceText:
         event.logprobs = [entry for _, _, entry in left]
         if isinstance(event.stop_reason, str):
             event.logprobs = [_without_stop(entry, shown) for entry in event.logprobs]
+
+
+def _rejected(output: RequestOutput) -> list[int]:
+    """The drafts of a step that the target rejected, from the one in whose place it drew another.
+
+    If that one equals the last token, the text ended within accepted drafts, and none was rejected.
+    """
+    first, drafts = output.num_accepted_tokens, output.draft_token_ids or []
+    rejected = drafts[first : output.num_draft_tokens]
+    return [] if rejected[:1] == output.token_ids[-1:] else rejected
 
 
 def _without_stop(entry: TokenEntry, shown: int) -> TokenEntry:

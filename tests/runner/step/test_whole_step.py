@@ -244,6 +244,18 @@ def test_a_prompt_that_ends_in_as_many_tokens_as_a_verify_step_has(
     runner.shutdown()
 
 
+def test_a_request_that_reports_its_drafts_keeps_the_graph(
+    model: Any, oracle: Oracle, replays: Counter[str]
+) -> None:
+    runner = runner_for(model, 2, lambda slot, known: [7, 8])
+    started(runner, [1], report_drafts=True)
+    replays.clear()
+    (result,) = runner.execute(decode(1, [1], 3, 2)).get()
+    assert result.draft_token_ids == [7, 8] and replays["target"] == 1 and len(replays) > 1
+    assert result.token_ids == oracle.continuation([1, 2, 3], 2)[1:]
+    runner.shutdown()
+
+
 def test_drafts_that_the_host_must_see_are_there_before_the_graph(
     model: Any, oracle: Oracle
 ) -> None:

@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from slipstream.runner.messages import AddRequest, RequestOutput
 from slipstream.server.generation.usage import speculative_metrics
 
-from ..api_fakes import EOS, ScriptedEngine, config_with, http_client, make_app
+from ..api_fakes import EOS, TOKENIZER, ScriptedEngine, config_with, http_client, make_app
 
 
 def drafted(request: AddRequest) -> list[Any]:
@@ -103,3 +103,59 @@ def test_a_request_without_drafts_has_zeros() -> None:
     metrics = speculative_metrics([], 3)
     assert metrics.mean_acceptance_length == 1.0 and metrics.draft_acceptance_rate == 0.0
     assert metrics.acceptance_histogram == [0] * 4
+
+
+def rejecting(request: AddRequest) -> list[Any]:
+    """Two accepted and one rejected draft, half a character, a plain step, an end within drafts."""
+    half, rest = TOKENIZER.encode("é", False)
+    x, y = TOKENIZER.encode("xy", False)
+    steps = [
+        ([x, y, half], [x, y, y]),
+        ([rest], [x, y]),
+        ([x], None),
+        ([y, EOS], [y, EOS, x]),
+    ]
+    outputs: list[Any] = []
+    for ids, drafts in steps:
+        output = RequestOutput(request.request_id, ids, num_draft_tokens=len(drafts or ()))
+        output.num_accepted_tokens = len(ids) - 1
+        output.draft_token_ids = drafts if request.sampling.report_drafts else None
+        outputs.append(output)
+    outputs[-1].finish_reason, outputs[-1].stop_token_id = "stop", EOS
+    return outputs
+
+
+STEPS = [
+    {"tokens": ["x", "y", ""], "num_accepted": 2, "rejected": ["y"]},
+    {"tokens": ["é"], "num_accepted": 0, "rejected": ["x", "y"]},
+    {"tokens": ["x"], "num_accepted": 0, "rejected": []},
+    {"tokens": ["y", ""], "num_accepted": 1, "rejected": []},
+]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_stream_names_the_steps_that_a_request_asks_for(path: str) -> None:
+    app = make_app(ScriptedEngine(rejecting))
+    more: dict[str, Any] = {"stream": True}
+    plain = await post(app, path, **more)
+    assert not any("speculative_steps" in each for chunk in plain for each in chunk["choices"])
+    more["speculative"] = {"steps": True}
+    for n in (1, 2):
+        chunks = await post(app, path, **more, n=n)
+        for index in range(n):
+            choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+            steps = [step for choice in choices for step in choice.get("speculative_steps", ())]
+            assert steps == STEPS
+            texts = [
+                c["delta"].get("content") or "" if "delta" in c else c["text"] for c in choices
+            ]
+            assert "".join(texts) == "xyéxy"
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("more", [{}, {"stream": True, "stop": "x"}])
+async def test_steps_need_a_stream_without_stop_strings(path: str, more: dict[str, Any]) -> None:
+    async with http_client(make_app(ScriptedEngine())) as client:
+        reply = await client.post(path, json=BODIES[path] | more | {"speculative": {"steps": True}})
+    assert reply.status_code == 400 and "'stream' is true" in reply.json()["error"]["message"]
+    assert reply.json()["error"]["param"] == "speculative"
