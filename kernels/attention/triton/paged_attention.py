@@ -18,21 +18,8 @@ from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import Launch, num_processors, plan_launch
 from .latent_rows import load_latent, load_rotary
 from .online_softmax import LOG2E, absorb, soft_capped
-from .prefill import MAX_DIM, prefill_attention
+from .prefill import MAX_DIM, find_request, prefill_attention
 from .split_sums import sum_splits
-
-
-@triton.jit
-def _find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
-    """Find the request of a query block: request i owns the blocks from start_i // BLOCK_Q + i."""
-    low, high = 0, num_reqs
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit(
@@ -116,7 +103,7 @@ def _attention_kernel(
         start = tl.load(query_start_loc + request)
         first = 0
     else:
-        request = _find_request(query_start_loc, num_reqs, block, BLOCK_Q)
+        request = find_request(query_start_loc, num_reqs, block, BLOCK_Q)
         start = tl.load(query_start_loc + request)
         first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
     query_len = tl.load(query_start_loc + request + 1) - start

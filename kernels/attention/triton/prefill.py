@@ -37,20 +37,20 @@ MAX_DIM = 128  # the largest head size
 # The fastest of 11 on an H200 (tests/lab/measure_prefill.py), for heads of 128 values.
 _TILES = Tiles(64, 64, 4, 2)
 _MORE_BLOCKS = 16
-_LEAST_KEYS = 1024  # of a split
+_LEAST_KEYS = 4096  # of a split; the second kernel costs about as much as 1,000 keys
 
 
 @triton.jit
-def _find_block(lens, starts, request, upto, block, BLOCK_Q: tl.constexpr):
-    """Find a query block: (its request, first query token, the request's first row and length).
-
-    `upto` [N] counts the blocks of each request and those before it.
-    """
-    own = tl.sum((upto <= block).to(tl.int32), 0)
-    is_own = request == own
-    query_len = tl.sum(tl.where(is_own, lens, 0), 0)
-    before = tl.sum(tl.where(is_own, upto, 0), 0) - tl.cdiv(query_len, BLOCK_Q)
-    return own, (block - before) * BLOCK_Q, tl.sum(tl.where(is_own, starts, 0), 0), query_len
+def find_request(query_start_loc, num_reqs, block, BLOCK_Q: tl.constexpr):
+    """Find the request of a query block: request i owns the blocks from start_i // BLOCK_Q + i."""
+    low, high = 0, num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
 
 
 @triton.jit
@@ -103,19 +103,20 @@ def _absorb_tile(
 
 @triton.jit
 def _attend_block(
-    query, key_cache, value_cache, block_table, seq_lens, sinks, out, partial, lse,
+    query, key_cache, value_cache, block_table, query_start_loc, seq_lens, sinks, out, partial, lse,
     scale, v_scale, softcap, num_tokens, q_stride_t, q_stride_h, k_stride_b, k_stride_t, k_stride_h,
     v_stride_b, v_stride_t, v_stride_h, table_stride,
-    lens, starts, each, upto, block, split, kv_head, row, in_group, dim,
+    request, first, split, kv_head, row, in_group, dim,
     Q_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_D:
     tl.constexpr, PAGE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_N:
     tl.constexpr, SPLITS: tl.constexpr, LEAST_KEYS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP:
     tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the query block number `block`, over one split of the keys."""
+    """Attend with the query tokens of a request from `first` on, over one split of the keys."""
     head = kv_head * GROUP + in_group  # [BLOCK_M] query head
     dim_inside = dim < DIM
-    request, first, start, query_len = _find_block(lens, starts, each, upto, block, BLOCK_Q)
+    start = tl.load(query_start_loc + request)
+    query_len = tl.load(query_start_loc + request + 1) - start
     cached = tl.load(seq_lens + request) - query_len  # keys before the request's queries
     within = first + row // HEADS  # [BLOCK_M] query token within the request
     valid = (row < BLOCK_Q * HEADS) & (within < query_len) & (in_group < GROUP)
@@ -236,7 +237,7 @@ def _prefill_kernel(
     BLOCK_Q: tl.constexpr,  # query tokens of one program
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,  # at least N
-    ONE_EACH: tl.constexpr,  # no program has two blocks; without the loop it is faster
+    ONE_EACH: tl.constexpr,  # a program for every block that a request may have
     SPLITS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,  # of a split
     WINDOW: tl.constexpr,  # 0 = none
@@ -255,13 +256,9 @@ def _prefill_kernel(
     dim_inside = dim < DIM
     used = (row < HEADS) & (in_group < GROUP)
 
-    each = tl.arange(0, BLOCK_R)
-    starts = tl.load(query_start_loc + each, mask=each < num_reqs, other=0)
-    lens = tl.load(query_start_loc + 1 + each, mask=each < num_reqs, other=0) - starts
-    upto = tl.cumsum(tl.where(lens > longer_than, tl.cdiv(lens, BLOCK_Q), 0), 0)
-    num_blocks = tl.max(upto, 0)
     if split == 0:  # the programs share the work of zeroing token rows without a request
-        for empty in range(tl.max(starts + lens, 0) + tl.program_id(0), num_tokens, stride):
+        covered = tl.load(query_start_loc + num_reqs)
+        for empty in range(covered + tl.program_id(0), num_tokens, stride):
             target = (head.to(tl.int64) + empty * Q_HEADS)[:, None] * DIM + dim[None, :]
             zeros = tl.zeros([BLOCK_M, BLOCK_D], out.dtype.element_ty)
             tl.store(out + target, zeros, mask=used[:, None] & dim_inside[None, :])
@@ -275,24 +272,38 @@ def _prefill_kernel(
                         tl.store(lse + head.to(tl.int64) + token * Q_HEADS, final, mask=used)
 
     if ONE_EACH:
-        block = num_blocks - 1 - tl.program_id(0)
-        if block >= 0:
+        block = stride - 1 - tl.program_id(0)
+        request = find_request(query_start_loc, num_reqs, block, BLOCK_Q)
+        start = tl.load(query_start_loc + request)
+        query_len = tl.load(query_start_loc + request + 1) - start
+        first = (block - (start // BLOCK_Q + request)) * BLOCK_Q
+        if (first < query_len) & (query_len > longer_than):
             _attend_block(
-                query, key_cache, value_cache, block_table, seq_lens, sinks, out, partial, lse,
+                query, key_cache, value_cache, block_table, query_start_loc, seq_lens, sinks,
+                out, partial, lse,
                 scale, v_scale, softcap, num_tokens, q_stride_t, q_stride_h, k_stride_b, k_stride_t,
                 k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride,
-                lens, starts, each, upto, block, split, kv_head, row, in_group, dim,
+                request, first, split, kv_head, row, in_group, dim,
                 Q_HEADS, GROUP, HEADS, DIM, BLOCK_D, PAGE, BLOCK_M, BLOCK_Q, BLOCK_N, SPLITS,
                 LEAST_KEYS, WINDOW, SOFTCAP, SINKS,
             )  # fmt: skip
     else:
+        each = tl.arange(0, BLOCK_R)
+        lens = tl.load(query_start_loc + 1 + each, mask=each < num_reqs, other=0)
+        lens -= tl.load(query_start_loc + each, mask=each < num_reqs, other=0)
+        own = tl.where(lens > longer_than, tl.cdiv(lens, BLOCK_Q), 0)  # blocks of each request
+        upto = tl.cumsum(own, 0)
+        num_blocks = tl.max(upto, 0)
         for index in range(tl.program_id(0), num_blocks, stride):
             block = num_blocks - 1 - index
+            request = tl.sum((upto <= block).to(tl.int32), 0)
+            first = (block - tl.sum(tl.where(each == request, upto - own, 0), 0)) * BLOCK_Q
             _attend_block(
-                query, key_cache, value_cache, block_table, seq_lens, sinks, out, partial, lse,
+                query, key_cache, value_cache, block_table, query_start_loc, seq_lens, sinks,
+                out, partial, lse,
                 scale, v_scale, softcap, num_tokens, q_stride_t, q_stride_h, k_stride_b, k_stride_t,
                 k_stride_h, v_stride_b, v_stride_t, v_stride_h, table_stride,
-                lens, starts, each, upto, block, split, kv_head, row, in_group, dim,
+                request, first, split, kv_head, row, in_group, dim,
                 Q_HEADS, GROUP, HEADS, DIM, BLOCK_D, PAGE, BLOCK_M, BLOCK_Q, BLOCK_N, SPLITS,
                 LEAST_KEYS, WINDOW, SOFTCAP, SINKS,
             )  # fmt: skip
@@ -329,8 +340,10 @@ def prefill_attention(
         shape = (splits, num_tokens, num_heads)
         partial = torch.empty(*shape, dim, dtype=torch.float32, device=query.device)
         lse = torch.empty(shape, dtype=torch.float32, device=query.device)
-    # Each long request may add a block; if more do, programs have several blocks.
-    blocks = triton.cdiv(num_tokens, block_q) + min(num_reqs, _MORE_BLOCKS)
+    # Each request may add a block. Of many requests in a graph most are short or absent, so that
+    # programs find the blocks of long ones, and loop over them if they are more than expected.
+    one_each = num_reqs <= _MORE_BLOCKS
+    blocks = num_tokens // block_q + max(1, min(num_reqs, _MORE_BLOCKS))
     grid = (blocks, head_blocks, splits)
     assert query.stride(-1) == kv_cache.stride(-1) == rows.block_table.stride(-1) == 1
     _prefill_kernel[grid](
@@ -364,7 +377,7 @@ def prefill_attention(
         BLOCK_Q=block_q,
         BLOCK_N=tiles.block_n,
         BLOCK_R=max(16, 1 << 2 * -(-(num_reqs - 1).bit_length() // 2)),  # a power of four
-        ONE_EACH=num_reqs <= _MORE_BLOCKS,
+        ONE_EACH=one_each,
         SPLITS=splits,
         LEAST_KEYS=_LEAST_KEYS,
         WINDOW=rule.sliding_window or 0,
