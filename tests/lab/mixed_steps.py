@@ -1,12 +1,14 @@
-"""Measures mixed steps: 200 decodes and one prompt in every step, and prompts alone.
+"""Measures mixed steps: some decodes and one prompt in every step, and prompts alone.
 
 `PYTHONPATH=.src python tests/lab/mixed_steps.py llama-8b` on a GPU; `shapes.py` writes the folder.
+With `--drafter eagle3-8b --num-drafts 1` every decode verifies drafts; `--help` lists the rest.
 Prints milliseconds per step by length of the prompt, and for some lengths the time by kernel and
 the share of the step in which the GPU is idle.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import sys
 import time
@@ -15,14 +17,18 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from slipstream.configs.schema import CacheConfig, Config, ModelConfig, SchedulerConfig
+from slipstream.configs.schema import (
+    CacheConfig,
+    Config,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
 from slipstream.runner.engine.engine import Engine, build_engine
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
 from idle import Timeline  # noqa: E402
-
-NUM_DECODES = 200
 
 
 class Load:
@@ -72,32 +78,60 @@ class Load:
             print(f"   {microseconds / steps / 1000:7.3f} ms  {name}")
 
 
-def main(model: str) -> None:
+def parse_args() -> argparse.Namespace:
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",") if number]
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model")
+    parser.add_argument(
+        "--drafter", help="folder of an EAGLE-3 head; drafts are accepted by chance"
+    )
+    parser.add_argument("--num-drafts", type=int, default=1)
+    parser.add_argument("--decodes", type=int, default=200)
+    parser.add_argument("--beside", type=numbers, default=[64, 128, 256, 512, 1024, 2048])
+    parser.add_argument("--alone", type=numbers, default=[512, 2048, 3000, 4000])
+    parser.add_argument(
+        "--profile", type=numbers, default=[256, 1024], help="of steps with decodes"
+    )
+    return parser.parse_args()
+
+
+def main() -> None:
     """Measure with random weights of the model's shape."""
+    args = parse_args()
+    speculative = SpeculativeConfig()
+    if args.drafter:
+        speculative = SpeculativeConfig(
+            "eagle3", args.drafter, args.num_drafts, load_format="dummy",
+            synthetic_acceptance_rates=(0.8, 0.6, 0.42, 0.3, 0.2)[: args.num_drafts],
+        )  # fmt: skip
     config = Config(
-        model=ModelConfig(model=model, load_format="dummy", max_model_len=4096),
+        model=ModelConfig(model=args.model, load_format="dummy", max_model_len=4096),
         scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
         cache=CacheConfig(gpu_memory_utilization=0.7, enable_prefix_caching=False),
+        speculative=speculative,
     )
     engine = build_engine(config, lambda _: None)
-    load = Load(engine)
-    decodes = [load.add(128, 3900) for _ in range(NUM_DECODES)]
+    load, name = Load(engine), f"{args.decodes} decodes"
+    decodes = [load.add(128, 3900) for _ in range(args.decodes)]
     load.run(40, 0)
-    print(f"{NUM_DECODES} decodes: {load.run(40, 0):.2f} ms", flush=True)
-    for length in (64, 128, 256, 512, 1024, 2048):
+    print(f"{name}: {load.run(40, 0):.2f} ms", flush=True)
+    for length in args.beside:
         load.run(6, length)
-        print(f"{NUM_DECODES} decodes + {length}: {load.run(24, length):.2f} ms", flush=True)
-    load.profile(16, 256, f"{NUM_DECODES} decodes + 256")
-    load.profile(12, 1024, f"{NUM_DECODES} decodes + 1024")
+        print(f"{name} + {length}: {load.run(24, length):.2f} ms", flush=True)
+    for length in args.profile:
+        load.profile(16 if length < 1024 else 12, length, f"{name} + {length}")
     engine.handle([AbortRequests(decodes)])
     while engine.has_work():
         engine.step()
-    for length in (512, 2048, 3000, 4000):
+    for length in args.alone:
         load.run(4, length)
         print(f"prompt of {length} alone: {load.run(12, length):.2f} ms", flush=True)
-    load.profile(8, 3000, "prompt of 3000 alone")
+    if 3000 in args.alone:
+        load.profile(8, 3000, "prompt of 3000 alone")
     engine.shutdown()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()
