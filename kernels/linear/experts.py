@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+
+from ..quant.tiled import Weight
 
 ACTIVATIONS = ("silu", "gelu_tanh", "clamped_swiglu", "limited_silu")
 
@@ -40,3 +43,26 @@ class ExpertWeights:
     activation: str = "silu"  # one of ACTIVATIONS
     alpha: float = 1.702
     limit: float = 7.0
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """`ExpertWeights` of which the matrices are quantised, stacked along their rows."""
+
+    gate_up: Weight  # [E * 2I, H], of each expert the rows of gate first
+    down: Weight  # [E * H, I]
+    num_experts: int
+    gate_up_bias: Tensor | None = None  # [E, 2I]
+    down_bias: Tensor | None = None  # [E, H]
+    activation: str = "silu"  # one of ACTIVATIONS
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def widened(self, dtype: torch.dtype) -> ExpertWeights:
+        """The same experts with all numbers in memory."""
+        gate_up, down = (
+            weight.dequantise(dtype).view(self.num_experts, -1, weight.shape[1])
+            for weight in (self.gate_up, self.down)
+        )
+        rest = (self.activation, self.alpha, self.limit)
+        return ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, *rest)

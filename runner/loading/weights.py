@@ -297,7 +297,8 @@ def keeps_formats(resolved: ResolvedModel, fmt: WeightFormat) -> bool:
     checkpoint = resolved.opened or open_checkpoint(resolved)
     if resolved.kind == "gguf" and sum(checkpoint.sizes().values()) < _SMALL_GGUF:
         return False
-    return checkpoint.is_quantised
+    # gpt-oss stores its experts as stacks of MXFP4, which are no matrices.
+    return checkpoint.is_quantised or any(name.endswith("_blocks") for name in checkpoint.names)
 
 
 def load_checkpoint(

@@ -65,6 +65,8 @@ def weight_formats(model: nn.Module) -> str:
     for module in model.modules():
         if isinstance(module, Packed):
             found.add(module.weight.kind)
+        elif getattr(module, "is_packed", False):  # experts
+            found.add("fp4")
         elif isinstance(module, Linear) and module.matrix is not None:
             found |= {part.type.name for part in module.matrix.parts if not part.type.is_float}
     return ", ".join(sorted(found))

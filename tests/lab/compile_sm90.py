@@ -23,7 +23,9 @@ from triton.runtime.jit import JITFunction
 from slipstream import kernels
 from slipstream.kernels.attention.paged_rows import AttentionRule, Fp8Cache, PagedRows
 from slipstream.kernels.batch.step_sizes import StepSizes
+from slipstream.kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from slipstream.kernels.linear.rotation import Rotation
+from slipstream.kernels.quant.tiled import TiledWeight
 
 SHARED_MEMORY = 232448  # bytes a block may use on an H100
 BF16, I32, I64 = torch.bfloat16, torch.int32, torch.int64
@@ -237,9 +239,19 @@ def sampling() -> None:
         module("ngram_scan").ngram_scan(haystack, longs, ints, 2, 4, 5)
 
 
-def experts() -> None:
-    from slipstream.kernels.linear.experts import ExpertWeights, Routing
+def packed(experts: ExpertWeights) -> PackedExperts:
+    """Experts of the same shapes whose numbers are MXFP4."""
+    weights = []
+    for stack in (experts.gate_up, experts.down):
+        rows, columns = stack.shape[0] * stack.shape[1], stack.shape[2]
+        words = t(rows, -(-columns // 256) * 64, dtype=torch.int16)
+        scales = t(rows, columns // 32, dtype=torch.uint8)
+        weights.append(TiledWeight("fp4", words, scales, columns, 32))
+    biases = experts.gate_up_bias, experts.down_bias
+    return PackedExperts(*weights, len(experts.down), *biases, experts.activation)
 
+
+def experts() -> None:
     done.pop("_tile_kernel", None)
     sizes = [(128, 2048, 768, 8), (32, 2880, 2880, 4)]  # Qwen3-30B-A3B, gpt-oss-20b
     for num_experts, hidden, inner, top_k in sizes:
@@ -256,6 +268,8 @@ def experts() -> None:
                 logits = t(*shape, dtype=torch.float32)
                 weights, ids = module("route").select_experts(logits, Routing(top_k))
             module("moe").run_experts(t(rows, hidden), of, weights, ids)
+            if top_k == 4:
+                module("packed_experts").expert_parts(t(rows, hidden), packed(of), weights, ids)
 
 
 def recurrent() -> None:

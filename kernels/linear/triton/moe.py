@@ -22,7 +22,7 @@ from ...launch import fits_tma, has_tma, hash_functions, pdl_options, wait_for_i
 from ..experts import ExpertWeights
 from .one_row_experts import activated, activation_options, run_one_row
 
-_FEW = 256  # up to this number of rows, float32 parts are small
+FEW = 256  # up to this number of rows, float32 parts are small
 _PAIRS = 1024  # (row, choice) pairs that the listing kernel reads at a time
 
 
@@ -67,6 +67,45 @@ def _list_kernel(
         count = 0
     tl.store(experts + candidate, expert)
     tl.store(counts + candidate, count)
+
+
+@triton.jit
+def store_products(
+    acc,  # [BLOCK_N, BLOCK_M] float32, products of the expert's rows; gated: of gate
+    acc_up,  # gated: of up
+    bias,  # [E, N] or [E, 2 N]
+    pair_weights,  # [T * k] float32
+    out,  # gated: [T * k, N] by pair; else [k, T, N]
+    expert,
+    pair,  # [BLOCK_M]
+    valid,  # [BLOCK_M]
+    n,  # [BLOCK_N]
+    inside_n,  # [BLOCK_N]
+    most,  # T
+    N,
+    TOP_K: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Add the biases, then store activated values, or products times the weights of the pairs."""
+    HALVES: tl.constexpr = 2 if GATED else 1
+    if BIAS:
+        of_expert = bias + expert * (HALVES * N) + n
+        acc += tl.load(of_expert, mask=inside_n, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            acc_up += tl.load(of_expert + N, mask=inside_n, other=0.0).to(tl.float32)[:, None]
+    there = inside_n[:, None] & valid[None, :]
+    if GATED:
+        result = activated(acc, acc_up, out.dtype.element_ty, ACTIVATION, ALPHA, LIMIT)
+        tl.store(out + pair.to(tl.int64)[None, :] * N + n[:, None], result, mask=there)
+    else:
+        share = tl.load(pair_weights + pair, mask=valid, other=0.0)
+        target = ((pair % TOP_K) * most + pair // TOP_K).to(tl.int64)
+        result = (acc * share[None, :]).to(out.dtype.element_ty)
+        tl.store(out + target[None, :] * N + n[:, None], result, mask=there)
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -139,21 +178,10 @@ def _tile_kernel(
                     at += start + k
                     up = tl.load(source + at, mask=inside_n[:, None] & in_k[None, :], other=0.0)
                 acc_up = tl.dot(up, own.T, acc_up, input_precision=PRECISION)
-        if BIAS:
-            of_expert = bias + expert * (HALVES * N) + n
-            acc += tl.load(of_expert, mask=inside_n, other=0.0).to(tl.float32)[:, None]
-            if GATED:
-                own_up = tl.load(of_expert + N, mask=inside_n, other=0.0).to(tl.float32)
-                acc_up += own_up[:, None]
-        there = inside_n[:, None] & valid[None, :]
-        if GATED:
-            result = activated(acc, acc_up, out.dtype.element_ty, ACTIVATION, ALPHA, LIMIT)
-            tl.store(out + pair.to(tl.int64)[None, :] * N + n[:, None], result, mask=there)
-        else:
-            share = tl.load(pair_weights + pair, mask=valid, other=0.0)
-            target = ((pair % TOP_K) * most + pair // TOP_K).to(tl.int64)
-            result = (acc * share[None, :]).to(out.dtype.element_ty)
-            tl.store(out + target[None, :] * N + n[:, None], result, mask=there)
+        store_products(
+            acc, acc_up, bias, pair_weights, out, expert, pair, valid, n, inside_n, most, N,
+            TOP_K, GATED, BIAS, ACTIVATION, ALPHA, LIMIT,
+        )  # fmt: skip
 
 
 def rows_of_tile(num_rows: int, top_k: int, num_experts: int) -> int:
@@ -175,14 +203,41 @@ def tiles_of(block_m: int, gated: bool, element_size: int = 2) -> Tiles:
     return tiles if element_size <= 2 else replace(tiles, block_k=tiles.block_k // 2)
 
 
+def list_rows(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """List the pairs of each expert that ids [T, k] choose.
+
+    Returns (experts [C], counts [C], order [C, T]); C candidates suffice for any ids. A count of 0
+    means that the candidate has no work.
+    """
+    num_rows, top_k = ids.shape
+    pairs = num_rows * top_k
+    candidates = min(pairs, num_experts)
+    listed = torch.empty(2, candidates, dtype=torch.int32, device=ids.device)
+    order = torch.empty(candidates, num_rows, dtype=torch.int32, device=ids.device)
+    _list_kernel[(candidates,)](
+        ids, listed[0], listed[1], order, pairs, num_rows,
+        BY_PAIR=pairs < num_experts, BLOCK=_PAIRS, num_warps=4, **pdl_options(ids),
+    )  # fmt: skip
+    return listed[0], listed[1], order
+
+
+def empty_parts(x: Tensor, top_k: int, spare: int) -> Tensor:
+    """Memory for the parts of rows x [T, H]: [k + spare, T, H] float32; for many rows [k, T, H] in
+    the dtype of x."""
+    few = x.shape[0] <= FEW
+    shape = (top_k + spare if few else top_k, *x.shape)
+    return torch.empty(shape, dtype=torch.float32 if few else x.dtype, device=x.device)
+
+
 def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
     """See `kernels.linear.moe.run_experts`."""
     if x.shape[0] == 0:
         return torch.zeros_like(x)
-    return _whole(expert_parts(x, experts, weights, ids), x)
+    return whole(expert_parts(x, experts, weights, ids), x)
 
 
-def _whole(parts: Tensor, x: Tensor) -> Tensor:
+def whole(parts: Tensor, x: Tensor) -> Tensor:
+    """The sum of parts [S, T, H] in the dtype of x; a whole [T, H] as it is."""
     return parts if parts.dim() == 2 else parts.sum(0, dtype=torch.float32).to(x.dtype)
 
 
@@ -200,27 +255,17 @@ def expert_parts(
     `tiles` (for both products) and `tma` (whether descriptors load the weights) override what is
     chosen by shape.
     """
-    assert x.is_contiguous() and experts.gate_up.is_contiguous() and experts.down.is_contiguous()
-    assert ids.is_contiguous() and weights.is_contiguous()
+    assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
+    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     num_rows, hidden = x.shape
     if num_rows == 1:
         return run_one_row(x, experts, weights, ids)
-    top_k, device = ids.shape[1], x.device
+    top_k, few = ids.shape[1], num_rows <= FEW
     num_experts, _, inner_size = experts.down.shape
     pairs = num_rows * top_k
-    candidates = min(pairs, num_experts)
-    listed = torch.empty(2, candidates, dtype=torch.int32, device=device)
-    order = torch.empty(candidates, num_rows, dtype=torch.int32, device=device)
-    options = pdl_options(x)
-    _list_kernel[(candidates,)](
-        ids, listed[0], listed[1], order, pairs, num_rows,
-        BY_PAIR=pairs < num_experts, BLOCK=_PAIRS, num_warps=4, **options,
-    )  # fmt: skip
-    inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=device)
-    few = num_rows <= _FEW
-    kind = torch.float32 if few else x.dtype
-    shape = (top_k + spare if few else top_k, num_rows, hidden)
-    parts = torch.empty(shape, dtype=kind, device=device)
+    chosen, counts, order = list_rows(ids, num_experts)
+    inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
+    parts = empty_parts(x, top_k, spare)
     block_m = rows_of_tile(num_rows, top_k, num_experts)
     splits = 1 if few else triton.next_power_of_2(triton.cdiv(pairs, num_experts * block_m))
     width = x.element_size()
@@ -233,12 +278,12 @@ def expert_parts(
         outputs = inner_size if is_gated else hidden
         by_descriptor = has_tma(x) and fits_tma(flat) if tma is None else tma
         block = [size.block_n, size.block_k]
-        _tile_kernel[(triton.cdiv(outputs, size.block_n), candidates, splits)](
+        _tile_kernel[(triton.cdiv(outputs, size.block_n), len(chosen), splits)](
             TensorDescriptor.from_tensor(flat, block) if by_descriptor else flat,
             source,
             x if bias is None else bias,
-            listed[0],
-            listed[1],
+            chosen,
+            counts,
             order,
             weights,
             out,
@@ -257,9 +302,9 @@ def expert_parts(
             TMA=by_descriptor,
             num_warps=size.num_warps,
             num_stages=size.stages,
-            **options,
+            **pdl_options(x),
         )
-    return parts if few else _whole(parts, x)
+    return parts if few else whole(parts, x)
 
 
 hash_functions(globals())

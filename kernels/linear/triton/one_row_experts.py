@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
-from ..experts import ACTIVATIONS, ExpertWeights
+from ..experts import ACTIVATIONS, ExpertWeights, PackedExperts
 
 _ROWS = 4  # weight rows of a program
 _BLOCK_K = 1024
@@ -126,7 +126,7 @@ def _down_kernel(
     tl.store(out + n, total.to(out.dtype.element_ty), mask=inside)
 
 
-def activation_options(experts: ExpertWeights) -> dict[str, float]:
+def activation_options(experts: ExpertWeights | PackedExperts) -> dict[str, float]:
     """The arguments of `activated` that a kernel bakes."""
     return {
         "ACTIVATION": ACTIVATIONS.index(experts.activation),

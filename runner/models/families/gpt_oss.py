@@ -1,7 +1,8 @@
 """gpt-oss: attention with sinks and alternating sliding windows, and biased clamped experts.
 
 Checkpoints store the experts as MXFP4 (blocks of 32 numbers of 4 bits with a common power of two),
-which is widened while it is loaded, or as stacked matrices [in, out].
+or as stacked matrices [in, out]. MXFP4 stays so in memory where kernels read it, and is widened
+elsewhere.
 """
 
 from __future__ import annotations
@@ -15,15 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....kernels.linear.experts import ExpertWeights, Routing
+from ....kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from ....kernels.linear.linear import Norm
 from ....kernels.linear.moe import expert_parts
+from ....kernels.packed.experts import packed_expert_parts
+from ....kernels.quant.packed import PackedWeight
+from ....kernels.quant.tiled import TiledWeight, has_kernels, tile
 from ...errors import ModelLoadError
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..llama import Attention, DecoderLayer, FeedForward, LlamaModel
 from ..moe import Router
 
 _GROUP = 32  # numbers that share a scale
+_ACTIVATION = "clamped_swiglu"
+_PACKED_DTYPES = (torch.bfloat16,)  # of activations; fp16 cannot hold every scale
+_SPAN = 256  # columns of a span of words, see `kernels.quant.tiled`
+_RANDOM_SCALE = 120  # of random weights: 2 ** -7
 # e2m1: a sign bit above the index of the magnitude
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
@@ -46,7 +54,7 @@ class SinkAttention(Attention):
 class GptOssExperts(nn.Module):
     """All experts of a layer. Checkpoints alternate the rows of gate and up."""
 
-    gate_up: Tensor  # [E, 2I, H], the rows of gate first
+    gate_up: Tensor  # [E, 2I, H], the rows of gate first; of packed experts none
     down: Tensor  # [E, H, I]
     gate_up_bias: Tensor  # [E, 2I]
     down_bias: Tensor  # [E, H]
@@ -58,39 +66,78 @@ class GptOssExperts(nn.Module):
             raise ModelLoadError(
                 f"hidden_size {hidden} and intermediate_size {size} must be multiples of {_GROUP}."
             )
-        empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
-        self.register_buffer("gate_up", empty(count, 2 * size, hidden))
-        self.register_buffer("down", empty(count, hidden, size))
-        self.register_buffer("gate_up_bias", empty(count, 2 * size))
-        self.register_buffer("down_bias", empty(count, hidden))
+        empty = functools.partial(torch.empty, device=fmt.device)
+        is_packed = fmt.packed and fmt.dtype in _PACKED_DTYPES
+        self.is_packed = is_packed and _has_kernels(fmt.device)
+        self.shapes = {"gate_up": (count, 2 * size, hidden), "down": (count, hidden, size)}
+        for name, (_, rows, columns) in self.shapes.items():
+            if self.is_packed:
+                words = empty(count * rows, -(-columns // _SPAN) * _SPAN // 4, dtype=torch.int16)
+                scales = empty(count * rows, columns // _GROUP, dtype=torch.uint8)
+                self.register_buffer(f"{name}_words", words)
+                self.register_buffer(f"{name}_scales", scales)
+            else:
+                self.register_buffer(name, empty(count, rows, columns, dtype=fmt.dtype))
+            self.register_buffer(f"{name}_bias", empty(count, rows, dtype=fmt.dtype))
         self.expert_share = config.num_experts_per_tok / count
         self.alpha = float(getattr(config, "swiglu_alpha", 1.702))
         self.limit = float(getattr(config, "swiglu_limit", 7.0))
 
-    @property
-    def weights(self) -> ExpertWeights:
-        """The stacked weights."""
-        own = (self.gate_up, self.down, self.gate_up_bias, self.down_bias)
-        return ExpertWeights(*own, "clamped_swiglu", self.alpha, self.limit)
+    def parts(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
+        """See `kernels.linear.moe.expert_parts`."""
+        first, last = self.gate_up_bias, self.down_bias
+        rule = _ACTIVATION, self.alpha, self.limit
+        if not self.is_packed:
+            wide = ExpertWeights(self.gate_up, self.down, first, last, *rule)
+            return expert_parts(x, wide, weights, ids)
+        gate_up, down = self._tiled("gate_up"), self._tiled("down")
+        packed = PackedExperts(gate_up, down, len(last), first, last, *rule)
+        return packed_expert_parts(x, packed, weights, ids)
+
+    def _tiled(self, name: str) -> TiledWeight:
+        words, scales = getattr(self, f"{name}_words"), getattr(self, f"{name}_scales")
+        return TiledWeight("fp4", words, scales, self.shapes[name][2], _GROUP)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"
-        biases = {"gate_up_proj_bias": self.gate_up_bias, "down_proj_bias": self.down_bias}
-        for part, bias in biases.items():
-            load = functools.partial(_fill, bias, part.startswith("gate"))
-            yield f"{path}.{part}", CheckpointSlot(tuple(bias.shape), load, "zeros")
-        for part, target in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
-            fill = functools.partial(_fill, target, part == "gate_up_proj")
-            count, rows, columns = target.shape
-            shape = (count, columns, rows)
-            load = functools.partial(_transposed, fill)
-            yield f"{path}.{part}", CheckpointSlot(shape, load, form=(path, "matrices"))
-            pair = _BlocksAndScales(fill)
-            grid = (count, rows, columns // _GROUP)
-            mxfp4 = (path, "mxfp4")
-            slot = CheckpointSlot((*grid, _GROUP // 2), pair.take_blocks, form=mxfp4)
-            yield f"{path}.{part}_blocks", slot
-            yield f"{path}.{part}_scales", CheckpointSlot(grid, pair.take_scales, form=mxfp4)
+        for part, shape in self.shapes.items():
+            alternates = part == "gate_up"
+            bias = getattr(self, f"{part}_bias")
+            fill = functools.partial(_fill, bias, alternates)
+            yield f"{path}.{part}_proj_bias", CheckpointSlot(tuple(bias.shape), fill, "zeros")
+            if self.is_packed:
+                pair = _BlocksAndScales(functools.partial(self._fill_words, part, alternates))
+            else:
+                fill = functools.partial(_fill, getattr(self, part), alternates)
+                load = functools.partial(_transposed, fill)
+                form = (path, "matrices")
+                slot = CheckpointSlot((shape[0], shape[2], shape[1]), load, form=form)
+                yield f"{path}.{part}_proj", slot
+                pair = _BlocksAndScales(functools.partial(_fill_numbers, fill))
+            grid, form = (*shape[:2], shape[2] // _GROUP), (path, "mxfp4")
+            slot = CheckpointSlot((*grid, _GROUP // 2), pair.take_blocks, form=form)
+            yield f"{path}.{part}_proj_blocks", slot
+            yield f"{path}.{part}_proj_scales", CheckpointSlot(grid, pair.take_scales, form=form)
+
+    def _fill_words(
+        self, name: str, alternates: bool, blocks: Tensor, scales: Tensor, expert: int
+    ) -> None:
+        """Take the blocks [1, R, C / 32, 16] and scales [1, R, C / 32] of one expert."""
+        rows, columns = self.shapes[name][1:]
+        values = torch.empty_like(blocks)
+        factors = torch.empty_like(scales)
+        _fill(values, alternates, blocks)
+        _fill(factors, alternates, scales)
+        packed = PackedWeight("fp4", values.view(rows, -1), factors.view(rows, -1), columns, _GROUP)
+        own = slice(expert * rows, (expert + 1) * rows)
+        getattr(self, f"{name}_words")[own] = tile(packed).words
+        getattr(self, f"{name}_scales")[own] = packed.scales
+
+
+def _has_kernels(device: torch.device) -> bool:
+    """Whether the kernels of a device read MXFP4; True for an outline, which only has shapes."""
+    some = torch.zeros(1, _GROUP // 2, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8)
+    return device.type == "meta" or has_kernels(PackedWeight("fp4", *some, _GROUP, _GROUP), device)
 
 
 def _fill(target: Tensor, alternates: bool, stored: Tensor, experts: slice = slice(None)) -> None:
@@ -108,10 +155,17 @@ def _transposed(fill: Callable[..., None], stored: Tensor) -> None:
     fill(stored.transpose(1, 2))
 
 
-class _BlocksAndScales:
-    """Joins the two tensors of an MXFP4 stack, which may be loaded in any order."""
+def _fill_numbers(fill: Callable[..., None], blocks: Tensor, scales: Tensor, expert: int) -> None:
+    fill(mxfp4_numbers(blocks, scales), slice(expert, expert + 1))
 
-    def __init__(self, fill: Callable[..., None]) -> None:
+
+class _BlocksAndScales:
+    """Joins the two tensors of an MXFP4 stack, which may be loaded in any order.
+
+    Random ones are floats; they become random codes and one small scale.
+    """
+
+    def __init__(self, fill: Callable[[Tensor, Tensor, int], None]) -> None:
         self._fill = fill
         self._lock = threading.Lock()
         self._waiting: dict[str, Tensor] = {}
@@ -130,9 +184,13 @@ class _BlocksAndScales:
             if len(self._waiting) < 2:
                 return
             blocks, scales = self._waiting.pop("blocks"), self._waiting.pop("scales")
-        for expert in range(blocks.shape[0]):  # one at a time, so that float32 copies stay small
+        for expert in range(blocks.shape[0]):  # one at a time, so that copies stay small
             at = slice(expert, expert + 1)
-            self._fill(mxfp4_numbers(blocks[at], scales[at]), at)
+            own, factors = blocks[at], scales[at]
+            if own.is_floating_point():
+                own = ((own.float() * 5000).to(torch.int32) & 255).to(torch.uint8)
+                factors = torch.full_like(factors, _RANDOM_SCALE, dtype=torch.uint8)
+            self._fill(own, factors, expert)
 
 
 def mxfp4_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -165,7 +223,7 @@ class GptOssMLP(nn.Module):
         `norms` and `adds` say that it gets neither norm nor residual.
         """
         assert norm is None and residual is None
-        return expert_parts(hidden, self.experts.weights, *self.router.forward(hidden))
+        return self.experts.parts(hidden, *self.router.forward(hidden))
 
     def norms(self, num_rows: int) -> bool:
         """As `MLP.norms`: never, since router and experts read the same normed rows."""

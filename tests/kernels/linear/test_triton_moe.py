@@ -84,7 +84,7 @@ def test_many_rows_of_one_expert_are_split(monkeypatch: pytest.MonkeyPatch) -> N
     """As in prefill: tiles of 128 rows, several programs for an expert, and parts summed."""
     from slipstream.kernels.linear.triton import moe as triton_moe
 
-    monkeypatch.setattr(triton_moe, "_FEW", 4)
+    monkeypatch.setattr(triton_moe, "FEW", 4)
     monkeypatch.setattr(triton_moe, "_PAIRS", 64)
     x, weights = torch.randn(300, 32), torch.rand(300, 2)
     experts = random_experts(3, 32, 16, "silu", torch.float32)

@@ -12,12 +12,17 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.configs.schema import ModelConfig
 from slipstream.kernels.cpu import weight as native
+from slipstream.kernels.packed import experts as packed_experts
 from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.loading.weights import load_weights, resolve_model
+from slipstream.runner.models.families import gpt_oss
 from slipstream.runner.models.families.gpt_oss import mxfp4_numbers
+from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
 
-from ..model_harness import Sequences, assert_equals_transformers, load
+from ..model_harness import CPU, Sequences, assert_equals_transformers, load
 
 YARN = {
     "rope_type": "yarn",
@@ -110,6 +115,26 @@ def test_logits_equal_transformers(mxfp4: bool, tmp_path: Path) -> None:
 def test_native_weights_beside_experts(tmp_path: Path) -> None:
     oracle = make_oracle(tmp_path)
     assert_equals_transformers(load(tmp_path, "auto"), oracle)
+
+
+@pytest.mark.usefixtures("triton_interpreter")
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about overflow
+def test_experts_that_stay_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of MXFP4, interpreted, behind the loader; torch computes the rest."""
+    make_oracle(tmp_path, mxfp4=True)
+    rows = [(0, [5, 9, 33]), (1, [71])]
+    expected = Sequences(load(tmp_path), 2, 8).step(rows)[0]
+    monkeypatch.setattr(gpt_oss, "_PACKED_DTYPES", (torch.float32,))
+    monkeypatch.setattr(gpt_oss, "has_kernels", lambda *args: True)
+    resolved = resolve_model(ModelConfig(model=str(tmp_path)))
+    model = build_model(resolved.hf_config, CPU, torch.float32, packed=True)
+    load_weights(model, resolved)
+    experts = model.layers[0].mlp.experts
+    assert experts.is_packed and experts.gate_up_words.dtype == torch.int16
+    monkeypatch.setattr(packed_experts, "use_triton", lambda x: True)
+    got = Sequences(model, 2, 8).step(rows)[0]
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
 def test_windows_alternate_and_every_layer_has_sinks(tmp_path: Path) -> None:
