@@ -1,4 +1,4 @@
-"""A tiny Qwen3.5 with its MTP module in one checkpoint, and drafts recomputed without a cache.
+"""A tiny Qwen3.5 or Qwen3-Next with its MTP module in one checkpoint, and drafts without a cache.
 
 Target and block are transformers' own; only the module around the block is written here. Target
 and module mostly follow the newest token, so that some drafts are right and some are wrong.
@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.models.qwen3_5 import modeling_qwen3_5 as qwen
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as qwen_moe
+from transformers.models.qwen3_next import modeling_qwen3_next as qwen_next
 
 from .tiny_engine import VOCAB
 
@@ -30,16 +31,18 @@ EXPERTS = dict(
     num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16,
     shared_expert_intermediate_size=16,
 )  # fmt: skip
+MODELING: dict[str, Any] = {"Qwen3_5": qwen, "Qwen3_5Moe": qwen_moe, "Qwen3Next": qwen_next}
 
 
 class QwenOracle:
     """Builds target and module and saves them in `folder`; `noise` is what drafts get wrong."""
 
-    def __init__(self, folder: Path, experts: bool = False, noise: float = 0.08) -> None:
+    def __init__(self, folder: Path, family: str = "Qwen3_5", noise: float = 0.08) -> None:
         torch.manual_seed(3)
-        family, modeling = ("Qwen3_5Moe", qwen_moe) if experts else ("Qwen3_5", qwen)
-        settings = SHAPE | EXPERTS if experts else SHAPE
-        config = getattr(transformers, f"{family}TextConfig")(**settings)
+        modeling = MODELING[family]
+        settings = SHAPE if family == "Qwen3_5" else SHAPE | EXPERTS
+        text = "" if family == "Qwen3Next" else "Text"
+        config = getattr(transformers, f"{family}{text}Config")(**settings)
         config._attn_implementation = "eager"
         self.target: Any = getattr(transformers, f"{family}ForCausalLM")(config).eval()
         _fill(self.target, noise)
@@ -62,7 +65,7 @@ class QwenOracle:
         with torch.no_grad():
             self.module["fc"].weight.mul_(0.3)
             self.module["fc"].weight[:, :size].add_(torch.eye(size))
-        self.post_norm = True
+        self.post_norm, self.is_next = True, family == "Qwen3Next"
         self.target.save_pretrained(folder)
         tensors = load_file(folder / "model.safetensors")
         tensors |= {f"mtp.{n}": t.contiguous() for n, t in self.module.state_dict().items()}
@@ -93,9 +96,11 @@ class QwenOracle:
         embedded = part["pre_fc_norm_embedding"](self.target.model.embed_tokens(ids))
         x = part["fc"](torch.cat([embedded, part["pre_fc_norm_hidden"](hidden)], dim=-1))
         positions = torch.arange(length)[None]
+        if not self.is_next:
+            positions = positions.expand(3, 1, -1)
         raw = part["layers"][0](
             x,
-            position_embeddings=self.target.model.rotary_emb(x, positions.expand(3, 1, -1)),
+            position_embeddings=self.target.model.rotary_emb(x, positions),
             attention_mask=torch.full((1, 1, length, length), float("-inf")).triu(1),
         )
         return part["norm"](raw), raw

@@ -55,8 +55,9 @@ def test_drafts_equal_the_plain_statement(folder: Path, oracle: QwenOracle, feed
     oracle.post_norm = True
 
 
-def test_drafts_of_a_module_with_experts(tmp_path: Path) -> None:
-    oracle = QwenOracle(tmp_path / "target", experts=True)
+@pytest.mark.parametrize("family", ["Qwen3_5Moe", "Qwen3Next"])
+def test_drafts_of_a_module_with_experts(tmp_path: Path, family: str) -> None:
+    oracle = QwenOracle(tmp_path / "target", family)
     made = TinyEngine(tmp_path / "target", speculative(2))
     with recorded_proposals() as seen:
         made.run(prompts(3), max_tokens=6)
