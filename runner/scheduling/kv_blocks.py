@@ -56,6 +56,8 @@ class PrefixMatch:
     num_tokens: int
     tables: list[list[int]]  # [num_groups][blocks]
     snapshot: int = NULL_BLOCK  # the block of the saved recurrent state
+    # As long a prefix as KV blocks were found for: longer if no recurrent state was saved there.
+    num_shared: int = 0
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -120,8 +122,8 @@ class KVBlocks:
             return self.no_match()
         limit = max(0, num_tokens - 1) // self._step * self._step
         found = self._lookup(hashes, limit)
-        length, snapshot = self._longest(found, limit, hashes)
-        return PrefixMatch(length, self._cut(found, length), snapshot)
+        length, snapshot, shared = self._longest(found, limit, hashes)
+        return PrefixMatch(length, self._cut(found, length), snapshot, shared)
 
     def no_match(self) -> PrefixMatch:
         """The match of a request that may not use the prefix cache: zero tokens."""
@@ -147,9 +149,12 @@ class KVBlocks:
 
     def _longest(
         self, found: list[list[int | None]], limit: int, hashes: BlockHashes
-    ) -> tuple[int, int]:
+    ) -> tuple[int, int, int]:
         """Length of the longest prefix up to `limit` for which every group has the blocks it
-        needs, and the block of the recurrent state that is saved there."""
+        needs, and of the longest one whose recurrent state is saved, too.
+
+        Returns the latter, the block of its state, and the former.
+        """
         usable = []
         for group, row in zip(self.groups, found, strict=True):
             limit = min(limit, len(row) * group.block_size)
@@ -157,14 +162,16 @@ class KVBlocks:
             for block in row:
                 runs.append(0 if block is None else runs[-1] + 1)
             usable.append(runs)
+        shared = 0
         for length in range(limit // self._step * self._step, 0, -self._step):
             pairs = zip(self.groups, usable, strict=True)
             if all(self._window_cached(group, runs, length) for group, runs in pairs):
+                shared = shared or length
                 if self.snapshots is None:
-                    return length, NULL_BLOCK
+                    return length, NULL_BLOCK, shared
                 if (snapshot := self.snapshots.find(hashes, length)) is not None:
-                    return length, snapshot
-        return 0, NULL_BLOCK
+                    return length, snapshot, shared
+        return 0, NULL_BLOCK, shared
 
     @staticmethod
     def _window_cached(group: BlockGroup, runs: list[int], length: int) -> bool:
@@ -222,7 +229,9 @@ class KVBlocks:
             epoch=self._epoch,
         )
         if self.snapshots is not None:
-            blocks.snapshots = self.snapshots.admit(match.num_tokens, match.snapshot)
+            blocks.snapshots = self.snapshots.admit(
+                match.num_tokens, match.snapshot, match.num_shared
+            )
         blocks.capacity = self._capacity(blocks)
         blocks.slides_at = self._slides_at(blocks)
         blocks.publishes_at = self._publishes_at(blocks)

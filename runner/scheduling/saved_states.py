@@ -12,9 +12,10 @@ def to_border(snapshots: StateSnapshots, request: Request, available: int) -> in
     saved."""
     if not request.is_prefilling or available <= 0:
         return available
-    start = request.num_prefilled
+    blocks, start = request.blocks, request.num_prefilled
+    assert blocks is not None and blocks.snapshots is not None
     count = min(available, request.prefill_len - start)
-    shorter = snapshots.shorten(request.hashes, start, count)
+    shorter = snapshots.shorten(blocks.snapshots, request.hashes, start, count)
     return shorter if shorter < count else available
 
 

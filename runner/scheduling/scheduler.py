@@ -288,9 +288,9 @@ class Scheduler:
             if not request.wants_prompt_logprobs:
                 self._stats.prefix_cache_queries += known
                 self._stats.prefix_cache_hits += match.num_tokens
+        request.blocks = self.kv.admit(match)
         if self._snapshots is not None:
             tokens = to_border(self._snapshots, request, tokens)
-        request.blocks = self.kv.admit(match)
         row = prefill_row(request, tokens)
         fits = self.kv.extend(request.blocks, self._end(row))
         assert fits is not None, "can_admit said that it fits"

@@ -38,6 +38,9 @@ class RequestSnapshots:
     """One request's states that are being saved."""
 
     next_border: int  # the first border that no row has been asked about
+    # The border up to which another request had the same tokens, or 0. What two requests share, a
+    # third may, so the state there is saved, too.
+    branch: int = 0
     savings: list[Saving] = field(default_factory=list)
 
 
@@ -56,22 +59,27 @@ class StateSnapshots:
             return None
         return self.pool.lookup(hashes.first(length // size, size)[length // size - 1])
 
-    def admit(self, length: int, block: int) -> RequestSnapshots:
+    def admit(self, length: int, block: int, num_shared: int = 0) -> RequestSnapshots:
         """Begin a request that continues from `block`, which becomes the most recently used.
 
+        It has its first `num_shared` tokens in common with an earlier request.
         The block is copied before anything that is scheduled later can overwrite it, so the request
         does not hold it.
         """
         self.pool.take((block,))
         self.pool.release((block,))
         size = self.group.block_size
-        return RequestSnapshots((length // size + 1) * size)
+        return RequestSnapshots((length // size + 1) * size, num_shared // size * size)
 
-    def shorten(self, hashes: BlockHashes, start: int, count: int) -> int:
+    def shorten(
+        self, request: RequestSnapshots, hashes: BlockHashes, start: int, count: int
+    ) -> int:
         """How many of the `count` tokens from `start` on a prompt's row should have, so that it
-        ends at the last border, unless the state there is saved already."""
+        ends at its branch or at the last border, unless the state there is saved already."""
         size = self.group.block_size
         border = (start + count) // size * size
+        if start < request.branch < border and self.find(hashes, request.branch) is None:
+            border = request.branch
         if border - start <= self.group.log or border == start + count:
             return count
         if not self._cuts_chunks or not self.pool.num_usable:

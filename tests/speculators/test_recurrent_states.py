@@ -11,7 +11,7 @@ import torch
 from slipstream.configs.schema import SpeculativeConfig
 
 from .qwen_oracle import QwenOracle
-from .recurrent_engine import NGRAM, STATE_BLOCK, check, expected, texts
+from .recurrent_engine import NGRAM, STATE_BLOCK, check, engine, expected, texts
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +36,16 @@ def test_texts_with_drafts_prefix_hits_and_aborts(folder: Path, oracle: QwenOrac
     assert 0 < run.accepted < run.drafted
     hits = [count for count in run.cached_tokens.values() if count]
     assert len(hits) > 2 and all(count % STATE_BLOCK == 0 for count in hits)
+
+
+def test_a_third_request_continues_where_two_parted(folder: Path, oracle: QwenOracle) -> None:
+    """The first two share 29 tokens, and the last border of the first lies beyond them."""
+    stem = list(range(29))
+    asked = [stem + [i] * 30 for i in (3, 5, 7)]
+    made = engine(folder, NGRAM)
+    cached = [made.run([prompt], max_tokens=4).cached_tokens["0"] for prompt in asked]
+    made.close()
+    assert cached == [0, 0, 24]
 
 
 def test_texts_without_drafts_but_with_prefix_hits(folder: Path, oracle: QwenOracle) -> None:

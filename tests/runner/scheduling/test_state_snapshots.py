@@ -17,7 +17,7 @@ def hashes(count: int = 64) -> BlockHashes:
 
 def test_a_long_row_saves_where_it_ends() -> None:
     made, known = snapshots(), hashes()
-    assert made.shorten(known, 0, 30) == 24
+    assert made.shorten(made.admit(0, 0), known, 0, 30) == 24
     request = made.admit(0, 0)
     saving = made.plan(request, known, 0, 24)
     assert saving is not None and (saving.border, saving.is_logged) == (24, False)
@@ -86,7 +86,7 @@ def test_a_state_that_is_saved_already_is_not_saved_again() -> None:
     request = made.admit(0, 0)
     made.plan(request, known, 0, 24)
     made.land(request, known, 0, 24)
-    assert made.shorten(known, 0, 30) == 30  # and no chunk ends there for its sake
+    assert made.shorten(request, known, 0, 30) == 30  # and no chunk ends there for its sake
     assert made.plan(made.admit(0, 0), known, 0, 24) is None
 
 
@@ -100,8 +100,9 @@ def test_tokens_that_are_not_known_yet_can_be_saved() -> None:
 
 def test_a_prompt_that_must_be_one_row_is_not_cut() -> None:
     made = StateSnapshots(StateGroup(4, 8, 3), cuts_chunks=False)
-    assert made.shorten(hashes(), 0, 30) == 30
-    assert snapshots(num_blocks=1).shorten(hashes(), 0, 30) == 30
+    assert made.shorten(made.admit(0, 0), hashes(), 0, 30) == 30
+    empty = snapshots(num_blocks=1)
+    assert empty.shorten(empty.admit(0, 0), hashes(), 0, 30) == 30
 
 
 def test_a_prefix_matches_only_where_a_state_is_saved() -> None:
@@ -116,6 +117,7 @@ def test_a_prefix_matches_only_where_a_state_is_saved() -> None:
     match = kv.match(known, 60)
     assert (match.num_tokens, match.snapshot) == (24, saving.block)
     assert len(match.tables[0]) == 6
+    assert match.num_shared == 40
     assert kv.match(known, 24).num_tokens == 0  # one token must be left to compute
     kv.release(blocks)
     assert kv.match(known, 60).num_tokens == 24
@@ -136,3 +138,13 @@ def test_the_least_recently_used_state_gives_way() -> None:
     request = made.admit(0, 0)
     made.plan(request, texts[2], 0, 8)
     assert made.find(texts[0], 8) == kept and made.find(texts[1], 8) is None
+
+
+def test_what_two_requests_share_is_saved_where_they_part() -> None:
+    made, known = snapshots(), hashes()
+    request = made.admit(8, 0, num_shared=29)  # blocks of 29 tokens, but a state after 8
+    assert made.shorten(request, known, 8, 40) == 16  # to 24, the border before
+    assert made.plan(request, known, 8, 16) is not None
+    made.land(request, known, 8, 16)
+    assert made.shorten(request, known, 24, 30) == 24  # to 48, the last border
+    assert made.shorten(made.admit(8, 0, 29), known, 8, 42) == 40  # the branch is saved already
