@@ -43,7 +43,7 @@ class PackedWeight:
     columns: int  # K
     group: int  # columns that share a scale: 16, 32, 64, 128, or K
     row_group: int = 1  # rows that share a scale: 1, or 128 (fp8 blocks)
-    zeros: Tensor | None = None  # [N, ceil(K / group)] uint8, int8 or int16; "int4" and "int8" only
+    zeros: Tensor | None = None  # [N, ceil(K / group)] uint8 or int8; "int4" and "int8" only
     offsets: Tensor | None = None  # [N, ceil(K / group)] in the dtype of `scales`; not with `zeros`
     global_scale: Tensor | None = None  # [N] float32, multiplied with the scales of "fp4"
     order: Tensor | None = None  # [K] int32: stored column j belongs to input feature order[j]

@@ -45,7 +45,8 @@ def read_gptq(parts: Parts) -> PackedWeight:
     """`qweight` int32 [K bits / 32, N], `qzeros` int32 [K / group, N bits / 32], `scales`
     [K / group, N], and `g_idx` [K], the group of each input feature.
 
-    A number is (code - zero) * scale. GPTQ's first format stores zero points minus 1.
+    A number is (code - zero) * scale. GPTQ's first format stores words of zero points minus 1 in
+    each place, and a zero point of 0 borrows from the next place.
     """
     stored = parts.take("qweight", (torch.int32,), (None, None))
     rows = stored.shape[1]
@@ -64,8 +65,9 @@ def read_gptq(parts: Parts) -> PackedWeight:
         index = parts.take("g_idx", (torch.int32, torch.int64), (columns,))
         order = column_order(parts, index, group)
     assert parts.quantisation is not None
-    plus = 1 if parts.quantisation.zero_less_one else 0
-    found = integer_zeros(codes_of(zeros, bits, rows).T, bits, plus)
+    if parts.quantisation.zero_less_one:
+        zeros = zeros + (0x11111111 if bits == 4 else 0x01010101)  # wraps around
+    found = integer_zeros(codes_of(zeros, bits, rows).T, bits)
     symmetric = parts.scheme is None or parts.scheme.symmetric
     middle = 8 if bits == 4 else 0
     fields: dict[str, Any] = {}

@@ -66,12 +66,9 @@ def integer_weight(
     return PackedWeight(kind, values, scales, columns, group, **fields)
 
 
-def integer_zeros(codes: Tensor, bits: int, plus: int = 0) -> Tensor:
-    """Zero points [N, G] of stored codes in uint8, plus `plus`, as `PackedWeight` wants them."""
-    if bits == 4:
-        return (codes + plus).contiguous()  # at most 16
-    wide = codes.to(torch.int16) + (plus - 128)
-    return wide.contiguous() if plus else wide.to(torch.int8).contiguous()
+def integer_zeros(codes: Tensor, bits: int) -> Tensor:
+    """Zero points [N, G] of stored codes in uint8, as `PackedWeight` wants them."""
+    return (codes if bits == 4 else signed(codes.contiguous())).contiguous()
 
 
 def column_order(parts: Parts, index: Tensor, group: int) -> Tensor | None:

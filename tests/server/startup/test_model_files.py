@@ -258,6 +258,16 @@ def test_what_is_not_served_is_refused_by_its_config_alone(
     assert asked == [["config.json"]]
 
 
+def test_the_file_of_modelopt_is_checked_too(tmp_path: Path) -> None:
+    model = folder(tmp_path / "m")
+    stated = model / "hf_quant_config.json"
+    stated.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    check_model_files(config(model))
+    stated.write_text(json.dumps({"quantization": {"quant_algo": "W4A8_AWQ"}}))
+    with pytest.raises(ModelFilesError, match="m cannot be served: .* quant_algo 'W4A8_AWQ'"):
+        check_model_files(config(model))
+
+
 def test_overrides_decide_what_a_config_says(tmp_path: Path) -> None:
     model = folder(tmp_path / "m", model_type="gpt2", architectures=["Odd"])
     check_model_files(

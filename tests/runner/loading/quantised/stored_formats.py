@@ -141,19 +141,19 @@ def gptq(
 ) -> Callable[[np.random.Generator, int, int], tuple[Fields, Array]]:
     def write(rng: np.random.Generator, rows: int, columns: int) -> tuple[Fields, Array]:
         size, half = group or columns, 1 << bits - 1
+        # GPTQModel subtracts 1 in each place of a word at once.
+        less = np.uint32((0x11111111 if bits == 4 else 0x01010101) if less_one else 0)
         codes = rng.integers(0, 2 * half, (columns, rows))
         scales = scale_grid(rng, columns // size, rows, size=0.08 / half).astype(np.float16)
         zeros = np.full(scales.shape, half)
         if not symmetric:
-            zeros = rng.integers(
-                1 if less_one else 0, 2 * half + (1 if less_one else 0), scales.shape
-            )
+            zeros = rng.integers(0, 2 * half, scales.shape)
         groups = np.arange(columns) // size
         if order:
             rng.shuffle(groups)
         fields: Fields = {
             "qweight": np.ascontiguousarray(packed(codes.T, bits).T),
-            "qzeros": packed(zeros - (1 if less_one else 0), bits),
+            "qzeros": (packed(zeros, bits).view(np.uint32) - less).view(np.int32),
             "scales": scales,
             "g_idx": groups.astype(np.int32),
         }
