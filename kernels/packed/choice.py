@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ..device import use_triton
 from ..linear.linear_choice import Gemv, Shape, Skinny, bucket_of
 from ..quant.tiled import TiledWeight, Weight
-from .kinds import PackedChoice, Quantised, fits, fits_gemv, format_name
+from .kinds import PackedChoice, Quantised, Row, fits, fits_gemv, fits_row, format_name
 from .tuned import tuned_choices
 
 EXACT_ROWS = 64  # up to here, activations have 16 bits
@@ -42,6 +42,8 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
             return tuned[key]
     if bucket is None or (bucket > 128 and weight.kind == "fp4"):
         return None
+    if bucket == 1 and fits_row(weight) and role != "head":
+        return Row(16, 3 if role == "gate_up" else 5, 4, 1)
     if bucket == 1 and fits_gemv(weight) and (role != "gate_up" or weight.row_group == 1):
         return _GEMVS.get(format_name(weight), {}).get(role, Gemv(4, 1024, 4))
     return _skinny(weight, shape, bucket)

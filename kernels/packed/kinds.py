@@ -26,6 +26,7 @@ class Row:
     stages: int
     num_warps: int
     split_k: int
+    spans: int = 4  # of a step; the warps share them
     norm: int = 1  # 1 = the kernel applies the norm before the layer
 
 
@@ -42,8 +43,10 @@ def format_name(weight: TiledWeight) -> str:
 
 
 def fits_row(weight: TiledWeight) -> bool:
-    """Whether the kernel of `Row` knows the format: slices of 64 columns, without offsets."""
-    return weight.slice_width == WIDTH and weight.offsets is None and weight.columns % WIDTH == 0
+    """Whether the kernel of `Row` knows the format: whole spans, slices of 64, no offsets."""
+    if weight.slice_width != WIDTH or weight.offsets is not None:
+        return False
+    return weight.columns % (weight.slices * WIDTH) == 0
 
 
 def fits_gemv(weight: TiledWeight) -> bool:

@@ -73,7 +73,7 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
         if rows == 1 and fits_gemv(weight):
             choices += [Gemv(4, 1024, 4), Gemv(8, 512, 4), Gemv(2, 256, 4, ahead=3)]
         if rows == 1 and fits_row(weight):
-            choices += [Row(16, 4, 1, 1), Row(64, 3, 4, 2)]
+            choices += [Row(16, 3, 4, 1), Row(32, 4, 2, 2, 2)]
         for choice in choices:
             if role == "qkv":
                 got = packed_linear_parts(x, weight, None, choice)
@@ -99,7 +99,7 @@ def test_norm_and_residual_are_fused(name: str) -> None:
         if rows == 1 and fits_gemv(weight):
             choices.append(Gemv(4, 1024, 4))
         if rows == 1:
-            choices.append(Row(16, 4, 1, 1))
+            choices.append(Row(16, 5, 4, 1))
         for choice in choices:
             close(packed_linear(x, weight, None, choice, norm, residual), expected, 2)
 

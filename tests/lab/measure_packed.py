@@ -71,7 +71,8 @@ BONUS = 0.8  # microseconds that half a kernel less is worth
 HEAD_FORMATS, HEAD_ROWS = ("fp8", "int4"), (1, 16, 64)  # with a head, and all tiles
 # rows, block_k, warps, stages, norm, chunks in flight
 GEMVS = ((4, 1024, 4, 0, 1, 1), (4, 1024, 4, 0, 1, 3), (2, 1024, 4, 0, 1, 2), (8, 1024, 4, 0, 1, 2))
-ROW_TILES = ((16, 3, 1), (16, 6, 1), (32, 4, 2), (64, 4, 4))  # block_n, stages, warps
+# block_n, stages, warps, spans of a step
+ROW_TILES = ((16, 3, 4, 4), (16, 5, 4, 4), (16, 3, 8, 8), (16, 4, 2, 2), (32, 3, 4, 4))
 # (block_n, stages, warps) by rows of a program
 TILES = {
     8: ((64, 4, 4), (64, 6, 4), (128, 4, 4)),
@@ -90,10 +91,9 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
         yield from (Gemv(*sizes) for sizes in GEMVS)
     columns = min(64, group or 64) * (2 if kind in ("fp8", "int8") else 4)
     if rows == 1 and (group in (0, 64, 128) or kind == "fp4"):
-        for block_n, stages, warps in ROW_TILES:
-            for split_k in (1, 2, 4) if shape.may_split else (1,):
-                if shape.outputs // block_n * split_k <= 1100 or not shape.may_split:
-                    yield Row(block_n, stages, warps, split_k)
+        for block_n, stages, warps, spans in ROW_TILES:
+            for split_k in (1, 2) if shape.may_split else (1,):
+                yield Row(block_n, stages, warps, split_k, spans)
     tall = (64, 128, 256) if kind in ("fp8", "int8") and not group else (64, 128)
     heights = {1: (8, 16), 128: (64, 128), 256: tall}.get(rows, (rows,))
     for height in heights:

@@ -1,9 +1,10 @@
 """Triton linear layer for one row with quantised weights, on the tensor cores.
 
-A step multiplies 512 columns. Their 8 slices of x are the 8 columns of the right operand, and each
-slice of the weights is multiplied with all of them: only the sums of a slice with itself are kept.
-That wastes arithmetic that the tensor cores have to spare, but needs one small tile of x, and gives
-8 independent chains of products. Few rows of weights in a program keep all multiprocessors busy.
+Each warp multiplies its own spans of columns, as an entry of a batch of products, and the sums of
+the warps are added at the end; so even 16 rows of weights keep several warps busy. The slices of a
+span of x are the columns of the right operand. Each slice of the weights is multiplied with all of
+them, and only its product with its own slice is kept: that wastes arithmetic that the tensor cores
+have to spare, but needs one small tile of x, and gives independent chains of products.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -16,106 +17,93 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ...launch import fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
+from ...launch import fetch_early, fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
 from ...linear.triton.gemv import gated
-from ...linear.triton.skinny import _TRITON_DTYPES, _tile
+from ...linear.triton.skinny import _TRITON_DTYPES
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_codes import KINDS, numbers
-from ...quant.triton.packed_scales import fp4_scales, of_span, scaled
+from ...quant.triton.packed_scales import fp4_of_spans, of_spans, scaled
 from ..kinds import WIDTH, Row, fits_row
 
 _PLAIN, _PARTS, _GATED = 0, 1, 2
 Norm = tuple[Tensor, float]  # weight [K], eps
-STEP = 512  # columns
+_EARLY_BYTES = 16 << 20  # a third of the L2 of an H100
 
 
 @triton.jit
-def _factors(
-    source,
-    stride,
-    k,
-    n,
-    inside,
-    num_groups,
-    SLICES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUP: tl.constexpr,
-    ROW_GROUP: tl.constexpr,
-    FP4: tl.constexpr,
+def _lines(
+    source,  # descriptor of, or pointer to, [num_spans, rows, 64]
+    span,
+    row,
+    num_spans,
+    num_rows,
+    span_stride,
+    row_stride,
+    SPANS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TMA: tl.constexpr,
 ):
-    """Scales or zeros of the spans of a step, 4 for each span."""
-    vectors = ()
-    for s in tl.static_range(8 // SLICES):
-        at = k + s * 64 * SLICES
-        if FP4:
-            vectors += fp4_scales(source, stride, at, n, inside, num_groups, GROUP)
-        else:
-            vectors += of_span(source, stride, at, n, inside, num_groups, GROUPS, GROUP, ROW_GROUP)
-    return vectors
+    """Load a tile [SPANS, ROWS, 64], with zeros beyond the end."""
+    if TMA:
+        tile = source.load([span, row, 0])
+    else:
+        s = (span + tl.arange(0, SPANS))[:, None, None]
+        r = (row + tl.arange(0, ROWS))[None, :, None]
+        at = s * span_stride + r * row_stride + tl.arange(0, 64)[None, None, :]
+        tile = tl.load(source + at, mask=(s < num_spans) & (r < num_rows), other=0)
+    return tile
 
 
 @triton.jit
 def _add_step(
-    sums,  # tuple of 8: [BLOCK_N, 8], of which column c of the c-th counts
-    source,  # of words
-    row,
-    k,
-    total_rows,
-    num_words,
-    xt,  # [64, 8]
-    scales,
+    sums,  # tuple of 4: [SPANS, BLOCK_N, 8], of which column i of the i-th counts
+    words,  # [SPANS, BLOCK_N, 64]
+    xt,  # [SPANS, 64, 8]
+    scales,  # tuple of 4, see `of_spans`
     zeros,
-    BLOCK_N: tl.constexpr,
     SLICES: tl.constexpr,
     GROUPS: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
     E8M0: tl.constexpr,
     ZEROS: tl.constexpr,
-    TMA: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """Add the products of a step."""
     PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
+    of_slice = scales
+    if ZEROS:
+        of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
+    tiles = numbers(words, of_slice, KIND, xt.dtype, ZEROS, ASSEMBLY)
     added = ()
-    for s in tl.static_range(8 // SLICES):
-        words = _tile(source, row, k // SLICES + s * 64, total_rows, num_words, BLOCK_N, 64, TMA)
-        zero = scales
-        if ZEROS:
-            zero = (
-                zeros[4 * s],
-                zeros[4 * s + 1 // PER],
-                zeros[4 * s + 2 // PER],
-                zeros[4 * s + 3 // PER],
-            )
-        tiles = numbers(words, zero, KIND, xt.dtype, ZEROS, ASSEMBLY)
-        for i in tl.static_range(SLICES):
-            before = sums[s * SLICES + i]
-            if KIND == 3:
-                tile = scaled(tiles[i], scales[4 * s + i], GROUP, E8M0)
-                added += (tl.dot(tile, xt, before),)
-            elif GROUPS == 0:
-                added += (tl.dot(tiles[i], xt, before),)
-            else:
-                scale = scales[4 * s + i // PER].to(tl.float32)
-                added += (before + scale[:, None] * tl.dot(tiles[i], xt),)
+    for i in tl.static_range(4):
+        if i >= SLICES:
+            added += (sums[i],)
+        elif KIND == 3:
+            added += (tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xt, sums[i]),)
+        elif GROUPS == 0:
+            added += (tl.dot(tiles[i], xt, sums[i]),)
+        else:
+            scale = scales[i // PER].to(tl.float32)
+            added += (sums[i] + scale[:, :, None] * tl.dot(tiles[i], xt),)
     return added
 
 
 @triton.jit
-def _diagonal(sums, BLOCK_N: tl.constexpr):
-    """Column c of the c-th of 8 tiles [BLOCK_N, 8], added up: [BLOCK_N]."""
-    column = tl.arange(0, 8)[None, :]
-    total = tl.zeros([BLOCK_N, 8], tl.float32)
-    for c in tl.static_range(8):
-        total += tl.where(column == c, sums[c], 0.0)
-    return tl.sum(total, 1)
+def _diagonal(sums, SLICES: tl.constexpr):
+    """Column i of the i-th of 4 tiles [SPANS, BLOCK_N, 8], added up: [BLOCK_N]."""
+    column = tl.arange(0, 8)[None, None, :]
+    total = tl.where(column == 0, sums[0], 0.0)
+    for i in tl.static_range(1, SLICES):
+        total += tl.where(column == i, sums[i], 0.0)
+    return tl.sum(tl.sum(total, 2), 0)
 
 
 @triton.jit(do_not_specialize=["split_k"])
 def _packed_row_kernel(
-    w_source,  # descriptor of, or pointer to, the words [N, W]; gated: [2 N, W]
-    x_source,  # descriptor of, or pointer to, x [K / 64, 64]
+    w_source,  # descriptor of, or pointer to, the words [W / 64, N, 64]; gated: [W / 64, 2 N, 64]
+    words,  # pointer to the words
+    x_source,  # descriptor of, or pointer to, x [spans, slices, 64]
     gain_source,  # the same of the norm's weight
     scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups]
     zeros,  # [groups, N] uint8
@@ -130,9 +118,10 @@ def _packed_row_kernel(
     num_groups,
     stride,  # of `scales`
     zero_stride,
-    span,  # columns of one part, a multiple of 512
+    part_columns,  # a multiple of those of a step
     split_k,  # number of parts
     BLOCK_N: tl.constexpr,
+    SPANS: tl.constexpr,  # of a step
     SLICES: tl.constexpr,
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
@@ -147,92 +136,119 @@ def _packed_row_kernel(
     MODE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     TMA: tl.constexpr,
+    EARLY: tl.constexpr,  # lines of 128 bytes of a row prefetched before the input is ready
     DTYPE: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
     part = tl.program_id(0) % split_k
     n_start = tl.program_id(0) // split_k * BLOCK_N
-    k_start = part * span
-    k_end = tl.minimum(k_start + span, num_inputs)
+    k_start = part * part_columns
+    k_end = tl.minimum(k_start + part_columns, num_inputs)
     n = n_start + tl.arange(0, BLOCK_N)
     up = n + num_outputs
     is_row = n < num_outputs
     total_rows = num_outputs
     if MODE == 2:
         total_rows = 2 * num_outputs
+    if EARLY > 0:
+        line = k_start // SLICES + tl.arange(0, EARLY) * 64
+        at = tl.minimum(n, num_outputs - 1)[:, None] * num_words + line[None, :]
+        at = tl.minimum(at, num_outputs * num_words - 1)
+        fetch_early(words + at)
+        if MODE == 2:
+            fetch_early(words + num_outputs * num_words + at)
     COUNT: tl.constexpr = GROUPS if GROUPS > 0 else 1
-    FP4: tl.constexpr = KIND == 3
+    COLUMNS: tl.constexpr = 64 * SLICES
+    num_spans = num_words // 64
     s = (is_row,)
     s_up, z, z_up = s, s, s
-    if GROUPS > 0 or FP4:  # loaded a step ahead
-        s = _factors(
-            *(scales, stride, k_start, n, is_row, num_groups),
-            *(SLICES, COUNT, GROUP, ROW_GROUP, FP4),
+    first = k_start // COLUMNS
+    if KIND == 3:  # loaded a step ahead
+        s = fp4_of_spans(scales, stride, first, n, is_row, num_groups, GROUP, SPANS)
+        if MODE == 2:
+            s_up = fp4_of_spans(scales, stride, first, up, is_row, num_groups, GROUP, SPANS)
+    elif GROUPS > 0:
+        s = of_spans(
+            *(scales, stride, 1, first, n, is_row, num_groups),
+            *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
         )
         if MODE == 2:
-            s_up = _factors(
-                *(scales, stride, k_start, up, is_row, num_groups),
-                *(SLICES, COUNT, GROUP, ROW_GROUP, FP4),
+            s_up = of_spans(
+                *(scales, stride, 1, first, up, is_row, num_groups),
+                *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
             )
     if ZEROS:
-        z = _factors(
-            zeros, zero_stride, k_start, n, is_row, num_groups, SLICES, COUNT, GROUP, 1, False
+        z = of_spans(
+            *(zeros, zero_stride, 1, first, n, is_row, num_groups),
+            *(COUNT, COLUMNS, GROUP, 1, SPANS),
         )
         if MODE == 2:
-            z_up = _factors(
-                zeros, zero_stride, k_start, up, is_row, num_groups, SLICES, COUNT, GROUP, 1, False
+            z_up = of_spans(
+                *(zeros, zero_stride, 1, first, up, is_row, num_groups),
+                *(COUNT, COLUMNS, GROUP, 1, SPANS),
             )
     wait_for_inputs(PDL)
-    none = tl.zeros([BLOCK_N, 8], tl.float32)
-    sums = none, none, none, none, none, none, none, none
+    none = tl.zeros([SPANS, BLOCK_N, 8], tl.float32)
+    sums = none, none, none, none
     sums_up = sums
-    squares = tl.zeros([8, 64], tl.float32)
-    for k in range(k_start, k_end, 512):
-        x = _tile(x_source, k // 64, 0, num_inputs // 64, 64, 8, 64, TMA)
+    squares = tl.zeros([SPANS, 8, 64], tl.float32)
+    for span in range(first, tl.cdiv(k_end, COLUMNS), SPANS):
+        w = _lines(
+            *(w_source, span, n_start, num_spans, total_rows, 64, num_words),
+            *(SPANS, BLOCK_N, TMA),
+        )
+        x = _lines(x_source, span, 0, num_spans, SLICES, COLUMNS, 64, SPANS, 8, TMA)
         if NORM:
             wide = x.to(tl.float32)
             squares += wide * wide
-            g = _tile(gain_source, k // 64, 0, num_inputs // 64, 64, 8, 64, TMA)
+            g = _lines(gain_source, span, 0, num_spans, SLICES, COLUMNS, 64, SPANS, 8, TMA)
             x = (wide * g.to(tl.float32)).to(DTYPE)
-        xt = x.T
+        xt = tl.permute(x, (0, 2, 1))
         now, now_up, zero, zero_up = s, s_up, z, z_up
-        ahead = k + 512
-        more = is_row & (ahead < k_end)
-        if GROUPS > 0 or FP4:
-            s = _factors(
-                *(scales, stride, ahead, n, more, num_groups),
-                *(SLICES, COUNT, GROUP, ROW_GROUP, FP4),
+        ahead = span + SPANS
+        more = is_row & (ahead * COLUMNS < k_end)
+        if KIND == 3:
+            s = fp4_of_spans(scales, stride, ahead, n, more, num_groups, GROUP, SPANS)
+            if MODE == 2:
+                s_up = fp4_of_spans(scales, stride, ahead, up, more, num_groups, GROUP, SPANS)
+        elif GROUPS > 0:
+            s = of_spans(
+                *(scales, stride, 1, ahead, n, more, num_groups),
+                *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
             )
             if MODE == 2:
-                s_up = _factors(
-                    *(scales, stride, ahead, up, more, num_groups),
-                    *(SLICES, COUNT, GROUP, ROW_GROUP, FP4),
+                s_up = of_spans(
+                    *(scales, stride, 1, ahead, up, more, num_groups),
+                    *(COUNT, COLUMNS, GROUP, ROW_GROUP, SPANS),
                 )
             if ZEROS:
-                z = _factors(
-                    zeros, zero_stride, ahead, n, more, num_groups, SLICES, COUNT, GROUP, 1, False
+                z = of_spans(
+                    *(zeros, zero_stride, 1, ahead, n, more, num_groups),
+                    *(COUNT, COLUMNS, GROUP, 1, SPANS),
                 )
                 if MODE == 2:
-                    z_up = _factors(
-                        *(zeros, zero_stride, ahead, up, more, num_groups),
-                        *(SLICES, COUNT, GROUP, 1, False),
+                    z_up = of_spans(
+                        *(zeros, zero_stride, 1, ahead, up, more, num_groups),
+                        *(COUNT, COLUMNS, GROUP, 1, SPANS),
                     )
         sums = _add_step(
-            *(sums, w_source, n_start, k, total_rows, num_words, xt, now, zero),
-            *(BLOCK_N, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, TMA, ASSEMBLY),
+            *(sums, w, xt, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY)
         )
         if MODE == 2:
+            w = _lines(
+                *(w_source, span, num_outputs + n_start, num_spans, total_rows, 64, num_words),
+                *(SPANS, BLOCK_N, TMA),
+            )
             sums_up = _add_step(
-                *(sums_up, w_source, num_outputs + n_start, k, total_rows, num_words),
-                *(xt, now_up, zero_up),
-                *(BLOCK_N, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, TMA, ASSEMBLY),
+                *(sums_up, w, xt, now_up, zero_up),
+                *(SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY),
             )
 
-    y = _diagonal(sums, BLOCK_N)
+    y = _diagonal(sums, SLICES)
     u = y
     if MODE == 2:
-        u = _diagonal(sums_up, BLOCK_N)
+        u = _diagonal(sums_up, SLICES)
     if NORM:  # the scale of the whole row is applied last
         scale = tl.rsqrt(tl.sum(squares) / num_inputs + eps)
         y *= scale
@@ -269,22 +285,27 @@ def _launch(
     num_inputs, slices = x.shape[1], weight.slices
     num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
     split_k = choice.split_k if mode == _PARTS else 1
-    span = triton.cdiv(triton.cdiv(num_inputs, split_k), STEP) * STEP
+    columns = slices * WIDTH
+    step = columns * choice.spans
+    part_columns = triton.cdiv(triton.cdiv(num_inputs, split_k), step) * step
     if mode == _PARTS:
         out = torch.empty(split_k, 1, num_outputs, dtype=torch.float32, device=x.device)
     else:
         out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
-    lines, gains = x.view(-1, WIDTH), gain.view(-1, WIDTH)
+    lines, gains = x.view(-1, slices, WIDTH), gain.view(-1, slices, WIDTH)
+    words = weight.words.view(weight.words.shape[0], -1, WIDTH).transpose(0, 1)
     if tma is None:
-        tma = has_tma(x) and fits_tma(weight.words, lines, gains)
-    sources: tuple[object, ...] = (weight.words, lines, gains)
+        tma = has_tma(x) and fits_tma(weight.words, x, gain.view(1, -1))
+    sources: tuple[object, ...] = (weight.words, weight.words, lines, gains)
     if tma:
         sources = (
-            TensorDescriptor.from_tensor(weight.words, [choice.block_n, WIDTH]),
-            TensorDescriptor.from_tensor(lines, [8, WIDTH]),
-            TensorDescriptor.from_tensor(gains, [8, WIDTH]),
+            TensorDescriptor.from_tensor(words, [choice.spans, choice.block_n, WIDTH]),
+            weight.words,
+            TensorDescriptor.from_tensor(lines, [choice.spans, 8, WIDTH]),
+            TensorDescriptor.from_tensor(gains, [choice.spans, 8, WIDTH]),
         )
+    options = pdl_options(x)
     whole = weight.group >= weight.columns and weight.row_group == 1
     is_fp4, zeros = weight.kind == "fp4", weight.zeros
     factors = weight.scales if whole and not is_fp4 else weight.global_scale
@@ -303,14 +324,15 @@ def _launch(
         weight.scales.shape[1] if is_fp4 else weight.scales.shape[0],
         weight.scales.stride(0),
         0 if zeros is None else zeros.stride(0),
-        span,
+        part_columns,
         split_k,
         BLOCK_N=choice.block_n,
+        SPANS=choice.spans,
         SLICES=slices,
         KIND=KINDS[weight.kind],
         GROUP=1 << 30 if whole and not is_fp4 else weight.group,
         ROW_GROUP=weight.row_group,
-        GROUPS=0 if whole or is_fp4 else max(slices * WIDTH // weight.group, 1),
+        GROUPS=0 if whole or is_fp4 else max(columns // weight.group, 1),
         E8M0=weight.scales.dtype == torch.uint8,
         ZEROS=zeros is not None,
         CHANNEL=factors is not None,
@@ -320,13 +342,22 @@ def _launch(
         MODE=mode,
         ACTIVATION=int(activation == "gelu_tanh"),
         TMA=tma,
+        EARLY=_early_lines(weight, part_columns) if options["PDL"] else 0,
         DTYPE=_TRITON_DTYPES[x.dtype],
         ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=choice.stages,
-        **pdl_options(x),
+        **options,
     )
     return out
+
+
+def _early_lines(weight: TiledWeight, columns: int) -> int:
+    """Lines of a row to prefetch into L2 while the previous kernel runs: a power of 2, at most
+    `_EARLY_BYTES` of the matrix and the row's part."""
+    rows = weight.words.shape[0]
+    most = min(_EARLY_BYTES // (128 * rows), columns // weight.slices // WIDTH)
+    return 1 << most.bit_length() - 1 if most > 0 else 0
 
 
 def linear(

@@ -153,9 +153,12 @@ def plain_numbers(words, INDEX: tl.constexpr, KIND: tl.constexpr):
 @triton.jit
 def _minus(tile, zero, BASE: tl.constexpr):
     less = (zero.to(tl.float32) + BASE).to(tile.dtype)
-    less = tl.join(less, less)[:, :, None]
-    less = tl.broadcast_to(less, [tile.shape[0], 2, tile.shape[1] // 2])
-    return tile - tl.reshape(less, tile.shape)
+    less = tl.expand_dims(tl.join(less, less), -1)  # a layout follows from the pair
+    if len(tile.shape) == 3:
+        wide = tl.broadcast_to(less, [tile.shape[0], tile.shape[1], 2, tile.shape[2] // 2])
+    else:
+        wide = tl.broadcast_to(less, [tile.shape[0], 2, tile.shape[1] // 2])
+    return tile - tl.reshape(wide, tile.shape)
 
 
 @triton.jit

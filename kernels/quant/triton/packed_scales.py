@@ -60,8 +60,54 @@ def scaled(tile, scales, GROUP: tl.constexpr, E8M0: tl.constexpr):
         scales = bits.to(tl.bfloat16, bitcast=True).to(tile.dtype)
     else:
         scales = scales.to(tl.float8e4nv, bitcast=True).to(tile.dtype)
-    factors = tl.broadcast_to(scales[:, :, None], [tile.shape[0], 64 // GROUP, GROUP])
+    wide = tl.expand_dims(scales, -1)
+    if len(tile.shape) == 3:
+        factors = tl.broadcast_to(wide, [tile.shape[0], tile.shape[1], 64 // GROUP, GROUP])
+    else:
+        factors = tl.broadcast_to(wide, [tile.shape[0], 64 // GROUP, GROUP])
     return tile * tl.reshape(factors, tile.shape)
+
+
+@triton.jit
+def of_spans(
+    source,
+    group_stride,
+    row_stride,
+    span,
+    n,
+    inside,
+    num_groups,
+    COUNT: tl.constexpr,
+    SPAN_COLUMNS: tl.constexpr,
+    GROUP: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    SPANS: tl.constexpr,
+):
+    """Scales or zeros [SPANS, BLOCK_N] of the COUNT groups of each span: a tuple of 4."""
+    first = (span + tl.arange(0, SPANS)) * SPAN_COLUMNS // GROUP
+    vectors = ()
+    for i in tl.static_range(4):
+        group = first + i % COUNT
+        at = group[:, None] * group_stride + (n // ROW_GROUP)[None, :] * row_stride
+        is_in = (group < num_groups)[:, None] & inside[None, :]
+        vectors += (tl.load(source + at, mask=is_in, other=0),)
+    return vectors
+
+
+@triton.jit
+def fp4_of_spans(
+    source, row_stride, span, n, inside, num_groups, GROUP: tl.constexpr, SPANS: tl.constexpr
+):
+    """Scales [SPANS, BLOCK_N, 64 / GROUP] of each slice of each span of "fp4": a tuple of 4."""
+    COUNT: tl.constexpr = 64 // GROUP
+    vectors = ()
+    for i in tl.static_range(4):
+        first = ((span + tl.arange(0, SPANS)) * 4 + i) * COUNT
+        group = first[:, None, None] + tl.arange(0, COUNT)[None, None, :]
+        at = n[None, :, None] * row_stride + group
+        is_in = (group < num_groups) & inside[None, :, None]
+        vectors += (tl.load(source + at, mask=is_in, other=0),)
+    return vectors
 
 
 hash_functions(globals())

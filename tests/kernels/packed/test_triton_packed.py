@@ -125,21 +125,21 @@ ROW_KEPT = [
 def test_one_row_on_tensor_cores(name: str, mode: str, tma: bool) -> None:
     from slipstream.kernels.packed.triton import packed_row as kernel
 
-    x, weight, exact, bias = inputs(name, 1, 22, 576)  # a step and a part of one
-    norm, residual = (torch.rand(576).half(), 1e-5), torch.randn(1, 22).half()
+    x, weight, exact, bias = inputs(name, 1, 22, 1280)  # steps of 2 spans, the last one in part
+    norm, residual = (torch.rand(1280).half(), 1e-5), torch.randn(1, 22).half()
     assert fits_row(weight)
     if mode == "parts":
-        parts = kernel.linear_parts(x, weight, bias, Row(16, 3, 1, 2), tma)
+        parts = kernel.linear_parts(x, weight, bias, Row(16, 3, 1, 2, spans=2), tma)
         assert parts.shape == (2, 1, 22)
         close(parts.sum(0), x.double() @ exact.T + bias)
         return
     product = normed(x, norm) @ exact.T + bias
     if mode == "plain":
-        got = kernel.linear(x, weight, bias, Row(16, 3, 1, 1), tma, norm, residual)
+        got = kernel.linear(x, weight, bias, Row(16, 3, 1, 1, spans=2), tma, norm, residual)
         close(got, product + residual, 2)  # it rounds the normed row
     else:
         gate, up = product.chunk(2, -1)
-        got = kernel.gated_linear(x, weight, bias, "silu", Row(16, 3, 1, 1), tma, norm)
+        got = kernel.gated_linear(x, weight, bias, "silu", Row(16, 3, 1, 1, spans=2), tma, norm)
         close(got, torch.nn.functional.silu(gate) * up, 2)
 
 
@@ -219,7 +219,8 @@ def test_activations_are_quantised_only_if_the_checkpoint_asks() -> None:
     asks = replace(asks, activations="fp8-token")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLIPSTREAM_TRITON", "1")
-        assert choose_packed(tile(asks), "other", 1) == Gemv(4, 1024, 4)
+        assert choose_packed(tile(asks), "other", 1) == Row(16, 5, 4, 1)
+        assert choose_packed(tile(asks), "head", 1) == Gemv(8, 1024, 4)
         for rows in (1, 64):
             assert not isinstance(choose_packed(tile(asks), "down", rows), Quantised)
         for rows in (65, 5000):
@@ -247,7 +248,7 @@ def test_measured_choices_come_before_the_table(
     assert not isinstance(choose_packed(other, "o", 1), Row)
     (tmp_path / "found" / "choices.json").write_text("[")
     tuned.tuned_choices.cache_clear()  # type: ignore[attr-defined]
-    assert isinstance(choose_packed(weight, "o", 1), Skinny)
+    assert choose_packed(weight, "o", 1) != Row(16, 4, 1, 2)
     tuned.tuned_choices.cache_clear()  # type: ignore[attr-defined]
 
 
