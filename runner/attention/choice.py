@@ -73,6 +73,8 @@ def _preferred(layers: Sequence[AttentionLayer], device: torch.device) -> list[t
     if any(layer.fp8 is not None for layer in layers):
         # not the reference, whose steps would be many times as long as those of a 16-bit cache
         return [("triton", "whose kernels read an fp8 KV cache")]
+    if any(layer.is_compressed for layer in layers):
+        return [("triton", "whose kernels read compressed caches"), reference]
     if all(layer.is_mla for layer in layers):
         return [("flash_mla", "with kernels for latent attention on SM90"), triton, reference]
     return [triton, reference]

@@ -25,6 +25,7 @@ from .base import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
+from .flash_mla_sparse import DIM, HEADS, FlashSparseBuilder
 from .triton import TritonMetadata, max_query_len
 
 PAGE = 64
@@ -135,6 +136,13 @@ class FlashMLABackend(AttentionBackend):
     @classmethod
     def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
         for layer in layers:
+            if layer.is_compressed:
+                if layer.attends and (layer.head_dim != DIM or layer.num_heads not in HEADS):
+                    return (
+                        f"its sparse kernel reads rows of {DIM} for {HEADS[0]} or {HEADS[1]} "
+                        f"heads, not rows of {layer.head_dim} for {layer.num_heads}"
+                    )
+                continue
             if not layer.is_mla or (layer.head_dim, layer.head_dim_v) != (ROW, ROW_V):
                 return (
                     f"it only supports latent attention with rows of {ROW}, which this model lacks"
@@ -161,12 +169,14 @@ class FlashMLABackend(AttentionBackend):
         max_model_len: int,
         dtype: torch.dtype,
         device: torch.device,
-    ) -> FlashMLABuilder:
-        if block_size != PAGE:
-            raise RunnerError(f"FlashMLA needs --block-size {PAGE}, not {block_size}.")
+    ) -> AttentionBuilder:
         if dtype is not torch.bfloat16:
             raise RunnerError(f"FlashMLA needs --dtype bfloat16, not {dtype}.")
         module = importlib.import_module("flash_mla")
+        if layers[0].is_compressed:
+            return FlashSparseBuilder(block_size, module.flash_mla_sparse_fwd)
+        if block_size != PAGE:
+            raise RunnerError(f"FlashMLA needs --block-size {PAGE}, not {block_size}.")
         return FlashMLABuilder(lambda: module.get_mla_metadata()[0], module.flash_mla_with_kvcache)
 
 

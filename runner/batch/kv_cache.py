@@ -197,15 +197,35 @@ class KVCache:
             layer.layer_id: group.index for group in groups for layer in group.layers
         }
         self.kv_caches: dict[int, Tensor] = {}  # by layer_id
-        for group, count, size in zip(groups, self.block_counts, self.block_sizes, strict=True):
-            for layer in group.owners:
-                own = group.dtype or dtype
-                self.kv_caches[layer.layer_id] = _zeros(group.shape(count, size), own, device)
+        self._allocate(device)
         for layer in self.layers.values():
             source = layer
             while source.kv_source is not None:
                 source = self.layers[source.kv_source]
             self.kv_caches[layer.layer_id] = self.kv_caches[source.layer_id]
+
+    def _allocate(self, device: torch.device) -> None:
+        """Allocate the cache of each layer that owns one, next to that of the layer it follows."""
+        shapes: dict[int, tuple[tuple[int, ...], torch.dtype]] = {}
+        for group, count, size in zip(
+            self.groups, self.block_counts, self.block_sizes, strict=True
+        ):
+            shape, dtype = group.shape(count, size), group.dtype or self.dtype
+            shapes |= {layer.layer_id: (shape, dtype) for layer in group.owners}
+        behind = {layer.follows: layer.layer_id for layer in self.layers.values()}
+        for layer_id, (shape, dtype) in shapes.items():
+            if self.layers[layer_id].follows is not None:
+                continue
+            follower = behind.get(layer_id)
+            if follower is None:
+                self.kv_caches[layer_id] = _zeros(shape, dtype, device)
+                continue
+            other, same = shapes[follower]
+            assert same is dtype, "adjacent caches have one dtype"
+            first, count = math.prod(shape), math.prod(other)
+            both = _zeros((first + count,), dtype, device)
+            self.kv_caches[layer_id] = both[:first].view(shape)
+            self.kv_caches[follower] = both[first:].view(other)
 
     @property
     def num_bytes(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from slipstream.kernels.linear.hyper.connections import (  # noqa: E402
     mix_streams_reference,
 )
 from slipstream.kernels.linear.hyper.site import Site  # noqa: E402
+from slipstream.runner.attention.flash_mla_sparse import FlashSparseMetadata  # noqa: E402
 from slipstream.runner.graphs.manager import relative_error  # noqa: E402
 
 pytestmark = [
@@ -142,6 +144,26 @@ def test_sparse_attention(heads: int, dtype: torch.dtype) -> None:
         args = (query, raw, window, None if listed is None else entries, listed, sinks, 512**-0.5)
         got, expected = sparse_attention(*args), sparse_attention_reference(*args)
         assert relative_error(got, expected) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+def test_flash_mla_reads_both_caches(heads: int) -> None:
+    flash_mla = pytest.importorskip("flash_mla")
+    tokens = token_rows()
+    raw, entries = pages_of(tokens, 512, 64), pages_of(tokens, 512, 128, 4)
+    both = torch.cat((raw.cache.flatten(), entries.cache.flatten()))
+    sizes = [raw.cache.numel(), entries.cache.numel()]
+    raw, entries = (
+        replace(pages, cache=part.view(pages.cache.shape))
+        for pages, part in zip((raw, entries), both.split(sizes), strict=True)
+    )
+    query, sinks = randn(len(tokens.positions), heads, 512), torch.randn(heads).cuda()
+    window = window_slots(raw, tokens, 128)
+    attend = FlashSparseMetadata(None, 64, flash_mla.flash_mla_sparse_fwd).create_attend()  # type: ignore[arg-type]
+    for listed in (None, entry_slots(entries, tokens, 512)):
+        args = (query, raw, window, None if listed is None else entries, listed, sinks, 512**-0.5)
+        expected = sparse_attention_reference(*args)
+        assert relative_error(attend(*args), expected) < TOLERANCE[torch.bfloat16]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

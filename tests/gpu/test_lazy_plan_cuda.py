@@ -107,6 +107,108 @@ def test_flash_mla_needs_a_fresh_schedule_at_capture(num_heads: int, query_len: 
     assert kernel_nodes(good) > kernel_nodes(bad)  # it also has the planning kernel
 
 
+PAGE_BYTES = 65 * 576  # of 64 rows of 584 bytes, padded as the kernel wants
+
+
+def packed_pages(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [pages, 64, 512] in FlashMLA's format of DeepSeek V4, and the numbers that it holds.
+
+    Of each row, 448 values are e4m3 with a power of two as scale for each 64, and 64 stay bf16;
+    the scales of a page's rows follow its rows.
+    """
+    pages = len(rows)
+    low, rest = rows[..., :448].float().view(pages, 64, 7, 64), rows[..., 448:]
+    exponents = (low.abs().amax(-1).clamp(min=1e-4) / 448).log2().ceil()  # [pages, 64, 7]
+    codes = (low / exponents.exp2()[..., None]).to(torch.float8_e4m3fn)
+    page = torch.zeros(pages, PAGE_BYTES, dtype=torch.uint8, device=rows.device)
+    data = page[:, : 64 * 576].view(pages, 64, 576)
+    data[..., :448] = codes.view(torch.uint8).flatten(2)
+    data[..., 448:] = rest.contiguous().view(torch.uint8)
+    scales = page[:, 64 * 576 : 64 * 584].view(pages, 64, 8)
+    scales[..., :7] = (exponents + 127).to(torch.uint8)
+    numbers = codes.float() * exponents.exp2()[..., None]
+    cache = page.as_strided((pages, 64, 1, 584), (PAGE_BYTES, 584, 584, 1))
+    return cache, torch.cat((numbers.flatten(2), rest.float()), dim=-1)
+
+
+class SparseCase:
+    """A decode of DeepSeek V4: raw rows in one cache, compressed ones in another, with sinks.
+
+    Graphs read the two tensors of counts and write `out` at fixed addresses.
+    """
+
+    def __init__(self, flash_mla: Any, num_heads: int) -> None:
+        torch.manual_seed(num_heads)
+        self.module = flash_mla
+        make = torch.randn
+        options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
+        self.query = make(4, 1, num_heads, 512, **options)
+        self.sinks = make(num_heads, device="cuda")
+        self.caches, self.rows, self.indices, self.counts = [], [], [], []
+        for width in (128, 4096):
+            cache, rows = packed_pages(make(160, 64, 512, **options))
+            self.caches.append(cache)
+            self.rows.append(rows.flatten(0, 1))
+            order = torch.rand(4, 160 * 64, device="cuda").argsort(1)
+            self.indices.append(order[:, None, :width].int().contiguous())
+            self.counts.append(torch.full((4,), 64, dtype=torch.int32, device="cuda"))
+        self.out = torch.zeros(4, 1, num_heads, 512, **options)
+
+    def run(self, schedule: Any) -> None:
+        out, _ = self.module.flash_mla_with_kvcache(
+            self.query, self.caches[0], None, None, 512, schedule, softmax_scale=512**-0.5,
+            is_fp8_kvcache=True, indices=self.indices[0], topk_length=self.counts[0],
+            attn_sink=self.sinks, extra_k_cache=self.caches[1],
+            extra_indices_in_kvcache=self.indices[1], extra_topk_length=self.counts[1],
+            use_legacy=True, kv_format="V4",
+        )  # fmt: skip
+        self.out.copy_(out)
+
+    def capture(self, schedule: Any) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            self.run(schedule)
+        return graph
+
+    def error(self) -> float:
+        """The relative error of `out` against attention in fp32 over the same numbers."""
+        expected = torch.empty_like(self.out, dtype=torch.float32)
+        for request in range(4):
+            listed = [
+                rows[indices[request, 0, : int(counts[request])].long()]
+                for rows, indices, counts in zip(self.rows, self.indices, self.counts, strict=True)
+            ]
+            keys = torch.cat(listed)
+            scores = self.query[request, 0].float() @ keys.T * 512**-0.5
+            shares = torch.cat((scores, self.sinks[:, None]), 1).softmax(1)[:, :-1]
+            expected[request, 0] = shares @ keys
+        return relative_error(self.out, expected)
+
+
+@pytest.mark.parametrize("num_heads", [64, 128])
+def test_sparse_flash_mla_needs_a_fresh_schedule_at_capture(num_heads: int) -> None:
+    flash_mla = package("flash_mla")
+    with torch.inference_mode():
+        case = SparseCase(flash_mla, num_heads)
+        shared, fresh = (flash_mla.get_mla_metadata()[0] for _ in range(2))
+        case.run(shared)  # computes the plan, for short lists
+        assert case.error() < 2e-2
+        bad, good = case.capture(shared), case.capture(fresh)
+        case.counts[0].copy_(torch.tensor([128, 100, 64, 128]))
+        case.counts[1].copy_(torch.tensor([4096, 64, 2000, 512]))
+        bad.replay()
+        bad_error = case.error()
+        case.out.fill_(float("nan"))
+        good.replay()
+        good_error = case.error()
+        case.counts[1].copy_(torch.tensor([512, 4096, 64, 3000]))
+        good.replay()  # this graph computes the plan at each replay
+        again = case.error()
+    assert bad_error > 0.1, bad_error
+    assert max(good_error, again) < 2e-2, (good_error, again)
+    assert kernel_nodes(good) > kernel_nodes(bad)  # it also has the planning kernel
+
+
 @pytest.mark.parametrize("query_len", [1, 4])
 def test_flashinfer_needs_a_plan_before_each_replay(query_len: int) -> None:
     package("flashinfer")

@@ -98,16 +98,20 @@ def attention_layers(
         return layers
 
     def stored(
-        width: int, tokens: int = 1, window: int | None = None, block: int | None = None
+        width: int,
+        tokens: int = 1,
+        window: int | None = None,
+        block: int | None = None,
+        follows: int | None = None,
     ) -> AttentionLayer:
         return AttentionLayer(
             layer_id + len(layers), 1, 1, width,
             scale=1.0, sliding_window=window, is_mla=True, head_dim_v=width,
             entry_tokens=tokens, block_tokens=block, attends=False,
-            window_step=ratio if window else 1,
+            window_step=ratio if window else 1, follows=follows,
         )  # fmt: skip
 
-    layers["entries"] = stored(dim, ratio)
+    layers["entries"] = stored(dim, ratio, follows=layer_id)
     pending = 2 * dim
     if indexed:
         layers["keys"] = stored(config.index_head_dim, ratio)
