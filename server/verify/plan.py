@@ -19,6 +19,7 @@ class Plan:
     max_tokens: int = 64  # of a greedy reply
     num_samples: int = 512  # sampled replies of either side, for each set of options
     sample_tokens: int = 16  # of a sampled reply
+    checks_drafts: bool = True
     options: Sequence[str] = ()  # names of sampling options to check; empty = all
 
 
@@ -30,6 +31,7 @@ class Subject:
     stop_token_ids: Sequence[int]
     vocab_size: int
     dtype: str
+    method: str  # of the drafter
     one_hot: bool  # whether drafts are the drafter's likeliest tokens
     grammar: GrammarSpec | None = None
     valid: Callable[[Sequence[int]], bool] = lambda ids: True  # does a reply obey the grammar?

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -38,6 +39,15 @@ class Reply:
     proposals: list[Proposal] = field(default_factory=list)
     finish_reason: str | None = None
     error: str | None = None
+    seconds: float = 0.0  # from submission to the end
+
+    @property
+    def texts_and_drafts(self) -> dict[tuple[int, ...], list[int]]:
+        """What the drafter proposed after each text: known tokens -> drafts."""
+        return {
+            (*self.prompt, *self.token_ids[: proposal.start]): proposal.drafts
+            for proposal in self.proposals
+        }
 
     def drafts_at(self) -> dict[int, int]:
         """The draft that was judged at each position of the reply; others were never reached."""
@@ -58,12 +68,13 @@ async def generate(
     concurrency: int = 0,
     tick: Callable[[], object] = lambda: None,
     salt: str = "",
+    own_salts: bool = False,
 ) -> list[Reply]:
     """The replies to `prompts`, in their order; that to prompt i has the seed `first_seed` + i.
 
     `concurrency` 0 submits all at once. `salt` keeps them from sharing cached KV with replies of
-    another salt. Faults of single requests are in `Reply.error`; raises what the engine raises if
-    it dies.
+    another salt, and `own_salts` with each other. Faults of single requests are in `Reply.error`;
+    raises what the engine raises if it dies.
     """
     gate = asyncio.Semaphore(concurrency or max(1, len(prompts)))
 
@@ -72,8 +83,11 @@ async def generate(
             sampling, seed=first_seed + index, speculative_enabled=drafts, report_drafts=drafts
         )
         request = AddRequest(f"verify-{next(_names)}", list(prompt), params, cache_salt=salt)
+        if own_salts:
+            request.cache_salt = request.request_id
         reply = Reply(prompt)
         async with gate:
+            began = time.perf_counter()
             stream = engine.submit(request)
             try:
                 async for output in stream:
@@ -89,6 +103,7 @@ async def generate(
                     reply.error = output.error or reply.error
             finally:
                 engine.abort(request.request_id)  # has no effect if the request has ended
+            reply.seconds = time.perf_counter() - began
         tick()
         return reply
 

@@ -49,7 +49,7 @@ def sampled_options(
     def option(name: str, known: bool = True, **changes: object) -> SampledOption:
         return SampledOption(name, msgspec.structs.replace(base, **changes), known)
 
-    biases = {token: (-1.5, 1.0)[place % 2] for place, token in enumerate(likely[:4])}
+    biases = {token: -0.7 * (place + 1) for place, token in enumerate(likely[:4])}
     found = [
         option("temperature 1"),
         option("top-k", temperature=0.8, top_k=8),
@@ -156,7 +156,7 @@ async def check_sampled(
         if option.has_reference:
             known = Known(subject.vocab_size)
             for index, (reply, scores) in enumerate(
-                zip(on, await score(engine, on, top, tick), strict=True)
+                zip(on, await score(engine, on, top), strict=True)
             ):
                 known.add(index, reply, scores, option.sampling, subject.one_hot, rounding)
         samples = {} if same else two_samples(on, off, level, rounding.mean)

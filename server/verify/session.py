@@ -13,6 +13,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
+from fastapi import FastAPI
+
 from ...configs.options import ConfigError
 from ...configs.schema import Config
 from ...runner.messages import GrammarSpec, Ready, SetVocabulary
@@ -25,16 +28,17 @@ from ..drafters.training_prompts import (
 )
 from ..engine.engine_client import EngineClient, EngineDead, WorkerFailed
 from ..generation.services import Services
-from ..progress import StartupProgress
+from ..progress import CountProgress, StartupProgress
 from ..startup.app import create_app
 from ..text.tokenizer import Tokenizer, TokenizerLoadError
 from ..version import version
 from .plan import Plan, Subject, drafts_are_one_hot
 from .report import Report
 from .run import run_checks
+from .text import Endpoint, check_text
 
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz "
-_GRAMMAR = GrammarSpec("regex", "[a-z ]{1,400}")
+_GRAMMAR = GrammarSpec("regex", "[a-z ]+")
 
 
 def with_drafts(config: Config) -> Config:
@@ -70,6 +74,7 @@ async def verify(config: Config, plan: Plan, data: str) -> Report | None:
         report = Report(_setup(config, ready))
         subject = _subject(config, tokenizer, ready, prompts)
         await run_checks(client, subject, plan, report)
+        await _check_text(app, subject, plan, report)
         return report
     except (PromptError, TokenizerLoadError, ValueError, OSError) as error:
         raise ConfigError(str(error).rstrip(".")) from None
@@ -78,6 +83,22 @@ async def verify(config: Config, plan: Plan, data: str) -> Report | None:
         return None
     finally:
         await client.shutdown()
+
+
+async def _check_text(app: FastAPI, subject: Subject, plan: Plan, report: Report) -> None:
+    """The checks of text, by requests to the application."""
+    transport = httpx.ASGITransport(app=app)
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://verify", timeout=None
+    ) as web:
+        model = app.state.services.model_names[0]
+        keys = app.state.services.config.server.api_key
+        headers = {"authorization": f"Bearer {keys[0]}"} if keys else {}
+        web.headers.update(headers)
+        on, off = Endpoint(web, model), Endpoint(web, model, {"speculative": {"enabled": False}})
+        prompts = list(subject.prompts[: plan.num_prompts])
+        with CountProgress("text", len(prompts), "prompts") as bar:
+            await check_text(on, off, prompts, plan.max_tokens, report, bar.update)
 
 
 def _prompts(services: Services, data: str) -> list[list[int]]:
@@ -115,6 +136,7 @@ def _subject(
         stop_token_ids=stop,
         vocab_size=ready.vocab_size,
         dtype=ready.dtype,
+        method=ready.speculative_method,
         one_hot=drafts_are_one_hot(config.speculative),
         grammar=_GRAMMAR,
         valid=valid,

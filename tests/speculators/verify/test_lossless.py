@@ -44,8 +44,8 @@ def engine(pair: tuple[Path, Path]) -> Iterator[InProcess]:
 def run(engine: InProcess, **plan: Any) -> Report:
     """The report of a short run."""
     subject = Subject(
-        prompts=PROMPTS, stop_token_ids=[], vocab_size=V, dtype="float32", one_hot=True,
-        grammar=GRAMMAR, valid=lambda ids: max(ids, default=0) <= 6,
+        prompts=PROMPTS, stop_token_ids=[], vocab_size=V, dtype="float32",
+        method="eagle3", one_hot=True, grammar=GRAMMAR, valid=lambda ids: max(ids, default=0) <= 6,
     )  # fmt: skip
     report = Report({})
     options = {"num_prompts": 4, "max_tokens": 12, "num_samples": 32, "options": ()} | plan
