@@ -38,6 +38,7 @@ _MIN = {
     "data_parallel_size": 1,
 }
 _MAX = {
+    "tensor_parallel_size": 64,
     "port": 65535,
     "seed": 2**63 - 1,
     "gpu_memory_utilization": 1.0,
@@ -78,10 +79,14 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_parallel(config: Config) -> None:
-    for name in ("tensor_parallel_size", "data_parallel_size"):
-        size = getattr(config.parallel, name)
-        if size > 1:
-            _fail(name, size, "must be 1, because this version runs on a single device")
+    parallel = config.parallel
+    if parallel.data_parallel_size > 1:
+        rule = "must be 1, because this version runs a single engine"
+        _fail("data_parallel_size", parallel.data_parallel_size, rule)
+    size, method = parallel.tensor_parallel_size, config.speculative.method
+    if size > 1 and (method == "gemma4_mtp" or method not in METHODS):
+        rule = f"does not work with the speculative method {method}; use another one, or 1"
+        _fail("tensor_parallel_size", size, rule)
 
 
 def _check_server(config: Config) -> None:

@@ -321,10 +321,16 @@ class GraphConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Several GPUs; this version supports only one."""
+    """Several devices for one server."""
 
-    tensor_parallel_size: int = option(1, "GPUs to split the model across", short="-tp")
-    data_parallel_size: int = option(1, "replicas of the model", short="-dp")
+    tensor_parallel_size: int = option(
+        1,
+        "GPUs of this machine that share the model, or processes if there is no GPU",
+        short="-tp",
+    )
+    data_parallel_size: int = option(
+        1, "replicas of the model; this version supports 1", short="-dp"
+    )
 
 
 @dataclass(frozen=True)

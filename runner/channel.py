@@ -52,7 +52,7 @@ def _joined(frames: list[bytes]) -> bytes:
     return frames[0] if len(frames) == 1 else b"".join(frames)
 
 
-def _check_descriptors() -> None:
+def check_descriptors() -> None:
     """Raise OSError if this process cannot open the file descriptors that a channel needs."""
     taken: list[int] = []
     try:
@@ -70,7 +70,7 @@ class ServerChannel:
     """
 
     def __init__(self) -> None:
-        _check_descriptors()
+        check_descriptors()
         self._folder = tempfile.mkdtemp(prefix="slipstream-")  # mode 0700
         if len(self._folder) > _MAX_PATH - len("/worker"):
             os.rmdir(self._folder)

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import os
 import resource
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import msgspec
 
@@ -35,6 +37,8 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     config: Config
     engine: str | None = None  # "module:function" that tests call instead of `engine.build_engine`
     name: str = "slip-worker"  # the process name that ps shows; at most 15 bytes
+    rank: int = 0  # of a group of ranks that share a model; rank 0 is the server's worker
+    rendezvous: str = ""  # the file through which the ranks find each other; "": no group
 
 
 class WorkerProcess:
@@ -42,27 +46,7 @@ class WorkerProcess:
 
     def __init__(self, orders: WorkerOrders) -> None:
         """Start the process. Raises OSError if the machine or its limits prevent it."""
-        _check_address_space()
-        package = __package__ or ""
-        root = sys.modules[package.partition(".")[0]].__path__[0]
-        paths = [str(Path(root).parent), os.environ.get("PYTHONPATH", "")]
-        line = msgspec.json.encode(orders) + b"\n"
-        # -P keeps the current folder off sys.path: it may hold a package named `kernels`, which
-        # transformers would import. The worker gets its own process group, so that Ctrl-C in a
-        # terminal reaches only the server, which drains first.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{package}.engine.worker"],
-            stdin=subprocess.PIPE,
-            stdout=2,
-            process_group=0,
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
-        )
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(line)
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the child died at once; `wait` reports its status
+        self._process = start_process("engine.worker", orders)
 
     @property
     def pid(self) -> int:
@@ -104,6 +88,49 @@ class WorkerProcess:
             self._process.stdin.close()
         except BrokenPipeError:
             pass
+
+
+def start_process(
+    module: str, orders: WorkerOrders, variables: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a module of this package as a process with these orders.
+
+    `variables` are added to its environment. Raises OSError if the machine or its limits prevent
+    it.
+    """
+    _check_address_space()
+    package = __package__ or ""
+    root = sys.modules[package.partition(".")[0]].__path__[0]
+    paths = [str(Path(root).parent), os.environ.get("PYTHONPATH", "")]
+    line = msgspec.json.encode(orders) + b"\n"
+    # -P keeps the current folder off sys.path: it may hold a package named `kernels`, which
+    # transformers would import. The worker gets its own process group, so that Ctrl-C in a
+    # terminal reaches only the server, which drains first.
+    process = subprocess.Popen(
+        [sys.executable, "-P", "-m", f"{package}.{module}"],
+        stdin=subprocess.PIPE,
+        stdout=2,
+        process_group=0,
+        env={
+            **os.environ,
+            **(variables or {}),
+            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        },
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        pass  # the child died at once; its status says so
+    return process
+
+
+def end_now(status: int) -> NoReturn:
+    """End this process at once, whatever its other threads and its device do."""
+    logging.shutdown()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def describe_exit(status: int) -> str:

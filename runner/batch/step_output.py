@@ -127,6 +127,14 @@ class StepHandle:
         """True if `get` waits at most for a copy, not for the runner."""
         return self._output.done()
 
+    def is_ready(self) -> bool:
+        """True if `get` would not wait for anything, not even for a copy."""
+        if not self.done() or self.error() is not None:
+            return self.done()
+        output = self._output.result()
+        event = None if output is None else output[1].event
+        return event is None or bool(event.query())
+
     def error(self) -> BaseException | None:
         """The error that the step raised, or None. Call it only once `done`."""
         return self._output.exception()

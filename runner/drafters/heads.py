@@ -136,11 +136,12 @@ def _format(host: HeadHost, source: ResolvedModel) -> WeightFormat:
     """The weight format of the target, since it shares KV groups with the drafter; on the meta
     device without what needs memory.
 
-    Whether weights are quantised is up to the drafter's own files.
+    Whether weights are quantised is up to the drafter's own files. Each rank has a whole drafter,
+    since its few small layers would wait for the other ranks longer than they compute.
     """
     fmt: WeightFormat = host.target_model.format
     packed = source.kind != "dummy" and keeps_formats(source, fmt)
-    fmt = replace(fmt, packed=packed)
+    fmt = replace(fmt, packed=packed, ranks=None)
     if fmt.device.type == host.device.type:
         return fmt
     return replace(fmt, device=host.device, pack_fp16=False, linear=None, native=False)

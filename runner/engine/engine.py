@@ -7,9 +7,11 @@ tensors. It knows nothing about processes, channels or text.
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 from ...configs.schema import Config
 from ..grammars.grammar import GrammarBackend
@@ -18,6 +20,7 @@ from ..messages import (
     AbortRequests,
     AddRequest,
     ChangeSpeculator,
+    Fatal,
     Progress,
     Ready,
     ResetPrefixCache,
@@ -25,6 +28,8 @@ from ..messages import (
     StepOutputs,
     ToWorker,
 )
+from ..parallel.group import RankGroup
+from ..process import end_now
 from ..scheduling.draft_planner import DraftPlanner, plan_drafts
 from ..scheduling.kv_blocks import KVBlocks
 from ..scheduling.plan import StepPlan
@@ -39,6 +44,7 @@ from .swap import DraftSwap
 
 logger = logging.getLogger(__name__)
 
+_SENDING_SECONDS = 0.3  # for a last message to leave
 NEWS_POLL_SECONDS = 0.02  # interval at which a wait for results checks for new messages
 
 
@@ -56,6 +62,7 @@ class Engine:
     ) -> None:
         self.ready = ready
         self.drafts = drafts
+        self.idle_seconds, self.check = runner.idle_seconds, runner.check
         self._runner = runner
         self._swap = DraftSwap(runner, drafts, scheduler.take_news, scheduler.kv.forget_contents)
         self._scheduler = scheduler
@@ -200,13 +207,31 @@ class Engine:
         return [request.token_ids for request in requests if request is not None]
 
 
-def build_engine(config: Config, progress: Callable[[Progress], None]) -> Engine:
-    """Load the model, allocate its KV cache and build an engine over it. Imports torch."""
-    with start_ahead(config) as ahead:
-        from ..startup.build import build_model_runner
+def build_engine(config: Config, tell: Callable[[Progress | Fatal], None]) -> Engine:
+    """Load the model, allocate its KV cache and build an engine over it. Imports torch.
 
-        runner = build_model_runner(config, progress, ahead)
+    `tell` sends a message to the server.
+    """
+    group = None
+    if config.parallel.tensor_parallel_size > 1:
+        group = RankGroup(config, partial(_end_with_ranks, tell))
+    with start_ahead(config) as ahead:
+        if group is None:
+            from ..startup.build import build_model_runner
+
+            runner = build_model_runner(config, tell, ahead)
+        else:
+            from .tensor_parallel import build_leader
+
+            runner = build_leader(config, tell, ahead, group)
     return runner.note_traffic(join(runner, config))
+
+
+def _end_with_ranks(tell: Callable[[Progress | Fatal], None], sentence: str) -> None:
+    """End this process, whose main thread waits in vain for a rank that has failed."""
+    tell(Fatal(sentence))
+    time.sleep(_SENDING_SECONDS)
+    end_now(1)
 
 
 def join(runner: ModelRunner, config: Config) -> Engine:

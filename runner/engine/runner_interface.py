@@ -99,5 +99,12 @@ class ModelRunner(ExchangesDrafter, Protocol):
         has one line per draft that `take_draft_token_ids` listed (-1 included), plus one.
         """
 
+    @property
+    def idle_seconds(self) -> float | None:
+        """How often `check` must be called while there is no work; None = never."""
+
+    def check(self) -> None:
+        """Raise RunnerError if other ranks that share the model have failed."""
+
     def shutdown(self) -> None:
         """Free the model and all device memory."""

@@ -33,6 +33,10 @@ class ExchangesDrafter(Protocol):
     def speculator(self) -> Any:
         """The drafter, or None."""
 
+    @property
+    def swap_fault(self) -> str | None:
+        """Why no drafter can be swapped here; None if one can."""
+
     def exchange_drafter(self, swap: Callable[[], None]) -> None:
         """Run `swap`, which changes the drafter's weights, between two steps."""
 
@@ -104,7 +108,9 @@ class DraftSwap:
     def _load(self, model: str) -> None:
         speculator = self._runner.speculator
         config = getattr(speculator, "config", None)  # only drafters with a model have one
-        if config is None or config.method not in _METHODS:
+        if self._runner.swap_fault is not None:
+            self._answer(self._runner.swap_fault)
+        elif config is None or config.method not in _METHODS:
             self._answer(f"only drafters of the methods {', '.join(_METHODS)} can be swapped")
         elif self._loading is not None or self._exchange is not None:
             self._answer("another drafter is being tried")

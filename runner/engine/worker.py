@@ -19,7 +19,8 @@ from ...configs.schema import Config
 from ..channel import WorkerChannel
 from ..errors import DrafterError, RunnerError, first_line
 from ..messages import Fatal, Progress, Ready, Shutdown, StepOutputs, ToWorker
-from ..process import WorkerOrders, receive_orders
+from ..parallel.group import RankFailed
+from ..process import WorkerOrders, end_now, receive_orders
 
 log = logging.getLogger("slipstream.worker")
 # Errors that a user or the machine can cause. Any other is a bug, so its class is named.
@@ -30,6 +31,10 @@ class WorkerEngine(Protocol):
     """The engine as the main loop sees it."""
 
     ready: Ready
+    idle_seconds: float | None  # how often `check` must run while there is no work; None = never
+
+    def check(self) -> None:
+        """Raise RunnerError if the engine cannot go on, as when another rank has died."""
 
     def handle(self, messages: list[ToWorker]) -> None:
         """Process messages; never raises for a fault of a single request."""
@@ -45,7 +50,8 @@ class WorkerEngine(Protocol):
         """Stop threads and free devices."""
 
 
-BuildEngine = Callable[[Config, Callable[[Progress], None]], WorkerEngine]
+# The function that it gets sends a message to the server.
+BuildEngine = Callable[[Config, Callable[[Progress | Fatal], None]], WorkerEngine]
 
 
 def find_engine(path: str | None) -> BuildEngine:
@@ -68,8 +74,11 @@ def tune_garbage_collector() -> None:
 
 def run(engine: WorkerEngine, channel: WorkerChannel) -> None:
     """Serve until a `Shutdown` message arrives. Blocks while there is nothing to do."""
+    idle = engine.idle_seconds
     while True:
-        messages = channel.receive(0.0 if engine.has_work() else None)
+        messages = channel.receive(0.0 if engine.has_work() else idle)
+        if idle is not None:
+            engine.check()
         if any(isinstance(message, Shutdown) for message in messages):
             return
         if messages:
@@ -93,7 +102,7 @@ def serve(orders: WorkerOrders) -> int:
     engine: WorkerEngine | None = None
     try:
         build = find_engine(orders.engine)
-        engine = build(orders.config, lambda progress: channel.send([progress]))
+        engine = build(orders.config, lambda message: channel.send([message]))
         tune_garbage_collector()
         channel.send([engine.ready])
         run(engine, channel)
@@ -103,6 +112,9 @@ def serve(orders: WorkerOrders) -> int:
         expected = engine is None and isinstance(error, _OF_USERS)
         log.log(logging.DEBUG if expected else logging.ERROR, "the worker ends", exc_info=True)
         channel.send([Fatal(sentence(error), isinstance(error, DrafterError))])
+        if isinstance(error, RankFailed):  # this device may wait for the other rank for ever
+            channel.close()
+            end_now(1)
         return 1
     finally:
         if engine is not None:
@@ -116,7 +128,10 @@ def main() -> int:
     orders = receive_orders(sys.stdin.buffer)
     server = orders.config.server
     configure_logging(server.log_level, server.log_format, "worker")
-    return serve(orders)
+    status = serve(orders)
+    if orders.config.parallel.tensor_parallel_size > 1:
+        end_now(status)  # communicators may wait for graphs that still hold them
+    return status
 
 
 if __name__ == "__main__":

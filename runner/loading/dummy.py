@@ -46,7 +46,7 @@ def load_random(
                     tensor.normal_(0, std, generator=generator)
                 else:
                     tensor.fill_(1.0 if slot.init == "ones" else 0.0)
-                slot.load(tensor)
+                slot.load(tensor if slot.cut is None else slot.cut.of(tensor))
             done += size
             tell(done, total)
 

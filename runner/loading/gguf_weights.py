@@ -215,6 +215,9 @@ class GGUFFile:
                 weight = gguf_gemma3.stored_norm(weight)
             yield self._name(name), weight
 
+    def keep_parts(self, cuts: object) -> None:
+        """Do nothing: whole tensors are read, and their parts are kept."""
+
     def release(self) -> None:
         """Take the file out of this process's resident memory; a later read maps it in again."""
         pages = getattr(self._reader.data, "_mmap", None)

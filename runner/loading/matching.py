@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
+from torch import Tensor
+
 from ..errors import ModelLoadError
 from ..models.layers import CheckpointSlot
 from .inspection import Stored
@@ -60,6 +62,14 @@ def slots_of_one_form(
         for n, slot in slots.items()
         if slot.form is None or used[slot.form[0]] == slot.form[1]
     }
+
+
+def is_part(tensor: Stored, slot: CheckpointSlot) -> bool:
+    """Whether a weight is the part of its tensor that the slot keeps."""
+    cut = slot.cut
+    if cut is None or not isinstance(tensor, Tensor):
+        return False
+    return tuple(tensor.shape) == cut.shape_of(slot.shape) != slot.shape
 
 
 def check_shape(name: str, tensor: Stored, slot: CheckpointSlot, source: str) -> None:

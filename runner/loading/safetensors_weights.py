@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from ...configs.model.model_config import OTHER_WEIGHTS, is_file_name
 from ...configs.model.quantisation import Quantisation
 from ..errors import ModelLoadError
+from ..parallel.ranks import Cut
 from .file_reader import Stretch, read_tensors
 from .inspection import BytesRead, Stored, ignore, touch
 from .quantised.parts import Parts, group_names
@@ -45,6 +47,7 @@ class SafetensorsCheckpoint:
         self._opened: dict[str, Any] = {}  # file name -> mapped file
         found = group_names(self._files)
         self.names, self.spare, self._quantised = found.names, found.spare, found.quantised
+        self._cuts: Mapping[str, Cut] = {}  # the parts of tensors that are wanted
         # the scales of the KV cache, which `kv_scales` reads: stored name -> file name
         self.cache_scales = {name: self._files[name] for name in found.cache_scales}
 
@@ -60,6 +63,13 @@ class SafetensorsCheckpoint:
             name: sum(stretches[stored].num_bytes for stored in self._stored(name))
             for name in self.names
         }
+
+    def keep_parts(self, cuts: Mapping[str, Cut]) -> None:
+        """Let `tensors` yield only these parts of float tensors.
+
+        Of rows, other parts are not read. Of columns, a GPU reads all and keeps a part.
+        """
+        self._cuts = {name: cut for name, cut in cuts.items() if name not in self._quantised}
 
     def release(self) -> None:
         """Files are unmapped once their tensors are gone."""
@@ -123,8 +133,12 @@ class SafetensorsCheckpoint:
     def _mapped(self, read: BytesRead) -> Iterator[tuple[str, Stored]]:
         for name in sorted(self.names, key=lambda name: self._files[self._stored(name)[0]]):
             tensors = [self._view(stored) for stored in self._stored(name)]
+            cut = self._cuts.get(name)
+            if cut is not None:
+                tensors = [cut.of(tensor) for tensor in tensors]
             for tensor in tensors:
-                touch(tensor.reshape(-1).view(torch.uint8).numpy(), name, read)
+                if tensor.is_contiguous():  # others are read as they are copied
+                    touch(tensor.reshape(-1).view(torch.uint8).numpy(), name, read)
             yield name, self._weight(name, tensors)
 
     def _read(self, device: torch.device, read: BytesRead) -> Iterator[tuple[str, Stored]]:
@@ -136,13 +150,18 @@ class SafetensorsCheckpoint:
 
         names = sorted(self.names, key=place)
         wanted = [(name, stretches[stored]) for name in names for stored in self._stored(name)]
+        wanted = [(name, _rows(stretch, self._cuts.get(name))) for name, stretch in wanted]
 
         def count(index: int, num_bytes: int) -> None:
             read(wanted[index][0], num_bytes)
 
         tensors = read_tensors([stretch for _, stretch in wanted], device, count=count)
         for name in names:
-            yield name, self._weight(name, [self._next(tensors, s) for s in self._stored(name)])
+            found = [self._next(tensors, stored) for stored in self._stored(name)]
+            cut = self._cuts.get(name)
+            if cut is not None and cut.dim:
+                found = [cut.of(tensor) for tensor in found]
+            yield name, self._weight(name, found)
 
     def _stretches(self) -> dict[str, Stretch]:
         """The places of all stored tensors that are wanted."""
@@ -164,6 +183,15 @@ class SafetensorsCheckpoint:
         except OSError as error:
             path = self._folder / self._files[name]
             raise ModelLoadError(f"tensor {name} cannot be read from {path}: {error}.") from error
+
+
+def _rows(stretch: Stretch, cut: Cut | None) -> Stretch:
+    """The rows of a stretch that a cut keeps; all of them if it cuts columns."""
+    if cut is None or cut.dim:
+        return stretch
+    row = stretch.num_bytes // stretch.shape[0] if stretch.shape[0] else 0
+    at = stretch.offset + cut.start * row
+    return replace(stretch, offset=at, shape=cut.shape_of(stretch.shape))
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

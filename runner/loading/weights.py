@@ -33,10 +33,11 @@ from ...kernels.device import is_card
 from ..errors import ModelLoadError
 from ..models.base import TextModel
 from ..models.layers import CheckpointSlot, WeightFormat
+from ..parallel.ranks import Cut
 from .dummy import load_random
 from .hub import find_model
 from .inspection import BytesRead, FiniteCheck, LoadMeter, Progress, Stored, ignore
-from .matching import check_shape, match_names
+from .matching import check_shape, is_part, match_names
 from .plain_config import plain_config
 from .quantised.delivery import Deliveries, as_meta
 
@@ -65,6 +66,9 @@ class Checkpoint(Protocol):
     def outlines(self) -> Iterator[tuple[str, Stored]]:
         """Like `tensors`, but yields meta tensors in any order and reads only headers."""
 
+    def keep_parts(self, cuts: Mapping[str, Cut]) -> None:
+        """Say which parts of which tensors are wanted; it need not yield only these."""
+
     def release(self) -> None:
         """Give back the memory of a reading that is over; another one may follow."""
 
@@ -82,6 +86,9 @@ class _Outlines:
     def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Stored]]:
         wanted = set(self.names)
         return ((name, as_meta(weight)) for name, weight in self.outlines() if name in wanted)
+
+    def keep_parts(self, cuts: Mapping[str, Cut]) -> None:
+        pass  # nothing is read
 
     def release(self) -> None:
         pass  # nothing was read
@@ -315,6 +322,13 @@ def load_checkpoint(
     used = {name: sizes[name] for name, target in targets.items() if target is not None}
     meter, check, into = LoadMeter(used, progress), FiniteCheck(source), Deliveries(source)
     pending_bytes = 0
+    checkpoint.keep_parts(
+        {
+            name: cut
+            for name, target in targets.items()
+            if target is not None and (cut := slots[target].cut) is not None
+        }
+    )
 
     def finish_oldest() -> None:
         nonlocal pending_bytes
@@ -329,7 +343,8 @@ def load_checkpoint(
             if target is None:
                 continue
             slot = slots[target]
-            check_shape(name, tensor, slot, source)
+            if not is_part(tensor, slot):
+                check_shape(name, tensor, slot, source)
             jobs.append((loaders.submit(_load, slot, name, tensor, check, into), tensor.nbytes))
             pending_bytes += tensor.nbytes
             while jobs and (pending_bytes > _MAX_PENDING_BYTES or jobs[0][0].done()):

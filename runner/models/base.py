@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from ...kernels.linear.streams import write_stream
 from ..attention.base import AttentionLayer, AttentionState
 from ..attention.recurrent import RecurrentLayer
-from .layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, module_slots
+from .layers import CheckpointSlot, Embedding, RMSNorm, WeightFormat, module_slots
 from .native import NativeDecoder
 from .rotary import RotaryEmbedding, RotaryStep
+from .sharded import head, table
 
 # Tables stored in old checkpoints, which every implementation recomputes.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.masked_bias$")
@@ -57,21 +58,25 @@ def embedded(model: Any, input_ids: Tensor) -> EmbeddedIds:
     return model.embed(input_ids), None
 
 
-def embedded_by(table: Embedding, input_ids: Tensor) -> EmbeddedIds:
+def embedded_by(rows: Embedding, input_ids: Tensor) -> EmbeddedIds:
     """The same for a table alone."""
-    return (table.forward(input_ids), None) if table.weight is None else (table.weight, input_ids)
+    if rows.weight is None or not rows.whole:
+        return rows.forward(input_ids), None
+    return rows.weight, input_ids
 
 
 class TextModel(nn.Module):
     """A decoder over flat token rows. Subclasses set `layers` and implement `forward`."""
 
+    splits = True  # whether several ranks can share the model
+
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
         super().__init__()
         self.config = config
         self.format = fmt
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, fmt)
+        self.embed_tokens = table(config.vocab_size, config.hidden_size, fmt)
         self.tied = bool(config.tie_word_embeddings)
-        self.lm_head = Linear(config.hidden_size, config.vocab_size, fmt, role="head")
+        self.lm_head = head(config.hidden_size, config.vocab_size, fmt)
         if self.tied and (fmt.native or fmt.packed):
             self.embed_tokens.heads.append(self.lm_head)
         elif self.tied and not fmt.pack_fp16:
@@ -130,14 +135,14 @@ class TextModel(nn.Module):
             for name, slot in module_slots(self).items()
         }
         if self.tied:
-            head = slots.pop("lm_head.weight")
-            table = slots["model.embed_tokens.weight"]
+            own_head = slots.pop("lm_head.weight")
+            own_table = slots["model.embed_tokens.weight"]
             if self.format.pack_fp16:
                 slots["model.embed_tokens.weight"] = replace(
-                    table, load=_load_both(table.load, head.load)
+                    own_table, load=_load_both(own_table.load, own_head.load)
                 )
             # some checkpoints store the tied head as well
-            slots["lm_head.weight"] = replace(head, load=_load_nothing, optional=True)
+            slots["lm_head.weight"] = replace(own_head, load=_load_nothing, optional=True)
         return slots
 
     def checkpoint_name(self, name: str) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from ...kernels.attention.mla import absorb_query, expand_value
 from ...kernels.linear.experts import Routing
 from ...kernels.linear.moe import select_experts
 from ..attention.base import AttentionLayer, AttentionState
+from ..parallel.ranks import head_counts
 from .base import PreNormModel
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
 from .llama import MLP, check_silu
 from .moe import Experts
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
+from .sharded import column_linear, row_linear
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LATENT_EPS = 1e-6  # for the norms inside attention, which do not use the config's
@@ -44,15 +47,19 @@ class LatentUp(nn.Module):
     def __init__(
         self, num_heads: int, nope: int, value: int, latent: int, fmt: WeightFormat
     ) -> None:
+        """`num_heads` counts those of all ranks."""
         super().__init__()
+        self.total, self.share = num_heads * (nope + value), None
+        if fmt.ranks is not None:
+            self.share = fmt.ranks.share(self.total, "heads", num_heads)
+            num_heads = head_counts(fmt.ranks, num_heads, num_heads)[0]
         for name, size in (("w_uk", nope), ("w_uv", value)):
             table = torch.empty(num_heads, size, latent, dtype=fmt.dtype, device=fmt.device)
             self.register_buffer(name, table)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        num_heads, nope, latent = self.w_uk.shape
-        rows = num_heads * (nope + self.w_uv.shape[1])
-        yield f"{parent}{name}.weight", CheckpointSlot((rows, latent), self._load)
+        shape = (self.total, self.w_uk.shape[2])
+        yield f"{parent}{name}.weight", CheckpointSlot(shape, self._load, cut=self.share)
 
     def _load(self, tensor: Tensor) -> None:
         num_heads, nope, latent = self.w_uk.shape
@@ -68,7 +75,8 @@ class LatentAttention(nn.Module):
     def __init__(self, config: Any, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
         hidden, latent = config.hidden_size, config.kv_lora_rank
-        self.num_heads, self.latent = config.num_attention_heads, latent
+        total, self.latent = config.num_attention_heads, latent
+        self.num_heads = head_counts(fmt.ranks, total, total)[0]
         self.nope, self.rope = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.layer = AttentionLayer(
             layer_id,
@@ -79,19 +87,21 @@ class LatentAttention(nn.Module):
             head_dim_v=latent,
             is_mla=True,
         )
-        bias, heads_size = bool(config.attention_bias), self.num_heads * (self.nope + self.rope)
+        bias, heads_size = bool(config.attention_bias), total * (self.nope + self.rope)
+        heads = partial(column_linear, outputs=heads_size, fmt=fmt, what="heads", groups=total)
         self.q_rank: int | None = config.q_lora_rank
         down = {"kv_a_proj_with_mqa": latent + self.rope}
         if self.q_rank is None:
-            self.q_proj = Linear(hidden, heads_size, fmt)
+            self.q_proj = heads(hidden)
         else:
             down = {"q_a_proj": self.q_rank, **down}
             self.q_a_layernorm = RMSNorm(self.q_rank, _LATENT_EPS, fmt)
-            self.q_b_proj = Linear(self.q_rank, heads_size, fmt)
+            self.q_b_proj = heads(self.q_rank)
         self.down_proj = Linear(hidden, down, fmt, bias)
         self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS, fmt)
-        self.kv_b_proj = LatentUp(self.num_heads, self.nope, config.v_head_dim, latent, fmt)
-        self.o_proj = Linear(self.num_heads * config.v_head_dim, hidden, fmt, bias)
+        self.kv_b_proj = LatentUp(total, self.nope, config.v_head_dim, latent, fmt)
+        size = total * config.v_head_dim
+        self.o_proj = row_linear(size, hidden, fmt, bias, what="heads", groups=total)
 
     def forward(self, hidden: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
@@ -185,13 +195,17 @@ class MoE(nn.Module):
         self.experts.expert_share = config.num_experts_per_tok / config.n_routed_experts
         shared = config.n_shared_experts or 0
         self.shared_experts = (
-            MLP(config.hidden_size, size * shared, fmt, _mlp_bias(config)) if shared else None
+            MLP(config.hidden_size, size * shared, fmt, _mlp_bias(config), sums=False)
+            if shared
+            else None
         )
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
         out = self.experts.forward(hidden, *self.gate.forward(hidden))
-        return out if self.shared_experts is None else out + self.shared_experts.forward(hidden)
+        if self.shared_experts is not None:
+            out = out + self.shared_experts.forward(hidden)
+        return self.experts.sum(out)
 
 
 def _mlp_bias(config: Any) -> bool:

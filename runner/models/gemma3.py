@@ -14,10 +14,12 @@ from ...kernels.cpu.layers import LayerWeights
 from ...kernels.linear.activation import gelu_tanh_and_mul
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
+from ..parallel.ranks import head_counts
 from .base import AuxHiddenStates, ForwardOutput, TextModel
 from .layers import Linear, RMSNorm, WeightFormat
 from .native import NativeDecoder, native_weights
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
+from .sharded import column_linear, qkv_linear, row_linear
 
 _LANGUAGE = re.compile(r"^(?:model\.language_model|language_model\.model)\.")
 _OTHER_PARTS = re.compile(
@@ -58,8 +60,8 @@ class MLP(nn.Module):
     def __init__(self, hidden: int, intermediate: int, fmt: WeightFormat) -> None:
         super().__init__()
         shards = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up_proj = Linear(hidden, shards, fmt)
-        self.down_proj = Linear(intermediate, hidden, fmt)
+        self.gate_up_proj = column_linear(hidden, shards, fmt)
+        self.down_proj = row_linear(intermediate, hidden, fmt)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
@@ -72,7 +74,8 @@ class Attention(nn.Module):
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
         self.layer_type: str = config.layer_types[index]
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_heads, self.num_kv_heads = head_counts(fmt.ranks, heads, kv_heads)
         self.head_dim = config.head_dim
         self.layer = AttentionLayer(
             layer_id,
@@ -85,10 +88,10 @@ class Attention(nn.Module):
             ),
             softcap=config.attn_logit_softcapping,
         )
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shards = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = Linear(config.hidden_size, shards, fmt, config.attention_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, fmt, config.attention_bias)
+        hidden, bias = config.hidden_size, config.attention_bias
+        self.qkv_proj = qkv_linear(hidden, (heads, kv_heads), self.head_dim, fmt, bias)
+        size = heads * self.head_dim
+        self.o_proj = row_linear(size, hidden, fmt, bias, what="heads", groups=heads)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt, offset=1.0)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt, offset=1.0)
 

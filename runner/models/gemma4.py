@@ -15,11 +15,13 @@ from ...kernels.linear.experts import Routing
 from ...kernels.linear.moe import select_experts
 from ...kernels.linear.norm_rope import rms_norm
 from ..attention.base import AttentionLayer, AttentionState
+from ..parallel.ranks import head_counts
 from .base import AuxHiddenStates, ForwardOutput, TextModel
 from .gemma3 import MLP, check_gelu, embedding_scale, soft_cap, text_name
 from .layers import CheckpointSlot, Embedding, Linear, RMSNorm, WeightFormat, tensor_slot
 from .moe import Experts
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
+from .sharded import qkv_linear, row_linear
 
 _SHARED_KV = re.compile(r"^model\.layers\.(\d+)\.self_attn\.(?:k_proj|v_proj|k_norm|v_norm)\.")
 
@@ -80,8 +82,9 @@ class Attention(nn.Module):
         super().__init__()
         self.layer_type: str = config.layer_types[index]
         sliding = self.layer_type == "sliding_attention"
-        self.num_heads, self.eps = config.num_attention_heads, config.rms_norm_eps
-        self.num_kv_heads, self.head_dim = head_shape(config, index)
+        heads, self.eps = config.num_attention_heads, config.rms_norm_eps
+        kv_heads, self.head_dim = head_shape(config, index)
+        self.num_heads, self.num_kv_heads = head_counts(fmt.ranks, heads, kv_heads)
         self.layer = AttentionLayer(
             layer_id,
             self.num_heads,
@@ -91,16 +94,17 @@ class Attention(nn.Module):
             sliding_window=config.sliding_window if sliding else None,
             kv_source=source,
         )
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shards = {"q_proj": q_size}
+        names = ["q_proj"]
         self.values_are_keys = config.attention_k_eq_v and not sliding
         if source is None:
-            shards["k_proj"] = kv_size
+            names.append("k_proj")
             if not self.values_are_keys:
-                shards["v_proj"] = kv_size
+                names.append("v_proj")
             self.k_norm = make_norm(self.head_dim, config, fmt)
-        self.qkv_proj = Linear(config.hidden_size, shards, fmt, config.attention_bias)
-        self.o_proj = Linear(q_size, config.hidden_size, fmt, config.attention_bias)
+        hidden, bias, size = config.hidden_size, config.attention_bias, heads * self.head_dim
+        both = (heads, kv_heads)
+        self.qkv_proj = qkv_linear(hidden, both, self.head_dim, fmt, bias, names=tuple(names))
+        self.o_proj = row_linear(size, hidden, fmt, bias, what="heads", groups=heads)
         self.q_norm = make_norm(self.head_dim, config, fmt)
 
     def forward(
@@ -195,7 +199,7 @@ class DecoderLayer(nn.Module):
         if self.has_experts:
             weights, ids = self.router.forward(stream)
             routed = self.pre_feedforward_layernorm_2.forward(stream)
-            routed = self.experts.forward(routed, weights, ids)
+            routed = self.experts.sum(self.experts.forward(routed, weights, ids))
             out = self.post_feedforward_layernorm_1.forward(out)
             out = out + self.post_feedforward_layernorm_2.forward(routed)
         stream = stream + self.post_feedforward_layernorm.forward(out)

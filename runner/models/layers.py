@@ -304,6 +304,7 @@ class Embedding(nn.Module):
     """An embedding table. Rows are returned in the dtype of activations."""
 
     weight: Tensor | None  # [num_rows, size]; None where rows are in the format of their file
+    whole = True  # whether `weight` has the rows of all ids
 
     def __init__(self, num_rows: int, size: int, fmt: WeightFormat) -> None:
         super().__init__()

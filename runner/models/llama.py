@@ -16,10 +16,12 @@ from ...kernels.linear.embedding import embedding
 from ...kernels.linear.linear import Norm
 from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..errors import ModelLoadError
+from ..parallel.ranks import head_counts
 from .base import PreNormModel
 from .layers import Linear, RMSNorm, WeightFormat
 from .native import NativeDecoder, native_weights
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
+from .sharded import column_linear, qkv_linear, row_linear
 
 _INPUT_BIAS = ("qwen2", "glm4_moe")  # types whose attention has biases at its inputs only
 
@@ -63,9 +65,10 @@ class Attention(nn.Module):
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
         hidden, traits = config.hidden_size, _traits(config)
-        self.num_heads = config.num_attention_heads
-        self.num_kv_heads = config.num_key_value_heads or self.num_heads
-        self.head_dim = getattr(config, "head_dim", None) or hidden // self.num_heads
+        heads = config.num_attention_heads
+        kv_heads = config.num_key_value_heads or heads
+        self.num_heads, self.num_kv_heads = head_counts(fmt.ranks, heads, kv_heads)
+        self.head_dim = getattr(config, "head_dim", None) or hidden // heads
         self.q_size, self.kv_size = (
             self.num_heads * self.head_dim,
             self.num_kv_heads * self.head_dim,
@@ -78,9 +81,10 @@ class Attention(nn.Module):
             scale=self.head_dim**-0.5,
             sliding_window=_sliding_window(config, index),
         )
-        shards = {"q_proj": self.q_size, "k_proj": self.kv_size, "v_proj": self.kv_size}
-        self.qkv_proj = Linear(hidden, shards, fmt, traits.qkv_bias, "qkv")
-        self.o_proj = Linear(self.q_size, hidden, fmt, traits.output_bias, "o")
+        bias = traits.qkv_bias
+        self.qkv_proj = qkv_linear(hidden, (heads, kv_heads), self.head_dim, fmt, bias, "qkv")
+        size, bias = heads * self.head_dim, traits.output_bias
+        self.o_proj = row_linear(size, hidden, fmt, bias, "o", what="heads", groups=heads)
         if traits.qk_norm:
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt)
@@ -179,11 +183,14 @@ class FeedForward(Protocol):
 class MLP(nn.Module):
     """A SiLU-gated feed-forward layer with fused gate and up projections; see `check_silu`."""
 
-    def __init__(self, hidden: int, intermediate: int, fmt: WeightFormat, bias: bool) -> None:
+    def __init__(
+        self, hidden: int, intermediate: int, fmt: WeightFormat, bias: bool, sums: bool = True
+    ) -> None:
+        """Without `sums`, the output is this rank's part of the sum over ranks."""
         super().__init__()
         shards = {"gate_proj": intermediate, "up_proj": intermediate}
-        self.gate_up_proj = Linear(hidden, shards, fmt, bias, "gate_up")
-        self.down_proj = Linear(intermediate, hidden, fmt, bias, "down")
+        self.gate_up_proj = column_linear(hidden, shards, fmt, bias, "gate_up")
+        self.down_proj = row_linear(intermediate, hidden, fmt, bias, "down", sums=sums)
         self.is_plain = fmt.is_plain
 
     def norms(self, num_rows: int) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from ...kernels.linear.linear import Norm, linear_parts
 from ...kernels.linear.linear_choice import Skinny
 from ...kernels.linear.moe import expert_parts, run_experts, select_experts
 from ..errors import ModelLoadError
+from ..parallel.ranks import Cut
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
 from .llama import MLP
 
@@ -40,8 +42,16 @@ class Experts(nn.Module):
         limit: float = 7.0,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """`limit`: as in `ExpertWeights`; `names`: those of an expert's matrices."""
+        """`limit`: as in `ExpertWeights`; `names`: those of an expert's matrices.
+
+        Each rank holds a share of the `intermediate` features of every expert.
+        """
         super().__init__()
+        self.ranks, self.intermediate = fmt.ranks, intermediate
+        self.share: Cut | None = None
+        if fmt.ranks is not None:
+            self.share = fmt.ranks.share(intermediate, "intermediate features of an expert")
+            intermediate = self.share.size
         self.activation, self.limit, self.names = activation, limit, names
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
         self.register_buffer("gate_up", empty(num_experts, 2 * intermediate, hidden))
@@ -53,23 +63,60 @@ class Experts(nn.Module):
         return ExpertWeights(self.gate_up, self.down, activation=self.activation, limit=self.limit)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H]."""
+        """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H].
+
+        With several ranks, this is one rank's part of the sum; see `sum`.
+        """
         return run_experts(x, self.weights, weights, ids)
+
+    def sum(self, out: Tensor) -> Tensor:
+        """The sum of `out` [T, H] over the ranks."""
+        return out if self.ranks is None else self.ranks.sum(out)
 
     def parts(self, x: Tensor, weights: Tensor, ids: Tensor, spare: int = 0) -> Tensor:
         """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
+        if self.ranks is not None:
+            return self.forward(x, weights, ids)
         return expert_parts(x, self.weights, weights, ids, spare)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"
         for part, target in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
-            yield f"{path}.{part}", tensor_slot(target, form=(path, "stacked"))
+            slot = tensor_slot(target, form=(path, "stacked"))
+            yield f"{path}.{part}", slot if self.share is None else self._stacked(slot, part)
         num_experts, _, size = self.down.shape
         for expert in range(num_experts):
             parts = (self.gate_up[expert, :size], self.gate_up[expert, size:], self.down[expert])
             for part, target in zip(self.names, parts, strict=True):
                 slot = tensor_slot(target, form=(path, "matrices"))
+                if self.share is not None:
+                    slot = self._matrix(slot, part == self.names[2])
                 yield f"{path}.{expert}.{part}.weight", slot
+
+    def _matrix(self, slot: CheckpointSlot, is_down: bool) -> CheckpointSlot:
+        """The slot of this rank's part of an expert's matrix."""
+        assert self.share is not None
+        cut = replace(self.share, dim=int(is_down))
+        shape = [*slot.shape]
+        shape[cut.dim] = self.intermediate
+        return replace(slot, shape=tuple(shape), cut=cut)
+
+    def _stacked(self, slot: CheckpointSlot, part: str) -> CheckpointSlot:
+        """The slot of this rank's part of a stack of matrices."""
+        assert self.share is not None
+        count, rows, columns = slot.shape
+        if part == "down_proj":
+            return replace(
+                slot, shape=(count, rows, self.intermediate), cut=replace(self.share, dim=2)
+            )
+        share, size = self.share, self.share.size
+
+        def load(tensor: Tensor) -> None:
+            gate, up = tensor.chunk(2, dim=1)
+            self.gate_up[:, :size].copy_(gate[:, share.start : share.stop])
+            self.gate_up[:, size:].copy_(up[:, share.start : share.stop])
+
+        return replace(slot, shape=(count, 2 * self.intermediate, columns), load=load)
 
 
 # The few outputs of a router fill a GPU only if many programs share the sums of each.
@@ -147,7 +194,7 @@ class SparseMLP(nn.Module):
         shared = getattr(config, "shared_expert_intermediate_size", 0)
         self.has_shared = bool(shared)
         if shared:
-            self.shared_expert = MLP(hidden, shared, fmt, bias=False)
+            self.shared_expert = MLP(hidden, shared, fmt, bias=False, sums=False)
             self.shared_expert_gate = Linear(hidden, 1, fmt)
 
     def parts(
@@ -160,11 +207,11 @@ class SparseMLP(nn.Module):
         assert norm is None and residual is None
         out = self.experts.parts(hidden, *self.gate.forward(hidden), spare=int(self.has_shared))
         if not self.has_shared:
-            return out
+            return self.experts.sum(out)
         gate = torch.sigmoid(self.shared_expert_gate.forward(hidden))
         shared = self.shared_expert.forward(hidden)
         if out.dim() == 2:
-            return torch.addcmul(out, gate, shared)
+            return self.experts.sum(torch.addcmul(out, gate, shared))
         torch.mul(shared, gate, out=out[-1])
         return out
 

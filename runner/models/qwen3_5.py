@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,12 +16,14 @@ from ...kernels.recurrent.rows import DeltaShape, DeltaWeights
 from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..attention.recurrent import RecurrentLayer
 from ..errors import ModelLoadError
+from ..parallel.ranks import Ranks, head_counts
 from .base import PreNormModel
+from .families.qwen_moe import has_experts
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
 from .llama import MLP, check_silu
 from .moe import SparseMLP
-from .qwen_moe import has_experts
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters
+from .sharded import qkv_linear, row_linear
 
 _LANGUAGE = re.compile(r"^model\.language_model\.")
 _OTHER_PARTS = re.compile(r"^(?:model\.)?visual\.|^mtp\.")
@@ -49,6 +52,22 @@ def delta_shape(config: Any) -> DeltaShape:
     return shape
 
 
+def rank_shape(whole: DeltaShape, ranks: Ranks | None) -> DeltaShape:
+    """The constants of a rank's part: its key heads, with their value heads."""
+    if ranks is None:
+        return whole
+    keys = ranks.share(whole.num_key_heads, "key heads of linear attention").size
+    values = keys * (whole.num_value_heads // whole.num_key_heads)
+    return replace(whole, num_key_heads=keys, num_value_heads=values)
+
+
+def rank_channels(whole: DeltaShape, ranks: Ranks, tensor: Tensor) -> Tensor:
+    """This rank's rows of a tensor [conv_channels, ...]: queries, then keys, then values."""
+    sizes = [whole.key_size, whole.key_size, whole.value_size]
+    parts = torch.split(tensor, sizes)
+    return torch.cat([ranks.share(len(part), "channels").of(part) for part in parts])
+
+
 class DeltaParameters(nn.Module):
     """The weights of a layer's convolution and decay."""
 
@@ -56,8 +75,10 @@ class DeltaParameters(nn.Module):
     decay_rate: Tensor  # [value heads] float32
     dt_bias: Tensor  # [value heads] float32
 
-    def __init__(self, shape: DeltaShape, fmt: WeightFormat) -> None:
+    def __init__(self, whole: DeltaShape, fmt: WeightFormat) -> None:
         super().__init__()
+        self.whole, self.ranks = whole, fmt.ranks
+        shape = rank_shape(whole, fmt.ranks)
         sizes = {
             "conv": (shape.conv_channels, shape.conv_width),
             "decay_rate": (shape.num_value_heads,),
@@ -68,10 +89,14 @@ class DeltaParameters(nn.Module):
         self.weights = DeltaWeights(self.conv, self.decay_rate, self.dt_bias)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        channels, width = self.conv.shape
-        heads = tuple(self.dt_bias.shape)
+        channels, width = self.whole.conv_channels, self.whole.conv_width
+        heads, cut = (self.whole.num_value_heads,), None
+        if self.ranks is not None:
+            cut = self.ranks.share(heads[0], "value heads of linear attention")
 
         def load_conv(tensor: Tensor) -> None:
+            if self.ranks is not None:
+                tensor = rank_channels(self.whole, self.ranks, tensor)
             self.conv.copy_(tensor[:, 0])
 
         def load_decay(tensor: Tensor) -> None:
@@ -81,8 +106,8 @@ class DeltaParameters(nn.Module):
             self.dt_bias.copy_(tensor)
 
         yield f"{parent}conv1d.weight", CheckpointSlot((channels, 1, width), load_conv)
-        yield f"{parent}A_log", CheckpointSlot(heads, load_decay)
-        yield f"{parent}dt_bias", CheckpointSlot(heads, load_bias, "ones")
+        yield f"{parent}A_log", CheckpointSlot(heads, load_decay, cut=cut)
+        yield f"{parent}dt_bias", CheckpointSlot(heads, load_bias, "ones", cut=cut)
 
 
 class DeltaProjection(Linear):
@@ -92,18 +117,19 @@ class DeltaProjection(Linear):
     head; both are loaded into one form.
     """
 
-    def __init__(self, hidden: int, shape: DeltaShape, fmt: WeightFormat, grouped: bool) -> None:
+    def __init__(self, hidden: int, whole: DeltaShape, fmt: WeightFormat, grouped: bool) -> None:
+        shape = rank_shape(whole, fmt.ranks)
         heads = shape.num_value_heads
         shards = {"in_proj_qkv": shape.conv_channels, "in_proj_b": heads, "in_proj_a": heads}
         super().__init__(hidden, shards | {"in_proj_z": shape.value_size}, fmt, role="qkv")
-        self.delta, self.grouped = shape, grouped
+        self.whole, self.delta, self.grouped = whole, shape, grouped
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         own = dict(super().checkpoint_slots(parent, name))
         if not self.grouped:
-            yield from own.items()
+            yield from (own if self.format.ranks is None else self._split(own, parent)).items()
             return
-        shape = self.delta
+        shape, ranks = self.delta, self.format.ranks
         ratio = shape.num_value_heads // shape.num_key_heads
         values = ratio * shape.value_dim
 
@@ -126,10 +152,32 @@ class DeltaProjection(Linear):
             for load, part in zip(loads("in_proj_b", "in_proj_a"), groups.unbind(1), strict=True):
                 load(part.flatten(0, 1))
 
-        rows = shape.conv_channels + shape.value_size
-        yield f"{parent}in_proj_qkvz.weight", CheckpointSlot((rows, self.in_features), load_qkvz)
-        rows = 2 * shape.num_value_heads
-        yield f"{parent}in_proj_ba.weight", CheckpointSlot((rows, self.in_features), load_ba)
+        whole = self.whole
+        for part, load, rows in (
+            ("qkvz", load_qkvz, whole.conv_channels + whole.value_size),
+            ("ba", load_ba, 2 * whole.num_value_heads),
+        ):
+            cut = None if ranks is None else ranks.share(rows, "key heads", whole.num_key_heads)
+            slot = CheckpointSlot((rows, self.in_features), load, cut=cut)
+            yield f"{parent}in_proj_{part}.weight", slot
+
+    def _split(self, own: dict[str, CheckpointSlot], parent: str) -> dict[str, CheckpointSlot]:
+        """The slots of this rank's parts of the four matrices."""
+        ranks, whole = self.format.ranks, self.whole
+        assert ranks is not None
+        totals = {"b": whole.num_value_heads, "a": whole.num_value_heads, "z": whole.value_size}
+        for part, total in totals.items():
+            path = f"{parent}in_proj_{part}.weight"
+            cut = ranks.share(total, "value heads of linear attention")
+            own[path] = replace(own[path], shape=(total, self.in_features), cut=cut)
+        path = f"{parent}in_proj_qkv.weight"
+        slot = own[path]
+
+        def load(tensor: Tensor) -> None:
+            slot.load(rank_channels(whole, ranks, tensor))
+
+        own[path] = replace(slot, shape=(whole.conv_channels, self.in_features), load=load)
+        return own
 
 
 class GatedDeltaNet(nn.Module):
@@ -139,12 +187,15 @@ class GatedDeltaNet(nn.Module):
         self, config: Any, layer_id: int, fmt: WeightFormat, grouped: bool = False
     ) -> None:
         super().__init__()
-        shape = delta_shape(config)
+        whole = delta_shape(config)
+        shape = rank_shape(whole, fmt.ranks)
         self.layer = RecurrentLayer(layer_id, shape)
-        self.in_proj = DeltaProjection(config.hidden_size, shape, fmt, grouped)
-        self.parameters_ = DeltaParameters(shape, fmt)
+        self.in_proj = DeltaProjection(config.hidden_size, whole, fmt, grouped)
+        self.parameters_ = DeltaParameters(whole, fmt)
         self.norm = RMSNorm(shape.value_dim, config.rms_norm_eps, fmt, exact=True)
-        self.out_proj = Linear(shape.value_size, config.hidden_size, fmt, role="o")
+        self.out_proj = row_linear(
+            whole.value_size, config.hidden_size, fmt, role="o", what="value channels"
+        )
 
     def forward(self, hidden: Tensor, attention: AttentionState) -> Tensor:
         """hidden: [M, H] -> [M, H]; updates the states of the requests."""
@@ -165,18 +216,18 @@ class GatedAttention(nn.Module):
 
     def __init__(self, config: Any, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        self.num_heads, self.num_kv_heads = head_counts(fmt.ranks, heads, kv_heads)
         self.head_dim = config.head_dim
         if not getattr(config, "attn_output_gate", True):
             raise ModelLoadError("attn_output_gate must be true for this family.")
         self.layer = AttentionLayer(
             layer_id, self.num_heads, self.num_kv_heads, self.head_dim, scale=self.head_dim**-0.5
         )
-        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        shards = {"q_proj": 2 * q_size, "k_proj": kv_size, "v_proj": kv_size}
-        bias = bool(config.attention_bias)
-        self.qkv_proj = Linear(config.hidden_size, shards, fmt, bias, "qkv")
-        self.o_proj = Linear(q_size, config.hidden_size, fmt, bias, "o")
+        hidden, both, bias = config.hidden_size, (heads, kv_heads), bool(config.attention_bias)
+        self.qkv_proj = qkv_linear(hidden, both, self.head_dim, fmt, bias, "qkv", gated=True)
+        size = heads * self.head_dim
+        self.o_proj = row_linear(size, hidden, fmt, bias, "o", what="heads", groups=heads)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt, offset=1.0)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps, fmt, offset=1.0)
 

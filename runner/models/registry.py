@@ -11,6 +11,7 @@ import torch
 from ...configs.model.model_config import NotServed, served_architecture
 from ...kernels.linear.linear_tuned import LinearChooser
 from ..errors import ModelLoadError
+from ..parallel.ranks import Ranks
 from .base import TextModel
 from .layers import WeightFormat
 
@@ -20,8 +21,8 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "MistralForCausalLM": ("llama", "LlamaModel"),
     "Qwen2ForCausalLM": ("llama", "LlamaModel"),
     "Qwen3ForCausalLM": ("llama", "LlamaModel"),
-    "Qwen2MoeForCausalLM": ("qwen_moe", "QwenMoeModel"),
-    "Qwen3MoeForCausalLM": ("qwen_moe", "QwenMoeModel"),
+    "Qwen2MoeForCausalLM": ("families.qwen_moe", "QwenMoeModel"),
+    "Qwen3MoeForCausalLM": ("families.qwen_moe", "QwenMoeModel"),
     "MinistralForCausalLM": ("llama", "LlamaModel"),
     "Ministral3ForCausalLM": ("families.mistral3", "Mistral3Model"),
     "Mistral3ForConditionalGeneration": ("families.mistral3", "Mistral3Model"),
@@ -80,6 +81,7 @@ def build_model(
     native: bool = False,
     packed: bool = False,
     torch_only: bool = False,
+    ranks: Ranks | None = None,
 ) -> TextModel:
     """Build a model with uninitialised weights, for positions below `max_position`.
 
@@ -88,9 +90,14 @@ def build_model(
     module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
     module = importlib.import_module(f".{module_name}", __package__)
     text_config = _text_part(hf_config)
+    if ranks is not None and not getattr(module, class_name).splits:
+        raise ModelLoadError(
+            f"--tensor-parallel-size {ranks.size} is not supported for "
+            f"{architecture_of(hf_config)}, which needs a single device."
+        )
     model: TextModel = getattr(module, class_name)(
         text_config,
-        WeightFormat(device, dtype, pack_fp16, linear, native, packed, torch_only),
+        WeightFormat(device, dtype, pack_fp16, linear, native, packed, torch_only, ranks),
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )

@@ -43,6 +43,7 @@ from ..graphs.manager import CudaGraphManager, MemoryByPurpose, RebuiltStates
 from ..graphs.settings import GraphSettings
 from ..loading.model_check import memory_faults
 from ..messages import Progress
+from ..parallel.ranks import Ranks, check_equal
 from ..sampling.row_sampling import RowSampling
 from ..sampling.sampler import Sampler
 from ..step.data_parallel import create_sync
@@ -64,11 +65,14 @@ ProgressFn = Callable[[Progress], None]
 
 
 def assemble(
-    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
+    config: Config,
+    progress: ProgressFn,
+    ahead: CompileAhead | None = None,
+    ranks: Ranks | None = None,  # None: the model is whole
 ) -> RunnerParts:
     """Load the model and allocate everything that a step uses."""
     with memory_faults("this model"):
-        return Assembly(config, progress, choose_device(config.model.device), ahead).run()
+        return Assembly(config, progress, choose_device(config.model.device), ahead, ranks).run()
 
 
 class Assembly:
@@ -80,8 +84,9 @@ class Assembly:
         progress: ProgressFn,
         device: torch.device,
         ahead: CompileAhead | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        self.config = config
+        self.config, self.ranks = config, ranks
         self.progress = progress
         self.seconds: dict[str, float] = {}
         self.device = device
@@ -146,6 +151,8 @@ class Assembly:
                 claims = self._claims(backend, self.graphs, needs)
                 claims.verify(zip(builders, all_layers, draft_builders, drafts, strict=True))
                 self.lowered = claims.lowered
+                found = [(claim.backend, claim.verified) for claim in self.lowered]
+                check_equal(self.ranks, "what their attention can capture", found)
         if self.ahead is not None:
             self.ahead.wait_for(GRAPHS)
         with self._phase("kv_cache"), torch.inference_mode():
@@ -246,6 +253,7 @@ class Assembly:
             self.device,
             lambda done, total: self.progress(Progress("load", done, total)),
             lambda name, done, total: self.progress(Progress("download", done, total, name)),
+            self.ranks,
         )
         self.model, self.format = loaded.model, loaded.format
         self.max_model_len, self.vocab_size = loaded.max_model_len, loaded.vocab_size
@@ -371,6 +379,8 @@ class Assembly:
             draft_graph_bytes,
         )
         available = self._kv_cache_bytes(profile)
+        if self.ranks is not None:
+            (available,) = self.ranks.least([available])
         most_tokens, state_bytes = self.max_num_reqs * self.max_model_len, 0
         if states is not None:
             spare = available - layout.bytes_of(layout.blocks_for(self.max_model_len))

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import torch
 
 from ...configs.schema import Config
 from ...kernels.compile_log import watch_compilations
 from ..graphs.capture import spare_modules
+from ..parallel.ranks import Ranks
 from ..step.model_runner import ModelRunner
+from ..step.parts import RunnerParts
 from ..step.report import log_startup
 from ..step.step_timing import measure_steps
 from ..step.warm_up import warm_up_steps
@@ -18,13 +21,20 @@ from .compile_ahead import STEPS, CompileAhead
 
 
 def build_model_runner(
-    config: Config, progress: ProgressFn, ahead: CompileAhead | None = None
+    config: Config,
+    progress: ProgressFn,
+    ahead: CompileAhead | None = None,
+    ranks: Ranks | None = None,
+    create: Callable[[RunnerParts], ModelRunner] = ModelRunner,
 ) -> ModelRunner:
-    """Load, allocate, warm up, capture and measure; the runner is then ready for its first step."""
+    """Load, allocate, warm up, capture and measure; the runner is then ready for its first step.
+
+    With `ranks`, it is one rank's; `create` then makes a runner that tells the other ranks.
+    """
     if torch.cuda.is_available():
         spare_modules()
-    parts = assemble(config, progress, ahead)
-    runner = ModelRunner(parts)
+    parts = assemble(config, progress, ahead, ranks)
+    runner = create(parts)
     seconds = runner.facts.startup_seconds
     start = time.monotonic()
     runner.warm_up()

@@ -31,6 +31,7 @@ from ..graphs.capture import Graph, GraphBackend
 from ..graphs.dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_mode
 from ..graphs.settings import GraphSettings
 from ..models.short_model import shorten
+from ..parallel.ranks import Ranks, Silent
 from ..process import follow_parent
 from ..scheduling.plan import RowResult, StepPlan
 from ..step.model_runner import ModelRunner
@@ -93,7 +94,9 @@ class _DryGraphs:
 
 class _DryAssembly(Assembly):
     def __init__(self, config: Config, reached: Reached, own: StepLimits) -> None:
-        super().__init__(config, lambda _: None, _META)
+        size = config.parallel.tensor_parallel_size
+        ranks = None if size == 1 else Ranks(0, size, Silent(size))
+        super().__init__(config, lambda _: None, _META, ranks=ranks)
         self._reached, self._own = reached, own
 
     def _load_target(self) -> None:
@@ -154,7 +157,8 @@ def any_limits(config: Config) -> Config:
     graph = replace(graph, cudagraph_capture_sizes=tuple(_powers(DEFAULT_MAX_CAPTURE_SIZE)))
     tokens = max(_MANY_TOKENS, _MANY_ROWS * (config.speculative.max_drafts + 1))
     scheduler = SchedulerConfig(max_num_seqs=_MANY_ROWS, max_num_batched_tokens=tokens)
-    return replace(config, cache=cache, graph=graph, scheduler=scheduler, parallel=ParallelConfig())
+    parallel = ParallelConfig(config.parallel.tensor_parallel_size)
+    return replace(config, cache=cache, graph=graph, scheduler=scheduler, parallel=parallel)
 
 
 def dry_start(

@@ -30,8 +30,9 @@ from ..loading.weights import (
     resolve_model,
 )
 from ..models.base import TextModel
-from ..models.formats.weight_format import WeightFormat, resolve_format
+from ..models.formats.weight_format import WeightFormat, resolve_format, split_format
 from ..models.registry import build_model
+from ..parallel.ranks import Ranks
 from .limits import (
     LARGE,
     SMALL,
@@ -76,11 +77,12 @@ def load_target(
     device: torch.device,
     progress: Callable[[int, int], None],
     downloading: Callable[[str, int, int], None] = lambda name, done, total: None,
+    ranks: Ranks | None = None,
 ) -> LoadedTarget:
     """Find both models, check what can be checked without weights, and load the target's weights.
 
     `progress` is called with (bytes read, total bytes), and `downloading` with the name of a model
-    on the hub and (bytes, total bytes).
+    on the hub and (bytes, total bytes). With `ranks`, it loads one rank's part.
     """
     model_config = config.model
     with faults_of_drafter():
@@ -98,7 +100,7 @@ def load_target(
     fmt = resolve_format(
         model_config.dtype, device, resolved.checkpoint_dtype, config.graph.linear_backend
     )
-    fmt = replace(fmt, packed=keeps_formats(resolved, fmt))
+    fmt = split_format(replace(fmt, packed=keeps_formats(resolved, fmt)), ranks)
     refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
     limits, reason = completed(config, SMALL, max_model_len), "of a dry start"
     if device.type != "meta":
@@ -126,6 +128,7 @@ def load_target(
         native=fmt.native,
         packed=fmt.packed,
         torch_only=fmt.torch_only,
+        ranks=ranks,
     )
     if drafter is not None:
         host = OutlineHost(max_model_len, model, resolved)
@@ -168,4 +171,9 @@ def _limits(
         int(text.vocab_size),
         max_model_len,
     )
-    return choose_limits(config, card_of(fmt.device), needs, used_memory(fmt.device))
+    limits, reason = choose_limits(config, card_of(fmt.device), needs, used_memory(fmt.device))
+    if fmt.ranks is None:
+        return limits, reason
+    # The ranks' devices may have different memory left, but they run the same steps.
+    least = fmt.ranks.least((limits.max_num_seqs, limits.max_num_batched_tokens))
+    return StepLimits(*least), f"{reason}, on every rank"

@@ -56,6 +56,9 @@ class ModelRunner:
     All calls come from one thread in the order of steps; two steps may be in flight.
     """
 
+    idle_seconds: float | None = None  # how often `check` must run while there is no work
+    swap_fault: str | None = None  # why its drafter cannot be swapped
+
     def __init__(self, parts: RunnerParts) -> None:
         self.facts: RunnerFacts = parts.facts
         self.table = parts.table
@@ -150,6 +153,9 @@ class ModelRunner:
         """Submit `forward` and `sample` of a step without grammars."""
         self.forward(plan)
         return self.sample(plan)
+
+    def check(self) -> None:
+        """Raise RunnerError if other ranks have failed; there are none here."""
 
     def warm_up(self) -> None:
         """Run a small step on dummy rows and wait for it, so that no request waits for set-up."""

@@ -185,7 +185,11 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
             ["--kv-cache-dtype", "fp8_e5m2"],
             "--kv-cache-dtype must be one of auto, fp8, fp8_e4m3, not 'fp8_e5m2'",
         ),
-        (["-tp", "2"], "--tensor-parallel-size 2: must be 1, because"),
+        (["-tp", "0"], "--tensor-parallel-size 0: must be at least 1"),
+        (
+            ["-tp", "2", "-sc", "a.module:Drafter"],
+            "--tensor-parallel-size 2: does not work with the speculative method a.module:Drafter",
+        ),
         (["-dp", "2"], "--data-parallel-size 2: must be 1, because"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
         (

@@ -142,6 +142,11 @@ class FakeRunner:
         self._launch(lambda: self._sample(plan, grammar_bitmask, handle))
         return handle
 
+    idle_seconds = swap_fault = None
+
+    def check(self) -> None:
+        """There are no other ranks."""
+
     def exchange_drafter(self, swap: Callable[[], None]) -> None:
         raise AssertionError("there is no drafter")
 

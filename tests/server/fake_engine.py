@@ -101,6 +101,11 @@ class FakeEngine:
         if not self._steps_left:
             self._answers.append(None)
 
+    idle_seconds = None
+
+    def check(self) -> None:
+        """There are no other ranks."""
+
     def has_work(self) -> bool:
         return bool(self._running or self._steps_left or self._answers)
 

@@ -64,6 +64,11 @@ class PacedEngine:
                     self._running.pop(request_id, None)
         self._spoken = self._spoken and bool(self._running)
 
+    idle_seconds = None
+
+    def check(self) -> None:
+        """There are no other ranks."""
+
     def has_work(self) -> bool:
         return bool(self._running) and (self._spoken or len(self._running) >= self._wanted)
 

@@ -84,8 +84,9 @@ class TinyEngine:
         cache = {"block_size": 4, "num_gpu_blocks_override": 400} | changes.pop("cache", {})
         graph = GraphConfig(**changes.pop("graph", {}))
         device, dtype = changes.pop("device", "cpu"), changes.pop("dtype", "float32")
+        build = changes.pop("build", build_engine)
         assert not changes, changes
-        self.engine = build_engine(
+        self.engine = build(
             Config(
                 model=ModelConfig(model=str(model), dtype=dtype, device=device),
                 scheduler=SchedulerConfig(**scheduler),

@@ -15,6 +15,7 @@ from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.tiled import has_kernels
 from ...models.layers import CheckpointSlot
 from ..inspection import Stored
+from ..matching import is_part
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +89,8 @@ class Deliveries:
                 kept = not isinstance(given, Tensor)
                 self._counts[_form(given)] += 1
                 self._widened = self._widened or ("" if kept else name)
+        if slot.cut is not None and not is_part(given, slot):
+            given = slot.cut.of(widened(given))
         slot.load(given)
 
     def report(self) -> None:

@@ -40,7 +40,9 @@ class GlmMoE(nn.Module):
         self.experts = Experts(count, hidden, size, fmt)
         self.experts.expert_share = routing.top_k / count
         shared = config.n_shared_experts or 0
-        self.shared_experts = MLP(hidden, size * shared, fmt, bias=False) if shared else None
+        self.shared_experts = (
+            MLP(hidden, size * shared, fmt, bias=False, sums=False) if shared else None
+        )
 
     def parts(
         self, hidden: Tensor, norm: Norm | None = None, residual: Tensor | None = None
@@ -53,10 +55,10 @@ class GlmMoE(nn.Module):
         shared = self.shared_experts
         out = self.experts.parts(hidden, *self.gate.forward(hidden), spare=int(shared is not None))
         if shared is None:
-            return out
+            return self.experts.sum(out)
         own = shared.forward(hidden)
         if out.dim() == 2:
-            return out + own
+            return self.experts.sum(out + own)
         out[-1].copy_(own)
         return out
 

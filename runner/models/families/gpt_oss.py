@@ -18,14 +18,16 @@ from torch import Tensor, nn
 
 from ....kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from ....kernels.linear.linear import Norm
-from ....kernels.linear.moe import expert_parts
+from ....kernels.linear.moe import expert_parts, run_experts
 from ....kernels.packed.experts import packed_expert_parts
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.tiled import TiledWeight, has_kernels, tile
 from ...errors import ModelLoadError
+from ...parallel.ranks import Cut
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..llama import Attention, DecoderLayer, FeedForward, LlamaModel
 from ..moe import Router
+from ..sharded import split_tensor
 
 _GROUP = 32  # numbers that share a scale
 _ACTIVATION = "clamped_swiglu"
@@ -43,12 +45,21 @@ class SinkAttention(Attention):
 
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__(config, index, layer_id, fmt)
+        self.ranks = fmt.ranks
         empty = torch.empty(self.num_heads, dtype=torch.float32, device=fmt.device)
         self.register_buffer("sinks", empty)
         self.layer = replace(self.layer, sinks=self.sinks)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        yield f"{parent}{name}.sinks", tensor_slot(self.sinks)
+        heads = self.sinks.shape[0]
+        if self.ranks is None:
+            yield f"{parent}{name}.sinks", tensor_slot(self.sinks)
+        else:
+            total = heads * self.ranks.size
+            yield (
+                f"{parent}{name}.sinks",
+                split_tensor(self.sinks, total, self.ranks.share(total, "heads")),
+            )
 
 
 class GptOssExperts(nn.Module):
@@ -66,6 +77,10 @@ class GptOssExperts(nn.Module):
             raise ModelLoadError(
                 f"hidden_size {hidden} and intermediate_size {size} must be multiples of {_GROUP}."
             )
+        self.ranks, self.share, self.intermediate = fmt.ranks, Cut(0, 0, size), size
+        if fmt.ranks is not None:
+            self.share = fmt.ranks.share(size, "intermediate features of an expert")
+            size = self.share.size
         empty = functools.partial(torch.empty, device=fmt.device)
         is_packed = fmt.packed and fmt.dtype in _PACKED_DTYPES
         self.is_packed = is_packed and _has_kernels(fmt.device)
@@ -89,6 +104,8 @@ class GptOssExperts(nn.Module):
         rule = _ACTIVATION, self.alpha, self.limit
         if not self.is_packed:
             wide = ExpertWeights(self.gate_up, self.down, first, last, *rule)
+            if self.ranks is not None:
+                return run_experts(x, wide, weights, ids)
             return expert_parts(x, wide, weights, ids)
         gate_up, down = self._tiled("gate_up"), self._tiled("down")
         packed = PackedExperts(gate_up, down, len(last), first, last, *rule)
@@ -100,15 +117,21 @@ class GptOssExperts(nn.Module):
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"
-        for part, shape in self.shapes.items():
+        count, hidden, whole = self.shapes["down"][0], self.shapes["down"][1], self.intermediate
+        for part, shape in (
+            ("gate_up", (count, 2 * whole, hidden)),
+            ("down", (count, hidden, whole)),
+        ):
             alternates = part == "gate_up"
             bias = getattr(self, f"{part}_bias")
-            fill = functools.partial(_fill, bias, alternates)
-            yield f"{path}.{part}_proj_bias", CheckpointSlot(tuple(bias.shape), fill, "zeros")
+            fill = functools.partial(_fill, bias, alternates, self.share if alternates else None)
+            if not alternates and self.ranks is not None and self.ranks.rank > 0:
+                fill = functools.partial(_fill_zeros, bias)  # the sum over ranks holds it once
+            yield f"{path}.{part}_proj_bias", CheckpointSlot(shape[:2], fill, "zeros")
             if self.is_packed:
                 pair = _BlocksAndScales(functools.partial(self._fill_words, part, alternates))
             else:
-                fill = functools.partial(_fill, getattr(self, part), alternates)
+                fill = functools.partial(_fill, getattr(self, part), alternates, self.share)
                 load = functools.partial(_transposed, fill)
                 form = (path, "matrices")
                 slot = CheckpointSlot((shape[0], shape[2], shape[1]), load, form=form)
@@ -126,8 +149,9 @@ class GptOssExperts(nn.Module):
         rows, columns = self.shapes[name][1:]
         values = torch.empty_like(blocks)
         factors = torch.empty_like(scales)
-        _fill(values, alternates, blocks)
-        _fill(factors, alternates, scales)
+        share = self.share if alternates else None  # all: ranks have no words
+        _fill(values, alternates, share, blocks)
+        _fill(factors, alternates, share, scales)
         packed = PackedWeight("fp4", values.view(rows, -1), factors.view(rows, -1), columns, _GROUP)
         own = slice(expert * rows, (expert + 1) * rows)
         getattr(self, f"{name}_words")[own] = tile(packed).words
@@ -140,15 +164,31 @@ def _has_kernels(device: torch.device) -> bool:
     return device.type == "meta" or has_kernels(PackedWeight("fp4", *some, _GROUP, _GROUP), device)
 
 
-def _fill(target: Tensor, alternates: bool, stored: Tensor, experts: slice = slice(None)) -> None:
-    """Copy rows [e, rows, ...] of some experts into `target`, those of gate first."""
+def _fill(
+    target: Tensor,
+    alternates: bool,
+    share: Cut | None,
+    stored: Tensor,
+    experts: slice = slice(None),
+) -> None:
+    """Copy the matrices or biases [e, ...] of some experts into `target`.
+
+    If rows of gate and up alternate, those of gate come first. `share` is this rank's part of the
+    intermediate features: pairs of such rows, or else of the columns.
+    """
     own = target[experts]
     if not alternates:
-        own.copy_(stored)
+        own.copy_(stored if share is None else stored[..., share.start : share.stop])
         return
-    size = own.shape[1] // 2
-    own[:, :size].copy_(stored[:, 0::2])
-    own[:, size:].copy_(stored[:, 1::2])
+    assert share is not None
+    size = share.size
+    pairs = stored[:, 2 * share.start : 2 * share.stop]
+    own[:, :size].copy_(pairs[:, 0::2])
+    own[:, size:].copy_(pairs[:, 1::2])
+
+
+def _fill_zeros(target: Tensor, stored: Tensor) -> None:
+    target.zero_()
 
 
 def _transposed(fill: Callable[..., None], stored: Tensor) -> None:
@@ -223,7 +263,8 @@ class GptOssMLP(nn.Module):
         `norms` and `adds` say that it gets neither norm nor residual.
         """
         assert norm is None and residual is None
-        return self.experts.parts(hidden, *self.router.forward(hidden))
+        out = self.experts.parts(hidden, *self.router.forward(hidden))
+        return out if self.experts.ranks is None else self.experts.ranks.sum(out)
 
     def norms(self, num_rows: int) -> bool:
         """As `MLP.norms`: never, since router and experts read the same normed rows."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layers import Linear, WeightFormat
+from ..layers import WeightFormat
 from ..llama import MLP, Attention, DecoderLayer, FeedForward, LlamaModel
+from ..sharded import stacked_linear
 
 
 class PhiLayer(DecoderLayer):
@@ -16,15 +17,18 @@ class PhiLayer(DecoderLayer):
     ) -> Attention:
         """As the base class, with one stored matrix for queries, keys and values."""
         attention = Attention(config, index, layer_id, fmt)
-        outputs = attention.qkv_proj.out_features
-        attention.qkv_proj = Linear(config.hidden_size, outputs, fmt, False, "qkv")
+        heads = config.num_attention_heads
+        counts = (heads, *[config.num_key_value_heads or heads] * 2)
+        sections = [(count * attention.head_dim, count) for count in counts]
+        attention.qkv_proj = stacked_linear(config.hidden_size, sections, fmt, "qkv", "heads")
         return attention
 
     def make_mlp(self, config: Any, index: int, fmt: WeightFormat) -> FeedForward:
         """As the base class, with one stored matrix for gate and up."""
         mlp = MLP(config.hidden_size, config.intermediate_size, fmt, bias=False)
-        outputs = 2 * config.intermediate_size
-        mlp.gate_up_proj = Linear(config.hidden_size, outputs, fmt, False, "gate_up")
+        what, size = "intermediate features", config.intermediate_size
+        sections = [(size, size)] * 2
+        mlp.gate_up_proj = stacked_linear(config.hidden_size, sections, fmt, "gate_up", what)
         return mlp
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from ...parallel.ranks import Cut
 from .weight_format import WeightFormat
 
 
@@ -29,6 +30,8 @@ class CheckpointSlot:
     # checkpoint has all tensors of one form; random weights are drawn for the first.
     form: tuple[str, str] | None = None
     takes_packed: torch.device | None = None  # `load` also accepts a PackedWeight on this device
+    # The part of a tensor of `shape` that `load` takes, if other ranks take the rest.
+    cut: Cut | None = None
 
 
 def tensor_slot(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import platform
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ....kernels.cpu import weight as native
 from ....kernels.linear.linear_tuned import LinearChooser, create_chooser
+from ...parallel.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class WeightFormat:
     # Quantised matrices stay so. Linear layers then have no memory before their weights arrive.
     packed: bool = False
     torch_only: bool = False  # no kernels of ours for linear layers, quantised ones included
+    ranks: Ranks | None = None  # which share the model; None: it is whole
 
     @property
     def table_dtype(self) -> torch.dtype:
@@ -36,6 +38,14 @@ class WeightFormat:
         """Whether torch computes all linear layers, so that fusing anything with them is in
         vain."""
         return self.linear is None and (self.torch_only or not self.packed)
+
+
+def split_format(fmt: WeightFormat, ranks: Ranks | None) -> WeightFormat:
+    """The format of a rank's part of a model, which holds float weights that torch or our kernels
+    multiply."""
+    if ranks is None:
+        return fmt
+    return replace(fmt, native=False, pack_fp16=False, packed=False, ranks=ranks)
 
 
 def resolve_format(

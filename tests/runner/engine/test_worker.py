@@ -64,6 +64,11 @@ class ScriptedEngine:
         self.handled.append(messages)
         self.left += self.steps_per_batch
 
+    idle_seconds = None
+
+    def check(self) -> None:
+        """There are no other ranks."""
+
     def has_work(self) -> bool:
         return self.left > 0
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .layers import WeightFormat
-from .llama import DecoderLayer, FeedForward, LlamaModel
-from .moe import SparseMLP
+from ..layers import WeightFormat
+from ..llama import DecoderLayer, FeedForward, LlamaModel
+from ..moe import SparseMLP
 
 
 def has_experts(config: Any, index: int) -> bool:

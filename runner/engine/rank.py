@@ -1,0 +1,150 @@
+"""The process of a rank other than the first: it runs the steps that the first rank tells it to.
+
+It has no scheduler, no requests and no channel to the server. It ends with the first rank, however
+that ends.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import logging
+import sys
+from collections import deque
+from typing import Any
+
+import torch
+
+from ...configs.logs import configure_logging
+from ...configs.schema import Config
+from ..errors import RunnerError
+from ..graphs.capture import spare_modules
+from ..parallel.commands import (
+    NAMES,
+    Command,
+    Do,
+    Execute,
+    FillTokens,
+    Forward,
+    RankFault,
+    Sample,
+    StepDigest,
+    command_decoder,
+    digest_of,
+    unpacked_mask,
+)
+from ..parallel.group import RankEnd
+from ..process import WorkerOrders, end_now, receive_orders
+from ..scheduling.plan import StepPlan
+from ..startup.assembly import assemble
+from ..startup.compile_ahead import start_ahead
+from ..step.model_runner import ModelRunner
+from .tensor_parallel import join_ranks
+from .worker import sentence, tune_garbage_collector
+
+log = logging.getLogger("slipstream.rank")
+_POLL_SECONDS = 0.001  # while results are due
+
+
+class Follower:
+    """Runs commands in order; at most `max_in_flight` steps have results to come."""
+
+    def __init__(self, runner: ModelRunner, end: RankEnd, rank: int, max_in_flight: int) -> None:
+        self._runner, self._end, self._rank = runner, end, rank
+        self._max_in_flight = max_in_flight
+        self._in_flight: deque[tuple[int, Any]] = deque()
+        self._forwarded: StepPlan | None = None
+
+    def run(self) -> None:
+        """Serve until `Stop` arrives."""
+        while True:
+            packet = self._end.receive(_POLL_SECONDS if self._in_flight else None)
+            if packet is None:
+                self._land_finished()
+                continue
+            command = command_decoder.decode(packet)
+            if not self._do(command):
+                break
+        while self._in_flight:
+            self._land()
+
+    def _do(self, command: Command) -> bool:
+        """Run a command; False for `Stop`."""
+        runner = self._runner
+        match command:
+            case Execute(plan):
+                self._make_room()
+                self._in_flight.append((plan.step_id, runner.execute(plan)))
+            case Forward(plan):
+                self._make_room()
+                runner.forward(plan)
+                self._forwarded = plan
+            case Sample():
+                step, self._forwarded = self._forwarded, None
+                assert step is not None, "a step must be forwarded before it samples"
+                handle = runner.sample(step, unpacked_mask(command))
+                self._in_flight.append((step.step_id, handle))
+            case FillTokens(num_slots, num_drafts):
+                runner.fill_tokens(num_slots, num_drafts)
+            case Do(name):
+                assert name in NAMES
+                getattr(runner, name)()
+                if name == "capture":
+                    tune_garbage_collector()
+            case _:
+                return False
+        return True
+
+    def _make_room(self) -> None:
+        """Wait for results, since no more steps may be in flight than the first rank has."""
+        while len(self._in_flight) >= self._max_in_flight:
+            self._land()
+
+    def _land_finished(self) -> None:
+        while self._in_flight and self._in_flight[0][1].is_ready():
+            self._land()
+
+    def _land(self) -> None:
+        step_id, handle = self._in_flight.popleft()
+        self._end.answer(StepDigest(self._rank, step_id, digest_of(handle.get())))
+
+
+def serve(orders: WorkerOrders) -> int:
+    """Build this rank's model runner and follow the first rank; returns the exit status."""
+    config, rank = orders.config, orders.rank
+    end = RankEnd(orders.endpoint, rank)
+    try:
+        runner = _build(config, rank, orders.rendezvous)
+        in_flight = 2 if config.scheduler.async_scheduling else 1
+        Follower(runner, end, rank, in_flight).run()
+        status = 0
+    except Exception as error:
+        expected = isinstance(error, (RunnerError, OSError, ImportError))
+        level = logging.DEBUG if expected else logging.ERROR
+        log.log(level, "rank %d ends", rank, exc_info=True)
+        end.answer(RankFault(rank, f"tensor-parallel rank {rank} ended: {sentence(error)}"))
+        status = 1
+    end.close()
+    return status
+
+
+def _build(config: Config, rank: int, rendezvous: str) -> ModelRunner:
+    with start_ahead(config) as ahead:
+        if torch.cuda.is_available():
+            spare_modules()
+        ranks = join_ranks(config, rank, rendezvous)
+        return ModelRunner(assemble(config, lambda progress: None, ahead, ranks))
+
+
+def main() -> int:
+    """Entry point of `python -m slipstream.runner.engine.rank`; reads its orders from stdin."""
+    faulthandler.enable()
+    orders = receive_orders(sys.stdin.buffer)
+    server = orders.config.server
+    # The first rank logs what all ranks do.
+    level = "debug" if server.log_level == "debug" else "warning"
+    configure_logging(level, server.log_format, f"rank {orders.rank}")
+    return serve(orders)
+
+
+if __name__ == "__main__":
+    end_now(main())  # communicators that other ranks have left may never finish

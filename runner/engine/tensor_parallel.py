@@ -1,0 +1,135 @@
+"""The first rank of a group that shares a model: it runs each step, and tells the others to.
+
+A rank's step is the same code as on one device. What is added is one message a step, and after it
+one answer of each rank, which nothing waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...configs.schema import Config
+from ..batch.step_output import StepHandle
+from ..errors import RunnerError
+from ..messages import Progress
+from ..parallel.collectives import Collectives
+from ..parallel.commands import Do, Execute, FillTokens, Forward, digest_of, packed_mask
+from ..parallel.group import RankGroup
+from ..parallel.ranks import Ranks
+from ..scheduling.plan import RowResult, StepPlan
+from ..startup.build import build_model_runner
+from ..startup.compile_ahead import CompileAhead
+from ..step.device_queue import choose_device
+from ..step.model_runner import ModelRunner
+from ..step.parts import RunnerParts
+
+_POLL_SECONDS = 0.05  # how often a wait for results looks after the other ranks
+
+
+def join_ranks(config: Config, rank: int, rendezvous: str) -> Ranks:
+    """Take the device of a rank and join the group; returns when all ranks have joined."""
+    size = config.parallel.tensor_parallel_size
+    if choose_device(config.model.device).type == "cuda":
+        if torch.cuda.device_count() < size:
+            raise RunnerError(
+                f"--tensor-parallel-size {size} needs {size} GPUs, but this machine shows "
+                f"{torch.cuda.device_count()}"
+            )
+    device = choose_device(config.model.device)  # the first that this process sees
+    return Ranks(rank, size, Collectives(rank, size, rendezvous, device))
+
+
+def build_leader(
+    config: Config,
+    progress: Callable[[Progress], None],
+    ahead: CompileAhead | None,
+    group: RankGroup,
+) -> LeadingRunner:
+    """Build the first rank's model runner; `group` holds the others, which build theirs."""
+    with group.faults():
+        ranks = join_ranks(config, 0, group.rendezvous)
+        create = partial(LeadingRunner, group=group, ranks=ranks)
+        runner = build_model_runner(config, progress, ahead, ranks, create)
+    assert isinstance(runner, LeadingRunner)
+    return runner
+
+
+class WatchedHandle:
+    """A step's results, which are compared with those of the other ranks."""
+
+    def __init__(self, handle: StepHandle, step_id: int, group: RankGroup) -> None:
+        self._handle, self._step_id, self._group = handle, step_id, group
+        self._is_noted = False
+
+    def wait(self, timeout: float) -> bool:
+        """As `StepHandle.wait`. Raises RankFailed if another rank has failed."""
+        self._group.check()
+        return self._handle.wait(timeout)
+
+    def get(self) -> list[RowResult]:
+        """As `StepHandle.get`. Raises RankFailed instead of waiting for a rank that is gone."""
+        with self._group.faults():
+            while not self.wait(_POLL_SECONDS):
+                pass
+            results = self._handle.get()
+        if not self._is_noted:
+            self._is_noted = True
+            self._group.note(0, self._step_id, digest_of(results))
+        return results
+
+
+class LeadingRunner(ModelRunner):
+    """The model runner of the first rank. Each call reaches the other ranks in the same order."""
+
+    idle_seconds = 0.2
+    swap_fault = "drafters cannot be swapped while several ranks share the model"
+
+    def __init__(self, parts: RunnerParts, group: RankGroup, ranks: Ranks) -> None:
+        super().__init__(parts)
+        self._group, self._ranks = group, ranks
+
+    def check(self) -> None:
+        """Raise RankFailed if another rank has failed."""
+        self._group.check()
+
+    def execute(self, plan: StepPlan) -> Any:
+        self._group.send(Execute(plan))
+        super().forward(plan)
+        return self._watched(plan, super().sample(plan))
+
+    def forward(self, plan: StepPlan) -> None:
+        self._group.send(Forward(plan))
+        super().forward(plan)
+
+    def sample(self, plan: StepPlan, grammar_bitmask: np.ndarray | None = None) -> Any:
+        self._group.send(packed_mask(grammar_bitmask))
+        return self._watched(plan, super().sample(plan, grammar_bitmask))
+
+    def _watched(self, plan: StepPlan, handle: StepHandle) -> WatchedHandle:
+        return WatchedHandle(handle, plan.step_id, self._group)
+
+    def fill_tokens(self, num_slots: int, num_drafts: int) -> None:
+        self._group.send(FillTokens(num_slots, num_drafts))
+        super().fill_tokens(num_slots, num_drafts)
+
+    def warm_up(self) -> None:
+        self._group.send(Do("warm_up"))
+        super().warm_up()
+
+    def capture(self) -> None:
+        self._group.send(Do("capture"))
+        super().capture()
+
+    def synchronize(self) -> None:
+        self._group.send(Do("synchronize"))
+        super().synchronize()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._group.shutdown()
+        self._ranks.communicator.close()

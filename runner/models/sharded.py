@@ -1,0 +1,289 @@
+"""Layers of which each rank holds a part: outputs or inputs of projections, rows of tables.
+
+The functions return the plain layers of `layers` for a model on one rank. Layers that are split by
+outputs need no communication; those split by inputs add up what the ranks computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.linear.linear import Norm
+from ..parallel.ranks import Cut, Ranks
+from .layers import CheckpointSlot, Embedding, Linear, WeightFormat
+
+
+def column_linear(
+    in_features: int,
+    outputs: int | Mapping[str, int],
+    fmt: WeightFormat,
+    bias: bool = False,
+    role: str = "other",
+    *,
+    what: str = "intermediate features",
+    groups: int | Mapping[str, int] | None = None,
+) -> Linear:
+    """A `Linear` of whose outputs each rank has a share, and of each part of a fused one.
+
+    `outputs` counts those of all ranks. They may be `groups` that are not divided, such as heads;
+    `what` names them in errors.
+    """
+    if fmt.ranks is None:
+        return Linear(in_features, outputs, fmt, bias, role)
+    shards = {"": outputs} if isinstance(outputs, int) else dict(outputs)
+    counts = groups if isinstance(groups, Mapping) else dict.fromkeys(shards, groups)
+    cuts = {name: fmt.ranks.share(total, what, counts.get(name)) for name, total in shards.items()}
+    return ColumnLinear(in_features, shards, cuts, fmt, bias, role)
+
+
+def qkv_linear(
+    hidden: int,
+    heads: tuple[int, int],  # query heads and KV heads of all ranks
+    head_dim: int,
+    fmt: WeightFormat,
+    bias: bool = False,
+    role: str = "other",
+    names: tuple[str, ...] = ("q_proj", "k_proj", "v_proj"),
+    gated: bool = False,
+) -> Linear:
+    """The fused projection of queries, keys and values, divided by heads.
+
+    `names` may leave out keys and values. If `gated`, each query head has a gate as well.
+    """
+    queries, kv_heads = heads
+    sizes = ((2 if gated else 1) * queries * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+    shards = dict(zip(names, sizes, strict=False))
+    groups = dict(zip(names, (queries, kv_heads, kv_heads), strict=False))
+    return column_linear(hidden, shards, fmt, bias, role, what="heads", groups=groups)
+
+
+def stacked_linear(
+    in_features: int,
+    sections: Sequence[tuple[int, int]],
+    fmt: WeightFormat,
+    role: str,
+    what: str,
+) -> Linear:
+    """As `column_linear`, for a matrix whose outputs are several sections: (outputs, groups)."""
+    totals = [total for total, _ in sections]
+    if fmt.ranks is None:
+        return Linear(in_features, sum(totals), fmt, False, role)
+    cuts = [fmt.ranks.share(total, what, groups) for total, groups in sections]
+    return StackedLinear(in_features, totals, cuts, fmt, False, role)
+
+
+def row_linear(
+    in_features: int,
+    outputs: int,
+    fmt: WeightFormat,
+    bias: bool = False,
+    role: str = "other",
+    *,
+    what: str = "intermediate features",
+    groups: int | None = None,
+    sums: bool = True,
+) -> Linear:
+    """A `Linear` of whose inputs each rank has a share.
+
+    Without `sums`, its output is this rank's part of the sum, which the caller must add up.
+    """
+    if fmt.ranks is None:
+        return Linear(in_features, outputs, fmt, bias, role)
+    cut = fmt.ranks.share(in_features, what, groups, dim=1)
+    return RowLinear(in_features, outputs, cut, fmt.ranks, sums, fmt, bias, role)
+
+
+class ColumnLinear(Linear):
+    """A part of the outputs of a linear layer."""
+
+    def __init__(
+        self,
+        in_features: int,
+        shards: Mapping[str, int],  # outputs on all ranks, by name
+        cuts: Mapping[str, Cut],
+        fmt: WeightFormat,
+        bias: bool,
+        role: str,
+    ) -> None:
+        own = {name: cuts[name].size for name in shards}
+        super().__init__(in_features, own, fmt, bias, role)
+        self.totals, self.cuts = dict(shards), dict(cuts)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        own = dict(super().checkpoint_slots(parent, name))
+        for shard, total in self.totals.items():
+            for kind in ("weight", "bias"):
+                path = f"{parent}{shard or name}.{kind}"
+                if (slot := own.get(path)) is not None:
+                    whole = (total, *slot.shape[1:])
+                    yield path, replace(slot, shape=whole, cut=self.cuts[shard])
+
+
+class StackedLinear(Linear):
+    """A part of each section of the outputs of a linear layer that is stored as one matrix."""
+
+    def __init__(
+        self, in_features: int, totals: Sequence[int], cuts: Sequence[Cut], *rest: Any
+    ) -> None:
+        super().__init__(in_features, sum(cut.size for cut in cuts), *rest)
+        self.totals, self.cuts = list(totals), list(cuts)
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        for path, slot in super().checkpoint_slots(parent, name):
+            take = partial(self._take, slot.load)
+            yield path, replace(slot, shape=(sum(self.totals), *slot.shape[1:]), load=take)
+
+    def _take(self, load: Callable[[Any], None], tensor: Tensor) -> None:
+        sections = torch.split(tensor, self.totals)
+        load(torch.cat([cut.of(part) for cut, part in zip(self.cuts, sections, strict=True)]))
+
+
+class RowLinear(Linear):
+    """A part of the inputs of a linear layer, whose outputs are summed over the ranks."""
+
+    def __init__(
+        self,
+        in_features: int,  # on all ranks
+        outputs: int,
+        cut: Cut,
+        ranks: Ranks,
+        sums: bool,
+        fmt: WeightFormat,
+        bias: bool,
+        role: str,
+    ) -> None:
+        super().__init__(cut.size, outputs, fmt, bias, role)
+        self.total, self.cut, self.ranks, self.sums = in_features, cut, ranks, sums
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        return self.ranks.sum(out) if self.sums else out
+
+    def parts(self, x: Tensor, norm: Norm | None = None) -> Tensor:
+        assert norm is None, "a norm of a part of the features is not a norm of all"
+        return self.forward(x)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return residual + self.forward(x)
+
+    def norms(self, num_rows: int) -> bool:
+        return False
+
+    def adds(self, num_rows: int) -> bool:
+        return False
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        for path, slot in super().checkpoint_slots(parent, name):
+            if path.endswith(".weight"):
+                yield path, replace(slot, shape=(slot.shape[0], self.total), cut=self.cut)
+            else:
+                yield path, slot
+
+    def _load_bias(self, shard: str, part: slice, tensor: Tensor) -> None:
+        # The sum over ranks must hold the bias once.
+        once = tensor if self.ranks.rank == 0 else torch.zeros_like(tensor)
+        super()._load_bias(shard, part, once)
+
+
+def vocabulary_cut(ranks: Ranks, num_rows: int) -> Cut:
+    """The rows of a table or head that a rank holds, of equal numbers; those from `num_rows` on
+    are padding."""
+    each = -(-num_rows // ranks.size)
+    return Cut(0, ranks.rank * each, (ranks.rank + 1) * each)
+
+
+def _stored(cut: Cut, num_rows: int) -> Cut:
+    """The rows of a cut that a checkpoint has."""
+    stop = min(cut.stop, num_rows)
+    return Cut(0, min(cut.start, stop), stop)
+
+
+def _filled(target: Tensor, rows: Tensor) -> None:
+    """Copy rows into the first rows of `target`, and zeros into its padding."""
+    target[: rows.shape[0]].copy_(rows)
+    target[rows.shape[0] :].zero_()
+
+
+class SplitHead(Linear):
+    """An output head of which each rank computes a part of the vocabulary; every rank gets all
+    logits, and with equal bits, so that all ranks draw the same tokens from them."""
+
+    def __init__(self, hidden: int, vocab_size: int, fmt: WeightFormat) -> None:
+        assert fmt.ranks is not None
+        cut = vocabulary_cut(fmt.ranks, vocab_size)
+        super().__init__(hidden, cut.size, fmt, role="head")
+        self.vocab_size, self.ranks, self.cut = vocab_size, fmt.ranks, cut
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ranks.side_by_side(super().forward(x), self.vocab_size)
+
+    @property
+    def can_pick(self) -> bool:
+        return False
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        for path, slot in super().checkpoint_slots(parent, name):
+            whole = (self.vocab_size, self.in_features)
+            yield path, replace(slot, shape=whole, cut=_stored(self.cut, self.vocab_size))
+
+    def _load_weight(self, shard: str, part: slice, tensor: Tensor) -> None:
+        assert self.weight is not None
+        _filled(self.weight, tensor)
+        self._arrived(shard, "weight")
+
+
+class SplitEmbedding(Embedding):
+    """An embedding table of which each rank holds some rows; their sum is each token's row."""
+
+    whole = False
+
+    def __init__(self, num_rows: int, size: int, fmt: WeightFormat) -> None:
+        assert fmt.ranks is not None
+        cut = vocabulary_cut(fmt.ranks, num_rows)
+        super().__init__(cut.size, size, fmt)
+        self.num_rows, self.ranks, self.cut = num_rows, fmt.ranks, cut
+
+    def forward(self, ids: Tensor) -> Tensor:
+        own = ids - self.cut.start
+        absent = (own < 0) | (own >= self.cut.size)
+        rows = super().forward(own.masked_fill(absent, 0))
+        return self.ranks.sum(rows.masked_fill(absent.unsqueeze(-1), 0))
+
+    def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        for path, slot in super().checkpoint_slots(parent, name):
+            whole = (self.num_rows, self.shape[1])
+            yield path, replace(slot, shape=whole, cut=_stored(self.cut, self.num_rows))
+
+    def _load(self, table: Any) -> None:
+        assert self.weight is not None and isinstance(table, Tensor)
+        _filled(self.weight, table)
+
+
+def table(num_rows: int, size: int, fmt: WeightFormat) -> Embedding:
+    """The embedding table of a vocabulary."""
+    kind = Embedding if fmt.ranks is None else SplitEmbedding
+    return kind(num_rows, size, fmt)
+
+
+def head(hidden: int, vocab_size: int, fmt: WeightFormat) -> Linear:
+    """The output head of a vocabulary."""
+    if fmt.ranks is None:
+        return Linear(hidden, vocab_size, fmt, role="head")
+    return SplitHead(hidden, vocab_size, fmt)
+
+
+def split_tensor(
+    target: torch.Tensor, total: int, cut: Cut, init: str = "normal"
+) -> CheckpointSlot:
+    """The slot of a tensor that holds the rows `cut` of a checkpoint's `total`."""
+
+    def load(tensor: Tensor) -> None:
+        target.copy_(tensor)
+
+    return CheckpointSlot((total, *target.shape[1:]), load, init, cut=cut)

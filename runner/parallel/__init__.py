@@ -1,0 +1,1 @@
+"""One model over several processes: which part each rank holds, and how ranks talk."""

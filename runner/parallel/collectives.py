@@ -1,0 +1,60 @@
+"""Collectives between processes, by torch.distributed: NCCL between GPUs, gloo between CPUs.
+
+A group of one rank never imports this module.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# A rank that dies is noticed by its parent at once; this only bounds waits that nothing else ends.
+_TIMEOUT = timedelta(hours=2)
+# Newer versions of torch have another name for it.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Collectives:
+    """A `Communicator` over the default process group, whose ranks are on one machine."""
+
+    def __init__(self, rank: int, size: int, rendezvous: str, device: torch.device) -> None:
+        """Join the group; waits for the other ranks. `rendezvous` is a file that does not exist
+        before the first rank joins, the same for all ranks."""
+        self._size, self._device = size, device
+        on_gpu = device.type == "cuda"
+        if not on_gpu:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        dist.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            init_method=f"file://{rendezvous}",
+            rank=rank,
+            world_size=size,
+            timeout=_TIMEOUT,
+            device_id=device if on_gpu else None,
+        )
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self._size, *x.shape)
+        _gather(out.view(self._size * x.shape[0], *x.shape[1:]), x)
+        return out
+
+    def close(self) -> None:
+        """Leave the group. GPUs leave it when the process ends, as graphs hold its collectives."""
+        if self._device.type == "cpu":
+            dist.destroy_process_group()
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        table = torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        dist.all_reduce(table, dist.ReduceOp.MIN)
+        found: list[int] = table.tolist()
+        return found

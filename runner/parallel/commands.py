@@ -1,0 +1,116 @@
+"""What the first rank tells the others, and what they answer: plain data, in msgpack.
+
+A step is one command of a few hundred bytes. The other ranks answer each step with a digest of its
+tokens, which proves that all ranks draw the same.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from zlib import crc32
+
+import msgspec
+import numpy as np
+
+from ..scheduling.plan import RowResult, StepPlan
+
+
+class Execute(msgspec.Struct, tag=True):
+    """Run a whole step."""
+
+    plan: StepPlan
+
+
+class Forward(msgspec.Struct, tag=True):
+    """Run a step up to its logits; `Sample` follows."""
+
+    plan: StepPlan
+
+
+class Sample(msgspec.Struct, tag=True):
+    """Run the rest of the step that was forwarded, under its grammars' masks."""
+
+    num_rows: int  # of the mask, which is [num_rows, ...] int32; 0 = no mask
+    mask: bytes = b""
+
+
+class FillTokens(msgspec.Struct, tag=True):
+    """See `ModelRunner.fill_tokens`."""
+
+    num_slots: int
+    num_drafts: int
+
+
+class Do(msgspec.Struct, tag=True):
+    """Call a method of the model runner that takes nothing: one of `NAMES`."""
+
+    name: str
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Finish the steps in flight, then exit."""
+
+
+Command = Execute | Forward | Sample | FillTokens | Do | Stop
+NAMES = ("warm_up", "capture", "synchronize")
+
+
+class StepDigest(msgspec.Struct, tag=True):
+    """The digest of a rank's results of a step."""
+
+    rank: int
+    step_id: int
+    digest: int
+
+
+class RankFault(msgspec.Struct, tag=True):
+    """Why a rank ends: one sentence."""
+
+    rank: int
+    message: str
+
+
+Answer = StepDigest | RankFault
+
+encoder = msgspec.msgpack.Encoder()
+command_decoder = msgspec.msgpack.Decoder(Command)
+answer_decoder = msgspec.msgpack.Decoder(Answer)
+
+
+def digest_of(results: Sequence[RowResult]) -> int:
+    """A number of 32 bits that two ranks share, as good as surely, only if their results do."""
+    return crc32(encoder.encode([(r.token_ids, r.num_draft_tokens, r.has_nan) for r in results]))
+
+
+class Digests:
+    """Compares the ranks' digests of each step, in whatever order they come."""
+
+    def __init__(self, size: int) -> None:
+        self._size, self._lock = size, threading.Lock()
+        self._found: dict[int, dict[int, int]] = {}  # step id -> rank -> digest
+
+    def note(self, rank: int, step_id: int, digest: int) -> str | None:
+        """Note a rank's digest; returns a sentence if the ranks computed different tokens."""
+        with self._lock:
+            found = self._found.setdefault(step_id, {})
+            found[rank] = digest
+            if len(found) < self._size:
+                return None
+            del self._found[step_id]
+        odd = sorted(other for other in found if found[other] != found[0])
+        if not odd:
+            return None
+        return f"tensor-parallel rank {', '.join(map(str, odd))} computed other tokens than rank 0"
+
+
+def packed_mask(mask: np.ndarray | None) -> Sample:
+    """The command with a grammar's mask [L, W] int32."""
+    return Sample(0) if mask is None else Sample(len(mask), mask.astype(np.int32).tobytes())
+
+
+def unpacked_mask(sample: Sample) -> np.ndarray | None:
+    """The mask of a command, [L, W] int32."""
+    if not sample.num_rows:
+        return None
+    return np.frombuffer(sample.mask, np.int32).reshape(sample.num_rows, -1)

@@ -1,0 +1,132 @@
+"""The ranks that share one model: which part of each matrix a rank holds, and sums over ranks.
+
+A rank is a process with a device of its own. All ranks run the same passes of the same size, since
+passes contain collectives. A model on one rank knows nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+from zlib import crc32
+
+from torch import Tensor
+
+from ..errors import ModelLoadError, RunnerError
+
+
+class Communicator(Protocol):
+    """The collectives of a group. Every rank must call the same ones in the same order."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Replace x, contiguous, by its sum over the ranks, the same bits on each; returns x."""
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The x of every rank in order of ranks: [...] -> [size, ...]."""
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The least of each value over the ranks. It waits for the device; start-up only."""
+
+    def close(self) -> None:
+        """Leave the group, after the last collective."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The part `start` to `stop` of a tensor's dimension `dim`."""
+
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """This part of a tensor, as a view."""
+        return tensor.narrow(self.dim, self.start, self.size)
+
+    def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of this part of a tensor of this shape."""
+        return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+
+class Silent:
+    """A communicator without other ranks, for models of meta tensors: it changes only shapes."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.new_empty(self._size, *x.shape)
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def close(self) -> None:
+        """Do nothing: nobody was joined."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The group that shares a model, as one of its ranks sees it."""
+
+    rank: int
+    size: int
+    communicator: Communicator
+
+    def share(self, total: int, what: str, groups: int | None = None, dim: int = 0) -> Cut:
+        """The part of `total` rows or columns that this rank holds.
+
+        The rows are `groups` indivisible groups of equal size, by default as many as rows. With
+        fewer groups than ranks, several ranks hold the same group. Raises ModelLoadError, which
+        names `what` is divided, if the groups cannot be divided evenly.
+        """
+        count = total if groups is None else groups
+        if count % self.size == 0:
+            each = total // self.size
+            return Cut(dim, self.rank * each, (self.rank + 1) * each)
+        if groups is not None and self.size % count == 0:
+            each, group = total // count, self.rank // (self.size // count)
+            return Cut(dim, group * each, (group + 1) * each)
+        raise ModelLoadError(
+            f"the model's {count} {what} cannot be divided among --tensor-parallel-size "
+            f"{self.size} ranks; use a size that divides {count}."
+        )
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum over ranks of x, which it may overwrite."""
+        return self.communicator.all_reduce(x.contiguous())
+
+    def side_by_side(self, x: Tensor, total: int) -> Tensor:
+        """Every rank's x [M, n] side by side, of which the first `total` columns count."""
+        parts = self.communicator.all_gather(x.contiguous())  # [size, M, n]
+        whole = parts.transpose(0, 1).reshape(x.shape[0], -1)
+        return whole if whole.shape[1] == total else whole[:, :total].contiguous()
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The least of each value over the ranks."""
+        return self.communicator.least(values)
+
+
+def check_equal(ranks: Ranks | None, what: str, value: object) -> None:
+    """Raise RunnerError unless `value`, by its repr, is the same on all ranks."""
+    if ranks is None:
+        return
+    number = crc32(repr(value).encode())
+    least, most = ranks.least([number, -number])
+    if least != -most:
+        raise RunnerError(f"the ranks differ in {what}; rank {ranks.rank} has {value}")
+
+
+def head_counts(ranks: Ranks | None, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+    """The query heads and KV heads of a rank. Ranks share KV heads if there are fewer of them."""
+    if ranks is None:
+        return num_heads, num_kv_heads
+    queries = ranks.share(num_heads, "attention heads")
+    return queries.size, ranks.share(num_kv_heads, "KV heads", num_kv_heads).size
