@@ -133,7 +133,7 @@ class StepHandle:
             return self.done()
         output = self._output.result()
         event = None if output is None else output[1].event
-        return event is None or bool(event.query())
+        return event is None or bool(event.query())  # type: ignore[no-untyped-call]
 
     def error(self) -> BaseException | None:
         """The error that the step raised, or None. Call it only once `done`."""

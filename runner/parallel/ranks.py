@@ -114,6 +114,11 @@ class Ranks:
         return self.communicator.least(values)
 
 
+def least_of(ranks: Ranks | None, value: int) -> int:
+    """The least of a value over the ranks."""
+    return value if ranks is None else ranks.least([value])[0]
+
+
 def check_equal(ranks: Ranks | None, what: str, value: object) -> None:
     """Raise RunnerError unless `value`, by its repr, is the same on all ranks."""
     if ranks is None:

@@ -43,7 +43,7 @@ from ..graphs.manager import CudaGraphManager, MemoryByPurpose, RebuiltStates
 from ..graphs.settings import GraphSettings
 from ..loading.model_check import memory_faults
 from ..messages import Progress
-from ..parallel.ranks import Ranks, check_equal
+from ..parallel.ranks import Ranks, check_equal, least_of
 from ..sampling.row_sampling import RowSampling
 from ..sampling.sampler import Sampler
 from ..step.data_parallel import create_sync
@@ -378,9 +378,7 @@ class Assembly:
             token_graphs_of,
             draft_graph_bytes,
         )
-        available = self._kv_cache_bytes(profile)
-        if self.ranks is not None:
-            (available,) = self.ranks.least([available])
+        available = least_of(self.ranks, self._kv_cache_bytes(profile))
         most_tokens, state_bytes = self.max_num_reqs * self.max_model_len, 0
         if states is not None:
             spare = available - layout.bytes_of(layout.blocks_for(self.max_model_len))

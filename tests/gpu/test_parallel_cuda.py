@@ -48,7 +48,7 @@ TARGET: dict[str, Any] = {
 }  # fmt: skip
 DRAFTER = TARGET | {
     "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 1009,
-    "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+    "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
 }  # fmt: skip
 NUM_REQUESTS, MAX_TOKENS = 12, 48
 # request -> its token ids, and their log probabilities

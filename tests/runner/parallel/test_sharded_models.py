@@ -24,6 +24,7 @@ from ..model_harness import CPU, Sequences
 from ..models import (
     test_deepseek,
     test_gemma,
+    test_glm4_moe,
     test_gpt_oss,
     test_llama,
     test_qwen3_5,
@@ -63,6 +64,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "",
     ),
     "deepseek_v3": ("DeepseekV3Config", test_deepseek.SHAPE, {"attention_bias": True}, "stacked"),
+    "glm": ("Glm4MoeConfig", test_glm4_moe.SHAPE, test_glm4_moe.CASES["glm_4_5"], "stacked"),
+    "phi3": ("Phi3Config", test_llama.SHAPE, {"pad_token_id": None}, ""),
     "qwen3_5": ("Qwen3_5TextConfig", test_qwen3_5.SHAPE, {}, ""),
     "qwen3_next": ("Qwen3NextConfig", test_qwen3_5.SHAPE, test_qwen3_5.EXPERTS, "stacked"),
 }
