@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...configs.load import add_flags, load_config
 from ...configs.options import ConfigError
+
+if TYPE_CHECKING:
+    from ..verify.report import Report
 
 SUMMARY = "check on your own model that speculation changes nothing but the speed"
 _LEAST = {"num_prompts": 1, "max_tokens": 1, "samples": 0, "sample_tokens": 4}
@@ -34,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
         )
     add_output(group)
+    group.add_argument("--html", metavar="FILE", help="write the report as one page of HTML")
     add_flags(parser)
 
 
@@ -43,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from ..verify.plan import Plan
 
     check_file("--output", args.output)
+    check_file("--html", args.html)
     plan = Plan(args.num_prompts, args.max_tokens, args.samples, args.sample_tokens)
     given = vars(args)
     for flag, least in _LEAST.items():
@@ -58,4 +65,15 @@ def run(args: argparse.Namespace) -> int:
             return 1
         print(report.table(), flush=True)
     write_figures(args.output, report.as_dict())
+    if args.html is not None:
+        _write_page(args.html, report)
     return 0 if report.passes else 1
+
+
+def _write_page(path: str, report: Report) -> None:
+    from ..verify.output.page import page
+
+    try:
+        Path(path).write_text(page(report), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--html {path}: {(error.strerror or str(error)).lower()}") from None

@@ -33,6 +33,7 @@ class Subject:
     dtype: str
     method: str  # of the drafter
     one_hot: bool  # whether drafts are the drafter's likeliest tokens
+    plain_prompts: Sequence[Sequence[int]] = ()  # the prompts' texts without the chat template
     grammar: GrammarSpec | None = None
     valid: Callable[[Sequence[int]], bool] = lambda ids: True  # does a reply obey the grammar?
 

@@ -6,9 +6,12 @@ need no network.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,9 +19,11 @@ from typing import Any
 import httpx
 from fastapi import FastAPI
 
+from ...configs.model.model_config import NotServed, text_config
 from ...configs.options import ConfigError
 from ...configs.schema import Config
-from ...runner.messages import GrammarSpec, Ready, SetVocabulary
+from ...runner.messages import GrammarSpec, Ready, SamplingParams, SetVocabulary
+from ..drafters.acceptance import Tally
 from ..drafters.training_prompts import (
     Prompt,
     PromptError,
@@ -30,9 +35,14 @@ from ..engine.engine_client import EngineClient, EngineDead, WorkerFailed
 from ..generation.services import Services
 from ..progress import CountProgress, StartupProgress
 from ..startup.app import create_app
+from ..startup.model_files import ModelFilesError, check_model_files
 from ..text.tokenizer import Tokenizer, TokenizerLoadError
 from ..version import version
+from .diagnosis.experiments import Patient, accepted, diagnose, try_boundaries
+from .diagnosis.head_files import read_head
+from .drafts import judge_proposals, tally
 from .plan import Plan, Subject, drafts_are_one_hot
+from .replies import Reply, generate
 from .report import Report
 from .run import run_checks
 from .text import Endpoint, check_text
@@ -64,25 +74,102 @@ async def verify(config: Config, plan: Plan, data: str) -> Report | None:
     config = with_drafts(config)
     client = EngineClient(config)
     try:
+        check_model_files(config)
         app = create_app(config, client)
         services: Services = app.state.services
-        prompts = _prompts(services, data)
-        with StartupProgress() as progress:
-            ready = await client.start(progress)
-        tokenizer = services.tokenizer
-        client.set_vocabulary(SetVocabulary(tokenizer.vocabulary(), sorted(tokenizer.eos_ids)))
-        report = Report(_setup(config, ready))
-        subject = _subject(config, tokenizer, ready, prompts)
-        await run_checks(client, subject, plan, report)
-        await _check_text(app, subject, plan, report)
-        return report
-    except (PromptError, TokenizerLoadError, ValueError, OSError) as error:
+        prompts = _read(data)
+        token_ids = tokenize_prompts(prompts, services.tokenizer, services.template)
+        with_text = [user_text(prompt) for prompt in prompts]
+    except (ModelFilesError, PromptError, TokenizerLoadError, ValueError, OSError) as error:
         raise ConfigError(str(error).rstrip(".")) from None
+    plain = [services.tokenizer.encode(text) for text in with_text if text]
+    try:
+        async with _started(config, client, services) as ready:
+            report = Report(_setup(config, ready))
+            subject = _subject(config, services.tokenizer, ready, token_ids, plain)
+            replies = await run_checks(client, subject, plan, report)
+            await _check_text(app, subject, plan, report)
+            patient = _patient(config, ready)
+            is_low = await diagnose(client, subject, patient, replies, report)
+        if is_low:
+            await _try_boundaries(config, services, subject, patient, replies, report)
+        if ready.device.startswith("cuda") and not config.graph.enforce_eager:
+            await _check_graphs(config, services, subject, plan, replies, report)
+        return report
     except (WorkerFailed, EngineDead) as error:
         print(f"slipstream verify: error: {error}", file=sys.stderr)
         return None
+
+
+@asynccontextmanager
+async def _started(
+    config: Config, client: EngineClient, services: Services
+) -> AsyncIterator[Ready]:
+    """The engine of a client, until the end of the context. Raises WorkerFailed."""
+    tokenizer = services.tokenizer
+    try:
+        with StartupProgress() as progress:
+            ready = await client.start(progress)
+        client.set_vocabulary(SetVocabulary(tokenizer.vocabulary(), sorted(tokenizer.eos_ids)))
+        yield ready
     finally:
         await client.shutdown()
+
+
+async def _try_boundaries(
+    config: Config, services: Services, subject: Subject, patient: Patient,
+    replies: Sequence[Reply], report: Report,
+) -> None:  # fmt: skip
+    """Start an engine for each choice of auxiliary layers that may be meant."""
+
+    async def measure(boundaries: tuple[int, ...]) -> Tally:
+        speculative = replace(config.speculative, aux_hidden_state_boundaries=boundaries)
+        other = replace(config, speculative=speculative)
+        client = EngineClient(other)
+        async with _started(other, client, services):
+            return await accepted(client, [reply.prompt for reply in replies])
+
+    await try_boundaries(patient, tally(replies), measure, report)
+
+
+async def _check_graphs(
+    config: Config, services: Services, subject: Subject, plan: Plan,
+    replies: Sequence[Reply], report: Report,
+) -> None:  # fmt: skip
+    """Compare the drafts that CUDA graphs made with those of an eager engine."""
+    eager = replace(config, graph=replace(config.graph, enforce_eager=True))
+    client = EngineClient(eager)
+    sampling = SamplingParams(0, plan.max_tokens, temperature=0.0)
+    async with _started(eager, client, services):
+        others = await generate(
+            client, [reply.prompt for reply in replies], sampling, drafts=True, concurrency=1
+        )
+    ours, theirs = (
+        {k: v for r in side for k, v in r.texts_and_drafts.items()} for side in (replies, others)
+    )
+    judge_proposals(
+        "graphs against eager", ours, theirs, subject.dtype, report,
+        "a captured graph reads or writes memory that the eager passes do not",
+    )  # fmt: skip
+
+
+def _patient(config: Config, ready: Ready) -> Patient:
+    """What a diagnosis can know of the drafter and its target."""
+    speculative = config.speculative
+    is_head = speculative.model is not None and speculative.method.startswith("eagle")
+    head = read_head(Path(speculative.model or "")) if is_head else None
+    target: dict[str, Any] = {}
+    with contextlib.suppress(OSError, ValueError, NotServed):
+        raw = (Path(config.model.model) / "config.json").read_text(encoding="utf-8")
+        target = text_config(json.loads(raw))
+    return Patient(
+        method=ready.speculative_method,
+        head=head,
+        target=target,
+        boundaries=tuple(speculative.aux_hidden_state_boundaries or ()),
+        weight_formats=ready.weight_formats,
+        max_model_len=ready.max_model_len,
+    )
 
 
 async def _check_text(app: FastAPI, subject: Subject, plan: Plan, report: Report) -> None:
@@ -101,11 +188,17 @@ async def _check_text(app: FastAPI, subject: Subject, plan: Plan, report: Report
             await check_text(on, off, prompts, plan.max_tokens, report, bar.update)
 
 
-def _prompts(services: Services, data: str) -> list[list[int]]:
-    """The tokenized prompts: of the file `data`, or one of each built-in domain in turn."""
-    prompts = _in_turn(heldout_prompts()) if data == "builtin" else read_prompts(Path(data))
-    found = tokenize_prompts(prompts, services.tokenizer, services.template)
-    return [ids for ids in found if ids]
+def _read(data: str) -> list[Prompt]:
+    """The prompts of the file `data`, or the built-in ones of each domain in turn."""
+    return _in_turn(heldout_prompts()) if data == "builtin" else read_prompts(Path(data))
+
+
+def user_text(prompt: Prompt) -> str:
+    """The text of a prompt without a chat template: what the user wrote last, or all of it."""
+    if prompt.messages:
+        content = prompt.messages[-1].get("content")
+        return content if isinstance(content, str) else ""
+    return prompt.text
 
 
 def _in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -119,11 +212,15 @@ def _in_turn(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _subject(
-    config: Config, tokenizer: Tokenizer, ready: Ready, prompts: list[list[int]]
+    config: Config,
+    tokenizer: Tokenizer,
+    ready: Ready,
+    prompts: Sequence[Sequence[int]],
+    plain: Sequence[Sequence[int]],
 ) -> Subject:
     stop = sorted({*tokenizer.eos_ids, *ready.eos_token_ids})
     room = ready.max_model_len - 1
-    fitting = [ids for ids in prompts if len(ids) < room // 2]
+    fitting = [ids for ids in prompts if 0 < len(ids) < room // 2]
     if not fitting:
         raise ConfigError(f"no prompt is shorter than half of the {room + 1} tokens of the model")
 
@@ -138,6 +235,7 @@ def _subject(
         dtype=ready.dtype,
         method=ready.speculative_method,
         one_hot=drafts_are_one_hot(config.speculative),
+        plain_prompts=[ids for ids in plain if 0 < len(ids) < room // 2],
         grammar=_GRAMMAR,
         valid=valid,
     )

@@ -1,0 +1,1 @@
+"""The report of `slipstream verify` as a page of HTML."""
