@@ -1,4 +1,4 @@
-"""A diagnosis in a real engine: few drafts of a random head are accepted, and the cause is named."""
+"""In a real engine: few drafts of a random head are accepted, and the cause is named."""
 
 from __future__ import annotations
 
