@@ -20,14 +20,14 @@ class Quantised:
 
 @dataclass(frozen=True)
 class Row:
-    """A kernel for one row on the tensor cores. The next kernel sums the parts of a split."""
+    """A kernel for up to 16 rows on the tensor cores. The next kernel sums the parts of a split."""
 
     block_n: int  # weight rows of a program
     stages: int
     num_warps: int
     split_k: int
     spans: int = 4  # of a step; the warps share them
-    norm: int = 1  # 1 = the kernel applies the norm before the layer
+    norm: int = 1  # 1 = the kernel applies the norm before the layer; only of one row
 
 
 PackedChoice: TypeAlias = Choice | Quantised | Row

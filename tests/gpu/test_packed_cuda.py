@@ -74,6 +74,8 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
             choices += [Gemv(4, 1024, 4), Gemv(8, 512, 4), Gemv(2, 256, 4, ahead=3)]
         if rows == 1 and fits_row(weight):
             choices += [Row(16, 3, 4, 1), Row(32, 4, 2, 2, 2)]
+        if rows == 9 and fits_row(weight):
+            choices += [Row(16, 3, 4, 1, 4, 0), Row(16, 4, 4, 2, 4, 0)]
         for choice in choices:
             if role == "qkv":
                 got = packed_linear_parts(x, weight, None, choice)

@@ -59,6 +59,7 @@ def few() -> None:
     one("nvfp4", qkv, Skinny(64, 256, 4, 4, 2, 16), 9)
     one("int4z", gate_up, Row(16, 3, 4, 1), 1)
     one("fp8b", qkv, Row(16, 5, 4, 2), 1)
+    one("int4", gate_up, Row(16, 3, 4, 1, 4, 0), 16)
     one("q4k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
     one("q6k", qkv, Skinny(64, 32, 4, 4, 2, 16), 9)
     check_instructions()

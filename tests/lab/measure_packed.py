@@ -90,10 +90,10 @@ def candidates(name: str, shape: Shape, rows: int) -> Iterator[PackedChoice]:
     if rows == 1 and kind in ("fp8", "int8") and group in (0, 128):
         yield from (Gemv(*sizes) for sizes in GEMVS)
     columns = min(64, group or 64) * (2 if kind in ("fp8", "int8") else 4)
-    if rows == 1 and (group in (0, 64, 128) or kind == "fp4"):
+    if rows <= 16 and (group in (0, 64, 128) or kind == "fp4"):
         for block_n, stages, warps, spans in ROW_TILES:
             for split_k in (1, 2) if shape.may_split else (1,):
-                yield Row(block_n, stages, warps, split_k, spans)
+                yield Row(block_n, stages, warps, split_k, spans, int(rows == 1))
     tall = (64, 128, 256) if kind in ("fp8", "int8") and not group else (64, 128)
     heights = {1: (8, 16), 128: (64, 128), 256: tall}.get(rows, (rows,))
     for height in heights:

@@ -1,6 +1,6 @@
 """Multiplies the numbers of a tile of packed words with x, and applies the scales of groups."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -91,6 +91,82 @@ def add_products(
                     total += tl.sum(xs[g * PER + i].to(tl.float32), 1)
                 acc += offset[:, None] * total[None, :]
     return acc
+
+
+@triton.jit
+def tile_of_spans(
+    source,  # descriptor of, or pointer to, [num_spans, rows, 64]
+    span,
+    row,
+    num_spans,
+    num_rows,
+    span_stride,
+    row_stride,
+    SPANS: tl.constexpr,
+    ROWS: tl.constexpr,
+    TMA: tl.constexpr,
+):
+    """Load a tile [SPANS, ROWS, 64], with zeros beyond the end."""
+    if TMA:
+        tile = source.load([span, row, 0])
+    else:
+        s = (span + tl.arange(0, SPANS))[:, None, None]
+        r = (row + tl.arange(0, ROWS))[None, :, None]
+        at = s * span_stride + r * row_stride + tl.arange(0, 64)[None, None, :]
+        tile = tl.load(source + at, mask=(s < num_spans) & (r < num_rows), other=0)
+    return tile
+
+
+@triton.jit
+def add_spans(
+    sums,  # tuple of 4: [SPANS, BLOCK_N, 8], of which column i of the i-th counts
+    words,  # [SPANS, BLOCK_N, 64]
+    xts,  # tuple of 4: [SPANS, 64, 8 or BLOCK_M], the right operand of each slice
+    scales,  # tuple of 4, see `of_spans`
+    zeros,
+    SLICES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUP: tl.constexpr,
+    E8M0: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """Add the products of a step."""
+    PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
+    of_slice = scales
+    if ZEROS:
+        of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
+    tiles = numbers(words, of_slice, KIND, xts[0].dtype, ZEROS, ASSEMBLY)
+    added = ()
+    for i in tl.static_range(4):
+        if i >= SLICES:
+            added += (sums[i],)
+        elif KIND == 3:
+            added += (tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xts[i], sums[i]),)
+        elif GROUPS == 0:
+            added += (tl.dot(tiles[i], xts[i], sums[i]),)
+        else:
+            scale = scales[i // PER].to(tl.float32)
+            added += (sums[i] + scale[:, :, None] * tl.dot(tiles[i], xts[i]),)
+    return added
+
+
+@triton.jit
+def total_of_spans(sums, SLICES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The sums of all slices and spans: [BLOCK_N, BLOCK_M], of one row [BLOCK_N, 1]."""
+    total = sums[0]
+    if BLOCK_M == 0:  # column i of the i-th tile
+        column = tl.arange(0, 8)[None, None, :]
+        total = tl.where(column == 0, total, 0.0)
+        for i in tl.static_range(1, SLICES):
+            total += tl.where(column == i, sums[i], 0.0)
+        y = tl.sum(tl.sum(total, 2), 0)[:, None]
+    else:
+        for i in tl.static_range(1, SLICES):
+            total += sums[i]
+        y = tl.sum(total, 0)
+    return y
 
 
 hash_functions(globals())

@@ -1,10 +1,10 @@
-"""Triton linear layer for one row with quantised weights, on the tensor cores.
+"""Triton linear layer for up to 16 rows with quantised weights, on the tensor cores.
 
 Each warp multiplies its own spans of columns, as an entry of a batch of products, and the sums of
-the warps are added at the end; so even 16 rows of weights keep several warps busy. The slices of a
-span of x are the columns of the right operand. Each slice of the weights is multiplied with all of
-them, and only its product with its own slice is kept: that wastes arithmetic that the tensor cores
-have to spare, but needs one small tile of x, and gives independent chains of products.
+the warps are added at the end; so even 16 rows of weights keep several warps busy. Of a single row
+of x, the slices of a span are the columns of the right operand. Each slice of the weights is
+multiplied with all of them, and only its product with its own slice is kept: that wastes arithmetic
+that the tensor cores have to spare, but needs one small tile of x.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
@@ -21,97 +21,33 @@ from ...launch import fetch_early, fits_tma, has_tma, hash_functions, pdl_option
 from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _TRITON_DTYPES
 from ...quant.tiled import TiledWeight
-from ...quant.triton.packed_codes import KINDS, numbers
-from ...quant.triton.packed_scales import fp4_of_spans, of_spans, scaled
+from ...quant.triton.packed_codes import KINDS
+from ...quant.triton.packed_scales import fp4_of_spans, of_spans
 from ..kinds import WIDTH, Row, fits_row
+from .packed_products import add_spans, tile_of_spans, total_of_spans
 
 _PLAIN, _PARTS, _GATED = 0, 1, 2
 Norm = tuple[Tensor, float]  # weight [K], eps
 _EARLY_BYTES = 16 << 20  # a third of the L2 of an H100
 
 
-@triton.jit
-def _lines(
-    source,  # descriptor of, or pointer to, [num_spans, rows, 64]
-    span,
-    row,
-    num_spans,
-    num_rows,
-    span_stride,
-    row_stride,
-    SPANS: tl.constexpr,
-    ROWS: tl.constexpr,
-    TMA: tl.constexpr,
-):
-    """Load a tile [SPANS, ROWS, 64], with zeros beyond the end."""
-    if TMA:
-        tile = source.load([span, row, 0])
-    else:
-        s = (span + tl.arange(0, SPANS))[:, None, None]
-        r = (row + tl.arange(0, ROWS))[None, :, None]
-        at = s * span_stride + r * row_stride + tl.arange(0, 64)[None, None, :]
-        tile = tl.load(source + at, mask=(s < num_spans) & (r < num_rows), other=0)
-    return tile
-
-
-@triton.jit
-def _add_step(
-    sums,  # tuple of 4: [SPANS, BLOCK_N, 8], of which column i of the i-th counts
-    words,  # [SPANS, BLOCK_N, 64]
-    xt,  # [SPANS, 64, 8]
-    scales,  # tuple of 4, see `of_spans`
-    zeros,
-    SLICES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KIND: tl.constexpr,
-    GROUP: tl.constexpr,
-    E8M0: tl.constexpr,
-    ZEROS: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):
-    """Add the products of a step."""
-    PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
-    of_slice = scales
-    if ZEROS:
-        of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
-    tiles = numbers(words, of_slice, KIND, xt.dtype, ZEROS, ASSEMBLY)
-    added = ()
-    for i in tl.static_range(4):
-        if i >= SLICES:
-            added += (sums[i],)
-        elif KIND == 3:
-            added += (tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xt, sums[i]),)
-        elif GROUPS == 0:
-            added += (tl.dot(tiles[i], xt, sums[i]),)
-        else:
-            scale = scales[i // PER].to(tl.float32)
-            added += (sums[i] + scale[:, :, None] * tl.dot(tiles[i], xt),)
-    return added
-
-
-@triton.jit
-def _diagonal(sums, SLICES: tl.constexpr):
-    """Column i of the i-th of 4 tiles [SPANS, BLOCK_N, 8], added up: [BLOCK_N]."""
-    column = tl.arange(0, 8)[None, None, :]
-    total = tl.where(column == 0, sums[0], 0.0)
-    for i in tl.static_range(1, SLICES):
-        total += tl.where(column == i, sums[i], 0.0)
-    return tl.sum(tl.sum(total, 2), 0)
-
-
-@triton.jit(do_not_specialize=["split_k"])
+@triton.jit(do_not_specialize=["num_rows", "split_k"])
 def _packed_row_kernel(
     w_source,  # descriptor of, or pointer to, the words [W / 64, N, 64]; gated: [W / 64, 2 N, 64]
     words,  # pointer to the words
-    x_source,  # descriptor of, or pointer to, x [spans, slices, 64]
+    x_source,  # of one row: descriptor of, or pointer to, x [spans, slices, 64]
+    x1_source,  # of more rows: `x_source` and these describe, or point to, x [spans, M, 64] of
+    x2_source,  # the slices
+    x3_source,
     gain_source,  # the same of the norm's weight
     scales,  # [groups, N / ROW_GROUP]; of "fp4" [N, groups]
     zeros,  # [groups, N] uint8
     channel,  # [N] or [2 N], factors of whole rows
     bias,  # [N] or [2 N]
-    residual,  # [N]
-    out,  # [N], or [split_k, N] float32
+    residual,  # [M, N]
+    out,  # [M, N], or [split_k, M, N] float32
     eps,
+    num_rows,  # M
     num_outputs,  # N
     num_inputs,  # K
     num_words,  # W
@@ -121,6 +57,7 @@ def _packed_row_kernel(
     part_columns,  # a multiple of those of a step
     split_k,  # number of parts
     BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr,  # at least M; 0 = M is 1
     SPANS: tl.constexpr,  # of a step
     SLICES: tl.constexpr,
     KIND: tl.constexpr,
@@ -189,22 +126,35 @@ def _packed_row_kernel(
                 *(COUNT, COLUMNS, GROUP, 1, SPANS),
             )
     wait_for_inputs(PDL)
-    none = tl.zeros([SPANS, BLOCK_N, 8], tl.float32)
+    none = tl.zeros([SPANS, BLOCK_N, 8 if BLOCK_M == 0 else BLOCK_M], tl.float32)
     sums = none, none, none, none
     sums_up = sums
     squares = tl.zeros([SPANS, 8, 64], tl.float32)
     for span in range(first, tl.cdiv(k_end, COLUMNS), SPANS):
-        w = _lines(
+        w = tile_of_spans(
             *(w_source, span, n_start, num_spans, total_rows, 64, num_words),
             *(SPANS, BLOCK_N, TMA),
         )
-        x = _lines(x_source, span, 0, num_spans, SLICES, COLUMNS, 64, SPANS, 8, TMA)
-        if NORM:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            g = _lines(gain_source, span, 0, num_spans, SLICES, COLUMNS, 64, SPANS, 8, TMA)
-            x = (wide * g.to(tl.float32)).to(DTYPE)
-        xt = tl.permute(x, (0, 2, 1))
+        if BLOCK_M == 0:
+            x = tile_of_spans(x_source, span, 0, num_spans, SLICES, COLUMNS, 64, SPANS, 8, TMA)
+            if NORM:
+                wide = x.to(tl.float32)
+                squares += wide * wide
+                g = tile_of_spans(
+                    gain_source, span, 0, num_spans, SLICES, COLUMNS, 64, SPANS, 8, TMA
+                )
+                x = (wide * g.to(tl.float32)).to(DTYPE)
+            xt = tl.permute(x, (0, 2, 1))
+            xts = xt, xt, xt, xt
+        else:
+            place = span, 0, num_spans, num_rows, COLUMNS, num_inputs
+            a = tl.permute(tile_of_spans(x_source, *place, SPANS, BLOCK_M, TMA), (0, 2, 1))
+            b = tl.permute(tile_of_spans(x1_source, *place, SPANS, BLOCK_M, TMA), (0, 2, 1))
+            xts = a, b, b, b
+            if SLICES == 4:
+                c = tl.permute(tile_of_spans(x2_source, *place, SPANS, BLOCK_M, TMA), (0, 2, 1))
+                d = tl.permute(tile_of_spans(x3_source, *place, SPANS, BLOCK_M, TMA), (0, 2, 1))
+                xts = a, b, c, d
         now, now_up, zero, zero_up = s, s_up, z, z_up
         ahead = span + SPANS
         more = is_row & (ahead * COLUMNS < k_end)
@@ -232,41 +182,45 @@ def _packed_row_kernel(
                         *(zeros, zero_stride, 1, ahead, up, more, num_groups),
                         *(COUNT, COLUMNS, GROUP, 1, SPANS),
                     )
-        sums = _add_step(
-            *(sums, w, xt, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY)
+        sums = add_spans(
+            *(sums, w, xts, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY)
         )
         if MODE == 2:
-            w = _lines(
+            w = tile_of_spans(
                 *(w_source, span, num_outputs + n_start, num_spans, total_rows, 64, num_words),
                 *(SPANS, BLOCK_N, TMA),
             )
-            sums_up = _add_step(
-                *(sums_up, w, xt, now_up, zero_up),
+            sums_up = add_spans(
+                *(sums_up, w, xts, now_up, zero_up),
                 *(SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY),
             )
 
-    y = _diagonal(sums, SLICES)
+    y = total_of_spans(sums, SLICES, BLOCK_M)
     u = y
     if MODE == 2:
-        u = _diagonal(sums_up, SLICES)
+        u = total_of_spans(sums_up, SLICES, BLOCK_M)
     if NORM:  # the scale of the whole row is applied last
         scale = tl.rsqrt(tl.sum(squares) / num_inputs + eps)
         y *= scale
         u *= scale
     if CHANNEL:
-        y *= tl.load(channel + n, mask=is_row, other=0.0).to(tl.float32)
+        y *= tl.load(channel + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
         if MODE == 2:
-            u *= tl.load(channel + up, mask=is_row, other=0.0).to(tl.float32)
+            u *= tl.load(channel + up, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if BIAS:
         if part == 0:
-            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)
+            y += tl.load(bias + n, mask=is_row, other=0.0).to(tl.float32)[:, None]
             if MODE == 2:
-                u += tl.load(bias + up, mask=is_row, other=0.0).to(tl.float32)
+                u += tl.load(bias + up, mask=is_row, other=0.0).to(tl.float32)[:, None]
     if MODE == 2:
         y = gated(y, u, ACTIVATION)
+    m = tl.arange(0, 1 if BLOCK_M == 0 else BLOCK_M)
+    at = m[None, :] * num_outputs + n[:, None]
+    inside = is_row[:, None] & (m < num_rows)[None, :]
     if RESIDUAL:
-        y += tl.load(residual + n, mask=is_row, other=0.0).to(tl.float32)
-    tl.store(out + part * num_outputs + n, y.to(out.dtype.element_ty), mask=is_row)
+        y += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+    at += part * num_rows * num_outputs
+    tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
 def _launch(
@@ -280,31 +234,36 @@ def _launch(
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    assert x.shape[0] == 1 and x.is_contiguous() and weight.words.is_contiguous()
-    assert fits_row(weight) and (norm is None or mode != _PARTS)
-    num_inputs, slices = x.shape[1], weight.slices
+    assert x.is_contiguous() and weight.words.is_contiguous() and fits_row(weight)
+    (num_rows, num_inputs), slices = x.shape, weight.slices
+    assert norm is None or (mode != _PARTS and num_rows == 1)
     num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
     split_k = choice.split_k if mode == _PARTS else 1
     columns = slices * WIDTH
     step = columns * choice.spans
     part_columns = triton.cdiv(triton.cdiv(num_inputs, split_k), step) * step
     if mode == _PARTS:
-        out = torch.empty(split_k, 1, num_outputs, dtype=torch.float32, device=x.device)
+        out = torch.empty(split_k, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     else:
-        out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
-    gain, eps = (x, 0.0) if norm is None else norm
-    lines, gains = x.view(-1, slices, WIDTH), gain.view(-1, slices, WIDTH)
+        out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
+    gain, eps = (x[0], 0.0) if norm is None else norm
+    block_m = 0 if num_rows == 1 else max(8, triton.next_power_of_2(num_rows))
     words = weight.words.view(weight.words.shape[0], -1, WIDTH).transpose(0, 1)
+    lines, gains = x.view(num_rows, -1, slices, WIDTH), gain.view(-1, slices, WIDTH)
+    tiles = [lines[:, :, i % slices].transpose(0, 1) for i in range(4)]  # [spans, M, 64]
+    if num_rows == 1:
+        tiles[0] = lines[0]
     if tma is None:
         tma = has_tma(x) and fits_tma(weight.words, x, gain.view(1, -1))
-    sources: tuple[object, ...] = (weight.words, weight.words, lines, gains)
+    sources: list[object] = [words, words, *tiles, gains]
     if tma:
-        sources = (
-            TensorDescriptor.from_tensor(words, [choice.spans, choice.block_n, WIDTH]),
-            weight.words,
-            TensorDescriptor.from_tensor(lines, [choice.spans, 8, WIDTH]),
-            TensorDescriptor.from_tensor(gains, [choice.spans, 8, WIDTH]),
-        )
+        height = block_m or 8
+        blocks = (choice.block_n, 0, *(height,) * 4, 8)
+        sources = [
+            TensorDescriptor.from_tensor(tensor, [choice.spans, block, WIDTH]) if block else tensor
+            for tensor, block in zip((words, words, *tiles, gains), blocks, strict=True)
+        ]
+    sources[1] = weight.words
     options = pdl_options(x)
     whole = weight.group >= weight.columns and weight.row_group == 1
     is_fp4, zeros = weight.kind == "fp4", weight.zeros
@@ -318,6 +277,7 @@ def _launch(
         x if residual is None else residual,
         out,
         eps,
+        num_rows,
         num_outputs,
         num_inputs,
         weight.words.shape[1],
@@ -327,6 +287,7 @@ def _launch(
         part_columns,
         split_k,
         BLOCK_N=choice.block_n,
+        BLOCK_M=block_m,
         SPANS=choice.spans,
         SLICES=slices,
         KIND=KINDS[weight.kind],
@@ -369,7 +330,7 @@ def linear(
     norm: Norm | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """See `kernels.packed.linear.packed_linear`; x must be one row, [1, K]."""
+    """See `kernels.packed.linear.packed_linear`; x [M, K] has up to 16 rows."""
     return _launch(x, weight, bias, choice, _PLAIN, tma=tma, norm=norm, residual=residual)
 
 

@@ -143,6 +143,30 @@ def test_one_row_on_tensor_cores(name: str, mode: str, tma: bool) -> None:
         close(got, torch.nn.functional.silu(gate) * up, 2)
 
 
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    some(
+        [(n, m) for n in ROW_FORMATS for m in MODES], [("int4 128", "gated"), ("fp8 rows", "plain")]
+    ),
+)
+def test_the_warps_of_a_program_share_the_columns_of_few_rows(name: str, mode: str) -> None:
+    from slipstream.kernels.packed.triton import packed_row as kernel
+
+    x, weight, exact, bias = inputs(name, 5, 22, 768)
+    product, residual = x.double() @ exact.T + bias, torch.randn(5, 22).half()
+    if mode == "plain":
+        got = kernel.linear(x, weight, bias, Row(16, 3, 1, 1, 2, 0), residual=residual)
+        close(got, product + residual)
+    elif mode == "gated":
+        gate, up = product.chunk(2, -1)
+        got = kernel.gated_linear(x, weight, bias, "silu", Row(16, 3, 1, 1, 2, 0), True)
+        close(got, torch.nn.functional.silu(gate) * up)
+    else:
+        parts = kernel.linear_parts(x, weight, bias, Row(16, 3, 1, 2, 2, 0), True)
+        assert parts.shape == (2, 5, 22)
+        close(parts.sum(0), product)
+
+
 @pytest.mark.parametrize("name", some(["fp8 blocks", "int4 128"], kept=["int4 128"]))
 def test_norm_and_residual_are_fused(name: str) -> None:
     from slipstream.kernels.packed.triton import packed_skinny as kernel
