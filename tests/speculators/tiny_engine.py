@@ -85,10 +85,13 @@ class TinyEngine:
         graph = GraphConfig(**changes.pop("graph", {}))
         device, dtype = changes.pop("device", "cpu"), changes.pop("dtype", "float32")
         build = changes.pop("build", build_engine)
+        load_format = changes.pop("load_format", "auto")
         assert not changes, changes
         self.engine = build(
             Config(
-                model=ModelConfig(model=str(model), dtype=dtype, device=device),
+                model=ModelConfig(
+                    model=str(model), dtype=dtype, device=device, load_format=load_format
+                ),
                 scheduler=SchedulerConfig(**scheduler),
                 cache=CacheConfig(**cache),
                 speculative=speculative,
