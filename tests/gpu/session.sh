@@ -31,6 +31,7 @@ step start-eagle3-warm 90 "$python" tests/lab/startup.py "$out/llama-8b" "$out/e
 run_tests start-tests 150 tests/gpu/test_startup_cuda.py
 run_tests attention 330 tests/gpu/test_attention_cuda.py
 run_tests fp8-cache 120 tests/gpu/test_fp8_cache_cuda.py
+run_tests deepseek-v4 150 tests/gpu/test_compressed_cuda.py
 run_tests kernels 250 tests/gpu/test_kernels_cuda.py tests/gpu/test_linear_cuda.py \
   tests/gpu/test_packed_cuda.py \
   tests/gpu/test_rotary_attention_cuda.py \
