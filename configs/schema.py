@@ -57,6 +57,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = option(
         (), "origin from which browsers may call the API (CORS), or several"
     )
+    live_page: bool = option(
+        True, "serve the page /live, a chat that shows drafts and charts of the server"
+    )
     max_queue_size: int = option(1024, "most requests that may wait; beyond it the answer is 429")
     max_body_bytes: int = option(16 << 20, "largest accepted request body")
     drain_timeout: float = option(30.0, "seconds that open requests get to finish at shutdown")

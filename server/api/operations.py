@@ -34,7 +34,8 @@ _LINKS = {
 def operation_routes(services: Services) -> APIRouter:
     """The routes that need no key."""
     router = APIRouter()
-    _add_index(router)
+    live = {"live": "/live"} if services.config.server.live_page else {}
+    _add_index(router, {**live, **_LINKS})
     engine = services.engine
 
     def report() -> Response:
@@ -70,14 +71,15 @@ def operation_routes(services: Services) -> APIRouter:
     return router
 
 
-def _add_index(router: APIRouter) -> None:
-    """Add `/`, the address printed at start-up: name, version and links."""
+def _add_index(router: APIRouter, paths: dict[str, str]) -> None:
+    """Add `/`, the address printed at start-up: name, version and links to these paths."""
 
     async def index(request: Request) -> Response:
         prefix = request.scope.get("root_path", "").rstrip("/")
-        links = {name: prefix + path for name, path in _LINKS.items()}
+        links = {name: prefix + path for name, path in paths.items()}
         headers = {"Vary": "Accept"}
         if "text/html" in request.headers.get("accept", ""):  # a browser
+            headers["Content-Security-Policy"] = "default-src 'none'; frame-ancestors 'none'"
             return Response(_page(links), 200, headers, "text/html")
         body = {"name": "slipstream", "version": version(), "links": links}
         return Response(msgspec.json.encode(body), 200, headers, "application/json")
@@ -92,10 +94,15 @@ def _page(links: dict[str, str]) -> str:
         f'<li><a href="{escape(url)}">{escape(url)}</a> {name}</li>' for name, url in links.items()
     )
     title = f"Slipstream {escape(version())}"
+    live = ""
+    if "live" in links:
+        live = f'<p><a href="{escape(links["live"])}">Chat, and watch the drafts</a></p>'
     return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        '<!doctype html><html lang="en"><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta name="color-scheme" content="light dark"><title>{title}</title>'
         f"<h1>{title}</h1><p>An OpenAI-compatible server: its base URL for clients is this "
-        f"address with <code>/v1</code>.</p><ul>{items}</ul></html>"
+        f"address with <code>/v1</code>.</p>{live}<ul>{items}</ul></html>"
     )
 
 

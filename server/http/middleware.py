@@ -30,7 +30,9 @@ from .keys import KeyRing
 access_log = logging.getLogger(ACCESS_LOGGER)
 
 ADMIN_PATHS = {"/v1/speculator"}  # their routes require the admin key
-OPEN_PATHS = {"/", "/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json"}
+OPEN_PATHS = {
+    *("/", "/live", "/health", "/ready", "/ping", "/metrics", "/version", "/docs", "/openapi.json")
+}
 _MAX_BODIES = 16  # bodies of maximum size that may be held at once
 _MAX_LOGGED_PATH = 512  # characters
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -155,7 +157,7 @@ def _is_open(scope: Scope) -> bool:
     return (
         scope["method"] == "OPTIONS"
         or path in OPEN_PATHS
-        or path.startswith("/docs/")  # the files that the page loads
+        or path.startswith(("/docs/", "/live/"))  # the files that these pages load
         or path in ADMIN_PATHS
     )
 

@@ -29,6 +29,7 @@ from ..http.api_page import app_with_page
 from ..http.body import BodyReader
 from ..http.middleware import BodyLimit, Faults, Keys, RequestScope
 from ..http.openapi import Documented, install_openapi
+from ..live_page.routes import live_routes
 from ..metrics import Metrics
 from ..openai_types.chat import ChatCompletionRequest
 from ..openai_types.completions import CompletionRequest
@@ -88,6 +89,8 @@ def create_app(
         absent_routes(),
     ):
         app.include_router(router)
+    if config.server.live_page:
+        app.include_router(live_routes())
     install_error_handlers(app)
     install_openapi(app, _DOCUMENTED, services.model_names)
     _add_middleware(app, services)

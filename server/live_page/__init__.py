@@ -1,0 +1,1 @@
+"""The page /live: a chat that shows which tokens were drafted, and charts of the server."""

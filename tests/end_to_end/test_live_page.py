@@ -1,0 +1,162 @@
+"""A real browser opens /live of the real server, chats, and reads what the page shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .browser import Browser, find_chromium
+from .conftest import RunningServer
+
+PROMPT = "What is the capital of France? <img src=x onerror=alert(1)>"
+KINDS = ("accepted", "replaced")
+MODES = [(390, 800, "light"), (1280, 800, "dark")]  # a phone and a screen
+# What a user sees of an answer: the class and text of each token.
+TOKENS = (
+    "[...document.querySelectorAll('.answer-text')].map(text =>"
+    " [...text.children].map(token => [token.className.split(' ')[1], token.textContent]))"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    program = find_chromium()
+    if program is None:
+        pytest.skip("Chromium is not installed (Debian: apt-get install chromium)")
+    with Browser(program) as found:
+        yield found
+
+
+def by_id(name: str, what: str) -> str:
+    return f"document.getElementById('{name}').{what}"
+
+
+def ask(browser: Browser, prompt: str, **options: Any) -> None:
+    """Type a prompt, send it with the Enter key, and wait for the end of the answer."""
+    for name, value in {"max-tokens": 24, **options}.items():
+        what = "checked" if isinstance(value, bool) else "value"
+        browser.run(f"{by_id(name, what)} = {str(value).lower()}")
+    browser.run(by_id("prompt", "focus()"))
+    browser.type(prompt)
+    browser.press("Enter")
+    ended = f"{by_id('status', 'textContent')}.startsWith('Answer complete')"
+    browser.wait(lambda: browser.run(ended), "the answer ends")
+
+
+def colour(browser: Browser, selector: str, what: str) -> str:
+    found = browser.run(f"getComputedStyle(document.querySelector('{selector}')).{what}")
+    assert isinstance(found, str)
+    return found
+
+
+def test_a_chat_shows_drafts_speed_and_probabilities(
+    browser: Browser, server: RunningServer
+) -> None:
+    browser.open(f"{server.url}/live", 1280, 800)
+    drafted = server.metric("spec_decode_num_draft_tokens_total")
+    ask(browser, PROMPT, compare=True)
+    drafted = server.metric("spec_decode_num_draft_tokens_total") - drafted
+    with_drafts, without = browser.run(TOKENS)
+    assert {kind for kind, _ in with_drafts} <= {"accepted", "drawn", "replaced"}
+    assert {kind for kind, _ in without} == {"drawn"}
+    text = "".join(piece for _, piece in with_drafts)
+    assert text and "".join(piece for _, piece in without) == text
+    facts = browser.run("document.querySelector('.facts').textContent")
+    # On a slow machine, K may be 0 for so short a text.
+    assert (f"{int(drafted)} drafts accepted" if drafted else "no drafts") in facts
+    assert "times as fast" in browser.run("document.querySelector('.verdict').textContent")
+    # The text of the prompt stays text.
+    assert browser.run("document.querySelector('.question').textContent") == PROMPT
+    assert not browser.run("document.querySelector('img, .question *')")
+
+    browser.run("document.querySelector('.answer-text').focus()")
+    browser.press("ArrowRight")
+    spoken = browser.run(by_id("spoken", "textContent"))
+    assert "by the model" in spoken and "Probability" in spoken
+    assert not browser.run(by_id("detail", "hidden"))
+    assert browser.run("document.querySelectorAll('#detail tr').length") == 4
+    browser.press("Escape")
+    assert browser.run(by_id("detail", "hidden"))
+    browser.hover("document.querySelector('.answer-text').children[1]")
+    browser.wait(lambda: not browser.run(by_id("detail", "hidden")), "the detail shows")
+
+
+def test_rejected_drafts_are_named(browser: Browser, server: RunningServer) -> None:
+    """The page marks each kind of token, whatever the server happens to draft."""
+    browser.open(f"{server.url}/live", 1280, 800)
+    step = {"tokens": [" a", " <b>"], "num_accepted": 1, "rejected": [" bad", " &lt;"]}
+    found = browser.run(
+        "import('./live/answer.js').then(m => { const a = new m.Answer(document.body, 'x');"
+        f" a.addStep({step}); a.finish(); m.show(document.getElementById('detail'), a.tokens[1]);"
+        " return [a.text.textContent, a.tokens.map(t => t.kind), m.described(a.tokens[0]),"
+        " document.getElementById('detail').textContent, a.facts.textContent] })"
+    )
+    assert found[:2] == [" a <b>", ["accepted", "replaced"]]
+    assert "Drafted (draft 1 of 3) and accepted" in found[2]
+    assert '" bad"' in found[3] and '" &lt;"' in found[3]
+    assert "2 tokens a step, 33 % of 3 drafts accepted" in found[4]
+
+
+@pytest.mark.parametrize(("width", "height", "scheme"), MODES)
+def test_the_page_fits_and_can_be_read(
+    browser: Browser, server: RunningServer, width: int, height: int, scheme: str
+) -> None:
+    browser.open(f"{server.url}/live", width, height, scheme)
+    assert browser.run("document.documentElement.scrollWidth") <= width
+    charts, chat = (
+        browser.run(f"document.querySelector('.{name}').getBoundingClientRect().left")
+        for name in ("charts", "chat")
+    )
+    assert (charts > chat) == (width > 1000)  # beside the chat on a screen, below it on a phone
+    for selector in (".token.accepted", ".token.replaced", "#send", ".quiet", ".legend li"):
+        ink = colour(browser, selector, "color")
+        paper = colour(browser, selector, "backgroundColor")
+        if paper == "rgba(0, 0, 0, 0)":
+            paper = colour(browser, "section", "backgroundColor")
+        assert contrast(ink, paper) >= 4.5, (selector, scheme, ink, paper)
+    dark = luminance(colour(browser, "body", "backgroundColor")) < 0.2
+    assert dark == (scheme == "dark")
+    styles = {colour(browser, f".token.{kind}", "borderBottomStyle") for kind in KINDS}
+    assert styles == {"solid", "dotted"}  # not by colour alone
+    browser.wait(lambda: browser.run("document.querySelectorAll('.plot').length") == 4, "charts")
+    named = "[...document.querySelectorAll('.plot')].every(p => p.getAttribute('aria-label'))"
+    browser.wait(lambda: browser.run(named), "the charts have values")
+
+
+def luminance(rgb: str) -> float:
+    """WCAG's relative luminance of "rgb(r, g, b)"."""
+    parts = [int(part) / 255 for part in rgb.removeprefix("rgb(").rstrip(")").split(",")]
+    linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: str, other: str) -> float:
+    """WCAG's contrast of two colours, 1 to 21."""
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_nothing_was_wrong_and_nothing_came_from_elsewhere(
+    browser: Browser, server: RunningServer
+) -> None:
+    """After the other tests: no error in the console, and every request went to the server."""
+    assert browser.urls and all(url.startswith(f"{server.url}/") for url in browser.urls)
+    assert browser.problems == []
+
+
+def test_closing_the_page_ends_its_stream(browser: Browser, server: RunningServer) -> None:
+    browser.open(f"{server.url}/live", 1280, 800)
+    aborted = server.metric("request_success_total", finished_reason="abort")
+    browser.run(f"{by_id('max-tokens', 'value')} = 4000; {by_id('prompt', 'focus()')}")
+    browser.type("Count from one to a thousand.")
+    browser.press("Enter")
+    tokens = "document.querySelectorAll('.answer-text .token').length"
+    browser.wait(lambda: browser.run(tokens), "tokens come")
+    browser.call("Page.navigate", url="about:blank")
+
+    def ended() -> bool:
+        return server.metric("request_success_total", finished_reason="abort") == aborted + 1
+
+    browser.wait(ended, "the request ends", 20)
