@@ -15,7 +15,6 @@ from ..speculators.v4_mtp_oracle import V4MtpOracle
 from .running_server import RunningServer
 
 PROMPTS = ["a", "compressed", "the window of raw rows is far behind us by now" * 2]
-TEMPLATE = "{% for m in messages %}<｜User｜>{{ m['content'] }}{% endfor %}<｜Assistant｜></think>"
 
 
 def replies(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], RunningServer]:
@@ -48,7 +47,8 @@ def test_replies_do_not_depend_on_drafts(tmp_path: Path) -> None:
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = Decoder()
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    template = Path(__file__).parents[2] / "examples/deepseek_v4.jinja"
+    (folder / "chat_template.jinja").write_text(template.read_text())
     plain, _ = replies(folder, "-sc", "off")
     drafted, server = replies(folder, "-sc", "mtp")
     ids = [[choice["token_ids"] for choice in found[:3]] for found in (plain, drafted)]
