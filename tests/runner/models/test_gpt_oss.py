@@ -15,6 +15,7 @@ from torch import Tensor
 from slipstream.configs.schema import ModelConfig
 from slipstream.kernels.cpu import weight as native
 from slipstream.kernels.packed import experts as packed_experts
+from slipstream.runner.attention.choice import UnusableBackend, choose_backend
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.families import gpt_oss
@@ -145,6 +146,17 @@ def test_windows_alternate_and_every_layer_has_sinks(tmp_path: Path) -> None:
     for index, layer in enumerate(layers):
         assert layer.sinks is not None
         assert torch.equal(layer.sinks, stored[f"model.layers.{index}.self_attn.sinks"].float())
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "flash_mla"])
+def test_attention_without_sinks_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    make_oracle(tmp_path)
+    layers = load(tmp_path).attention_layers()
+    with pytest.raises(UnusableBackend, match=f"--attention-backend {name} cannot be used"):
+        choose_backend(name, layers, CPU)
+    if name == "flashinfer":
+        with pytest.raises(UnusableBackend, match="does not support attention sinks; use triton"):
+            choose_backend(name, layers, CPU)
 
 
 def test_yarn_of_the_released_models_does_not_round_its_range() -> None:
