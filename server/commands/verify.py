@@ -38,6 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             flag, type=int, metavar="INT", default=default, help=f"{text} (default: {default})"
         )
+    group.add_argument(
+        "--minutes",
+        type=float,
+        metavar="FLOAT",
+        default=5.0,
+        help="time for sampled replies, after which fewer than --samples are compared (default: 5)",
+    )
     add_output(group)
     group.add_argument("--html", metavar="FILE", help="write the report as one page of HTML")
     add_flags(parser)
@@ -50,12 +57,14 @@ def run(args: argparse.Namespace) -> int:
 
     check_file("--output", args.output)
     check_file("--html", args.html)
-    plan = Plan(args.num_prompts, args.max_tokens, args.samples, args.sample_tokens)
+    plan = Plan(args.num_prompts, args.max_tokens, args.samples, args.sample_tokens, args.minutes)
     given = vars(args)
     for flag, least in _LEAST.items():
         if given[flag] < least:
             name = flag.replace("_", "-")
             raise ConfigError(f"--{name} must be at least {least}, not {given[flag]}")
+    if not args.minutes > 0:
+        raise ConfigError(f"--minutes must be above 0, not {args.minutes:g}")
     config = load_config(args, os.environ)
     from ..verify.session import verify
 

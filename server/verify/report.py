@@ -60,15 +60,22 @@ class Report:
             "checks": [asdict(check) for check in self.checks],
         }
 
+    def groups(self) -> dict[str, list[Check]]:
+        """The checks by group, in the order in which the groups began."""
+        found: dict[str, list[Check]] = {}
+        for check in self.checks:
+            found.setdefault(check.group, []).append(check)
+        return found
+
     def table(self) -> str:
         """The checks as text, one a line, in groups, and the verdict."""
         lines: list[str] = []
-        group = ""
-        for check in self.checks:
-            if check.group != group:
-                group = check.group
-                lines += ["", group]
-            lines.append(f"  {_MARKS[check.status]:4} {check.name:{_NAME_WIDTH}} {check.summary}")
+        for group, checks in self.groups().items():
+            lines += ["", group]
+            lines += [
+                f"  {_MARKS[check.status]:4} {check.name:{_NAME_WIDTH}} {check.summary}"
+                for check in checks
+            ]
         return "\n".join([*lines[1:], "", self.verdict()])
 
     def verdict(self) -> str:

@@ -46,7 +46,7 @@ async def run_checks(
         total = 2 * plan.num_samples * len(options)
         with CountProgress("sampled text", total, "replies") as bar:
             found = await check_sampled(
-                engine, subject, options, plan.num_samples, rounding, report, bar.update
+                engine, subject, options, plan, rounding, report, bar.update
             )
         report_acceptance(found[0].option.name, found[0].on, report)
     return replies

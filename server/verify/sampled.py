@@ -8,6 +8,7 @@ tokens, with drafts and without.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ import msgspec
 
 from ...runner.messages import GrammarSpec, SamplingParams
 from ..drafters.acceptance import Submits
-from .plan import Subject
+from .plan import Plan, Subject
 from .reference import Distribution, distribution
 from .replies import Reply, Scores, generate, score
 from .report import FALSE_ALARM, Report, percent
@@ -28,6 +29,7 @@ GROUP = "Sampled text"
 EVENTS = ("the judged draft", "the likeliest token", "an unlikely token")
 _LIKELY = 3  # tokens; all others are unlikely
 _MAX_TOP = 64  # log probabilities asked for at each position
+_SEEDS = 1 << 32  # seeds of an option, in two halves
 _POSITIONS = 3  # the first tokens of replies, which two samples compare one by one
 
 
@@ -115,57 +117,81 @@ class Known:
             self.bets[name].add(hit, p, tolerance)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sampled:
-    """The replies to one set of options, and what the tests said."""
+    """The replies to one set of options, and what the tests say of them."""
 
     option: SampledOption
-    on: list[Reply]
     known: Known | None
-    samples: dict[str, Comparison]
+    first_seed: int
+    on: list[Reply] = field(default_factory=list)
+    off: list[Reply] = field(default_factory=list)
+    samples: dict[str, Comparison] = field(default_factory=dict)
+
+    async def extend(
+        self,
+        engine: Submits,
+        subject: Subject,
+        count: int,
+        rounding: Rounding,
+        tick: Callable[[], object],
+    ) -> None:
+        """Sample `count` more replies of either side."""
+        option, done = self.option, len(self.on)
+        prompts = [min(subject.prompts, key=len)] * count
+        # The sides are independent, unless a seed must repeat its text.
+        other = 0 if option.sampling.has_own_seed else _SEEDS // 2
+        on, off = [
+            await generate(
+                engine, prompts, option.sampling, drafts=drafts, tick=tick,
+                first_seed=self.first_seed + done + (0 if drafts else other),
+            )
+            for drafts in (True, False)
+        ]  # fmt: skip
+        if self.known is not None:
+            scored = await score(engine, on, min(_MAX_TOP, subject.vocab_size))
+            for index, (reply, scores) in enumerate(zip(on, scored, strict=True), done):
+                self.known.add(index, reply, scores, option.sampling, subject.one_hot, rounding)
+        self.on += on
+        self.off += off
 
 
 async def check_sampled(
     engine: Submits,
     subject: Subject,
     options: Sequence[SampledOption],
-    num_samples: int,
+    plan: Plan,
     rounding: Rounding,
     report: Report,
     tick: Callable[[], object] = lambda: None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> list[Sampled]:
-    """Check all options with `num_samples` replies of either side to the shortest prompt.
+    """Check all options with replies of either side to the shortest prompt.
 
-    The level of every test is its share of `FALSE_ALARM`.
+    All options get the same number of replies: that of the plan, or fewer if its time is over. No
+    test depends on when that is: bets may stop at any time, and two samples are compared once. The
+    level of every test is its share of `FALSE_ALARM`.
     """
-    prompt, top = min(subject.prompts, key=len), min(_MAX_TOP, subject.vocab_size)
     level = FALSE_ALARM / (len(options) * (len(EVENTS) + _POSITIONS + 1) + len(EVENTS))
-    found = []
-    for number, option in enumerate(options):
-        seeds = 2 * num_samples * number + 1
-        prompts = [prompt] * num_samples
-        on = await generate(
-            engine, prompts, option.sampling, drafts=True, first_seed=seeds, tick=tick
-        )
-        same = option.sampling.has_own_seed
-        off = await generate(
-            engine, prompts, option.sampling, drafts=False, tick=tick,
-            first_seed=seeds if same else seeds + num_samples,
-        )  # fmt: skip
-        known = None
-        if option.has_reference:
-            known = Known(subject.vocab_size)
-            for index, (reply, scores) in enumerate(
-                zip(on, await score(engine, on, top), strict=True)
-            ):
-                known.add(index, reply, scores, option.sampling, subject.one_hot, rounding)
-        samples = {} if same else two_samples(on, off, level, rounding.mean)
-        sampled = Sampled(option, on, known, samples)
-        found.append(sampled)
-        _judge(sampled, off, level, report)
+    found = [
+        Sampled(option, Known(subject.vocab_size) if option.has_reference else None, _SEEDS * place)
+        for place, option in enumerate(options)
+    ]
+    end, done = clock() + 60 * plan.minutes, 0
+    while done < plan.num_samples and (not done or clock() < end):
+        count = min(plan.round_samples, plan.num_samples - done)
+        for sampled in found:
+            await sampled.extend(engine, subject, count, rounding, tick)
+        done += count
+    report.setup["sampled_replies"] = done
+    for sampled in found:
+        option, on, off = sampled.option, sampled.on, sampled.off
+        if not option.sampling.has_own_seed:
+            sampled.samples = two_samples(on, off, level, rounding.mean)
+        _judge(sampled, level, report)
         if option.sampling.grammar is not None:
             _judge_grammar(option.name, on, subject.valid, report)
-        if same:
+        if option.sampling.has_own_seed:
             _judge_seeds(on, off, report)
     _judge_together(found, level, report)
     return found
@@ -187,9 +213,9 @@ def two_samples(
     return found
 
 
-def _judge(sampled: Sampled, off: Sequence[Reply], level: float, report: Report) -> None:
+def _judge(sampled: Sampled, level: float, report: Report) -> None:
     """Add the verdict on one set of options."""
-    on, known = sampled.on, sampled.known
+    on, off, known = sampled.on, sampled.off, sampled.known
     errors = [reply.error for reply in (*on, *off) if reply.error]
     if errors:
         text = f"{len(errors)} of {len(on) + len(off)} requests failed: {errors[0]}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from html import escape
-from itertools import groupby
 from typing import Any
 
 from ..report import FALSE_ALARM, NULL_HYPOTHESIS, Check, Report, percent
@@ -48,9 +47,7 @@ def page(report: Report) -> str:
         for name, value in setup.items()
         if value not in (None, "")
     )
-    groups = "".join(
-        _group(name, list(checks)) for name, checks in groupby(report.checks, lambda c: c.group)
-    )
+    groups = "".join(_group(name, checks) for name, checks in report.groups().items())
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'

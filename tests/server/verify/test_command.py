@@ -13,6 +13,8 @@ from slipstream.server.commands import main
         (["-sc", "off"], "verify needs a drafter; name one with --speculative-config"),
         (["--samples", "-1"], "--samples must be at least 0, not -1"),
         (["--sample-tokens", "3"], "--sample-tokens must be at least 4, not 3"),
+        (["--minutes", "0"], "--minutes must be above 0, not 0"),
+        (["--html", "/no/such/report.html"], "--html /no/such/report.html: its folder does not"),
         (["--output", "/no/such/report.json"], "--output /no/such/report.json"),
         (["--data", "/no/such.jsonl"], "/no/such.jsonl: no such file or directory"),
         (
