@@ -39,6 +39,7 @@ _MIN = {
 }
 _MAX = {
     "tensor_parallel_size": 64,
+    "data_parallel_size": 64,
     "port": 65535,
     "seed": 2**63 - 1,
     "gpu_memory_utilization": 1.0,
@@ -79,11 +80,7 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_parallel(config: Config) -> None:
-    parallel = config.parallel
-    if parallel.data_parallel_size > 1:
-        rule = "must be 1, because this version runs a single engine"
-        _fail("data_parallel_size", parallel.data_parallel_size, rule)
-    size, method = parallel.tensor_parallel_size, config.speculative.method
+    size, method = config.parallel.tensor_parallel_size, config.speculative.method
     if size > 1 and (method == "gemma4_mtp" or method not in METHODS):
         rule = f"does not work with the speculative method {method}; use another one, or 1"
         _fail("tensor_parallel_size", size, rule)

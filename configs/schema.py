@@ -332,7 +332,7 @@ class ParallelConfig:
         short="-tp",
     )
     data_parallel_size: int = option(
-        1, "replicas of the model; this version supports 1", short="-dp"
+        1, "replicas of the model behind one server, each on devices of its own", short="-dp"
     )
 
 

@@ -44,9 +44,12 @@ class WorkerOrders(msgspec.Struct, frozen=True):
 class WorkerProcess:
     """A running worker process. Await `stop` or `kill` before dropping it."""
 
-    def __init__(self, orders: WorkerOrders) -> None:
-        """Start the process. Raises OSError if the machine or its limits prevent it."""
-        self._process = start_process("engine.worker", orders)
+    def __init__(self, orders: WorkerOrders, variables: Mapping[str, str] | None = None) -> None:
+        """Start the process, with `variables` in its environment.
+
+        Raises OSError if the machine or its limits prevent it.
+        """
+        self._process = start_process("engine.worker", orders, variables)
 
     @property
     def pid(self) -> int:

@@ -19,6 +19,7 @@ class HealthReport:
     retry_at: float | None  # time.monotonic() of the next start of the worker
     restarts: int  # number of worker restarts since the server started
     lost_drafters: int = 0  # worker restarts at which the drafter could not be loaded
+    engines: tuple[HealthReport, ...] = ()  # of each engine, if there are several
 
     @property
     def is_ready(self) -> bool:
@@ -40,7 +41,28 @@ class HealthReport:
         }
         if self.detail:
             body["detail"] = self.detail
+        if self.engines:
+            body["engines"] = [engine.as_dict() for engine in self.engines]
         return body
+
+
+def joint_report(engines: list[HealthReport]) -> HealthReport:
+    """The health of a server with several engines: ready if one is, with what ails the others."""
+    order: tuple[State, ...] = ("draining", "ready", "restarting", "starting", "failed")
+    state = min((engine.state for engine in engines), key=order.index)
+    details = {f"engine {i}": engine.detail for i, engine in enumerate(engines) if engine.detail}
+    alike = len({engine.detail for engine in engines}) == 1
+    text = "; ".join(f"{name}: {detail}" for name, detail in details.items())
+    retries = [engine.retry_at for engine in engines if engine.retry_at is not None]
+    return HealthReport(
+        state,
+        engines[0].detail if alike else text,
+        max(engine.since for engine in engines if engine.state == state),
+        min(retries, default=None) if state != "ready" else None,
+        sum(engine.restarts for engine in engines),
+        sum(engine.lost_drafters for engine in engines),
+        tuple(engines),
+    )
 
 
 class Health:

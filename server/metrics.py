@@ -63,6 +63,23 @@ class _Histograms(Collector):
             yield family
 
 
+class _Joined(CollectorRegistry):
+    """Several registries with the same metrics, whose samples differ in labels."""
+
+    def __init__(self, parts: Sequence[CollectorRegistry]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def collect(self) -> Iterable[Metric]:
+        families: dict[str, Metric] = {}
+        for part in self._parts:
+            for family in part.collect():
+                first = families.setdefault(family.name, family)
+                if first is not family:
+                    first.samples += family.samples
+        return families.values()
+
+
 class Ended(NamedTuple):
     """The facts about a choice that has ended."""
 
@@ -105,6 +122,10 @@ class RequestTiming:
             self._num_tokens += count
         self._last = now
 
+    def move(self, metrics: Metrics) -> None:
+        """Record in other metrics: those of the engine that serves the choice."""
+        self._metrics = metrics
+
     def end(self, outcome: str) -> None:
         """Record the end: "stop", "length", "abort" or "error". Later calls do nothing."""
         if self._ended:
@@ -132,6 +153,7 @@ class Metrics:
     def __init__(self, prefix: str, model_name: str, engine: str = "0") -> None:
         self.registry = CollectorRegistry()
         self.on_end: Callable[[Ended], None] | None = None  # called for every choice that ends
+        self.engines = [self]  # the metrics of each engine
         self._prefix = prefix
         self._ready: Ready | None = None  # facts of the newest worker
         self._labels = {"model_name": model_name, "engine": engine}
@@ -251,6 +273,19 @@ class Metrics:
         self._step_tokens = histogram("iteration_tokens_total", "Tokens of a step.", TOKENS)
         self.registry.register(_Histograms(self._labels, made))
 
+    def add_engines(self, count: int) -> None:
+        """Make metrics for the engines 1 to `count` - 1; this object's are those of engine 0."""
+        name = self._labels["model_name"]
+        self.engines += [Metrics(self._prefix, name, str(n)) for n in range(1, count)]
+
+    def assign(self, timings: Sequence[RequestTiming], streams: Sequence[object]) -> None:
+        """Record each choice in the metrics of the engine that serves it."""
+        if len(self.engines) > 1:
+            for timing, stream in zip(timings, streams, strict=True):
+                own = self.engines[getattr(stream, "engine", 0)]
+                own.on_end = self.on_end
+                timing.move(own)
+
     def request(self, arrived: float, num_prompt_tokens: int) -> RequestTiming:
         """The timing of a new choice; `arrived` is time.monotonic() at the request's arrival."""
         return RequestTiming(self, arrived, num_prompt_tokens)
@@ -325,9 +360,12 @@ class Metrics:
         self._http.labels(method, handler, str(status)).inc()
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
-        self._mirror()
-        return generate_latest(self.registry)
+        """All metrics of all engines in Prometheus' text format."""
+        for engine in self.engines:
+            engine._mirror()
+        if len(self.engines) == 1:
+            return generate_latest(self.registry)
+        return generate_latest(_Joined([engine.registry for engine in self.engines]))
 
     def _name(self, name: str) -> str:
         return f"{self._prefix}:{name}"

@@ -72,6 +72,7 @@ class RequestStream:
     def __init__(self, request_id: str, turn: Turn | None = None) -> None:
         """`turn` is shared by the streams of one engine."""
         self.request_id = request_id
+        self.engine = 0  # the number of the engine that serves it
         self._turn = turn or Turn()
         self._outputs: deque[RequestOutput] = deque()
         self._news = asyncio.Event()

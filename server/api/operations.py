@@ -55,12 +55,14 @@ def operation_routes(services: Services) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics() -> Response:
-        services.metrics.engine_restarts(engine.health.report.restarts)
-        services.metrics.lost_drafters(engine.health.report.lost_drafters)
-        if engine.state == "ready":
-            services.metrics.engine_ready(engine.ready)
-        elif engine.state != "draining":
-            services.metrics.engine_gone()
+        clients = getattr(engine, "clients", [engine])
+        for client, own in zip(clients, services.metrics.engines, strict=True):
+            own.engine_restarts(client.health.report.restarts)
+            own.lost_drafters(client.health.report.lost_drafters)
+            if client.state == "ready":
+                own.engine_ready(client.ready)
+            elif client.state != "draining":
+                own.engine_gone()
         return Response(services.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @router.get("/version")

@@ -69,12 +69,18 @@ class EngineClient:
     """Runs one worker process. Call its methods only from the event loop's thread."""
 
     def __init__(
-        self, config: Config, *, engine: str | None = None, backoff: Backoff | None = None
+        self,
+        config: Config,
+        *,
+        engine: str | None = None,
+        backoff: Backoff | None = None,
+        devices: str | None = None,  # CUDA_VISIBLE_DEVICES of its workers; None: the server's own
     ) -> None:
         self.health = Health()
         self.stats: StatsCallback | None = None  # called once a step, on the event loop
         self._config = config
         self._engine = engine
+        self._devices = devices
         self._backoff = backoff or Backoff()
         self._ready: Ready | None = None
         self._worker: Worker | None = None
@@ -256,7 +262,7 @@ class EngineClient:
         """Start a worker and wait for Ready; stop it and raise WorkerFailed if that fails."""
         config = replace(self._config, speculative=self._drafter.current)
         try:
-            worker = Worker.begin(config, self._engine)
+            worker = Worker.begin(config, self._engine, self._devices)
         except OSError as error:  # out of file descriptors, processes, memory or disk space
             raise WorkerFailed(f"the worker cannot be started ({error})") from error
         outcome = await worker.started(progress)

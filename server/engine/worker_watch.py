@@ -24,8 +24,10 @@ class Worker:
     channel: ServerChannel
 
     @classmethod
-    def begin(cls, config: Config, engine: str | None) -> Worker:
+    def begin(cls, config: Config, engine: str | None, devices: str | None = None) -> Worker:
         """Start the process. Tests pass `engine`, "module:function" of a replacement.
+
+        `devices` are the GPUs that it may see; None: those of this process.
 
         Raises OSError if file descriptors, processes or the temporary folder are missing.
         """
@@ -34,7 +36,8 @@ class Worker:
             orders = WorkerOrders(
                 endpoint=channel.endpoint, parent_pid=os.getpid(), config=config, engine=engine
             )
-            return cls(WorkerProcess(orders), channel)
+            variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
+            return cls(WorkerProcess(orders, variables), channel)
         except BaseException:
             channel.close()
             raise

@@ -90,6 +90,7 @@ class Generation:
         children = [self._child(index) for index in range(self.job.num_choices)]
         # `_admit` found the engine ready and nothing was awaited since, so none can be refused.
         self._streams = [self._services.engine.submit(child) for child in children]
+        self._services.metrics.assign(self._timings, self._streams)
         if self._services.capture is not None:
             self._services.capture.record(self.job.prompts)
 

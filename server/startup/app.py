@@ -75,7 +75,10 @@ def create_app(
     event loop. Sets the engine's `stats` callback. Raises TokenizerLoadError, ValueError, OSError.
     """
     services = _services(config, engine, source, tokenizer, template)
-    engine.stats = services.metrics.step
+    clients: list[Engine] = getattr(engine, "clients", [engine])
+    services.metrics.add_engines(len(clients))
+    for client, metrics in zip(clients, services.metrics.engines, strict=True):
+        client.stats = metrics.step
     app = app_with_page(title="Slipstream", version=version(), redirect_slashes=False)
     app.state.services = services
     for router in (

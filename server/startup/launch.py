@@ -26,6 +26,7 @@ from ...configs.logs import configure_logging
 from ...configs.schema import Config, ServerConfig
 from ...runner.messages import SetVocabulary
 from ..engine.engine_client import STOP_SECONDS, EngineClient, WorkerFailed
+from ..engine.engines import Engines, create_engine
 from ..progress import StartupProgress
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ _KEEP_ALIVE_SECONDS = 75  # longer than most clients' own, so that clients close
 _UNSENT_BYTES = 128 << 10  # a fast network sends less in a turn of the event loop
 _CLOSE_SECONDS = 5  # time for the last bytes of responses after the drain
 # "module:function" that builds a replacement of the engine, for tests of this process.
+Client = EngineClient | Engines
 _ENGINE_VARIABLE = "SLIPSTREAM_TEST_ENGINE"
 
 
@@ -111,7 +113,7 @@ class Launch:
 
     async def run(self) -> int:
         """Start everything, wait for a signal, drain; returns the exit status."""
-        client = EngineClient(self._config, engine=os.environ.get(_ENGINE_VARIABLE))
+        client = create_engine(self._config, os.environ.get(_ENGINE_VARIABLE))
         with self._signals():
             try:
                 server = await self._unless_stopped(self._start(client))
@@ -123,7 +125,7 @@ class Launch:
                 await client.shutdown(grace=0.0)
         return _FORCED if self._force.is_set() else 0
 
-    async def _start(self, client: EngineClient) -> uvicorn.Server:
+    async def _start(self, client: Client) -> uvicorn.Server:
         """Check the model's files, then start the worker and create the app at the same time.
 
         Returns the HTTP server, which is not listening yet.
@@ -155,12 +157,12 @@ class Launch:
         await asyncio.gather(starting, return_exceptions=True)
         return None
 
-    async def _serve(self, server: uvicorn.Server, client: EngineClient) -> None:
+    async def _serve(self, server: uvicorn.Server, client: Client) -> None:
         """Serve requests until a signal; then drain, abort the rest, and close."""
         with _settled_heap():
             await self._answer(server, client)
 
-    async def _answer(self, server: uvicorn.Server, client: EngineClient) -> None:
+    async def _answer(self, server: uvicorn.Server, client: Client) -> None:
         try:
             self._listener.listen(2048)
         except OSError as error:  # another process has started to listen since `bind`
@@ -217,7 +219,7 @@ class Launch:
             loop.remove_signal_handler(signal.SIGINT)
 
 
-async def _start_worker(client: EngineClient) -> None:
+async def _start_worker(client: Client) -> None:
     with StartupProgress() as progress:
         await client.start(progress)
 
@@ -266,7 +268,7 @@ def _check_model(config: Config) -> None:
         raise LaunchError(str(error).rstrip(".")) from error
 
 
-def _create_app(config: Config, client: EngineClient) -> tuple[FastAPI, SetVocabulary]:
+def _create_app(config: Config, client: Client) -> tuple[FastAPI, SetVocabulary]:
     """The app, and the vocabulary to send to the worker.
 
     Raises LaunchError if the tokenizer or chat template cannot be loaded.
@@ -313,7 +315,7 @@ def _say(text: str) -> None:
         sys.stdout = open(os.devnull, "w")  # else the line is flushed again at exit
 
 
-def _greeting(config: Config, client: EngineClient, listener: socket.socket) -> str:
+def _greeting(config: Config, client: Client, listener: socket.socket) -> str:
     """The line printed when the server is ready: model, URL, device, speculation."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.server.ssl_certfile else "http"

@@ -190,7 +190,7 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
             ["-tp", "2", "-sc", "a.module:Drafter"],
             "--tensor-parallel-size 2: does not work with the speculative method a.module:Drafter",
         ),
-        (["-dp", "2"], "--data-parallel-size 2: must be 1, because"),
+        (["-dp", "65"], "--data-parallel-size 65: must be at most 64"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
         (
             ["--max-num-seqs", "600", "--max-num-batched-tokens", "2048"],

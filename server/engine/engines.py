@@ -1,0 +1,180 @@
+"""Several engines behind one server: replicas of the model, each with a worker of its own.
+
+An engine that dies is restarted alone, and the others go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import glob
+import os
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from ...configs.schema import Config, ParallelConfig
+from ...runner.messages import AddRequest, Ready, SetVocabulary, StepStats
+from ..health import HealthReport, State, joint_report
+from ..request_stream import RequestStream, SpeculatorRefused
+from .engine_client import STOP_SECONDS, EngineClient, WorkerFailed
+from .routing import Router
+from .worker_watch import ProgressCallback
+
+
+class _JointHealth:
+    """The health of all engines together, read like `health.Health`."""
+
+    def __init__(self, clients: list[EngineClient]) -> None:
+        self._clients = clients
+
+    @property
+    def report(self) -> HealthReport:
+        """Ready if any engine is."""
+        return joint_report([client.health.report for client in self._clients])
+
+    @property
+    def state(self) -> State:
+        """The state of `report`."""
+        return self.report.state
+
+
+class Engines:
+    """Has the methods of one `EngineClient`. Call them only from the event loop's thread."""
+
+    def __init__(self, clients: list[EngineClient]) -> None:
+        self.clients = clients
+        self.stats: Callable[[StepStats], None] | None = None  # each client has its own
+        self.health: Any = _JointHealth(clients)
+        self._router = Router(len(clients))
+        self._restarts = [0] * len(clients)
+        self._joined: tuple[list[Ready], Ready] | None = None
+
+    @property
+    def ready(self) -> Ready:
+        """The facts of the engines, which are equal but for the requests that they hold together.
+
+        Only after `start`.
+        """
+        facts = [client.ready for client in self.clients]
+        if self._joined is None or any(
+            a is not b for a, b in zip(self._joined[0], facts, strict=True)
+        ):
+            most = sum(ready.max_num_seqs for ready in facts)
+            self._joined = facts, msgspec.structs.replace(facts[0], max_num_seqs=most)
+        return self._joined[1]
+
+    @property
+    def state(self) -> State:
+        """The joint state."""
+        return self.health.report.state  # type: ignore[no-any-return]
+
+    @property
+    def num_open(self) -> int:
+        """The number of submitted requests that have not ended."""
+        return sum(client.num_open for client in self.clients)
+
+    @property
+    def drafter(self) -> str | None:
+        """The drafter of all engines."""
+        return self.clients[0].drafter
+
+    @property
+    def drafter_fallback(self) -> str | None:
+        """Why an engine runs without its drafter, if one does."""
+        return next((c.drafter_fallback for c in self.clients if c.drafter_fallback), None)
+
+    async def start(self, progress: ProgressCallback | None = None) -> Ready:
+        """Start all workers and wait until they are ready; `progress` is the first one's.
+
+        Raises WorkerFailed, after stopping the others, if one does not start.
+        """
+        starts = [
+            asyncio.create_task(client.start(progress if index == 0 else None))
+            for index, client in enumerate(self.clients)
+        ]
+        try:
+            await asyncio.gather(*starts)
+        except BaseException as error:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+            if isinstance(error, WorkerFailed):
+                await self._all(lambda client: client.shutdown(grace=0.0))
+            raise
+        return self.ready
+
+    def submit(self, request: AddRequest) -> RequestStream:
+        """Submit a request to one engine. Raises EngineDead unless one is ready."""
+        loads = [c.num_open if c.state == "ready" else None for c in self.clients]
+        for index, client in enumerate(self.clients):
+            if (restarts := client.health.report.restarts) != self._restarts[index]:
+                self._restarts[index] = restarts
+                self._router.forget(index)
+        chosen = self._router.choose(request.prompt_token_ids, request.cache_salt, loads)
+        index = 0 if chosen is None else chosen
+        stream = self.clients[index].submit(request)
+        stream.engine = index
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """Abort a request and end its stream. Does nothing if it has ended."""
+        for client in self.clients:  # only the one that has it does anything
+            client.abort(request_id)
+
+    def set_vocabulary(self, vocabulary: SetVocabulary) -> None:
+        """Send the vocabulary to all workers and to every later one."""
+        for client in self.clients:
+            client.set_vocabulary(vocabulary)
+
+    def reset_prefix_cache(self) -> None:
+        """Drop all cached KV blocks that no request uses."""
+        for index, client in enumerate(self.clients):
+            client.reset_prefix_cache()
+            self._router.forget(index)
+
+    async def change_speculator(self, action: str, model: str = "") -> None:
+        """Refuse: engines with different drafters would have to be compared."""
+        raise SpeculatorRefused("drafters cannot be swapped with --data-parallel-size above 1")
+
+    async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
+        """As `EngineClient.shutdown`, for all engines at the same time."""
+        await self._all(lambda client: client.shutdown(drain_timeout, grace))
+
+    async def drain(self, timeout: float) -> None:
+        """As `EngineClient.drain`, for all engines at the same time."""
+        await self._all(lambda client: client.drain(timeout))
+
+    async def _all(self, action: Callable[[EngineClient], Coroutine[None, None, None]]) -> None:
+        await asyncio.gather(*(action(client) for client in self.clients))
+
+
+def create_engine(config: Config, engine: str | None = None) -> EngineClient | Engines:
+    """The client of the configured engines; `engine`: see `EngineClient`. Starts nothing.
+
+    Raises WorkerFailed if the machine has too few GPUs.
+    """
+    count, size = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    if count == 1:
+        return EngineClient(config, engine=engine)
+    devices = [] if config.model.device == "cpu" else visible_devices()
+    if devices and len(devices) < count * size:
+        raise WorkerFailed(
+            f"--data-parallel-size {count} with --tensor-parallel-size {size} needs "
+            f"{count * size} GPUs, but this machine shows {len(devices)}"
+        )
+    own = replace(config, parallel=ParallelConfig(size))
+    clients = []
+    for index in range(count):
+        part = devices[index * size : (index + 1) * size]
+        clients.append(EngineClient(own, engine=engine, devices=",".join(part) or None))
+    return Engines(clients)
+
+
+def visible_devices() -> list[str]:
+    """The GPUs that workers may use, by the names that CUDA_VISIBLE_DEVICES takes."""
+    stated = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if stated is not None:
+        return [name.strip() for name in stated.split(",") if name.strip()]
+    return [str(index) for index in range(len(glob.glob("/dev/nvidia[0-9]*")))]
