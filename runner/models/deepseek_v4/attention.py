@@ -160,8 +160,14 @@ class Attention(nn.Module):
                 width = self.indexer.compressor.width
                 shards["indexer.compressor.wkv"] = shards["indexer.compressor.wgate"] = width
                 shards["indexer.weights_proj"] = self.indexer.heads
-            # All that compressor and indexer project from the hidden states, in one product.
-            self.side = Linear(hidden, shards, fmt)
+            # All that compressor and indexer project from the hidden states: one product, or one
+            # each on a CPU, since a native matrix has fewer parts.
+            names = list(shards)
+            cut = 2 if fmt.native else len(names)
+            self.side = Linear(hidden, {name: shards[name] for name in names[:cut]}, fmt)
+            if names[cut:]:
+                self.more_side = Linear(hidden, {name: shards[name] for name in names[cut:]}, fmt)
+            self.has_more = bool(names[cut:])
 
     def forward(self, hidden: Tensor, step: Step, tables: Tables) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
@@ -192,6 +198,8 @@ class Attention(nn.Module):
         """
         assert self.compressor is not None
         side = self.side.forward(hidden)
+        if self.has_more:
+            side = torch.cat((side, self.more_side.forward(hidden)), dim=1)
         pending = step.pages(self.layers["pending"])
         width = pending.cache.shape[-1]
         store_kv(side[:, :width].unsqueeze(1), None, pending.cache, pending.slot_mapping)

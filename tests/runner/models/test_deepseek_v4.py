@@ -13,6 +13,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.kernels.cpu import weight as native
 from slipstream.runner.attention.fp8_layers import UnusableKVFormat, with_fp8_cache
 from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_size
@@ -192,6 +193,18 @@ def test_a_short_pass_runs_one_block_of_each_kind_after_each_kind() -> None:
     model: Any = build_model(config, torch.device("meta"), torch.bfloat16)
     left = [block is not model.skipped for block in short_blocks(model)]
     assert left == [True] * 3 + [False] + [True] * 3 + [False] * 3
+
+
+@pytest.mark.skipif(not native.available(), reason="no native CPU kernels on this machine")
+def test_native_weights(folder: Path, oracle: Any) -> None:
+    model = load(folder, dtype="auto")
+    assert model.format.native
+    ids = [(7 * i + 3) % VOCAB for i in range(26)]
+    states = Sequences(model, 1, 64, block_size=8)
+    logits = [states.step([(0, part)])[0][0] for part in (ids[:14], ids[14:25], ids[25:])]
+    torch.testing.assert_close(
+        torch.cat(logits).float(), expected_logits(oracle, ids), atol=0.02, rtol=0
+    )
 
 
 def test_there_is_no_fp8_cache(folder: Path, oracle: Any) -> None:
