@@ -65,4 +65,8 @@ class PackedExperts:
             for weight in (self.gate_up, self.down)
         )
         rest = (self.activation, self.alpha, self.limit)
-        return ExpertWeights(gate_up, down, self.gate_up_bias, self.down_bias, *rest)
+        biases = (
+            None if bias is None else bias.to(dtype)
+            for bias in (self.gate_up_bias, self.down_bias)
+        )
+        return ExpertWeights(gate_up, down, *biases, *rest)
