@@ -66,7 +66,6 @@ class PackedExperts:
         )
         rest = (self.activation, self.alpha, self.limit)
         biases = (
-            None if bias is None else bias.to(dtype)
-            for bias in (self.gate_up_bias, self.down_bias)
+            None if bias is None else bias.to(dtype) for bias in (self.gate_up_bias, self.down_bias)
         )
         return ExpertWeights(gate_up, down, *biases, *rest)
