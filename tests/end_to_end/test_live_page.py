@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 
+from slipstream.runner.messages import AddRequest, RequestOutput
+
+from ..server.api_fakes import (
+    EOS,
+    MODEL,
+    TOKENIZER,
+    ScriptedEngine,
+    config_with,
+    logprobs_of,
+    make_app,
+)
 from .browser import Browser, find_chromium
-from .conftest import RunningServer
+from .conftest import RunningServer, free_port
 
 PROMPT = "What is the capital of France? <img src=x onerror=alert(1)>"
 KINDS = ("accepted", "replaced")
@@ -160,3 +174,72 @@ def test_closing_the_page_ends_its_stream(browser: Browser, server: RunningServe
         return server.metric("request_success_total", finished_reason="abort") == aborted + 1
 
     browser.wait(ended, "the request ends", 20)
+
+
+def rejecting(request: AddRequest) -> list[RequestOutput | Exception | float]:
+    """A step that accepts one of three drafts, one without drafts, and the end of the text."""
+    a, b, c = TOKENIZER.encode("<b>", False)
+    draft, other = TOKENIZER.encode("xy", False)
+    first = RequestOutput(request.request_id, [a, b], num_draft_tokens=3, num_accepted_tokens=1)
+    first.draft_token_ids = [a, draft, other]
+    second = RequestOutput(request.request_id, [c])
+    last = RequestOutput(request.request_id, [EOS or 0], finish_reason="stop", stop_token_id=EOS)
+    outputs: list[RequestOutput | Exception | float] = [first, second, last]
+    if request.sampling.logprobs is not None:
+        for output, ids in ((first, [a, b]), (second, [c]), (last, [EOS or 0])):
+            output.logprobs = logprobs_of(ids, request.sampling.logprobs)
+    return outputs
+
+
+@pytest.fixture
+def locked() -> Iterator[tuple[str, ScriptedEngine]]:
+    """The URL of a server with the key "secret", in a thread, and the engine that it plays."""
+    engine = ScriptedEngine(rejecting)
+    app = make_app(engine, config_with(api_key=("secret",)))
+    port = free_port()
+    config = uvicorn.Config(app, port=port, log_config=None, lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{port}", engine
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab(
+    browser: Browser, locked: tuple[str, ScriptedEngine]
+) -> None:
+    """The server plays a script, so that each mark of the answer is known."""
+    url, engine = locked
+    browser.open(f"{url}/live", 1280, 800)
+    is_open = by_id("key-dialog", "open")
+    for key, fault in (("wrong", True), ("secret", False)):
+        browser.wait(lambda: browser.run(is_open), "the page asks for a key")
+        browser.type(key)
+        browser.press("Enter")
+        refused = by_id("key-fault", "hidden === false")
+        if fault:
+            browser.wait(lambda refused=refused: browser.run(refused), "the key is refused")
+    connected = f"{by_id('server', 'textContent')} === 'Model {MODEL}'"
+    browser.wait(lambda: browser.run(connected), "the page is connected")
+    assert not browser.run(is_open)
+
+    ask(browser, "hi")
+    assert browser.run(TOKENS) == [[["accepted", "<"], ["replaced", "b"], ["drawn", ">"]]]
+    (request,) = engine.requests
+    assert request.sampling.report_drafts and request.sampling.speculative_enabled
+    browser.run("document.querySelector('.answer-text').focus()")
+    for _ in range(2):
+        browser.press("ArrowRight")
+    spoken = browser.run(by_id("spoken", "textContent"))
+    assert 'in place of the rejected draft "x". Drafts after it: "y".' in spoken
+
+    assert browser.run("JSON.stringify([localStorage.length, document.cookie])") == '[0,""]'
+    browser.open(f"{url}/live", 1280, 800)  # the tab still has the key
+    browser.wait(lambda: browser.run(connected), "the page is connected again")
+    ask(browser, "hi", compare=True)
+    assert [r.sampling.speculative_enabled for r in engine.requests] == [True, True, False]
