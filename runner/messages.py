@@ -237,6 +237,10 @@ class StepStats(msgspec.Struct):
     accepted_per_pos: list[int] = []  # [K] accepted drafts at position i
     num_plain_steps: int = 0  # sampling rows without a draft
     num_generated_tokens: int = 0
+    # Of a step of decode rows whose duration is known: that, and how long its tokens would take
+    # without drafts, by the measured duration of such steps.
+    decode_seconds: float = 0.0
+    seconds_without_drafts: float = 0.0
     current_k: int | None = None  # drafts made after the step; None = no request could have any
     k_reason: str = ""
     drafter_healthy: bool | None = None  # None = not reported in this step

@@ -200,6 +200,13 @@ class Metrics:
         self._drafts = self._counter("spec_decode_num_drafts", "Steps that verified drafts.")
         self._draft_tokens = self._counter("spec_decode_num_draft_tokens", "Tokens drafted.")
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafts accepted.")
+        self._decode_seconds = self._counter(
+            "spec_decode_seconds", "Duration of decode steps without prompts, if K is chosen."
+        )
+        self._without_drafts = self._counter(
+            "spec_decode_seconds_without_drafts",
+            "How long their tokens would have taken without drafts, by measured steps without.",
+        )
         self._per_position = Counter(
             self._name("spec_decode_num_accepted_tokens_per_pos"),
             "Drafts accepted, by position.",
@@ -305,6 +312,8 @@ class Metrics:
             (self._drafts, stats.num_drafts),
             (self._draft_tokens, stats.num_draft_tokens),
             (self._accepted, stats.num_accepted_tokens),
+            (self._decode_seconds, stats.decode_seconds),
+            (self._without_drafts, stats.seconds_without_drafts),
         ):
             if value:
                 counter.inc(value)

@@ -61,6 +61,8 @@ class DraftPlanner:
         self._since = [0] * max_num_reqs  # the step in which the slot's request entered
         self._entered_at = 0  # the newest of them
         self._landed_at: float | None = None  # when the last step landed; None = the engine slept
+        # Requests, seconds and whether drafts took part, of a step that `tell` has yet to report.
+        self._timed: tuple[int, float, bool] | None = None
         self._prompt_rows = 0.0  # running mean of the tokens of prompts in a step
         self._num_drafts = 0  # of the newest step with requests that decode
         self._troubles: dict[str, int] = {}  # reported so far
@@ -145,10 +147,22 @@ class DraftPlanner:
         return [row for row, _ in chosen], [result for _, result in chosen]
 
     def tell(self, plan: StepPlan, stats: StepStats) -> None:
-        """Add K, the reason for it and the drafter's health to a step's statistics."""
+        """Add K, the reason for it, the gain and the drafter's health to a step's statistics."""
         if any(not row.is_prefill for row in plan.rows):
             stats.current_k, stats.k_reason = plan.num_drafts, plan.draft_reason
+        self._tell_gain(stats)
         self.tell_health(stats)
+
+    def _tell_gain(self, stats: StepStats) -> None:
+        """Add how long the step took, and how long its tokens would have taken without drafts."""
+        if self._timed is None:
+            return
+        num_reqs, seconds, has_drafts = self._timed
+        self._timed = None
+        stats.decode_seconds = stats.seconds_without_drafts = seconds
+        if has_drafts:
+            plain = self.controller.costs.seconds(num_reqs, 0)  # yields a token for each request
+            stats.seconds_without_drafts = plain * stats.num_generated_tokens / num_reqs
 
     def tell_health(self, stats: StepStats) -> None:
         """Add the drafter's health, and the troubles since the last call."""
@@ -201,6 +215,8 @@ class DraftPlanner:
     def _refine(self, plan: StepPlan, num_drafts: int, seconds: float) -> None:
         """Learn the duration of a step of decode rows: the time since the last step landed."""
         num_reqs = len(plan.rows)
+        if self.controller.costs.is_known:
+            self._timed = num_reqs, seconds, bool(num_drafts or plan.num_drafts)
         scheduled = [row.num_draft_tokens for row in plan.rows]
         steady = plan.num_drafts if plan.num_drafts == max(scheduled) else None
         self.controller.costs.refine(num_reqs, num_drafts / num_reqs, seconds, steady)

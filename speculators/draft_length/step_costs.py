@@ -74,6 +74,11 @@ class StepCosts:
         self._prompts = PromptRows(measured)
         self.num_learned = 0  # real steps that taught something about a guess
 
+    @property
+    def is_known(self) -> bool:
+        """Whether costs are in seconds; False before the first real step without measurements."""
+        return self._known
+
     def beside(self, num_reqs: int, num_prompt_rows: float) -> np.ndarray:
         """Costs of a step of N requests by number of drafts, [K + 1], where it also computes
         `num_prompt_rows` tokens of prompts. What those take without drafts is left out."""

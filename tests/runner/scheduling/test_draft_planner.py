@@ -193,6 +193,35 @@ def test_statistics_report_the_choice(planner: DraftPlanner, script: Script) -> 
     assert nothing.current_k is None
 
 
+def test_the_gain_is_told_from_real_and_measured_durations(
+    planner: DraftPlanner, script: Script, clock: Clock
+) -> None:
+    """A step of one request without drafts takes 1 s here, and one with K drafts 1 + K."""
+
+    def told(step: int, drafts: int, next_drafts: int, seconds: float, kept: int) -> StepStats:
+        script.next = DraftLength(next_drafts, "gain")
+        plan = StepPlan(step, rows=[row(0, drafts)])
+        planner.complete(plan)
+        clock.now += seconds
+        planner.land(plan, [RowResult([1] * kept, drafts)], list)
+        stats = StepStats(num_generated_tokens=kept)
+        planner.tell(plan, stats)
+        return stats
+
+    first = told(0, 0, 0, 1.0, 1)  # its beginning is not known
+    assert (first.decode_seconds, first.seconds_without_drafts) == (0.0, 0.0)
+    plain = told(1, 0, 0, 1.5, 1)
+    assert (plain.decode_seconds, plain.seconds_without_drafts) == (1.5, 1.5)
+    unit = script.costs.seconds(1, 0)
+    before_drafts = told(2, 0, 2, 1.0, 1)  # makes drafts that the next step verifies
+    assert before_drafts.seconds_without_drafts == pytest.approx(unit, rel=0.05)
+    verified = told(3, 2, 0, 2.0, 3)
+    assert verified.decode_seconds == 2.0
+    assert verified.seconds_without_drafts == pytest.approx(3 * script.costs.seconds(1, 0))
+    planner.rest()
+    assert told(4, 0, 0, 9.0, 1).decode_seconds == 0.0  # the engine slept
+
+
 def test_graphs_for_every_k_stay_few() -> None:
     sizes = default_capture_sizes(2048)
 
