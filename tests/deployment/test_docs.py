@@ -126,7 +126,7 @@ def test_flags_that_pages_mention_exist() -> None:
         *("--volume", "--read-only", "--tmpfs", "--cap-drop", "--health-cmd", "--env", "--build"),
         *("--help", "--flag", "--no-flag"),
     }
-    for script in (*ROOT.glob("tests/*/bench_*.py"), *ROOT.glob("tests/reliability/*.py")):
+    for script in (*ROOT.glob("tests/lab/*.py"), *ROOT.glob("tests/reliability/*.py")):
         elsewhere |= set(re.findall(r'"(--[a-z-]+)"', script.read_text()))
     for path in DOCS.glob("*.md"):
         for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()):
