@@ -4,6 +4,7 @@ import { element } from "./answer.js";
 
 const KEPT = 120; // readings, one a second
 const PERIOD = 1000; // milliseconds
+const GAIN_READINGS = 10; // over which the speed-up is taken, because single seconds vary much
 const SVG = "http://www.w3.org/2000/svg";
 
 // --- reading /metrics --------------------------------------------------------------------------------
@@ -30,6 +31,8 @@ function reading(text) {
     generation_tokens_total: "tokens",
     spec_decode_num_drafts_total: "drafts",
     spec_decode_drafter_healthy: "healthy",
+    spec_decode_seconds_total: "seconds",
+    spec_decode_seconds_without_drafts_total: "without",
     num_requests_running: "running",
     num_requests_waiting: "waiting",
     inter_token_latency_seconds_sum: "gapSum",
@@ -197,6 +200,7 @@ export function startCharts(parent) {
   fault.hidden = true;
   parent.before(fault);
   const speed = new Lines(parent, "Tokens a second", "", ["tokens"]);
+  let gain = null; // made once the server has measured a gain, which it does not with a fixed K
   const length = new Lines(parent, "Draft length K, mean of the steps", "", ["K"]);
   const positions = new Positions(parent);
   const gaps = new Lines(parent, "Time between tokens", "ms", ["mean", "95th percentile"]);
@@ -215,6 +219,10 @@ export function startCharts(parent) {
       const slow = quantile(last, now, 0.95);
       gaps.add([mean, slow === null ? null : 1000 * slow]);
       positions.show(kept[0], now);
+      const earlier = kept.at(-GAIN_READINGS) || kept[0];
+      const took = now.seconds - earlier.seconds;
+      if (gain === null && now.seconds > 0) gain = new Lines(parent, "Speed-up by drafts", "times", ["measured"]);
+      if (gain) gain.add([took > 0 ? (now.without - earlier.without) / took : null]);
       const [k, why] = draftLength(last, now);
       length.add([k]);
       if (why) length.note.textContent = REASONS[why] || why;
