@@ -68,8 +68,6 @@ def embedded_by(rows: Embedding, input_ids: Tensor) -> EmbeddedIds:
 class TextModel(nn.Module):
     """A decoder over flat token rows. Subclasses set `layers` and implement `forward`."""
 
-    splits = True  # whether several ranks can share the model
-
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
         super().__init__()
         self.config = config

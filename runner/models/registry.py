@@ -90,11 +90,6 @@ def build_model(
     module_name, class_name = ARCHITECTURES[architecture_of(hf_config)]
     module = importlib.import_module(f".{module_name}", __package__)
     text_config = _text_part(hf_config)
-    if ranks is not None and not getattr(module, class_name).splits:
-        raise ModelLoadError(
-            f"--tensor-parallel-size {ranks.size} is not supported for "
-            f"{architecture_of(hf_config)}, which needs a single device."
-        )
     model: TextModel = getattr(module, class_name)(
         text_config,
         WeightFormat(device, dtype, pack_fp16, linear, native, packed, torch_only, ranks),

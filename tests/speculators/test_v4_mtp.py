@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.models.deepseek_v4 import attention
 
 from ..cases import some
+from ..runner.parallel.thread_group import ThreadGroup, build_on_threads
 from .recorded_graphs import graph_engine
 from .recorded_proposals import recorded_proposals
 from .tiny_engine import TinyEngine, prompts
@@ -125,6 +127,18 @@ def test_drafts_in_graphs_equal_eager_drafts(
         assert graphs == bool(replays.get("target")) == bool(replays.get("draft prefill"))
         assert graphs == bool(replays.get("draft loop" if loop else "draft decode"))
     assert found[0] == found[1]
+
+
+def test_two_ranks_emit_the_tokens_and_drafts_of_one(folder: Path, oracle: V4MtpOracle) -> None:
+    groups: list[ThreadGroup] = []
+    found = []
+    for more in ({}, {"build": partial(build_on_threads, groups)}):
+        engine = TinyEngine(folder, speculative(), **more)
+        run = engine.run(prompts(3, longest=20), max_tokens=10)
+        engine.close()
+        found.append((run.tokens, run.num_drafts, run.accepted_per_pos))
+    assert found[0] == found[1]
+    groups[0].check()
 
 
 def test_random_weights(folder: Path, oracle: V4MtpOracle) -> None:

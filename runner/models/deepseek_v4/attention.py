@@ -9,6 +9,7 @@ nothing behind: the true tokens overwrite it.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,9 @@ from ....kernels.attention.compressed.tail_rotary import tail_rotary
 from ....kernels.attention.mla import expand_value
 from ....kernels.attention.store_kv import store_kv
 from ...attention.base import AttentionLayer
+from ...parallel.ranks import Cut
 from ..layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
+from ..sharded import column_linear, row_linear
 from .step import Step, Tables
 
 _RAW_BLOCK = 64  # the most tokens in a block of raw rows
@@ -33,9 +36,14 @@ class GroupedLinear(nn.Module):
 
     weight: Tensor  # [groups, rank, inputs of a group]
 
-    def __init__(self, groups: int, rank: int, inputs: int, fmt: WeightFormat) -> None:
+    def __init__(
+        self, groups: int, share: Cut | None, rank: int, inputs: int, fmt: WeightFormat
+    ) -> None:
+        """`share`: those of the `groups` that are here, if not all."""
         super().__init__()
-        empty = torch.empty(groups, rank, inputs, dtype=fmt.dtype, device=fmt.device)
+        self.total, self.share = groups * rank, share
+        own = groups if share is None else share.size
+        empty = torch.empty(own, rank, inputs, dtype=fmt.dtype, device=fmt.device)
         self.register_buffer("weight", empty)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +51,16 @@ class GroupedLinear(nn.Module):
         return expand_value(x, self.weight).reshape(x.shape[0], -1)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        yield f"{parent}{name}.weight", tensor_slot(self.weight.flatten(0, 1))
+        slot = tensor_slot(self.weight.flatten(0, 1))
+        yield f"{parent}{name}.weight", _part_of(slot, self.total, self.share, self.weight.shape[1])
+
+
+def _part_of(slot: CheckpointSlot, total: int, share: Cut | None, each: int) -> CheckpointSlot:
+    """The slot of a part of `total` rows, `each` for every one in `share`; all rows without it."""
+    if share is None:
+        return slot
+    cut = Cut(0, share.start * each, share.stop * each)
+    return replace(slot, shape=(total, *slot.shape[1:]), cut=cut)
 
 
 class CompressorWeights(nn.Module):
@@ -86,10 +103,10 @@ class Indexer(nn.Module):
 def attention_layers(
     config: Any, ratio: int, indexed: bool, layer_id: int, sinks: Tensor
 ) -> dict[str, AttentionLayer]:
-    """The caches of a layer by what they hold; their ids begin at `layer_id`."""
+    """The caches of a layer by what they hold; their ids begin at `layer_id`. `sinks` [heads]."""
     dim, eps_scale = config.head_dim, config.head_dim**-0.5
     raw = AttentionLayer(
-        layer_id, config.num_attention_heads, 1, dim,
+        layer_id, len(sinks), 1, dim,
         scale=eps_scale, sliding_window=config.sliding_window, sinks=sinks, is_mla=True,
         head_dim_v=dim, block_tokens=_RAW_BLOCK,
     )  # fmt: skip
@@ -122,7 +139,10 @@ def attention_layers(
 
 
 class Attention(nn.Module):
-    """One attention layer of compression ratio `ratio`; `indexed` layers choose entries."""
+    """One attention layer of compression ratio `ratio`; `indexed` layers choose entries.
+
+    Ranks share the query heads, by the groups of the output projection. Each has everything else.
+    """
 
     attn_sink: Tensor  # [heads] float32
 
@@ -131,11 +151,13 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.heads, self.dim, self.rank = (
-            config.num_attention_heads,
-            config.head_dim,
-            config.q_lora_rank,
-        )
+        groups, self.total = config.o_groups, config.num_attention_heads
+        self.share: Cut | None = None
+        if fmt.ranks is not None:
+            self.share = fmt.ranks.share(groups, "groups of attention heads")
+        self.groups = groups if self.share is None else self.share.size
+        self.heads = self.total // groups * self.groups
+        self.dim, self.rank = config.head_dim, config.q_lora_rank
         self.ratio, self.eps = ratio, eps
         sinks = torch.empty(self.heads, dtype=torch.float32, device=fmt.device)
         self.register_buffer("attn_sink", sinks)
@@ -143,12 +165,11 @@ class Attention(nn.Module):
         self.raw, self.layers = layers["raw"], layers
         self.down = Linear(hidden, {"wq_a": self.rank, "wkv": self.dim}, fmt)
         self.q_norm = RMSNorm(self.rank, eps, fmt, exact=True)
-        self.wq_b = Linear(self.rank, self.heads * self.dim, fmt)
+        self.wq_b = column_linear(self.rank, self.total * self.dim, fmt, groups=groups)
         self.kv_norm = RMSNorm(self.dim, eps, fmt, exact=True)
-        groups, self.groups = config.o_groups, config.o_groups
-        inputs = self.heads * self.dim // groups
-        self.wo_a = GroupedLinear(groups, config.o_lora_rank, inputs, fmt)
-        self.wo_b = Linear(groups * config.o_lora_rank, hidden, fmt)
+        inputs = self.total * self.dim // groups
+        self.wo_a = GroupedLinear(groups, self.share, config.o_lora_rank, inputs, fmt)
+        self.wo_b = row_linear(groups * config.o_lora_rank, hidden, fmt, groups=groups)
         self.compressor: CompressorWeights | None = None
         self.indexer: Indexer | None = None
         if ratio:
@@ -220,4 +241,5 @@ class Attention(nn.Module):
         return select_entries(query, weights, keys, entries, step.tokens, indexer.top_k, most)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        yield f"{parent}{name}.attn_sink", tensor_slot(self.attn_sink, "zeros")
+        slot, each = tensor_slot(self.attn_sink, "zeros"), self.heads // self.groups
+        yield f"{parent}{name}.attn_sink", _part_of(slot, self.total, self.share, each)

@@ -117,7 +117,6 @@ class DeepseekV4Model(BlockModel):
     Its auxiliary hidden states are all streams side by side, [M, n * H] at each boundary.
     """
 
-    splits = False
     skipped = SkippedBlock()
 
     def __init__(

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from ....kernels.linear.activation import silu_and_mul
 from ....kernels.linear.experts import Routing
 from ....kernels.linear.moe import select_experts
-from ..layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
+from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..moe import Experts
+from ..sharded import column_linear, row_linear
 
 
 class Gate(nn.Module):
@@ -76,11 +77,11 @@ class SharedExpert(nn.Module):
     def __init__(self, hidden: int, size: int, limit: float, fmt: WeightFormat) -> None:
         super().__init__()
         self.limit = limit
-        self.gate_up = Linear(hidden, {"w1": size, "w3": size}, fmt, role="gate_up")
-        self.w2 = Linear(size, hidden, fmt, role="down")
+        self.gate_up = column_linear(hidden, {"w1": size, "w3": size}, fmt, role="gate_up")
+        self.w2 = row_linear(size, hidden, fmt, role="down", sums=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [M, H] -> [M, H]."""
+        """hidden: [M, H] -> [M, H], with several ranks one rank's part of the sum."""
         return self.w2.forward(silu_and_mul(self.gate_up.forward(hidden), self.limit))
 
 
@@ -101,4 +102,4 @@ class MoE(nn.Module):
     def forward(self, hidden: Tensor, input_ids: Tensor) -> Tensor:
         """hidden: [M, H], input_ids: [M] -> [M, H]."""
         routed = self.experts.forward(hidden, *self.gate.forward(hidden, input_ids))
-        return routed + self.shared_experts.forward(hidden)
+        return self.experts.sum(routed + self.shared_experts.forward(hidden))

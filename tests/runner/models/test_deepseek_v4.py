@@ -13,16 +13,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from slipstream.configs.schema import ModelConfig
 from slipstream.kernels.cpu import weight as native
 from slipstream.runner.attention.fp8_layers import UnusableKVFormat, with_fp8_cache
 from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_size
 from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.deepseek_v4.names import plain_name
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.short_model import short_blocks
+from slipstream.runner.parallel.ranks import Ranks
 
-from ..model_harness import Sequences, assert_equals_transformers, load
+from ..model_harness import CPU, Sequences, assert_equals_transformers, load
+from ..parallel.threads import on_ranks
 from ..tiny_v4 import INDEXED, PLAIN, RAW, SHAPE, VOCAB, make_v4
 
 
@@ -166,6 +170,15 @@ def test_the_checkpoint_as_deepseek_stores_it(folder: Path, oracle: Any, tmp_pat
         model = load(own)
         logits.append(Sequences(model, 1, 32, block_size=8).step([(0, list(range(20)))])[0][0])
     assert torch.equal(*logits)
+
+    def of_rank(ranks: Ranks) -> Tensor:
+        resolved = resolve_model(ModelConfig(model=str(tmp_path / "0"), dtype="float32"))
+        model = build_model(resolved.hf_config, CPU, torch.float32, ranks=ranks)
+        load_weights(model, resolved)
+        return Sequences(model, 1, 32, block_size=8).step([(0, list(range(20)))])[0][0]
+
+    for shared in on_ranks(2, of_rank):
+        torch.testing.assert_close(shared, logits[1], atol=2e-4, rtol=2e-4)
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ from slipstream.runner.loading.weights import ResolvedModel, load_weights
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.parallel.ranks import Cut, Ranks
 
+from .. import tiny_v4
 from ..model_harness import CPU, Sequences
 from ..models import (
     test_deepseek,
@@ -64,6 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "",
     ),
     "deepseek_v3": ("DeepseekV3Config", test_deepseek.SHAPE, {"attention_bias": True}, "stacked"),
+    "deepseek_v4": ("DeepseekV4Config", tiny_v4.SHAPE, {"index_topk": 1}, "matrices"),
     "glm": ("Glm4MoeConfig", test_glm4_moe.SHAPE, test_glm4_moe.CASES["glm_4_5"], "stacked"),
     "phi3": ("Phi3Config", test_llama.SHAPE, {"pad_token_id": None}, ""),
     "qwen3_5": ("Qwen3_5TextConfig", test_qwen3_5.SHAPE, {}, ""),
@@ -93,7 +95,7 @@ def fill(model: Any, form: str) -> dict[str, tuple[int, ...]]:
 
 
 def logits_of(model: Any) -> torch.Tensor:
-    sequences = Sequences(model, 2, 16)
+    sequences = Sequences(model, 2, 16, block_size=8)
     generator, out = torch.Generator().manual_seed(3), []
     for step in ROWS:
         rows = [
