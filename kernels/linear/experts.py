@@ -65,7 +65,7 @@ class PackedExperts:
             for weight in (self.gate_up, self.down)
         )
         rest = (self.activation, self.alpha, self.limit)
-        biases = (
+        gate_up_bias, down_bias = (
             None if bias is None else bias.to(dtype) for bias in (self.gate_up_bias, self.down_bias)
         )
-        return ExpertWeights(gate_up, down, *biases, *rest)
+        return ExpertWeights(gate_up, down, gate_up_bias, down_bias, *rest)
