@@ -12,6 +12,7 @@ from ...configs.load import add_flags, load_config
 from ...configs.options import ConfigError
 
 if TYPE_CHECKING:
+    from ..verify.plan import Plan
     from ..verify.report import Report
 
 SUMMARY = "check on your own model that speculation changes nothing but the speed"
@@ -28,6 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         default="builtin",
         help="JSONL file of prompts, or builtin for chats of eight domains (default)",
+    )
+    group.add_argument(
+        "--url",
+        metavar="URL",
+        action="append",
+        help="check a running OpenAI-compatible server instead of starting one; a second --url "
+        "names a server without drafts to compare it with. MODEL is then the name in requests, and "
+        "--api-key or OPENAI_API_KEY the key",
     )
     for flag, default, text in (
         ("--num-prompts", 16, "prompts of the greedy checks"),
@@ -65,11 +74,8 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"--{name} must be at least {least}, not {given[flag]}")
     if not args.minutes > 0:
         raise ConfigError(f"--minutes must be above 0, not {args.minutes:g}")
-    config = load_config(args, os.environ)
-    from ..verify.session import verify
-
     with tables_to_stderr(args.output):
-        report = asyncio.run(verify(config, plan, args.data))
+        report = asyncio.run(_of_urls(args, plan) if args.url else _of_engine(args, plan))
         if report is None:
             return 1
         print(report.table(), flush=True)
@@ -77,6 +83,31 @@ def run(args: argparse.Namespace) -> int:
     if args.html is not None:
         _write_page(args.html, report)
     return 0 if report.passes else 1
+
+
+async def _of_engine(args: argparse.Namespace, plan: Plan) -> Report | None:
+    config = load_config(args, os.environ)
+    from ..verify.session import verify
+
+    return await verify(config, plan, args.data)
+
+
+async def _of_urls(args: argparse.Namespace, plan: Plan) -> Report:
+    from ..drafters.training_prompts import PromptError
+    from ..verify.session import read, user_text
+    from ..verify.url import verify_urls
+
+    if len(args.url) > 2:
+        raise ConfigError(f"--url can be given twice, not {len(args.url)} times")
+    try:
+        prompts = [text for prompt in read(args.data) if (text := user_text(prompt))]
+    except (PromptError, OSError) as error:
+        raise ConfigError(str(error).rstrip(".")) from None
+    if not prompts:
+        raise ConfigError(f"--data {args.data}: --url needs prompts with text")
+    given = vars(args)
+    keys = given.get("api_key") or [os.environ.get("OPENAI_API_KEY")]
+    return await verify_urls(args.url, given.get("model_argument"), keys[0], prompts, plan)
 
 
 def _write_page(path: str, report: Report) -> None:

@@ -43,7 +43,7 @@ class Greedy:
     scores: list[Scores]  # of `on`
 
 
-def first_difference(on: Sequence[int], off: Sequence[int]) -> int | None:
+def first_difference(on: Sequence[object], off: Sequence[object]) -> int | None:
     """The first position at which two replies differ; None if they are equal."""
     for position, (a, b) in enumerate(zip(on, off, strict=False)):
         if a != b:

@@ -19,7 +19,7 @@ class Plan:
     max_tokens: int = 64  # of a greedy reply
     num_samples: int = 512  # sampled replies of either side, for each set of options
     sample_tokens: int = 16  # of a sampled reply
-    round_samples: int = 64  # of them between two looks at the clock
+    round_samples: int = 16  # of them between two looks at the clock
     minutes: float = 5.0  # of sampling, after which no further replies are begun
     checks_drafts: bool = True
     options: Sequence[str] = ()  # names of sampling options to check; empty = all

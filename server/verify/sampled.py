@@ -8,6 +8,7 @@ tokens, with drafts and without.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -108,9 +109,11 @@ class Known:
         listed = sorted(((p, t) for t, p in law.of.items() if t >= 0), reverse=True)
         self._bet(EVENTS[1], token == listed[0][1], listed[0][0], tolerance)
         likely = listed[:_LIKELY]
-        rest = max(0.0, 1 - sum(p for p, _ in likely))
-        if rest > 1e-6:
-            self._bet(EVENTS[2], all(token != t for _, t in likely), rest, tolerance)
+        mass = sum(p for p, _ in likely)
+        if mass < 1 - 1e-6:
+            # What rounding moves in the likely tokens, the others lose or gain.
+            tolerance = math.log1p(mass * tolerance / (1 - mass))
+            self._bet(EVENTS[2], all(token != t for _, t in likely), 1 - mass, tolerance)
 
     def _bet(self, name: str, hit: bool, p: float | None, tolerance: float) -> None:
         if p is not None:

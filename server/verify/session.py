@@ -77,7 +77,7 @@ async def verify(config: Config, plan: Plan, data: str) -> Report | None:
         check_model_files(config)
         app = create_app(config, client)
         services: Services = app.state.services
-        prompts = _read(data)
+        prompts = read(data)
         token_ids = tokenize_prompts(prompts, services.tokenizer, services.template)
         with_text = [user_text(prompt) for prompt in prompts]
     except (ModelFilesError, PromptError, TokenizerLoadError, ValueError, OSError) as error:
@@ -188,7 +188,7 @@ async def _check_text(app: FastAPI, subject: Subject, plan: Plan, report: Report
             await check_text(on, off, prompts, plan.max_tokens, report, bar.update)
 
 
-def _read(data: str) -> list[Prompt]:
+def read(data: str) -> list[Prompt]:
     """The prompts of the file `data`, or the built-in ones of each domain in turn."""
     return _in_turn(heldout_prompts()) if data == "builtin" else read_prompts(Path(data))
 

@@ -8,6 +8,9 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import LlamaForCausalLM
+
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.messages import AbortRequests, AddRequest, RequestOutput
 
@@ -67,13 +70,21 @@ class _Stream:
         raise NotImplementedError
 
 
-def save_pair(folder: Path) -> tuple[Path, Path]:
-    """A target with two layers and 24 tokens, and an EAGLE-3 head that knows half of them."""
+def save_pair(folder: Path, num_drafted: int = V // 2) -> tuple[Path, Path]:
+    """A target with two layers and 24 tokens, and a random EAGLE-3 head.
+
+    The head drafts only the `num_drafted` tokens that the target likes least."""
     target = save_llama(folder / "target", layers=2, std=0.15, vocab_size=V)
-    weights = head_weights(eagle3=True, vocab_size=V, draft_vocab_size=V // 2)
+    weights = head_weights(eagle3=True, vocab_size=V, draft_vocab_size=num_drafted)
     weights["lm_head.weight"] *= 0.3
+    with torch.no_grad():
+        text = torch.randint(V, (8, 32))
+        mean = LlamaForCausalLM.from_pretrained(target)(text).logits.softmax(-1).mean((0, 1))
+    ids = mean.argsort()[:num_drafted].sort().values
+    weights["d2t"] = ids - torch.arange(num_drafted)
+    weights["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
     head = save_head(
-        folder / "head", weights, True, vocab_size=V, draft_vocab_size=V // 2,
+        folder / "head", weights, True, vocab_size=V, draft_vocab_size=num_drafted,
         eagle_aux_hidden_state_layer_ids=[0, 1, 2],
     )  # fmt: skip
     return target, head

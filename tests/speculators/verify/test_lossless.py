@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,13 +28,10 @@ PROMPTS = [[1, 4, 2], *([n, n + 5, (7 * n) % V, 3] for n in range(1, 5))]
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    return save_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def engine(pair: tuple[Path, Path]) -> Iterator[InProcess]:
-    found = start(pair[0], "eagle3", pair[1])
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
+    """Its drafts are unlikely tokens, so that few replies show a bias towards them."""
+    target, head = save_pair(tmp_path_factory.mktemp("pair"), num_drafted=6)
+    found = start(target, "eagle3", head)
     found.tiny.engine.set_grammar_backend(build_grammar_backend(TOKENS, "raw", [0], V))
     yield found
     found.tiny.close()
@@ -48,7 +44,7 @@ def run(engine: InProcess, **plan: Any) -> Report:
         method="eagle3", one_hot=True, grammar=GRAMMAR, valid=lambda ids: max(ids, default=0) <= 6,
     )  # fmt: skip
     report = Report({})
-    options = {"num_prompts": 4, "max_tokens": 12, "num_samples": 24, "options": ()} | plan
+    options = {"num_prompts": 4, "max_tokens": 10, "num_samples": 16, "options": ()} | plan
     asyncio.run(run_checks(engine, subject, Plan(**options), report))
     return report
 
@@ -68,7 +64,7 @@ def test_a_sound_engine_passes_every_check(engine: InProcess) -> None:
         "seed repeats the text",
     } <= names
     judged = next(c for c in report.checks if c.name == "all options: the judged draft")
-    assert judged.figures["trials"] > 700
+    assert judged.figures["trials"] > 500
 
 
 def test_a_bias_of_one_percent_in_rejection_sampling_is_found(
@@ -109,9 +105,9 @@ def test_the_default_run_finds_a_bias_of_one_percent_in_all_options_together(
 
 def test_when_the_time_is_over_fewer_replies_are_compared(engine: InProcess) -> None:
     report = run(
-        engine, num_samples=130, minutes=1e-9, options=("temperature 1",), checks_drafts=False
+        engine, num_samples=40, minutes=1e-9, options=("temperature 1",), checks_drafts=False
     )
-    assert report.setup["sampled_replies"] == 64 and report.passes
+    assert report.setup["sampled_replies"] == 16 and report.passes
 
 
 def test_a_grammar_that_binds_one_token_late_is_found(
