@@ -305,7 +305,7 @@ def compressed() -> None:
     f32, longs, tables = torch.float32, t(9, dtype=I64), t(4, 64, dtype=I32)
     cos_sin, weight = t(4096, 64, dtype=f32), t(512, dtype=f32)
     turn = kernel("tail_rotary")
-    for heads in (64, 1):
+    for heads in (64, 8, 1):
         turn(t(9, heads, 512), longs, cos_sin, 1e-6, weight if heads == 1 else None)
         turn(t(9, heads, 512), longs, cos_sin, inverse=True)
     turn(t(9, 64, 128), longs, cos_sin)
@@ -322,7 +322,7 @@ def compressed() -> None:
             score(t(9, 64, 128), t(9, 64, dtype=f32), entries, tokens, 2048)
     raw, few = pages.Pages(t(7, 64, 1, 512), tables, longs, 64), t(9, dtype=I32)
     window, chosen = (pages.SlotList(t(9, n, dtype=I32), few) for n in (128, 512))
-    for heads in (64, 128):
+    for heads in (8, 64, 128):
         for found in (None, chosen):
             args = (raw, window, None if found is None else raw, found, t(heads, dtype=f32), 0.04)
             kernel("sparse_attention")(t(9, heads, 512), *args)
