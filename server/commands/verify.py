@@ -66,7 +66,13 @@ def run(args: argparse.Namespace) -> int:
 
     check_file("--output", args.output)
     check_file("--html", args.html)
-    plan = Plan(args.num_prompts, args.max_tokens, args.samples, args.sample_tokens, args.minutes)
+    plan = Plan(
+        num_prompts=args.num_prompts,
+        max_tokens=args.max_tokens,
+        num_samples=args.samples,
+        sample_tokens=args.sample_tokens,
+        minutes=args.minutes,
+    )
     given = vars(args)
     for flag, least in _LEAST.items():
         if given[flag] < least:
