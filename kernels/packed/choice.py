@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ..device import use_triton
 from ..linear.linear_choice import Gemv, Shape, Skinny, bucket_of
 from ..quant.tiled import TiledWeight, Weight
-from .kinds import PackedChoice, Quantised, Row, fits, fits_gemv, fits_row, format_name
+from .kinds import PackedChoice, Quantised, Row, fits, fits_gemv, format_name
 from .tuned import tuned_choices
 
 EXACT_ROWS = 64  # up to here, activations have 16 bits
@@ -42,8 +42,9 @@ def choose_packed(weight: Weight, role: str, num_rows: int) -> PackedChoice:
             return tuned[key]
     if bucket is None or (bucket > 128 and weight.kind == "fp4"):
         return None
-    if bucket == 1 and fits_row(weight) and role != "head":
-        return Row(16, 3 if role == "gate_up" else 5, 4, 1)
+    measured = _ONE_ROW.get((format_name(weight), shape)) if bucket == 1 else None
+    if measured is not None and fits(weight, measured):
+        return measured
     if bucket == 1 and fits_gemv(weight) and (role != "gate_up" or weight.row_group == 1):
         return _GEMVS.get(format_name(weight), {}).get(role, Gemv(4, 1024, 4))
     return _skinny(weight, shape, bucket)
@@ -86,6 +87,19 @@ _GATE_UP, _DOWN = Shape("gate_up", 28672, 4096), Shape("down", 4096, 14336)
 _HEAD = Shape("head", 128256, 4096)
 
 # The fastest on an H200 for Llama 3 8B, by format; unmeasured ones follow the rule above.
+# `Row` is chosen for these shapes only: no GPU has checked it with others.
+_ONE_ROW: Mapping[tuple[str, Shape], Gemv | Row] = {
+    ("fp8", _QKV): Gemv(2, 1024, 4, ahead=2),
+    ("fp8", _O): Gemv(2, 1024, 4, ahead=2),
+    ("fp8", _GATE_UP): Row(16, 4, 2, 1, 2),
+    ("fp8", _DOWN): Row(16, 5, 4, 2),
+    ("fp8", _HEAD): Row(32, 3, 4, 1),
+    ("int4", _QKV): Row(16, 3, 8, 1, 8),
+    ("int4", _O): Row(16, 5, 4, 2),
+    ("int4", _GATE_UP): Row(16, 3, 4, 1),
+    ("int4", _DOWN): Row(32, 3, 4, 2),
+    ("int4", _HEAD): Row(32, 3, 4, 1),
+}
 _GEMVS: Mapping[str, Mapping[str, Gemv]] = {
     "fp8": {
         "qkv": Gemv(4, 1024, 4),
