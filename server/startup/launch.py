@@ -316,7 +316,7 @@ def _say(text: str) -> None:
 
 
 def _greeting(config: Config, client: Client, listener: socket.socket) -> str:
-    """The line printed when the server is ready: model, URL, device, speculation."""
+    """What is printed when the server is ready: model, URL, device, speculation, live page."""
     host, port = listener.getsockname()[:2]
     scheme = "https" if config.server.ssl_certfile else "http"
     url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
@@ -327,4 +327,5 @@ def _greeting(config: Config, client: Client, listener: socket.socket) -> str:
         drafts = f"{ready.speculative_method} with {upto}{ready.num_speculative_tokens} drafts"
     name = config.server.served_model_name[0]
     numbers = ready.dtype + (f", {ready.weight_formats} weights" if ready.weight_formats else "")
-    return f"Serving {name} at {url} ({ready.device}, {numbers}, speculation: {drafts})"
+    live = f"\nIts live page is {url}/live" if config.server.live_page else ""
+    return f"Serving {name} at {url} ({ready.device}, {numbers}, speculation: {drafts}){live}"

@@ -118,6 +118,7 @@ async def test_serves_says_where_and_ends_with_0(capsys: pytest.CaptureFixture[s
     os.kill(os.getpid(), signal.SIGTERM)
     assert await run.end() == 0
     assert f"Serving fake at {run.url} (cpu, float32, speculation: off)" in said
+    assert f"Its live page is {run.url}/live\n" in said
 
 
 async def test_no_collection_walks_what_the_start_made_while_requests_are_answered() -> None:
