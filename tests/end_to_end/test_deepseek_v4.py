@@ -1,4 +1,4 @@
-"""A tiny random DeepSeek V4 served over HTTP, with its module and without."""
+"""A tiny random DeepSeek V4 served over HTTP: alone, with its module, and on two ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def replies(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], RunningSer
 
 
 @pytest.mark.slow
-def test_replies_do_not_depend_on_drafts(tmp_path: Path) -> None:
+def test_replies_depend_on_neither_drafts_nor_ranks(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     V4MtpOracle(folder, vocab_size=256)
     alphabet = sorted(ByteLevel.alphabet())
@@ -51,8 +51,10 @@ def test_replies_do_not_depend_on_drafts(tmp_path: Path) -> None:
     (folder / "chat_template.jinja").write_text(template.read_text())
     plain, _ = replies(folder, "-sc", "off")
     drafted, server = replies(folder, "-sc", "mtp")
-    ids = [[choice["token_ids"] for choice in found[:3]] for found in (plain, drafted)]
-    assert ids[0] == ids[1] and all(len(tokens) == 24 for tokens in ids[0])
-    texts = [[choice["message"] for choice in found[3:]] for found in (plain, drafted)]
-    assert texts[0] == texts[1] and len(texts[0]) == 2
+    shared, _ = replies(folder, "-sc", "mtp", "-tp", "2")
+    every = (plain, drafted, shared)
+    ids = [[choice["token_ids"] for choice in found[:3]] for found in every]
+    assert ids[0] == ids[1] == ids[2] and all(len(tokens) == 24 for tokens in ids[0])
+    texts = [[choice["message"] for choice in found[3:]] for found in every]
+    assert texts[0] == texts[1] == texts[2] and len(texts[0]) == 2
     assert any("mtp" in line for line in server.log)
