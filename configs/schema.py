@@ -334,6 +334,9 @@ class ParallelConfig:
     data_parallel_size: int = option(
         1, "replicas of the model behind one server, each on devices of its own", short="-dp"
     )
+    enable_expert_parallel: bool = option(
+        False, "give each GPU of -tp whole experts instead of a part of every expert"
+    )
 
 
 @dataclass(frozen=True)

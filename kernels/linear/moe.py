@@ -63,16 +63,21 @@ def _best_experts(choice: Tensor, routing: Routing) -> Tensor:
     return choice.topk(routing.top_k, dim=-1)[1]
 
 
-def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
+def run_experts(
+    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, absent: bool = False
+) -> Tensor:
     """Compute the weighted sum of each token's experts, [T, H].
 
-    x: [T, H]; weights: [T, k] fp32; ids: [T, k] int32 or int64, different in each row.
+    x: [T, H]; weights: [T, k] fp32; ids: [T, k] int32 or int64, different in each row. If experts
+    may be `absent`, ids of -1 stand for experts that are left out of the sum.
     """
     if use_triton(x):
         from .triton import moe as triton_moe
 
-        out: Tensor = triton_moe.run_experts(x, experts, weights, ids)
+        out: Tensor = triton_moe.run_experts(x, experts, weights, ids, absent)
         return out
+    if absent:  # after all others
+        ids = ids.masked_fill(ids < 0, experts.down.shape[0])
     return run_experts_reference(x, experts, weights, ids)
 
 
@@ -98,7 +103,8 @@ def run_experts_reference(
     """The plain version of `run_experts`: one pass per expert that has tokens."""
     top_k = ids.shape[1]
     order = ids.flatten().argsort(stable=True)  # [T * k] (token, choice) pairs by expert
-    counts = torch.bincount(ids.flatten(), minlength=experts.down.shape[0]).tolist()
+    count = experts.down.shape[0]
+    counts = torch.bincount(ids.flatten(), minlength=count)[:count].tolist()
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     start = 0
     for expert, count in enumerate(counts):

@@ -41,7 +41,8 @@ def join_ranks(config: Config, rank: int, rendezvous: str) -> Ranks:
                 f"{torch.cuda.device_count()}"
             )
     device = choose_device(config.model.device)  # the first that this process sees
-    return Ranks(rank, size, Collectives(rank, size, rendezvous, device))
+    collectives = Collectives(rank, size, rendezvous, device)
+    return Ranks(rank, size, collectives, config.parallel.enable_expert_parallel)
 
 
 def build_leader(

@@ -44,12 +44,17 @@ class Experts(nn.Module):
     ) -> None:
         """`limit`: as in `ExpertWeights`; `names`: those of an expert's matrices.
 
-        Each rank holds a share of the `intermediate` features of every expert.
+        Each rank holds a share of the `intermediate` features of every expert, or `by_expert`
+        some whole experts.
         """
         super().__init__()
-        self.ranks, self.intermediate = fmt.ranks, intermediate
-        self.share: Cut | None = None
-        if fmt.ranks is not None:
+        self.ranks, self.intermediate, self.total = fmt.ranks, intermediate, num_experts
+        self.share: Cut | None = None  # of the features
+        self.own: Cut | None = None  # of the experts
+        if fmt.ranks is not None and fmt.ranks.by_expert:
+            self.own = fmt.ranks.share(num_experts, "experts")
+            num_experts = self.own.size
+        elif fmt.ranks is not None:
             self.share = fmt.ranks.share(intermediate, "intermediate features of an expert")
             intermediate = self.share.size
         self.activation, self.limit, self.names = activation, limit, names
@@ -67,7 +72,11 @@ class Experts(nn.Module):
 
         With several ranks, this is one rank's part of the sum; see `sum`.
         """
-        return run_experts(x, self.weights, weights, ids)
+        if self.own is None:
+            return run_experts(x, self.weights, weights, ids)
+        here = ids - self.own.start
+        here = here.masked_fill((here < 0) | (here >= self.own.size), -1)
+        return run_experts(x, self.weights, weights, here, absent=True)
 
     def sum(self, out: Tensor) -> Tensor:
         """The sum of `out` [T, H] over the ranks."""
@@ -83,7 +92,12 @@ class Experts(nn.Module):
         path = f"{parent}{name}"
         for part, target in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
             slot = tensor_slot(target, form=(path, "stacked"))
+            if self.own is not None:
+                slot = replace(slot, shape=(self.total, *slot.shape[1:]), cut=self.own)
             yield f"{path}.{part}", slot if self.share is None else self._stacked(slot, part)
+        if self.own is not None:
+            yield from self._whole_experts(path, self.own)
+            return
         num_experts, _, size = self.down.shape
         for expert in range(num_experts):
             parts = (self.gate_up[expert, :size], self.gate_up[expert, size:], self.down[expert])
@@ -91,6 +105,19 @@ class Experts(nn.Module):
                 slot = tensor_slot(target, form=(path, "matrices"))
                 if self.share is not None:
                     slot = self._matrix(slot, part == self.names[2])
+                yield f"{path}.{expert}.{part}.weight", slot
+
+    def _whole_experts(self, path: str, own: Cut) -> Iterator[tuple[str, CheckpointSlot]]:
+        """The slots of all experts' matrices; of those of other ranks, nothing is read."""
+        size = self.down.shape[2]
+        for expert in range(self.total):
+            here = expert - own.start
+            local = here if 0 <= here < own.size else 0
+            parts = (self.gate_up[local, :size], self.gate_up[local, size:], self.down[local])
+            for part, target in zip(self.names, parts, strict=True):
+                slot = tensor_slot(target, form=(path, "matrices"))
+                if local != here:
+                    slot = replace(slot, load=_skip, cut=Cut(0, 0, 0))
                 yield f"{path}.{expert}.{part}.weight", slot
 
     def _matrix(self, slot: CheckpointSlot, is_down: bool) -> CheckpointSlot:
@@ -117,6 +144,10 @@ class Experts(nn.Module):
             self.gate_up[:, size:].copy_(up[:, share.start : share.stop])
 
         return replace(slot, shape=(count, 2 * self.intermediate, columns), load=load)
+
+
+def _skip(tensor: Tensor) -> None:
+    pass
 
 
 # The few outputs of a router fill a GPU only if many programs share the sums of each.

@@ -70,6 +70,12 @@ def _text_part(hf_config: Any) -> Any:
     return text
 
 
+def _has_experts(model: TextModel) -> bool:
+    from .moe import Experts
+
+    return any(isinstance(part, Experts) for part in model.modules())
+
+
 def build_model(
     hf_config: Any,
     device: torch.device,
@@ -96,6 +102,8 @@ def build_model(
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )
+    if ranks is not None and ranks.by_expert and not _has_experts(model):
+        raise ModelLoadError("--enable-expert-parallel needs a model with experts.")
     for part in model.modules():
         # plain attributes make submodules cheap to look up, which saves half a millisecond per CPU
         # step

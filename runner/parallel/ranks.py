@@ -79,6 +79,7 @@ class Ranks:
     rank: int
     size: int
     communicator: Communicator
+    by_expert: bool = False  # a rank has whole experts, not a part of each
 
     def share(self, total: int, what: str, groups: int | None = None, dim: int = 0) -> Cut:
         """The part of `total` rows or columns that this rank holds.

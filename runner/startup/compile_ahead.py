@@ -254,6 +254,7 @@ def start_key(config: Config) -> str:
         _without(graph, "cudagraph_capture_sizes", "debug_compare_eager"),
         os.environ.get("SLIPSTREAM_PDL", ""),
         config.parallel.tensor_parallel_size,
+        config.parallel.enable_expert_parallel,
     )
     digest = hashlib.sha256(msgspec.json.encode(parts))
     for name in ("torch", "triton"):

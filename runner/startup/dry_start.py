@@ -21,7 +21,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from ...configs.schema import Config, ParallelConfig, SchedulerConfig, StepLimits
+from ...configs.schema import Config, SchedulerConfig, StepLimits
 from ...kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
 from ...kernels.compile_log import watch_compilations
 from ...kernels.device import Card
@@ -94,8 +94,11 @@ class _DryGraphs:
 
 class _DryAssembly(Assembly):
     def __init__(self, config: Config, reached: Reached, own: StepLimits) -> None:
-        size = config.parallel.tensor_parallel_size
-        ranks = None if size == 1 else Ranks(0, size, Silent(size))
+        size, by_expert = (
+            config.parallel.tensor_parallel_size,
+            config.parallel.enable_expert_parallel,
+        )
+        ranks = None if size == 1 else Ranks(0, size, Silent(size), by_expert)
         super().__init__(config, lambda _: None, _META, ranks=ranks)
         self._reached, self._own = reached, own
 
@@ -157,7 +160,7 @@ def any_limits(config: Config) -> Config:
     graph = replace(graph, cudagraph_capture_sizes=tuple(_powers(DEFAULT_MAX_CAPTURE_SIZE)))
     tokens = max(_MANY_TOKENS, _MANY_ROWS * (config.speculative.max_drafts + 1))
     scheduler = SchedulerConfig(max_num_seqs=_MANY_ROWS, max_num_batched_tokens=tokens)
-    parallel = ParallelConfig(config.parallel.tensor_parallel_size)
+    parallel = replace(config.parallel, data_parallel_size=1)
     return replace(config, cache=cache, graph=graph, scheduler=scheduler, parallel=parallel)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ...configs.schema import Config, ParallelConfig
+from ...configs.schema import Config
 from ...runner.messages import AddRequest, Ready, SetVocabulary, StepStats
 from ..health import HealthReport, State, joint_report
 from ..request_stream import RequestStream, SpeculatorRefused
@@ -164,7 +164,7 @@ def create_engine(config: Config, engine: str | None = None) -> EngineClient | E
             f"--data-parallel-size {count} with --tensor-parallel-size {size} needs "
             f"{count * size} GPUs, but this machine shows {len(devices)}"
         )
-    own = replace(config, parallel=ParallelConfig(size))
+    own = replace(config, parallel=replace(config.parallel, data_parallel_size=1))
     clients = []
     for index in range(count):
         part = devices[index * size : (index + 1) * size]

@@ -185,6 +185,7 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
             ["--kv-cache-dtype", "fp8_e5m2"],
             "--kv-cache-dtype must be one of auto, fp8, fp8_e4m3, not 'fp8_e5m2'",
         ),
+        (["--enable-expert-parallel"], "needs --tensor-parallel-size above 1"),
         (["-tp", "0"], "--tensor-parallel-size 0: must be at least 1"),
         (
             ["-tp", "2", "-sc", "a.module:Drafter"],

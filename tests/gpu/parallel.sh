@@ -18,7 +18,7 @@ step() { # name, limit in seconds, command...
 models=$(mktemp -d)
 "$python" tests/lab/shapes.py "$models"
 : > "$out/summary.txt"
-step tests 200 "$python" -m pytest -q -rA -m gpu -p no:cacheprovider --durations=8 \
+step tests 240 "$python" -m pytest -q -rA -m gpu -p no:cacheprovider --durations=8 \
   tests/gpu/test_parallel_cuda.py
 rates='"synthetic_acceptance_rates": [0.8, 0.6, 0.42]'
 head="{\"method\": \"eagle3\", \"model\": \"$models/eagle3-8b\", \"num_speculative_tokens\": 3, \"load_format\": \"dummy\", $rates}"

@@ -29,6 +29,7 @@ from slipstream.configs.schema import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from slipstream.runner.loading.matching import slots_of_one_form
 from slipstream.runner.loading.weights import make_hf_config
 from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.runner.models.registry import build_model
@@ -50,6 +51,11 @@ DRAFTER = TARGET | {
     "architectures": ["LlamaForCausalLMEagle3"], "num_hidden_layers": 1, "draft_vocab_size": 1009,
     "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
 }  # fmt: skip
+EXPERTS = TARGET | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 16,
+    "num_experts_per_tok": 4, "moe_intermediate_size": 256, "norm_topk_prob": True,
+    "decoder_sparse_step": 1, "mlp_only_layers": [],
+}  # fmt: skip
 NUM_REQUESTS, MAX_TOKENS = 12, 48
 # request -> its token ids, and their log probabilities
 Text = dict[int, tuple[list[int], list[float]]]
@@ -58,28 +64,35 @@ Text = dict[int, tuple[list[int], list[float]]]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("parallel")
-    for name, config in (("target", TARGET), ("drafter", DRAFTER)):
+    for name, config in (("target", TARGET), ("drafter", DRAFTER), ("experts", EXPERTS)):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(json.dumps(config))
-    model = build_model(make_hf_config(TARGET, "target"), torch.device("meta"), torch.float32)
+    save_weights(TARGET, folder / "target")
+    save_weights(EXPERTS, folder / "experts")
+    return folder
+
+
+def save_weights(config: dict[str, Any], folder: Path) -> None:
+    model = build_model(make_hf_config(config, str(folder)), torch.device("meta"), torch.float32)
     generator = torch.Generator().manual_seed(0)
     stored = {
         name: torch.ones(slot.shape)
         if slot.init == "ones"
         else torch.randn(slot.shape, generator=generator) * 0.09
-        for name, slot in model.checkpoint_slots().items()
+        for name, slot in slots_of_one_form(model.checkpoint_slots()).items()
     }
-    save_file(stored, folder / "target" / "model.safetensors")
-    return folder
+    save_file(stored, folder / "model.safetensors")
 
 
 @asynccontextmanager
-async def served(folder: Path, size: int, **changes: Any) -> AsyncIterator[EngineClient]:
+async def served(
+    folder: Path, size: int, by_expert: bool = False, name: str = "target", **changes: Any
+) -> AsyncIterator[EngineClient]:
     config = Config(
-        model=ModelConfig(model=str(folder / "target"), dtype=changes.pop("dtype", "float32")),
+        model=ModelConfig(model=str(folder / name), dtype=changes.pop("dtype", "float32")),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
         cache=CacheConfig(kv_cache_memory_bytes=256 << 20),
-        parallel=ParallelConfig(size),
+        parallel=ParallelConfig(size, enable_expert_parallel=by_expert),
         **changes,
     )
     client = EngineClient(config, backoff=Backoff(first=0.05))
@@ -140,6 +153,13 @@ async def test_two_gpus_write_the_text_of_one(graphs: str, folder: Path, alone: 
     changes = {} if graphs == "graphs" else {"graph": GraphConfig(enforce_eager=True)}
     async with served(folder, 2, **changes) as client:
         compare(await text_of(client), alone)
+
+
+async def test_experts_divided_by_expert_write_the_same_text(folder: Path) -> None:
+    async with served(folder, 1, name="experts") as client:
+        expected = await text_of(client)
+    async with served(folder, 2, by_expert=True, name="experts") as client:
+        compare(await text_of(client), expected)
 
 
 async def test_replays_equal_launches_beside_them(folder: Path) -> None:

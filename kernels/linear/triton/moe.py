@@ -38,7 +38,7 @@ class Tiles:
 
 @triton.jit(do_not_specialize=["num_pairs", "most"])
 def _list_kernel(
-    ids,  # [T * k] int32 or int64
+    ids,  # [T * k] int32 or int64; below 0: of no expert here
     experts,  # [C] int32
     counts,  # [C] int32, pairs of the candidate; 0 = it has no work
     order,  # [C, T] int32, its pairs in ascending order
@@ -58,6 +58,7 @@ def _list_kernel(
     for start in range(0, num_pairs, BLOCK):
         pair = start + tl.arange(0, BLOCK)
         own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) == expert
+        own = own & (expert >= 0)
         place = count + tl.cumsum(own.to(tl.int32), 0) - 1
         tl.store(order + candidate.to(tl.int64) * most + place, pair, mask=own)
         count += tl.sum(own.to(tl.int32), 0)
@@ -221,19 +222,22 @@ def list_rows(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     return listed[0], listed[1], order
 
 
-def empty_parts(x: Tensor, top_k: int, spare: int) -> Tensor:
+def empty_parts(x: Tensor, top_k: int, spare: int, absent: bool = False) -> Tensor:
     """Memory for the parts of rows x [T, H]: [k + spare, T, H] float32; for many rows [k, T, H] in
-    the dtype of x."""
+    the dtype of x. It is zero if some experts are `absent`, whose parts nothing writes."""
     few = x.shape[0] <= FEW
     shape = (top_k + spare if few else top_k, *x.shape)
-    return torch.empty(shape, dtype=torch.float32 if few else x.dtype, device=x.device)
+    create = torch.zeros if absent else torch.empty
+    return create(shape, dtype=torch.float32 if few else x.dtype, device=x.device)
 
 
-def run_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
+def run_experts(
+    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, absent: bool = False
+) -> Tensor:
     """See `kernels.linear.moe.run_experts`."""
     if x.shape[0] == 0:
         return torch.zeros_like(x)
-    return whole(expert_parts(x, experts, weights, ids), x)
+    return whole(expert_parts(x, experts, weights, ids, absent=absent), x)
 
 
 def whole(parts: Tensor, x: Tensor) -> Tensor:
@@ -249,8 +253,9 @@ def expert_parts(
     spare: int = 0,
     tiles: tuple[Tiles, Tiles] | None = None,
     tma: bool | None = None,
+    absent: bool = False,
 ) -> Tensor:
-    """See `kernels.linear.moe.expert_parts`.
+    """See `kernels.linear.moe.expert_parts`, and `run_experts` for `absent`.
 
     `tiles` (for both products) and `tma` (whether descriptors load the weights) override what is
     chosen by shape.
@@ -258,14 +263,14 @@ def expert_parts(
     assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     num_rows, hidden = x.shape
-    if num_rows == 1:
+    if num_rows == 1 and not absent:
         return run_one_row(x, experts, weights, ids)
     top_k, few = ids.shape[1], num_rows <= FEW
     num_experts, _, inner_size = experts.down.shape
     pairs = num_rows * top_k
     chosen, counts, order = list_rows(ids, num_experts)
     inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
-    parts = empty_parts(x, top_k, spare)
+    parts = empty_parts(x, top_k, spare, absent)
     block_m = rows_of_tile(num_rows, top_k, num_experts)
     splits = 1 if few else triton.next_power_of_2(triton.cdiv(pairs, num_experts * block_m))
     width = x.element_size()

@@ -106,6 +106,34 @@ def test_experts_of_one_row_each_and_experts_without_any() -> None:
     assert not run_experts(x[:0], experts, weights[:0], ids[:0]).numel()
 
 
+@pytest.mark.parametrize("size", [(1, 8, 2), (3, 16, 4), (40, 4, 2)])
+def test_absent_experts_are_left_out(size: tuple[int, int, int]) -> None:
+    """Two halves of the experts, of which each leaves out the other's, add up to all."""
+    from slipstream.kernels.linear.triton.moe import run_experts
+
+    rows, num_experts, top_k = size
+    x, half = torch.randn(rows, 32), num_experts // 2
+    experts = random_experts(num_experts, 32, 16, "silu", torch.float32)
+    weights, ids = random_choice(rows, num_experts, top_k)
+    expected = moe.run_experts_reference(x, experts, weights, ids.long())
+    for run in (run_experts, run_absent):
+        got = torch.zeros_like(x)
+        for first in (0, half):
+            own = ExpertWeights(experts.gate_up[first:][:half], experts.down[first:][:half])
+            here = ids - first
+            here = here.masked_fill((here < 0) | (here >= half), -1)
+            got += run(x, own, weights, here, True)
+        torch.testing.assert_close(got, expected, rtol=2e-5, atol=2e-5)
+
+
+def run_absent(
+    x: torch.Tensor, own: ExpertWeights, weights: torch.Tensor, ids: torch.Tensor, absent: bool
+) -> torch.Tensor:
+    """The reference, as the public function calls it on a CPU."""
+    ids = ids.long().masked_fill(ids < 0, own.down.shape[0])
+    return moe.run_experts_reference(x, own, weights, ids)
+
+
 @pytest.mark.parametrize("parts", [0, 3])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrtsoftplus"])
 @pytest.mark.parametrize("renormalise", [False, True])

@@ -114,15 +114,21 @@ def make(case: str) -> tuple[Any, str]:
     return config, form
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_two_ranks_compute_what_one_computes(case: str) -> None:
+# Models whose experts may be divided by expert, in both forms of checkpoints.
+BY_EXPERT = ("qwen3_moe", "qwen2_moe", "gemma4_experts", "deepseek_v3", "glm", "qwen3_next")
+
+
+@pytest.mark.parametrize(
+    ("case", "by_expert"), [*((c, False) for c in CASES), *((c, True) for c in BY_EXPERT)]
+)
+def test_two_ranks_compute_what_one_computes(case: str, by_expert: bool) -> None:
     config, form = make(case)
     whole = build(config)
     shapes = fill(whole, form)
     expected = logits_of(whole)
 
     def run(ranks: Ranks) -> tuple[torch.Tensor, int, int]:
-        model = build(config, ranks)
+        model = build(config, replace(ranks, by_expert=by_expert))
         assert fill(model, form) == shapes
         logits = logits_of(model)
         return logits, model.format.ranks.communicator.num_collectives, size_of(model)
@@ -207,3 +213,12 @@ def test_of_rows_a_gpus_reader_reads_only_a_part(dim: int, tmp_path: Path) -> No
     found = dict(checkpoint._read(CPU, count))
     assert torch.equal(found["a"], cut.of(tensor)) and torch.equal(found["b"], tensor + 1)
     assert read == {"a": 120 if dim == 0 else 240, "b": 240}
+
+
+@pytest.mark.parametrize(
+    ("case", "words"), [("llama", "needs a model with"), ("gpt_oss", "gpt-oss")]
+)
+def test_models_without_such_experts_are_refused(case: str, words: str) -> None:
+    config, _ = make(case)
+    with pytest.raises(ModelLoadError, match=f"--enable-expert-parallel .*{words}"):
+        on_ranks(2, lambda ranks: build(config, replace(ranks, by_expert=True)))
