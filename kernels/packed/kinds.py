@@ -34,7 +34,7 @@ PackedChoice: TypeAlias = Choice | Quantised | Row
 
 
 def format_name(weight: TiledWeight) -> str:
-    """The name of a format in the tables below."""
+    """The name of a format in the tables of `choice` and `tuned`."""
     if weight.kind == "fp8" and weight.group < weight.columns:
         return "fp8 blocks" if weight.group == 128 else "fp8 groups"
     if weight.kind == "int8" and weight.group < weight.columns:

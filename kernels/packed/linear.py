@@ -2,7 +2,7 @@
 
 `choice` names the kernel, see `choice`; without one the weight is dequantised to the dtype
 of `x`, and torch multiplies. The kernels need a weight that `quant.tiled.prepare` has converted.
-They do not round weights; `choice` says when activations are quantised.
+Up to 64 rows they round no weight; `choice` says when activations are quantised.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
-from ..linear.head_sample import Draws, pick_rows, pick_rows_reference
+from ..linear.head_sample import Draws, pick_rows
 from ..linear.linear import GATED, Norm
 from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
@@ -181,17 +181,6 @@ def packed_gated_linear(
     return out
 
 
-def packed_gated_linear_reference(
-    x: Tensor,
-    weight: Weight,
-    bias: Tensor | None = None,
-    activation: str = "silu",
-    norm: Norm | None = None,
-) -> Tensor:
-    """The plain version of `packed_gated_linear`."""
-    return GATED[activation](packed_linear_reference(x, weight, bias, norm))
-
-
 def packed_sample_head(
     x: Tensor, weight: Weight, draws: Draws | None = None, choice: PackedChoice = None
 ) -> tuple[Tensor, Tensor]:
@@ -200,13 +189,6 @@ def packed_sample_head(
     x: [L, H]; weight: [V, H]. Returns the tokens [L] int64 and the largest logits [L] float32.
     """
     return pick_rows(packed_linear(x, weight, None, choice), draws)
-
-
-def packed_sample_head_reference(
-    x: Tensor, weight: Weight, draws: Draws | None = None
-) -> tuple[Tensor, Tensor]:
-    """The plain version of `packed_sample_head`."""
-    return pick_rows_reference(packed_linear_reference(x, weight), draws)
 
 
 def _in_order(x: Tensor, weight: TiledWeight) -> Tensor:

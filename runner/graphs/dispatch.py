@@ -50,7 +50,7 @@ def default_capture_sizes(max_num_tokens: int) -> tuple[int, ...]:
 def mixed_capture_sizes(
     wanted: Sequence[int] | None, max_num_tokens: int, mode: CUDAGraphMode
 ) -> tuple[int, ...]:
-    """The token counts of mixed batches to capture: the user's, else fewer than for uniform ones.
+    """The token counts of mixed batches to capture: the user's, else few, unless `mode` is FULL.
 
     Padding costs little up to about 256 tokens, where the step's duration is that of reading the
     weights; above, 60 rows more cost a tenth of a step of 500 rows. The largest sizes are for

@@ -92,7 +92,7 @@ async def verify(config: Config, plan: Plan, data: str) -> Report | None:
             patient = _patient(config, ready)
             is_low = await diagnose(client, subject, patient, replies, report)
         if is_low:
-            await _try_boundaries(config, services, subject, patient, replies, report)
+            await _try_boundaries(config, services, patient, replies, report)
         if ready.device.startswith("cuda") and not config.graph.enforce_eager:
             await _check_graphs(config, services, subject, plan, replies, report)
         return report
@@ -117,8 +117,8 @@ async def _started(
 
 
 async def _try_boundaries(
-    config: Config, services: Services, subject: Subject, patient: Patient,
-    replies: Sequence[Reply], report: Report,
+    config: Config, services: Services, patient: Patient, replies: Sequence[Reply],
+    report: Report,
 ) -> None:  # fmt: skip
     """Start an engine for each choice of auxiliary layers that may be meant."""
 

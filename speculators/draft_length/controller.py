@@ -127,7 +127,7 @@ class DraftController:
             return DraftLength(
                 most, "probe" if most == 1 else "gain" if most else "no_gain", limits
             )
-        return self._choose_uniform(slots, caps, most, num_prompt_rows)
+        return self._choose_uniform(slots, most, num_prompt_rows)
 
     def observe(
         self, slots: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
@@ -156,8 +156,9 @@ class DraftController:
         return total
 
     def _choose_uniform(
-        self, slots: Sequence[int], caps: np.ndarray, most: int, num_prompt_rows: float
+        self, slots: Sequence[int], most: int, num_prompt_rows: float
     ) -> DraftLength:
+        """One K, at most `most`, for all of these requests."""
         seconds, tokens = self.costs.beside(len(slots), num_prompt_rows), self.tokens(slots)
         speed = tokens / seconds  # [K + 1]
         allowed = self._choices[self._choices <= most]

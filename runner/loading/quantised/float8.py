@@ -12,7 +12,6 @@ from .parts import Parts
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _E8M0 = (torch.uint8, torch.float8_e8m0fnu)
-_MX_GROUP = 32
 
 
 def read_8bit(parts: Parts) -> PackedWeight:

@@ -20,7 +20,7 @@ from ....kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from ....kernels.linear.linear import Norm
 from ....kernels.linear.moe import expert_parts, run_experts
 from ....kernels.packed.experts import packed_expert_parts
-from ....kernels.quant.packed import PackedWeight
+from ....kernels.quant.packed import PackedWeight, e2m1_numbers
 from ....kernels.quant.tiled import TiledWeight, has_kernels, tile
 from ...errors import ModelLoadError
 from ...parallel.ranks import Cut
@@ -34,8 +34,6 @@ _ACTIVATION = "clamped_swiglu"
 _PACKED_DTYPES = (torch.bfloat16,)  # of activations; fp16 cannot hold every scale
 _SPAN = 256  # columns of a span of words, see `kernels.quant.tiled`
 _RANDOM_SCALE = 120  # of random weights: 2 ** -7
-# e2m1: a sign bit above the index of the magnitude
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class SinkAttention(Attention):
@@ -240,10 +238,9 @@ def mxfp4_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
 
     A byte holds two numbers, the first in its low bits; scales are powers of two, offset by 127.
     """
-    table = torch.tensor([*_E2M1, *(-number for number in _E2M1)], device=blocks.device)
     codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [..., B, 32]
     exponents = (scales.to(torch.int32) - 127).unsqueeze(-1)
-    return torch.ldexp(table[codes.int()], exponents).flatten(-2)
+    return torch.ldexp(e2m1_numbers(codes), exponents).flatten(-2)
 
 
 class GptOssMLP(nn.Module):
