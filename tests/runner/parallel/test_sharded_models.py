@@ -115,7 +115,15 @@ def make(case: str) -> tuple[Any, str]:
 
 
 # Models whose experts may be divided by expert, in both forms of checkpoints.
-BY_EXPERT = ("qwen3_moe", "qwen2_moe", "gemma4_experts", "deepseek_v3", "glm", "qwen3_next")
+BY_EXPERT = (
+    "qwen3_moe",
+    "qwen2_moe",
+    "gemma4_experts",
+    "deepseek_v3",
+    "deepseek_v4",
+    "glm",
+    "qwen3_next",
+)
 
 
 @pytest.mark.parametrize(
