@@ -22,7 +22,7 @@ class PagedRows:
     # [>= N * Hkv] int32, zeros before and after each kernel. With it, rotary embedding, KV write
     # and attention may be one kernel.
     arrivals: Tensor | None = None
-    # If not 0, requests with at most so many new tokens and the others have a launch each, which
+    # If not 0, requests with at most this many new tokens and the others have a launch each, which
     # skips the requests of the other. One launch would give a decode the tiles of a prefill.
     short_len: int = 0
     longer_than: int = 0  # a launch skips requests without more new tokens than this

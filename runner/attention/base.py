@@ -36,7 +36,7 @@ class AttentionLayer(AttentionRule):
     entry_tokens: int = 1  # tokens for each cached row: above 1, rows are compressed
     block_tokens: int | None = None  # the most tokens of a block; None = no limit
     follows: int | None = None  # layer_id of the layer whose cache lies right before this one's
-    window_step: int = 1  # queries of so many positions see rows from the same position on
+    window_step: int = 1  # this many neighbouring queries see rows from the same position on
     attends: bool = True  # False: cached rows that another layer's attention reads
 
     @property

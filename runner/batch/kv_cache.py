@@ -218,12 +218,12 @@ class KVCache:
                 continue
             follower = behind.get(layer_id)
             if follower is None:
-                self.kv_caches[layer_id] = _zeros(shape, dtype, device)
+                self.kv_caches[layer_id] = zeros(shape, dtype, device)
                 continue
             other, same = shapes[follower]
             assert same is dtype, "adjacent caches have one dtype"
             first, count = math.prod(shape), math.prod(other)
-            both = _zeros((first + count,), dtype, device)
+            both = zeros((first + count,), dtype, device)
             self.kv_caches[layer_id] = both[:first].view(shape)
             self.kv_caches[follower] = both[first:].view(other)
 
@@ -240,7 +240,7 @@ class KVCache:
         return AttentionState(metadata, layers, groups, self.kv_caches, recurrent)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros, not uninitialised memory: even a masked value that is NaN makes a weighted sum NaN."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

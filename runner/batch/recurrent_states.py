@@ -16,7 +16,7 @@ from torch import Tensor
 from ...kernels.recurrent.rows import BLOCK, BORDER, LENGTH, DeltaState, StateTable
 from ..attention.recurrent import RecurrentBuilder, RecurrentLayer
 from ..scheduling.plan import StepPlan
-from .kv_cache import _zeros
+from .kv_cache import zeros
 from .staging import StagingPool
 
 
@@ -52,7 +52,7 @@ class RecurrentStates:
         )
 
     def _zeros(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return _zeros(shape, dtype, self._device)
+        return zeros(shape, dtype, self._device)
 
     @property
     def num_bytes(self) -> int:

@@ -262,7 +262,7 @@ def _is_matrix(stored: Any) -> bool:
 def _stored(stored: Any, name: str, heads: int | None) -> Stored:
     """A matrix of a known format as it is in the file; any other tensor in fp32.
 
-    If `heads` is given, the rows are those of so many heads, with interleaved rotary pairs.
+    If `heads` is given, the rows are those of this many heads, with interleaved rotary pairs.
     """
     shape, kind = _shape(stored), WEIGHT_TYPES.get(stored.tensor_type.name)
     if kind is None or not _is_matrix(stored):

@@ -23,6 +23,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ...configs.model.quantisation import MODELOPT_FILE
 from ..errors import ModelLoadError
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ def _other_format(folder: Path, hf_config: Any) -> str | None:
 def _model_opt(folder: Path) -> dict[str, Any]:
     """What ModelOpt's own file says of quantisation; empty if there is none that can be read."""
     try:
-        content = json.loads((folder / "hf_quant_config.json").read_text())
+        content = json.loads((folder / MODELOPT_FILE).read_text())
         return dict(content["quantization"])
     except (OSError, ValueError, LookupError, TypeError):
         return {}

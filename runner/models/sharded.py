@@ -29,7 +29,7 @@ def column_linear(
     what: str = "intermediate features",
     groups: int | Mapping[str, int] | None = None,
 ) -> Linear:
-    """A `Linear` of whose outputs each rank has a share, and of each part of a fused one.
+    """A `Linear` with this rank's share of the outputs, or of the outputs of each fused part.
 
     `outputs` counts those of all ranks. They may be `groups` that are not divided, such as heads;
     `what` names them in errors.
@@ -89,7 +89,7 @@ def row_linear(
     groups: int | None = None,
     sums: bool = True,
 ) -> Linear:
-    """A `Linear` of whose inputs each rank has a share.
+    """A `Linear` with this rank's share of the inputs.
 
     Without `sums`, its output is this rank's part of the sum, which the caller must add up.
     """

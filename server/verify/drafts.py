@@ -101,7 +101,7 @@ async def check_chain(
     """After an accepted first draft, the second must be the first one of the longer text.
 
     `exact`: the drafter is a model of its own. A head reads its own hidden state in place of the
-    target's for a second draft, so there the shares of equal drafts is only reported.
+    target's for a second draft, so there the share of equal drafts is only reported.
     """
     name = "second drafts"
     made = [

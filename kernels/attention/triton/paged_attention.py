@@ -42,7 +42,7 @@ def _attention_kernel(
     softcap,
     num_reqs,
     num_tokens,
-    longer_than,  # requests with at most so many new tokens are skipped
+    longer_than,  # requests with at most this many new tokens are skipped
     max_query_len,  # requests with more new tokens are skipped
     q_stride_t,
     q_stride_h,

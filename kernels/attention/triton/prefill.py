@@ -217,7 +217,7 @@ def _prefill_kernel(
     softcap,
     num_reqs,
     num_tokens,
-    longer_than,  # requests with at most so many new tokens are skipped
+    longer_than,  # requests with at most this many new tokens are skipped
     q_stride_t,
     q_stride_h,
     k_stride_b,

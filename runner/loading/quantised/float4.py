@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from ....kernels.quant.packed import PackedWeight
-from .float8 import FLOATS
+from .float8 import E8M0, FLOATS
 from .parts import Parts
-
-_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def is_float4(parts: Parts) -> bool:
@@ -31,7 +29,7 @@ def read_float4(parts: Parts) -> PackedWeight:
     stored = parts.take(leaf, (torch.uint8, torch.int8), (None, None)).view(torch.uint8)
     rows, columns = stored.shape[0], stored.shape[1] * 2
     name = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
-    scales = parts.take(name, (torch.float8_e4m3fn, *_E8M0), (rows, None))
+    scales = parts.take(name, (torch.float8_e4m3fn, *E8M0), (rows, None))
     group = 16 if scales.dtype == torch.float8_e4m3fn else 32
     if scales.shape[1] != -(-columns // group):
         raise parts.wrong(

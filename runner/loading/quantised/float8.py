@@ -11,7 +11,7 @@ from ....kernels.quant.packed import BLOCK, Kind, PackedWeight
 from .parts import Parts
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-_E8M0 = (torch.uint8, torch.float8_e8m0fnu)
+E8M0 = (torch.uint8, torch.float8_e8m0fnu)
 
 
 def read_8bit(parts: Parts) -> PackedWeight:
@@ -22,7 +22,7 @@ def read_8bit(parts: Parts) -> PackedWeight:
     weight = parts.take("weight", (torch.float8_e4m3fn, torch.int8), (None, None))
     kind: Kind = "fp8" if weight.dtype == torch.float8_e4m3fn else "int8"
     leaf = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
-    stored = parts.take(leaf, (*FLOATS, *_E8M0) if kind == "fp8" else FLOATS)
+    stored = parts.take(leaf, (*FLOATS, *E8M0) if kind == "fp8" else FLOATS)
     scales, group, row_group = _scales(parts, weight, leaf, stored)
     fields: dict[str, Any] = {"activations": parts.activations}
     if fields["activations"] == "fp8-static":
@@ -44,7 +44,7 @@ def read_8bit(parts: Parts) -> PackedWeight:
 def _scales(parts: Parts, weight: Tensor, leaf: str, scales: Tensor) -> tuple[Tensor, int, int]:
     """(scales as `PackedWeight` wants them, columns of a group, rows of a group)."""
     rows, columns = weight.shape
-    if scales.dtype in _E8M0:
+    if scales.dtype in E8M0:
         scales = scales.view(torch.float8_e8m0fnu).float()
     if scales.numel() == 1 and leaf == "weight_scale":
         # One for each row, so that parts with different scales can be one matrix.

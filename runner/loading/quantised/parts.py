@@ -121,7 +121,7 @@ class Parts:
         return tensor
 
     def group(self, columns: int, count: int) -> int:
-        """The columns that share a scale where a row of so many columns has `count` scales."""
+        """The columns that share a scale if a row of `columns` has `count` scales."""
         if count == 1:
             return columns
         size = -(-columns // count)
