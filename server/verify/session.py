@@ -84,7 +84,7 @@ async def verify(config: Config, plan: Plan, data: str) -> Report | None:
         raise ConfigError(str(error).rstrip(".")) from None
     plain = [services.tokenizer.encode(text) for text in with_text if text]
     try:
-        async with _started(config, client, services) as ready:
+        async with _started(client, services) as ready:
             report = Report(_setup(config, ready))
             subject = _subject(config, services.tokenizer, ready, token_ids, plain)
             replies = await run_checks(client, subject, plan, report)
@@ -102,9 +102,7 @@ async def verify(config: Config, plan: Plan, data: str) -> Report | None:
 
 
 @asynccontextmanager
-async def _started(
-    config: Config, client: EngineClient, services: Services
-) -> AsyncIterator[Ready]:
+async def _started(client: EngineClient, services: Services) -> AsyncIterator[Ready]:
     """The engine of a client, until the end of the context. Raises WorkerFailed."""
     tokenizer = services.tokenizer
     try:
@@ -126,7 +124,7 @@ async def _try_boundaries(
         speculative = replace(config.speculative, aux_hidden_state_boundaries=boundaries)
         other = replace(config, speculative=speculative)
         client = EngineClient(other)
-        async with _started(other, client, services):
+        async with _started(client, services):
             return await accepted(client, [reply.prompt for reply in replies])
 
     await try_boundaries(patient, tally(replies), measure, report)
@@ -140,7 +138,7 @@ async def _check_graphs(
     eager = replace(config, graph=replace(config.graph, enforce_eager=True))
     client = EngineClient(eager)
     sampling = SamplingParams(0, plan.max_tokens, temperature=0.0)
-    async with _started(eager, client, services):
+    async with _started(client, services):
         others = await generate(
             client, [reply.prompt for reply in replies], sampling, drafts=True, concurrency=1
         )
