@@ -21,6 +21,8 @@ from .online_softmax import LOG2E, absorb, soft_capped
 from .prefill import MAX_DIM, find_request, prefill_attention
 from .split_sums import sum_splits
 
+_FEW_LONG = 8
+
 
 @triton.jit(
     do_not_specialize=["num_reqs", "num_tokens", "longer_than", "max_query_len"],
@@ -244,8 +246,9 @@ def _attend(
     if num_tokens == 0 or num_reqs == 0:
         out.zero_()
         return
+    # Of a batch that has a launch for its short requests, few are long.
     launch = plan_launch(
-        num_reqs,
+        min(num_reqs, _FEW_LONG) if rows.longer_than else num_reqs,
         num_tokens,
         num_kv_heads,
         group,
