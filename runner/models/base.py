@@ -21,10 +21,16 @@ from .sharded import head, table
 
 # Tables stored in old checkpoints, which every implementation recomputes.
 _RECOMPUTED = re.compile(r"\.rotary_emb\.(inv_freq|cos_cached|sin_cached)$|\.attn\.masked_bias$")
-
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 # Final hidden states [M, H], and auxiliary hidden states concatenated [M, count * H], or None.
 ForwardOutput = tuple[Tensor, Tensor | None]
+
+
+def is_after_layers(name: str, num_layers: int) -> bool:
+    """Whether a stored tensor is of a layer after the model's: a multi-token prediction module."""
+    layer = _LAYER.match(name)
+    return layer is not None and int(layer.group(1)) >= num_layers
 
 
 class AuxHiddenStates:

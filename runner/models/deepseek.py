@@ -3,7 +3,6 @@ mixture-of-experts layers with shared experts."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -17,14 +16,13 @@ from ...kernels.linear.experts import Routing
 from ...kernels.linear.moe import select_experts
 from ..attention.base import AttentionLayer, AttentionState
 from ..parallel.ranks import head_counts
-from .base import PreNormModel
+from .base import PreNormModel, is_after_layers
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
 from .llama import MLP, check_silu
 from .moe import Experts
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .sharded import column_linear, row_linear
 
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _LATENT_EPS = 1e-6  # for the norms inside attention, which do not use the config's
 
 
@@ -272,7 +270,6 @@ class DeepseekModel(PreNormModel):
         return [block.self_attn.layer for block in self.blocks]
 
     def checkpoint_name(self, name: str) -> str | None:
-        layer = _LAYER.match(name)
-        if layer and int(layer.group(1)) >= len(self.blocks):
+        if is_after_layers(name, len(self.blocks)):
             return None
         return super().checkpoint_name(name)

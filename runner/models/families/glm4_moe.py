@@ -5,18 +5,16 @@ The experts are DeepSeek V3's, and so is the module for multi-token prediction a
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from torch import Tensor, nn
 
 from ....kernels.linear.experts import Routing
 from ....kernels.linear.linear import Norm
+from ..base import is_after_layers
 from ..layers import WeightFormat
 from ..llama import MLP, DecoderLayer, FeedForward, LlamaModel
 from ..moe import Experts, Router
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 class GlmMoE(nn.Module):
@@ -88,7 +86,6 @@ class GlmMoeModel(LlamaModel):
     layer_type = GlmLayer
 
     def checkpoint_name(self, name: str) -> str | None:
-        layer = _LAYER.match(name)
-        if layer and int(layer.group(1)) >= len(self.blocks):
+        if is_after_layers(name, len(self.blocks)):
             return None
         return super().checkpoint_name(name)
