@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.messages import SamplingParams
 from slipstream.server.verify.drafts import (
     check_alignment,
     check_chain,
     check_fresh,
+    judge_proposals,
     report_acceptance,
     report_speed,
 )
@@ -24,6 +26,7 @@ from slipstream.server.verify.report import Report
 from slipstream.speculators.autoregressive import AutoRegressiveSpeculator
 from slipstream.speculators.base import DraftModelSpeculator
 
+from ..recorded_graphs import graph_engine
 from .in_process import InProcess, V, save_pair, start
 
 PROMPTS = [[n, n + 5, (7 * n) % V, 3] for n in range(1, 7)]
@@ -84,6 +87,29 @@ def test_sound_drafters_pass(method: str, head: InProcess, itself: InProcess) ->
         accepted = next(c for c in report.checks if c.name == "acceptance, greedy")
         assert min(accepted.figures["acceptance"]) > 0.95
         assert any(check.name == "speed-up, one at a time" for check in report.checks)
+
+
+def test_whole_steps_in_graphs_report_the_drafts_of_an_eager_engine(
+    pair: tuple[Path, Path], head: InProcess
+) -> None:
+    config = SpeculativeConfig(
+        "eagle3", str(pair[1]), num_speculative_tokens=2, draft_sampling="greedy", watchdog=False
+    )
+    sampling = SamplingParams(0, 12, temperature=0.0)
+    with graph_engine(pair[0], config, graph={"cudagraph_whole_step": True}) as engine:
+        ours = asyncio.run(generate(InProcess(engine), PROMPTS, sampling, drafts=True))
+    assert engine.replays["token selection"]
+    theirs = asyncio.run(generate(head, PROMPTS, sampling, drafts=True))
+    sides: list[dict[tuple[int, ...], list[int]]] = [{}, {}]
+    for side, replies in zip(sides, (ours, theirs), strict=True):
+        for reply in replies:
+            side.update(reply.texts_and_drafts)
+    report = Report({})
+    judge_proposals("graphs against eager", *sides, "float32", report, "")
+    assert report.passes and report.checks[0].figures["proposals"] > 20, report.table()
+    wrong = {text: [(draft + 1) % V for draft in drafts] for text, drafts in sides[0].items()}
+    judge_proposals("graphs against eager", wrong, sides[1], "float32", report, "a reason")
+    assert not report.passes and report.checks[1].summary.endswith("explains: a reason")
 
 
 def test_a_stale_kv_row_is_found(head: InProcess, monkeypatch: pytest.MonkeyPatch) -> None:
