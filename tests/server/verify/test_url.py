@@ -13,8 +13,10 @@ import pytest
 
 from slipstream.server.verify.plan import Plan
 from slipstream.server.verify.report import Report
-from slipstream.server.verify.text import Endpoint, RequestFailed
+from slipstream.server.verify.text import Endpoint, RequestFailed, check_text
 from slipstream.server.verify.url import Tokens, base, check_greedy, check_samples
+
+from ..api_fakes import MODEL, ScriptedEngine, make_app
 
 WORDS = ["a", "b", "c", "d", "e", "f"]
 LAW = [0.4, 0.25, 0.15, 0.1, 0.06, 0.04]
@@ -103,6 +105,26 @@ def test_log_probabilities_are_read_in_both_formats() -> None:
     assert Tokens.of({"logprobs": {"content": [row]}}) == Tokens(["a"], [-0.5], [{"a": -0.5}])
     with pytest.raises(RequestFailed, match="no log probabilities"):
         Tokens.of({"logprobs": None})
+
+
+def test_this_server_is_understood_by_the_checks_of_urls_and_of_text() -> None:
+    """The scripted engine says the same text with and without drafts, three tokens a step."""
+    report, engine = Report({}), ScriptedEngine()
+
+    async def checks() -> None:
+        transport = httpx.ASGITransport(app=make_app(engine))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            on = Endpoint(client, MODEL)
+            off = Endpoint(client, MODEL, {"speculative": {"enabled": False}})
+            reply = await on.complete("hello", max_tokens=30, temperature=0, logprobs=5)
+            found = Tokens.of(reply["choices"][0])
+            assert "".join(found.texts).startswith("Hello w")
+            assert all(len(row) >= 3 for row in found.top)
+            await check_text(on, off, ["hello", "hell"], 40, report)
+
+    asyncio.run(checks())
+    assert report.passes, report.table()
+    assert {request.sampling.speculative_enabled for request in engine.requests} == {True, False}
 
 
 def test_a_url_may_end_in_v1() -> None:
