@@ -70,23 +70,26 @@ class _Stream:
         raise NotImplementedError
 
 
-def save_pair(folder: Path, num_drafted: int = V // 2) -> tuple[Path, Path]:
-    """A target with two layers and 24 tokens, and a random EAGLE-3 head.
+def save_pair(folder: Path, rare: bool = False) -> tuple[Path, Path]:
+    """A target with two layers and 24 tokens, and a random EAGLE-3 head that drafts some of them.
 
-    The head drafts only the `num_drafted` tokens that the target likes least."""
+    With `rare` these are six tokens that the target hardly ever likes."""
     target = save_llama(folder / "target", layers=2, std=0.15, vocab_size=V)
-    weights = head_weights(eagle3=True, vocab_size=V, draft_vocab_size=num_drafted)
+    ids = torch.arange(3, V, 4 if rare else 2)
+    weights = head_weights(eagle3=True, vocab_size=V, draft_vocab_size=len(ids))
     weights["lm_head.weight"] *= 0.3
-    with torch.no_grad():
-        text = torch.randint(V, (8, 32))
-        mean = LlamaForCausalLM.from_pretrained(target)(text).logits.softmax(-1).mean((0, 1))
-    ids = mean.argsort()[:num_drafted].sort().values
-    weights["d2t"] = ids - torch.arange(num_drafted)
+    weights["d2t"] = ids - torch.arange(len(ids))
     weights["t2d"] = torch.zeros(V, dtype=torch.bool).index_fill(0, ids, True)
     head = save_head(
-        folder / "head", weights, True, vocab_size=V, draft_vocab_size=num_drafted,
+        folder / "head", weights, True, vocab_size=V, draft_vocab_size=len(ids),
         eagle_aux_hidden_state_layer_ids=[0, 1, 2],
     )  # fmt: skip
+    if rare:
+        model = LlamaForCausalLM.from_pretrained(target)
+        with torch.no_grad():
+            model.lm_head.weight *= 2.4
+            model.lm_head.weight[ids] = 0.0
+        model.save_pretrained(target)
     return target, head
 
 

@@ -30,7 +30,7 @@ PROMPTS = [[1, 4, 2], *([n, n + 5, (7 * n) % V, 3] for n in range(1, 5))]
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[InProcess]:
     """Its drafts are unlikely tokens, so that few replies show a bias towards them."""
-    target, head = save_pair(tmp_path_factory.mktemp("pair"), num_drafted=6)
+    target, head = save_pair(tmp_path_factory.mktemp("pair"), rare=True)
     found = start(target, "eagle3", head)
     found.tiny.engine.set_grammar_backend(build_grammar_backend(TOKENS, "raw", [0], V))
     yield found
@@ -79,7 +79,12 @@ def test_a_bias_of_one_percent_in_rejection_sampling_is_found(
 
     monkeypatch.setattr(rejection, "uniform", lenient)
     report = run(
-        engine, num_samples=1000, checks_drafts=False, options=("temperature 1",), num_prompts=1
+        engine,
+        num_samples=480,
+        round_samples=480,
+        checks_drafts=False,
+        num_prompts=1,
+        options=("temperature 1",),
     )
     assert "all options: the judged draft" in failed(report), report.table()
     judged = next(c for c in report.checks if c.name == "all options: the judged draft")
@@ -92,6 +97,7 @@ def test_the_default_run_finds_a_bias_of_one_percent_in_all_options_together(
 ) -> None:
     plan = Plan()
     sizes = {name: getattr(plan, name) for name in ("num_prompts", "max_tokens", "num_samples")}
+    sizes["round_samples"] = 256  # fewer, larger batches; the same replies
     assert run(engine, **sizes).passes
     uniform: Callable[..., Tensor] = rejection.uniform
 
