@@ -16,7 +16,6 @@ from collections.abc import Iterator
 import httpx
 
 GREEN, RESET = "\033[30;42m", "\033[0m"
-LETTER = {"family": "monospace", "size": 9, "ha": "center", "va": "center"}
 Token = tuple[str, bool]  # text, and whether it is an accepted draft
 
 
