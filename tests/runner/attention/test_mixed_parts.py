@@ -13,7 +13,7 @@ from slipstream.kernels.attention.rotary_store_kv import rotary_store_kv_referen
 from slipstream.runner.attention.base import AttentionLayer, CommonAttentionMetadata, Rotary
 from slipstream.runner.attention.triton import TritonBuilder
 
-PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 32
+PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 16
 
 
 def batch(
@@ -43,7 +43,7 @@ def batch(
 @pytest.mark.usefixtures("triton_interpreter")
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
 @pytest.mark.parametrize(
-    ("decode", "window", "splits"), [(1, None, None), (4, None, 4), (1, 20, 1)]
+    ("decode", "window", "splits"), [(1, None, None), (4, None, 2), (1, 10, 1)]
 )
 def test_two_launches_give_what_one_gives(
     decode: int, window: int | None, splits: int | None
@@ -51,14 +51,14 @@ def test_two_launches_give_what_one_gives(
     """Neither launch touches the rows of the other, even where a second kernel sums splits."""
     from slipstream.kernels.attention.triton.paged_attention import paged_attention
 
-    seq_lens = [5 + 7 * i for i in range(9)] + [40, 70]
-    common = batch([decode] * 9 + [17, 33], seq_lens, padded=2, decode_len=decode)
+    seq_lens = [5 + 2 * i for i in range(9)] + [20, 30]
+    common = batch([decode] * 9 + [6, 17], seq_lens, padded=2, decode_len=decode)
     layer = AttentionLayer(
         scale=DIM**-0.5, sliding_window=window, layer_id=0, num_heads=HEADS,
         num_kv_heads=KV_HEADS, head_dim=DIM,
     )  # fmt: skip
     rows = TritonBuilder().build(common)._rows
-    assert rows.short_len == decode and rows.max_query_len == 33
+    assert rows.short_len == decode and rows.max_query_len == 17
     tokens = common.num_actual_tokens
     query = torch.randn(tokens, HEADS, DIM)
     cache = torch.randn(2, int(common.block_table.max()) + 1, PAGE, KV_HEADS, DIM)
@@ -76,7 +76,7 @@ def test_each_kind_of_request_is_rotated_written_and_attended(
     num_parts: int, desc: BatchExecutionDescriptor | None
 ) -> None:
     """Decodes by the fused kernel, the others by two kernels; both write into `out`."""
-    common = batch([17] + [1] * 9, [70] + [5 + 7 * i for i in range(9)])
+    common = batch([17] + [1] * 9, [30] + [5 + 2 * i for i in range(9)])
     tokens = common.num_actual_tokens
     starts = common.query_start_loc.tolist()
     positions = torch.zeros(tokens, dtype=torch.int64)
