@@ -16,6 +16,9 @@ from .inspection import Progress
 from .matching import slots_of_one_form
 from .quantised.delivery import fitting
 
+# The standard deviations of uniform random codes, by kind.
+_DEVIATION = {"fp8": 0.59, "int8": 74.0, "int4": 4.6, "fp4": 2.93}
+
 
 def load_random(
     slots: Mapping[str, CheckpointSlot],
@@ -84,8 +87,7 @@ def random_packed(
     if not values.is_meta:
         values.random_(0, 256, generator=generator)
     fields: dict[str, Any] = {}
-    scales: Tensor
-    scales = torch.full(grid, std / _DEVIATION[scheme.kind], device=device)
+    scales: Tensor = torch.full(grid, std / _DEVIATION[scheme.kind], device=device)
     if scheme.kind == "fp8":
         # Bits of a small exponent and mantissa: numbers from -1.875 to 1.875.
         values = (values & 0b10111111).view(torch.float8_e4m3fn)
@@ -115,7 +117,3 @@ def random_packed(
         activations=scheme.activations,  # type: ignore[arg-type]
         **fields,
     )
-
-
-# The standard deviations of uniform random codes.
-_DEVIATION = {"fp8": 0.59, "int8": 74.0, "int4": 4.6, "fp4": 2.93}

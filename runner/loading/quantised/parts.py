@@ -32,7 +32,7 @@ class Grouping:
     names: list[str]  # of plain tensors, and `<module>.weight` of quantised matrices
     quantised: dict[str, dict[str, str]]  # such a name -> last part of a name -> stored name
     spare: frozenset[str]  # plain tensors that a model may have no use for
-    cache_scales: list[str]  # stored names of scales of the KV cache, which are not read
+    cache_scales: list[str]  # stored names of scales of the KV cache, for `kv_scales`
 
 
 def group_names(stored: Iterable[str]) -> Grouping:
