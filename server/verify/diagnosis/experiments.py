@@ -59,7 +59,8 @@ async def diagnose(
     if patient.method == "ngram" or not now.drafted:
         return False
     if first >= causes.LOW:
-        text = f"{percent(first)} of the first drafts are accepted, so nothing is wrong with them"
+        text = f"{percent(first)} of the first drafts are accepted; causes are sought below "
+        text += percent(causes.LOW)
         report.note(GROUP, "acceptance", text)
         return False
     found: list[str] = []
