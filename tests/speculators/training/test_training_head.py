@@ -47,7 +47,10 @@ def load(
 ) -> Any:
     """The head as the runner loads it, with a target that has only embeddings."""
     config = SimpleNamespace(
-        hidden_size=GEOMETRY.hidden_size, num_hidden_layers=8, vocab_size=GEOMETRY.vocab_size
+        model_type="llama",
+        hidden_size=GEOMETRY.hidden_size,
+        num_hidden_layers=8,
+        vocab_size=GEOMETRY.vocab_size,
     )
     target = SimpleNamespace(
         config=config, format=WeightFormat(CPU, dtype), embed=lambda ids: embeddings[ids.long()]
