@@ -81,7 +81,7 @@ class Rank:
         self.drafts: Any = plan_drafts(self.runner.facts, config) if counts else None
         if counts:
             steps = itertools.cycle(counts)
-            self.drafts.controller.choose = lambda slots: DraftLength(
+            self.drafts.controller.choose = lambda slots, num_prompt_rows: DraftLength(
                 next(steps) if slots else 0, "script"
             )
 
