@@ -7,6 +7,7 @@ The child reads its orders from its standard input and exits when that is closed
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import logging
 import os
@@ -25,6 +26,7 @@ from ..configs.schema import Config
 
 MIN_ADDRESS_SPACE = 1 << 30  # bytes; torch alone maps 0.6 GiB
 _POLL_SECONDS = 0.05
+_CANCELLED_SECONDS = 1.0  # a killed process ends in much less
 _OUT_OF_MEMORY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)  # how C code dies without memory
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
@@ -80,10 +82,16 @@ class WorkerProcess:
         return await self.kill()
 
     async def kill(self) -> int:
-        """Kill the process and return its status."""
+        """Kill the process and return its status, which a cancellation reads as well, so that no
+        dead process is left behind."""
         self._process.kill()
         self._close_stdin()
-        return await self.wait()
+        try:
+            return await self.wait()
+        except asyncio.CancelledError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_CANCELLED_SECONDS)
+            raise
 
     def _close_stdin(self) -> None:
         assert self._process.stdin is not None

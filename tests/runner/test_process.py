@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 import signal
@@ -45,6 +46,16 @@ def wait_for_name(pid: int, seconds: float = 10.0) -> None:
 def limit_address_space(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
     """As `ulimit -v` would, but without making this process fail."""
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (limit, limit))
+
+
+async def test_a_cancelled_kill_leaves_no_dead_process() -> None:
+    worker = WorkerProcess(orders())
+    killing = asyncio.create_task(worker.kill())
+    await asyncio.sleep(0)  # killed, and about to wait
+    killing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await killing
+    assert worker._process.returncode == -signal.SIGKILL and not psutil.pid_exists(worker.pid)
 
 
 def test_too_small_an_address_space_is_refused_in_a_sentence(
