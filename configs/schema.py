@@ -328,7 +328,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(
         1,
-        "GPUs of this machine that share the model, or processes if there is no GPU",
+        "number of GPUs of this machine that share the model; on a CPU, the number of processes",
         short="-tp",
     )
     data_parallel_size: int = option(

@@ -47,7 +47,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class PackedExperts:
-    """`ExpertWeights` of which the matrices are quantised, stacked along their rows."""
+    """`ExpertWeights` with quantised matrices, stacked along their rows."""
 
     gate_up: Weight  # [E * 2I, H], of each expert the rows of gate first
     down: Weight  # [E * H, I]

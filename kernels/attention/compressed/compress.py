@@ -16,7 +16,7 @@ from .tail_rotary import tail_rotary_reference
 
 
 def compress(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages) -> None:
-    """Write the entry of every window whose last token is in this pass.
+    """Write an entry for each window that this pass completes.
 
     The pending rows of this pass must have been written. `tokens` and both slot mappings are of the
     same M token rows; a token without a slot writes nothing.

@@ -21,7 +21,7 @@ from .online_softmax import LOG2E, absorb, soft_capped
 from .prefill import MAX_DIM, find_request, prefill_attention
 from .split_sums import sum_splits
 
-_FEW_LONG = 8
+_FEW_LONG = 8  # requests that a launch for long ones is planned for
 
 
 @triton.jit(

@@ -14,7 +14,7 @@ _VALUES = 4096  # of one program
 
 @triton.jit
 def rotate_pairs(even, odd, position, cos_sin_cache, ROT: tl.constexpr, HALF: tl.constexpr):
-    """Rotate the pairs (even, odd), of which there are HALF, by `position`: the last ROT / 2."""
+    """Rotate the last ROT / 2 of the HALF pairs (even, odd) by `position`."""
     pair = tl.arange(0, HALF) - (HALF - ROT // 2)
     rotates = pair >= 0
     row = cos_sin_cache + position * ROT + pair
