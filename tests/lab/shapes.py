@@ -3,7 +3,9 @@
 `python tests/lab/shapes.py FOLDER` writes FOLDER/llama-8b (the shape of Llama 8B),
 FOLDER/llama-8b-16k (the same for contexts of up to 16,384 tokens), FOLDER/qwen3-30b-a3b (of
 Qwen3-30B-A3B), FOLDER/gpt-oss-20b and EAGLE-3 heads: FOLDER/eagle3-8b for the first two,
-FOLDER/eagle3-30b-a3b and FOLDER/eagle3-gpt-oss-20b.
+FOLDER/eagle3-30b-a3b and FOLDER/eagle3-gpt-oss-20b. FOLDER/deepseek-v4-flash-7 has the widths of
+DeepSeek V4 Flash and seven of its 43 layers, of every kind: with the module for multi-token
+prediction and 16-bit experts they fill an H200.
 """
 
 from __future__ import annotations
@@ -59,6 +61,31 @@ GPT_OSS_20B = {
     },
 }  # fmt: skip
 
+_RAW, _INDEXED, _PLAIN = (
+    "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention",
+)  # fmt: skip
+DEEPSEEK_V4_FLASH_7 = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "vocab_size": 129280,
+    "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 7,
+    "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64,
+    "q_lora_rank": 1024, "o_groups": 8, "o_lora_rank": 1024, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 6, "scoring_func": "sqrtsoftplus",
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "swiglu_limit": 10.0,
+    "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512, "sliding_window": 128,
+    "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "num_nextn_predict_layers": 1,
+    "layer_types": [_RAW, _RAW, *[_INDEXED, _PLAIN] * 2, _INDEXED],
+    "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 4,
+    "compress_rates": {_INDEXED: 4, _PLAIN: 128},
+    "rope_theta": 10000.0, "compress_rope_theta": 160000.0,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 16.0, "beta_fast": 32, "beta_slow": 1,
+        "original_max_position_embeddings": 65536,
+    },
+    "max_position_embeddings": 1048576, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "attention_bias": False, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
 
 def eagle3(target: dict[str, Any], boundaries: list[int], inner: int) -> dict[str, Any]:
     """The config of an EAGLE-3 head for a target with experts: one dense Llama layer."""
@@ -80,16 +107,18 @@ SHAPES: dict[str, dict[str, Any]] = {
     "eagle3-30b-a3b": eagle3(QWEN3_30B_A3B, [2, 24, 45], 6144),
     "gpt-oss-20b": GPT_OSS_20B,
     "eagle3-gpt-oss-20b": eagle3(GPT_OSS_20B, [2, 12, 21], 17280),
+    "deepseek-v4-flash-7": DEEPSEEK_V4_FLASH_7,
 }
 
 
 def write(folder: Path) -> None:
-    """Write all model folders; each has a config.json, and llama-8b a tokenizer of one word a
-    token."""
+    """Write all model folders; each has a config.json, and llama-8b and DeepSeek a tokenizer of
+    one word a token."""
     for name, config in SHAPES.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
-    write_tokenizer(folder / "llama-8b", LLAMA_8B["vocab_size"])
+    for name in ("llama-8b", "deepseek-v4-flash-7"):
+        write_tokenizer(folder / name, SHAPES[name]["vocab_size"])
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
