@@ -39,9 +39,12 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch, "pdl_wanted", lambda: True)
 
 
-def close(got: Tensor, exact: Tensor, roundings: int = 1) -> None:
+def close(
+    got: Tensor, exact: Tensor, roundings: int = 1, rounded: torch.dtype | None = None
+) -> None:
+    """Compare with the exact product; `rounded` is the type to which its weights were rounded."""
     error = float((got.double() - exact).norm() / exact.norm())
-    assert error < roundings * BOUNDS[got.dtype], error
+    assert error < roundings * max(BOUNDS[got.dtype], BOUNDS[rounded or got.dtype]), error
 
 
 def made(name: str, rows: int, columns: int) -> tuple[TiledWeight, Tensor]:
@@ -57,7 +60,8 @@ def made(name: str, rows: int, columns: int) -> tuple[TiledWeight, Tensor]:
 @pytest.mark.parametrize("size", [1024, 1352])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dtype) -> None:
-    """The error is that of one rounding of the output: no weight is rounded."""
+    """The error is that of one rounding of the output: no weight is rounded, unless a program has
+    128 rows."""
     weight, exact = made(name, 600, size)
     x, bias = torch.randn(rows, size, device="cuda").to(dtype), torch.randn(600, device="cuda")
     bias = bias.to(dtype)
@@ -79,7 +83,9 @@ def test_every_format_is_exact(name: str, size: int, rows: int, dtype: torch.dty
         for choice in choices:
             if role == "qkv":
                 got = packed_linear_parts(x, weight, None, choice)
-                close(got if got.dim() == 2 else got.sum(0), product)
+                many = isinstance(choice, Skinny) and choice.block_m >= 128
+                rounded = dtype if many else None
+                close(got if got.dim() == 2 else got.sum(0), product, rounded=rounded)
             elif role == "gate_up":
                 got = packed_gated_linear(x, weight, bias, "silu", choice)
                 close(got, torch.nn.functional.silu(gate) * up, 2)
