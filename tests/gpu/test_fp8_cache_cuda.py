@@ -48,11 +48,11 @@ def test_all_bf16_values_are_stored_as_the_reference_rounds_them(scale: float) -
     slots = torch.arange(64, device="cuda")
     store_kv(x.cuda(), x.cuda(), cache, slots, Fp8Cache(torch.bfloat16, scale, 2 * scale))
     keys, values = cache.view(torch.uint8).flatten(1, 2).cpu()
-    for stored, factor in ((keys, scale), (values, 2 * scale)):
+    for found, factor in ((keys, scale), (values, 2 * scale)):
         expected = quantise(x, factor)
         nan = expected.float().isnan()  # the sign of a NaN is the processor's choice
-        assert torch.equal(stored.view(E4M3).float().isnan(), nan)
-        assert torch.equal(stored[~nan], expected.view(torch.uint8)[~nan])
+        assert torch.equal(found.view(E4M3).float().isnan(), nan)
+        assert torch.equal(found[~nan], expected.view(torch.uint8)[~nan])
 
 
 def test_rows_of_mla_are_packed_as_by_the_reference() -> None:
