@@ -5,7 +5,7 @@ that ends, without HTTP.
 Prints generated tokens per second, milliseconds and rows per step, and the mean duration of steps
 by their rows. `--sizes 512,1024` caps each step at the largest of these numbers of rows that the
 waiting prompts fill; several such lists, separated by spaces, are measured one after another, and
-`all` caps nothing.
+`all` caps nothing. `--profile N` then prints the time by kernel of N steps.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from slipstream.configs.schema import (
     CacheConfig,
@@ -29,6 +32,9 @@ from slipstream.runner.engine.engine import Engine, build_engine
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams, StepOutputs
 from slipstream.runner.scheduling.scheduler import Scheduler
 from slipstream.runner.scheduling.step_time import StepBudget
+
+sys.path.insert(0, str(Path(__file__).parent))
+from idle import Timeline  # noqa: E402
 
 WIDTH = 64  # rows of a bin
 
@@ -93,6 +99,31 @@ class ClosedLoop:
             mean = 1e3 * sum(times) / len(times)
             print(f"   {index * WIDTH:5}+ rows: {len(times):4} steps of {mean:6.2f} ms")
 
+    def profile(self, num_steps: int) -> None:
+        """Print the time by kernel and the idle share of some steps."""
+        done = prompt_tokens = 0
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            began = time.perf_counter()
+            while done < num_steps:
+                found = self._steps()
+                done += len(found)
+                prompt_tokens += sum([outputs.stats.num_prompt_tokens for outputs in found])
+            torch.cuda.synchronize()
+            milliseconds = 1e3 * (time.perf_counter() - began) / num_steps
+        device = torch._C._autograd.DeviceType.CUDA
+        events = [
+            (float(event.time_range.start), float(event.time_range.end), event.name)
+            for event in seen.events()
+            if event.device_type == device
+        ]
+        line = Timeline(sorted(events))
+        line.measure()
+        steps = line.span / 1e3 / milliseconds
+        print(f"{milliseconds:.2f} ms a step under the profiler, {prompt_tokens / done:.0f} prompt "
+              f"tokens, idle {line.idle / line.span:.1%}", flush=True)  # fmt: skip
+        for name, microseconds in line.busy.most_common(24):
+            print(f"   {microseconds / steps / 1000:7.3f} ms  {name}")
+
     def close(self) -> None:
         self._engine.handle([AbortRequests(sorted(self._running))])
         while self._engine.has_work():
@@ -134,6 +165,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=9.0)
     parser.add_argument("--sizes", nargs="*", default=["all"])
+    parser.add_argument("--profile", type=int, default=0, help="steps to profile at the end")
     args = parser.parse_args()
     speculative = SpeculativeConfig()
     if args.drafter:
@@ -153,6 +185,8 @@ def main() -> None:
         if sizes != "all":
             cap_steps([int(size) for size in sizes.split(",")])
         loop.run(args.seconds, f"{args.requests} requests, steps of {sizes}")
+    if args.profile:
+        loop.profile(args.profile)
     loop.close()
     torch.cuda.synchronize()
     engine.shutdown()

@@ -3,12 +3,15 @@
 `PYTHONPATH=.src python tests/lab/measure_middle.py` prints first cuBLAS's time for the four
 products of a layer by number of rows: it rises in steps, because the tiles of a product fill the
 multiprocessors in waves. Then it prints the fastest of our kernels for some numbers of rows beside
-cuBLAS. Products run in a CUDA graph over more weights than the cache holds.
+cuBLAS. Products run in a CUDA graph over more weights than the cache holds. `rows`, `sustained` and
+`kernels` choose parts; `sustained` keeps the GPU busy with products, as a server does.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
@@ -94,6 +97,36 @@ def by_rows() -> None:
         print(rows, each, f"{total:.1f} {flops / total / 1e6:.0f} {total / rows:.3f}", flush=True)
 
 
+def sustained(seconds: float = 1.5) -> None:
+    """Print cuBLAS's rate for some numbers of rows while the GPU is busy for so long, and its
+    clock and power then."""
+    weights = {s: [random(s.outputs, s.inputs) for _ in range(WEIGHTS)] for s in SHAPES}
+    flops_of_row = 2 * WEIGHTS * sum(shape.outputs * shape.inputs for shape in SHAPES)
+    for rows in (256, 384, 448, 464, 512, 528, 640, 768, 1024, 2048):
+        inputs = {shape: random(rows, shape.inputs) for shape in SHAPES}
+        graph = torch.cuda.CUDAGraph()
+        for _ in range(2):
+            torch.mm(inputs[SHAPES[0]], weights[SHAPES[0]][0].t())
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            for index in range(WEIGHTS):
+                for shape in SHAPES:
+                    torch.mm(inputs[shape], weights[shape][index].t())
+        began, count, state = time.perf_counter(), 0, ""
+        while (spent := time.perf_counter() - began) < seconds:
+            for _ in range(20):
+                graph.replay()
+            count += 20
+            if not state and spent > seconds / 2:
+                query = "--query-gpu=clocks.sm,power.draw"
+                command = ["nvidia-smi", query, "--format=csv,noheader", "--id=0"]
+                state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+            torch.cuda.synchronize()
+        rate = rows * flops_of_row * count / spent / 1e12
+        print(f"{rows} rows for {seconds} s: {rate:.0f} TFLOP/s; {state}", flush=True)
+
+
+PARTS = {"rows": by_rows, "sustained": sustained, "kernels": compare}
 if __name__ == "__main__":
-    by_rows()
-    compare()
+    for part in sys.argv[1:] or PARTS:
+        PARTS[part]()
