@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -74,3 +75,29 @@ class StoredRows:
     def nbytes(self) -> int:
         """Bytes in the file."""
         return self.data.nbytes
+
+
+def rows_of(rows: StoredRows, spans: Sequence[tuple[int, int]]) -> StoredRows:
+    """Some rows (start, stop), below each other."""
+    order = rows.order
+    if order is None and len(spans) == 1:
+        return replace(rows, data=rows.data[slice(*spans[0])])
+    wanted = np.concatenate([np.arange(*span) for span in spans])
+    wanted = wanted if order is None else order[wanted]
+    return replace(rows, data=rows.data[wanted], order=None)
+
+
+def columns_of(rows: StoredRows, start: int, stop: int) -> StoredRows | None:
+    """The columns from `start` to `stop`; None if they are no whole blocks."""
+    kind = rows.type
+    if start % kind.block_size or stop % kind.block_size:
+        return None
+    data = rows.data[:, kind.row_bytes(start) : kind.row_bytes(stop)]
+    return replace(rows, data=np.ascontiguousarray(data), columns=stop - start)
+
+
+def with_zeros(rows: StoredRows, count: int) -> StoredRows:
+    """The matrix with `count` rows of zeros below its own: in every format, that is bytes of 0."""
+    if rows.order is not None:
+        rows = replace(rows, data=rows.data[rows.order], order=None)
+    return replace(rows, data=np.pad(rows.data, ((0, count), (0, 0))))

@@ -12,9 +12,9 @@ from torch import Tensor
 from ...configs.model.quantisation import Quantisation, Scheme
 from ...kernels.quant.packed import NIBBLES, PackedWeight
 from ..models.layers import CheckpointSlot
-from .inspection import Progress
+from .inspection import Progress, Stored
 from .matching import slots_of_one_form
-from .quantised.delivery import fitting
+from .quantised.delivery import fitting, own_part
 
 # The standard deviations of uniform random codes, by kind.
 _DEVIATION = {"fp8": 0.59, "int8": 74.0, "int4": 4.6, "fp4": 2.93}
@@ -42,7 +42,10 @@ def load_random(
             scheme = _scheme(name, slot, quantisation)
             size = math.prod(slot.shape) * dtype.itemsize
             if scheme is not None:
-                slot.load(fitting(slot, random_packed(slot.shape, scheme, device, generator, std)))
+                drawn: Stored = random_packed(slot.shape, scheme, device, generator, std)
+                if slot.cut is not None:
+                    drawn = own_part(slot, drawn, slot.cut)
+                slot.load(fitting(slot, drawn))
             else:
                 tensor = torch.empty(slot.shape, dtype=dtype, device=device)
                 if slot.init == "normal" and has_memory:

@@ -7,35 +7,77 @@ format.
 
 from __future__ import annotations
 
+import math
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 from torch import Tensor
 
+from ..parallel.ranks import Cut
+
 _PIECE_BYTES = 8 << 20
 _NUM_READERS = 8  # one core copies about 5 GB/s out of the page cache
 _AHEAD_BYTES = 512 << 20  # most bytes read before their tensors are requested
 
 
+_MIN_ROW_BYTES = 1024  # of a part of a row, for which it is read by itself
+
+
 @dataclass(frozen=True)
 class Stretch:
-    """The place of a tensor's bytes in a file."""
+    """The place of a tensor's bytes in a file.
+
+    If `row_step` is given, they are rows of `row_bytes` that begin `row_step` bytes apart.
+    """
 
     path: Path
     offset: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    row_bytes: int = 0
+    row_step: int = 0
 
     @property
     def num_bytes(self) -> int:
         return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+    def place(self, at: int) -> tuple[int, int]:
+        """The place in the file of byte `at` of the tensor, and how many follow it there."""
+        if not self.row_step:
+            return self.offset + at, self.num_bytes - at
+        row, inside = divmod(at, self.row_bytes)
+        return self.offset + row * self.row_step + inside, self.row_bytes - inside
+
+
+def parts_of(stretch: Stretch, cut: Cut) -> list[Stretch] | None:
+    """A part of a tensor by its spans.
+
+    None if rows are cut into such small parts that reading all of them is faster.
+    """
+    outer, inner = stretch.shape[: cut.dim], stretch.shape[cut.dim + 1 :]
+    each = math.prod(inner) * stretch.dtype.itemsize  # bytes of one index of the dimension
+    parts = []
+    for start, stop in cut.spans:
+        part = replace(
+            stretch,
+            offset=stretch.offset + start * each,
+            shape=(*outer, stop - start, *inner),
+            row_bytes=(stop - start) * each,
+            row_step=stretch.shape[cut.dim] * each,
+        )
+        if math.prod(outer) == 1:
+            part = replace(part, row_bytes=0, row_step=0)
+        elif part.row_bytes < _MIN_ROW_BYTES:
+            return None
+        parts.append(part)
+    return parts
 
 
 class _Lane:
@@ -47,11 +89,15 @@ class _Lane:
         self._bytes = self._buffer.numpy().data
         self._stream = torch.cuda.Stream(device) if on_cuda else None  # type: ignore[no-untyped-call]
 
-    def fill(self, file: int, offset: int, target: Tensor, free: torch.cuda.Event | None) -> None:
-        """Read into `target`, [n] uint8. Its memory may still be in use until the event `free`."""
+    def fill(
+        self, file: int, stretch: Stretch, at: int, target: Tensor, free: torch.cuda.Event | None
+    ) -> None:
+        """Read the bytes from `at` on into `target`, [n] uint8. Its memory may still be in use
+        until the event `free`."""
         done, size = 0, len(target)
         while done < size:
-            count = os.preadv(file, [self._bytes[done:size]], offset + done)
+            offset, most = stretch.place(at + done)
+            count = os.preadv(file, [self._bytes[done : min(size, done + most)]], offset)
             if not count:
                 raise OSError("the file ends before the tensor does")
             done += count
@@ -81,11 +127,13 @@ def read_tensors(
     for _ in range(num_readers):
         lanes.put(_Lane(device, piece_bytes))
 
-    def fill(file: int, offset: int, target: Tensor, free: torch.cuda.Event | None) -> None:
+    def fill(
+        file: int, stretch: Stretch, at: int, target: Tensor, free: torch.cuda.Event | None
+    ) -> None:
         lane = lanes.get()
         try:
             with torch.inference_mode():  # the mode is per thread
-                lane.fill(file, offset, target, free)
+                lane.fill(file, stretch, at, target, free)
         finally:
             lanes.put(lane)
 
@@ -106,7 +154,8 @@ def read_tensors(
                     readers.submit(
                         fill,
                         files[stretch.path],
-                        stretch.offset + at,
+                        stretch,
+                        at,
                         flat[at : at + piece_bytes],
                         free,
                     )

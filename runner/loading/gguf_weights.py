@@ -27,6 +27,8 @@ from ..errors import ModelLoadError, first_line
 from . import gguf_gemma3
 from .gguf_values import dequantised
 from .inspection import BytesRead, Stored, ignore, touch
+from .matching import WantedParts
+from .quantised.shards import part_of
 
 _BLOCK_NAMES = {
     "attn_norm": "input_layernorm",
@@ -87,6 +89,7 @@ class GGUFFile:
         if self.architecture == "gemma3":
             self._block_names = _BLOCK_NAMES | gguf_gemma3.BLOCK_NAMES
         self.names = [self._name(name) for name in self._tensors if name != _ROPE_DIVISORS]
+        self._parts: WantedParts = {}
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self._reader.get_field(key)
@@ -208,15 +211,24 @@ class GGUFFile:
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
-            touch(stored.data, self._name(name), read)
             kind = name.split(".")[2] if name.startswith("blk.") else ""
-            weight = _stored(stored, name, heads.get(kind))
+            own = self._name(name)
+            weight = self._part(own, _stored(stored, name, heads.get(kind)))
+            touch(weight.data if isinstance(weight, StoredRows) else stored.data, own, read)
             if self.architecture == "gemma3" and isinstance(weight, Tensor) and weight.dim() == 1:
                 weight = gguf_gemma3.stored_norm(weight)
-            yield self._name(name), weight
+            yield own, weight
 
-    def keep_parts(self, cuts: object) -> None:
-        """Do nothing: whole tensors are read, and their parts are kept."""
+    def keep_parts(self, parts: WantedParts) -> None:
+        """Let `tensors` read and yield only these parts of matrices, if they are whole blocks."""
+        self._parts = dict(parts)
+
+    def _part(self, name: str, weight: Stored) -> Stored:
+        """The wanted part of a weight. Of other weights than matrices it is the whole."""
+        wanted = self._parts.get(name)
+        if wanted is None or not isinstance(weight, StoredRows) or weight.shape != wanted[0]:
+            return weight
+        return part_of(weight, wanted[1]) or weight
 
     def release(self) -> None:
         """Take the file out of this process's resident memory; a later read maps it in again."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from torch import Tensor
-
 from ..errors import ModelLoadError
 from ..models.layers import CheckpointSlot
+from ..parallel.ranks import Cut
 from .inspection import Stored
 
+# Of weights of which a part is wanted: name -> (shape of the whole, its part)
+WantedParts = Mapping[str, tuple[Sequence[int], Cut]]
 _MAX_NAMED = 5  # tensor names in an error message
 
 
@@ -64,12 +65,10 @@ def slots_of_one_form(
     }
 
 
-def is_part(tensor: Stored, slot: CheckpointSlot) -> bool:
+def is_part(weight: Stored, slot: CheckpointSlot) -> bool:
     """Whether a weight is the part of its tensor that the slot keeps."""
     cut = slot.cut
-    if cut is None or not isinstance(tensor, Tensor):
-        return False
-    return tuple(tensor.shape) == cut.shape_of(slot.shape) != slot.shape
+    return cut is not None and tuple(weight.shape) == cut.shape_of(slot.shape) != slot.shape
 
 
 def check_shape(name: str, tensor: Stored, slot: CheckpointSlot, source: str) -> None:

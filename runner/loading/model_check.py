@@ -20,7 +20,7 @@ from ..models.layers import Embedding, Linear, WeightFormat
 from ..models.registry import build_model
 from .dummy import random_outline
 from .inspection import Stored
-from .quantised.delivery import fitting
+from .quantised.delivery import fitting, own_part
 from .weights import ResolvedModel, open_checkpoint
 
 # Exceptions that building or filling a model from a malformed config can raise.
@@ -67,7 +67,7 @@ def weight_bytes(model: TextModel, resolved: ResolvedModel, fmt: WeightFormat) -
     """Bytes of the weights of a model of meta tensors, as they will lie in memory."""
     needed = sum(tensor.nbytes for tensor in {id(b): b for b in model.buffers()}.values())
     if fmt.native and resolved.kind == "gguf" and resolved.opened is not None:
-        return sum(resolved.opened.sizes().values())
+        return sum(resolved.opened.sizes().values()) // (1 if fmt.ranks is None else fmt.ranks.size)
     if fmt.native or fmt.pack_fp16:  # half the memory of float32
         return needed // 2
     if fmt.packed:  # linear layers have no tensors yet
@@ -106,8 +106,11 @@ def _bytes_as_stored(model: TextModel, resolved: ResolvedModel, fmt: WeightForma
         slot = slots.get(name)
         if slot is None or slot.takes_packed is None or slot.optional or weight is None:
             continue
-        if isinstance(given := fitting(slot, weight, fmt.device), PackedWeight):
-            total += given.nbytes - math.prod(slot.shape) * fmt.dtype.itemsize
+        given = fitting(slot, weight, fmt.device)
+        if slot.cut is not None:
+            given = own_part(slot, given, slot.cut)
+        if isinstance(given, PackedWeight):
+            total += given.nbytes - math.prod(given.shape) * fmt.dtype.itemsize
     return total
 
 

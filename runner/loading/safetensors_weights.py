@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,12 @@ from ...configs.model.model_config import OTHER_WEIGHTS, is_file_name
 from ...configs.model.quantisation import Quantisation
 from ..errors import ModelLoadError
 from ..parallel.ranks import Cut
-from .file_reader import Stretch, read_tensors
+from .file_reader import Stretch, parts_of, read_tensors
 from .inspection import BytesRead, Stored, ignore, touch
+from .matching import WantedParts
 from .quantised.parts import Parts, group_names
 from .quantised.read import read_matrix
+from .quantised.shards import ORDERS, is_in_order, leaf_cuts, num_groups
 
 _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _DTYPES = {
@@ -47,7 +49,9 @@ class SafetensorsCheckpoint:
         self._opened: dict[str, Any] = {}  # file name -> mapped file
         found = group_names(self._files)
         self.names, self.spare, self._quantised = found.names, found.spare, found.quantised
-        self._cuts: Mapping[str, Cut] = {}  # the parts of tensors that are wanted
+        # The parts of weights that are wanted, by stored name; None: the whole tensor.
+        self._parts: dict[str, dict[str, Cut | None]] = {}
+        self._part_shapes: dict[str, tuple[int, ...]] = {}  # by name
         # the scales of the KV cache, which `kv_scales` reads: stored name -> file name
         self.cache_scales = {name: self._files[name] for name in found.cache_scales}
 
@@ -57,19 +61,54 @@ class SafetensorsCheckpoint:
         return any(name in self._quantised for name in self.names)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every weight in its stored form."""
+        """Bytes of every weight in its stored form, or of the part that is wanted."""
         stretches = self._stretches()
         return {
-            name: sum(stretches[stored].num_bytes for stored in self._stored(name))
+            name: sum(
+                math.prod(self._shape(name, stored, stretches[stored]))
+                * stretches[stored].dtype.itemsize
+                for stored in self._stored(name)
+            )
             for name in self.names
         }
 
-    def keep_parts(self, cuts: Mapping[str, Cut]) -> None:
-        """Let `tensors` yield only these parts of float tensors.
+    def keep_parts(self, parts: WantedParts) -> None:
+        """Let `tensors` read and yield only these parts, and leave out parts of no size.
 
-        Of rows, other parts are not read. Of columns, a GPU reads all and keeps a part.
+        A quantised matrix is read whole, and yielded so, if its stored tensors cannot be cut there.
         """
-        self._cuts = {name: cut for name, cut in cuts.items() if name not in self._quantised}
+        self._parts, self._part_shapes = {}, {}
+        stretches = self._stretches() if parts else {}
+        for name, (shape, cut) in parts.items():
+            group = self._quantised.get(name)
+            if group is None or not cut.size:
+                self._parts[name] = dict.fromkeys(self._stored(name), cut)
+                continue
+            shapes = {leaf: stretches[stored].shape for leaf, stored in group.items()}
+            found = leaf_cuts(shape, cut, shapes, self._quantisation)
+            if found is None:
+                continue
+            for leaf in [leaf for leaf in found if leaf in ORDERS and cut.dim]:
+                if not is_in_order(self._view(group[leaf]), num_groups(shapes)):
+                    break
+                del found[leaf]  # of sorted columns it says nothing
+            else:
+                self._parts[name] = {group[leaf]: own for leaf, own in found.items()}
+                self._part_shapes[name] = cut.shape_of(shape)
+
+    @property
+    def _wanted(self) -> list[str]:
+        """The names of weights of which something is read."""
+        return [name for name in self.names if not self._is_absent(name)]
+
+    def _is_absent(self, name: str) -> bool:
+        cuts = self._parts.get(name, {}).values()
+        return any(cut is not None and not cut.size for cut in cuts)
+
+    def _shape(self, name: str, stored: str, stretch: Stretch) -> tuple[int, ...]:
+        """The shape of what is wanted of a stored tensor."""
+        cut = self._parts.get(name, {}).get(stored)
+        return stretch.shape if cut is None else cut.shape_of(stretch.shape)
 
     def release(self) -> None:
         """Files are unmapped once their tensors are gone."""
@@ -98,7 +137,9 @@ class SafetensorsCheckpoint:
     def _stored(self, name: str) -> list[str]:
         """The names in the file of what `name` is made of."""
         group = self._quantised.get(name)
-        return [name] if group is None else [*group.values()]
+        if group is None:
+            return [name]
+        return [stored for stored in group.values() if stored in self._parts.get(name, {stored})]
 
     def _weight(self, name: str, tensors: list[Tensor]) -> Stored:
         """The weight `name`, made of its stored tensors in the order of `_stored`."""
@@ -112,9 +153,15 @@ class SafetensorsCheckpoint:
                     f"{name}_scale_inv."
                 )
             return tensor
-        parts = dict(zip(group, tensors, strict=True))
+        leaves = {stored: leaf for leaf, stored in group.items()}
+        parts = {
+            leaves[stored]: tensor
+            for stored, tensor in zip(self._stored(name), tensors, strict=True)
+        }
         if "weight_shape" in group:  # read in any case, as no other tensor says what it says
-            parts["weight_shape"] = self._view(group["weight_shape"])
+            shape = self._part_shapes.get(name)
+            whole = self._view(group["weight_shape"])
+            parts["weight_shape"] = whole if shape is None else torch.tensor(shape)
         return read_matrix(Parts(name, source, parts, self._quantisation))
 
     def _view(self, stored: str) -> Tensor:
@@ -131,14 +178,18 @@ class SafetensorsCheckpoint:
         return tensor
 
     def _mapped(self, read: BytesRead) -> Iterator[tuple[str, Stored]]:
-        for name in sorted(self.names, key=lambda name: self._files[self._stored(name)[0]]):
-            tensors = [self._view(stored) for stored in self._stored(name)]
-            cut = self._cuts.get(name)
-            if cut is not None:
-                tensors = [cut.of(tensor) for tensor in tensors]
-            for tensor in tensors:
-                if tensor.is_contiguous():  # others are read as they are copied
+        for name in sorted(self._wanted, key=lambda name: self._files[self._stored(name)[0]]):
+            cuts, tensors = self._parts.get(name, {}), []
+            for stored in self._stored(name):
+                tensor, cut = self._view(stored), cuts.get(stored)
+                if cut is not None:
+                    tensor = cut.of(tensor)
+                if tensor.is_contiguous():
                     touch(tensor.reshape(-1).view(torch.uint8).numpy(), name, read)
+                else:
+                    tensor = tensor.contiguous()
+                    read(name, tensor.nbytes)
+                tensors.append(tensor)
             yield name, self._weight(name, tensors)
 
     def _read(self, device: torch.device, read: BytesRead) -> Iterator[tuple[str, Stored]]:
@@ -148,19 +199,28 @@ class SafetensorsCheckpoint:
         def place(name: str) -> tuple[Path, int]:
             return min((stretches[s].path, stretches[s].offset) for s in self._stored(name))
 
-        names = sorted(self.names, key=place)
-        wanted = [(name, stretches[stored]) for name in names for stored in self._stored(name)]
-        wanted = [(name, _rows(stretch, self._cuts.get(name))) for name, stretch in wanted]
+        names = sorted(self._wanted, key=place)
+        plans = {
+            stored: _planned(stretches[stored], self._parts.get(name, {}).get(stored))
+            for name in names
+            for stored in self._stored(name)
+        }
+        wanted = [
+            (name, stretch)
+            for name in names
+            for stored in self._stored(name)
+            for stretch in plans[stored][0]
+        ]
 
         def count(index: int, num_bytes: int) -> None:
             read(wanted[index][0], num_bytes)
 
         tensors = read_tensors([stretch for _, stretch in wanted], device, count=count)
         for name in names:
-            found = [self._next(tensors, stored) for stored in self._stored(name)]
-            cut = self._cuts.get(name)
-            if cut is not None and cut.dim:
-                found = [cut.of(tensor) for tensor in found]
+            found = []
+            for stored in self._stored(name):
+                parts, join = plans[stored]
+                found.append(join([self._next(tensors, stored) for _ in parts]))
             yield name, self._weight(name, found)
 
     def _stretches(self) -> dict[str, Stretch]:
@@ -185,13 +245,16 @@ class SafetensorsCheckpoint:
             raise ModelLoadError(f"tensor {name} cannot be read from {path}: {error}.") from error
 
 
-def _rows(stretch: Stretch, cut: Cut | None) -> Stretch:
-    """The rows of a stretch that a cut keeps; all of them if it cuts columns."""
-    if cut is None or cut.dim:
-        return stretch
-    row = stretch.num_bytes // stretch.shape[0] if stretch.shape[0] else 0
-    at = stretch.offset + cut.start * row
-    return replace(stretch, offset=at, shape=cut.shape_of(stretch.shape))
+def _planned(
+    stretch: Stretch, cut: Cut | None
+) -> tuple[list[Stretch], Callable[[list[Tensor]], Tensor]]:
+    """What to read for a part of a tensor, and what makes the part of it."""
+    if cut is None:
+        return [stretch], lambda read: read[0]
+    parts = parts_of(stretch, cut)
+    if parts is None:
+        return [stretch], lambda read: cut.of(read[0]).contiguous()
+    return parts, lambda read: read[0] if len(read) == 1 else torch.cat(read, cut.dim)
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

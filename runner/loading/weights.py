@@ -33,11 +33,10 @@ from ...kernels.device import is_card
 from ..errors import ModelLoadError
 from ..models.base import TextModel
 from ..models.layers import CheckpointSlot, WeightFormat
-from ..parallel.ranks import Cut
 from .dummy import load_random
 from .hub import find_model
 from .inspection import BytesRead, FiniteCheck, LoadMeter, Progress, Stored, ignore
-from .matching import check_shape, is_part, match_names
+from .matching import WantedParts, check_shape, is_part, match_names
 from .plain_config import plain_config
 from .quantised.delivery import Deliveries, as_meta
 
@@ -66,8 +65,9 @@ class Checkpoint(Protocol):
     def outlines(self) -> Iterator[tuple[str, Stored]]:
         """Like `tensors`, but yields meta tensors in any order and reads only headers."""
 
-    def keep_parts(self, cuts: Mapping[str, Cut]) -> None:
-        """Say which parts of which tensors are wanted; it need not yield only these."""
+    def keep_parts(self, parts: WantedParts) -> None:
+        """Say which parts of which tensors are wanted. Tensors of which none is wanted need not be
+        yielded; of others, it yields that part or the whole."""
 
     def release(self) -> None:
         """Give back the memory of a reading that is over; another one may follow."""
@@ -87,7 +87,7 @@ class _Outlines:
         wanted = set(self.names)
         return ((name, as_meta(weight)) for name, weight in self.outlines() if name in wanted)
 
-    def keep_parts(self, cuts: Mapping[str, Cut]) -> None:
+    def keep_parts(self, parts: WantedParts) -> None:
         pass  # nothing is read
 
     def release(self) -> None:
@@ -317,18 +317,18 @@ def load_checkpoint(
 ) -> None:
     """Fill `slots`. `checkpoint_name` maps a stored tensor to its slot, or to None to skip it."""
     targets = match_names(slots, checkpoint.names, checkpoint_name, source, checkpoint.spare)
+    checkpoint.keep_parts(
+        {
+            name: (slots[target].shape, cut)
+            for name, target in targets.items()
+            if target is not None and (cut := slots[target].cut) is not None
+        }
+    )
     sizes = checkpoint.sizes()
     jobs: deque[tuple[Future[None], int]] = deque()  # and the bytes of its tensor
     used = {name: sizes[name] for name, target in targets.items() if target is not None}
     meter, check, into = LoadMeter(used, progress), FiniteCheck(source), Deliveries(source)
     pending_bytes = 0
-    checkpoint.keep_parts(
-        {
-            name: cut
-            for name, target in targets.items()
-            if target is not None and (cut := slots[target].cut) is not None
-        }
-    )
 
     def finish_oldest() -> None:
         nonlocal pending_bytes

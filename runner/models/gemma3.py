@@ -175,7 +175,7 @@ class Gemma3Model(TextModel):
             for kind in sorted(set(config.layer_types))
         }
         self.decoder: NativeDecoder | None = None  # runs the blocks where it can
-        if fmt.native:
+        if fmt.native and fmt.ranks is None:  # it runs layers without collectives
             rotaries = [self.rotary[kind] for kind in config.layer_types]
             self.decoder = NativeDecoder(self.blocks, self.attention_layers(), rotaries)
 

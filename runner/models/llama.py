@@ -331,7 +331,7 @@ class LlamaModel(PreNormModel):
         rotary = RotaryEmbedding(rope_parameters(config), head_dim, max_position, fmt.device)
         super().__init__(config, fmt, blocks, rotary)
         self.blocks = blocks
-        if fmt.native:
+        if fmt.native and fmt.ranks is None:  # it runs layers without collectives
             rotaries = [rotary] * len(blocks)
             self.decoder = NativeDecoder(blocks, self.attention_layers(), rotaries)
 

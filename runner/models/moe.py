@@ -16,7 +16,7 @@ from ...kernels.linear.linear import Norm, linear_parts
 from ...kernels.linear.linear_choice import Skinny
 from ...kernels.linear.moe import expert_parts, run_experts, select_experts
 from ..errors import ModelLoadError
-from ..parallel.ranks import Cut
+from ..parallel.ranks import Cut, stacked
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
 from .llama import MLP
 
@@ -136,14 +136,8 @@ class Experts(nn.Module):
             return replace(
                 slot, shape=(count, rows, self.intermediate), cut=replace(self.share, dim=2)
             )
-        share, size = self.share, self.share.size
-
-        def load(tensor: Tensor) -> None:
-            gate, up = tensor.chunk(2, dim=1)
-            self.gate_up[:, :size].copy_(gate[:, share.start : share.stop])
-            self.gate_up[:, size:].copy_(up[:, share.start : share.stop])
-
-        return replace(slot, shape=(count, 2 * self.intermediate, columns), load=load)
+        cut = stacked([(self.intermediate, self.share)] * 2, dim=1)
+        return replace(slot, shape=(count, 2 * self.intermediate, columns), cut=cut)
 
 
 def _skip(tensor: Tensor) -> None:

@@ -16,7 +16,7 @@ from ...kernels.recurrent.rows import DeltaShape, DeltaWeights
 from ..attention.base import AttentionLayer, AttentionState, Rotary
 from ..attention.recurrent import RecurrentLayer
 from ..errors import ModelLoadError
-from ..parallel.ranks import Ranks, head_counts
+from ..parallel.ranks import Cut, Ranks, head_counts, stacked
 from .base import PreNormModel
 from .families.qwen_moe import has_experts
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat
@@ -61,11 +61,10 @@ def rank_shape(whole: DeltaShape, ranks: Ranks | None) -> DeltaShape:
     return replace(whole, num_key_heads=keys, num_value_heads=values)
 
 
-def rank_channels(whole: DeltaShape, ranks: Ranks, tensor: Tensor) -> Tensor:
+def channel_cut(whole: DeltaShape, ranks: Ranks) -> Cut:
     """This rank's rows of a tensor [conv_channels, ...]: queries, then keys, then values."""
-    sizes = [whole.key_size, whole.key_size, whole.value_size]
-    parts = torch.split(tensor, sizes)
-    return torch.cat([ranks.share(len(part), "channels").of(part) for part in parts])
+    sizes = (whole.key_size, whole.key_size, whole.value_size)
+    return stacked([(size, ranks.share(size, "channels")) for size in sizes])
 
 
 class DeltaParameters(nn.Module):
@@ -90,13 +89,12 @@ class DeltaParameters(nn.Module):
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         channels, width = self.whole.conv_channels, self.whole.conv_width
-        heads, cut = (self.whole.num_value_heads,), None
+        heads, cut, own = (self.whole.num_value_heads,), None, None
         if self.ranks is not None:
             cut = self.ranks.share(heads[0], "value heads of linear attention")
+            own = channel_cut(self.whole, self.ranks)
 
         def load_conv(tensor: Tensor) -> None:
-            if self.ranks is not None:
-                tensor = rank_channels(self.whole, self.ranks, tensor)
             self.conv.copy_(tensor[:, 0])
 
         def load_decay(tensor: Tensor) -> None:
@@ -105,7 +103,7 @@ class DeltaParameters(nn.Module):
         def load_bias(tensor: Tensor) -> None:
             self.dt_bias.copy_(tensor)
 
-        yield f"{parent}conv1d.weight", CheckpointSlot((channels, 1, width), load_conv)
+        yield f"{parent}conv1d.weight", CheckpointSlot((channels, 1, width), load_conv, cut=own)
         yield f"{parent}A_log", CheckpointSlot(heads, load_decay, cut=cut)
         yield f"{parent}dt_bias", CheckpointSlot(heads, load_bias, "ones", cut=cut)
 
@@ -170,13 +168,8 @@ class DeltaProjection(Linear):
             path = f"{parent}in_proj_{part}.weight"
             cut = ranks.share(total, "value heads of linear attention")
             own[path] = replace(own[path], shape=(total, self.in_features), cut=cut)
-        path = f"{parent}in_proj_qkv.weight"
-        slot = own[path]
-
-        def load(tensor: Tensor) -> None:
-            slot.load(rank_channels(whole, ranks, tensor))
-
-        own[path] = replace(slot, shape=(whole.conv_channels, self.in_features), load=load)
+        path, shape = f"{parent}in_proj_qkv.weight", (whole.conv_channels, self.in_features)
+        own[path] = replace(own[path], shape=shape, cut=channel_cut(whole, ranks))
         return own
 
 

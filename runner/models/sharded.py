@@ -6,16 +6,20 @@ outputs need no communication; those split by inputs add up what the ranks compu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ...kernels.cpu.formats import StoredRows, with_zeros
 from ...kernels.linear.linear import Norm
-from ..parallel.ranks import Cut, Ranks
+from ...kernels.quant.packed import PackedWeight
+from ...kernels.quant.part import with_empty_rows
+from ..parallel.ranks import Cut, Ranks, stacked
+from .formats.packed import Part
 from .layers import CheckpointSlot, Embedding, Linear, WeightFormat
 
 
@@ -135,13 +139,9 @@ class StackedLinear(Linear):
         self.totals, self.cuts = list(totals), list(cuts)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        cut = stacked(list(zip(self.totals, self.cuts, strict=True)))
         for path, slot in super().checkpoint_slots(parent, name):
-            take = partial(self._take, slot.load)
-            yield path, replace(slot, shape=(sum(self.totals), *slot.shape[1:]), load=take)
-
-    def _take(self, load: Callable[[Any], None], tensor: Tensor) -> None:
-        sections = torch.split(tensor, self.totals)
-        load(torch.cat([cut.of(part) for cut, part in zip(self.cuts, sections, strict=True)]))
+            yield path, replace(slot, shape=(sum(self.totals), *slot.shape[1:]), cut=cut)
 
 
 class RowLinear(Linear):
@@ -204,10 +204,16 @@ def _stored(cut: Cut, num_rows: int) -> Cut:
     return Cut(0, min(cut.start, stop), stop)
 
 
-def _filled(target: Tensor, rows: Tensor) -> None:
-    """Copy rows into the first rows of `target`, and zeros into its padding."""
-    target[: rows.shape[0]].copy_(rows)
-    target[rows.shape[0] :].zero_()
+def _filled(rows: Any, num_rows: int) -> Any:
+    """A matrix with rows of zeros below its own, `num_rows` in all."""
+    if isinstance(rows, PackedWeight):
+        return with_empty_rows(rows, num_rows)
+    missing = num_rows - rows.shape[0]
+    if not missing:
+        return rows
+    if isinstance(rows, StoredRows):
+        return with_zeros(rows, missing)
+    return F.pad(rows, (0, 0, 0, missing))
 
 
 class SplitHead(Linear):
@@ -233,9 +239,13 @@ class SplitHead(Linear):
             yield path, replace(slot, shape=whole, cut=_stored(self.cut, self.vocab_size))
 
     def _load_weight(self, shard: str, part: slice, tensor: Tensor) -> None:
-        assert self.weight is not None
-        _filled(self.weight, tensor)
-        self._arrived(shard, "weight")
+        super()._load_weight(shard, part, _filled(tensor, self.cut.size))
+
+    def _load_native(self, shard: str, weight: Tensor | StoredRows) -> None:
+        super()._load_native(shard, _filled(weight, self.cut.size))
+
+    def use_part(self, shard: str, weight: Part) -> None:
+        super().use_part(shard, _filled(weight, self.cut.size))
 
 
 class SplitEmbedding(Embedding):
@@ -260,9 +270,8 @@ class SplitEmbedding(Embedding):
             whole = (self.num_rows, self.shape[1])
             yield path, replace(slot, shape=whole, cut=_stored(self.cut, self.num_rows))
 
-    def _load(self, table: Any) -> None:
-        assert self.weight is not None and isinstance(table, Tensor)
-        _filled(self.weight, table)
+    def _load(self, table: Part | StoredRows) -> None:
+        super()._load(_filled(table, self.cut.size))
 
 
 def table(num_rows: int, size: int, fmt: WeightFormat) -> Embedding:

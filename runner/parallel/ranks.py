@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
+import torch
 from torch import Tensor
 
 from ..errors import ModelLoadError, RunnerError
@@ -34,23 +35,41 @@ class Communicator(Protocol):
 
 @dataclass(frozen=True)
 class Cut:
-    """The part `start` to `stop` of a tensor's dimension `dim`."""
+    """The part `start` to `stop` of a tensor's dimension `dim`, and after it those of `more`."""
 
     dim: int
     start: int
     stop: int
+    more: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Start and stop of each part."""
+        return ((self.start, self.stop), *self.more)
 
     @property
     def size(self) -> int:
-        return self.stop - self.start
+        return sum(stop - start for start, stop in self.spans)
 
     def of(self, tensor: Tensor) -> Tensor:
-        """This part of a tensor, as a view."""
-        return tensor.narrow(self.dim, self.start, self.size)
+        """This part of a tensor: a view, unless it has several parts."""
+        parts = [tensor.narrow(self.dim, start, stop - start) for start, stop in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, self.dim)
 
     def shape_of(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of this part of a tensor of this shape."""
         return (*shape[: self.dim], self.size, *shape[self.dim + 1 :])
+
+
+def stacked(sections: Sequence[tuple[int, Cut]], dim: int = 0) -> Cut:
+    """The part of a tensor whose dimension `dim` is several sections: of each, its size and the
+    part of it."""
+    spans, begin = [], 0
+    for size, cut in sections:
+        spans += [(begin + start, begin + stop) for start, stop in cut.spans]
+        begin += size
+    (start, stop), *more = spans
+    return Cut(dim, start, stop, tuple(more))
 
 
 class Silent:

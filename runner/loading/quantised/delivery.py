@@ -14,8 +14,10 @@ from ....kernels.device import is_card
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.tiled import has_kernels
 from ...models.layers import CheckpointSlot
+from ...parallel.ranks import Cut
 from ..inspection import Stored
 from ..matching import is_part
+from .shards import part_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,17 @@ def fitting(slot: CheckpointSlot, weight: Stored, device: torch.device | None = 
     elif isinstance(weight, StoredRows) and slot.takes_rows:
         return weight
     return widened(weight)
+
+
+def own_part(slot: CheckpointSlot, weight: Stored, cut: Cut) -> Stored:
+    """A part of a weight in the first of these forms that can hold it alone: its own, packed if
+    the slot takes that, a float tensor."""
+    part = part_of(weight, cut)
+    if part is None and isinstance(weight, StoredRows) and slot.takes_packed is not None:
+        from .gguf import packed_rows
+
+        part = part_of(packed_rows(weight, slot.takes_packed), cut)
+    return cut.of(widened(weight)) if part is None else part
 
 
 def _multiplies(weight: PackedWeight, device: torch.device) -> bool:
@@ -82,6 +95,8 @@ class Deliveries:
 
     def deliver(self, slot: CheckpointSlot, name: str, weight: Stored) -> None:
         """Load a weight into its slot. May be called by several threads at once."""
+        if slot.cut is not None and not is_part(weight, slot):
+            weight = own_part(slot, weight, slot.cut)
         given = fitting(slot, weight)
         stored = isinstance(weight, StoredRows) and not weight.type.is_float
         if isinstance(weight, PackedWeight) or (stored and slot.takes_packed is not None):
@@ -89,8 +104,6 @@ class Deliveries:
                 kept = not isinstance(given, Tensor)
                 self._counts[_form(given)] += 1
                 self._widened = self._widened or ("" if kept else name)
-        if slot.cut is not None and not is_part(given, slot):
-            given = slot.cut.of(widened(given))
         slot.load(given)
 
     def report(self) -> None:

@@ -82,7 +82,7 @@ class GptOssExperts(nn.Module):
             self.share = fmt.ranks.share(size, "intermediate features of an expert")
             size = self.share.size
         empty = functools.partial(torch.empty, device=fmt.device)
-        is_packed = fmt.packed and fmt.dtype in _PACKED_DTYPES
+        is_packed = fmt.packed and fmt.ranks is None and fmt.dtype in _PACKED_DTYPES
         self.is_packed = is_packed and _has_kernels(fmt.device)
         self.shapes = {"gate_up": (count, 2 * size, hidden), "down": (count, hidden, size)}
         for name, (_, rows, columns) in self.shapes.items():

@@ -41,11 +41,10 @@ class WeightFormat:
 
 
 def split_format(fmt: WeightFormat, ranks: Ranks | None) -> WeightFormat:
-    """The format of a rank's part of a model, which holds float weights that torch or our kernels
-    multiply."""
+    """The format of a rank's part of a model."""
     if ranks is None:
         return fmt
-    return replace(fmt, native=False, pack_fp16=False, packed=False, ranks=ranks)
+    return replace(fmt, pack_fp16=False, ranks=ranks)
 
 
 def resolve_format(

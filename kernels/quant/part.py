@@ -1,0 +1,126 @@
+"""Takes some rows or columns of a packed matrix as a matrix of its own, and adds empty rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .packed import NIBBLES, PackedWeight, concatenate
+
+_BYTES = torch.uint8
+_GROUPS = (64, 32, 16)  # sizes that larger groups of columns can be split into
+
+
+def rows_of(weight: PackedWeight, spans: Sequence[tuple[int, int]]) -> PackedWeight:
+    """Some rows (start, stop), below each other; they share no memory with the others.
+
+    If a span cuts a block of scales, each row gets the scale of its block.
+    """
+    ends = [end for start, stop in spans for end in (start, stop)]
+    if any(end % weight.row_group and end != weight.shape[0] for end in ends):
+        weight = weight.by_rows()
+    return concatenate([_rows(weight, start, stop) for start, stop in spans])
+
+
+def _rows(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[start:stop].clone()
+
+    block = weight.row_group
+    return replace(
+        weight,
+        values=weight.values[start:stop].clone(),
+        scales=weight.scales[start // block : -(-stop // block)].clone(),
+        zeros=cut(weight.zeros),
+        offsets=cut(weight.offsets),
+        global_scale=cut(weight.global_scale),
+    )
+
+
+def columns_of(weight: PackedWeight, start: int, stop: int) -> PackedWeight | None:
+    """The columns from `start` to `stop`; they share no memory with the others.
+
+    None if they are no whole groups, even after groups were split, or not whole bytes, or if the
+    matrix stores columns in another order than that of its inputs: then a group belongs to
+    features that are anywhere.
+    """
+    if weight.order is not None:
+        return None
+    codes = 2 if weight.kind in NIBBLES else 1
+    if start % codes or (stop % codes and stop != weight.columns):
+        return None
+    values = weight.values[:, start // codes : -(-stop // codes)].contiguous()
+    if weight.group >= weight.columns:
+        size = stop - start
+        return replace(weight, values=values, columns=size, group=size)
+    group, last = weight.group, stop == weight.columns
+    if start % group or (stop % group and not last):
+        shared = math.gcd(group, start, group if last else stop)
+        group = next((size for size in _GROUPS if shared % size == 0 and size < group), 0)
+        if not group or weight.kind == "fp4":  # whose kinds of scales have one size each
+            return None
+        weight = _regrouped(weight.by_rows(), group)
+
+    def cut(tensor: Tensor | None) -> Tensor | None:
+        return (
+            None if tensor is None else tensor[:, start // group : -(-stop // group)].contiguous()
+        )
+
+    scales = cut(weight.scales)
+    assert scales is not None
+    return replace(
+        weight,
+        values=values,
+        scales=scales,
+        columns=stop - start,
+        group=min(group, stop - start),
+        zeros=cut(weight.zeros),
+        offsets=cut(weight.offsets),
+    )
+
+
+def _regrouped(weight: PackedWeight, group: int) -> PackedWeight:
+    """The same numbers in smaller groups of columns, `group` of which are one of the old."""
+    count = -(-weight.columns // group)
+
+    def split(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        return tensor.repeat_interleave(weight.group // group, 1)[:, :count].contiguous()
+
+    scales = split(weight.scales)
+    assert scales is not None
+    zeros, offsets = split(weight.zeros), split(weight.offsets)
+    return replace(weight, scales=scales, group=group, zeros=zeros, offsets=offsets)
+
+
+def with_empty_rows(weight: PackedWeight, num_rows: int) -> PackedWeight:
+    """The matrix with rows of zeros below its own, `num_rows` in all."""
+    missing = num_rows - weight.shape[0]
+    if not missing:
+        return weight
+    weight = weight.by_rows()
+
+    def fill(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None or tensor.dim() == 0:
+            return tensor
+        if tensor.dtype.itemsize > 1:
+            return functional.pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing))
+        stored = tensor.view(dtype=_BYTES)  # which torch pads on every device
+        return functional.pad(stored, (0, 0, 0, missing)).view(tensor.dtype)
+
+    values, scales = fill(weight.values), fill(weight.scales)
+    assert values is not None and scales is not None
+    return replace(
+        weight,
+        values=values,
+        scales=scales,
+        zeros=fill(weight.zeros),
+        offsets=fill(weight.offsets),
+        global_scale=fill(weight.global_scale),
+    )
