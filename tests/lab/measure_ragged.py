@@ -31,6 +31,7 @@ from slipstream.kernels.linear.rotation import Rotation
 HEADS, KV_HEADS, DIM, PAGE, NUM_BLOCKS, LAYERS = 32, 8, 128, 16, 256, 4
 RULE = AttentionRule(scale=DIM**-0.5)
 CUDA = torch.device("cuda")
+COUNTS = (16, 24, 32, 48, 64, 96, 128, 192, 256)
 
 
 def chat_lengths(count: int) -> list[int]:
@@ -70,22 +71,21 @@ def make_rows(new: list[int], total: list[int]) -> tuple[PagedRows, Tensor, Tens
 
 def plans(base: Launch) -> list[Launch]:
     """The plan in use and others."""
-    last = base.rows
-    found = [base]
-    for splits, alone in ((2, 256), (2, 512), (4, 256), (4, 384), (4, 512), (8, 256)):
-        found.append(
-            replace(base, splits=splits, alone=alone, least_keys=alone // 2, last_sums=last)
-        )
-    found += [replace(base, block_n=32, num_stages=3), replace(base, block_n=32, num_stages=2)]
-    found.append(replace(base, block_n=16, num_stages=6))
-    found.append(replace(base, block_n=64, num_stages=2, num_warps=4, registers=128))
-    found.append(replace(base, block_n=32, num_stages=3, num_warps=2))
-    return found
+    tiles = [(64, 2, 4, 128), (32, 3, 4, 128), (32, 4, 4, 128), (64, 2, 4, 96), (128, 2, 4, 128)]
+    keys = ("block_n", "num_stages", "num_warps", "registers")
+    wide = [replace(base, **dict(zip(keys, sizes, strict=True))) for sizes in tiles]
+    split = [
+        replace(plan, splits=splits, alone=alone, least_keys=least, last_sums=base.rows)
+        for plan in (base, *wide[:2])
+        for splits, alone, least in ((2, 512, 256), (4, 512, 256), (4, 512, 512), (4, 256, 128))
+        if base.rows * DIM <= 2048
+    ]
+    return [base, *wide, *split]
 
 
 def label(plan: Launch) -> str:
-    tile = f"{plan.block_n},{plan.num_stages},{plan.num_warps}"
-    return f"{plan.splits}x>{plan.alone} {tile}"
+    tile = f"{plan.block_n},{plan.num_stages},{plan.num_warps},{plan.registers}"
+    return f"{plan.splits}x>{plan.alone}/{plan.least_keys} {tile}"
 
 
 def one_case(name: str, new: list[int], total: list[int], prompts_too: bool) -> None:
@@ -94,13 +94,12 @@ def one_case(name: str, new: list[int], total: list[int], prompts_too: bool) -> 
     cos_sin = torch.randn(8192, DIM, device=CUDA, dtype=torch.bfloat16)
     q = torch.randn(tokens, HEADS, DIM, device=CUDA, dtype=torch.bfloat16)
     k, v = (torch.randn(tokens, KV_HEADS, DIM, device=CUDA, dtype=torch.bfloat16) for _ in "kv")
-    rotation = Rotation(cos_sin, positions, False, None)
+    rotation = Rotation(positions, cos_sin)
     out = torch.empty_like(q)
-    base = plan_launch(
-        len(total), len(total), KV_HEADS, HEADS // KV_HEADS, DIM, 1, NUM_BLOCKS * PAGE,
-        num_processors(CUDA),
-    )  # fmt: skip
-    read = sum(t for n, t in zip(new, total, strict=True) if n == 1) * 2 * KV_HEADS * DIM * 2
+    width = new[0]
+    rows = replace(rows, max_query_len=width)
+    base = base_plan(len(total), width)
+    read = sum(t for n, t in zip(new, total, strict=True) if n == width) * 2 * KV_HEADS * DIM * 2
 
     def run(plan: Launch, layer: int) -> None:
         rotary_attention(q, k, v, rotation, cache[layer], rows, RULE, plan, out)
@@ -120,11 +119,19 @@ def one_case(name: str, new: list[int], total: list[int], prompts_too: bool) -> 
             call(plan, 0)
             if expected is None:
                 expected = out.clone()
-            short = rows.query_start_loc[:-1][torch.tensor(new, device=CUDA) == 1].long()
+            short = rows.query_start_loc[:-1][torch.tensor(new, device=CUDA) == width].long()
             error = float((out[short].float() - expected[short].float()).abs().max())
             spent = time_in_graph([partial(call, plan, layer) for layer in range(LAYERS)] * 2)
-            line.append(f"{label(plan)}: {spent:.1f} us {read / spent / 1e6:.2f} TB/s e{error:.0e}")
-        print(f"{name}, {what}: " + "; ".join(line), flush=True)
+            wrong = "" if error < 0.05 else f" WRONG by {error:.0e}"
+            line.append((spent, f"{spent:.1f} us {read / spent / 1e6:.2f} {label(plan)}{wrong}"))
+        best = "; ".join(text for _, text in sorted(line[1:])[:6])
+        print(f"{name}, {what}: in use {line[0][1]}; {best}", flush=True)
+
+
+def base_plan(num_reqs: int, width: int) -> Launch:
+    """The plan in use for requests with `width` new tokens each."""
+    shape = (KV_HEADS, HEADS // KV_HEADS, DIM, width, NUM_BLOCKS * PAGE, num_processors(CUDA))
+    return plan_launch(num_reqs, num_reqs * width, *shape)
 
 
 def compile_plan(index: int) -> None:
@@ -133,13 +140,13 @@ def compile_plan(index: int) -> None:
     cos_sin = torch.randn(8192, DIM, device=CUDA, dtype=torch.bfloat16)
     q = torch.randn(64, HEADS, DIM, device=CUDA, dtype=torch.bfloat16)
     k, v = (torch.randn(64, KV_HEADS, DIM, device=CUDA, dtype=torch.bfloat16) for _ in "kv")
-    for count in (64, 128, 256):
-        base = plan_launch(
-            count, count, KV_HEADS, HEADS // KV_HEADS, DIM, 1, NUM_BLOCKS * PAGE,
-            num_processors(CUDA),
-        )  # fmt: skip
-        plan = plans(base)[index]
-        rotary_attention(q, k, v, Rotation(cos_sin, positions), cache[0], rows, RULE, plan)
+    for count in COUNTS:
+        for width in (1, 4):
+            chosen = plans(base_plan(count, width))
+            if index < len(chosen):
+                rotary_attention(
+                    q, k, v, Rotation(positions, cos_sin), cache[0], rows, RULE, chosen[index]
+                )
     torch.cuda.synchronize()
 
 
@@ -156,14 +163,16 @@ def others(rows: int = 560) -> None:
 def main() -> None:
     """Measure all cases."""
     with ProcessPoolExecutor(12, get_context("spawn")) as pool:
-        list(pool.map(compile_plan, range(12)))
+        list(pool.map(compile_plan, range(18)))
     others()
     chat = chat_lengths(256)
     print(f"chat: mean {sum(chat) / 256:.0f}, longest {max(chat)}")
-    for count in (64, 128, 256):
+    for count in COUNTS:
         one_case(f"{count} even 256", [1] * count, [256] * count, False)
         one_case(f"{count} chat", [1] * count, chat[:count], False)
-    for prompts in ([300], [110, 190], [40, 60, 90, 110], [1000]):
+        if count in (32, 64, 128):
+            one_case(f"{count} chat, 3 drafts", [4] * count, [n + 3 for n in chat[:count]], False)
+    for prompts in ([300], [1000]):
         new, total = [1] * 250 + prompts, chat[:250] + prompts
         new, total = new + [0] * (256 - len(new)), total + [0] * (256 - len(total))
         one_case(f"250 chat and prompts {prompts}", new, total, True)
