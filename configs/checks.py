@@ -80,12 +80,8 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_parallel(config: Config) -> None:
-    size, method = config.parallel.tensor_parallel_size, config.speculative.method
-    if config.parallel.enable_expert_parallel and size == 1:
+    if config.parallel.enable_expert_parallel and config.parallel.tensor_parallel_size == 1:
         raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size above 1")
-    if size > 1 and (method == "gemma4_mtp" or method not in METHODS):
-        rule = f"does not work with the speculative method {method}; use another one, or 1"
-        _fail("tensor_parallel_size", size, rule)
 
 
 def _check_server(config: Config) -> None:

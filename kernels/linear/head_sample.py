@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..device import use_triton
-from ..sampling.sample import TARGET, gumbel_sample_reference
+from ..sampling.sample import TARGET, gumbel_noise, gumbel_sample_reference, row_keys
 from .linear import linear
 from .linear_choice import Choice, Gemv
 
@@ -111,3 +111,35 @@ def pick_rows_reference(logits: Tensor, draws: Draws | None = None) -> tuple[Ten
     heat = torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
     keys = (draws.seeds, draws.positions, draws.salt, draws.greedy)
     return gumbel_sample_reference(logits / heat, *keys), logits.amax(-1)
+
+
+def best_of_part(logits: Tensor, draws: Draws | None, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As `pick_rows` for a part of the vocabulary, the tokens from `first` on: logits [L, n].
+
+    Also returns the scores [L] float32 of the tokens, of which the largest wins; see
+    `best_of_parts`.
+    """
+    if use_triton(logits):
+        from .triton.head_sample import best_of_part as best_of_part_triton
+
+        result: tuple[Tensor, Tensor, Tensor] = best_of_part_triton(logits, draws, first)
+        return result
+    scores = logits = logits.float()
+    if draws is not None:
+        heat = torch.where(draws.temperature > 0, draws.temperature, 1.0)[:, None]
+        keys = row_keys(draws.seeds, draws.positions, draws.salt)
+        noise = gumbel_noise(keys, logits.shape[1], first)
+        scores = noise.masked_fill_(draws.greedy[:, None], 0.0).add_(logits / heat)
+    best, places = scores.max(-1)
+    return places + first, logits.amax(-1), best
+
+
+def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """What `pick_rows` returns for the whole vocabulary.
+
+    parts: [P, L, 3] float32, of each part in ascending order the scores, the tokens (numbers below
+    2 ** 24) and the largest logits.
+    """
+    best = parts[:, :, 0].argmax(0, keepdim=True)  # the first of equal ones has the lowest id
+    tokens = parts[:, :, 1].gather(0, best)[0]
+    return tokens.long(), parts[:, :, 2].amax(0)

@@ -81,9 +81,9 @@ def uniform(seeds: Tensor, positions: Tensor, salt: int) -> Tensor:
     return _uniform_(token_bits(keys, 1))[:, 0]
 
 
-def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every token, [L, V] float32. keys: [L, 2] int32."""
-    u = _uniform_(token_bits(keys, vocab_size))
+def gumbel_noise(keys: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """Standard Gumbel noise for every token from `first` on, [L, V] float32. keys: [L, 2] int32."""
+    u = _uniform_(token_bits(keys, vocab_size, first))
     # -log(-log1p(-u)): large values come from u near 0, where float32 is fine-grained.
     return u.neg_().log1p_().neg_().log_().neg_()
 
@@ -100,9 +100,9 @@ def row_keys(seeds: Tensor, positions: Tensor, salt: int | Tensor) -> Tensor:
     return torch.stack(words, dim=-1).int()  # keeps the low 32 bits
 
 
-def token_bits(keys: Tensor, vocab_size: int) -> Tensor:
-    """32 random bits per row and token, [L, V] int32. keys: [L, 2] int32."""
-    x = _token_words(vocab_size, keys.device) ^ keys[:, :1]
+def token_bits(keys: Tensor, vocab_size: int, first: int = 0) -> Tensor:
+    """32 random bits per row and token from `first` on, [L, V] int32. keys: [L, 2] int32."""
+    x = _token_words(vocab_size, first, keys.device) ^ keys[:, :1]
     x.mul_(keys[:, 1:] | 1)
     for shift, multiplier in ((16, MULTIPLIER_1), (15, MULTIPLIER_2)):
         x.bitwise_xor_((x >> shift).bitwise_and_((1 << (32 - shift)) - 1))
@@ -128,7 +128,7 @@ def _signed(word: int) -> int:
 
 
 @lru_cache(maxsize=16)
-def _token_words(vocab_size: int, device: torch.device) -> Tensor:
+def _token_words(vocab_size: int, first: int, device: torch.device) -> Tensor:
     """The hashed token ids, [V] int32; cached, since they are the same for every row."""
-    ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
+    ids = torch.arange(first, first + vocab_size, dtype=torch.int64, device=device)
     return _mix(ids + GOLDEN).int()

@@ -16,7 +16,7 @@ from ...speculators.draft_head import DraftHead
 from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.gemma3 import check_gelu, soft_cap, text_name
-from ..models.gemma4 import DecoderLayer, kv_source, make_norm, make_rotary
+from ..models.gemma4 import Attention, DecoderLayer, kv_source, make_norm, make_rotary
 from ..models.layers import CheckpointSlot, Embedding, Linear, WeightFormat, module_slots
 
 _TABLE = "model.embed_tokens.weight"
@@ -189,6 +189,10 @@ def _make_block(
     kind = config.layer_types[index]
     source = source_layer(target, kind)
     block = DecoderLayer(config, index, layer_id, source.layer_id, fmt)
+    if (ranks := target.format.ranks) is not None:
+        # The cache has this rank's KV heads alone, so the ranks divide the queries as well.
+        own = replace(fmt, ranks=ranks)
+        block.self_attn = Attention(config, index, layer_id, source.layer_id, own)
     attention = block.self_attn
     if attention.head_dim != source.head_dim or attention.num_heads % source.num_kv_heads:
         raise ModelLoadError(

@@ -30,6 +30,7 @@ from ..parallel.commands import (
     StepDigest,
     command_decoder,
     digest_of,
+    plan_digest,
     unpacked_mask,
 )
 from ..parallel.group import RankEnd
@@ -51,7 +52,7 @@ class Follower:
     def __init__(self, runner: ModelRunner, end: RankEnd, rank: int, max_in_flight: int) -> None:
         self._runner, self._end, self._rank = runner, end, rank
         self._max_in_flight = max_in_flight
-        self._in_flight: deque[tuple[int, Any]] = deque()
+        self._in_flight: deque[tuple[int, int, Any]] = deque()  # step id, digest of the plan
         self._forwarded: StepPlan | None = None
 
     def run(self) -> None:
@@ -73,7 +74,7 @@ class Follower:
         match command:
             case Execute(plan):
                 self._make_room()
-                self._in_flight.append((plan.step_id, runner.execute(plan)))
+                self._launched(plan, runner.execute(plan))
             case Forward(plan):
                 self._make_room()
                 runner.forward(plan)
@@ -81,8 +82,7 @@ class Follower:
             case Sample():
                 step, self._forwarded = self._forwarded, None
                 assert step is not None, "a step must be forwarded before it samples"
-                handle = runner.sample(step, unpacked_mask(command))
-                self._in_flight.append((step.step_id, handle))
+                self._launched(step, runner.sample(step, unpacked_mask(command)))
             case FillTokens(num_slots, num_drafts):
                 runner.fill_tokens(num_slots, num_drafts)
             case Do(name):
@@ -94,18 +94,21 @@ class Follower:
                 return False
         return True
 
+    def _launched(self, plan: StepPlan, handle: Any) -> None:
+        self._in_flight.append((plan.step_id, plan_digest(plan), handle))
+
     def _make_room(self) -> None:
         """Wait for results, since no more steps may be in flight than the first rank has."""
         while len(self._in_flight) >= self._max_in_flight:
             self._land()
 
     def _land_finished(self) -> None:
-        while self._in_flight and self._in_flight[0][1].is_ready():
+        while self._in_flight and self._in_flight[0][2].is_ready():
             self._land()
 
     def _land(self) -> None:
-        step_id, handle = self._in_flight.popleft()
-        self._end.answer(StepDigest(self._rank, step_id, digest_of(handle.get())))
+        step_id, plan, handle = self._in_flight.popleft()
+        self._end.answer(StepDigest(self._rank, step_id, digest_of(handle.get(), plan)))
 
 
 def serve(orders: WorkerOrders) -> int:

@@ -18,7 +18,15 @@ from ..batch.step_output import StepHandle
 from ..errors import RunnerError
 from ..messages import Progress
 from ..parallel.collectives import Collectives
-from ..parallel.commands import Do, Execute, FillTokens, Forward, digest_of, packed_mask
+from ..parallel.commands import (
+    Do,
+    Execute,
+    FillTokens,
+    Forward,
+    digest_of,
+    packed_mask,
+    plan_digest,
+)
 from ..parallel.group import RankGroup
 from ..parallel.ranks import Ranks
 from ..scheduling.plan import RowResult, StepPlan
@@ -63,8 +71,9 @@ def build_leader(
 class WatchedHandle:
     """A step's results, which are compared with those of the other ranks."""
 
-    def __init__(self, handle: StepHandle, step_id: int, group: RankGroup) -> None:
-        self._handle, self._step_id, self._group = handle, step_id, group
+    def __init__(self, handle: StepHandle, plan: StepPlan, group: RankGroup) -> None:
+        self._handle, self._step_id, self._group = handle, plan.step_id, group
+        self._plan = plan_digest(plan)
         self._is_noted = False
 
     def wait(self, timeout: float) -> bool:
@@ -80,7 +89,7 @@ class WatchedHandle:
             results = self._handle.get()
         if not self._is_noted:
             self._is_noted = True
-            self._group.note(0, self._step_id, digest_of(results))
+            self._group.note(0, self._step_id, digest_of(results, self._plan))
         return results
 
 
@@ -112,7 +121,7 @@ class LeadingRunner(ModelRunner):
         return self._watched(plan, super().sample(plan, grammar_bitmask))
 
     def _watched(self, plan: StepPlan, handle: StepHandle) -> WatchedHandle:
-        return WatchedHandle(handle, plan.step_id, self._group)
+        return WatchedHandle(handle, plan, self._group)
 
     def fill_tokens(self, num_slots: int, num_drafts: int) -> None:
         self._group.send(FillTokens(num_slots, num_drafts))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...kernels.cpu.formats import StoredRows, with_zeros
+from ...kernels.linear.head_sample import Draws, best_of_part, best_of_parts
 from ...kernels.linear.linear import Norm
 from ...kernels.quant.packed import PackedWeight
 from ...kernels.quant.part import with_empty_rows
@@ -217,8 +218,11 @@ def _filled(rows: Any, num_rows: int) -> Any:
 
 
 class SplitHead(Linear):
-    """An output head of which each rank computes a part of the vocabulary; every rank gets all
-    logits, and with equal bits, so that all ranks draw the same tokens from them."""
+    """An output head of which each rank computes a part of the vocabulary.
+
+    Every rank gets all logits, or where tokens are drawn without them, the best token of each part;
+    with equal bits, so that all ranks draw the same tokens.
+    """
 
     def __init__(self, hidden: int, vocab_size: int, fmt: WeightFormat) -> None:
         assert fmt.ranks is not None
@@ -229,9 +233,21 @@ class SplitHead(Linear):
     def forward(self, x: Tensor) -> Tensor:
         return self.ranks.side_by_side(super().forward(x), self.vocab_size)
 
+    def pick(
+        self, x: Tensor, num_outputs: int | None = None, draws: Draws | None = None
+    ) -> tuple[Tensor, Tensor]:
+        logits, first = super().forward(x), self.cut.start
+        count = min(self.cut.stop, num_outputs or self.vocab_size) - first
+        if count > 0:
+            tokens, largest, scores = best_of_part(logits[:, :count], draws, first)
+        else:  # this part is padding
+            tokens = largest = scores = logits.new_full((len(x),), float("-inf")).float()
+        own = torch.stack((scores, tokens.float(), largest), -1)
+        return best_of_parts(self.ranks.communicator.all_gather(own))
+
     @property
     def can_pick(self) -> bool:
-        return False
+        return True
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         for path, slot in super().checkpoint_slots(parent, name):

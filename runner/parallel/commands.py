@@ -78,9 +78,19 @@ command_decoder = msgspec.msgpack.Decoder(Command)
 answer_decoder = msgspec.msgpack.Decoder(Answer)
 
 
-def digest_of(results: Sequence[RowResult]) -> int:
-    """A number of 32 bits that two ranks share, as good as surely, only if their results do."""
-    return crc32(encoder.encode([(r.token_ids, r.num_draft_tokens, r.has_nan) for r in results]))
+def plan_digest(plan: StepPlan) -> int:
+    """The part of a step's digest that says what the step does: ranks that run different steps
+    would still draw the same tokens, because each contributes a part of the logits."""
+    return crc32(encoder.encode(plan))
+
+
+def digest_of(results: Sequence[RowResult], plan: int) -> int:
+    """A number of 32 bits that two ranks share, as good as surely, only if their results do.
+
+    `plan` is the `plan_digest` of their step.
+    """
+    told = [(r.token_ids, r.num_draft_tokens, r.has_nan) for r in results]
+    return crc32(encoder.encode(told), plan)
 
 
 class Digests:

@@ -20,6 +20,7 @@ from ..batch.sampling_state import Feature
 from ..batch.staging import StagingPool
 from ..drafters.draft_graphs import DraftGraphs
 from ..graphs.manager import RebuiltStates
+from ..parallel.ranks import Ranks
 from ..scheduling.plan import StepPlan
 from .data_parallel import StepAgreement
 from .target import ForwardOutput, Target
@@ -45,6 +46,9 @@ class Drafting:
         self._counts = counts  # [2, R] num_sampled and num_rejected by batch row
         self._staging = StagingPool(table.device)
         self._drafted: set[int] = set()  # slots that may hold drafts
+        ranks: Ranks | None = getattr(getattr(target.model, "format", None), "ranks", None)
+        # A user's class may draft differently on each rank, but all must verify the same drafts.
+        self._drafts_of_first = None if _is_ours(speculator) else ranks
 
     def capture(self, attention_states: RebuiltStates) -> None:
         """Capture the drafter's graphs."""
@@ -123,6 +127,9 @@ class Drafting:
             self._store_no_drafts(batch)
         else:
             self._drafted.update(batch.slots)
+            if self._drafts_of_first is not None:
+                drafts = self._table.draft_tokens
+                drafts.copy_(self._drafts_of_first.communicator.all_gather(drafts)[0])
 
     def run_dummy(self, agreement: StepAgreement, attention: AttentionState | None) -> None:
         """The drafter's passes in a step without rows; the passes of other ranks need them."""
@@ -162,6 +169,12 @@ class Drafting:
         wanted = (steps < most[:, None]) & (num_sampled > 0)[:, None]
         # index_copy_, because an indexed assignment would wait for the device.
         table.draft_tokens.index_copy_(0, slots.long(), torch.where(wanted, drafts, -1))
+
+
+def _is_ours(speculator: BaseSpeculator) -> bool:
+    """Whether a drafter is of this package, so that it drafts the same on every rank."""
+    package = BaseSpeculator.__module__.rpartition(".")[0]
+    return type(speculator).__module__.rpartition(".")[0] == package
 
 
 def _most_drafts(plan: StepPlan) -> int | list[int]:

@@ -187,10 +187,6 @@ def test_variables_that_kubernetes_sets_for_a_service_named_slipstream_are_ignor
         ),
         (["--enable-expert-parallel"], "needs --tensor-parallel-size above 1"),
         (["-tp", "0"], "--tensor-parallel-size 0: must be at least 1"),
-        (
-            ["-tp", "2", "-sc", "a.module:Drafter"],
-            "--tensor-parallel-size 2: does not work with the speculative method a.module:Drafter",
-        ),
         (["-dp", "65"], "--data-parallel-size 65: must be at most 64"),
         (["--max-num-seqs", "0"], "--max-num-seqs 0: must be at least 1"),
         (

@@ -107,7 +107,7 @@ def _finish_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["salt"],
+    do_not_specialize=["salt", "first"],
     do_not_specialize_on_alignment=["positions"],
 )
 def _best_of_block_kernel(
@@ -123,16 +123,17 @@ def _best_of_block_kernel(
     vocab_size,
     num_blocks,
     salt,
+    first,  # the id of the first token
     NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    inside = token < vocab_size
+    column = block * BLOCK + tl.arange(0, BLOCK)
+    inside, token = column < vocab_size, column + first
     wait_for_inputs(PDL)
-    logit = tl.load(logits + row * stride + token, mask=inside, other=float("-inf"))
+    logit = tl.load(logits + row * stride + column, mask=inside, other=float("-inf"))
     logit = logit.to(tl.float32)
     is_nan = logit != logit
     finite = tl.where(is_nan, float("-inf"), logit)
@@ -158,6 +159,17 @@ def _best_of_block_kernel(
 
 def pick_rows(logits: Tensor, draws: Any) -> tuple[Tensor, Tensor]:
     """See `kernels.linear.head_sample.pick_rows`."""
+    return _best_of_blocks(logits, draws, 0).finish()
+
+
+def best_of_part(logits: Tensor, draws: Any, first: int) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels.linear.head_sample.best_of_part`."""
+    head = _best_of_blocks(logits, draws, first)
+    return (*head.finish(), head.best.amax(1))
+
+
+def _best_of_blocks(logits: Tensor, draws: Any, first: int) -> HeadRows:
+    """The best tokens of each block of logits [L, V], whose first column is the token `first`."""
     num_rows, vocab_size = logits.shape
     assert logits.stride(1) == 1
     num_blocks = triton.cdiv(vocab_size, LOGITS_BLOCK)
@@ -182,12 +194,13 @@ def pick_rows(logits: Tensor, draws: Any) -> tuple[Tensor, Tensor]:
             vocab_size,
             num_blocks,
             salt,
+            first,
             NOISE=head.has_noise,
             BLOCK=LOGITS_BLOCK,
             num_warps=8,
             **pdl_options(logits),
         )
-    return head.finish()
+    return head
 
 
 @triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots"])

@@ -182,6 +182,7 @@ def test_padded_rows_emit_nothing_and_are_never_bad(triton: bool) -> None:
 @pytest.mark.parametrize("vocab", [50, 9000])
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about inf and nan
 def test_pick_rows(vocab: int, dtype: torch.dtype) -> None:
+    """Also where each of several ranks has a part of the vocabulary."""
     torch.manual_seed(vocab)
     logits = (torch.randn(6, vocab + 8) * 3).to(dtype)[:, :vocab]
     logits[2, 7] = logits[2, vocab - 3] = 30.0  # a tie: the lower id
@@ -197,6 +198,15 @@ def test_pick_rows(vocab: int, dtype: torch.dtype) -> None:
         assert tokens[healthy].equal(expected[0][healthy])
         assert largest.dtype == torch.float32 and largest[4].isnan()
         assert largest[healthy].equal(expected[1].float()[healthy])
+        bounds = [(0, 5), (5, vocab - 9), (vocab - 9, vocab)]
+        parts = [
+            torch.stack((best, token.float(), top), -1)
+            for start, stop in bounds
+            for token, top, best in [head_sample.best_of_part(logits[:, start:stop], drawn, start)]
+        ]
+        found = head_sample.best_of_parts(torch.stack(parts))
+        assert found[0][healthy].equal(tokens[healthy]) and found[1][4].isnan()
+        assert found[1][healthy].equal(largest[healthy])
     assert tokens[2] == 7
 
 

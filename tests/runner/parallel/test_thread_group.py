@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
 
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.parallel.commands import Execute
 from slipstream.runner.parallel.group import RankFailed, devices_from
 from slipstream.runner.parallel.ranks import Ranks, check_equal
+from slipstream.speculators.base import DraftInputs
+from slipstream.speculators.ngram import NgramSpeculator
 
 from ...cases import some
 from ...speculators.all_drafters import Drafters
+from ...speculators.test_example_drafter import METHOD
 from ...speculators.tiny_engine import Run, TinyEngine, prompts
 from .thread_group import ThreadGroup, build_on_threads
 from .threads import on_ranks
@@ -38,14 +45,15 @@ def run(target: Path, spec: SpeculativeConfig, groups: list[ThreadGroup] | None,
 
 CASES = [
     (method, temperature)
-    for method in ("off", "ngram", "eagle", "eagle3", "draft_model", "mtp")
+    for method in ("off", "ngram", "eagle", "eagle3", "draft_model", "mtp", "gemma4_mtp")
     for temperature in (0.0, 0.8)
 ]
 
 
-@pytest.mark.parametrize(
-    ("method", "temperature"), some(CASES, (("off", 0.0), ("eagle3", 0.0), ("mtp", 0.8)))
-)
+FEW = (("off", 0.0), ("eagle3", 0.0), ("mtp", 0.8), ("gemma4_mtp", 0.0))
+
+
+@pytest.mark.parametrize(("method", "temperature"), some(CASES, FEW))
 def test_two_ranks_emit_the_tokens_of_one(
     method: str, temperature: float, drafters: Drafters
 ) -> None:
@@ -64,6 +72,35 @@ def test_two_ranks_emit_the_tokens_of_one(
     steps = sum(isinstance(command, Execute) for command in group.sent)
     assert group.num_answers == steps > 5  # every step's tokens were compared
     group.check()
+
+
+class DifferentDrafts(NgramSpeculator):
+    """Drafts something else on each thread, and so on each rank."""
+
+    def propose(self, inputs: DraftInputs) -> Tensor:
+        drafts = super().propose(inputs)
+        return torch.full_like(drafts, threading.get_ident() % 61)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_all_ranks_verify_the_drafts_of_the_first_ranks_own_class(
+    is_own: bool, drafters: Drafters, tmp_path: Path
+) -> None:
+    target = drafters.pair("eagle3")[0]
+    spec = SpeculativeConfig(
+        method=f"{__name__}:DifferentDrafts" if is_own else f"{METHOD}",
+        num_speculative_tokens=3,
+        model=None if is_own else str(tmp_path),
+        draft_sampling="greedy",
+    )
+    torch.manual_seed(3)
+    save_file({"weight": torch.randn(32, 64) * 0.3}, tmp_path / "model.safetensors")
+    groups: list[ThreadGroup] = []
+    alone = run(target, SpeculativeConfig() if is_own else spec, None)
+    both = run(target, spec, groups)
+    assert both.tokens == alone.tokens and both.num_drafts > 3
+    assert is_own or both.accepted_per_pos == alone.accepted_per_pos
+    groups[0].check()
 
 
 def test_a_rank_that_draws_other_tokens_ends_the_group(

@@ -35,6 +35,7 @@ class ThreadCommunicator:
     def __init__(self, rank: int, meeting: Meeting) -> None:
         self._rank, self._meeting = rank, meeting
         self.num_collectives = 0
+        self.gathered: list[tuple[int, ...]] = []  # the shapes of what was gathered
 
     def all_reduce(self, x: Tensor) -> Tensor:
         self.num_collectives += 1
@@ -42,6 +43,7 @@ class ThreadCommunicator:
 
     def all_gather(self, x: Tensor) -> Tensor:
         self.num_collectives += 1
+        self.gathered.append(tuple(x.shape))
         return torch.stack(self._meeting.exchange(self._rank, x.clone()))
 
     def least(self, values: Sequence[int]) -> list[int]:
