@@ -38,12 +38,15 @@ class AttentionLayer(AttentionRule):
     follows: int | None = None  # layer_id of the layer whose cache lies right before this one's
     window_step: int = 1  # this many neighbouring queries see rows from the same position on
     attends: bool = True  # False: cached rows that another layer's attention reads
+    reads_lists: bool = False  # attends to listed rows alone, which an indexer chooses
 
     @property
     def is_compressed(self) -> bool:
-        """True for DeepSeek V4's layers: a raw row that is both key and value, and what belongs to
-        it."""
-        return not self.attends or (self.is_mla and self.head_dim == self.head_dim_v)
+        """True for the layers of DeepSeek's sparse attention: those that read listed rows (V3.2's
+        latent rows; V4's raw rows, which are both key and value), and the caches beside them."""
+        if self.reads_lists or not self.attends:
+            return True
+        return self.is_mla and self.head_dim == self.head_dim_v
 
 
 @dataclass(frozen=True)

@@ -70,6 +70,9 @@ def _preferred(layers: Sequence[AttentionLayer], device: torch.device) -> list[t
     if not is_card(device):
         return [("reference", "plain torch, for devices without CUDA")]
     triton = ("triton", "which supports graphs for any batch of this model")
+    if any(layer.reads_lists for layer in layers):
+        flash = ("flash_mla", "with kernels for listed latent rows on SM90")
+        return [flash, triton, reference]
     if any(layer.fp8 is not None for layer in layers):
         # not the reference, whose steps would be many times as long as those of a 16-bit cache
         return [("triton", "whose kernels read an fp8 KV cache")]

@@ -1,4 +1,4 @@
-"""Attention of models with compressed caches (DeepSeek V4), in plain torch or by Triton kernels.
+"""Attention to listed rows (DeepSeek V3.2 and V4), in plain torch or by Triton kernels.
 
 The model launches what compresses and selects entries; a group's metadata offers it the step's
 tables and slots.
@@ -13,6 +13,7 @@ from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
 from ...kernels.attention.compressed.pages import (
     Pages,
     TokenRows,
+    entry_slots,
     requests_of,
     window_slots,
 )
@@ -45,6 +46,7 @@ class CompressedMetadata(AttentionMetadata):
             common.slot_mapping,
             self._block_size,
             layer.entry_tokens,
+            layer.fp8,
         )
 
     def create_attend(self) -> SparseAttend:
@@ -59,14 +61,16 @@ class CompressedMetadata(AttentionMetadata):
         value: Tensor | None,
         kv_cache: Tensor,
     ) -> Tensor:
-        """Attend to raw rows alone, as layers without a compressor do."""
+        """Attend to all rows of the layer's window: without an indexer or a compressor."""
         pages = self.pages(layer, kv_cache)
         if key is not None:
-            store_kv(key, None, kv_cache, pages.slot_mapping)
-        assert layer.sliding_window is not None and layer.sinks is not None
-        window = window_slots(pages, self._tokens(), layer.sliding_window)
-        attend = self.create_attend()
-        return attend(query, pages, window, None, None, layer.sinks, layer.scale)
+            store_kv(key, None, kv_cache, pages.slot_mapping, layer.fp8)
+        if layer.sliding_window is None:
+            listed = entry_slots(pages, self._tokens(), self.common.max_seq_len)
+        else:
+            listed = window_slots(pages, self._tokens(), layer.sliding_window)
+        attend, size = self.create_attend(), layer.head_dim_v
+        return attend(query, pages, listed, None, None, layer.sinks, layer.scale, size)
 
     def _tokens(self) -> TokenRows:
         """The token rows with the positions that `seq_lens` implies."""

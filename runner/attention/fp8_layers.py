@@ -51,7 +51,7 @@ def with_fp8_cache(
     """
     layers = list(layers)
     by_id = {layer.layer_id: layer for layer in layers}
-    if any(layer.is_compressed for layer in layers):
+    if any(layer.is_compressed for layer in layers) and not any(it.reads_lists for it in layers):
         raise UnusableKVFormat(
             "--kv-cache-dtype fp8 does not support the compressed caches of DeepSeek V4: use "
             "--kv-cache-dtype auto"

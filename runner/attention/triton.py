@@ -125,6 +125,19 @@ def _short_len(common: CommonAttentionMetadata) -> int:
     return 1 if decodes.max() == 1 else common.max_decode_len
 
 
+def _listed_row_problem(layer: AttentionLayer) -> str | None:
+    """Why the kernels for listed rows cannot read a layer's, or None."""
+    if layer.sliding_window is not None and not layer.attends:
+        return None  # merely stored
+    size = layer.head_dim_v or layer.head_dim
+    rest = layer.head_dim - size
+    if size & (size - 1):
+        return f"compressed caches need rows of a power of two, not {size}"
+    if rest and (rest < 16 or rest & (rest - 1)):
+        return f"the rotary part of MLA must have 16, 32, 64, ... values, not {rest}"
+    return None
+
+
 def max_query_len(common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None) -> int:
     """The bound on query lengths that a launch may bake: for a FULL graph the descriptor's."""
     if desc is None or desc.mode is not CUDAGraphMode.FULL:
@@ -154,9 +167,9 @@ class TritonBackend(AttentionBackend):
                 )
         for layer in layers:
             if layer.is_compressed:
-                is_tile = layer.attends or layer.entry_tokens > 1  # and not merely stored
-                if is_tile and layer.head_dim & (layer.head_dim - 1):
-                    return f"compressed caches need rows of a power of two, not {layer.head_dim}"
+                reason = _listed_row_problem(layer)
+                if reason is not None:
+                    return reason
             elif layer.is_mla:
                 rest = layer.head_dim - (layer.head_dim_v or 0)
                 if rest < 16 or rest & (rest - 1):  # must be a tile of the kernel

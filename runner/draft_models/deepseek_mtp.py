@@ -1,4 +1,4 @@
-"""The multi-token prediction module of DeepSeek V3 and GLM-4.5: one block after the last layer.
+"""The multi-token prediction module of DeepSeek V3, V3.2 and GLM-4.5: a block after the last.
 
 Formulas: DeepSeek-V3 Technical Report, section 2.2. The row of position p reads the embedding of
 the token at p + 1 and the normalised hidden state of p. The target provides embeddings and output
@@ -18,6 +18,7 @@ from ..attention.base import AttentionLayer, AttentionState
 from ..errors import ModelLoadError
 from ..models.deepseek import DecoderLayer as DeepseekLayer
 from ..models.deepseek import make_rotary
+from ..models.families.deepseek_v32 import SparseLayer, SparseRotary
 from ..models.families.glm4_moe import GlmLayer
 from ..models.layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, module_slots
 from ..models.rotary import RotaryEmbedding, rope_parameters
@@ -118,6 +119,18 @@ class DeepseekMtpHead(MtpModule, DeepseekLayer):  # type: ignore[misc]
     def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
         """As in the target."""
         return make_rotary(config, max_position, device)
+
+
+class DeepseekV32MtpHead(MtpModule, SparseLayer):  # type: ignore[misc]
+    """DeepSeek V3.2's module, which has an indexer of its own."""
+
+    def make_rotary(self, config: Any, max_position: int, device: torch.device) -> Any:
+        """As in the target."""
+        return SparseRotary(config, max_position, device)
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The block's caches."""
+        return self.self_attn.layers
 
 
 class GlmMtpHead(MtpModule, GlmLayer):  # type: ignore[misc]

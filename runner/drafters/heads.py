@@ -250,10 +250,11 @@ def _find_mtp(
     from ..draft_models import deepseek_v4_mtp, qwen_mtp
 
     kind = target_config.model_type
-    if kind not in ("deepseek_v3", "glm4_moe", deepseek_v4_mtp.TYPE, *qwen_mtp.TYPES):
+    plain = ("deepseek_v3", "deepseek_v32", "glm4_moe")
+    if kind not in (*plain, deepseek_v4_mtp.TYPE, *qwen_mtp.TYPES):
         raise ModelLoadError(
-            "speculative method mtp needs a DeepSeek V3 or V4, GLM-4.5, Qwen3-Next or Qwen3.5 "
-            f"target, but this one is {kind}."
+            "speculative method mtp needs a DeepSeek V3, V3.2 or V4, GLM-4.5, Qwen3-Next or "
+            f"Qwen3.5 target, but this one is {kind}."
         )
     found = _own_or_target(speculative, target)
     source = found.source
@@ -289,15 +290,15 @@ def _load_mtp(
 def _load_deepseek_mtp(
     speculative: SpeculativeConfig, found: FoundDrafter, host: HeadHost, layer_id: int
 ) -> nn.Module:
-    from ..draft_models.deepseek_mtp import DeepseekMtpHead, GlmMtpHead, module_index
+    from ..draft_models import deepseek_mtp as mtp
 
     target, source = host.target_model, found.source
     names: list[str] = []
     if source.kind != "dummy":
         names = open_checkpoint(source).names
-    index = module_index(names, target.config.num_hidden_layers)
-    is_glm = source.text_config.model_type == "glm4_moe"
-    model = (GlmMtpHead if is_glm else DeepseekMtpHead)(
+    index = mtp.module_index(names, target.config.num_hidden_layers)
+    heads = {"glm4_moe": mtp.GlmMtpHead, "deepseek_v32": mtp.DeepseekV32MtpHead}
+    model = heads.get(source.text_config.model_type, mtp.DeepseekMtpHead)(
         source.text_config,
         _format(host, source),
         target,

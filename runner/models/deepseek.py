@@ -23,6 +23,7 @@ from .moe import Experts
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .sharded import column_linear, row_linear
 
+_V3 = ("deepseek_v3", "deepseek_v32")  # types with V3's experts
 _LATENT_EPS = 1e-6  # for the norms inside attention, which do not use the config's
 
 
@@ -101,16 +102,27 @@ class LatentAttention(nn.Module):
         size = total * config.v_head_dim
         self.o_proj = row_linear(size, hidden, fmt, bias, what="heads", groups=total)
 
+    @property
+    def layers(self) -> list[AttentionLayer]:
+        """Its caches."""
+        return [self.layer]
+
     def forward(self, hidden: Tensor, rotary: RotaryStep, attention: AttentionState) -> Tensor:
         """hidden: [M, H] -> [M, H]."""
+        query, row, _ = self._rows(hidden, rotary)
+        return self._output(attention.attend(self.layer.layer_id, query, row, None))
+
+    def _rows(self, hidden: Tensor, rotary: RotaryStep) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [M, heads, D], cached rows [M, 1, D], and what the queries' heads are made from:
+        [M, q_lora_rank], or without that `hidden`."""
         tokens = hidden.shape[0]
-        down = self.down_proj.forward(hidden)
+        down, low = self.down_proj.forward(hidden), hidden
         if self.q_rank is None:
             heads = self.q_proj.forward(hidden)
         else:
-            rank = self.q_rank
-            heads = self.q_b_proj.forward(self.q_a_layernorm.forward(down[:, :rank]))
-            down = down[:, rank:]
+            low = self.q_a_layernorm.forward(down[:, : self.q_rank])
+            heads = self.q_b_proj.forward(low)
+            down = down[:, self.q_rank :]
         heads = heads.view(tokens, self.num_heads, -1)
         # the cached row of a token: its normed latent, then the rotated part that all heads share
         row = torch.cat(
@@ -127,9 +139,12 @@ class LatentAttention(nn.Module):
             ),
             dim=-1,
         )
-        latent = attention.attend(self.layer.layer_id, query, row, None)
+        return query, row, low
+
+    def _output(self, latent: Tensor) -> Tensor:
+        """latent: [M, heads, kv_lora_rank] -> [M, H]."""
         out = expand_value(latent, self.kv_b_proj.w_uv)
-        return self.o_proj.forward(out.reshape(tokens, -1))
+        return self.o_proj.forward(out.reshape(latent.shape[0], -1))
 
 
 class Router(nn.Module):
@@ -140,7 +155,7 @@ class Router(nn.Module):
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
         super().__init__()
-        experts, is_v3 = config.n_routed_experts, config.model_type == "deepseek_v3"
+        experts, is_v3 = config.n_routed_experts, config.model_type in _V3
         self.routing = _routing(config)
         empty = torch.empty(experts, config.hidden_size, dtype=torch.float32, device=fmt.device)
         self.register_buffer("weight", empty)
@@ -169,7 +184,7 @@ def _routing(config: Any) -> Routing:
     V3 scores by sigmoid and chooses groups by the sum of their best two experts. V2 scores by
     softmax, and `topk_method` says whether it uses groups.
     """
-    v3 = config.model_type == "deepseek_v3"
+    v3 = config.model_type in _V3
     grouped = v3 or config.topk_method == "group_limited_greedy"
     return Routing(
         top_k=config.num_experts_per_tok,
@@ -214,11 +229,13 @@ class DecoderLayer(nn.Module):
     """A pre-norm block. The feed-forward part is dense in the first layers and MoE in the
     others."""
 
+    attention: type[LatentAttention] = LatentAttention
+
     def __init__(self, config: Any, index: int, layer_id: int, fmt: WeightFormat) -> None:
         super().__init__()
         check_silu(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
-        self.self_attn = LatentAttention(config, layer_id, fmt)
+        self.self_attn = self.attention(config, layer_id, fmt)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, fmt)
         dense = index < (config.first_k_dense_replace or 0)
         self.mlp: MLP | MoE = (
@@ -256,18 +273,25 @@ class DeepseekModel(PreNormModel):
     """The target model. It skips the checkpoint's multi-token-prediction layers, for the
     drafter."""
 
+    block: type[DecoderLayer] = DecoderLayer
+
     def __init__(
         self, config: Any, fmt: WeightFormat, max_position: int, layer_id_offset: int = 0
     ) -> None:
-        blocks = [
-            DecoderLayer(config, index, layer_id_offset + index, fmt)
-            for index in range(config.num_hidden_layers)
-        ]
-        super().__init__(config, fmt, blocks, make_rotary(config, max_position, fmt.device))
+        blocks: list[DecoderLayer] = []
+        for index in range(config.num_hidden_layers):
+            blocks.append(self.block(config, index, layer_id_offset, fmt))
+            layer_id_offset += len(blocks[-1].self_attn.layers)
+        rotary = self.make_rotary(config, max_position, fmt.device)
+        super().__init__(config, fmt, blocks, rotary)
         self.blocks = blocks
 
+    def make_rotary(self, config: Any, max_position: int, device: torch.device) -> RotaryEmbedding:
+        """The rotary embedding of all blocks."""
+        return make_rotary(config, max_position, device)
+
     def attention_layers(self) -> list[AttentionLayer]:
-        return [block.self_attn.layer for block in self.blocks]
+        return [layer for block in self.blocks for layer in block.self_attn.layers]
 
     def checkpoint_name(self, name: str) -> str | None:
         if is_after_layers(name, len(self.blocks)):

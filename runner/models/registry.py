@@ -31,6 +31,7 @@ ARCHITECTURES: dict[str, tuple[str, str]] = {
     "GptOssForCausalLM": ("families.gpt_oss", "GptOssModel"),
     "DeepseekV2ForCausalLM": ("deepseek", "DeepseekModel"),
     "DeepseekV3ForCausalLM": ("deepseek", "DeepseekModel"),
+    "DeepseekV32ForCausalLM": ("families.deepseek_v32", "DeepseekV32Model"),
     "DeepseekV4ForCausalLM": ("deepseek_v4.model", "DeepseekV4Model"),
     "Qwen3_5ForCausalLM": ("qwen3_5", "Qwen3_5Model"),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", "Qwen3_5Model"),

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,6 +45,16 @@ DEEPSEEK_V4 = {
     "sliding_window": 128, "o_groups": 4, "o_lora_rank": 32, "index_n_heads": 16,
     "index_head_dim": 64, "index_topk": 64, "compress_ratios": [0, 4, 128, 4, 0],
     "num_hash_layers": 1, "eos_token_id": 2, "dtype": "bfloat16",
+}  # fmt: skip
+DEEPSEEK_V32 = {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32", "vocab_size": 512,
+    "hidden_size": 256, "intermediate_size": 128, "moe_intermediate_size": 64,
+    "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "q_lora_rank": 64, "kv_lora_rank": 128, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
+    "topk_group": 1, "first_k_dense_replace": 1, "max_position_embeddings": 4096,
+    "index_n_heads": 16, "index_head_dim": 64, "index_topk": 64, "eos_token_id": 2,
+    "dtype": "bfloat16",
 }  # fmt: skip
 
 
@@ -109,11 +120,12 @@ def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(
 
 @needs_triton
 @pytest.mark.slow
-def test_compressed_caches_launch_no_kernel_after_the_start(
-    run_script: Script, tmp_path: Path
+@pytest.mark.parametrize("config", [DEEPSEEK_V4, DEEPSEEK_V32], ids=lambda it: it["model_type"])
+def test_sparse_attention_launches_no_kernel_after_the_start(
+    config: dict[str, Any], run_script: Script, tmp_path: Path
 ) -> None:
-    """DeepSeek V4 with its module: groups of other block sizes, kernels of their own."""
-    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V4))
+    """DeepSeek V3.2 and V4 with their modules: groups of other block sizes, and own kernels."""
+    (tmp_path / "config.json").write_text(json.dumps(config))
     output = run_script("dry_launches.py", str(tmp_path), "", "mtp", "few")
     found = json.loads(output.splitlines()[-1])
     assert found["later"] == [] and found["started"] >= 100

@@ -294,6 +294,35 @@ def recurrent() -> None:
         module("gated_norm").gated_norm(of_heads, of_heads, t(128, dtype=f32), 1e-6)
 
 
+def listed() -> None:
+    """DeepSeek V3.2's shape: rows of 512 + 64 values and keys of 128, wide and as e4m3."""
+    room, packed = "slipstream.kernels.attention", torch.float8_e4m3fn
+    pages = importlib.import_module(f"{room}.compressed.pages").Pages
+    lists = importlib.import_module(f"{room}.compressed.pages").SlotList
+    tokens = importlib.import_module(f"{room}.compressed.pages").TokenRows
+    fp8 = importlib.import_module(f"{room}.paged_rows").Fp8Cache
+    store = importlib.import_module(f"{room}.triton.store_kv").store_kv
+    attend, score = (
+        importlib.import_module(f"{room}.compressed.triton.{name}")
+        for name in ("sparse_attention", "select_entries")
+    )
+    longs, tables = t(9, dtype=I64), t(4, 64, dtype=I32)
+    found = lists(t(9, 2048, dtype=I32), t(9, dtype=I32))
+    for is_packed in (False, True):
+        own = [fp8(BF16, latent=size) if is_packed else None for size in (512, 128)]
+        sizes, dtype = ((656, 132), packed) if is_packed else ((576, 128), BF16)
+        rows, keys = (
+            pages(t(7, 64, 1, size, dtype=dtype), tables, longs, 64, 1, one)
+            for size, one in zip(sizes, own, strict=True)
+        )
+        store(t(9, 1, 128), None, keys.cache, longs, keys.fp8)
+        for heads in (16, 128):
+            args = (rows, found, None, None, None, 0.1, 512)
+            attend.sparse_attention(t(9, heads, 576), *args)
+        of = t(9, 64, dtype=torch.float32)
+        score.score_entries(t(9, 64, 128), of, keys, tokens(longs, longs), 4096)
+
+
 def compressed() -> None:
     """DeepSeek V4's shape: heads of 512 values, rates of 4 and 128, an indexer of 64 heads."""
     room = "slipstream.kernels.attention.compressed"
@@ -339,7 +368,8 @@ if __name__ == "__main__":
     driver.set_active(NoDriver())
     JITFunction.run = compile_instead
     every_form = sys.argv[1:] == ["all"]
-    for part in (attention, layers, batch, latent, sampling, experts, recurrent, compressed):
+    parts = (attention, layers, batch, latent, sampling, experts, recurrent, listed, compressed)
+    for part in parts:
         part()
     for name, count in done.items():
         print(name, count)

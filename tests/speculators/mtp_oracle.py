@@ -1,4 +1,4 @@
-"""A tiny DeepSeek V3 or GLM-4.5 with its MTP module in one checkpoint, and its plain drafts.
+"""A tiny DeepSeek V3, V3.2 or GLM-4.5 with its MTP module in one checkpoint, and its plain drafts.
 
 Target and module are transformers' own; only the reuse of one module for K drafts is written here.
 """
@@ -31,6 +31,10 @@ GLM_SHAPE = dict(
     head_dim=16, num_key_value_heads=2, use_qk_norm=True, attention_bias=True, n_group=1,
     topk_group=1,
 )  # fmt: skip
+V32_SHAPE = dict(
+    index_topk=6, index_head_dim=32, index_n_heads=16, mtp_layer_types=["indexed_attention"],
+    mtp_mlp_layer_types=["sparse"],
+)  # fmt: skip
 _DEEPSEEK = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
 
@@ -44,6 +48,8 @@ class MtpOracle:
         shape: dict[str, Any] = dict(SHAPE)
         if family == "Glm4Moe":
             shape = {k: v for k, v in SHAPE.items() if k not in _DEEPSEEK} | GLM_SHAPE
+        if family == "DeepseekV32":
+            shape |= V32_SHAPE
         config = getattr(transformers, f"{family}Config")(**{**shape, **settings})
         config._attn_implementation = "eager"
         self.model_class = getattr(transformers, f"{family}ForCausalLM")

@@ -133,6 +133,6 @@ def test_random_weights_and_a_target_without_a_module(
     assert engine.run(prompts(2), max_tokens=8).drafted > 0
     engine.close()
     with pytest.raises(
-        ModelLoadError, match="mtp needs a DeepSeek V3 or V4, GLM-4.5, Qwen3-Next or Qwen3.5 target"
+        ModelLoadError, match="mtp needs a DeepSeek V3, V3.2 or V4, GLM-4.5, Qwen3-Next or Qwen3.5"
     ):
         TinyEngine(save_llama(tmp_path), speculative())

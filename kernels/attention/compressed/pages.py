@@ -1,4 +1,4 @@
-"""Where the rows of DeepSeek V4's caches are: paged by position, some with one row for many tokens.
+"""Where the rows of DeepSeek's sparse attention are: paged by position, some of many tokens each.
 
 A cache with `entry_tokens` r holds a row, an *entry*, for each window of r tokens. The query at
 position p sees entry w iff w < (p + 1) // r. An entry is written by the token that completes its
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ...quant.e4m3 import unpack_latent
+from ..paged_rows import Fp8Cache
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,20 @@ class Pages:
     slot_mapping: Tensor  # [M] int64, block * block_size + offset in tokens; -1 = write nothing
     block_size: int  # tokens of a block, a multiple of entry_tokens
     entry_tokens: int = 1
+    fp8: Fp8Cache | None = None  # packed rows of bytes
 
     @property
     def rows(self) -> Tensor:
         """The cache as rows, [slots, D]."""
         return self.cache.view(-1, self.cache.shape[-1])
+
+    def gather(self, slots: Tensor) -> Tensor:
+        """The rows in some slots, [..., D] float32; in slots below 0 any row."""
+        slots = slots.clamp(min=0)
+        if self.fp8 is None:
+            return self.rows[slots].float()
+        rows = self.rows.view(torch.uint8)[slots]
+        return unpack_latent(rows, self.fp8.latent, self.fp8.dtype).float()
 
     def slots_of(self, requests: Tensor, positions: Tensor) -> Tensor:
         """The slots of the rows that hold `positions` [M, S] of the requests [M]: [M, S] int64."""

@@ -1,4 +1,4 @@
-"""DeepSeek V4's indexer: chooses the compressed entries that each token attends to.
+"""DeepSeek's indexer: chooses the entries (V4) or tokens (V3.2) that each token attends to.
 
 The score of entry w for a token is sum_h weight_h * relu(q_h . k_w), over the indexer's heads.
 """
@@ -76,7 +76,7 @@ def score_entries_reference(
     for at in range(0, query.shape[0], _TOKENS):
         part = slice(at, at + _TOKENS)
         slots = listed.slots[part]
-        rows = keys.rows[slots.clamp(min=0)].float()  # [m, most, D]
+        rows = keys.gather(slots)  # [m, most, D]
         products = torch.bmm(query[part].float(), rows.transpose(1, 2)).relu_()
         scores = torch.bmm(weights[part].unsqueeze(1), products).squeeze(1)
         out[part] = scores.masked_fill(slots < 0, float("-inf"))

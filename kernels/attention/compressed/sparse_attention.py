@@ -1,7 +1,7 @@
-"""DeepSeek V4's attention: each token reads listed rows of two caches, raw and compressed.
+"""DeepSeek's sparse attention: each token reads listed rows of a cache, in V4 of two.
 
-A row is both key and value. Each head has a sink, a logit that takes part in the softmax and
-carries no value.
+A row is a key, and its first `dim_v` values are the value, in V4 all of them. In V4 each head has
+a sink, a logit that takes part in the softmax and carries no value.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ def sparse_attention(
     window: SlotList,
     entries: Pages | None,
     chosen: SlotList | None,
-    sinks: Tensor,
+    sinks: Tensor | None,
     scale: float,
+    dim_v: int | None = None,
 ) -> Tensor:
     """Attend to the rows `window` of `raw` and the rows `chosen` of `entries`, if there are any.
 
-    query: [M, H, D]; sinks: [H] float32. Returns [M, H, D].
+    query: [M, H, D]; sinks: [H] float32; `dim_v` is D if it is None. Returns [M, H, dim_v].
     """
+    args = (query, raw, window, entries, chosen, sinks, scale, dim_v)
     if use_triton(query):
         from .triton.sparse_attention import sparse_attention as sparse_attention_triton
 
-        out: Tensor = sparse_attention_triton(query, raw, window, entries, chosen, sinks, scale)
+        out: Tensor = sparse_attention_triton(*args)
         return out
-    return sparse_attention_reference(query, raw, window, entries, chosen, sinks, scale)
+    return sparse_attention_reference(*args)
 
 
 def sparse_attention_reference(
@@ -42,21 +44,26 @@ def sparse_attention_reference(
     window: SlotList,
     entries: Pages | None,
     chosen: SlotList | None,
-    sinks: Tensor,
+    sinks: Tensor | None,
     scale: float,
+    dim_v: int | None = None,
 ) -> Tensor:
     """The plain version of `sparse_attention`."""
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    lists = [(raw.rows, window.slots)]
+    size = query.shape[2] if dim_v is None else dim_v
+    out = query.new_empty((*query.shape[:2], size))
+    lists = [(raw, window.slots)]
     if entries is not None and chosen is not None:
-        lists.append((entries.rows, chosen.slots))
+        lists.append((entries, chosen.slots))
     for at in range(0, query.shape[0], _TOKENS):
         part = slice(at, at + _TOKENS)
         slots = torch.cat([slots[part] for _, slots in lists], dim=1)
-        rows = torch.cat([rows[slots[part].clamp(min=0)] for rows, slots in lists], dim=1).float()
+        rows = torch.cat([pages.gather(slots[part]) for pages, slots in lists], dim=1)
         scores = torch.bmm(query[part].float(), rows.transpose(1, 2)) * scale  # [m, H, S]
         scores = scores.masked_fill((slots < 0).unsqueeze(1), float("-inf"))
-        sink = sinks.expand(scores.shape[0], -1).unsqueeze(2)
-        shares = torch.cat((scores, sink), dim=2).softmax(dim=2)[..., :-1]
-        out[part] = torch.bmm(shares, rows).to(query.dtype)
+        if sinks is None:
+            shares = scores.softmax(dim=2)
+        else:
+            sink = sinks.expand(scores.shape[0], -1).unsqueeze(2)
+            shares = torch.cat((scores, sink), dim=2).softmax(dim=2)[..., :-1]
+        out[part] = torch.bmm(shares, rows[..., :size]).to(query.dtype)
     return out

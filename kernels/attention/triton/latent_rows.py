@@ -78,10 +78,11 @@ def _store_latent_kernel(
         tl.store(target + dim, to_e4m3(values, scale[:, None]), mask=dim < LATENT)
         scales = (target + LATENT).to(tl.pointer_type(tl.float32), bitcast=True)
         tl.store(scales + tile, scale, mask=tile < TILES)
-        at = tl.arange(0, BLOCK_R)
-        rotary = tl.load(source + LATENT + at, mask=at < ROTARY, other=0.0)
-        ends = (target + (LATENT + 4 * TILES)).to(tl.pointer_type(tl.bfloat16), bitcast=True)
-        tl.store(ends + at, rotary.to(tl.bfloat16), mask=at < ROTARY)
+        if ROTARY > 0:
+            at = tl.arange(0, BLOCK_R)
+            rotary = tl.load(source + LATENT + at, mask=at < ROTARY, other=0.0)
+            ends = (target + (LATENT + 4 * TILES)).to(tl.pointer_type(tl.bfloat16), bitcast=True)
+            tl.store(ends + at, rotary.to(tl.bfloat16), mask=at < ROTARY)
 
 
 def store_latent(row: Tensor, kv_cache: Tensor, slot_mapping: Tensor, latent: int) -> None:
@@ -105,7 +106,7 @@ def store_latent(row: Tensor, kv_cache: Tensor, slot_mapping: Tensor, latent: in
         ROW=kv_cache.shape[-1],
         TILES=tiles,
         BLOCK_T=triton.next_power_of_2(tiles),
-        BLOCK_R=triton.next_power_of_2(rotary),
+        BLOCK_R=triton.next_power_of_2(max(1, rotary)),
         num_warps=4,
     )
 

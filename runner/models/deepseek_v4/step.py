@@ -1,4 +1,4 @@
-"""What all layers of one DeepSeek V4 pass share: the rows that tokens see, and their rotations."""
+"""What all layers of a pass with sparse attention share: the rows that tokens see."""
 
 from __future__ import annotations
 
@@ -25,16 +25,13 @@ class Tables:
     compressed: Tensor  # of all others
 
 
-class Step:
+class ListedRows:
     """One pass. Lists of rows are computed once, and its attention is planned once; a later pass
     makes its own, because lengths have changed by then (vllm#42444)."""
 
-    def __init__(
-        self, input_ids: Tensor, positions: Tensor, attention: AttentionState, layer_id: int
-    ) -> None:
-        """`layer_id`: any attention layer of the model."""
+    def __init__(self, positions: Tensor, attention: AttentionState, layer_id: int) -> None:
+        """positions: [M]; `layer_id`: any attention layer of the model."""
         starts = attention.compressed(layer_id).common.query_start_loc
-        self.input_ids = input_ids  # [M]
         self.tokens = TokenRows(positions, requests_of(starts, positions.shape[0]))
         self.attention = attention
         self._lists: dict[tuple[int, int], SlotList] = {}  # by KV group, and width
@@ -71,3 +68,13 @@ class Step:
         if group not in self._attend:
             self._attend[group] = self.attention.compressed(layer.layer_id).create_attend()
         return self._attend[group]
+
+
+class Step(ListedRows):
+    """One pass of DeepSeek V4, which chooses some experts by token id."""
+
+    def __init__(
+        self, input_ids: Tensor, positions: Tensor, attention: AttentionState, layer_id: int
+    ) -> None:
+        super().__init__(positions, attention, layer_id)
+        self.input_ids = input_ids  # [M]

@@ -25,6 +25,8 @@ from slipstream.kernels.attention.compressed.select_entries import (
 )
 from slipstream.kernels.attention.compressed.sparse_attention import sparse_attention_reference
 from slipstream.kernels.attention.compressed.tail_rotary import tail_rotary_reference
+from slipstream.kernels.attention.paged_rows import Fp8Cache
+from slipstream.kernels.quant.e4m3 import pack_latent, unpack_latent
 
 from ...cases import some
 
@@ -161,6 +163,46 @@ class TestTriton:
         for listed in (None, entry_slots(entries, tokens, 20)):
             args = (query, raw, window, None if listed is None else entries, listed, sinks, 0.2)
             close(sparse_attention(*args), sparse_attention_reference(*args))
+
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_latent_rows(self, packed: bool) -> None:
+        """V3.2's form: a value is a part of the row, there are no sinks, rows may be e4m3."""
+        from slipstream.kernels.attention.compressed.triton.sparse_attention import sparse_attention
+
+        tokens = tokens_of()[0]
+        rows = pages_of(32 + 16, 1, torch.float32)
+        query = torch.randn(len(tokens.positions), 5, 48)
+        if packed:
+            fp8 = Fp8Cache(torch.float32, latent=32)
+            cache = pack_latent(rows.cache, 32).view(torch.float8_e4m3fn)
+            plain = replace(rows, cache=unpack_latent(cache.view(torch.uint8), 32, torch.float32))
+            rows = replace(rows, cache=cache, fp8=fp8)
+        args = (entry_slots(rows, tokens, 90), None, None, None, 0.2, 32)
+        expected = sparse_attention_reference(query, rows, *args)
+        assert expected.shape == (len(tokens.positions), 5, 32)
+        close(sparse_attention(query, rows, *args), expected)
+        if packed:
+            close(sparse_attention_reference(query, plain, *args), expected)
+
+    def test_keys_of_e4m3(self) -> None:
+        """V3.2's keys, one for each token, with a scale each, as its cache stores them."""
+        from slipstream.kernels.attention.compressed.triton.select_entries import score_entries
+        from slipstream.kernels.attention.triton.store_kv import store_kv
+
+        tokens = tokens_of()[0]
+        keys = pages_of(32, 1, torch.float32)
+        fp8 = Fp8Cache(torch.float32, latent=32)
+        cache = pack_latent(keys.cache, 32).view(torch.float8_e4m3fn)
+        assert cache.shape[-1] == 36
+        packed = replace(keys, cache=cache, fp8=fp8)
+        query, weights = torch.randn(len(tokens.positions), 5, 32), torch.randn(17, 5)
+        got = score_entries(query, weights, packed, tokens, 90)
+        close(got, score_entries_reference(query, weights, packed, tokens, 90))
+        new = torch.randn(len(tokens.positions), 1, 32)
+        store_kv(new, None, cache, packed.slot_mapping, fp8)
+        written = packed.slot_mapping >= 0
+        stored = cache.view(torch.uint8).view(-1, 36)[packed.slot_mapping[written]]
+        assert torch.equal(stored, pack_latent(new[written, 0], 32))
 
 
 def table_of_turns() -> Tensor:

@@ -119,7 +119,7 @@ def start(tmp_path: Path, method: str, drafter: str, **options: Any) -> None:
         (
             "mtp",
             TARGET,
-            "needs a DeepSeek V3 or V4, GLM-4.5, Qwen3-Next or .* one is llama",
+            "needs a DeepSeek V3, V3.2 or V4, GLM-4.5, Qwen3-Next or .* one is llama",
         ),
         ("gemma4_mtp", TARGET, "needs a gemma4_assistant checkpoint, but .* of type llama"),
     ],

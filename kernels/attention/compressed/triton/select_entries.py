@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....launch import hash_functions
+from ...triton.latent_rows import load_latent
 from ..pages import Pages, TokenRows
 from .paged import slots_of
 
@@ -21,7 +22,7 @@ from .paged import slots_of
 def _score_kernel(
     query,  # [M, heads, DIM], contiguous
     weights,  # [M, heads] float32
-    keys,  # [slots, DIM]
+    keys,  # [slots, WIDTH]
     block_table,  # [N, columns] int32
     columns,
     positions,  # [M] int64
@@ -33,6 +34,8 @@ def _score_kernel(
     RATIO: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
     HEADS: tl.constexpr,
     ENTRIES: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -46,7 +49,11 @@ def _score_kernel(
         table = block_table + tl.load(requests + token) * columns
         slot = slots_of(table, entry * RATIO, inside, BLOCK_SIZE, RATIO)
         head, channel = tl.arange(0, HEADS), tl.arange(0, DIM)
-        rows = tl.load(keys + slot[:, None] * DIM + channel[None, :], mask=inside[:, None], other=0)
+        row = keys + slot * WIDTH
+        if PACKED:
+            rows = load_latent(row, inside, query.dtype.element_ty, DIM, DIM)
+        else:
+            rows = tl.load(row[:, None] + channel[None, :], mask=inside[:, None], other=0)
         source = query + (token * num_heads + head[:, None]) * DIM + channel[None, :]
         own = tl.load(source, mask=(head < num_heads)[:, None], other=0.0)
         products = tl.dot(rows, tl.trans(own), input_precision=PRECISION)  # [ENTRIES, HEADS]
@@ -70,6 +77,7 @@ def score_entries(
         query, weights, keys.cache, keys.block_table, keys.block_table.stride(0),
         tokens.positions, tokens.requests, out, most, weights.stride(0), num_heads,
         RATIO=keys.entry_tokens, BLOCK_SIZE=keys.block_size, DIM=dim,
+        WIDTH=keys.cache.shape[-1], PACKED=keys.fp8 is not None,
         HEADS=max(16, triton.next_power_of_2(num_heads)), ENTRIES=entries,
         PRECISION="tf32x3" if query.dtype == torch.float32 else "tf32",
     )  # fmt: skip

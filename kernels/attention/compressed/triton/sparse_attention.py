@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ....launch import hash_functions
+from ...triton.latent_rows import load_latent, load_rotary
 from ..pages import Pages, SlotList
 
 
@@ -19,11 +20,15 @@ def _add_rows(
     mass,  # [HEADS]
     most,  # [HEADS]
     query,  # [HEADS, DIM]
-    cache,  # [slots, DIM]
+    query_rest,  # [HEADS, REST]
+    cache,  # [slots, WIDTH]
     slots,  # of this token
     count,
     scale,
     DIM: tl.constexpr,
+    REST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -32,10 +37,20 @@ def _add_rows(
         place = start + tl.arange(0, ROWS)
         inside = place < count
         slot = tl.load(slots + place, mask=inside, other=0).to(tl.int64)
-        rows = tl.load(
-            cache + slot[:, None] * DIM + channel[None, :], mask=inside[:, None], other=0
-        )
-        score = tl.dot(query, tl.trans(rows), input_precision=PRECISION) * scale
+        row = cache + slot * WIDTH
+        if PACKED:
+            rows = load_latent(row, inside, query.dtype, DIM, DIM)
+        else:
+            rows = tl.load(row[:, None] + channel[None, :], mask=inside[:, None], other=0)
+        score = tl.dot(query, tl.trans(rows), input_precision=PRECISION)
+        if REST > 0:
+            if PACKED:
+                rest = load_rotary(row, inside, query.dtype, DIM, REST)
+            else:
+                beyond = DIM + tl.arange(0, REST)
+                rest = tl.load(row[:, None] + beyond[None, :], mask=inside[:, None], other=0)
+            score = tl.dot(query_rest, tl.trans(rest), score, input_precision=PRECISION)
+        score = score * scale
         score = tl.where(inside[None, :], score, float("-inf"))
         greatest = tl.maximum(most, tl.max(score, axis=1))
         share = tl.exp(score - greatest[:, None])
@@ -52,20 +67,23 @@ def _add_rows(
     do_not_specialize_on_alignment=["window", "window_counts", "chosen", "chosen_counts"],
 )
 def _sparse_attention_kernel(
-    query,  # [M, heads, DIM], contiguous
+    query,  # [M, heads, DIM + REST], contiguous
     out,  # [M, heads, DIM], contiguous
-    raw,  # [slots, DIM]
+    raw,  # [slots, WIDTH]
     window,  # [M, window_width] int32
     window_counts,  # [M] int32
     window_width,
-    entries,  # [slots, DIM]
+    entries,  # [slots, WIDTH]
     chosen,  # [M, chosen_width] int32
     chosen_counts,  # [M] int32
     chosen_width,
-    sinks,  # [heads] float32
+    sinks,  # [heads] float32, or None
     scale,
     num_heads,
-    DIM: tl.constexpr,
+    DIM: tl.constexpr,  # of a value
+    REST: tl.constexpr,  # of a key, beyond the value
+    WIDTH: tl.constexpr,
+    PACKED: tl.constexpr,
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
@@ -74,21 +92,30 @@ def _sparse_attention_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     inside = head < num_heads
-    at = (token * num_heads + head[:, None]) * DIM + tl.arange(0, DIM)[None, :]
-    own = tl.load(query + at, mask=inside[:, None], other=0.0)
-    most = tl.load(sinks + head, mask=inside, other=0.0)  # the sink is the first logit
-    mass = tl.full([HEADS], 1.0, tl.float32)
+    first = query + (token * num_heads + head[:, None]) * (DIM + REST)
+    own = tl.load(first + tl.arange(0, DIM)[None, :], mask=inside[:, None], other=0.0)
+    own_rest = own
+    if REST > 0:
+        beyond = DIM + tl.arange(0, REST)[None, :]
+        own_rest = tl.load(first + beyond, mask=inside[:, None], other=0.0)
+    if sinks is not None:  # the sink is the first logit
+        most = tl.load(sinks + head, mask=inside, other=0.0)
+        mass = tl.full([HEADS], 1.0, tl.float32)
+    else:
+        most = tl.full([HEADS], float("-inf"), tl.float32)
+        mass = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, DIM], tl.float32)
     total, mass, most = _add_rows(
-        total, mass, most, own, raw, window + token * window_width,
-        tl.load(window_counts + token), scale, DIM, ROWS, PRECISION,
+        total, mass, most, own, own_rest, raw, window + token * window_width,
+        tl.load(window_counts + token), scale, DIM, REST, WIDTH, PACKED, ROWS, PRECISION,
     )  # fmt: skip
     if HAS_ENTRIES:
         total, mass, most = _add_rows(
-            total, mass, most, own, entries, chosen + token * chosen_width,
-            tl.load(chosen_counts + token), scale, DIM, ROWS, PRECISION,
+            total, mass, most, own, own_rest, entries, chosen + token * chosen_width,
+            tl.load(chosen_counts + token), scale, DIM, REST, WIDTH, PACKED, ROWS, PRECISION,
         )  # fmt: skip
     result = total / mass[:, None]
+    at = (token * num_heads + head[:, None]) * DIM + tl.arange(0, DIM)[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside[:, None])
 
 
@@ -98,22 +125,27 @@ def sparse_attention(
     window: SlotList,
     entries: Pages | None,
     chosen: SlotList | None,
-    sinks: Tensor,
+    sinks: Tensor | None,
     scale: float,
+    dim_v: int | None = None,
 ) -> Tensor:
     """See `kernels.attention.compressed.sparse_attention.sparse_attention`."""
-    num_tokens, num_heads, dim = query.shape
-    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    num_tokens, num_heads, size = query.shape
+    dim = dim_v or size
+    rest = size - dim
+    out = query.new_empty((num_tokens, num_heads, dim))
     if num_tokens == 0:
         return out
-    assert query.is_contiguous() and raw.cache.is_contiguous() and dim & (dim - 1) == 0
+    assert query.is_contiguous() and raw.cache.is_contiguous()
+    assert dim & (dim - 1) == 0 and rest & (rest - 1) == 0
     more, listed = (raw, window) if entries is None or chosen is None else (entries, chosen)
     heads = min(32, max(16, triton.next_power_of_2(num_heads)))
     wide = query.dtype == torch.float32
     _sparse_attention_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         query, out, raw.cache, window.slots, window.counts, window.slots.shape[1],
         more.cache, listed.slots, listed.counts, listed.slots.shape[1], sinks, scale, num_heads,
-        DIM=dim, HEADS=heads, ROWS=16 if wide else 32, HAS_ENTRIES=entries is not None,
+        DIM=dim, REST=rest, WIDTH=raw.cache.shape[-1], PACKED=raw.fp8 is not None,
+        HEADS=heads, ROWS=16 if wide else 32, HAS_ENTRIES=entries is not None,
         PRECISION="tf32x3" if wide else "tf32", num_warps=8, num_stages=1 if wide else 2,
     )  # fmt: skip
     return out
