@@ -337,6 +337,9 @@ class ParallelConfig:
     enable_expert_parallel: bool = option(
         False, "give each GPU of -tp whole experts instead of a part of every expert"
     )
+    disable_custom_all_reduce: bool = option(
+        False, "add up small tensors of -tp through NCCL, too, not through shared GPU memory"
+    )
 
 
 @dataclass(frozen=True)

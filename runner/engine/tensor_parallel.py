@@ -50,6 +50,8 @@ def join_ranks(config: Config, rank: int, rendezvous: str) -> Ranks:
             )
     device = choose_device(config.model.device)  # the first that this process sees
     collectives = Collectives(rank, size, rendezvous, device)
+    if not config.parallel.disable_custom_all_reduce:
+        collectives.use_small_sums()
     return Ranks(rank, size, collectives, config.parallel.enable_expert_parallel)
 
 

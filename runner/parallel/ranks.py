@@ -21,7 +21,7 @@ class Communicator(Protocol):
     """The collectives of a group. Every rank must call the same ones in the same order."""
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Replace x, contiguous, by its sum over the ranks, the same bits on each; returns x."""
+        """The sum of x, contiguous, over the ranks, the same bits on each. It may overwrite x."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """The x of every rank in order of ranks: [...] -> [size, ...]."""

@@ -1,34 +1,58 @@
 #!/usr/bin/env bash
-# Checks and measures tensor parallelism on two GPUs: parallel.sh OUT [PYTHON]
+# Checks and measures tensor parallelism on two GPUs: parallel.sh OUT [PYTHON] [SECONDS]
+# Every step has a log and a limit of its own. The steps that say most come first, and none begins
+# or goes on after SECONDS (390 by default).
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${2:-.venv/bin/python}
+total=${3:-390}
 cd "$(dirname "$0")/../.." || exit 1
 # NVLink multicast can put the GPUs of a shared host out of service.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 export PYTHONPATH="$PWD/.src${PYTHONPATH:+:$PYTHONPATH}"
+: > "$out/summary.txt"
 
 step() { # name, limit in seconds, command...
-  local name=$1 limit=$2 began=$SECONDS
+  local name=$1 limit=$2 left=$((total - SECONDS))
   shift 2
-  timeout "$limit" "$@" > "$out/$name.log" 2>&1
-  echo "$name: exit $?, $((SECONDS - began)) s: $(tail -n 1 "$out/$name.log")" | tee -a "$out/summary.txt"
+  [ "$left" -lt "$limit" ] && limit=$left
+  if [ "$limit" -lt 10 ]; then
+    echo "$name: left out, no time" | tee -a "$out/summary.txt"
+    return
+  fi
+  echo "$name: $("$python" tests/gpu/within.py "$limit" "$out/$name.log" "$@")" |
+    tee -a "$out/summary.txt"
+}
+
+run_tests() { # name, limit, words of the tests' names
+  step "$1" "$2" "$python" -X faulthandler -m pytest -x -s -rA -m gpu -p no:cacheprovider \
+    -p no:benchmark --durations=8 tests/gpu/test_parallel_cuda.py -k "$3"
+}
+
+bench() { # name, limit, drafts, more flags...
+  local name=$1 limit=$2 drafts=$3
+  shift 3
+  step "$name" "$limit" "$python" -m slipstream.server.commands bench offline "$models/llama-8b" \
+    --load-format dummy --batch-sizes 1,32,256 --input-len 128 --output-len 96 --num-iters 1 \
+    --max-num-seqs 256 --max-num-batched-tokens 8192 --max-model-len 1024 -sc "$drafts" "$@"
 }
 
 models=$(mktemp -d)
 "$python" tests/lab/shapes.py "$models"
-: > "$out/summary.txt"
-step tests 240 "$python" -m pytest -q -rA -m gpu -p no:cacheprovider --durations=8 \
-  tests/gpu/test_parallel_cuda.py
 rates='"synthetic_acceptance_rates": [0.8, 0.6, 0.42]'
 head="{\"method\": \"eagle3\", \"model\": \"$models/eagle3-8b\", \"num_speculative_tokens\": 3, \"load_format\": \"dummy\", $rates}"
-for size in 1 2; do
-  for drafts in off "$head"; do
-    name=$([ "$drafts" = off ] && echo "off-tp$size" || echo "eagle3-tp$size")
-    step "$name" 75 "$python" -m slipstream.server.commands bench offline "$models/llama-8b" \
-      --load-format dummy --batch-sizes 1,32,256 --input-len 128 --output-len 96 --num-iters 1 \
-      --max-num-seqs 256 --max-num-batched-tokens 8192 --max-model-len 1024 -tp "$size" -sc "$drafts"
-  done
-done
+
+run_tests text 80 "write_the_text_of_one"
+step sums 35 "$python" tests/lab/measure_allreduce.py
+run_tests replays 40 "replays_equal"
+run_tests killed 60 "killed_rank"
+bench off-tp2 60 off -tp 2
+bench off-tp1 50 off
+bench off-tp2-nccl 50 off -tp 2 --disable-custom-all-reduce
+run_tests quantised 60 "quantised"
+run_tests drafts 60 "drafts_change_no_text"
+bench eagle3-tp2 60 "$head" -tp 2
+bench eagle3-tp1 60 "$head"
+run_tests experts 45 "experts"
 rm -rf "$models"
-grep -h "tok/s\|tokens/s\|^ *[0-9]" "$out"/off-tp?.log "$out"/eagle3-tp?.log
+grep -H "tok/s\|tokens/s\|^ *[0-9]" "$out"/off-tp*.log "$out"/eagle3-tp*.log "$out/sums.log"

@@ -1,5 +1,7 @@
 """Two GPUs that share a model give the text of one, with and without graphs; a rank is killed.
 
+`parallel.sh` runs these tests in an order of its own and measures more.
+
 The model is a Llama in float32, with weights so large that rounding rarely decides its text.
 """
 
@@ -8,6 +10,9 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +32,7 @@ from slipstream.configs.schema import (
     ModelConfig,
     ParallelConfig,
     SchedulerConfig,
+    ServerConfig,
     SpeculativeConfig,
 )
 from slipstream.runner.loading.matching import slots_of_one_form
@@ -34,6 +40,8 @@ from slipstream.runner.loading.weights import make_hf_config
 from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.runner.models.registry import build_model
 from slipstream.server.engine.engine_client import Backoff, EngineClient, EngineDead
+
+from ..runner.loading.quantised.quantised_folder import quantise
 
 pytestmark = [
     pytest.mark.gpu,
@@ -93,6 +101,7 @@ async def served(
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
         cache=CacheConfig(kv_cache_memory_bytes=256 << 20),
         parallel=ParallelConfig(size, enable_expert_parallel=by_expert),
+        server=ServerConfig(worker_timeout=30),
         **changes,
     )
     client = EngineClient(config, backoff=Backoff(first=0.05))
@@ -103,20 +112,33 @@ async def served(
         await client.shutdown()
 
 
-def submit(client: EngineClient, index: int, max_tokens: int, temperature: float = 0.0) -> Any:
+def submit(
+    client: EngineClient,
+    index: int,
+    max_tokens: int,
+    temperature: float = 0.0,
+    logprobs: int | None = 0,
+) -> Any:
     generator = torch.Generator().manual_seed(index)
     prompt = torch.randint(1009, (5 + 17 * index,), generator=generator).tolist()
     sampling = SamplingParams(
-        seed=index, max_tokens=max_tokens, temperature=temperature, logprobs=0, has_own_seed=True
+        seed=index,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        logprobs=logprobs,
+        has_own_seed=True,
     )
     return client.submit(AddRequest(f"{index} {time.monotonic()}", prompt, sampling))
 
 
-async def text_of(client: EngineClient, temperature: float = 0.0) -> Text:
+async def text_of(client: EngineClient, temperature: float = 0.0, logprobs: int | None = 0) -> Text:
+    """Without log probabilities, no logits are gathered."""
+    wanted = logprobs
+
     async def one(index: int) -> tuple[list[int], list[float]]:
         ids: list[int] = []
         logprobs: list[float] = []
-        async for output in submit(client, index, MAX_TOKENS, temperature):
+        async for output in submit(client, index, MAX_TOKENS, temperature, wanted):
             assert output.error is None, output.error
             ids += output.token_ids
             logprobs += [entry.logprob for entry in output.logprobs or ()]
@@ -126,10 +148,12 @@ async def text_of(client: EngineClient, temperature: float = 0.0) -> Text:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path) -> Text:
-    async def run() -> Text:
+def alone(folder: Path) -> dict[float, Text]:
+    """The texts of one GPU by temperature."""
+
+    async def run() -> dict[float, Text]:
         async with served(folder, 1) as client:
-            return await text_of(client)
+            return {temperature: await text_of(client, temperature) for temperature in (0.0, 0.8)}
 
     with ThreadPoolExecutor(1) as thread:  # this one may have an event loop
         return thread.submit(asyncio.run, run()).result()
@@ -142,17 +166,42 @@ def compare(found: Text, expected: Text, tolerance: float = 2e-3) -> None:
         other, others = found[index]
         same = next((i for i, (a, b) in enumerate(zip(ids, other, strict=True)) if a != b), None)
         equal += same is None
-        for a, b in zip(logprobs[:same], others[:same], strict=True):
+        for a, b in zip(logprobs[:same], others[:same], strict=bool(others)):
             assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), (index, a, b)
     print(f"{equal} of {len(expected)} texts equal")
     assert equal >= len(expected) - 2
 
 
 @pytest.mark.parametrize("graphs", ["graphs", "eager"])
-async def test_two_gpus_write_the_text_of_one(graphs: str, folder: Path, alone: Text) -> None:
+async def test_two_gpus_write_the_text_of_one(
+    graphs: str, folder: Path, alone: dict[float, Text]
+) -> None:
+    """Also what is drawn with a seed: both GPUs pick from parts of the vocabulary."""
     changes = {} if graphs == "graphs" else {"graph": GraphConfig(enforce_eager=True)}
     async with served(folder, 2, **changes) as client:
-        compare(await text_of(client), alone)
+        for temperature, expected in alone.items():
+            compare(await text_of(client, temperature), expected)
+            compare(await text_of(client, temperature, None), expected)
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4 zeros"])
+async def test_parts_of_quantised_weights_write_the_same_text(
+    name: str, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder / "target", tmp_path / "target")
+    quantise(tmp_path / "target", name)
+    async with served(tmp_path, 1) as client:
+        expected = await text_of(client)
+    async with served(tmp_path, 2) as client:
+        compare(await text_of(client), expected)
+
+
+def test_sums_through_shared_memory_are_right() -> None:
+    """In graphs, too, and with equal bits on both GPUs."""
+    script = Path(__file__).parents[1] / "lab" / "measure_allreduce.py"
+    done = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all ways are right" in done.stdout
 
 
 async def test_experts_divided_by_expert_write_the_same_text(folder: Path) -> None:
@@ -166,14 +215,15 @@ async def test_replays_equal_launches_beside_them(folder: Path) -> None:
     """Each step is run from a graph and without one; the worker ends if they differ."""
     graph = GraphConfig(debug_compare_eager=True)
     async with served(folder, 2, dtype="bfloat16", graph=graph) as client:
-        await text_of(client)
-        await text_of(client, temperature=0.8)
+        for temperature in (0.0, 0.8):
+            await text_of(client, temperature)
+            await text_of(client, temperature, None)
         assert client.state == "ready"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 async def test_drafts_change_no_text_and_ranks_stay_equal(
-    temperature: float, folder: Path, alone: Text
+    temperature: float, folder: Path, alone: dict[float, Text]
 ) -> None:
     """The ranks' digests are compared after every step: a difference would end the worker."""
     drafter = SpeculativeConfig(
@@ -183,15 +233,15 @@ async def test_drafts_change_no_text_and_ranks_stay_equal(
         num_speculative_tokens=3,
     )
     async with served(folder, 2, speculative=drafter) as client:
-        found = await text_of(client, temperature)
+        found = await text_of(client, temperature, None)
         if not temperature:
-            compare(found, alone)
+            compare(found, alone[0.0])
         assert client.state == "ready"
     assert all(len(ids) == MAX_TOKENS for ids, _ in found.values())
 
 
 async def test_a_killed_rank_ends_requests_and_the_group_starts_anew(
-    folder: Path, alone: Text
+    folder: Path, alone: dict[float, Text]
 ) -> None:
     async with served(folder, 2) as client:
         assert client.worker_pid is not None
@@ -214,4 +264,4 @@ async def test_a_killed_rank_ends_requests_and_the_group_starts_anew(
             assert time.monotonic() - began < 100
             await asyncio.sleep(0.1)
         print(f"ready again after {time.monotonic() - began:.1f} s")
-        compare(await text_of(client), alone)
+        compare(await text_of(client), alone[0.0])

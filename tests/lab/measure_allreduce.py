@@ -1,0 +1,181 @@
+"""What the sums over tensor-parallel ranks take of a step: NCCL beside shared GPU memory.
+
+    PYTHONPATH=.src python tests/lab/measure_allreduce.py [--size 2] [--check]
+
+First it compares the results of all ways, eager and from CUDA graphs that are replayed with other
+numbers; with --check it ends there. Then it prints the microseconds of one sum, by way and number
+of rows of hidden size 4096 in bf16, from a graph of 65 sums that depend on each other: as many as a
+step of Llama-8B has (two a layer and one of the embeddings). The last columns are those of a whole
+step. Status 1 if results differ or ranks get different bits.
+
+To read it: multiply by what a step takes (`bench offline -tp 2`) to get the share of the sums; the
+server picks "one_shot" or "two_shot" by `runner/parallel/small_sums.py`, whose limits should follow
+the crossing of the columns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slipstream.runner.parallel.collectives import Collectives
+from slipstream.runner.parallel.group import devices_from
+from slipstream.runner.parallel.small_sums import SmallSums, Way, way_of
+
+HIDDEN, SUMS, REPEATS = 4096, 65, 20
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+WAYS: tuple[Way, ...] = ("nccl", "one_shot", "two_shot")
+
+
+def adder(way: Way, small: SmallSums) -> Callable[[Tensor], Tensor]:
+    def nccl(x: Tensor) -> Tensor:
+        dist.all_reduce(x)
+        return x
+
+    return nccl if way == "nccl" else lambda x: small.by(way, x)
+
+
+def recorded(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """The graph of `work`, and the tensor that a replay writes."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = work()
+    return graph, out
+
+
+def check(rank: int, size: int, small: SmallSums, device: torch.device) -> int:
+    """The number of ways whose results are wrong; prints each."""
+    faults = 0
+    for dtype in (torch.bfloat16, torch.float32):
+        for way in WAYS[1:]:
+            for rows in (1, 3, 32, 128):
+                x = torch.empty(rows, HIDDEN, dtype=dtype, device=device)
+
+                def work(x: Tensor = x, way: Way = way) -> Tensor:
+                    out = small.by(way, x)
+                    return small.by(way, out * 0.5)  # a second one right behind it
+
+                graph, out = recorded(work)
+                for round in range(4):
+                    torch.manual_seed(100 * round + rank)
+                    x.copy_(torch.randn(rows, HIDDEN, device=device))
+                    eager = work().clone()
+                    graph.replay()
+                    expected = x.float()
+                    dist.all_reduce(expected)
+                    expected = expected * (0.5 * size)
+                    close = torch.allclose(out.float(), expected, rtol=2e-2, atol=5e-2 * size)
+                    everyones = [torch.empty_like(out) for _ in range(size)]
+                    dist.all_gather(everyones, out.contiguous())
+                    same = all(torch.equal(one, everyones[0]) for one in everyones)
+                    if not (close and same and torch.equal(eager, out)):
+                        faults += 1
+                        print(
+                            f"rank {rank}: {way} of {rows} rows in {dtype} is wrong: close {close},"
+                            f" equal on all ranks {same}, eager equals graph"
+                            f" {torch.equal(eager, out)}",
+                            flush=True,
+                        )
+    return faults
+
+
+def microseconds(way: Way, rows: int, small: SmallSums, device: torch.device) -> float:
+    """Of one sum, from a graph of `SUMS`."""
+    add, x = adder(way, small), torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
+
+    def work() -> Tensor:
+        out = x
+        for _ in range(SUMS):
+            out = add(out)
+        return out
+
+    graph, _ = recorded(work)
+    times = []
+    for _ in range(REPEATS):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        dist.barrier()
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3 / SUMS)
+    return sorted(times)[len(times) // 2]
+
+
+def run_rank(rank: int, size: int, rendezvous: str, only_check: bool) -> int:
+    device = torch.device("cuda", 0)
+    collectives = Collectives(rank, size, rendezvous, device)
+    collectives.use_small_sums()
+    small = collectives._small
+    if small is None:
+        print(f"rank {rank}: the GPUs cannot share memory; see the warning above", flush=True)
+        return 1
+    faults = check(rank, size, small, device)
+    if rank == 0:
+        print(f"{size} GPUs: {'all ways are right' if not faults else f'{faults} faults'}")
+    if faults or only_check:
+        return int(bool(faults))
+    if rank == 0:
+        print(f"{'rows':>5}{'KiB':>6}" + "".join(f"{way + ' us':>13}" for way in WAYS), end="")
+        print("".join(f"{way + ' step us':>18}" for way in WAYS) + "  picked", flush=True)
+    for rows in ROWS:
+        num_bytes = rows * HIDDEN * 2
+        found = {
+            way: microseconds(way, rows, small, device)
+            for way in WAYS
+            if way == "nccl" or num_bytes <= 4 << 20
+        }
+        if rank == 0:
+            line = f"{rows:>5}{num_bytes >> 10:>6}"
+            line += "".join(f"{found.get(way, float('nan')):>13.1f}" for way in WAYS)
+            line += "".join(f"{found.get(way, float('nan')) * SUMS:>18.0f}" for way in WAYS)
+            print(f"{line}  {way_of(size, num_bytes, torch.bfloat16)}", flush=True)
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--size", type=int, default=2)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--rank", type=int)
+    parser.add_argument("--rendezvous", default="")
+    options = parser.parse_args()
+    if options.rank is not None:
+        status = run_rank(options.rank, options.size, options.rendezvous, options.check)
+        sys.stdout.flush()
+        os._exit(status)  # communicators that other ranks have left may never finish
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, __file__, *sys.argv[1:], "--rank", str(rank)]
+                + ["--rendezvous", f"{folder}/group"],
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": devices_from(rank, options.size)},
+            )
+            for rank in range(options.size)
+        ]
+        try:
+            return max(process.wait(timeout=150) for process in ranks)
+        except subprocess.TimeoutExpired:
+            print("the ranks hang", flush=True)
+            return 1
+        finally:
+            for process in ranks:
+                process.kill()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

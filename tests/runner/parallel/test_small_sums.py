@@ -1,0 +1,56 @@
+"""Which sums go through shared GPU memory, and what happens where there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from slipstream.runner.parallel.small_sums import Way, open_small_sums, way_of
+
+BF16, CUDA = torch.bfloat16, torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes", "dtype", "way"),
+    [
+        (2, 8 << 10, BF16, "one_shot"),
+        (2, 1 << 20, BF16, "one_shot"),
+        (2, (1 << 20) + 16, BF16, "nccl"),  # two shots would move as many bytes
+        (4, 512 << 10, torch.float32, "one_shot"),
+        (4, 1 << 20, BF16, "two_shot"),
+        (8, 512 << 10, BF16, "two_shot"),
+        (8, 4 << 20, BF16, "two_shot"),
+        (8, 8 << 20, BF16, "nccl"),
+        (2, 8 << 10, torch.float16, "nccl"),  # torch's kernels do not add it
+        (2, 8 << 10, torch.int64, "nccl"),
+        (2, 8, BF16, "nccl"),  # not whole vectors of 16 bytes
+        (16, 8 << 10, BF16, "nccl"),
+    ],
+)
+def test_the_way_follows_from_size_and_type(
+    size: int, num_bytes: int, dtype: torch.dtype, way: Way
+) -> None:
+    assert way_of(size, num_bytes, dtype) == way
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_without_shared_memory_all_sums_go_through_nccl(caplog: pytest.LogCaptureFixture) -> None:
+    asked: list[list[int]] = []
+
+    def least(values: Sequence[int]) -> list[int]:
+        asked.append(list(values))
+        return list(values)
+
+    assert open_small_sums(2, CUDA, least) is None
+    assert len(asked) == 2 and asked[1] == [False]  # the host, then the first step
+    assert "small sums over the GPUs go through NCCL" in caplog.text
+    assert open_small_sums(2, torch.device("cpu"), least) is None and len(asked) == 2
+
+
+def test_memory_is_not_shared_between_machines() -> None:
+    def least(values: Sequence[int]) -> list[int]:
+        return [min(values[0], 5), min(values[1], -9)]  # those of two other hosts
+
+    assert open_small_sums(2, CUDA, least) is None
