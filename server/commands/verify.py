@@ -100,8 +100,8 @@ async def _of_engine(args: argparse.Namespace, plan: Plan) -> Report | None:
 
 async def _of_urls(args: argparse.Namespace, plan: Plan) -> Report:
     from ..drafters.training_prompts import PromptError
+    from ..verify.elsewhere.url import verify_urls
     from ..verify.session import read, user_text
-    from ..verify.url import verify_urls
 
     if len(args.url) > 2:
         raise ConfigError(f"--url can be given twice, not {len(args.url)} times")

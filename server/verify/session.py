@@ -41,11 +41,12 @@ from ..version import version
 from .diagnosis.experiments import Patient, accepted, diagnose, try_boundaries
 from .diagnosis.head_files import read_head
 from .drafts import judge_proposals, tally
+from .endpoint import Endpoint
 from .plan import Plan, Subject, drafts_are_one_hot
 from .replies import Reply, generate
 from .report import Report
 from .run import run_checks
-from .text import Endpoint, check_text
+from .text import check_text
 
 _LETTERS = b"abcdefghijklmnopqrstuvwxyz "
 _GRAMMAR = GrammarSpec("regex", "[a-z ]+")

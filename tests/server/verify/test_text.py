@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import pytest
 
+from slipstream.server.verify.endpoint import Endpoint
 from slipstream.server.verify.report import Report
-from slipstream.server.verify.text import Endpoint, check_text
+from slipstream.server.verify.text import check_text
 
 TEXT = "the quick brown fox jumps over a lazy dog"
 
@@ -31,7 +32,10 @@ def run(fault: str) -> Report:
         if fault == "refused":
             return httpx.Response(400, text="no")
         usage = {"prompt_tokens": 3, "completion_tokens": made, "total_tokens": 3 + made}
+        usage["prompt_tokens_details"] = {"cached_tokens": int(has_drafts)}  # may differ
         choice = {"text": text, "finish_reason": reason}
+        if fault == "no usage":
+            return httpx.Response(200, json={"choices": [choice]})
         return httpx.Response(200, json={"choices": [choice], "usage": usage})
 
     async def checks() -> Report:
@@ -51,6 +55,11 @@ def run(fault: str) -> Report:
 def test_a_sound_server_passes() -> None:
     report = run("")
     assert report.passes and [c.figures.get("stops") for c in report.checks] == [6, None]
+
+
+def test_a_server_without_usage_is_not_blamed() -> None:
+    report = run("no usage")
+    assert report.passes and report.checks[1].status == "skip"
 
 
 @pytest.mark.parametrize(

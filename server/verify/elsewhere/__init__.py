@@ -1,0 +1,1 @@
+"""The checks of servers that run elsewhere, by HTTP alone."""
