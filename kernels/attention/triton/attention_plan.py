@@ -67,12 +67,12 @@ def _tile_sizes(rows: int, dim: int, element_size: int) -> tuple[int, int, int]:
 def _decode_tiles(programs: int, num_processors: int, dim: int) -> tuple[int, int, int, int | None]:
     """(keys of a tile, stages, warps, register limit) for tiles of 16 query rows.
 
-    A few programs use wide tiles, to have many keys in flight. Many programs use small tiles, so
-    that a multiprocessor holds more of them; the smallest have one warp, which never waits for
-    another.
+    A few programs use wide tiles, to have many keys in flight. Many programs of small heads have
+    one warp, which never waits for another. Large heads keep four: a program with one warp reads so
+    slowly that a long context ends long after all others (`tests/lab/measure_ragged.py`).
     """
-    if programs > 5 * num_processors:
-        return (16, 4, 1, None) if dim > 64 else (32, 3, 1, None)
+    if dim <= 64 and programs > 5 * num_processors:
+        return 32, 3, 1, None
     if dim > 64 and 2 * programs > 5 * num_processors:
         return 64, 2, 4, 128 if dim == 128 else None
     if dim > 64 and programs < _FEW:

@@ -262,9 +262,9 @@ def test_only_short_queries_of_one_program_are_fused() -> None:
     tiles = [plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (1, 2, 16, 32, 64, 128, 256)]
     assert [(plan.block_n, plan.num_stages, plan.num_warps, plan.splits) for plan in tiles] == [
         *((64, 2, 4, 16), (128, 2, 4, 16), (128, 2, 4, 2), (128, 2, 4, 1)),
-        *((64, 2, 4, 1), (16, 4, 1, 1), (16, 4, 1, 1)),
+        *((64, 2, 4, 1), (64, 2, 4, 1), (64, 2, 4, 1)),
     ]
-    assert [plan.registers for plan in tiles] == [None, None, None, None, 128, None, None]
+    assert [plan.registers for plan in tiles] == [None, None, None, None, 128, 128, 128]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
