@@ -20,8 +20,11 @@ step() { # name, limit in seconds, command...
     echo "$name: left out, no time" | tee -a "$out/summary.txt"
     return
   fi
-  echo "$name: $("$python" tests/gpu/within.py "$limit" "$out/$name.log" "$@")" |
-    tee -a "$out/summary.txt"
+  local line status
+  line=$("$python" tests/gpu/within.py "$limit" "$out/$name.log" "$@")
+  status=$?
+  echo "$name: $line" | tee -a "$out/summary.txt"
+  return $status
 }
 
 run_tests() { # name, limit, words of the tests' names
@@ -34,7 +37,7 @@ bench() { # name, limit, drafts, more flags...
   shift 3
   step "$name" "$limit" "$python" -m slipstream.server.commands bench offline "$models/llama-8b" \
     --load-format dummy --batch-sizes 1,32,256 --input-len 128 --output-len 96 --num-iters 1 \
-    --max-num-seqs 256 --max-num-batched-tokens 8192 --max-model-len 1024 -sc "$drafts" "$@"
+    --max-num-seqs 256 --max-num-batched-tokens 8192 --max-model-len 1024 -sc "$drafts" $nccl "$@"
 }
 
 models=$(mktemp -d)
@@ -42,8 +45,13 @@ models=$(mktemp -d)
 rates='"synthetic_acceptance_rates": [0.8, 0.6, 0.42]'
 head="{\"method\": \"eagle3\", \"model\": \"$models/eagle3-8b\", \"num_speculative_tokens\": 3, \"load_format\": \"dummy\", $rates}"
 
+nccl= # flags of all servers
+if ! step sums 35 "$python" tests/lab/measure_allreduce.py; then
+  # The rest is worth running all the same.
+  nccl=--disable-custom-all-reduce
+  export SLIPSTREAM_TEST_NCCL=1
+fi
 run_tests text 80 "write_the_text_of_one"
-step sums 35 "$python" tests/lab/measure_allreduce.py
 run_tests replays 40 "replays_equal"
 run_tests killed 60 "killed_rank"
 bench off-tp2 60 off -tp 2

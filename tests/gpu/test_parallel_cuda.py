@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -100,7 +101,11 @@ async def served(
         model=ModelConfig(model=str(folder / name), dtype=changes.pop("dtype", "float32")),
         scheduler=SchedulerConfig(max_num_seqs=16, max_num_batched_tokens=512),
         cache=CacheConfig(kv_cache_memory_bytes=256 << 20),
-        parallel=ParallelConfig(size, enable_expert_parallel=by_expert),
+        parallel=ParallelConfig(
+            size,
+            enable_expert_parallel=by_expert,
+            disable_custom_all_reduce="SLIPSTREAM_TEST_NCCL" in os.environ,
+        ),
         server=ServerConfig(worker_timeout=30),
         **changes,
     )
