@@ -52,6 +52,7 @@ def check(config: Config) -> Config:
     """Return the configuration unchanged; raises ConfigError at the first rule it breaks."""
     _check_ranges(config)
     _check_parallel(config)
+    _check_batch_invariant(config)
     _check_server(config)
     _check_model(config)
     _check_drafter(config)
@@ -82,6 +83,26 @@ def _check_ranges(config: Config) -> None:
 def _check_parallel(config: Config) -> None:
     if config.parallel.enable_expert_parallel and config.parallel.tensor_parallel_size == 1:
         raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size above 1")
+
+
+def _check_batch_invariant(config: Config) -> None:
+    """Refuse what would make a request's text depend on others; the worker checks the model."""
+    graph, parallel = config.graph, config.parallel
+    if not graph.batch_invariant:
+        return
+    rules = {
+        f"--tensor-parallel-size {parallel.tensor_parallel_size}, whose sums over GPUs depend on "
+        "the number of tokens; use 1": parallel.tensor_parallel_size > 1,
+        "--linear-backend torch, whose kernels are chosen by the number of tokens; leave it "
+        "out": graph.linear_backend == "torch",
+        f"--attention-backend {graph.attention_backend}, whose splits depend on other requests; "
+        "use auto": graph.attention_backend in ("flashinfer", "flash_mla"),
+        "synthetic_acceptance_rates, with which the output is not the model's; leave them "
+        "out": config.speculative.synthetic_acceptance_rates is not None,
+    }
+    for what, holds in rules.items():
+        if holds:
+            raise ConfigError(f"--batch-invariant does not work with {what}")
 
 
 def _check_server(config: Config) -> None:

@@ -317,6 +317,11 @@ class GraphConfig:
         "kernels of linear layers with few rows on a GPU (auto: Triton where it measured faster)",
         choices=("auto", "torch", "triton"),
     )
+    batch_invariant: bool = option(
+        False,
+        "compute every token alike, bit for bit, whatever else runs: other requests, drafts,"
+        " chunks, cached prefixes; slower",
+    )
     debug_compare_eager: bool = option(
         False, "also run each replayed step without a graph and compare the results; slow"
     )

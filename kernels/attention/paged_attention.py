@@ -114,11 +114,13 @@ def plan_attention(
     block_size: int,
     sliding_window: int | None,
     dtype: torch.dtype,
+    copies: bool = False,
 ) -> AttentionPlan:
     """Plan the attention of one step on the host; shapes as in `PagedRows`.
 
     Consecutive requests of equal query length share a call while the padding this needs costs less
-    than another call. Requests without queries or keys are left out.
+    than another call. Requests without queries or keys are left out. With `copies`, keys are always
+    copied, so that the layout of the cache changes no call.
     """
     pending: list[int] = []  # batch rows of the run being collected
     runs: list[AttentionRun] = []
@@ -135,6 +137,7 @@ def plan_attention(
                     block_size,
                     sliding_window,
                     dtype,
+                    copies,
                 )
             )
             pending.clear()
@@ -165,6 +168,7 @@ def _make_run(
     block_size: int,
     sliding_window: int | None,
     dtype: torch.dtype,
+    copies: bool,
 ) -> AttentionRun:
     start = query_start_loc[rows[0]]
     query_len = query_start_loc[rows[0] + 1] - start
@@ -184,6 +188,7 @@ def _make_run(
         pages = block_table[row, page : page + num_blocks]
         num_keys = seq_lens[row] - key
         neighbours = num_blocks == 1 or bool((pages[1:] - pages[:-1] == 1).all())
+        neighbours = neighbours and not copies
         if query_len == 1:
             mask = None  # all keys are visible; keys before the window were skipped
         elif query_len == num_keys and (sliding_window is None or num_keys <= sliding_window):

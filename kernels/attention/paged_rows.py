@@ -26,6 +26,7 @@ class PagedRows:
     # skips the requests of the other. One launch would give a decode the tiles of a prefill.
     short_len: int = 0
     longer_than: int = 0  # a launch skips requests without more new tokens than this
+    fixed: bool = False  # a row's bits must not depend on other rows; see `triton.fixed_splits`
 
     def by_length(self) -> tuple[PagedRows, PagedRows]:
         """The rows of the two launches if `short_len` is not 0: short requests, then long ones."""

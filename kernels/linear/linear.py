@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..device import use_triton
 from .activation import gelu_tanh_and_mul, silu_and_mul
-from .linear_choice import Choice, Gemv, Skinny
+from .linear_choice import Choice, Fixed, Gemv, Skinny
 from .norm_rope import rms_norm
 
 GATED: dict[str, Callable[[Tensor], Tensor]] = {
@@ -74,7 +74,7 @@ def linear_parts(
 
     Returns [M, N], or float32 parts [S, M, N] whose sum is the result.
     """
-    if choice is None or isinstance(choice, Gemv) or not use_triton(x):
+    if choice is None or isinstance(choice, Gemv | Fixed) or not use_triton(x):
         return linear(x, weight, bias, choice, norm)
     x, norm = _outside(x, norm, choice)
     if norm is not None:

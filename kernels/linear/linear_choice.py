@@ -44,6 +44,15 @@ class Skinny:
     early: int = 256  # weight columns prefetched into L2 before the input is ready
 
 
+@dataclass(frozen=True)
+class Fixed(Skinny):
+    """A `Skinny` whose rows have the same bits whatever the number of rows.
+
+    K is not split, and a tensor core adds the products of each element in the order of K, in all
+    tiles alike.
+    """
+
+
 Choice: TypeAlias = Gemv | Skinny | None  # None = torch (cuBLAS)
 
 

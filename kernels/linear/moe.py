@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -34,8 +35,8 @@ def select_experts_reference(
     logits: Tensor, routing: Routing, bias: Tensor | None = None, ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The plain version of `select_experts`."""
-    if logits.dim() == 3:
-        logits = logits.sum(0)
+    if logits.dim() == 3:  # one after the other: the order of torch's sum depends on T
+        logits = functools.reduce(torch.add, logits)
     scores = _SCORES[routing.scoring](logits)
     if ids is None:
         ids = _best_experts(scores if bias is None else scores + bias, routing)
@@ -64,17 +65,28 @@ def _best_experts(choice: Tensor, routing: Routing) -> Tensor:
 
 
 def run_experts(
-    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, absent: bool = False
+    x: Tensor,
+    experts: ExpertWeights,
+    weights: Tensor,
+    ids: Tensor,
+    absent: bool = False,
+    fixed: bool = False,
 ) -> Tensor:
     """Compute the weighted sum of each token's experts, [T, H].
 
     x: [T, H]; weights: [T, k] fp32; ids: [T, k] int32 or int64, different in each row. If experts
-    may be `absent`, ids of -1 stand for experts that are left out of the sum.
+    may be `absent`, ids of -1 stand for experts that are left out of the sum. If `fixed`, a row's
+    bits do not depend on the other rows; not for absent experts.
     """
     if use_triton(x):
         from .triton import moe as triton_moe
 
-        out: Tensor = triton_moe.run_experts(x, experts, weights, ids, absent)
+        out: Tensor
+        if fixed:
+            assert not absent
+            out = triton_moe.run_experts_fixed(x, experts, weights, ids)
+        else:
+            out = triton_moe.run_experts(x, experts, weights, ids, absent)
         return out
     if absent:  # after all others
         ids = ids.masked_fill(ids < 0, experts.down.shape[0])

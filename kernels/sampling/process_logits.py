@@ -165,13 +165,16 @@ def _smallest_kept(
     if not any_top_p:
         return kth, enough
     kept = largest.masked_fill(largest < kth[:, None], float("-inf"))
-    total = kept.logsumexp(-1)
+    # Masses relative to the likeliest token. They are added in order, so that `width`, which
+    # depends on other rows, changes no sum.
+    mass = (kept - largest[:, :1]).exp_().cumsum(-1)
+    total = mass[:, -1]
     if width < vocab_size:  # rows without top-k need the mass of the whole vocabulary
-        total = torch.where(uses_k, total, logits.logsumexp(-1))
-    mass_before = (kept - total[:, None]).exp_().cumsum(-1)
-    mass_before = mass_before.roll(1, -1)
+        whole = logits.log_softmax(-1).amax(-1).neg_().exp_()  # 1 / share of the likeliest
+        total = torch.where(uses_k, total, whole)
+    mass_before = mass.roll(1, -1)
     mass_before[:, 0] = 0.0
-    num_kept = (mass_before < top_p[:, None]).sum(-1)
+    num_kept = (mass_before < (top_p * total)[:, None]).sum(-1)
     smallest = kept.gather(1, (num_kept - 1).clamp(min=0)[:, None])[:, 0]
     uses_p = top_p < 1
     enough &= torch.where(uses_p, num_kept < width, True) | (width == vocab_size)

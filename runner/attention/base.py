@@ -195,6 +195,7 @@ class AttentionBackend(ABC):
     """A family of attention kernels. `name` is its value for `--attention-backend`."""
 
     name: str
+    batch_invariant = False  # set before `create_builder` for `--batch-invariant`
 
     @classmethod
     def block_size(cls, wanted: int) -> int:

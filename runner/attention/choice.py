@@ -30,28 +30,43 @@ class UnusableBackend(RunnerError):
 
 
 def choose_backend(
-    name: str, layers: Sequence[AttentionLayer], device: torch.device
+    name: str,
+    layers: Sequence[AttentionLayer],
+    device: torch.device,
+    batch_invariant: bool = False,
 ) -> AttentionBackend:
     """Create the back end for `--attention-backend name`, or raise `UnusableBackend`.
 
     "auto" takes the first preferred back end that can run. A log line says which one and why.
     """
-    backend, why, refused = _first_usable(name, layers, device)
+    backend, why, refused = _first_usable(name, layers, device, batch_invariant)
+    backend.batch_invariant = batch_invariant
     without = f" (not {'; not '.join(refused)})" if refused else ""
     logger.info("attention back end: %s, %s%s", backend.name, why, without)
     return backend
 
 
-def check_backend(name: str, layers: Sequence[AttentionLayer], device: torch.device) -> None:
+def check_backend(
+    name: str,
+    layers: Sequence[AttentionLayer],
+    device: torch.device,
+    batch_invariant: bool = False,
+) -> None:
     """Raise the error of `choose_backend`, if there is one."""
-    _first_usable(name, layers, device)
+    _first_usable(name, layers, device, batch_invariant)
 
 
 def _first_usable(
-    name: str, layers: Sequence[AttentionLayer], device: torch.device
+    name: str, layers: Sequence[AttentionLayer], device: torch.device, batch_invariant: bool
 ) -> tuple[AttentionBackend, str, list[str]]:
     """The back end, the reason for choosing it, and what others refused."""
     candidates = _preferred(layers, device) if name == "auto" else [(name, "as configured")]
+    if batch_invariant and is_card(device):
+        if name not in ("auto", "triton"):
+            raise UnusableBackend(
+                name, "--batch-invariant needs the back end triton, whose splits can be fixed"
+            )
+        candidates = [("triton", "whose splits do not depend on the batch")]
     refused: list[str] = []
     for candidate, why in candidates:
         backend, reason = _load(candidate, layers, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
@@ -35,7 +36,10 @@ class ReferenceMetadata(AttentionMetadata):
         block_size: int,
         sliding_window: int | None,
         dtype: torch.dtype,
+        is_one_row: bool = False,
     ) -> None:
+        """`is_one_row`: see `rows`."""
+        self._is_one_row = is_one_row
         # copies, because later steps overwrite the buffers
         self.common = replace(
             common,
@@ -56,7 +60,38 @@ class ReferenceMetadata(AttentionMetadata):
             self.block_size,
             self._sliding_window,
             self._dtype,
+            self._is_one_row,
         )
+
+    def rows(self) -> list[ReferenceMetadata]:
+        """The metadata of each token row alone, as of a decode whose bits depend on no other row.
+
+        The rows must run in this order, since later ones read what earlier ones write.
+        """
+        common, alone = self.common, []
+        starts, lengths = common.query_start_loc.tolist(), common.seq_lens.tolist()
+        start_loc = torch.tensor([0, 1], dtype=torch.int32)
+        for token in range(common.num_actual_tokens):
+            # rows after the last request attend to nothing
+            request = min(bisect.bisect_right(starts, token), len(lengths)) - 1
+            length = max(0, lengths[request] - (starts[request + 1] - 1 - token))
+            length = length if token < starts[-1] else 0
+            seq_lens = torch.tensor([length], dtype=torch.int32)
+            row = replace(
+                common,
+                num_reqs=1,
+                num_actual_tokens=1,
+                max_query_len=1,
+                query_start_loc=start_loc,
+                query_start_loc_cpu=start_loc,
+                seq_lens=seq_lens,
+                seq_lens_cpu_upper_bound=seq_lens,
+                block_table=common.block_table[request : request + 1],
+                slot_mapping=common.slot_mapping[token : token + 1],
+            )
+            settings = (self.block_size, self._sliding_window, self._dtype, True)
+            alone.append(ReferenceMetadata(row, *settings))
+        return alone
 
     @functools.cached_property
     def _written(self) -> tuple[Tensor | None, Tensor]:

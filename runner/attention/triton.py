@@ -45,6 +45,7 @@ class TritonMetadata(AttentionMetadata):
         max_query_len: int,
         arrivals: Tensor | None = None,  # [>= N* x kv heads] int32 zeros; see `TritonBuilder`
         short_len: int = 0,
+        fixed: bool = False,  # as in `PagedRows`
     ) -> None:
         self._rows = PagedRows(
             common.block_table,
@@ -54,6 +55,7 @@ class TritonMetadata(AttentionMetadata):
             common.slot_mapping,
             arrivals,
             short_len,
+            fixed=fixed,
         )
 
     def attend(
@@ -87,19 +89,21 @@ class TritonBuilder(AttentionBuilder):
     """Builds views only, since the kernels read the step buffers directly.
 
     `arrivals` are counters, zero between launches, by which the programs of the fused kernel find
-    out which of them finishes last.
+    out which of them finishes last. With `fixed`, a row's bits do not depend on other rows.
     """
 
     supports = AttentionCGSupport.ALWAYS
     builds_on_device = True
 
-    def __init__(self, arrivals: Tensor | None = None) -> None:
-        self._arrivals = arrivals
+    def __init__(self, arrivals: Tensor | None = None, fixed: bool = False) -> None:
+        self._arrivals, self._fixed = arrivals, fixed
 
     def build(
         self, common: CommonAttentionMetadata, desc: BatchExecutionDescriptor | None = None
     ) -> TritonMetadata:
         longest, uniform = max_query_len(common, desc), None
+        if self._fixed:  # decodes and prompts have one kind of launch
+            return TritonMetadata(common, longest, fixed=True)
         if desc is None or desc.mode is not CUDAGraphMode.FULL:
             short = _short_len(common)
         else:
@@ -191,5 +195,7 @@ class TritonBackend(AttentionBackend):
     ) -> AttentionBuilder:
         if layers[0].is_compressed:
             return CompressedBuilder(block_size, in_graphs=True)
+        if self.batch_invariant:
+            return TritonBuilder(fixed=True)
         count = max_num_reqs * layers[0].num_kv_heads
         return TritonBuilder(torch.zeros(count, dtype=torch.int32, device=device))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...kernels.linear.streams import write_stream
 from ..attention.base import AttentionLayer, AttentionState
 from ..attention.recurrent import RecurrentLayer
+from ..attention.reference import ReferenceMetadata
 from .layers import CheckpointSlot, Embedding, RMSNorm, WeightFormat, module_slots
 from .native import NativeDecoder
 from .rotary import RotaryEmbedding, RotaryStep
@@ -226,6 +227,41 @@ class PreNormModel(BlockModel):
             aux.keep(len(self._blocks), hidden, residual)
         out = None if into is None else into[0]
         return self.norm.add(hidden, residual, out=out)[0], aux.all
+
+
+def has_native_head(model: Any) -> bool:
+    """Whether native code alone computes a model's logits."""
+    plain = getattr(type(model), "compute_logits", None) is TextModel.compute_logits
+    return plain and model.lm_head.matrix is not None
+
+
+def run_alone(
+    model: Any,
+    input_ids: Tensor,
+    positions: Tensor,
+    attention: AttentionState,
+    aux_boundaries: tuple[int, ...] = (),
+) -> ForwardOutput:
+    """`TextModel.forward` of rows [M] on a CPU, in which no row's bits depend on another row.
+
+    Native layers compute every row alone. Torch chooses kernels by the number of rows, so where a
+    model needs torch, it runs one row at a time.
+    """
+    decoder = getattr(model, "decoder", None)
+    if decoder is not None and decoder.runs(attention):
+        result: ForwardOutput = model(input_ids, positions, attention, aux_boundaries)
+        return result
+    states = []
+    for group in attention.metadata:
+        assert group is None or isinstance(group, ReferenceMetadata)
+        states.append([None] * len(input_ids) if group is None else group.rows())
+    outputs = []
+    for row in range(len(input_ids)):
+        own: Any = [group[row] for group in states]
+        ids, place = input_ids[row : row + 1].clone(), positions[row : row + 1].clone()
+        outputs.append(model(ids, place, replace(attention, metadata=own), aux_boundaries))
+    aux = [output[1] for output in outputs if output[1] is not None]
+    return torch.cat([output[0] for output in outputs]), torch.cat(aux) if aux else None
 
 
 def _load_both(

@@ -19,7 +19,7 @@ from ..parallel.ranks import head_counts
 from .base import PreNormModel, is_after_layers
 from .layers import CheckpointSlot, Linear, RMSNorm, WeightFormat, tensor_slot
 from .llama import MLP, check_silu
-from .moe import Experts
+from .moe import Experts, router_parts
 from .rotary import RotaryEmbedding, RotaryStep, rope_parameters, yarn_factor, yarn_mscale
 from .sharded import column_linear, row_linear
 
@@ -99,6 +99,7 @@ class LatentAttention(nn.Module):
         self.down_proj = Linear(hidden, down, fmt, bias)
         self.kv_a_layernorm = RMSNorm(latent, _LATENT_EPS, fmt)
         self.kv_b_proj = LatentUp(total, self.nope, config.v_head_dim, latent, fmt)
+        self.fixed = fmt.batch_invariant
         size = total * config.v_head_dim
         self.o_proj = row_linear(size, hidden, fmt, bias, what="heads", groups=total)
 
@@ -134,7 +135,7 @@ class LatentAttention(nn.Module):
         )
         query = torch.cat(
             (
-                absorb_query(heads[..., : self.nope], self.kv_b_proj.w_uk),
+                absorb_query(heads[..., : self.nope], self.kv_b_proj.w_uk, self.fixed),
                 rotary.rotate(heads[..., self.nope :]),
             ),
             dim=-1,
@@ -143,7 +144,7 @@ class LatentAttention(nn.Module):
 
     def _output(self, latent: Tensor) -> Tensor:
         """latent: [M, heads, kv_lora_rank] -> [M, H]."""
-        out = expand_value(latent, self.kv_b_proj.w_uv)
+        out = expand_value(latent, self.kv_b_proj.w_uv, self.fixed)
         return self.o_proj.forward(out.reshape(latent.shape[0], -1))
 
 
@@ -157,7 +158,10 @@ class Router(nn.Module):
         super().__init__()
         experts, is_v3 = config.n_routed_experts, config.model_type in _V3
         self.routing = _routing(config)
-        empty = torch.empty(experts, config.hidden_size, dtype=torch.float32, device=fmt.device)
+        # torch would choose the product's kernel by the number of rows
+        self.in_parts = fmt.batch_invariant and fmt.linear is not None
+        dtype = fmt.dtype if self.in_parts else torch.float32
+        empty = torch.empty(experts, config.hidden_size, dtype=dtype, device=fmt.device)
         self.register_buffer("weight", empty)
         bias = torch.empty(experts, dtype=torch.float32, device=fmt.device) if is_v3 else None
         self.register_buffer("e_score_correction_bias", bias)
@@ -168,7 +172,10 @@ class Router(nn.Module):
         Returns their weights [M, k] fp32 and ids [M, k] int64. The weights are final: renormalised
         if the config says so, and scaled.
         """
-        logits = F.linear(hidden.float(), self.weight)
+        if self.in_parts:
+            logits = router_parts(hidden, self.weight, None, fixed=True)
+        else:
+            logits = F.linear(hidden.float(), self.weight)
         return select_experts(logits, self.routing, self.e_score_correction_bias)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:

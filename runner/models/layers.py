@@ -88,6 +88,8 @@ class Linear(nn.Module):
         assert self.weight is not None, "weights are not loaded"
         if self.chooser is None:
             return F.linear(x, self.weight, self.bias)
+        if self.format.batch_invariant:
+            x = x.contiguous()
         return linear(x, self.weight, self.bias, self._choice(x))
 
     def parts(self, x: Tensor, norm: Norm | None = None) -> Tensor:
@@ -160,7 +162,10 @@ class Linear(nn.Module):
         return self.chooser is None or self.chooser.choose(self.shape, num_rows) is None
 
     def _choice(self, x: Tensor) -> Choice:
-        if self.chooser is None or x.dim() != 2 or not x.is_contiguous():
+        if self.chooser is None:
+            return None
+        if x.dim() != 2 or not x.is_contiguous():
+            assert not self.format.batch_invariant, "torch would choose a kernel by shape"
             return None
         return self.chooser.choose(self.shape, x.shape[0])
 

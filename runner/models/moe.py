@@ -58,6 +58,7 @@ class Experts(nn.Module):
             self.share = fmt.ranks.share(intermediate, "intermediate features of an expert")
             intermediate = self.share.size
         self.activation, self.limit, self.names = activation, limit, names
+        self.fixed = fmt.batch_invariant
         empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
         self.register_buffer("gate_up", empty(num_experts, 2 * intermediate, hidden))
         self.register_buffer("down", empty(num_experts, hidden, intermediate))
@@ -73,7 +74,7 @@ class Experts(nn.Module):
         With several ranks, this is one rank's part of the sum; see `sum`.
         """
         if self.own is None:
-            return run_experts(x, self.weights, weights, ids)
+            return run_experts(x, self.weights, weights, ids, fixed=self.fixed)
         here = ids - self.own.start
         here = here.masked_fill((here < 0) | (here >= self.own.size), -1)
         return run_experts(x, self.weights, weights, here, absent=True)
@@ -84,7 +85,7 @@ class Experts(nn.Module):
 
     def parts(self, x: Tensor, weights: Tensor, ids: Tensor, spare: int = 0) -> Tensor:
         """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
-        if self.ranks is not None:
+        if self.ranks is not None or self.fixed:
             return self.forward(x, weights, ids)
         return expert_parts(x, self.weights, weights, ids, spare)
 
@@ -149,6 +150,15 @@ _FEW_ROWS = Skinny(64, 128, 3, 4, split_k=16, block_m=16)
 _MANY_ROWS = Skinny(64, 128, 3, 4, split_k=8, block_m=64)
 
 
+def router_parts(hidden: Tensor, weight: Tensor, bias: Tensor | None, fixed: bool) -> Tensor:
+    """Float32 parts [S, M, E] of the scores of E experts. If `fixed`, S does not depend on M.
+
+    hidden: [M, H]; weight: [E, H]; bias: [E].
+    """
+    few = hidden.shape[0] <= _FEW_ROWS.block_m and not fixed
+    return linear_parts(hidden, weight, bias, _FEW_ROWS if few else _MANY_ROWS)
+
+
 class Router(nn.Module):
     """Scores the experts in fp32 and selects some for each token."""
 
@@ -174,7 +184,7 @@ class Router(nn.Module):
             )
         self.routing = routing
         # Kernels that return float32 sums need no float32 weights.
-        self.in_parts = fmt.linear is not None
+        self.in_parts, self.fixed = fmt.linear is not None, fmt.batch_invariant
         dtype = fmt.dtype if self.in_parts else torch.float32
         empty = functools.partial(torch.empty, dtype=dtype, device=fmt.device)
         self.register_buffer("weight", empty(num_experts, hidden))
@@ -190,8 +200,7 @@ class Router(nn.Module):
         """The scores of all experts in fp32: [M, E], or parts [S, M, E]."""
         if not self.in_parts:
             return F.linear(hidden.float(), self.weight, self.bias)
-        choice = _FEW_ROWS if hidden.shape[0] <= _FEW_ROWS.block_m else _MANY_ROWS
-        return linear_parts(hidden, self.weight, self.bias, choice)
+        return router_parts(hidden, self.weight, self.bias, self.fixed)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         yield f"{parent}{name}.weight", tensor_slot(self.weight)

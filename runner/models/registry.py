@@ -89,6 +89,7 @@ def build_model(
     packed: bool = False,
     torch_only: bool = False,
     ranks: Ranks | None = None,
+    batch_invariant: bool = False,
 ) -> TextModel:
     """Build a model with uninitialised weights, for positions below `max_position`.
 
@@ -99,7 +100,9 @@ def build_model(
     text_config = _text_part(hf_config)
     model: TextModel = getattr(module, class_name)(
         text_config,
-        WeightFormat(device, dtype, pack_fp16, linear, native, packed, torch_only, ranks),
+        WeightFormat(
+            device, dtype, pack_fp16, linear, native, packed, torch_only, ranks, batch_invariant
+        ),
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.sampling.log_probs import likeliest, log_probs
 from ..batch.input_batch import InputBatch
 from ..batch.request_table import RequestTable
 from ..batch.step_output import PromptChunk, TokenLogprobTensors
@@ -22,10 +23,10 @@ def token_logprobs(
     top: int,
 ) -> TokenLogprobTensors:
     """Compute the log probability and rank of each token, and its `top` likeliest alternatives."""
-    logprobs = logits.float().log_softmax(-1)
+    logprobs = log_probs(logits)
     chosen = logprobs.gather(1, token_ids[:, None])  # [P, 1]
     ranks = (logprobs > chosen).sum(1) + 1
-    top_logprobs, top_ids = logprobs.topk(min(top, logits.shape[1]), dim=1)
+    top_logprobs, top_ids = likeliest(logprobs, min(top, logits.shape[1]))
     return TokenLogprobTensors(token_ids, chosen[:, 0], ranks, top_ids, top_logprobs)
 
 

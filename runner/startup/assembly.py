@@ -53,6 +53,7 @@ from ..step.report import log_limits
 from ..step.target import Target
 from ..step.target_graphs import create_target_graphs
 from ..step.token_graphs import TokenGraphs, create_token_graphs
+from .batch_invariant import settled
 from .compile_ahead import ATTENTION, GRAPHS, CompileAhead
 from .facts import facts_of
 from .first_use import load_libraries
@@ -86,8 +87,7 @@ class Assembly:
         ahead: CompileAhead | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        self.config, self.ranks = config, ranks
-        self.progress = progress
+        self.config, self.ranks, self.progress = settled(config), ranks, progress
         self.seconds: dict[str, float] = {}
         self.device = device
         # Meta tensors stand for a GPU's; see `dry_start`.
@@ -118,7 +118,9 @@ class Assembly:
             if is_fp8(config.cache.kv_cache_dtype):
                 layers = with_fp8_cache(layers, self.format.dtype, loaded.kv_scales)
             groups = make_groups(layers)
-            backend = choose_backend(config.graph.attention_backend, layers, self.device)
+            backend = choose_backend(
+                config.graph.attention_backend, layers, self.device, config.graph.batch_invariant
+            )
             wanted = backend.block_size(config.cache.block_size)
             self.block_size = fitting_block_size(wanted, groups)
             sizes = [group.block_size(self.block_size) for group in groups]
@@ -206,7 +208,6 @@ class Assembly:
         self.memory.add("KV cache", cache.num_bytes)
         self._note(None)
         target = target_on(cache)
-        idle_query_len = needs.num_speculative_tokens + 1
         return RunnerParts(
             facts_of(
                 loaded,
@@ -225,7 +226,7 @@ class Assembly:
             speculator,
             DeviceQueue(self.device),
             self.memory,
-            create_sync(config.parallel, target.dispatch, idle_query_len),
+            create_sync(config.parallel, target.dispatch, needs.num_speculative_tokens + 1),
             token_graphs_of(target),
             draft_graphs_on(cache),
         )

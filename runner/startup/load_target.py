@@ -33,6 +33,7 @@ from ..models.base import TextModel
 from ..models.formats.weight_format import WeightFormat, resolve_format, split_format
 from ..models.registry import build_model
 from ..parallel.ranks import Ranks
+from .batch_invariant import log_changes, refuse
 from .limits import (
     LARGE,
     SMALL,
@@ -97,18 +98,28 @@ def load_target(
     with faults_of_drafter():
         drafter = find_configured(config.speculative, resolved)
     max_model_len = model_config.max_model_len or longest
+    invariant = config.graph.batch_invariant
     fmt = resolve_format(
-        model_config.dtype, device, resolved.checkpoint_dtype, config.graph.linear_backend
+        model_config.dtype,
+        device,
+        resolved.checkpoint_dtype,
+        config.graph.linear_backend,
+        invariant,
     )
-    fmt = split_format(replace(fmt, packed=keeps_formats(resolved, fmt)), ranks)
+    keeps = not invariant and keeps_formats(resolved, fmt)
+    fmt = split_format(replace(fmt, packed=keeps), ranks)
     refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
     limits, reason = completed(config, SMALL, max_model_len), "of a dry start"
     if device.type != "meta":
         sketch = outline_model(resolved, fmt, max_model_len)
         layers = sketch.attention_layers()
+        if invariant:
+            refuse(sketch, fmt)
+            log_changes(fmt, resolved)
         if is_fp8(config.cache.kv_cache_dtype):
             layers = with_fp8_cache(layers, fmt.dtype, {})
-            check_backend(config.graph.attention_backend, layers, device)
+        if invariant or is_fp8(config.cache.kv_cache_dtype):
+            check_backend(config.graph.attention_backend, layers, device, invariant)
         groups = make_groups(layers)
         weights = weight_bytes(sketch, resolved, fmt) + drafter_bytes(drafter)
         limits, reason = _limits(config, fmt, resolved, weights, groups, max_model_len)
@@ -129,6 +140,7 @@ def load_target(
         packed=fmt.packed,
         torch_only=fmt.torch_only,
         ranks=ranks,
+        batch_invariant=invariant,
     )
     if drafter is not None:
         host = OutlineHost(max_model_len, model, resolved)

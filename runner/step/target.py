@@ -27,6 +27,7 @@ from ..batch.recurrent_states import RecurrentStates
 from ..batch.request_table import RequestTable
 from ..graphs.dispatch import eager_descriptor
 from ..graphs.manager import CaptureReport, CudaGraphManager
+from ..models.base import has_native_head, run_alone
 from ..models.short_model import ShortPass
 from ..sampling.row_sampling import PickTokens
 
@@ -73,11 +74,16 @@ class Target:
         on_device = graphs is not None and all(builder.builds_on_device for builder in builders)
         self._table = table if on_device else None
         self._short_pass = ShortPass(model)
+        fmt = getattr(model, "format", None)
+        self._on_cpu_alone = fmt is not None and fmt.batch_invariant and fmt.device.type == "cpu"
         # Of graphs: hidden states, then auxiliary hidden states; [max M*, .] each.
         self._outputs: list[Tensor] = []
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
         """[L, H] -> [L, V]"""
+        if self._on_cpu_alone and not has_native_head(self.model):
+            rows = [self.model.compute_logits(row.clone()) for row in torch.split(hidden_states, 1)]
+            return torch.cat(rows)
         return self.model.compute_logits(hidden_states)
 
     @property
@@ -249,6 +255,9 @@ class Target:
     ) -> ForwardOutput:
         ids, positions = self._buffers.input_ids, self._buffers.positions
         args = (ids[:num_tokens], positions[:num_tokens], state, self._aux_boundaries)
+        if self._on_cpu_alone:
+            assert into is None, "a CPU has no graphs"
+            return run_alone(self.model, *args)
         return self.model(*args) if into is None else self.model(*args, into)
 
     def _forward_into_outputs(self, num_tokens: int, state: AttentionState) -> list[Tensor]:

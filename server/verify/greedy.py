@@ -1,5 +1,7 @@
 """Greedy replies with drafts against those without: identical, different in a near-tie, or wrong.
 
+Under `--batch-invariant` there are no near-ties: replies that differ are wrong.
+
 Every token of every reply is judged, also after a first difference: a prefill without drafts says
 how far below the likeliest token it was.
 """
@@ -73,10 +75,19 @@ async def check_greedy(
         ]  # fmt: skip
         scores = await score(engine, sides[0], 1)
         found = Greedy(sides[0], sides[1], scores)
+        if alone is not None and rounding.exact:
+            judge_company(alone.on, found.on, report)
         alone = alone or found
         judge(name, found, rounding, report)
     assert alone is not None
     return alone
+
+
+def judge_company(alone: Sequence[Reply], together: Sequence[Reply], report: Report) -> None:
+    """Under `--batch-invariant`, replies must be equal one at a time and all at once."""
+    equal = sum(a.token_ids == b.token_ids for a, b in zip(alone, together, strict=True))
+    text = f"{equal} of {len(alone)} replies are the same one at a time and all at once"
+    report.add(GROUP, "in any company", equal == len(alone), text, equal=equal)
 
 
 def judge(name: str, greedy: Greedy, rounding: Rounding, report: Report) -> None:
@@ -95,7 +106,7 @@ def judge(name: str, greedy: Greedy, rounding: Rounding, report: Report) -> None
         if at is not None:
             # A reply that ends early has no token at the difference: its end was the difference.
             gap = gaps[at] if at < len(gaps) else None
-            is_tie = gap is not None and gap <= rounding.near_tie
+            is_tie = gap is not None and gap <= rounding.near_tie and not rounding.exact
             (ties if is_tie else wrong).append(Difference(index, at, gap))
         worst = max(range(len(gaps)), key=gaps.__getitem__, default=None)
         if worst is not None and gaps[worst] > rounding.near_tie:
@@ -110,7 +121,10 @@ def judge(name: str, greedy: Greedy, rounding: Rounding, report: Report) -> None
     if wrong:
         first = wrong[0]
         text += f", {len(wrong)} are wrong: that to prompt {first.prompt + 1} {first.words}"
-        text += f" (rounding explains {nats(rounding.near_tie)})"
+        promise = "--batch-invariant promises equal text"
+        text += (
+            f" ({promise if rounding.exact else f'rounding explains {nats(rounding.near_tie)}'})"
+        )
     report.add(
         GROUP, name, not wrong, text, replies=len(greedy.on), identical=equal,
         near_ties=[vars(d) for d in ties], different=[vars(d) for d in wrong],

@@ -37,6 +37,7 @@ class Subject:
     one_hot: bool  # whether drafts are the drafter's likeliest tokens
     plain_prompts: Sequence[Sequence[int]] = ()  # the prompts' texts without the chat template
     grammar: GrammarSpec | None = None
+    batch_invariant: bool = False  # nothing may differ, not even by rounding
     valid: Callable[[Sequence[int]], bool] = lambda ids: True  # does a reply obey the grammar?
 
 

@@ -27,6 +27,7 @@ class Rounding:
 
     near_tie: float  # a gap that it explains
     mean: float  # mean deviation, allowed as a deviation of every probability of a test
+    exact: bool = False  # `--batch-invariant` promises that all deviations are 0
 
 
 def differences(replies: Sequence[Reply], scores: Sequence[Scores]) -> list[float]:
@@ -40,26 +41,37 @@ def differences(replies: Sequence[Reply], scores: Sequence[Scores]) -> list[floa
 
 
 async def measure_rounding(
-    engine: Submits, prompts: Sequence[Sequence[int]], max_tokens: int, dtype: str, report: Report
+    engine: Submits,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    dtype: str,
+    report: Report,
+    exact: bool = False,
 ) -> Rounding:
-    """Measure it, and add a check that it is no more than rounding."""
+    """Measure it, and add a check that it is no more than rounding; `exact`: that it is 0."""
     sampling = SamplingParams(0, max_tokens, logprobs=0)
     replies = await generate(engine, prompts, sampling, drafts=False, salt="rounding")
     found = differences(replies, await score(engine, replies, 1))
-    most = _MOST.get(dtype, _MOST_16_BITS)
+    most = 0.0 if exact else _MOST.get(dtype, _MOST_16_BITS)
     if not found:
         report.add(GROUP, "decode against prefill", False, "no log probabilities were reported")
-        return Rounding(most, _LEAST)
+        return Rounding(most, _LEAST, exact)
     largest, mean = max(found), sum(found) / len(found)
     report.add(
         GROUP, "decode against prefill", largest <= most,
         f"without drafts, {len(found)} log probabilities differ by {nats(mean)} on average and by "
         f"{nats(largest)} at most, which is how exact this model is here"
-        + ("" if largest <= most else f"; rounding explains {nats(most)}"),
+        + ("" if largest <= most else f"; {_allowed(most)}"),
         mean=mean, largest=largest,
     )  # fmt: skip
+    if exact:
+        return Rounding(_LEAST, _LEAST / 10, exact)
     near_tie = min(most, max(_LEAST, 4 * largest))
     return Rounding(near_tie, min(most / 4, max(_LEAST / 10, mean)))
+
+
+def _allowed(most: float) -> str:
+    return f"rounding explains {nats(most)}" if most else "--batch-invariant promises 0"
 
 
 async def check_logprobs(
@@ -85,8 +97,9 @@ async def check_logprobs(
         return
     largest = max(found)
     text = f"{len(found)} log probabilities deviate from a prefill's by {nats(largest)} at most"
-    if largest > rounding.near_tie:
-        text += f", and rounding explains {nats(rounding.near_tie)}"
+    most = 0.0 if rounding.exact else rounding.near_tie
+    if largest > most:
+        text += f", and {_allowed(most)}"
     ids = sum(
         row.token_id != token
         for reply in replies
@@ -95,5 +108,5 @@ async def check_logprobs(
     missing = sum(len(reply.token_ids) != len(reply.logprobs) for reply in replies)
     if ids or missing:
         text += f"; {ids} belong to another token, and {missing} replies lack some"
-    ok = largest <= rounding.near_tie and not ids and not missing
+    ok = largest <= most and not ids and not missing
     report.add(GROUP, "with drafts", ok, text, largest=largest, count=len(found))

@@ -30,7 +30,9 @@ async def run_checks(
     Raises what the engine raises if it dies.
     """
     prompts = list(subject.prompts[: plan.num_prompts])
-    rounding = await measure_rounding(engine, prompts, plan.sample_tokens, subject.dtype, report)
+    rounding = await measure_rounding(
+        engine, prompts, plan.sample_tokens, subject.dtype, report, subject.batch_invariant
+    )
     await check_logprobs(engine, prompts, plan.sample_tokens, rounding, report)
     with CountProgress("greedy text", 4 * len(prompts), "replies") as bar:
         greedy = await check_greedy(

@@ -195,7 +195,7 @@ async def check_sampled(
         if option.sampling.grammar is not None:
             _judge_grammar(option.name, on, subject.valid, report)
         if option.sampling.has_own_seed:
-            _judge_seeds(on, off, report)
+            _judge_seeds(on, off, report, rounding.exact)
     _judge_together(found, level, report)
     return found
 
@@ -299,12 +299,13 @@ def _judge_together(found: Sequence[Sampled], level: float, report: Report) -> N
         report.add(GROUP, f"all options: {name}", not joint.fails(level), text, **figures)
 
 
-def _judge_seeds(on: Sequence[Reply], off: Sequence[Reply], report: Report) -> None:
+def _judge_seeds(on: Sequence[Reply], off: Sequence[Reply], report: Report, exact: bool) -> None:
     """A request with a seed of its own has the same text with and without drafts."""
     equal = sum(a.token_ids == b.token_ids for a, b in zip(on, off, strict=True))
     text = f"{equal} of {len(on)} replies are the same with and without drafts"
     # Rounding may decide a draw differently where two tokens are equally close to it.
-    report.add(GROUP, "seed repeats the text", equal >= 0.9 * len(on), text, equal=equal)
+    least = len(on) if exact else 0.9 * len(on)
+    report.add(GROUP, "seed repeats the text", equal >= least, text, equal=equal)
 
 
 def _judge_grammar(

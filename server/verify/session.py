@@ -236,6 +236,7 @@ def _subject(
         one_hot=drafts_are_one_hot(config.speculative),
         plain_prompts=[ids for ids in plain if 0 < len(ids) < room // 2],
         grammar=_GRAMMAR,
+        batch_invariant=config.graph.batch_invariant,
         valid=valid,
     )
 
@@ -251,6 +252,7 @@ def _setup(config: Config, ready: Ready) -> dict[str, Any]:
         "num_speculative_tokens": ready.num_speculative_tokens,
         "draft_sampling": speculative.draft_sampling,
         "rejection_sampling": speculative.rejection_sampling,
+        "batch_invariant": config.graph.batch_invariant,
         "device": ready.device_name or ready.device,
         "dtype": ready.dtype,
         "weight_formats": ready.weight_formats,

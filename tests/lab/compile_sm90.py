@@ -98,6 +98,11 @@ def attention() -> None:
             row = rule.cache_row(dim)
             cache = t(*cache.shape[:-1], row, dtype=torch.float8_e4m3fn)
         run(query, cache, PagedRows(*where), rule, splits)
+        if dtype is BF16 and queries in (1, 100):  # the kernels of `--batch-invariant`
+            out = t(4 * queries, heads * group, rule.head_dim_v or dim)
+            for alone in (False, True):
+                fixed = module("fixed_splits").fixed_attention
+                fixed(query, cache, PagedRows(*where, fixed=True), rule, out, alone)
 
 
 def layers() -> None:
@@ -211,6 +216,7 @@ def sampling() -> None:
     logits, longs = t(8, 128256, dtype=torch.float32), t(8, dtype=I64)
     ints, flags = t(8, dtype=I32), t(8, dtype=torch.bool)
     module("sample").gumbel_sample(logits, longs, longs, 3)
+    module("log_probs").log_probs(logits.bfloat16())
     module("head_sample").gather_draws(ints, t(8, dtype=torch.float32), longs)
     for draws in (None, Draws(longs, longs, flags, t(8, dtype=torch.float32))):
         module("head_sample").pick_rows(logits, draws)

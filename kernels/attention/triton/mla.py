@@ -55,10 +55,11 @@ def _project_heads_kernel(
     )
 
 
-def project_heads(x: Tensor, weight: Tensor) -> Tensor:
+def project_heads(x: Tensor, weight: Tensor, fixed: bool = False) -> Tensor:
     """Multiply x [T, H, K] by weight [H, K, N], head by head; returns [T, H, N].
 
-    Strides are free, except that K must be contiguous in x.
+    Strides are free, except that K must be contiguous in x. If `fixed`, all numbers of rows have
+    the same tiles, since the instructions of small tiles may round differently.
     """
     rows, heads, depth = x.shape
     width = weight.shape[2]
@@ -67,7 +68,7 @@ def project_heads(x: Tensor, weight: Tensor) -> Tensor:
     if rows == 0:
         return out
     # Partial tiles are masked; a matrix unit needs at least 16 rows.
-    block_m = min(64, max(16, triton.next_power_of_2(rows)))
+    block_m = 64 if fixed else min(64, max(16, triton.next_power_of_2(rows)))
     block_n = min(128, max(16, triton.next_power_of_2(width)))
     block_k = min(64, max(16, triton.next_power_of_2(depth)))
     grid = (triton.cdiv(rows, block_m), triton.cdiv(width, block_n), heads)

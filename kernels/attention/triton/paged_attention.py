@@ -16,6 +16,7 @@ from torch import Tensor
 from ...launch import hash_functions, pdl_options, wait_for_inputs
 from ..paged_rows import AttentionRule, PagedRows
 from .attention_plan import Launch, num_processors, plan_launch
+from .fixed_splits import fixed_attention
 from .latent_rows import load_latent, load_rotary
 from .online_softmax import LOG2E, absorb, soft_capped
 from .prefill import MAX_DIM, find_request, prefill_attention
@@ -211,6 +212,9 @@ def paged_attention(
     dim_v = rule.head_dim_v or query.shape[-1]
     if out is None:
         out = torch.empty(*query.shape[:2], dim_v, dtype=query.dtype, device=query.device)
+    if rows.fixed:
+        fixed_attention(query, kv_cache, rows, rule, out)
+        return out
     for launch in rows.by_length() if rows.short_len else (rows,):
         _attend(query, kv_cache, launch, rule, splits, out)
     return out

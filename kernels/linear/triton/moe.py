@@ -240,6 +240,20 @@ def run_experts(
     return whole(expert_parts(x, experts, weights, ids, absent=absent), x)
 
 
+def run_experts_fixed(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
+    """`run_experts` with the same rounding for every number of rows.
+
+    The parts have the dtype of x, and are added in the order of `ids`, in float32.
+    """
+    if x.shape[0] == 0:
+        return torch.zeros_like(x)
+    parts = expert_parts(x, experts, weights, ids, fixed=True)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    return total.to(x.dtype)
+
+
 def whole(parts: Tensor, x: Tensor) -> Tensor:
     """The sum of parts [S, T, H] in the dtype of x; a whole [T, H] as it is."""
     return parts if parts.dim() == 2 else parts.sum(0, dtype=torch.float32).to(x.dtype)
@@ -254,23 +268,25 @@ def expert_parts(
     tiles: tuple[Tiles, Tiles] | None = None,
     tma: bool | None = None,
     absent: bool = False,
+    fixed: bool = False,
 ) -> Tensor:
     """See `kernels.linear.moe.expert_parts`, and `run_experts` for `absent`.
 
     `tiles` (for both products) and `tma` (whether descriptors load the weights) override what is
-    chosen by shape.
+    chosen by shape. `fixed`: one row, a few and many have the same arithmetic; returns
+    [k, T, H] in the dtype of x.
     """
     assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     num_rows, hidden = x.shape
-    if num_rows == 1 and not absent:
+    if num_rows == 1 and not absent and not fixed:
         return run_one_row(x, experts, weights, ids)
-    top_k, few = ids.shape[1], num_rows <= FEW
+    top_k, few = ids.shape[1], num_rows <= FEW and not fixed
     num_experts, _, inner_size = experts.down.shape
     pairs = num_rows * top_k
     chosen, counts, order = list_rows(ids, num_experts)
     inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
-    parts = empty_parts(x, top_k, spare, absent)
+    parts = x.new_empty(top_k, *x.shape) if fixed else empty_parts(x, top_k, spare, absent)
     block_m = rows_of_tile(num_rows, top_k, num_experts)
     splits = 1 if few else triton.next_power_of_2(triton.cdiv(pairs, num_experts * block_m))
     width = x.element_size()
@@ -307,9 +323,10 @@ def expert_parts(
             TMA=by_descriptor,
             num_warps=size.num_warps,
             num_stages=size.stages,
+            enable_fp_fusion=not fixed,  # or tiles might fuse differently
             **pdl_options(x),
         )
-    return parts if few else whole(parts, x)
+    return parts if few or fixed else whole(parts, x)
 
 
 hash_functions(globals())

@@ -63,11 +63,11 @@ def _rms_norm_kernel(
     tl.store(out + flat, (normed * w.to(tl.float32)[None, :]).to(dtype), mask=inside)
 
 
-def norm_tiles(num_rows: int, size: int) -> tuple[int, int, int]:
-    """(columns of a block, rows of a program, warps) of a norm; the order of its sums depends on
-    them."""
+def norm_tiles(size: int) -> tuple[int, int, int]:
+    """(columns of a block, rows of a program, warps) of a norm. The order of its sums depends on
+    them, so they do not depend on the number of rows."""
     block = triton.next_power_of_2(size)
-    per_program = max(1, min(16, 2048 // block, triton.next_power_of_2(num_rows)))
+    per_program = max(1, min(16, 2048 // block))
     return block, per_program, 8 if block >= 4096 else 4
 
 
@@ -100,7 +100,7 @@ def _launch_norm(
     others = out if residual is None else residual
     others = others if others.stride(-1) == 1 else others.contiguous()
     if num_rows:
-        block, per_program, num_warps = norm_tiles(num_rows, size)
+        block, per_program, num_warps = norm_tiles(size)
         _rms_norm_kernel[(triton.cdiv(num_rows, per_program),)](
             rows,
             others,

@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...launch import fetch_early, fits_tma, has_tma, pdl_options, wait_for_inputs
-from ..linear_choice import Skinny
+from ..linear_choice import Fixed, Skinny
 from .gemv import gated
 from .head_sample import HeadRows, keep_best
 
@@ -227,6 +227,7 @@ def _launch(
         DTYPE=_TRITON_DTYPES[x.dtype],
         num_warps=choice.num_warps,
         num_stages=choice.stages,
+        enable_fp_fusion=not isinstance(choice, Fixed),  # or tiles might fuse differently
         **options,
     )
     return out

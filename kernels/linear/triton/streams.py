@@ -137,7 +137,7 @@ def norm_pair(
     assert ids is None or ids.stride(0) == 1
     out = torch.empty(num_rows, 2 * size, dtype=right.dtype, device=device)
     if num_rows:
-        block, per_program, num_warps = norm_tiles(num_rows, size)
+        block, per_program, num_warps = norm_tiles(size)
         _norm_pair_kernel[(triton.cdiv(num_rows, per_program), 2)](
             left,
             right,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from ....kernels.cpu import weight as native
+from ....kernels.linear.fixed import create_fixed_chooser
 from ....kernels.linear.linear_tuned import LinearChooser, create_chooser
 from ...parallel.ranks import Ranks
 
@@ -26,6 +27,7 @@ class WeightFormat:
     packed: bool = False
     torch_only: bool = False  # no kernels of ours for linear layers, quantised ones included
     ranks: Ranks | None = None  # which share the model; None: it is whole
+    batch_invariant: bool = False  # no row's bits may depend on the rows beside it
 
     @property
     def table_dtype(self) -> torch.dtype:
@@ -48,7 +50,11 @@ def split_format(fmt: WeightFormat, ranks: Ranks | None) -> WeightFormat:
 
 
 def resolve_format(
-    name: str, device: torch.device, checkpoint_dtype: object, linear_backend: str = "torch"
+    name: str,
+    device: torch.device,
+    checkpoint_dtype: object,
+    linear_backend: str = "torch",
+    batch_invariant: bool = False,
 ) -> WeightFormat:
     """The format for `--dtype name`.
 
@@ -58,12 +64,16 @@ def resolve_format(
     """
     if name == "auto" and device.type == "cpu":
         if native.available():
-            return WeightFormat(device, torch.float32, native=True)
-        return WeightFormat(device, torch.float32, pack_fp16=packing_available())
+            return WeightFormat(device, torch.float32, native=True, batch_invariant=batch_invariant)
+        packs = packing_available() and not batch_invariant
+        return WeightFormat(device, torch.float32, pack_fp16=packs, batch_invariant=batch_invariant)
     if name == "auto":
         half = str(checkpoint_dtype).removeprefix("torch.") == "float16"
         name = "float16" if half else "bfloat16"
     dtype: torch.dtype = getattr(torch, name)
+    if batch_invariant:
+        fixed = create_fixed_chooser(device, dtype)
+        return WeightFormat(device, dtype, linear=fixed, batch_invariant=True)
     chooser = create_chooser(linear_backend, device, dtype)
     return WeightFormat(device, dtype, linear=chooser, torch_only=linear_backend == "torch")
 
