@@ -5,7 +5,8 @@ that ends, without HTTP.
 Prints generated tokens per second, milliseconds and rows per step, and the mean duration of steps
 by their rows. `--sizes 512,1024` caps each step at the largest of these numbers of rows that the
 waiting prompts fill; several such lists, separated by spaces, are measured one after another, and
-`all` caps nothing. `--profile N` then prints the time by kernel of N steps.
+`all` caps nothing. With `--drafter eagle3-8b`, `--drafts auto 1 3` measures each number of drafts.
+`--profile N` then prints the time by kernel of N steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import random
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import torch
@@ -78,6 +79,7 @@ class ClosedLoop:
         while time.perf_counter() < until:
             self._steps()
         bins: dict[int, list[float]] = defaultdict(list)
+        verified_drafts: Counter[int] = Counter()
         tokens = prompt_tokens = num_steps = 0
         began = last = time.perf_counter()
         while last < began + seconds:
@@ -85,6 +87,8 @@ class ClosedLoop:
                 now, stats = time.perf_counter(), outputs.stats
                 verified = stats.num_drafts + stats.num_draft_tokens + stats.num_plain_steps
                 rows = verified + stats.num_prompt_tokens
+                mean = stats.num_draft_tokens / max(1, stats.num_drafts + stats.num_plain_steps)
+                verified_drafts[round(mean)] += 1
                 bins[rows // WIDTH].append(now - last)
                 tokens += stats.num_generated_tokens
                 prompt_tokens += stats.num_prompt_tokens
@@ -92,7 +96,8 @@ class ClosedLoop:
         spent = last - began
         print(
             f"{title}: {tokens / spent:,.0f} tokens/s, {prompt_tokens / spent:,.0f} of prompts/s, "
-            f"{1e3 * spent / num_steps:.2f} ms a step, {tokens / num_steps:.0f} decodes",
+            f"{1e3 * spent / num_steps:.2f} ms and {tokens / num_steps:.0f} tokens a step; "
+            f"steps by drafts of a request: {dict(sorted(verified_drafts.items()))}",
             flush=True,
         )
         for index, times in sorted(bins.items()):
@@ -164,6 +169,7 @@ def main() -> None:
     parser.add_argument("--drafter", help="folder of an EAGLE-3 head; drafts accepted by chance")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=9.0)
+    parser.add_argument("--drafts", nargs="*", default=["auto"], help="numbers of drafts, or auto")
     parser.add_argument("--sizes", nargs="*", default=["all"])
     parser.add_argument("--profile", type=int, default=0, help="steps to profile at the end")
     args = parser.parse_args()
@@ -184,7 +190,10 @@ def main() -> None:
         Scheduler._new_budget = ORIGINAL  # type: ignore[method-assign]
         if sizes != "all":
             cap_steps([int(size) for size in sizes.split(",")])
-        loop.run(args.seconds, f"{args.requests} requests, steps of {sizes}")
+        for drafts in args.drafts:
+            if engine.drafts is not None:
+                engine.drafts.controller.hold(None if drafts == "auto" else int(drafts))
+            loop.run(args.seconds, f"{args.requests} requests, steps of {sizes}, drafts {drafts}")
     if args.profile:
         loop.profile(args.profile)
     loop.close()
