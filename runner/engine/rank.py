@@ -22,12 +22,16 @@ from ..parallel.commands import (
     NAMES,
     Command,
     Do,
+    DrafterLoaded,
+    DropDrafter,
     Execute,
     FillTokens,
     Forward,
+    LoadDrafter,
     RankFault,
     Sample,
     StepDigest,
+    SwapDrafter,
     command_decoder,
     digest_of,
     plan_digest,
@@ -39,11 +43,13 @@ from ..scheduling.plan import StepPlan
 from ..startup.assembly import assemble
 from ..startup.compile_ahead import start_ahead
 from ..step.model_runner import ModelRunner
+from .rank_drafters import RankDrafter
 from .tensor_parallel import join_ranks
 from .worker import sentence, tune_garbage_collector
 
 log = logging.getLogger("slipstream.rank")
 _POLL_SECONDS = 0.001  # while results are due
+_LOADING_POLL_SECONDS = 0.02  # while a drafter is loaded
 
 
 class Follower:
@@ -54,11 +60,15 @@ class Follower:
         self._max_in_flight = max_in_flight
         self._in_flight: deque[tuple[int, int, Any]] = deque()  # step id, digest of the plan
         self._forwarded: StepPlan | None = None
+        self._drafter = RankDrafter(runner.speculator, runner.exchange_drafter)
 
     def run(self) -> None:
         """Serve until `Stop` arrives."""
         while True:
-            packet = self._end.receive(_POLL_SECONDS if self._in_flight else None)
+            idle = _LOADING_POLL_SECONDS if self._drafter.is_loading else None
+            packet = self._end.receive(_POLL_SECONDS if self._in_flight else idle)
+            if (loaded := self._drafter.finished()) is not None:
+                self._end.answer(DrafterLoaded(self._rank, *loaded))
             if packet is None:
                 self._land_finished()
                 continue
@@ -90,6 +100,12 @@ class Follower:
                 getattr(runner, name)()
                 if name == "capture":
                     tune_garbage_collector()
+            case LoadDrafter(number, model):
+                self._drafter.load(number, model)
+            case SwapDrafter():
+                self._drafter.swap()
+            case DropDrafter():
+                self._drafter.drop()
             case _:
                 return False
         return True

@@ -33,12 +33,15 @@ class ExchangesDrafter(Protocol):
     def speculator(self) -> Any:
         """The drafter, or None."""
 
-    @property
-    def swap_fault(self) -> str | None:
-        """Why no drafter can be swapped here; None if one can."""
-
     def exchange_drafter(self, swap: Callable[[], None]) -> None:
         """Run `swap`, which changes the drafter's weights, between two steps."""
+
+    def load_elsewhere(self, model: str) -> Callable[[], str | None]:
+        """Let the other ranks of the model load a drafter. Returns a function that waits for them,
+        and returns a sentence if one of them failed."""
+
+    def drop_elsewhere(self) -> None:
+        """Let the other ranks forget the drafter that they have loaded."""
 
 
 class DraftSwap:
@@ -89,6 +92,7 @@ class DraftSwap:
                 self._loading = None
             elif time.monotonic() > self._gives_up_at:
                 self._loading = None  # what it may still load is freed when its thread ends
+                self._runner.drop_elsewhere()
                 self._answer(
                     f"loading the drafter took more than {_LOAD_SECONDS:g} s and was cancelled"
                 )
@@ -108,18 +112,18 @@ class DraftSwap:
     def _load(self, model: str) -> None:
         speculator = self._runner.speculator
         config = getattr(speculator, "config", None)  # only drafters with a model have one
-        if self._runner.swap_fault is not None:
-            self._answer(self._runner.swap_fault)
-        elif config is None or config.method not in _METHODS:
+        if config is None or config.method not in _METHODS:
             self._answer(f"only drafters of the methods {', '.join(_METHODS)} can be swapped")
         elif self._loading is not None or self._exchange is not None:
             self._answer("another drafter is being tried")
         else:
-            self._loading = _in_thread(_load, speculator, model)
+            others = self._runner.load_elsewhere(model)
+            self._loading = load_drafter(speculator, model, others)
             self._gives_up_at = time.monotonic() + _LOAD_SECONDS
 
     def _take(self, loaded: Exchange | str) -> None:
         if isinstance(loaded, str):
+            self._runner.drop_elsewhere()
             self._answer(loaded)
         else:
             self._exchange = loaded
@@ -140,6 +144,7 @@ class DraftSwap:
         if action == "revert" and self._is_tried:
             self._swap(self._exchange)
         self._exchange, self._is_tried = None, False
+        self._runner.drop_elsewhere()
         return None
 
     def _swap(self, exchange: Exchange) -> None:
@@ -162,21 +167,25 @@ class DraftSwap:
         return outputs
 
 
-def _in_thread(load: Callable[[Any, str], Exchange | str], *args: Any) -> Future[Exchange | str]:
-    """Run `load` in a daemon thread and return a future of its result.
+def load_drafter(
+    speculator: Any, model: str, others: Callable[[], str | None] = lambda: None
+) -> Future[Exchange | str]:
+    """Load a head in a daemon thread, and wait there for `others`; the future is of the head, or of
+    a sentence that says why there is none.
 
     Unlike an executor's thread it may hang: it delays no shutdown, and the next load gets a
     thread of its own.
     """
     future: Future[Exchange | str] = Future()
-    run = threading.Thread(
-        target=lambda: future.set_result(load(*args)), name="load-drafter", daemon=True
-    )
-    run.start()
+
+    def run() -> None:
+        future.set_result(_load(speculator, model, others))
+
+    threading.Thread(target=run, name="load-drafter", daemon=True).start()
     return future
 
 
-def _load(speculator: Any, model: str) -> Exchange | str:
+def _load(speculator: Any, model: str, others: Callable[[], str | None]) -> Exchange | str:
     """Load a head; on failure return a sentence that says why.
 
     It raises nothing, because the frames of an exception would keep the refused head in memory,
@@ -185,7 +194,8 @@ def _load(speculator: Any, model: str) -> Exchange | str:
     try:
         from ..drafters.exchange import load_other
 
-        return load_other(speculator, model)
+        loaded = load_other(speculator, model)
+        return others() or loaded
     except Exception as error:  # a malformed checkpoint can raise anything
         sentence = why_unreadable(error)
         _free_frames(error)

@@ -35,6 +35,7 @@ from ..startup.compile_ahead import CompileAhead
 from ..step.device_queue import choose_device
 from ..step.model_runner import ModelRunner
 from ..step.parts import RunnerParts
+from .rank_drafters import DraftersElsewhere
 
 _POLL_SECONDS = 0.05  # how often a wait for results looks after the other ranks
 
@@ -99,11 +100,21 @@ class LeadingRunner(ModelRunner):
     """The model runner of the first rank. Each call reaches the other ranks in the same order."""
 
     idle_seconds = 0.2
-    swap_fault = "drafters cannot be swapped while several ranks share the model"
 
     def __init__(self, parts: RunnerParts, group: RankGroup, ranks: Ranks) -> None:
         super().__init__(parts)
         self._group, self._ranks = group, ranks
+        self._drafters = DraftersElsewhere(group)
+
+    def exchange_drafter(self, swap: Callable[[], None]) -> None:
+        self._drafters.swap()
+        super().exchange_drafter(swap)
+
+    def load_elsewhere(self, model: str) -> Callable[[], str | None]:
+        return self._drafters.load(model)
+
+    def drop_elsewhere(self) -> None:
+        self._drafters.drop()
 
     def check(self) -> None:
         """Raise RankFailed if another rank has failed."""

@@ -48,11 +48,28 @@ class Do(msgspec.Struct, tag=True):
     name: str
 
 
+class LoadDrafter(msgspec.Struct, tag=True):
+    """Load another drafter beside the running one, in a thread; `DrafterLoaded` follows."""
+
+    number: int
+    model: str
+
+
+class SwapDrafter(msgspec.Struct, tag=True):
+    """Swap the weights of the running drafter and the loaded one before the next step."""
+
+
+class DropDrafter(msgspec.Struct, tag=True):
+    """Forget the drafter that is loaded or being loaded."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """Finish the steps in flight, then exit."""
 
 
-Command = Execute | Forward | Sample | FillTokens | Do | Stop
+Command = (
+    Execute | Forward | Sample | FillTokens | Do | LoadDrafter | SwapDrafter | DropDrafter | Stop
+)
 NAMES = ("warm_up", "capture", "synchronize")
 
 
@@ -64,6 +81,14 @@ class StepDigest(msgspec.Struct, tag=True):
     digest: int
 
 
+class DrafterLoaded(msgspec.Struct, tag=True):
+    """A rank's answer to `LoadDrafter`; `fault` says in a sentence why it failed, if it did."""
+
+    rank: int
+    number: int
+    fault: str
+
+
 class RankFault(msgspec.Struct, tag=True):
     """Why a rank ends: one sentence."""
 
@@ -71,7 +96,7 @@ class RankFault(msgspec.Struct, tag=True):
     message: str
 
 
-Answer = StepDigest | RankFault
+Answer = StepDigest | DrafterLoaded | RankFault
 
 encoder = msgspec.msgpack.Encoder()
 command_decoder = msgspec.msgpack.Decoder(Command)

@@ -23,7 +23,16 @@ from ...configs.schema import Config
 from ..channel import check_descriptors
 from ..errors import RunnerError
 from ..process import WorkerOrders, describe_exit, start_process
-from .commands import Answer, Command, Digests, RankFault, Stop, answer_decoder, encoder
+from .commands import (
+    Answer,
+    Command,
+    Digests,
+    DrafterLoaded,
+    RankFault,
+    Stop,
+    answer_decoder,
+    encoder,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +50,8 @@ class RankFailed(RunnerError):
 
 class RankGroup:
     """The ranks 1, 2 ... of a group, as processes of this machine. Used by rank 0."""
+
+    on_drafter: Callable[[DrafterLoaded], None] | None = None  # called in a thread
 
     def __init__(self, config: Config, on_hang: Callable[[str], None]) -> None:
         """Start the processes. `on_hang` is called in a thread if the group has failed and the
@@ -144,6 +155,9 @@ class RankGroup:
                 if (status := process.poll()) is not None and status < 0:
                     self._fail(f"tensor-parallel rank {rank} {describe_exit(status)}")
             self._fail(answer.message)
+        elif isinstance(answer, DrafterLoaded):
+            if self.on_drafter is not None:
+                self.on_drafter(answer)
         else:
             self.note(answer.rank, answer.step_id, answer.digest)
 

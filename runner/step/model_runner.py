@@ -57,7 +57,6 @@ class ModelRunner:
     """
 
     idle_seconds: float | None = None  # how often `check` must run while there is no work
-    swap_fault: str | None = None  # why its drafter cannot be swapped
 
     def __init__(self, parts: RunnerParts) -> None:
         self.facts: RunnerFacts = parts.facts
@@ -209,6 +208,13 @@ class ModelRunner:
             self.table.forget_drafts()
 
         self._queue.call(job)
+
+    def load_elsewhere(self, model: str) -> Callable[[], str | None]:
+        """See `ExchangesDrafter`; there are no other ranks."""
+        return lambda: None
+
+    def drop_elsewhere(self) -> None:
+        """See `ExchangesDrafter`."""
 
     def synchronize(self) -> None:
         """Wait until everything launched so far has run, including drafting."""

@@ -142,13 +142,19 @@ class FakeRunner:
         self._launch(lambda: self._sample(plan, grammar_bitmask, handle))
         return handle
 
-    idle_seconds = swap_fault = None
+    idle_seconds = None
 
     def check(self) -> None:
         """There are no other ranks."""
 
     def exchange_drafter(self, swap: Callable[[], None]) -> None:
         raise AssertionError("there is no drafter")
+
+    def load_elsewhere(self, model: str) -> Callable[[], str | None]:
+        raise AssertionError("there is no drafter")
+
+    def drop_elsewhere(self) -> None:
+        """There are no other ranks."""
 
     def shutdown(self) -> None:
         self.was_shut_down = True
