@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from .hosts import check_hosts
 from .options import ConfigError, all_options, did_you_mean
 from .paths import PathError, local_path, shown
 from .preset import preset_names
@@ -36,11 +37,16 @@ _MIN = {
     "max_itl_ms": 1,
     "tensor_parallel_size": 1,
     "data_parallel_size": 1,
+    "nnodes": 1,
+    "node_rank": 0,
+    "master_port": 1,
+    "join_timeout": 0,
 }
 _MAX = {
     "tensor_parallel_size": 64,
     "data_parallel_size": 64,
     "port": 65535,
+    "master_port": 65535,
     "seed": 2**63 - 1,
     "gpu_memory_utilization": 1.0,
     "block_size": 1024,
@@ -53,6 +59,7 @@ def check(config: Config) -> Config:
     _check_ranges(config)
     _check_parallel(config)
     _check_batch_invariant(config)
+    check_hosts(config)
     _check_server(config)
     _check_model(config)
     _check_drafter(config)

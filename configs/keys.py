@@ -19,6 +19,7 @@ def with_keys(config: Config) -> Config:
     Raises ConfigError if a file cannot be read or holds no key, or if an HTTP header could not
     carry a key. The error never shows a key, because it goes to a terminal or a log.
     """
+    config = _with_group_key(config)
     server = config.server
     api_key = _checked("api_key", server.api_key)
     admin_api_key = _checked("admin_api_key", server.admin_api_key)
@@ -29,6 +30,17 @@ def with_keys(config: Config) -> Config:
     if api_key == server.api_key and admin_api_key == server.admin_api_key:
         return config
     return replace(config, server=replace(server, api_key=api_key, admin_api_key=admin_api_key))
+
+
+def _with_group_key(config: Config) -> Config:
+    """Read the secret of the hosts from its file, which must hold that one key."""
+    hosts = config.hosts
+    if hosts.group_key_file is None:
+        return config
+    keys = _read("group_key_file", hosts.group_key_file)
+    if len(keys) > 1 or hosts.group_key not in (None, keys[0]):
+        raise ConfigError("--group-key-file and --group-key must name one key together")
+    return replace(config, hosts=replace(hosts, group_key=keys[0]))
 
 
 def _read(name: str, path: str) -> tuple[str, ...]:

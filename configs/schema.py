@@ -333,7 +333,7 @@ class ParallelConfig:
 
     tensor_parallel_size: int = option(
         1,
-        "number of GPUs of this machine that share the model; on a CPU, the number of processes",
+        "number of GPUs that share the model; on a CPU, the number of processes",
         short="-tp",
     )
     data_parallel_size: int = option(
@@ -345,6 +345,26 @@ class ParallelConfig:
     disable_custom_all_reduce: bool = option(
         False, "add up small tensors of -tp through NCCL, too, not through shared GPU memory"
     )
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """Several hosts for one server."""
+
+    distributed_executor_backend: str = option(
+        "mp",
+        "what starts the processes of -tp and -dp: each host its own, or a Ray cluster",
+        choices=("mp", "ray"),
+    )
+    nnodes: int = option(1, "number of hosts that share the processes of -tp and -dp")
+    node_rank: int = option(0, "number of this host; 0 serves HTTP, the others only compute")
+    master_addr: str = option("127.0.0.1", "address of host 0, at which the other hosts reach it")
+    master_port: int = option(29501, "port of host 0 on which the other hosts join")
+    group_key: str | None = option(None, "secret of 16 characters or more that all hosts share")
+    group_key_file: str | None = option(
+        None, "file with the secret that all hosts share, such as a container secret"
+    )
+    join_timeout: float = option(600.0, "seconds that hosts wait for each other at the start")
 
 
 @dataclass(frozen=True)
@@ -360,3 +380,4 @@ class Config:
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
     graph: GraphConfig = field(default_factory=GraphConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)

@@ -261,7 +261,15 @@ class StepOutputs(msgspec.Struct, tag="step"):
     speculator: SpeculatorChanged | None = None
 
 
-FromWorker = Progress | Ready | Fatal | StepOutputs
+class StartRanks(msgspec.Struct, tag="ranks"):
+    """The first rank of an engine on several hosts listens, and the others can be started."""
+
+    rendezvous: str
+    answers: str  # the endpoint of the ranks' answers
+    commands: list[str]  # those of the commands of rank 1, 2 ...
+
+
+FromWorker = StartRanks | Progress | Ready | Fatal | StepOutputs
 
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker | AddChildren])

@@ -31,6 +31,13 @@ _OUT_OF_MEMORY = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)  # how C code d
 _PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15  # linux/prctl.h
 
 
+class Hosted(msgspec.Struct, frozen=True):
+    """What a process needs whose engine may have ranks on other hosts."""
+
+    address: str  # of its own host, numeric: there the first rank listens for the others
+    key: str  # of the group; see `group_key`
+
+
 class WorkerOrders(msgspec.Struct, frozen=True):
     """The start-up arguments of a worker, sent as one line of JSON on its standard input."""
 
@@ -40,18 +47,26 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     engine: str | None = None  # "module:function" that tests call instead of `engine.build_engine`
     name: str = "slip-worker"  # the process name that ps shows; at most 15 bytes
     rank: int = 0  # of a group of ranks that share a model; rank 0 is the server's worker
-    rendezvous: str = ""  # the file through which the ranks find each other; "": no group
+    rendezvous: str = ""  # where the ranks find each other, see `parallel.collectives`
+    answers: str = ""  # the endpoint to which a rank other than 0 sends its answers
+    hosted: Hosted | None = None  # None: all processes of the engine are on this host
+    log_name: str = ""  # the process's name in the log; "": worker, or the rank's number
 
 
 class WorkerProcess:
     """A running worker process. Await `stop` or `kill` before dropping it."""
 
-    def __init__(self, orders: WorkerOrders, variables: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        orders: WorkerOrders,
+        variables: Mapping[str, str] | None = None,
+        module: str = "engine.worker",
+    ) -> None:
         """Start the process, with `variables` in its environment.
 
         Raises OSError if the machine or its limits prevent it.
         """
-        self._process = start_process("engine.worker", orders, variables)
+        self._process = start_process(module, orders, variables)
 
     @property
     def pid(self) -> int:
@@ -78,14 +93,14 @@ class WorkerProcess:
             except TimeoutError:
                 pass
             finally:
-                self._close_stdin()
+                self.release()
         return await self.kill()
 
     async def kill(self) -> int:
         """Kill the process and return its status, which a cancellation reads as well, so that no
         dead process is left behind."""
         self._process.kill()
-        self._close_stdin()
+        self.release()
         try:
             return await self.wait()
         except asyncio.CancelledError:
@@ -93,7 +108,12 @@ class WorkerProcess:
                 self._process.wait(_CANCELLED_SECONDS)
             raise
 
-    def _close_stdin(self) -> None:
+    def send_kill(self) -> None:
+        """Kill the process without waiting for its end."""
+        self._process.kill()
+
+    def release(self) -> None:
+        """Close the process's standard input, at which it ends itself."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()

@@ -25,11 +25,12 @@ from ..messages import (
     Ready,
     ResetPrefixCache,
     SetVocabulary,
+    StartRanks,
     StepOutputs,
     ToWorker,
 )
 from ..parallel.group import RankGroup
-from ..process import end_now
+from ..process import Hosted, end_now
 from ..scheduling.draft_planner import DraftPlanner, plan_drafts
 from ..scheduling.kv_blocks import KVBlocks
 from ..scheduling.plan import StepPlan
@@ -207,14 +208,18 @@ class Engine:
         return [request.token_ids for request in requests if request is not None]
 
 
-def build_engine(config: Config, tell: Callable[[Progress | Fatal], None]) -> Engine:
+def build_engine(
+    config: Config,
+    tell: Callable[[Progress | Fatal | StartRanks], None],
+    hosted: Hosted | None = None,
+) -> Engine:
     """Load the model, allocate its KV cache and build an engine over it. Imports torch.
 
-    `tell` sends a message to the server.
+    `tell` sends a message to the server. `hosted`: see `WorkerOrders`.
     """
     group = None
     if config.parallel.tensor_parallel_size > 1:
-        group = RankGroup(config, partial(_end_with_ranks, tell))
+        group = RankGroup(config, partial(_end_with_ranks, tell), hosted, tell)
     with start_ahead(config) as ahead:
         if group is None:
             from ..startup.build import build_model_runner

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ...configs.logs import configure_logging
-from ...configs.schema import Config
 from ..errors import RunnerError
 from ..graphs.capture import spare_modules
 from ..parallel.commands import (
@@ -38,6 +37,7 @@ from ..parallel.commands import (
     unpacked_mask,
 )
 from ..parallel.group import RankEnd
+from ..parallel.rank_processes import Host
 from ..process import WorkerOrders, end_now, receive_orders
 from ..scheduling.plan import StepPlan
 from ..startup.assembly import assemble
@@ -130,9 +130,9 @@ class Follower:
 def serve(orders: WorkerOrders) -> int:
     """Build this rank's model runner and follow the first rank; returns the exit status."""
     config, rank = orders.config, orders.rank
-    end = RankEnd(orders.endpoint, rank)
+    end = RankEnd(orders)
     try:
-        runner = _build(config, rank, orders.rendezvous)
+        runner = _build(orders)
         in_flight = 2 if config.scheduler.async_scheduling else 1
         Follower(runner, end, rank, in_flight).run()
         status = 0
@@ -146,11 +146,13 @@ def serve(orders: WorkerOrders) -> int:
     return status
 
 
-def _build(config: Config, rank: int, rendezvous: str) -> ModelRunner:
+def _build(orders: WorkerOrders) -> ModelRunner:
+    config, hosted = orders.config, orders.hosted
+    host = None if hosted is None else Host(hosted.address)
     with start_ahead(config) as ahead:
         if torch.cuda.is_available():
             spare_modules()
-        ranks = join_ranks(config, rank, rendezvous)
+        ranks = join_ranks(config, orders.rank, orders.rendezvous, host)
         return ModelRunner(assemble(config, lambda progress: None, ahead, ranks))
 
 
@@ -161,7 +163,7 @@ def main() -> int:
     server = orders.config.server
     # The first rank logs what all ranks do.
     level = "debug" if server.log_level == "debug" else "warning"
-    configure_logging(level, server.log_format, f"rank {orders.rank}")
+    configure_logging(level, server.log_format, orders.log_name or f"rank {orders.rank}")
     return serve(orders)
 
 

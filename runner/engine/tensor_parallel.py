@@ -28,6 +28,7 @@ from ..parallel.commands import (
     plan_digest,
 )
 from ..parallel.group import RankGroup
+from ..parallel.rank_processes import Host
 from ..parallel.ranks import Ranks
 from ..scheduling.plan import RowResult, StepPlan
 from ..startup.build import build_model_runner
@@ -40,17 +41,20 @@ from .rank_drafters import DraftersElsewhere
 _POLL_SECONDS = 0.05  # how often a wait for results looks after the other ranks
 
 
-def join_ranks(config: Config, rank: int, rendezvous: str) -> Ranks:
-    """Take the device of a rank and join the group; returns when all ranks have joined."""
+def join_ranks(config: Config, rank: int, rendezvous: str, host: Host | None = None) -> Ranks:
+    """Take the device of a rank and join the group; returns when all ranks have joined.
+
+    `host` is this process's if the group is on several hosts.
+    """
     size = config.parallel.tensor_parallel_size
-    if choose_device(config.model.device).type == "cuda":
+    if host is None and choose_device(config.model.device).type == "cuda":
         if torch.cuda.device_count() < size:
             raise RunnerError(
                 f"--tensor-parallel-size {size} needs {size} GPUs, but this machine shows "
                 f"{torch.cuda.device_count()}"
             )
     device = choose_device(config.model.device)  # the first that this process sees
-    collectives = Collectives(rank, size, rendezvous, device)
+    collectives = Collectives(rank, size, rendezvous, device, host)
     if not config.parallel.disable_custom_all_reduce:
         collectives.use_small_sums()
     return Ranks(rank, size, collectives, config.parallel.enable_expert_parallel)
@@ -64,7 +68,7 @@ def build_leader(
 ) -> LeadingRunner:
     """Build the first rank's model runner; `group` holds the others, which build theirs."""
     with group.faults():
-        ranks = join_ranks(config, 0, group.rendezvous)
+        ranks = join_ranks(config, 0, group.rendezvous, group.host)
         create = partial(LeadingRunner, group=group, ranks=ranks)
         runner = build_model_runner(config, progress, ahead, ranks, create)
     assert isinstance(runner, LeadingRunner)

@@ -11,6 +11,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol, cast
 
 from ...configs.logs import configure_logging
@@ -20,7 +21,7 @@ from ..channel import WorkerChannel
 from ..errors import DrafterError, RunnerError, first_line
 from ..messages import Fatal, Progress, Ready, Shutdown, StepOutputs, ToWorker
 from ..parallel.group import RankFailed
-from ..process import WorkerOrders, end_now, receive_orders
+from ..process import Hosted, WorkerOrders, end_now, receive_orders
 
 log = logging.getLogger("slipstream.worker")
 # Errors that a user or the machine can cause. Any other is a bug, so its class is named.
@@ -54,12 +55,12 @@ class WorkerEngine(Protocol):
 BuildEngine = Callable[[Config, Callable[[Progress | Fatal], None]], WorkerEngine]
 
 
-def find_engine(path: str | None) -> BuildEngine:
+def find_engine(path: str | None, hosted: Hosted | None = None) -> BuildEngine:
     """The function that builds the engine: ours, or the `module:function` that a test names."""
     if path is None:
         from .engine import build_engine
 
-        return cast(BuildEngine, build_engine)
+        return cast(BuildEngine, partial(build_engine, hosted=hosted))
     module, _, name = path.partition(":")
     return cast(BuildEngine, getattr(importlib.import_module(module), name))
 
@@ -98,10 +99,11 @@ def sentence(error: BaseException) -> str:
 
 def serve(orders: WorkerOrders) -> int:
     """Build the engine, report `Ready`, and run it until shutdown; returns the exit status."""
-    channel = WorkerChannel(orders.endpoint)
+    key = "" if orders.endpoint.startswith("ipc:") or orders.hosted is None else orders.hosted.key
+    channel = WorkerChannel(orders.endpoint, key)
     engine: WorkerEngine | None = None
     try:
-        build = find_engine(orders.engine)
+        build = find_engine(orders.engine, orders.hosted)
         engine = build(orders.config, lambda message: channel.send([message]))
         tune_garbage_collector()
         channel.send([engine.ready])
@@ -127,7 +129,7 @@ def main() -> int:
     faulthandler.enable()
     orders = receive_orders(sys.stdin.buffer)
     server = orders.config.server
-    configure_logging(server.log_level, server.log_format, "worker")
+    configure_logging(server.log_level, server.log_format, orders.log_name or "worker")
     status = serve(orders)
     if orders.config.parallel.tensor_parallel_size > 1:
         end_now(status)  # communicators may wait for graphs that still hold them

@@ -10,10 +10,13 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store, TCPStore
 
+from .rank_processes import Host
 from .small_sums import SmallSums, open_small_sums
 
 # A rank that dies is noticed by its parent at once; this only bounds waits that nothing else ends.
@@ -23,19 +26,35 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 
 
 class Collectives:
-    """A `Communicator` over the default process group, whose ranks are on one machine."""
+    """A `Communicator` over the default process group."""
 
-    def __init__(self, rank: int, size: int, rendezvous: str, device: torch.device) -> None:
-        """Join the group; waits for the other ranks. `rendezvous` is a file that does not exist
-        before the first rank joins, the same for all ranks."""
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        rendezvous: str,
+        device: torch.device,
+        host: Host | None = None,
+    ) -> None:
+        """Join the group; waits for the other ranks.
+
+        `rendezvous` is the same for all ranks: on one host a file that does not exist before the
+        first rank joins, and on several hosts "tcp://", an address and a port, on which a socket of
+        the first rank's host listens. `host` is this process's of several.
+        """
         self._size, self._device = size, device
         self._small: SmallSums | None = None
         on_gpu = device.type == "cuda"
-        if not on_gpu:
+        is_remote = rendezvous.startswith("tcp://")
+        if is_remote:
+            assert host is not None
+            use_interface(host.address)
+        elif not on_gpu:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if on_gpu else "gloo",
-            init_method=f"file://{rendezvous}",
+            init_method=None if is_remote else f"file://{rendezvous}",
+            store=_store(rank, size, rendezvous, host) if is_remote else None,
             rank=rank,
             world_size=size,
             timeout=_TIMEOUT,
@@ -67,3 +86,31 @@ class Collectives:
         dist.all_reduce(table, dist.ReduceOp.MIN)
         found: list[int] = table.tolist()
         return found
+
+
+def _store(rank: int, size: int, rendezvous: str, host: Host | None) -> Store:
+    """The table through which ranks on several hosts find each other."""
+    address, _, port = rendezvous.removeprefix("tcp://").rpartition(":")
+    listener = None if host is None else host.listener
+    return TCPStore(
+        address,
+        int(port),
+        size,
+        is_master=rank == 0,
+        timeout=_TIMEOUT,
+        wait_for_workers=False,
+        # The listener is bound to one address; torch's own would listen on all of the host's.
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
+
+
+def use_interface(address: str) -> None:
+    """Have gloo and NCCL use the network interface of an address of this host.
+
+    Variables that are set already stay as they are.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(found.address.partition("%")[0] == address for found in addresses):
+            for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                os.environ.setdefault(variable, name)
+            return

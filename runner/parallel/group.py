@@ -1,4 +1,4 @@
-"""The first rank's side of a group: starts the other ranks, tells them what to run, watches them.
+"""The first rank's side of a group: has the other ranks started, tells them what to run.
 
 A rank that dies, or whose tokens differ, ends the group: `check` raises one sentence, and if the
 main thread hangs in a collective that will never end, the process ends itself. The server then
@@ -8,9 +8,8 @@ starts a new worker, and with it a new group.
 from __future__ import annotations
 
 import logging
-import os
 import shutil
-import subprocess
+import socket
 import tempfile
 import threading
 import time
@@ -20,9 +19,11 @@ from contextlib import contextmanager
 import zmq
 
 from ...configs.schema import Config
-from ..channel import check_descriptors
 from ..errors import RunnerError
-from ..process import WorkerOrders, describe_exit, start_process
+from ..group_key import connect, listen
+from ..messages import StartRanks
+from ..pair import check_descriptors
+from ..process import Hosted, WorkerOrders, describe_exit
 from .commands import (
     Answer,
     Command,
@@ -33,6 +34,7 @@ from .commands import (
     answer_decoder,
     encoder,
 )
+from .rank_processes import Host, HostedRanks, LocalRanks, Meeting, RankProcesses
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ _CAUSE_SECONDS = 0.1
 _NOTICE_SECONDS = 1.5  # for the watching thread to see a rank's end after a collective has failed
 _GRACE_SECONDS = 2.0  # for the main thread to report the end of the group itself
 _STOP_SECONDS = 2.0  # at shutdown, for the ranks to exit
+_MAX_BYTES = 256 << 20  # of a message between hosts; masks of large batches take tens of megabytes
 
 
 class RankFailed(RunnerError):
@@ -49,49 +52,65 @@ class RankFailed(RunnerError):
 
 
 class RankGroup:
-    """The ranks 1, 2 ... of a group, as processes of this machine. Used by rank 0."""
+    """The ranks 1, 2 ... of a group, used by rank 0."""
 
     on_drafter: Callable[[DrafterLoaded], None] | None = None  # called in a thread
 
-    def __init__(self, config: Config, on_hang: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        on_hang: Callable[[str], None],
+        hosted: Hosted | None = None,
+        tell: Callable[[StartRanks], None] | None = None,
+    ) -> None:
         """Start the processes. `on_hang` is called in a thread if the group has failed and the
-        main thread has not reported it within two seconds. Raises OSError."""
+        main thread has not reported it within two seconds.
+
+        For a group on several hosts, `hosted` says where this one listens, and `tell` sends a
+        message to the server, which then starts the other ranks. Raises OSError.
+        """
         self.size = config.parallel.tensor_parallel_size
         self._on_hang = on_hang
+        self._hosted = hosted
         self._folder = tempfile.mkdtemp(prefix="slipstream-ranks-")  # mode 0700
-        self.rendezvous = f"{self._folder}/group"
         self._failure: str | None = None
         self._stopping = threading.Event()
         self._digests = Digests(self.size)
         check_descriptors()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._commands: list[zmq.Socket[bytes]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self.listener: socket.socket | None = None
+        self._processes: RankProcesses
+        if hosted is None:
+            self._processes = LocalRanks(config)
+        else:
+            assert tell is not None, "the server starts the ranks of other hosts"
+            self._processes = HostedRanks(tell)
         try:
-            self._answers = self._bind("answers", zmq.PULL)
+            self.rendezvous = self._open_rendezvous()
+            self._answers, answers = self._bind("answers", zmq.PULL)
+            endpoints = []
             for rank in range(1, self.size):
-                self._commands.append(self._bind(f"rank{rank}", zmq.PUSH))
-                orders = WorkerOrders(
-                    f"ipc://{self._folder}",
-                    os.getpid(),
-                    config,
-                    name=f"slip-rank-{rank}",
-                    rank=rank,
-                    rendezvous=self.rendezvous,
-                )
-                devices = {"CUDA_VISIBLE_DEVICES": devices_from(rank, self.size)}
-                self._processes.append(start_process("engine.rank", orders, devices))
+                commands, endpoint = self._bind(f"rank{rank}", zmq.PUSH)
+                self._commands.append(commands)
+                endpoints.append(endpoint)
+            self._processes.start(Meeting(self.rendezvous, answers, endpoints))
         except BaseException:
             self._end()
             raise
         self._watcher = threading.Thread(target=self._watch, name="rank-watch", daemon=True)
         self._watcher.start()
 
+    @property
+    def host(self) -> Host | None:
+        """The host of this process, for the collectives of a group on several hosts."""
+        return None if self._hosted is None else Host(self._hosted.address, self.listener)
+
     def send(self, command: Command) -> None:
         """Send a command to every other rank. Never waits."""
         packet = encoder.encode(command)
-        for socket in self._commands:
-            socket.send(packet)
+        for commands in self._commands:
+            commands.send(packet)
 
     def check(self) -> None:
         """Raise RankFailed if the group has failed."""
@@ -129,12 +148,7 @@ class RankGroup:
         self._watcher.join()
         if self._failure is None:
             self.send(Stop())
-            deadline = time.monotonic() + _STOP_SECONDS
-            for process in self._processes:
-                try:
-                    process.wait(max(0.0, deadline - time.monotonic()))
-                except subprocess.TimeoutExpired:
-                    pass
+            self._processes.wait(_STOP_SECONDS)
         self._end()
 
     # --- the watching thread ----------------------------------------------------------------------
@@ -151,8 +165,8 @@ class RankGroup:
         if isinstance(answer, RankFault):
             # A rank whose collective failed may report it before the end of its cause is seen.
             time.sleep(_CAUSE_SECONDS)
-            for rank, process in enumerate(self._processes, 1):
-                if (status := process.poll()) is not None and status < 0:
+            for rank, status in self._processes.ended():
+                if status < 0:
                     self._fail(f"tensor-parallel rank {rank} {describe_exit(status)}")
             self._fail(answer.message)
         elif isinstance(answer, DrafterLoaded):
@@ -162,10 +176,7 @@ class RankGroup:
             self.note(answer.rank, answer.step_id, answer.digest)
 
     def _look_at_processes(self) -> None:
-        for rank, process in enumerate(self._processes, 1):
-            status = process.poll()
-            if status is None or self._failure is not None:
-                continue
+        for rank, status in self._processes.ended():
             while self._failure is None and self._answers.poll(int(1e3 * _LAST_WORDS_SECONDS)):
                 self._take(answer_decoder.decode(self._answers.recv()))
             self._fail(f"tensor-parallel rank {rank} {describe_exit(status)}")
@@ -176,44 +187,53 @@ class RankGroup:
 
     # --- life -------------------------------------------------------------------------------------
 
-    def _bind(self, name: str, kind: int) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        socket.set(zmq.LINGER, 0)
-        socket.set(zmq.SNDHWM, 0)  # unlimited queue: a step never waits for a slow rank
-        socket.set(zmq.RCVHWM, 0)
-        socket.bind(f"ipc://{self._folder}/{name}")
-        return socket
+    def _open_rendezvous(self) -> str:
+        """Where the ranks meet for collectives: a file, or a port that already listens."""
+        if self._hosted is None:
+            return f"{self._folder}/group"
+        address = self._hosted.address
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.listener = socket.create_server((address, 0), family=family)
+        return f"tcp://{address}:{self.listener.getsockname()[1]}"
+
+    def _bind(self, name: str, kind: int) -> tuple[zmq.Socket[bytes], str]:
+        """A socket that listens, and its endpoint."""
+        bound = self._context.socket(kind)
+        bound.set(zmq.SNDHWM, 0)  # unlimited queue: a step never waits for a slow rank
+        bound.set(zmq.RCVHWM, 0)
+        if self._hosted is None:
+            bound.bind(f"ipc://{self._folder}/{name}")
+            return bound, f"ipc://{self._folder}/{name}"
+        bound.set(zmq.MAXMSGSIZE, _MAX_BYTES)
+        return bound, listen(bound, self._hosted.address, self._hosted.key)
 
     def _end(self) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        self._context.destroy(linger=0)
+        self._processes.kill()
+        if self.listener is not None:
+            self.listener.close()
+        # On several hosts, the command to stop may still be on its way.
+        linger = 0.0 if self._hosted is None or self._failure is not None else _STOP_SECONDS
+        self._context.destroy(linger=int(1e3 * linger))
         shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def devices_from(rank: int, size: int) -> str:
-    """The visible GPUs, beginning with that of a rank, which is then the first of its process."""
-    stated = os.environ.get("CUDA_VISIBLE_DEVICES")
-    devices = [str(i) for i in range(size)] if stated is None else stated.split(",")
-    return ",".join([*devices[rank:], *devices[:rank]])
 
 
 class RankEnd:
     """The other ranks' end of the sockets."""
 
-    def __init__(self, endpoint: str, rank: int) -> None:
+    def __init__(self, orders: WorkerOrders) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._commands = self._context.socket(zmq.PULL)
         self._answers = self._context.socket(zmq.PUSH)
-        for socket, name in ((self._commands, f"rank{rank}"), (self._answers, "answers")):
-            socket.set(zmq.LINGER, int(1e3 * _STOP_SECONDS))
-            socket.set(zmq.SNDHWM, 0)
-            socket.set(zmq.RCVHWM, 0)
-            socket.connect(f"{endpoint}/{name}")
+        ends = ((self._commands, orders.endpoint), (self._answers, orders.answers))
+        for end, endpoint in ends:
+            end.set(zmq.LINGER, int(1e3 * _STOP_SECONDS))
+            end.set(zmq.SNDHWM, 0)
+            end.set(zmq.RCVHWM, 0)
+            if orders.hosted is None:
+                end.connect(endpoint)
+            else:
+                end.set(zmq.MAXMSGSIZE, _MAX_BYTES)
+                connect(end, endpoint, orders.hosted.key)
 
     def receive(self, timeout: float | None) -> bytes | None:
         """The next command; None after `timeout` seconds without one."""

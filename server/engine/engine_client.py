@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
 from ...configs.schema import Config
@@ -40,6 +40,9 @@ __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
 log = logging.getLogger("slipstream.engine")
 
 StatsCallback = Callable[[StepStats], None]
+# Starts the processes of an engine: with its config, and with the name of a replacement that tests
+# use or None. Raises OSError and WorkerFailed.
+BeginWorker = Callable[[Config, str | None], Awaitable[Worker]]
 _SHUTTING_DOWN = "the server is shutting down"
 STOP_SECONDS = 5.0  # time for the step in flight when the worker is told to stop
 
@@ -75,12 +78,14 @@ class EngineClient:
         engine: str | None = None,
         backoff: Backoff | None = None,
         devices: str | None = None,  # CUDA_VISIBLE_DEVICES of its workers; None: the server's own
+        begin: BeginWorker | None = None,  # starts a worker on other hosts
     ) -> None:
         self.health = Health()
         self.stats: StatsCallback | None = None  # called once a step, on the event loop
         self._config = config
         self._engine = engine
         self._devices = devices
+        self._begin = begin or self._begin_here
         self._backoff = backoff or Backoff()
         self._ready: Ready | None = None
         self._worker: Worker | None = None
@@ -258,11 +263,14 @@ class EngineClient:
 
     # --- life of the worker -------------------------------------------------------------------
 
+    async def _begin_here(self, config: Config, engine: str | None) -> Worker:
+        return Worker.begin(config, engine, self._devices)
+
     async def _launch(self, progress: ProgressCallback | None) -> Ready:
         """Start a worker and wait for Ready; stop it and raise WorkerFailed if that fails."""
         config = replace(self._config, speculative=self._drafter.current)
         try:
-            worker = Worker.begin(config, self._engine, self._devices)
+            worker = await self._begin(config, self._engine)
         except OSError as error:  # out of file descriptors, processes, memory or disk space
             raise WorkerFailed(f"the worker cannot be started ({error})") from error
         outcome = await worker.started(progress)

@@ -18,7 +18,7 @@ from ...configs.schema import Config
 from ...runner.messages import AddRequest, Ready, SetVocabulary, StepStats
 from ..health import HealthReport, State, joint_report
 from ..request_stream import RequestStream, SpeculatorRefused
-from .engine_client import STOP_SECONDS, EngineClient, WorkerFailed
+from .engine_client import STOP_SECONDS, BeginWorker, EngineClient, WorkerFailed
 from .routing import Router
 from .worker_watch import ProgressCallback
 
@@ -150,15 +150,21 @@ class Engines:
         await asyncio.gather(*(action(client) for client in self.clients))
 
 
-def create_engine(config: Config, engine: str | None = None) -> EngineClient | Engines:
+def create_engine(
+    config: Config,
+    engine: str | None = None,
+    begin_of: Callable[[int], BeginWorker] | None = None,
+) -> EngineClient | Engines:
     """The client of the configured engines; `engine`: see `EngineClient`. Starts nothing.
 
-    Raises WorkerFailed if the machine has too few GPUs.
+    `begin_of` makes the function that starts the worker of an engine, by the engine's number, if
+    processes run on several hosts. Raises WorkerFailed if the machine has too few GPUs.
     """
     count, size = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
     if count == 1:
-        return EngineClient(config, engine=engine)
-    devices = [] if config.model.device == "cpu" else visible_devices()
+        return EngineClient(config, engine=engine, begin=begin_of and begin_of(0))
+    is_here = begin_of is None and config.model.device != "cpu"
+    devices = visible_devices() if is_here else []
     if devices and len(devices) < count * size:
         raise WorkerFailed(
             f"--data-parallel-size {count} with --tensor-parallel-size {size} needs "
@@ -168,7 +174,9 @@ def create_engine(config: Config, engine: str | None = None) -> EngineClient | E
     clients = []
     for index in range(count):
         part = devices[index * size : (index + 1) * size]
-        clients.append(EngineClient(own, engine=engine, devices=",".join(part) or None))
+        begin = begin_of and begin_of(index)
+        named = ",".join(part) or None
+        clients.append(EngineClient(own, engine=engine, devices=named, begin=begin))
     return Engines(clients)
 
 

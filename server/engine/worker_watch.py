@@ -1,4 +1,7 @@
-"""One worker process and its channel: starting it, receiving messages, noticing its end."""
+"""The processes of one engine and their channel: start, messages, end.
+
+On one host the engine is one worker process, which starts its other ranks itself.
+"""
 
 from __future__ import annotations
 
@@ -6,21 +9,63 @@ import asyncio
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Protocol
 
 from ...configs.schema import Config
 from ...runner.channel import ServerChannel
-from ...runner.messages import Fatal, FromWorker, Progress, Ready
+from ...runner.messages import Fatal, FromWorker, Progress, Ready, StartRanks
 from ...runner.process import WorkerOrders, WorkerProcess, describe_exit
 
 ProgressCallback = Callable[[Progress], None]
 _LAST_WORDS_SECONDS = 0.3  # time for a Fatal message that arrives after the exit
 
 
+class EngineProcess(Protocol):
+    """The processes of one engine, seen as one."""
+
+    @property
+    def pid(self) -> int | None:
+        """The worker's process id; None on another host."""
+
+    async def ended(self) -> str:
+        """Wait for the end of a process that the engine needs; returns a sentence."""
+
+    async def stop(self, grace: float) -> object:
+        """Wait `grace` seconds for the processes to exit by themselves, then force them."""
+
+    async def kill(self) -> object:
+        """Kill the processes and wait for their end."""
+
+    def start_ranks(self, wanted: StartRanks) -> None:
+        """Start the other ranks, because the first one listens for them."""
+
+    async def explained(self, fatal: Fatal) -> Fatal:
+        """The worker's last message, or its cause: the end of a process on which it depends."""
+
+
+class LocalProcess:
+    """The worker process of an engine on this host."""
+
+    def __init__(self, process: WorkerProcess) -> None:
+        self._process = process
+        self.pid: int | None = process.pid
+        self.stop, self.kill = process.stop, process.kill
+
+    async def ended(self) -> str:
+        return f"the worker {describe_exit(await self._process.wait())}"
+
+    def start_ranks(self, wanted: StartRanks) -> None:
+        raise AssertionError("on one host the worker starts its ranks itself")
+
+    async def explained(self, fatal: Fatal) -> Fatal:
+        return fatal
+
+
 @dataclass(frozen=True)
 class Worker:
-    """A worker process and the channel to it."""
+    """The processes of an engine and the channel to the one that has the scheduler."""
 
-    process: WorkerProcess
+    process: EngineProcess
     channel: ServerChannel
 
     @classmethod
@@ -37,7 +82,7 @@ class Worker:
                 endpoint=channel.endpoint, parent_pid=os.getpid(), config=config, engine=engine
             )
             variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
-            return cls(WorkerProcess(orders, variables), channel)
+            return cls(LocalProcess(WorkerProcess(orders, variables)), channel)
         except BaseException:
             channel.close()
             raise
@@ -45,7 +90,7 @@ class Worker:
     async def started(self, progress: ProgressCallback | None) -> Ready | Fatal:
         """Wait for Ready. Returns Fatal if the worker does not start; it has then been stopped."""
         try:
-            outcome = await self.watch(lambda message: _on_start(message, progress))
+            outcome = await self.watch(lambda message: self._on_start(message, progress))
         except BaseException:
             await self.end()
             raise
@@ -53,10 +98,10 @@ class Worker:
             await self.end()
         return outcome
 
-    async def end(self, grace: float = 0.0) -> int:
-        """Wait up to `grace` s for the process to exit, then kill it; returns its exit status."""
+    async def end(self, grace: float = 0.0) -> None:
+        """Wait up to `grace` s for the processes to exit, then kill them."""
         try:
-            return await (self.process.stop(grace) if grace else self.process.kill())
+            await (self.process.stop(grace) if grace else self.process.kill())
         finally:
             self.channel.close()
 
@@ -79,7 +124,7 @@ class Worker:
                         return outcome
 
         reader = asyncio.create_task(read())
-        ended = asyncio.create_task(self.process.wait())
+        ended = asyncio.create_task(self.process.ended())
         silent = [asyncio.create_task(each) for each in (self._frozen(), hung) if each is not None]
         tasks = {reader, ended, *silent}
         try:
@@ -87,24 +132,30 @@ class Worker:
             if not reader.done():
                 await asyncio.wait({reader}, timeout=_LAST_WORDS_SECONDS)
             if reader.done():
-                return reader.result()
+                outcome = reader.result()
+                if isinstance(outcome, Fatal):
+                    return await self.process.explained(outcome)
+                return outcome
             if ended.done():
-                return Fatal(f"the worker {describe_exit(ended.result())}")
+                return Fatal(ended.result())
             return Fatal(next(task.result() for task in silent if task.done()))
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
+    def _on_start(
+        self, message: FromWorker, progress: ProgressCallback | None
+    ) -> Ready | Fatal | None:
+        match message:
+            case Progress() if progress is not None:
+                progress(message)
+            case StartRanks():
+                self.process.start_ranks(message)
+            case Ready() | Fatal():
+                return message
+        return None
+
     async def _frozen(self) -> str:
         await self.channel.disconnected()
         return "the worker stopped answering"
-
-
-def _on_start(message: FromWorker, progress: ProgressCallback | None) -> Ready | Fatal | None:
-    match message:
-        case Progress() if progress is not None:
-            progress(message)
-        case Ready() | Fatal():
-            return message
-    return None

@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import uvicorn
 
+from ...configs.hosts import uses_hosts
 from ...configs.logs import configure_logging
 from ...configs.schema import Config, ServerConfig
 from ...runner.messages import SetVocabulary
-from ..engine.engine_client import STOP_SECONDS, EngineClient, WorkerFailed
+from ..engine.engine_client import STOP_SECONDS, BeginWorker, EngineClient, WorkerFailed
 from ..engine.engines import Engines, create_engine
 from ..progress import StartupProgress
 
@@ -52,6 +53,10 @@ class LaunchError(Exception):
 
 def serve(config: Config) -> int:
     """Serve until SIGTERM or Ctrl-C; returns the exit status. Errors are printed, not raised."""
+    if config.hosts.node_rank > 0:
+        from ..hosts.agent import follow
+
+        return follow(config)
     configure_logging(config.server.log_level, config.server.log_format, "server")
     try:
         with bind(config.server) as listener:
@@ -113,17 +118,31 @@ class Launch:
 
     async def run(self) -> int:
         """Start everything, wait for a signal, drain; returns the exit status."""
-        client = create_engine(self._config, os.environ.get(_ENGINE_VARIABLE))
         with self._signals():
-            try:
-                server = await self._unless_stopped(self._start(client))
-                if server is not None:
-                    await self._serve(server, client)
-            finally:
-                if not self._force.is_set():
-                    await self._first(client.shutdown(grace=STOP_SECONDS), self._force.wait())
-                await client.shutdown(grace=0.0)
+            if not uses_hosts(self._config):
+                await self._run(None)
+            else:
+                from ..hosts.executor import HostsExecutor
+
+                async with HostsExecutor(self._config, self._leave) as executor:
+                    await self._run(executor.begin_of)
         return _FORCED if self._force.is_set() else 0
+
+    def _leave(self, node: str) -> None:
+        """Stop as at SIGTERM, because a node on which engines depend was asked to end."""
+        log.warning("%s is stopping, and so is this server", node)
+        self._stop.set()
+
+    async def _run(self, begin_of: Callable[[int], BeginWorker] | None) -> None:
+        client = create_engine(self._config, os.environ.get(_ENGINE_VARIABLE), begin_of)
+        try:
+            server = await self._unless_stopped(self._start(client))
+            if server is not None:
+                await self._serve(server, client)
+        finally:
+            if not self._force.is_set():
+                await self._first(client.shutdown(grace=STOP_SECONDS), self._force.wait())
+            await client.shutdown(grace=0.0)
 
     async def _start(self, client: Client) -> uvicorn.Server:
         """Check the model's files, then start the worker and create the app at the same time.

@@ -115,7 +115,7 @@ async def test_packets_larger_than_a_frame_arrive_whole_both_ways(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The socket cuts off a peer that sends more at once: the worker was started again."""
-    monkeypatch.setattr("slipstream.runner.channel.MAX_FRAME_BYTES", 1 << 16)
+    monkeypatch.setattr("slipstream.runner.pair.MAX_FRAME_BYTES", 1 << 16)
     server = ServerChannel()
     worker = WorkerChannel(server.endpoint)
     worker.send([Progress("load", 1, 1)])

@@ -108,7 +108,7 @@ def serve(
     module = types.ModuleType("scripted_engine")
     module.build = build  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "scripted_engine", module)
-    monkeypatch.setattr(worker, "WorkerChannel", lambda endpoint: channel)
+    monkeypatch.setattr(worker, "WorkerChannel", lambda endpoint, key: channel)
     monkeypatch.setattr(worker.gc, "freeze", lambda: None)
     orders = WorkerOrders("ipc://none", 1, Config(), engine="scripted_engine:build")
     return worker.serve(orders), channel

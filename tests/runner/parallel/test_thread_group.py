@@ -16,7 +16,8 @@ from torch import Tensor
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.parallel.commands import Execute
-from slipstream.runner.parallel.group import RankFailed, devices_from
+from slipstream.runner.parallel.group import RankFailed
+from slipstream.runner.parallel.rank_processes import devices_from
 from slipstream.runner.parallel.ranks import Ranks, check_equal
 from slipstream.speculators.base import DraftInputs
 from slipstream.speculators.ngram import NgramSpeculator

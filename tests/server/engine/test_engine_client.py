@@ -261,8 +261,8 @@ async def test_shutdown_in_the_middle_of_a_start_leaves_no_process() -> None:
 
 
 async def test_frozen_worker_counts_as_dead(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("slipstream.runner.channel.HEARTBEAT_MS", 100)
-    monkeypatch.setattr("slipstream.runner.channel.HEARTBEAT_TIMEOUT_MS", 400)
+    monkeypatch.setattr("slipstream.runner.pair.HEARTBEAT_MS", 100)
+    monkeypatch.setattr("slipstream.runner.pair.HEARTBEAT_TIMEOUT_MS", 400)
     client = make_client()
     await client.start()
     stream = client.submit(request("open", max_tokens=10**6))
