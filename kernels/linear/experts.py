@@ -44,6 +44,14 @@ class ExpertWeights:
     alpha: float = 1.702
     limit: float = 7.0
 
+    @property
+    def num_experts(self) -> int:
+        return self.down.shape[0]
+
+    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gate and up, [2I, H], and down, [H, I], of one expert."""
+        return self.gate_up[expert], self.down[expert]
+
 
 @dataclass(frozen=True)
 class PackedExperts:
@@ -57,6 +65,15 @@ class PackedExperts:
     activation: str = "silu"  # one of ACTIVATIONS
     alpha: float = 1.702
     limit: float = 7.0
+
+    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Gate and up, [2I, H], and down, [H, I], of one expert."""
+        gate_up, down = (
+            weight.rows(torch.arange(rows, device=weight.device) + expert * rows, dtype)
+            for weight in (self.gate_up, self.down)
+            for rows in (weight.shape[0] // self.num_experts,)
+        )
+        return gate_up, down
 
     def widened(self, dtype: torch.dtype) -> ExpertWeights:
         """The same experts with all numbers in memory."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
-from .experts import ExpertWeights, Routing
+from .experts import ExpertWeights, PackedExperts, Routing
 
 
 def select_experts(
@@ -88,8 +88,6 @@ def run_experts(
         else:
             out = triton_moe.run_experts(x, experts, weights, ids, absent)
         return out
-    if absent:  # after all others
-        ids = ids.masked_fill(ids < 0, experts.down.shape[0])
     return run_experts_reference(x, experts, weights, ids)
 
 
@@ -110,29 +108,36 @@ def expert_parts(
 
 
 def run_experts_reference(
-    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor
+    x: Tensor, experts: ExpertWeights | PackedExperts, weights: Tensor, ids: Tensor
 ) -> Tensor:
-    """The plain version of `run_experts`: one pass per expert that has tokens."""
-    top_k = ids.shape[1]
-    order = ids.flatten().argsort(stable=True)  # [T * k] (token, choice) pairs by expert
-    count = experts.down.shape[0]
-    counts = torch.bincount(ids.flatten(), minlength=count)[:count].tolist()
+    """The plain version of `run_experts`: one pass per expert that has tokens. Quantised matrices
+    are widened one expert at a time."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    start = 0
-    for expert, count in enumerate(counts):
-        if count == 0:
-            continue
-        pairs = order[start : start + count]
-        tokens = pairs // top_k
-        biases = [None if b is None else b[expert] for b in _biases(experts)]
-        inner = gated(F.linear(x[tokens], experts.gate_up[expert], biases[0]), experts)
-        part = F.linear(inner, experts.down[expert], biases[1])
+    for expert, pairs in pairs_by_expert(ids, experts.num_experts):
+        tokens = pairs // ids.shape[1]
+        gate_up, down = experts.matrices(expert, x.dtype)
+        biases = [None if b is None else b[expert].to(x.dtype) for b in _biases(experts)]
+        inner = gated(F.linear(x[tokens], gate_up, biases[0]), experts)
+        part = F.linear(inner, down, biases[1])
         out.index_add_(0, tokens, part.float() * weights.flatten()[pairs].unsqueeze(1))
-        start += count
     return out.to(x.dtype)
 
 
-def gated(gate_up: Tensor, experts: ExpertWeights) -> Tensor:
+def pairs_by_expert(ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor]]:
+    """The (token, choice) pairs of each expert that ids [T, k] choose, as indices into `ids`
+    flattened, ascending. Ids below 0 are of no expert here. Waits for the device."""
+    flat = ids.flatten()
+    flat = flat.masked_fill(flat < 0, num_experts)  # after all others
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=num_experts)[:num_experts].tolist()
+    start = 0
+    for expert, count in enumerate(counts):
+        if count:
+            yield expert, order[start : start + count]
+            start += count
+
+
+def gated(gate_up: Tensor, experts: ExpertWeights | PackedExperts) -> Tensor:
     """The activation of an expert: gate and up side by side, [T, 2I] -> [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if experts.activation == "clamped_swiglu":
@@ -145,5 +150,5 @@ def gated(gate_up: Tensor, experts: ExpertWeights) -> Tensor:
     return F.gelu(gate, approximate="tanh") * up
 
 
-def _biases(experts: ExpertWeights) -> tuple[Tensor | None, Tensor | None]:
+def _biases(experts: ExpertWeights | PackedExperts) -> tuple[Tensor | None, Tensor | None]:
     return experts.gate_up_bias, experts.down_bias

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..device import use_triton
@@ -10,13 +11,33 @@ from ..linear.moe import run_experts_reference
 from ..quant.tiled import TiledWeight
 
 
+def packed_experts(
+    x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, absent: bool = False
+) -> Tensor:
+    """See `kernels.linear.moe.run_experts`."""
+    if not _has_kernels(x, experts):
+        return run_experts_reference(x, experts, weights, ids)
+    from .triton import packed_experts as kernels
+    from ..linear.triton.expert_rows import whole
+
+    out: Tensor = whole(kernels.expert_parts(x, experts, weights, ids, absent=absent), x)
+    return out
+
+
 def packed_expert_parts(
     x: Tensor, experts: PackedExperts, weights: Tensor, ids: Tensor, spare: int = 0
 ) -> Tensor:
     """See `kernels.linear.moe.expert_parts`."""
-    if use_triton(x) and x.shape[0] and isinstance(experts.gate_up, TiledWeight):
-        from .triton import packed_experts
+    if not _has_kernels(x, experts):
+        return run_experts_reference(x, experts, weights, ids)
+    from .triton import packed_experts as kernels
 
-        parts: Tensor = packed_experts.expert_parts(x, experts, weights, ids, spare)
-        return parts
-    return run_experts_reference(x, experts.widened(x.dtype), weights, ids)
+    parts: Tensor = kernels.expert_parts(x, experts, weights, ids, spare)
+    return parts
+
+
+def _has_kernels(x: Tensor, experts: PackedExperts) -> bool:
+    """Whether the kernels take x, as in `packed.linear`: in 16 bits."""
+    if x.dtype not in (torch.bfloat16, torch.float16) or not x.shape[0] or not use_triton(x):
+        return False
+    return isinstance(experts.gate_up, TiledWeight) and isinstance(experts.down, TiledWeight)

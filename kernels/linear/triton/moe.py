@@ -20,10 +20,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...launch import fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
 from ..experts import ExpertWeights
-from .one_row_experts import activated, activation_options, run_one_row
-
-FEW = 256  # up to this number of rows, float32 parts are small
-_PAIRS = 1024  # (row, choice) pairs that the listing kernel reads at a time
+from .expert_rows import both_products, rows_of, store_products, whole, work_for, work_of
+from .one_row_experts import activation_options, run_one_row
 
 
 @dataclass(frozen=True)
@@ -34,79 +32,6 @@ class Tiles:
     block_k: int
     stages: int
     num_warps: int
-
-
-@triton.jit(do_not_specialize=["num_pairs", "most"])
-def _list_kernel(
-    ids,  # [T * k] int32 or int64; below 0: of no expert here
-    experts,  # [C] int32
-    counts,  # [C] int32, pairs of the candidate; 0 = it has no work
-    order,  # [C, T] int32, its pairs in ascending order
-    num_pairs,
-    most,  # T, the most pairs of an expert
-    BY_PAIR: tl.constexpr,  # candidate i is the expert of pair i; otherwise expert i
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """List the pairs of one candidate. By pair, only the first pair of an expert lists any."""
-    wait_for_inputs(PDL)
-    candidate = tl.program_id(0)
-    expert = candidate
-    if BY_PAIR:
-        expert = tl.load(ids + candidate).to(tl.int32)
-    count, earlier = 0, 0
-    for start in range(0, num_pairs, BLOCK):
-        pair = start + tl.arange(0, BLOCK)
-        own = tl.load(ids + pair, mask=pair < num_pairs, other=-1).to(tl.int32) == expert
-        own = own & (expert >= 0)
-        place = count + tl.cumsum(own.to(tl.int32), 0) - 1
-        tl.store(order + candidate.to(tl.int64) * most + place, pair, mask=own)
-        count += tl.sum(own.to(tl.int32), 0)
-        if BY_PAIR:
-            earlier += tl.sum((own & (pair < candidate)).to(tl.int32), 0)
-    if earlier > 0:
-        count = 0
-    tl.store(experts + candidate, expert)
-    tl.store(counts + candidate, count)
-
-
-@triton.jit
-def store_products(
-    acc,  # [BLOCK_N, BLOCK_M] float32, products of the expert's rows; gated: of gate
-    acc_up,  # gated: of up
-    bias,  # [E, N] or [E, 2 N]
-    pair_weights,  # [T * k] float32
-    out,  # gated: [T * k, N] by pair; else [k, T, N]
-    expert,
-    pair,  # [BLOCK_M]
-    valid,  # [BLOCK_M]
-    n,  # [BLOCK_N]
-    inside_n,  # [BLOCK_N]
-    most,  # T
-    N,
-    TOP_K: tl.constexpr,
-    GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr,
-):
-    """Add the biases, then store activated values, or products times the weights of the pairs."""
-    HALVES: tl.constexpr = 2 if GATED else 1
-    if BIAS:
-        of_expert = bias + expert * (HALVES * N) + n
-        acc += tl.load(of_expert, mask=inside_n, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            acc_up += tl.load(of_expert + N, mask=inside_n, other=0.0).to(tl.float32)[:, None]
-    there = inside_n[:, None] & valid[None, :]
-    if GATED:
-        result = activated(acc, acc_up, out.dtype.element_ty, ACTIVATION, ALPHA, LIMIT)
-        tl.store(out + pair.to(tl.int64)[None, :] * N + n[:, None], result, mask=there)
-    else:
-        share = tl.load(pair_weights + pair, mask=valid, other=0.0)
-        target = ((pair % TOP_K) * most + pair // TOP_K).to(tl.int64)
-        result = (acc * share[None, :]).to(out.dtype.element_ty)
-        tl.store(out + target[None, :] * N + n[:, None], result, mask=there)
 
 
 @triton.jit(do_not_specialize=["most"])
@@ -139,11 +64,10 @@ def _tile_kernel(
     """Program (tile of N, candidate, split): the tile's weights times its share of the rows."""
     wait_for_inputs(PDL)
     candidate = tl.program_id(1)
-    count = tl.load(counts + candidate)
+    expert, count = work_of(experts, counts, candidate, False)
     begin = tl.program_id(2) * BLOCK_M
     if begin >= count:
         return
-    expert = tl.load(experts + candidate)
     HALVES: tl.constexpr = 2 if GATED else 1
     n_start = tl.program_id(0) * BLOCK_N
     n = n_start + tl.arange(0, BLOCK_N)
@@ -151,13 +75,9 @@ def _tile_kernel(
     inside_n = n < N
     k = tl.arange(0, BLOCK_K)
     for first in range(begin, count, SPLITS * BLOCK_M):
-        row = first + tl.arange(0, BLOCK_M)
-        valid = row < count
-        pair = tl.load(order + candidate.to(tl.int64) * most + row, mask=valid, other=0)
-        if GATED:
-            rows = x + (pair // TOP_K).to(tl.int64) * K
-        else:
-            rows = x + pair.to(tl.int64) * K
+        rows, pair, valid = rows_of(
+            x, order, candidate, first, count, most, K, BLOCK_M, TOP_K, GATED, False
+        )
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
         for start in range(0, K, BLOCK_K):
@@ -185,14 +105,6 @@ def _tile_kernel(
         )  # fmt: skip
 
 
-def rows_of_tile(num_rows: int, top_k: int, num_experts: int) -> int:
-    """BLOCK_M for a step: most experts have no more rows if tokens choose them alike."""
-    mean = num_rows * top_k / num_experts
-    if num_rows <= 16 or mean <= 6:
-        return 16
-    return 32 if mean <= 16 else 64 if mean <= 48 else 128
-
-
 def tiles_of(block_m: int, gated: bool, element_size: int = 2) -> Tiles:
     """Tiles of a product, in the pattern of those measured for dense layers."""
     if block_m == 128:
@@ -202,33 +114,6 @@ def tiles_of(block_m: int, gated: bool, element_size: int = 2) -> Tiles:
     else:
         tiles = Tiles(64, 128, 4 if block_m <= 32 else 3, 4)
     return tiles if element_size <= 2 else replace(tiles, block_k=tiles.block_k // 2)
-
-
-def list_rows(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """List the pairs of each expert that ids [T, k] choose.
-
-    Returns (experts [C], counts [C], order [C, T]); C candidates suffice for any ids. A count of 0
-    means that the candidate has no work.
-    """
-    num_rows, top_k = ids.shape
-    pairs = num_rows * top_k
-    candidates = min(pairs, num_experts)
-    listed = torch.empty(2, candidates, dtype=torch.int32, device=ids.device)
-    order = torch.empty(candidates, num_rows, dtype=torch.int32, device=ids.device)
-    _list_kernel[(candidates,)](
-        ids, listed[0], listed[1], order, pairs, num_rows,
-        BY_PAIR=pairs < num_experts, BLOCK=_PAIRS, num_warps=4, **pdl_options(ids),
-    )  # fmt: skip
-    return listed[0], listed[1], order
-
-
-def empty_parts(x: Tensor, top_k: int, spare: int, absent: bool = False) -> Tensor:
-    """Memory for the parts of rows x [T, H]: [k + spare, T, H] float32; for many rows [k, T, H] in
-    the dtype of x. It is zero if some experts are `absent`, whose parts nothing writes."""
-    few = x.shape[0] <= FEW
-    shape = (top_k + spare if few else top_k, *x.shape)
-    create = torch.zeros if absent else torch.empty
-    return create(shape, dtype=torch.float32 if few else x.dtype, device=x.device)
 
 
 def run_experts(
@@ -254,11 +139,6 @@ def run_experts_fixed(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: T
     return total.to(x.dtype)
 
 
-def whole(parts: Tensor, x: Tensor) -> Tensor:
-    """The sum of parts [S, T, H] in the dtype of x; a whole [T, H] as it is."""
-    return parts if parts.dim() == 2 else parts.sum(0, dtype=torch.float32).to(x.dtype)
-
-
 def expert_parts(
     x: Tensor,
     experts: ExpertWeights,
@@ -277,47 +157,38 @@ def expert_parts(
     [k, T, H] in the dtype of x.
     """
     assert experts.gate_up.is_contiguous() and experts.down.is_contiguous()
-    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    num_rows, hidden = x.shape
-    if num_rows == 1 and not absent and not fixed:
-        return run_one_row(x, experts, weights, ids)
-    top_k, few = ids.shape[1], num_rows <= FEW and not fixed
-    num_experts, _, inner_size = experts.down.shape
-    pairs = num_rows * top_k
-    chosen, counts, order = list_rows(ids, num_experts)
-    inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
-    parts = x.new_empty(top_k, *x.shape) if fixed else empty_parts(x, top_k, spare, absent)
-    block_m = rows_of_tile(num_rows, top_k, num_experts)
-    splits = 1 if few else triton.next_power_of_2(triton.cdiv(pairs, num_experts * block_m))
+    if x.shape[0] == 1 and not absent and not fixed:
+        return run_one_row(x.contiguous(), experts, weights.contiguous(), ids.contiguous())
+    work = work_for(weights, ids, len(experts.down), 128)
     width = x.element_size()
-    first, second = tiles or (tiles_of(block_m, True, width), tiles_of(block_m, False, width))
-    for is_gated, size, source, own, bias, out in (
-        (True, first, x, experts.gate_up, experts.gate_up_bias, inner),
-        (False, second, inner, experts.down, experts.down_bias, parts),
-    ):
+    first, second = tiles or tuple(tiles_of(work.block_m, g, width) for g in (True, False))
+
+    def multiply(gated: bool, source: Tensor, out: Tensor) -> None:
+        size, own = (first, experts.gate_up) if gated else (second, experts.down)
+        bias = experts.gate_up_bias if gated else experts.down_bias
         flat = own.view(-1, own.shape[2])
-        outputs = inner_size if is_gated else hidden
+        outputs = own.shape[1] // (2 if gated else 1)
         by_descriptor = has_tma(x) and fits_tma(flat) if tma is None else tma
         block = [size.block_n, size.block_k]
-        _tile_kernel[(triton.cdiv(outputs, size.block_n), len(chosen), splits)](
+        _tile_kernel[work.grid(outputs, size.block_n)](
             TensorDescriptor.from_tensor(flat, block) if by_descriptor else flat,
             source,
             x if bias is None else bias,
-            chosen,
-            counts,
-            order,
-            weights,
+            work.experts,
+            work.counts,
+            work.order,
+            work.weights,
             out,
-            num_rows,
+            work.num_rows,
             outputs,
             flat.shape[1],
-            TOP_K=top_k,
-            SPLITS=splits,
-            GATED=is_gated,
+            TOP_K=work.top_k,
+            SPLITS=work.splits,
+            GATED=gated,
             BIAS=bias is not None,
             **activation_options(experts),
             BLOCK_N=size.block_n,
-            BLOCK_M=block_m,
+            BLOCK_M=work.block_m,
             BLOCK_K=size.block_k,
             PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
             TMA=by_descriptor,
@@ -326,7 +197,8 @@ def expert_parts(
             enable_fp_fusion=not fixed,  # or tiles might fuse differently
             **pdl_options(x),
         )
-    return parts if few or fixed else whole(parts, x)
+
+    return both_products(x, experts.down.shape[2], work, multiply, spare, absent, fixed)
 
 
 hash_functions(globals())

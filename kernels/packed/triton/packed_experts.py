@@ -1,14 +1,14 @@
-"""Triton experts whose matrices are fp4 numbers.
+"""Triton experts whose matrices are quantised, in every format that linear layers have.
 
-It works as `kernels.linear.triton.moe`, but a tile of words becomes four tiles of numbers in
-registers, so that a step reads 4 bits of each weight.
+It works as `kernels.linear.triton.moe`, but a tile of words becomes tiles of numbers in registers,
+so that a step reads 4 or 8 bits of each weight. Products are scaled as in `packed_skinny`: no
+weight is rounded, unless a tile has 128 rows or more.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,29 +16,32 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...launch import fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
 from ...linear.experts import PackedExperts
-from ...linear.triton.moe import (
-    FEW,
-    empty_parts,
-    list_rows,
-    rows_of_tile,
+from ...linear.triton.expert_rows import (
+    both_products,
+    rows_of,
     store_products,
-    whole,
+    work_for,
+    work_of,
 )
+from ...linear.triton.moe import Tiles
 from ...linear.triton.one_row_experts import activation_options
 from ...quant.tiled import TiledWeight
-from ...quant.triton.packed_codes import numbers
-from ...quant.triton.packed_scales import fp4_scales, scaled
+from ...quant.triton.packed_scales import factors_of
+from .arguments import scale_arguments
+from .packed_products import add_products
 
-_MOST_ROWS = 64  # of a tile: the numbers of a tile of words need registers, too
-_BLOCK_N = 64
+_FEW_PROGRAMS = 264  # two for each processor of an H200
 
 
 @triton.jit
-def _load_words(source, row, inside, word, num_words, BLOCK_N: tl.constexpr, TMA: tl.constexpr):
+def _load_words(
+    source, row, inside, word, num_words, BLOCK_N: tl.constexpr, WIDTH: tl.constexpr,
+    TMA: tl.constexpr,
+):  # fmt: skip
     if TMA:
         words = source.load([row, word])
     else:
-        column = word + tl.arange(0, 64)
+        column = word + tl.arange(0, WIDTH)
         at = (row + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None] * num_words + column[None, :]
         words = tl.load(source + at, mask=inside[:, None], other=0)
     return words
@@ -47,21 +50,26 @@ def _load_words(source, row, inside, word, num_words, BLOCK_N: tl.constexpr, TMA
 @triton.jit(do_not_specialize=["most"])
 def _packed_experts_kernel(
     source,  # descriptor of, or pointer to, the words [E * N, W]; gated: [E * 2 N, W]
-    scales,  # [E * N, groups] uint8; gated: [E * 2 N, groups]
     x,  # gated: [T, K]; else [T * k, K] by pair
     bias,  # [E, N] or [E, 2 N]
-    experts,  # [C] int32
-    counts,  # [C] int32
-    order,  # [C, T] int32
-    pair_weights,  # [T * k] float32
+    experts,  # the fields of `expert_rows.Work`
+    counts,
+    order,
+    pair_weights,
     out,  # gated: [T * k, N] by pair; else [k, T, N]
     most,  # T
     N,
     K,
     num_words,  # W
+    scales,  # [groups, E * N / ROW_GROUP]; of "fp4" [E * N, groups]; gated: of 2 N rows each
+    zeros,  # [groups, E * N] uint8, or offsets; gated: of 2 N rows each
+    channel,  # [E * N] or [E * 2 N], factors of whole rows
     num_groups,
+    stride,  # of `scales`
+    zero_stride,
     TOP_K: tl.constexpr,
     SPLITS: tl.constexpr,  # programs that share the rows of an expert
+    ONE_ROW: tl.constexpr,
     GATED: tl.constexpr,
     BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -69,9 +77,15 @@ def _packed_experts_kernel(
     LIMIT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SLICES: tl.constexpr,
+    KIND: tl.constexpr,
     GROUP: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    GROUPS: tl.constexpr,  # groups in WIDTH * SLICES columns; 0 = the scales are in `channel`
     E8M0: tl.constexpr,
-    PRECISION: tl.constexpr,
+    ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
+    CHANNEL: tl.constexpr,
     ASSEMBLY: tl.constexpr,
     TMA: tl.constexpr,
     PDL: tl.constexpr,
@@ -79,59 +93,87 @@ def _packed_experts_kernel(
     """Program (tile of N, candidate, split): the tile's weights times its share of the rows."""
     wait_for_inputs(PDL)
     candidate = tl.program_id(1)
-    count = tl.load(counts + candidate)
+    expert, count = work_of(experts, counts, candidate, ONE_ROW)
     begin = tl.program_id(2) * BLOCK_M
     if begin >= count:
         return
-    expert = tl.load(experts + candidate)
+    COLUMNS: tl.constexpr = WIDTH * SLICES
     HALVES: tl.constexpr = 2 if GATED else 1
     n_start = tl.program_id(0) * BLOCK_N
     n = n_start + tl.arange(0, BLOCK_N)
     first_row = expert * (HALVES * N) + n_start
     row_n = first_row + tl.arange(0, BLOCK_N)
     inside_n = n < N
-    no_zeros = inside_n, inside_n, inside_n, inside_n
-    k = tl.arange(0, 64)
-    dtype: tl.constexpr = x.dtype.element_ty
+    sizes = stride, zero_stride, num_groups
     for first in range(begin, count, SPLITS * BLOCK_M):
-        row = first + tl.arange(0, BLOCK_M)
-        valid = row < count
-        pair = tl.load(order + candidate.to(tl.int64) * most + row, mask=valid, other=0)
-        if GATED:
-            rows = x + (pair // TOP_K).to(tl.int64) * K
-        else:
-            rows = x + pair.to(tl.int64) * K
+        rows, pair, valid = rows_of(
+            x, order, candidate, first, count, most, K, BLOCK_M, TOP_K, GATED, ONE_ROW
+        )
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         acc_up = acc
-        for start in range(0, K, 256):
-            words = _load_words(source, first_row, inside_n, start // 4, num_words, BLOCK_N, TMA)
-            tiles = numbers(words, no_zeros, 3, dtype, False, ASSEMBLY)
-            factors = fp4_scales(scales, num_groups, start, row_n, inside_n, num_groups, GROUP)
-            tiles_up, factors_up = tiles, factors
+        s, z = factors_of(
+            scales, zeros, sizes, 0, row_n, inside_n, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
+        )
+        s_up, z_up = s, z
+        if GATED:
+            s_up, z_up = factors_of(
+                scales, zeros, sizes, 0, row_n + N, inside_n, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
+            )
+        for start in range(0, K, COLUMNS):
+            words = _load_words(
+                source, first_row, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH, TMA
+            )
+            xs = ()
+            for i in tl.static_range(SLICES):
+                column = start + i * WIDTH + tl.arange(0, WIDTH)
+                there = valid[:, None] & (column < K)[None, :]
+                xs += (tl.load(rows[:, None] + column[None, :], mask=there, other=0.0),)
+            now, now_up, zero, zero_up = s, s_up, z, z_up
+            ahead = start + COLUMNS
+            more = inside_n & (ahead < K)
+            if GROUPS > 0 or KIND == 3:  # loaded a step ahead
+                s, z = factors_of(
+                    scales, zeros, sizes, ahead, row_n, more, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
+                )
+                if GATED:
+                    s_up, z_up = factors_of(
+                        scales, zeros, sizes, ahead, row_n + N, more,
+                        KIND, GROUPS, GROUP, ROW_GROUP, ZEROS,
+                    )  # fmt: skip
+            acc = add_products(
+                acc, words, xs, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
+            )
             if GATED:
                 words = _load_words(
-                    source, first_row + N, inside_n, start // 4, num_words, BLOCK_N, TMA
-                )
-                tiles_up = numbers(words, no_zeros, 3, dtype, False, ASSEMBLY)
-                factors_up = fp4_scales(
-                    scales, num_groups, start, row_n + N, inside_n, num_groups, GROUP
-                )
-            for i in tl.static_range(4):
-                column = start + i * 64 + k
-                own = tl.load(
-                    rows[:, None] + column[None, :],
-                    mask=valid[:, None] & (column < K)[None, :],
-                    other=0.0,
-                )
-                w = scaled(tiles[i], factors[i], GROUP, E8M0)
-                acc = tl.dot(w, own.T, acc, input_precision=PRECISION)
-                if GATED:
-                    w = scaled(tiles_up[i], factors_up[i], GROUP, E8M0)
-                    acc_up = tl.dot(w, own.T, acc_up, input_precision=PRECISION)
+                    source, first_row + N, inside_n, start // SLICES, num_words, BLOCK_N, WIDTH,
+                    TMA,
+                )  # fmt: skip
+                acc_up = add_products(
+                    acc_up, words, xs, now_up, zero_up, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS,
+                    ASSEMBLY,
+                )  # fmt: skip
+        if CHANNEL:
+            acc *= tl.load(channel + row_n, mask=inside_n, other=0.0).to(tl.float32)[:, None]
+            if GATED:
+                factor = tl.load(channel + row_n + N, mask=inside_n, other=0.0).to(tl.float32)
+                acc_up *= factor[:, None]
         store_products(
             acc, acc_up, bias, pair_weights, out, expert, pair, valid, n, inside_n, most, N,
             TOP_K, GATED, BIAS, ACTIVATION, ALPHA, LIMIT,
         )  # fmt: skip
+
+
+def tiles_of(weight: TiledWeight, block_m: int, gated: bool, programs: int) -> Tiles:
+    """The tiles of a product whose tiles of 64 rows are `programs` programs.
+
+    Few programs become more by smaller tiles, whose products need no whole warp group.
+    """
+    columns = weight.slices * weight.slice_width
+    if programs < _FEW_PROGRAMS and block_m <= 16:
+        return Tiles(16, columns, 4, 1) if weight.slice_width == 64 else Tiles(32, columns, 4, 2)
+    if block_m >= 128:
+        return Tiles(128, columns, 2 if columns > 128 else 3, 8)
+    return Tiles(64, columns, 3 if gated or block_m == 64 else 4, 4)
 
 
 def expert_parts(
@@ -140,62 +182,61 @@ def expert_parts(
     weights: Tensor,
     ids: Tensor,
     spare: int = 0,
+    absent: bool = False,
+    tiles: tuple[Tiles, Tiles] | None = None,
     tma: bool | None = None,
 ) -> Tensor:
-    """See `kernels.packed.experts.packed_expert_parts`; `tma` overrides whether descriptors load
-    the words."""
-    x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    num_rows, hidden = x.shape
-    top_k, count = ids.shape[1], experts.num_experts
+    """See `kernels.packed.experts.packed_expert_parts`, and `run_experts` for `absent`.
+
+    `tiles` (for both products) and `tma` (whether descriptors load the words) override what is
+    chosen by shape. `block_k` of a tile is always a span of words.
+    """
+    count, one_row = experts.num_experts, x.shape[0] == 1
     gate_up, down = experts.gate_up, experts.down
     assert isinstance(gate_up, TiledWeight) and isinstance(down, TiledWeight)
-    pairs = num_rows * top_k
-    chosen, counts, order = list_rows(ids, count)
-    inner_size = gate_up.shape[0] // (2 * count)
-    inner = torch.empty(pairs, inner_size, dtype=x.dtype, device=x.device)
-    parts = empty_parts(x, top_k, spare)
-    block_m = min(rows_of_tile(num_rows, top_k, count), _MOST_ROWS)
-    few = num_rows <= FEW
-    splits = 1 if few else triton.next_power_of_2(triton.cdiv(pairs, count * block_m))
-    for is_gated, source, own, bias, out in (
-        (True, x, gate_up, experts.gate_up_bias, inner),
-        (False, inner, down, experts.down_bias, parts),
-    ):
-        assert own.kind == "fp4" and own.global_scale is None and own.order is None
-        outputs = inner_size if is_gated else hidden
+    assert gate_up.order is None and down.order is None
+    most = 64 if "fp4" in (gate_up.kind, down.kind) else 128
+    work = work_for(weights, ids, count, most, one_row)
+
+    def multiply(gated: bool, source: Tensor, out: Tensor) -> None:
+        own, bias = (gate_up, experts.gate_up_bias) if gated else (down, experts.down_bias)
+        outputs = own.shape[0] // (count * (2 if gated else 1))
+        programs = triton.cdiv(outputs, 64) * len(work.experts) * work.splits
+        size = tiles_of(own, work.block_m, gated, programs) if tiles is None else tiles[not gated]
         by_descriptor = has_tma(x) and fits_tma(own.words) if tma is None else tma
-        _packed_experts_kernel[(triton.cdiv(outputs, _BLOCK_N), len(chosen), splits)](
-            TensorDescriptor.from_tensor(own.words, [_BLOCK_N, 64]) if by_descriptor else own.words,
-            own.scales.view(torch.uint8),
+        block = [size.block_n, own.slice_width]
+        _packed_experts_kernel[work.grid(outputs, size.block_n)](
+            TensorDescriptor.from_tensor(own.words, block) if by_descriptor else own.words,
             source,
             x if bias is None else bias,
-            chosen,
-            counts,
-            order,
-            weights,
+            work.experts,
+            work.counts,
+            work.order,
+            work.weights,
             out,
-            num_rows,
+            work.num_rows,
             outputs,
             own.columns,
             own.words.shape[1],
-            own.scales.shape[1],
-            TOP_K=top_k,
-            SPLITS=splits,
-            GATED=is_gated,
+            **scale_arguments(own, x),
+            TOP_K=work.top_k,
+            SPLITS=work.splits,
+            ONE_ROW=work.one_row,
+            GATED=gated,
             BIAS=bias is not None,
             **activation_options(experts),
-            BLOCK_N=_BLOCK_N,
-            BLOCK_M=block_m,
-            GROUP=own.group,
-            E8M0=own.scales.dtype == torch.uint8,
-            PRECISION="tf32x3" if x.dtype == torch.float32 else "tf32",
+            BLOCK_N=size.block_n,
+            BLOCK_M=work.block_m,
+            WIDTH=own.slice_width,
+            SLICES=own.slices,
             ASSEMBLY=not x.is_cpu,
             TMA=by_descriptor,
-            num_warps=4,
-            num_stages=3 if is_gated else 4,
+            num_warps=size.num_warps,
+            num_stages=size.stages,
             **pdl_options(x),
         )
-    return parts if few else whole(parts, x)
+
+    return both_products(x, down.columns, work, multiply, spare, absent)
 
 
 hash_functions(globals())

@@ -21,9 +21,9 @@ from ...launch import fetch_early, fits_tma, has_tma, hash_functions, pdl_option
 from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _TRITON_DTYPES
 from ...quant.tiled import TiledWeight
-from ...quant.triton.packed_codes import KINDS
 from ...quant.triton.packed_scales import fp4_of_spans, of_spans
 from ..kinds import WIDTH, Row, fits_row
+from .arguments import scale_arguments
 from .packed_products import add_spans, tile_of_spans, total_of_spans
 
 _PLAIN, _PARTS, _GATED = 0, 1, 2
@@ -265,38 +265,23 @@ def _launch(
         ]
     sources[1] = weight.words
     options = pdl_options(x)
-    whole = weight.group >= weight.columns and weight.row_group == 1
-    is_fp4, zeros = weight.kind == "fp4", weight.zeros
-    factors = weight.scales if whole and not is_fp4 else weight.global_scale
     _packed_row_kernel[(triton.cdiv(num_outputs, choice.block_n) * split_k,)](
         *sources,
-        weight.scales.view(torch.uint8) if is_fp4 else weight.scales,
-        x if zeros is None else zeros,
-        x if factors is None else factors,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        eps,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        weight.words.shape[1],
-        weight.scales.shape[1] if is_fp4 else weight.scales.shape[0],
-        weight.scales.stride(0),
-        0 if zeros is None else zeros.stride(0),
-        part_columns,
-        split_k,
+        bias=x if bias is None else bias,
+        residual=x if residual is None else residual,
+        out=out,
+        eps=eps,
+        num_rows=num_rows,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        num_words=weight.words.shape[1],
+        part_columns=part_columns,
+        split_k=split_k,
+        **scale_arguments(weight, x),
         BLOCK_N=choice.block_n,
         BLOCK_M=block_m,
         SPANS=choice.spans,
         SLICES=slices,
-        KIND=KINDS[weight.kind],
-        GROUP=1 << 30 if whole and not is_fp4 else weight.group,
-        ROW_GROUP=weight.row_group,
-        GROUPS=0 if whole or is_fp4 else max(columns // weight.group, 1),
-        E8M0=weight.scales.dtype == torch.uint8,
-        ZEROS=zeros is not None,
-        CHANNEL=factors is not None,
         NORM=norm is not None,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,

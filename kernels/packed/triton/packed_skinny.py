@@ -28,9 +28,9 @@ from ...launch import (
 from ...linear.linear_choice import Skinny
 from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _TRITON_DTYPES, _tile
-from ...quant.tiled import TiledWeight, zeros_or_offsets
-from ...quant.triton.packed_codes import KINDS
-from ...quant.triton.packed_scales import fp4_scales, of_span
+from ...quant.tiled import TiledWeight
+from ...quant.triton.packed_scales import factors_of
+from .arguments import scale_arguments
 from .packed_products import add_products
 
 _PLAIN, _PARTS, _GATED = 0, 1, 2
@@ -127,23 +127,15 @@ def _packed_kernel(
         fetch_early(words + at)
         if MODE == 2:
             fetch_early(words + num_outputs * num_words + at)
-    nothing = is_row, is_row, is_row, is_row
-    s, s_up, z, z_up = nothing, nothing, nothing, nothing
-    if GROUPS > 0:  # loaded a step ahead
-        s = of_span(scales, stride, k_start, n, is_row, num_groups, GROUPS, GROUP, ROW_GROUP)
-        if MODE == 2:
-            s_up = of_span(
-                scales, stride, k_start, up, is_row, num_groups, GROUPS, GROUP, ROW_GROUP
-            )
-    if KIND == 3:
-        s = fp4_scales(scales, stride, k_start, n, is_row, num_groups, GROUP)
-        if MODE == 2:
-            s_up = fp4_scales(scales, stride, k_start, up, is_row, num_groups, GROUP)
-    if ZEROS:
-        COUNT: tl.constexpr = GROUPS if GROUPS > 0 else 1
-        z = of_span(zeros, zero_stride, k_start, n, is_row, num_groups, COUNT, GROUP, 1)
-        if MODE == 2:
-            z_up = of_span(zeros, zero_stride, k_start, up, is_row, num_groups, COUNT, GROUP, 1)
+    sizes = stride, zero_stride, num_groups
+    s, z = factors_of(
+        scales, zeros, sizes, k_start, n, is_row, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
+    )
+    s_up, z_up = s, z
+    if MODE == 2:
+        s_up, z_up = factors_of(
+            scales, zeros, sizes, k_start, up, is_row, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
+        )
     wait_for_inputs(PDL)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     acc_up = acc
@@ -169,22 +161,14 @@ def _packed_kernel(
         now, now_up, zero, zero_up = s, s_up, z, z_up
         ahead = k + COLUMNS
         more = is_row & (ahead < k_end)
-        if GROUPS > 0:
-            s = of_span(scales, stride, ahead, n, more, num_groups, GROUPS, GROUP, ROW_GROUP)
+        if GROUPS > 0 or KIND == 3:  # loaded a step ahead
+            s, z = factors_of(
+                scales, zeros, sizes, ahead, n, more, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
+            )
             if MODE == 2:
-                s_up = of_span(
-                    scales, stride, ahead, up, more, num_groups, GROUPS, GROUP, ROW_GROUP
+                s_up, z_up = factors_of(
+                    scales, zeros, sizes, ahead, up, more, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
                 )
-            if ZEROS:
-                z = of_span(zeros, zero_stride, ahead, n, more, num_groups, GROUPS, GROUP, 1)
-                if MODE == 2:
-                    z_up = of_span(
-                        zeros, zero_stride, ahead, up, more, num_groups, GROUPS, GROUP, 1
-                    )
-        if KIND == 3:
-            s = fp4_scales(scales, stride, ahead, n, more, num_groups, GROUP)
-            if MODE == 2:
-                s_up = fp4_scales(scales, stride, ahead, up, more, num_groups, GROUP)
         acc = add_products(
             acc, w, xs, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
         )
@@ -257,9 +241,6 @@ def _launch(
     early = choice.early if options["PDL"] else 0
     while early > span // slices:
         early //= 2
-    whole = weight.group >= weight.columns and weight.row_group == 1
-    is_fp4, (zeros, zeros_mode) = weight.kind == "fp4", zeros_or_offsets(weight)
-    factors = weight.scales if whole and not is_fp4 else weight.global_scale
     gain, eps = (x, 0.0) if norm is None else norm
     blocks = triton.cdiv(num_outputs, choice.block_n)
     _packed_kernel[(triton.cdiv(num_rows, choice.block_m), blocks * split_k)](
@@ -267,33 +248,21 @@ def _launch(
         x_source,
         weight.words,
         gain,
-        weight.scales.view(torch.uint8) if is_fp4 else weight.scales,
-        x if zeros is None else zeros,
-        x if factors is None else factors,
-        x if bias is None else bias,
-        x if residual is None else residual,
-        out,
-        eps,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        weight.words.shape[1],
-        weight.scales.shape[1] if is_fp4 else weight.scales.shape[0],
-        weight.scales.stride(0),
-        0 if zeros is None else zeros.stride(0),
-        span,
-        split_k,
+        bias=x if bias is None else bias,
+        residual=x if residual is None else residual,
+        out=out,
+        eps=eps,
+        num_rows=num_rows,
+        num_outputs=num_outputs,
+        num_inputs=num_inputs,
+        num_words=weight.words.shape[1],
+        span=span,
+        split_k=split_k,
+        **scale_arguments(weight, x),
         BLOCK_N=choice.block_n,
         BLOCK_M=choice.block_m,
         WIDTH=width,
         SLICES=slices,
-        KIND=KINDS[weight.kind],
-        GROUP=1 << 30 if whole and not is_fp4 else weight.group,
-        ROW_GROUP=weight.row_group,
-        GROUPS=0 if whole or is_fp4 else max(columns // weight.group, 1),
-        E8M0=weight.scales.dtype == torch.uint8,
-        ZEROS=zeros_mode,
-        CHANNEL=factors is not None,
         NORM=norm is not None,
         BIAS=bias is not None,
         RESIDUAL=residual is not None,

@@ -53,6 +53,34 @@ def fp4_scales(
 
 
 @triton.jit
+def factors_of(
+    scales,
+    zeros,
+    sizes,  # stride of `scales`, stride of `zeros`, number of groups
+    k,
+    n,
+    inside,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,  # in a span; 0 = scales are of whole rows
+    GROUP: tl.constexpr,
+    ROW_GROUP: tl.constexpr,
+    ZEROS: tl.constexpr,
+):
+    """The scales and the zeros or offsets of the span from column k, each a tuple of 4."""
+    stride, zero_stride, num_groups = sizes[0], sizes[1], sizes[2]
+    s = inside, inside, inside, inside
+    z = s
+    if KIND == 3:
+        s = fp4_scales(scales, stride, k, n, inside, num_groups, GROUP)
+    elif GROUPS > 0:
+        s = of_span(scales, stride, k, n, inside, num_groups, GROUPS, GROUP, ROW_GROUP)
+    if ZEROS:
+        COUNT: tl.constexpr = GROUPS if GROUPS > 0 else 1
+        z = of_span(zeros, zero_stride, k, n, inside, num_groups, COUNT, GROUP, 1)
+    return s, z
+
+
+@triton.jit
 def scaled(tile, scales, GROUP: tl.constexpr, E8M0: tl.constexpr):
     """Numbers [BLOCK_N, 64] of "fp4" times scales [BLOCK_N, 64 / GROUP] uint8. It is exact."""
     if E8M0:  # 0 is 2 ** -127

@@ -1,0 +1,39 @@
+"""What the kernels for quantised weights are told about a weight's scales, by parameter name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...quant.tiled import TiledWeight, zeros_or_offsets
+from ...quant.triton.packed_codes import KINDS
+
+
+def scale_arguments(weight: TiledWeight, filler: Tensor) -> dict[str, Any]:
+    """Arguments of a kernel: tensors and strides of scales and zeros, and what the kernel bakes.
+
+    Scales of whole rows are in `channel`, where the kernel multiplies its sums by them once. The
+    `filler` stands in for tensors that the format lacks.
+    """
+    is_fp4 = weight.kind == "fp4"
+    whole = weight.group >= weight.columns and weight.row_group == 1
+    columns = weight.slices * weight.slice_width
+    zeros, mode = zeros_or_offsets(weight)
+    factors = weight.scales if whole and not is_fp4 else weight.global_scale
+    return {
+        "scales": weight.scales.view(torch.uint8) if is_fp4 else weight.scales,
+        "zeros": filler if zeros is None else zeros,
+        "channel": filler if factors is None else factors,
+        "num_groups": weight.scales.shape[1] if is_fp4 else weight.scales.shape[0],
+        "stride": weight.scales.stride(0),
+        "zero_stride": 0 if zeros is None else zeros.stride(0),
+        "KIND": KINDS[weight.kind],
+        "GROUP": 1 << 30 if whole and not is_fp4 else weight.group,
+        "ROW_GROUP": weight.row_group,
+        "GROUPS": 0 if whole or is_fp4 else max(columns // weight.group, 1),
+        "E8M0": weight.scales.dtype == torch.uint8,
+        "ZEROS": mode,
+        "CHANNEL": factors is not None,
+    }
