@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..quant.tiled import Weight
@@ -48,9 +50,13 @@ class ExpertWeights:
     def num_experts(self) -> int:
         return self.down.shape[0]
 
-    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gate and up, [2I, H], and down, [H, I], of one expert."""
-        return self.gate_up[expert], self.down[expert]
+    def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
+        """Gate and up of rows x [n, H] for one expert: [n, 2I]."""
+        return _product(x, self.gate_up[expert], self.gate_up_bias, expert)
+
+    def down_of(self, expert: int, x: Tensor) -> Tensor:
+        """The output of inner values x [n, I] for one expert: [n, H]."""
+        return _product(x, self.down[expert], self.down_bias, expert)
 
 
 @dataclass(frozen=True)
@@ -66,14 +72,19 @@ class PackedExperts:
     alpha: float = 1.702
     limit: float = 7.0
 
-    def matrices(self, expert: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Gate and up, [2I, H], and down, [H, I], of one expert."""
-        gate_up, down = (
-            weight.rows(torch.arange(rows, device=weight.device) + expert * rows, dtype)
-            for weight in (self.gate_up, self.down)
-            for rows in (weight.shape[0] // self.num_experts,)
+    def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
+        """Gate and up of rows x [n, H] for one expert, which is widened for it: [n, 2I]."""
+        return _product(x, self._matrix(self.gate_up, expert, x), self.gate_up_bias, expert)
+
+    def down_of(self, expert: int, x: Tensor) -> Tensor:
+        """The output of inner values x [n, I] for one expert: [n, H]."""
+        return _product(x, self._matrix(self.down, expert, x), self.down_bias, expert)
+
+    def _matrix(self, stack: Weight, expert: int, x: Tensor) -> Tensor:
+        rows = stack.shape[0] // self.num_experts
+        return stack.rows(
+            torch.arange(expert * rows, (expert + 1) * rows, device=x.device), x.dtype
         )
-        return gate_up, down
 
     def widened(self, dtype: torch.dtype) -> ExpertWeights:
         """The same experts with all numbers in memory."""
@@ -86,3 +97,27 @@ class PackedExperts:
             None if bias is None else bias.to(dtype) for bias in (self.gate_up_bias, self.down_bias)
         )
         return ExpertWeights(gate_up, down, gate_up_bias, down_bias, *rest)
+
+
+class Experts(Protocol):
+    """The experts of a layer in any form."""
+
+    @property
+    def num_experts(self) -> int: ...
+
+    @property
+    def activation(self) -> str: ...
+
+    @property
+    def alpha(self) -> float: ...
+
+    @property
+    def limit(self) -> float: ...
+
+    def gate_up_of(self, expert: int, x: Tensor) -> Tensor: ...
+
+    def down_of(self, expert: int, x: Tensor) -> Tensor: ...
+
+
+def _product(x: Tensor, matrix: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    return F.linear(x, matrix, None if bias is None else bias[expert].to(x.dtype))

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..device import use_triton
-from .experts import ExpertWeights, PackedExperts, Routing
+from .experts import Experts, ExpertWeights, Routing
 
 
 def select_experts(
@@ -107,18 +107,13 @@ def expert_parts(
     return run_experts(x, experts, weights, ids)
 
 
-def run_experts_reference(
-    x: Tensor, experts: ExpertWeights | PackedExperts, weights: Tensor, ids: Tensor
-) -> Tensor:
-    """The plain version of `run_experts`: one pass per expert that has tokens. Quantised matrices
-    are widened one expert at a time."""
+def run_experts_reference(x: Tensor, experts: Experts, weights: Tensor, ids: Tensor) -> Tensor:
+    """The plain version of `run_experts`, for experts in any form: one pass for each that has
+    tokens."""
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert, pairs in pairs_by_expert(ids, experts.num_experts):
         tokens = pairs // ids.shape[1]
-        gate_up, down = experts.matrices(expert, x.dtype)
-        biases = [None if b is None else b[expert].to(x.dtype) for b in _biases(experts)]
-        inner = gated(F.linear(x[tokens], gate_up, biases[0]), experts)
-        part = F.linear(inner, down, biases[1])
+        part = experts.down_of(expert, gated(experts.gate_up_of(expert, x[tokens]), experts))
         out.index_add_(0, tokens, part.float() * weights.flatten()[pairs].unsqueeze(1))
     return out.to(x.dtype)
 
@@ -137,7 +132,7 @@ def pairs_by_expert(ids: Tensor, num_experts: int) -> Iterator[tuple[int, Tensor
             start += count
 
 
-def gated(gate_up: Tensor, experts: ExpertWeights | PackedExperts) -> Tensor:
+def gated(gate_up: Tensor, experts: Experts) -> Tensor:
     """The activation of an expert: gate and up side by side, [T, 2I] -> [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if experts.activation == "clamped_swiglu":
@@ -148,7 +143,3 @@ def gated(gate_up: Tensor, experts: ExpertWeights | PackedExperts) -> Tensor:
     if experts.activation == "silu":
         return F.silu(gate) * up
     return F.gelu(gate, approximate="tanh") * up
-
-
-def _biases(experts: ExpertWeights | PackedExperts) -> tuple[Tensor | None, Tensor | None]:
-    return experts.gate_up_bias, experts.down_bias

@@ -17,8 +17,8 @@ def packed_experts(
     """See `kernels.linear.moe.run_experts`."""
     if not _has_kernels(x, experts):
         return run_experts_reference(x, experts, weights, ids)
-    from .triton import packed_experts as kernels
     from ..linear.triton.expert_rows import whole
+    from .triton import packed_experts as kernels
 
     out: Tensor = whole(kernels.expert_parts(x, experts, weights, ids, absent=absent), x)
     return out

@@ -173,8 +173,8 @@ class PackedWeight:
         return wide[:, : self.columns]
 
     @property
-    def _format(self) -> tuple[object, ...]:
-        """What parts of one matrix must have in common."""
+    def form(self) -> tuple[object, ...]:
+        """What parts of one matrix must have in common, besides the order of columns."""
         dtypes = (self.values.dtype, self.scales.dtype)
         present = tuple(
             None if field is None else field.dtype
@@ -201,7 +201,7 @@ def can_concatenate(parts: Sequence[PackedWeight]) -> bool:
     """Whether matrices are of one format and one column order, so that they can be one matrix."""
     first = parts[0]
     return all(
-        part._format == first._format and _same_order(part.order, first.order) for part in parts[1:]
+        part.form == first.form and _same_order(part.order, first.order) for part in parts[1:]
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from ...kernels.quant.packed import PackedWeight
 from ..errors import ModelLoadError, RunnerError, first_line
 from ..models.base import TextModel
+from ..models.formats.expert_stack import ExpertStack
 from ..models.layers import Embedding, Linear, WeightFormat
 from ..models.registry import build_model
 from .dummy import random_outline
@@ -92,6 +93,8 @@ def _bytes_as_stored(model: TextModel, resolved: ResolvedModel, fmt: WeightForma
             continue
         if isinstance(module, Linear) and module.weight is None:
             total += module.out_features * module.in_features * fmt.dtype.itemsize
+        elif isinstance(module, ExpertStack) and module.weight is None:
+            total += module.count * module.rows * module.columns * fmt.dtype.itemsize
         elif isinstance(module, Embedding) and module.weight is None:
             total += math.prod(module.shape) * fmt.dtype.itemsize
     slots = model.checkpoint_slots()

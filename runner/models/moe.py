@@ -11,12 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...kernels.linear.experts import ExpertWeights, Routing
+from ...kernels.cpu.experts import NativeExperts
+from ...kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from ...kernels.linear.linear import Norm, linear_parts
 from ...kernels.linear.linear_choice import Skinny
-from ...kernels.linear.moe import expert_parts, run_experts, select_experts
+from ...kernels.linear.moe import (
+    expert_parts,
+    run_experts,
+    run_experts_reference,
+    select_experts,
+)
+from ...kernels.packed.experts import packed_expert_parts, packed_experts
 from ..errors import ModelLoadError
 from ..parallel.ranks import Cut, stacked
+from .formats.expert_stack import ExpertStack
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
 from .llama import MLP
 
@@ -24,12 +32,11 @@ from .llama import MLP
 class Experts(nn.Module):
     """All routed experts of a layer.
 
-    A checkpoint stores them in the form of the tensors here, or as matrices
-    `<expert>.gate_proj.weight`, `<expert>.up_proj.weight` and `<expert>.down_proj.weight`.
+    A checkpoint stores them as tensors [E, 2I, H] and [E, H, I], or as matrices
+    `<expert>.gate_proj.weight`, `<expert>.up_proj.weight` and `<expert>.down_proj.weight`, which
+    may be quantised.
     """
 
-    gate_up: Tensor  # [E, 2I, H]
-    down: Tensor  # [E, H, I]
     expert_share: float = 1.0  # the share of the experts that a token chooses
 
     def __init__(
@@ -58,26 +65,40 @@ class Experts(nn.Module):
             self.share = fmt.ranks.share(intermediate, "intermediate features of an expert")
             intermediate = self.share.size
         self.activation, self.limit, self.names = activation, limit, names
+        self.count, self.size, self.format = num_experts, intermediate, fmt
         self.fixed = fmt.batch_invariant
-        empty = functools.partial(torch.empty, dtype=fmt.dtype, device=fmt.device)
-        self.register_buffer("gate_up", empty(num_experts, 2 * intermediate, hidden))
-        self.register_buffer("down", empty(num_experts, hidden, intermediate))
+        self.gate_up = ExpertStack(num_experts, 2 * intermediate, hidden, fmt)
+        self.down = ExpertStack(num_experts, hidden, intermediate, fmt)
 
     @property
-    def weights(self) -> ExpertWeights:
-        """The stacked weights."""
-        return ExpertWeights(self.gate_up, self.down, activation=self.activation, limit=self.limit)
+    def weights(self) -> ExpertWeights | PackedExperts | NativeExperts:
+        """The weights of all experts, in the form that they arrived in."""
+        rule: dict[str, Any] = {"activation": self.activation, "limit": self.limit}
+        if self.format.native:
+            return NativeExperts(self.gate_up.matrices, self.down.matrices, **rule)
+        first, last = self.gate_up.packed, self.down.packed
+        if first is not None and last is not None:
+            return PackedExperts(first.weight, last.weight, self.count, **rule)
+        self.gate_up.widen()  # one alone
+        self.down.widen()
+        assert self.gate_up.weight is not None and self.down.weight is not None
+        return ExpertWeights(self.gate_up.weight, self.down.weight, **rule)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H].
 
         With several ranks, this is one rank's part of the sum; see `sum`.
         """
-        if self.own is None:
-            return run_experts(x, self.weights, weights, ids, fixed=self.fixed)
-        here = ids - self.own.start
-        here = here.masked_fill((here < 0) | (here >= self.own.size), -1)
-        return run_experts(x, self.weights, weights, here, absent=True)
+        absent = self.own is not None
+        if self.own is not None:
+            ids = ids - self.own.start
+            ids = ids.masked_fill((ids < 0) | (ids >= self.own.size), -1)
+        experts = self.weights
+        if isinstance(experts, PackedExperts):
+            return packed_experts(x, experts, weights, ids, absent)
+        if isinstance(experts, NativeExperts):
+            return run_experts_reference(x, experts, weights, ids)
+        return run_experts(x, experts, weights, ids, absent, self.fixed and not absent)
 
     def sum(self, out: Tensor) -> Tensor:
         """The sum of `out` [T, H] over the ranks."""
@@ -85,63 +106,57 @@ class Experts(nn.Module):
 
     def parts(self, x: Tensor, weights: Tensor, ids: Tensor, spare: int = 0) -> Tensor:
         """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
-        if self.ranks is not None or self.fixed:
+        experts = self.weights
+        if self.ranks is not None or self.fixed or isinstance(experts, NativeExperts):
             return self.forward(x, weights, ids)
-        return expert_parts(x, self.weights, weights, ids, spare)
+        if isinstance(experts, PackedExperts):
+            return packed_expert_parts(x, experts, weights, ids, spare)
+        return expert_parts(x, experts, weights, ids, spare)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"
-        for part, target in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
-            slot = tensor_slot(target, form=(path, "stacked"))
+        forms = [(self._stacked(path), "stacked"), (self._matrices(path), "matrices")]
+        if self.format.packed:  # random weights have the first form
+            forms.reverse()
+        for slots, form in forms:
+            for stored, slot in slots:
+                yield stored, replace(slot, form=(path, form))
+
+    def _stacked(self, path: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        """The slots of tensors that hold a matrix of every expert."""
+        for part, stack in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
+            slot = stack.whole_slot()
+            shape, cut = [*slot.shape], self.own
             if self.own is not None:
-                slot = replace(slot, shape=(self.total, *slot.shape[1:]), cut=self.own)
-            yield f"{path}.{part}", slot if self.share is None else self._stacked(slot, part)
-        if self.own is not None:
-            yield from self._whole_experts(path, self.own)
-            return
-        num_experts, _, size = self.down.shape
-        for expert in range(num_experts):
-            parts = (self.gate_up[expert, :size], self.gate_up[expert, size:], self.down[expert])
-            for part, target in zip(self.names, parts, strict=True):
-                slot = tensor_slot(target, form=(path, "matrices"))
-                if self.share is not None:
-                    slot = self._matrix(slot, part == self.names[2])
-                yield f"{path}.{expert}.{part}.weight", slot
+                shape[0] = self.total
+            elif self.share is not None and stack is self.down:
+                shape[2], cut = self.intermediate, replace(self.share, dim=2)
+            elif self.share is not None:
+                shape[1] = 2 * self.intermediate
+                cut = stacked([(self.intermediate, self.share)] * 2, dim=1)
+            yield f"{path}.{part}", replace(slot, shape=tuple(shape), cut=cut)
 
-    def _whole_experts(self, path: str, own: Cut) -> Iterator[tuple[str, CheckpointSlot]]:
-        """The slots of all experts' matrices; of those of other ranks, nothing is read."""
-        size = self.down.shape[2]
+    def _matrices(self, path: str) -> Iterator[tuple[str, CheckpointSlot]]:
+        """The slots of each expert's matrices; of those of other ranks, nothing is read."""
+        size, hidden = self.size, self.down.rows
+        rows = ((self.gate_up, 0, size), (self.gate_up, size, size), (self.down, 0, hidden))
+        first = 0 if self.own is None else self.own.start
         for expert in range(self.total):
-            here = expert - own.start
-            local = here if 0 <= here < own.size else 0
-            parts = (self.gate_up[local, :size], self.gate_up[local, size:], self.down[local])
-            for part, target in zip(self.names, parts, strict=True):
-                slot = tensor_slot(target, form=(path, "matrices"))
-                if local != here:
+            here = expert - first
+            is_own = 0 <= here < self.count
+            for part, (stack, start, num_rows) in zip(self.names, rows, strict=True):
+                slot = stack.slot(here if is_own else 0, start, num_rows)
+                if not is_own:
                     slot = replace(slot, load=_skip, cut=Cut(0, 0, 0))
+                elif self.share is not None:
+                    cut = replace(self.share, dim=int(stack is self.down))
+                    shape = [*slot.shape]
+                    shape[cut.dim] = self.intermediate
+                    slot = replace(slot, shape=tuple(shape), cut=cut)
                 yield f"{path}.{expert}.{part}.weight", slot
 
-    def _matrix(self, slot: CheckpointSlot, is_down: bool) -> CheckpointSlot:
-        """The slot of this rank's part of an expert's matrix."""
-        assert self.share is not None
-        cut = replace(self.share, dim=int(is_down))
-        shape = [*slot.shape]
-        shape[cut.dim] = self.intermediate
-        return replace(slot, shape=tuple(shape), cut=cut)
 
-    def _stacked(self, slot: CheckpointSlot, part: str) -> CheckpointSlot:
-        """The slot of this rank's part of a stack of matrices."""
-        assert self.share is not None
-        count, rows, columns = slot.shape
-        if part == "down_proj":
-            return replace(
-                slot, shape=(count, rows, self.intermediate), cut=replace(self.share, dim=2)
-            )
-        cut = stacked([(self.intermediate, self.share)] * 2, dim=1)
-        return replace(slot, shape=(count, 2 * self.intermediate, columns), cut=cut)
-
-
-def _skip(tensor: Tensor) -> None:
+def _skip(weight: object) -> None:
     pass
 
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from ..batch.kv_cache import KVCache
 from ..messages import Ready
+from ..models.formats.expert_stack import ExpertStack
 from ..models.formats.packed import Packed
 from ..models.layers import Embedding, Linear
 
@@ -34,8 +35,14 @@ def weight_bytes(model: nn.Module) -> int:
     owners: Counter[int] = Counter()
     sizes: dict[int, int] = {}
     gathered: set[int] = set()
+    routed = {
+        id(part)
+        for module in model.modules()
+        if hasattr(module, "expert_share")
+        for part in module.modules()
+    }
     for module in model.modules():
-        if hasattr(module, "expert_share"):
+        if id(module) in routed:
             continue
         tensors = [*module.named_buffers(recurse=False), *module.named_parameters(recurse=False)]
         for name, tensor in tensors:
@@ -67,6 +74,8 @@ def weight_formats(model: nn.Module) -> str:
             found.add(module.weight.kind)
         elif getattr(module, "is_packed", False):  # experts
             found.add("fp4")
+        elif isinstance(module, ExpertStack):
+            found |= module.native_formats
         elif isinstance(module, Linear) and module.matrix is not None:
             found |= {part.type.name for part in module.matrix.parts if not part.type.is_float}
     return ", ".join(sorted(found))

@@ -1,7 +1,8 @@
 """Compiles the linear kernels for quantised weights for sm_90a without a GPU, as `compile_sm90`.
 
 Without arguments it compiles each kernel and a few formats. With `all` it compiles every candidate
-of `measure_packed` and prints its registers, spills and shared memory.
+of `measure_packed` and prints its registers, spills and shared memory, with `experts` those of
+experts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from triton.runtime.jit import JITFunction
 
 from slipstream.kernels import launch
 from slipstream.kernels.device import Card, meta_tensors_on
+from slipstream.kernels.linear.experts import PackedExperts
 from slipstream.kernels.linear.linear_choice import Gemv, Shape, Skinny
+from slipstream.kernels.packed.experts import packed_expert_parts
 from slipstream.kernels.packed.kinds import PackedChoice, Row
 from slipstream.kernels.packed.linear import packed_linear
 
@@ -62,6 +65,8 @@ def few() -> None:
     one("int4", gate_up, Row(16, 3, 4, 1, 4, 0), 16)
     one("q4k", gate_up, Skinny(64, 128, 3, 4, 1, 16), 9)
     one("q6k", qkv, Skinny(64, 32, 4, 4, 2, 16), 9)
+    for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("nvfp4", 64)):
+        experts(name, QWEN, rows)
     check_instructions()
     norm = meta(1024), 1e-5
     x, weight, residual = meta(9, 1024), tile_on_meta("fp8b", qkv), meta(9, 512)
@@ -78,6 +83,28 @@ def few() -> None:
         row_scales = quantise_rows(meta(99, 1024), 1024, dtype)[1]
     quantise_blocks(meta(99, 1024), 1024)
     rescale(meta(99, 512, dtype=base.I32), row_scales, meta(512), None, None, base.BF16)
+
+
+QWEN, GPT_OSS = (128, 2048, 768, 8), (32, 2880, 2880, 4)  # Qwen3-30B-A3B, gpt-oss-20b
+
+
+def experts(name: str, sizes: tuple[int, int, int, int], rows: int) -> None:
+    """Compile the kernels of a layer: (experts, hidden, inner size, experts of a row)."""
+    count, hidden, inner, top_k = sizes
+    stacks = [
+        tile_on_meta(name, Shape("other", outputs, inputs))
+        for outputs, inputs in ((count * 2 * inner, hidden), (count * hidden, inner))
+    ]
+    ids = meta(rows, top_k, dtype=base.I32)
+    weights = meta(rows, top_k, dtype=torch.float32)
+    packed_expert_parts(meta(rows, hidden), PackedExperts(*stacks, count), weights, ids)
+
+
+def all_experts() -> None:
+    """Print what the kernels of experts need, by format and number of rows."""
+    for name in FORMATS:
+        for rows in (1, 8, 64, 128, 256, 8192):
+            compile_linear.report(f"{name} {rows} rows", experts, name, QWEN, rows)
 
 
 def everything() -> None:
@@ -104,6 +131,8 @@ if __name__ == "__main__":
         assert launch.pdl_options(meta(1))["PDL"]
         if sys.argv[1:] == ["all"]:
             everything()
+        elif sys.argv[1:] == ["experts"]:
+            all_experts()
         else:
             few()
             for name, count in base.done.items():

@@ -5,7 +5,7 @@ so that a step reads 4 or 8 bits of each weight. Products are scaled as in `pack
 weight is rounded, unless a tile has 128 rows or more.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -176,6 +176,11 @@ def tiles_of(weight: TiledWeight, block_m: int, gated: bool, programs: int) -> T
     return Tiles(64, columns, 3 if gated or block_m == 64 else 4, 4)
 
 
+def _has_tall_tiles(weight: TiledWeight) -> bool:
+    """Whether the registers hold tiles of 128 rows: not beside scales of small groups."""
+    return weight.kind != "fp4" and weight.slice_width == 64
+
+
 def expert_parts(
     x: Tensor,
     experts: PackedExperts,
@@ -195,7 +200,7 @@ def expert_parts(
     gate_up, down = experts.gate_up, experts.down
     assert isinstance(gate_up, TiledWeight) and isinstance(down, TiledWeight)
     assert gate_up.order is None and down.order is None
-    most = 64 if "fp4" in (gate_up.kind, down.kind) else 128
+    most = 128 if all(_has_tall_tiles(own) for own in (gate_up, down)) else 64
     work = work_for(weights, ids, count, most, one_row)
 
     def multiply(gated: bool, source: Tensor, out: Tensor) -> None:

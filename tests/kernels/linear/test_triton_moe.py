@@ -82,10 +82,11 @@ def test_parts_of_few_rows_add_up_and_leave_room(tma: bool) -> None:
 
 def test_many_rows_of_one_expert_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in prefill: tiles of 128 rows, several programs for an expert, and parts summed."""
+    from slipstream.kernels.linear.triton import expert_rows
     from slipstream.kernels.linear.triton import moe as triton_moe
 
-    monkeypatch.setattr(triton_moe, "FEW", 4)
-    monkeypatch.setattr(triton_moe, "_PAIRS", 64)
+    monkeypatch.setattr(expert_rows, "FEW", 4)
+    monkeypatch.setattr(expert_rows, "_PAIRS", 64)
     x, weights = torch.randn(300, 32), torch.rand(300, 2)
     experts = random_experts(3, 32, 16, "silu", torch.float32)
     ids = torch.tensor([[2, 0], [2, 1]]).repeat(150, 1)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from slipstream.kernels.quant.tiled import TiledWeight
 from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.models.formats.expert_stack import ExpertStack
 from slipstream.runner.models.formats.packed import PackedLayer
 from slipstream.runner.models.layers import Linear
 
@@ -36,6 +37,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("LlamaConfig", {"attention_bias": True}),
     "Qwen3": ("Qwen3Config", {}),
     "Gemma3": ("Gemma3TextConfig", {"tie_word_embeddings": True}),
+    "Qwen3Moe": (
+        "Qwen3MoeConfig",
+        dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True),
+    ),
     "DeepseekV3": (
         "DeepseekV3Config",
         dict(
@@ -61,7 +66,8 @@ FEW = [
     *(("Llama", name) for name in ("fp8 tensor", "int4 zeros", "gptq order", "nvfp4")),
     *(("Qwen3", name) for name in ("fp8 channel", "int8 channel", "awq")),
     *(("Gemma3", name) for name in ("int4 groups", "mxfp4")),
-    *(("DeepseekV3", name) for name in ("fp8 blocks", "int4 order")),
+    *(("Qwen3Moe", name) for name in ("fp8 blocks", "int4 zeros", "gptq")),
+    *(("DeepseekV3", name) for name in ("fp8 channel", "int4 order")),
 ]
 
 
@@ -98,6 +104,29 @@ def test_logits_equal_transformers(family: str, name: str, tmp_path: Path) -> No
         if isinstance(part, Linear) and "_proj" in path
     )
     assert_equals_transformers(model, oracle)
+    stacks = [part for part in model.modules() if isinstance(part, ExpertStack)]
+    assert bool(stacks) == (family in ("Qwen3Moe", "DeepseekV3"))
+    for stack in stacks:  # the columns of each expert have another order
+        assert (stack.packed is None) == ("order" in name) == (stack.weight is not None)
+
+
+def test_experts_of_different_formats_are_widened(tmp_path: Path) -> None:
+    """Also if only one of the two stacks of a layer has several formats."""
+    make("Qwen3Moe", "fp8 tensor", tmp_path)
+    expected = Sequences(load(tmp_path), 1, 8).step([(0, [5, 9, 33, 2])])[0][0]
+    model = load(tmp_path, packed=True)
+    packed = Sequences(model, 1, 8).step([(0, [5, 9, 33, 2])])[0][0]
+    torch.testing.assert_close(packed, expected, atol=1e-4, rtol=1e-4)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    tensors[name] = tensors[name].float() * tensors.pop(f"{name}_scale")
+    save_file(tensors, path)
+    mixed = load(tmp_path, packed=True)
+    got = Sequences(mixed, 1, 8).step([(0, [5, 9, 33, 2])])[0][0]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    kept = [part.packed is not None for part in mixed.modules() if isinstance(part, ExpertStack)]
+    assert kept == [True, True, False, False]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])

@@ -1,0 +1,129 @@
+"""The matrices of a layer's experts for one product, in one of three forms."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ....kernels.cpu.formats import StoredRows
+from ....kernels.cpu.matrix import Matrix
+from ....kernels.cpu.weight import QuantizedWeight, pack_any
+from ....kernels.quant.packed import PackedWeight
+from ....kernels.quant.stack import empty_stack, fill_rows
+from ....kernels.quant.tiled import Weight, prepare
+from .packed import Packed, Part
+from .slots import CheckpointSlot, matrix_slot
+from .weight_format import WeightFormat
+
+
+class ExpertStack(nn.Module):
+    """A matrix [R, C] for each expert, which may arrive in parts of its rows.
+
+    All of them are one float tensor, or one quantised weight below each other if the format is
+    `packed`, or native weights of each expert. A stack of which not all parts have one quantised
+    format becomes a float tensor.
+    """
+
+    weight: Tensor | None  # [E, R, C]
+
+    def __init__(self, count: int, rows: int, columns: int, fmt: WeightFormat) -> None:
+        super().__init__()
+        self.count, self.rows, self.columns, self.format = count, rows, columns, fmt
+        self.packed: Packed | None = None
+        self._native: list[dict[int, QuantizedWeight]] = [{} for _ in range(count)]
+        self._matrices: list[Matrix] = []
+        self._form: tuple[object, ...] = ()  # of the parts of a quantised weight
+        self._lock = threading.Lock()  # guards what loading threads change
+        self.register_buffer("weight", None if fmt.packed or fmt.native else self._empty())
+
+    def _empty(self) -> Tensor:
+        size = self.count, self.rows, self.columns
+        return torch.empty(size, dtype=self.format.dtype, device=self.format.device)
+
+    def slot(self, expert: int, row: int, num_rows: int) -> CheckpointSlot:
+        """The slot of some rows of an expert's matrix."""
+        return matrix_slot((num_rows, self.columns), partial(self._take, expert, row), self.format)
+
+    def whole_slot(self) -> CheckpointSlot:
+        """The slot of all matrices in one float tensor [E, R, C]."""
+        return CheckpointSlot((self.count, self.rows, self.columns), self._take_all)
+
+    @property
+    def matrices(self) -> list[Matrix]:
+        """The native weights of each expert."""
+        if not self._matrices:
+            parts = [[own[row] for row in sorted(own)] for own in self._native]
+            self._matrices = [Matrix(own) for own in parts]
+        return self._matrices
+
+    @property
+    def native_formats(self) -> set[str]:
+        """The names of quantised formats among the native weights."""
+        kinds = {part.type for own in self._native for part in own.values()}
+        return {kind.name for kind in kinds if not kind.is_float}
+
+    def widen(self) -> None:
+        """Turn a quantised stack into a float tensor."""
+        with self._lock:
+            self._widen()
+
+    def _widen(self) -> None:
+        if self.weight is None:
+            self.weight = self._empty()
+        if self.packed is not None:
+            numbers = self.packed.weight.dequantise(self.format.dtype)
+            self.weight.view(-1, self.columns).copy_(numbers)
+            self.packed = None
+
+    def _take_all(self, tensor: Tensor) -> None:
+        if self.format.native:
+            for expert, own in enumerate(tensor):
+                self._take(expert, 0, own)
+            return
+        with self._lock:
+            self._widen()
+        assert self.weight is not None
+        self.weight.copy_(tensor)
+
+    def _take(self, expert: int, row: int, part: Part | StoredRows) -> None:
+        """Take rows of an expert's matrix from `row` on."""
+        if self.format.native:
+            assert not isinstance(part, PackedWeight)
+            own = pack_any(part)
+            with self._lock:
+                self._native[expert][row] = own
+                self._matrices = []
+            return
+        assert not isinstance(part, StoredRows)
+        kept = self._kept(part)
+        if isinstance(kept, Tensor):
+            with self._lock:
+                self._widen()
+            assert self.weight is not None
+            self.weight[expert, row : row + kept.shape[0]].copy_(kept)
+            return
+        form, weight = kept
+        with self._lock:
+            if self.packed is None and self.weight is None:
+                self._form = form
+                self.packed = Packed(empty_stack(weight, self.count * self.rows))
+            if self.packed is not None and form == self._form:
+                fill_rows(self.packed.weight, expert * self.rows + row, weight)
+                return
+        self._take(expert, row, weight.dequantise(self.format.dtype))
+
+    def _kept(self, part: Part) -> Tensor | tuple[tuple[object, ...], Weight]:
+        """A part as the stack holds it: numbers, or a quantised weight and its form."""
+        if isinstance(part, Tensor):
+            return part
+        scale_is_too_small = part.scales.dtype == torch.uint8 and self.format.dtype == torch.float16
+        if part.order is not None or scale_is_too_small:
+            return part.dequantise(self.format.dtype)
+        part = replace(part, activations="16bit", input_scale=None)
+        if part.shape[0] % part.row_group:
+            part = part.by_rows()
+        return (*part.form, part.row_group), prepare(part)
