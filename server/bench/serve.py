@@ -19,6 +19,7 @@ import httpx
 import msgspec
 
 from .load import BenchRequest
+from .stream_client import StreamClient, StreamFailed
 
 _SAMPLE = re.compile(r"^(\w+):spec_decode_num_(\w+?)(?:_total)?(?:\{([^}]*)\})? (\S+)$", re.M)
 _POSITION = re.compile(r'position="(\d+)"')
@@ -59,6 +60,7 @@ class _Chunk(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
+_encode = msgspec.json.encode
 
 
 @dataclass
@@ -120,63 +122,84 @@ def unauthorized_error(headers: dict[str, str]) -> str:
     return f"the server {why} (HTTP 401); pass one with --api-key or OPENAI_API_KEY"
 
 
-async def send_request(client: httpx.AsyncClient, target: Target, request: BenchRequest) -> Outcome:
+async def send_request(client: StreamClient, target: Target, request: BenchRequest) -> Outcome:
     """Send one request and read its stream to the end.
 
     A failure of the server or the connection is the outcome's `error`, not an exception."""
-    outcome = Outcome()
-    began = time.perf_counter()
+    reading = _Reading()
+    outcome = reading.outcome
     try:
-        async with client.stream(
-            "POST", target.url, json=target.body(request), headers=target.headers
-        ) as reply:
-            if reply.status_code == 401:
-                outcome.error = unauthorized_error(target.headers)
-                return outcome
-            if reply.status_code != 200:
-                text = (await reply.aread()).decode("utf-8", "replace")
-                outcome.error = f"HTTP {reply.status_code}: {text[:200]}"
-                return outcome
-            await _read(reply, outcome, began)
-    except (httpx.HTTPError, msgspec.MsgspecError, ValueError) as error:
-        outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
+        reply = await client.post(_encode(target.body(request)), reading.take)
+    except StreamFailed as error:
+        outcome.error = str(error)
+        return outcome
+    if reply.status == 401:
+        outcome.error = unauthorized_error(target.headers)
+    elif reply.status != 200:
+        text = reply.body.decode("utf-8", "replace")
+        outcome.error = f"HTTP {reply.status}: {text[:200]}"
+    else:
+        reading.end()
     return outcome
 
 
-async def _read(reply: httpx.Response, outcome: Outcome, began: float) -> None:
-    rest, last, done = b"", 0.0, False
-    async for data in reply.aiter_raw():
+class _Reading:
+    """Reads the events of one reply."""
+
+    def __init__(self) -> None:
+        self.outcome = Outcome()
+        self._began = time.perf_counter()
+        self._last = 0.0  # time of the last chunk with text
+        self._rest = b""  # the beginning of a line
+        self._is_done = False
+
+    def take(self, data: bytes) -> bool:
+        """Take the next piece of the body; False if the rest does not matter."""
         now = time.perf_counter()
-        *lines, rest = (rest + data).replace(b"\r\n", b"\n").split(b"\n")
+        *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            payload = line[5:].strip()
-            if payload == b"[DONE]":
-                done = True
-                continue
+            if line.startswith(b"data:") and not self._event(line[5:].strip(), now):
+                return False
+        return True
+
+    def _event(self, payload: bytes, now: float) -> bool:
+        outcome = self.outcome
+        if payload == b"[DONE]":
+            self._is_done = True
+            return True
+        try:
             chunk = _decode(payload)
-            if chunk.error is not None:
-                outcome.error = f"in the stream: {str(chunk.error)[:200]}"
-                return
-            if chunk.usage is not None:
-                outcome.prompt_tokens = chunk.usage.prompt_tokens
-                outcome.output_tokens = chunk.usage.completion_tokens
-            if chunk.has_text:
-                if last:
-                    outcome.gaps.append(now - last)
-                else:
-                    outcome.ttft = now - began
-                last = now
-    outcome.latency = (last or time.perf_counter()) - began
-    if not done:
-        outcome.error = "the stream ended without [DONE]"
-    elif not outcome.output_tokens:
-        outcome.error = "the reply reports no usage or no output tokens"
+        except (msgspec.MsgspecError, ValueError) as error:
+            outcome.error = f"{type(error).__name__}: {error}".rstrip(": ")
+            return False
+        if chunk.error is not None:
+            outcome.error = f"in the stream: {str(chunk.error)[:200]}"
+            return False
+        if chunk.usage is not None:
+            outcome.prompt_tokens = chunk.usage.prompt_tokens
+            outcome.output_tokens = chunk.usage.completion_tokens
+        if chunk.has_text:
+            if self._last:
+                outcome.gaps.append(now - self._last)
+            else:
+                outcome.ttft = now - self._began
+            self._last = now
+        return True
+
+    def end(self) -> None:
+        """Judge the reply at its end."""
+        outcome = self.outcome
+        outcome.latency = (self._last or time.perf_counter()) - self._began
+        if outcome.error is not None:
+            return
+        if not self._is_done:
+            outcome.error = "the stream ended without [DONE]"
+        elif not outcome.output_tokens:
+            outcome.error = "the reply reports no usage or no output tokens"
 
 
 async def run_load(
-    client: httpx.AsyncClient,
+    client: StreamClient,
     target: Target,
     requests: Sequence[BenchRequest],
     due: Iterable[float],

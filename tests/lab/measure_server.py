@@ -36,6 +36,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from slipstream.server.bench.load import BenchRequest
 from slipstream.server.bench.serve import Target, percentile, run_load
+from slipstream.server.bench.stream_client import StreamClient
 
 BOUND = 0.05
 FLAGS = (
@@ -89,9 +90,8 @@ def client(
     ]
 
     async def drive() -> None:
-        no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        async with httpx.AsyncClient(limits=no_limit, timeout=120) as session:
-            target = Target(f"{url}/v1/completions", "m", False, ignore_eos=True)
+        target = Target(f"{url}/v1/completions", "m", False, ignore_eos=True)
+        async with StreamClient(target.url, {}, 120.0) as session:
             for max_tokens in rounds(args):
                 requests = [BenchRequest(prompt, max_tokens) for prompt in words]
                 start.wait()

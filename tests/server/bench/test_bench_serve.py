@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 import statistics
-from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from slipstream.configs.options import ConfigError
+from slipstream.server.bench import client_processes
 from slipstream.server.bench import serve as bench
 from slipstream.server.bench.load import (
     BenchRequest,
@@ -23,19 +24,10 @@ from slipstream.server.bench.load import (
     random_requests,
     sharegpt_requests,
 )
+from slipstream.server.bench.stream_client import StreamClient
 from slipstream.server.commands import main
 
-
-class Pieces(httpx.AsyncByteStream):
-    """A response body in pieces that arrive `seconds` apart."""
-
-    def __init__(self, *pieces: bytes, seconds: float = 0.03) -> None:
-        self._pieces, self._seconds = pieces, seconds
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        for piece in self._pieces:
-            await asyncio.sleep(self._seconds)
-            yield piece
+from .sse_server import Answer, Request, serving
 
 
 def data(**fields: Any) -> bytes:
@@ -48,15 +40,17 @@ def text(content: str) -> bytes:
 
 USAGE = data(choices=[], usage={"prompt_tokens": 7, "completion_tokens": 9})
 DONE = b"data: [DONE]\n\n"
-TARGET = bench.Target("http://test/v1/chat/completions", "m", chat=True)
+
+
+def target_at(url: str) -> bench.Target:
+    return bench.Target(f"{url}/v1/chat/completions", "m", chat=True)
 
 
 async def outcome_of(*pieces: bytes, status: int = 200) -> bench.Outcome:
-    def answer(request: httpx.Request) -> httpx.Response:
-        return httpx.Response(status, stream=Pieces(*pieces))
-
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        return await bench.send_request(client, TARGET, BenchRequest("hi", 9))
+    async with serving(lambda _: Answer(pieces, status, seconds=0.03)) as server:
+        target = target_at(server.url)
+        async with StreamClient(target.url, {}, 10.0) as client:
+            return await bench.send_request(client, target, BenchRequest("hi", 9))
 
 
 async def test_tokens_are_counted_by_usage_and_times_by_text() -> None:
@@ -93,22 +87,18 @@ async def test_an_error_of_the_server_is_a_failed_request(
 
 
 async def test_a_closed_loop_keeps_its_concurrency_and_an_open_one_its_times() -> None:
-    running, most = 0, 0
-
-    async def answer(request: httpx.Request) -> httpx.Response:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.02)
-        running -= 1
-        return httpx.Response(200, stream=Pieces(text("a") + USAGE + DONE, seconds=0))
+    def answer(_: Request) -> Answer:
+        return Answer([text("a") + USAGE + DONE], seconds=0.02)
 
     requests = [BenchRequest("hi", 9)] * 8
-    async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
-        outcomes, _ = await bench.run_load(client, TARGET, requests, [0.0] * 8, 2)
-        assert most == 2 and [o.error for o in outcomes] == [None] * 8
+    async with serving(answer) as server:
+        target = target_at(server.url)
+        async with StreamClient(target.url, {}, 10.0) as client:
+            outcomes, _ = await bench.run_load(client, target, requests, [0.0] * 8, 2)
+        assert server.num_connections == 2 and [o.error for o in outcomes] == [None] * 8
         due = [0.05 * place for place in range(8)]
-        outcomes, seconds = await bench.run_load(client, TARGET, requests, due, None)
+        async with StreamClient(target.url, {}, 10.0) as client:
+            outcomes, seconds = await bench.run_load(client, target, requests, due, None)
     assert seconds >= 0.35 and len(outcomes) == 8
 
 
@@ -219,35 +209,60 @@ def test_compare_reads_the_lines_of_another_engine(
     assert "contains no benchmark figures" in capsys.readouterr().err
 
 
-def test_the_error_for_a_missing_or_wrong_key_names_the_flag(
+async def test_the_error_for_a_missing_or_wrong_key_names_the_flag(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def answer(request: httpx.Request) -> httpx.Response:
+    def answer(request: Request) -> Answer:
         if request.headers.get("authorization") != "Bearer right":
-            return httpx.Response(401, json={"error": {"message": "no"}})
-        if request.url.path == "/v1/models":
-            return httpx.Response(200, json={"data": [{"id": "m"}]})
-        return httpx.Response(200, stream=Pieces(text("a"), USAGE, DONE, seconds=0))
+            return Answer([b'{"error": {"message": "no"}}'], 401)
+        if request.path == "/v1/models":
+            return Answer([b'{"data": [{"id": "m"}]}'])
+        return Answer([text("a"), USAGE, DONE])
 
-    real = httpx.AsyncClient
-    transport = httpx.MockTransport(answer)
-    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: real(transport=transport))
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    command = ["bench", "serve", "--num-prompts", "1", "--num-warmups"]
     advice = "pass one with --api-key or OPENAI_API_KEY\n"
-    assert main([*command, "0"]) == 2
-    assert capsys.readouterr().err.endswith(f"the server requires an API key (HTTP 401); {advice}")
-    assert main([*command, "0", "--api-key", "wrong"]) == 2
-    assert (
-        f"the server does not accept this API key (HTTP 401); {advice}" in capsys.readouterr().err
-    )
-    assert main([*command, "1", "--model", "m"]) == 1
-    assert f"requires an API key (HTTP 401); {advice}" in capsys.readouterr().err
-    assert main([*command, "1", "--api-key", "right"]) == 0
-    monkeypatch.setenv("OPENAI_API_KEY", "right")
-    capsys.readouterr()
-    assert main([*command, "1"]) == 0
-    assert capsys.readouterr().err == "bench serve: 0 of 1 requests\nbench serve: 1 of 1 requests\n"
+    async with serving(answer) as server:
+
+        async def bench_serve(*flags: str) -> tuple[int, str]:
+            command = ["bench", "serve", "--num-prompts", "1", "--base-url", server.url, *flags]
+            status = await asyncio.to_thread(main, command)
+            return status, capsys.readouterr().err
+
+        none, warm = ("--num-warmups", "0"), ("--num-warmups", "1")
+        status, shown = await bench_serve(*none)
+        assert status == 2
+        assert shown.endswith(f"the server requires an API key (HTTP 401); {advice}")
+        status, shown = await bench_serve(*none, "--api-key", "wrong")
+        assert status == 2
+        assert f"the server does not accept this API key (HTTP 401); {advice}" in shown
+        status, shown = await bench_serve(*warm, "--model", "m")
+        assert status == 1 and f"requires an API key (HTTP 401); {advice}" in shown
+        assert (await bench_serve(*warm, "--api-key", "right"))[0] == 0
+        monkeypatch.setenv("OPENAI_API_KEY", "right")
+        assert await bench_serve(*warm) == (
+            0, "bench serve: 0 of 1 requests\nbench serve: 1 of 1 requests\n"
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.95, True), (0.3, False)])
+async def test_a_line_says_when_the_client_was_the_bottleneck(
+    share: float,
+    warns: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured(count: int, load: client_processes.Load, tick: Any) -> client_processes.Measured:
+        found = asyncio.run(client_processes.send(load, tick))
+        return replace(found, seconds=2.0, cpu_share=share)
+
+    monkeypatch.setattr(client_processes, "send_from", measured)
+    async with serving(lambda _: Answer([text("a"), USAGE, DONE])) as server:
+        command = ["bench", "serve", "--num-prompts", "1", "--num-warmups", "0", "--model", "m"]
+        flags = ["--base-url", server.url, "--client-processes", "3"]
+        assert await asyncio.to_thread(main, [*command, *flags]) == 0
+    shown = capsys.readouterr().err
+    line = "one of its 3 processes used 95% of a core; increase --client-processes"
+    assert (line in shown) == warns and ("bottleneck" in shown) == warns
 
 
 @pytest.mark.parametrize("flags", [("--output", "/nowhere/x.json"), ("--plot", "/nowhere/x.png")])
