@@ -1,12 +1,16 @@
 """Prints how long a layer of experts takes on this GPU, by part, and the best tiles.
 
-    PYTHONPATH=.src python tests/lab/measure_moe.py [parts] [tiles] [--shape qwen3-30b-a3b]
+    PYTHONPATH=.src python tests/lab/measure_moe.py [parts] [tiles] [formats] [packed-tiles]
+        [--shape qwen3-30b-a3b] [--kinds fp8b,int4]
 
 `parts` prints microseconds of the router's product, the choice of experts and the experts of one
 layer, the gigabytes of the experts that the rows touch, and the share of the peak bandwidth (set it
 with --peak TB/s; tests/lab/peak_bandwidth.py measures it). `tiles` tries tile sizes for both
-products at each number of rows. Calls are timed in one graph over several layers, so that weights
-are never in the cache. Rows choose their experts at random, as tokens of different requests do.
+products at each number of rows. `formats` compares the experts in quantised formats with bf16's:
+microseconds, and how many times faster; `packed-tiles` tries their tile sizes.
+
+Calls are timed in one graph over several layers, so that weights are never in the cache. Rows
+choose their experts at random, as tokens of different requests do.
 """
 
 from __future__ import annotations
@@ -15,18 +19,23 @@ import argparse
 import itertools
 import sys
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from slipstream.kernels.linear import linear_tune
-from slipstream.kernels.linear.experts import ExpertWeights, Routing
+from slipstream.kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from slipstream.kernels.linear.linear import linear_parts
+from slipstream.kernels.linear.linear_choice import Shape
 from slipstream.kernels.linear.moe import expert_parts, select_experts
 from slipstream.kernels.linear.triton.moe import Tiles, rows_of_tile, tiles_of
 from slipstream.kernels.linear.triton.moe import expert_parts as with_tiles
+from slipstream.kernels.packed.triton.packed_experts import expert_parts as packed_parts
+from slipstream.kernels.quant.tiled import tile
 from slipstream.runner.models.moe import _FEW_ROWS, _MANY_ROWS
 
+from measure_packed import FORMATS, random_packed  # isort: skip
 from shapes import SHAPES  # isort: skip
 
 CUDA, BF16 = torch.device("cuda", 0), torch.bfloat16
@@ -130,9 +139,89 @@ def measure(x: Tensor, pairs: list[tuple[Layer, Chosen]], size: tuple[Tiles, Til
     return timed(calls)
 
 
+class PackedLayer(Layer):
+    """The same with quantised experts: a `kind` of `measure_packed`'s formats."""
+
+    def __init__(self, name: str, kind: str) -> None:
+        super().__init__(name)
+        wide, stacks = self.experts, []
+        for rows, columns in ((2 * self.inner, self.hidden), (self.hidden, self.inner)):
+            shape = Shape("other", self.count * rows, columns)
+            stacks.append(tile(random_packed(kind, shape, CUDA)))
+        biases = wide.gate_up_bias, wide.down_bias
+        self.packed = PackedExperts(*stacks, self.count, *biases, wide.activation)
+        del self.experts
+
+    @property
+    def nbytes(self) -> int:
+        return self.packed.gate_up.nbytes + self.packed.down.nbytes
+
+
+def formats(name: str, kinds: list[str], peak: float) -> None:
+    """Time the experts of a layer in each format, beside bf16's."""
+    plain = [Layer(name) for _ in range(LAYERS)]
+    chosen = {rows: [layer.chosen(rows) for layer in plain] for rows in ROWS}
+    xs = {rows: torch.randn(rows, plain[0].hidden, device=CUDA).to(BF16) for rows in ROWS}
+    wide = {}
+    for rows in ROWS:
+        pairs = zip(plain, chosen[rows], strict=True)
+        wide[rows] = timed([partial(expert_parts, xs[rows], x.experts, *own) for x, own in pairs])
+    del plain
+    print(f"{name}: us of bf16, then of each format and how many times faster it is; share of peak")
+    for kind in kinds:
+        layers = [PackedLayer(name, kind) for _ in range(LAYERS)]
+        for rows in ROWS:
+            own = list(zip(layers, chosen[rows], strict=True))
+            us = timed([partial(packed_parts, xs[rows], each.packed, *ids) for each, ids in own])
+            touched = sum(ids[1].unique().numel() for ids in chosen[rows]) / LAYERS
+            share = layers[0].nbytes * touched / layers[0].count / us / 1e6 / peak
+            faster = wide[rows] / us
+            print(f"{kind:6} {rows:4} rows {wide[rows]:8.2f} {us:8.2f} {faster:5.2f}x {share:6.1%}")
+            sys.stdout.flush()
+
+
+def packed_tiles(name: str, kinds: list[str]) -> None:
+    """Time both products of quantised experts with each tile size, and print the fastest."""
+    sizes = [
+        *(Tiles(16, 0, stages, warps) for stages in (4, 6) for warps in (1, 2)),
+        *(Tiles(32, 0, stages, warps) for stages in (3, 4, 6) for warps in (1, 2, 4)),
+        *(Tiles(64, 0, stages, 4) for stages in (2, 3, 4, 5)),
+        *(Tiles(128, 0, stages, warps) for stages in (2, 3, 4) for warps in (4, 8)),
+    ]
+    for kind in kinds:
+        layers = [PackedLayer(name, kind) for _ in range(LAYERS)]
+        for rows in ROWS:
+            x = torch.randn(rows, layers[0].hidden, device=CUDA).to(BF16)
+            pairs = [(layer, layer.chosen(rows)) for layer in layers]
+
+            def us_of(tiles: Any, x: Tensor = x, pairs: Any = pairs) -> float:
+                return timed(
+                    [partial(packed_parts, x, p.packed, *o, tiles=tiles) for p, o in pairs]
+                )
+
+            print(f"{kind}, {rows} rows: {us_of(None):8.2f} us as chosen")
+            best: list[Tiles | None] = [Tiles(64, 0, 3, 4), Tiles(64, 0, 3, 4)]
+            for which in (0, 1):
+                found = []
+                for size in sizes:
+                    tried = tuple(size if which == i else best[i] for i in (0, 1))
+                    try:
+                        found.append((us_of(tried), size))
+                    except Exception:  # too much shared memory, or a tile that cannot be compiled
+                        continue
+                found.sort(key=lambda each: each[0])
+                best[which] = found[0][1]
+                for us, size in found[:3]:
+                    print(f"  {us:8.2f} {('gate_up', 'down')[which]} {size}")
+            sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", nargs="*", default=["parts"], choices=["parts", "tiles"])
+    parser.add_argument(
+        "what", nargs="*", default=["parts"], choices=["parts", "tiles", "formats", "packed-tiles"]
+    )
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=list(FORMATS))
     parser.add_argument("--shape", default="qwen3-30b-a3b", choices=[*SHAPES])
     parser.add_argument("--peak", type=float, default=4.24, help="TB/s")
     args = parser.parse_args()
@@ -140,6 +229,10 @@ def main() -> None:
         parts(args.shape, args.peak)
     if "tiles" in args.what:
         tiles(args.shape)
+    if "formats" in args.what:
+        formats(args.shape, args.kinds, args.peak)
+    if "packed-tiles" in args.what:
+        packed_tiles(args.shape, args.kinds)
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 `python tests/lab/shapes.py FOLDER` writes FOLDER/llama-8b (the shape of Llama 8B),
 FOLDER/llama-8b-16k (the same for contexts of up to 16,384 tokens), FOLDER/qwen3-30b-a3b (of
-Qwen3-30B-A3B), FOLDER/gpt-oss-20b and EAGLE-3 heads: FOLDER/eagle3-8b for the first two,
-FOLDER/eagle3-30b-a3b and FOLDER/eagle3-gpt-oss-20b. FOLDER/deepseek-v4-flash-7 has the widths of
-DeepSeek V4 Flash and seven of its 43 layers, of every kind: with the module for multi-token
-prediction and 16-bit experts they fill an H200.
+Qwen3-30B-A3B; -fp8 and -int4 are the same in these formats), FOLDER/gpt-oss-20b and EAGLE-3 heads:
+FOLDER/eagle3-8b for the first two, FOLDER/eagle3-30b-a3b and FOLDER/eagle3-gpt-oss-20b.
+FOLDER/deepseek-v4-flash-7 has the widths of DeepSeek V4 Flash and seven of its 43 layers, of every
+kind: with the module for multi-token prediction and 16-bit experts they fill an H200.
 """
 
 from __future__ import annotations
@@ -98,12 +98,30 @@ def eagle3(target: dict[str, Any], boundaries: list[int], inner: int) -> dict[st
     }  # fmt: skip
 
 
+FP8_BLOCKS = {
+    "quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic",
+    "modules_to_not_convert": ["lm_head"],
+}  # fmt: skip
+INT4_GROUPS = {
+    "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group",
+                "group_size": 128,
+            },
+        }
+    },
+}  # fmt: skip
 LONG = LLAMA_8B | {"max_position_embeddings": 16384}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
     "llama-8b-16k": LONG,
     "eagle3-8b": EAGLE3_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
+    "qwen3-30b-a3b-fp8": QWEN3_30B_A3B | {"quantization_config": FP8_BLOCKS},
+    "qwen3-30b-a3b-int4": QWEN3_30B_A3B | {"quantization_config": INT4_GROUPS},
     "eagle3-30b-a3b": eagle3(QWEN3_30B_A3B, [2, 24, 45], 6144),
     "gpt-oss-20b": GPT_OSS_20B,
     "eagle3-gpt-oss-20b": eagle3(GPT_OSS_20B, [2, 12, 21], 17280),
