@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import transformers
 
@@ -81,12 +82,12 @@ class Outcome:
             self.logprobs.append((row.token_id, row.logprob, row.rank, *top))
 
 
-def asks(rng: random.Random, count: int, longest: int = 70, most: int = 24) -> list[Ask]:
+def asks(rng: random.Random, count: int, longest: int, vocab: int, most: int = 24) -> list[Ask]:
     """Random requests. Prompts repeat themselves, so that n-grams are found, and share prefixes."""
-    shared = [rng.randrange(VOCAB) for _ in range(40)]
+    shared = [rng.randrange(vocab) for _ in range(40)]
     found = []
     for number in range(count):
-        piece = [rng.randrange(VOCAB) for _ in range(rng.randint(1, 6))]
+        piece = [rng.randrange(vocab) for _ in range(rng.randint(1, 6))]
         prompt = (shared if rng.random() < 0.5 else []) + piece * 12
         prompt = prompt[: rng.randint(1, longest)]
         options = OPTIONS[number % len(OPTIONS)]
@@ -96,9 +97,15 @@ def asks(rng: random.Random, count: int, longest: int = 70, most: int = 24) -> l
 
 
 def serve(
-    engine: TinyEngine, wanted: Sequence[Ask], rng: random.Random
+    engine: TinyEngine,
+    wanted: Sequence[Ask],
+    rng: random.Random,
+    known: Sequence[Outcome] = (),
 ) -> tuple[list[Outcome], int]:
-    """Serve requests that arrive at random moments: their outcomes, and the accepted drafts."""
+    """Serve requests that arrive at random moments: their outcomes, and the accepted drafts.
+
+    With `known` outcomes, some requests predict their text, so that more n-grams are right.
+    """
     outcomes = [Outcome() for _ in wanted]
     waiting = list(range(len(wanted)))
     rng.shuffle(waiting)
@@ -107,7 +114,11 @@ def serve(
         while waiting and (rng.random() < 0.3 or not engine.engine.has_work()):
             index = waiting.pop()
             ask = wanted[index]
-            message = AddRequest(str(index), list(ask.prompt), ask.sampling)
+            sampling = ask.sampling
+            if known and rng.random() < 0.6:
+                text = known[index].tokens
+                sampling = msgspec.structs.replace(sampling, prediction_token_ids=text)
+            message = AddRequest(str(index), list(ask.prompt), sampling)
             engine.engine.handle([message])
         for step in engine.engine.step():
             accepted += step.stats.num_accepted_tokens
@@ -134,11 +145,22 @@ def engine_of(
 
 
 def check(
-    folder: Path, rounds: int, seed: int, drafters: Sequence[SpeculativeConfig] = (), **changes: Any
+    folder: Path,
+    rounds: int,
+    seed: int,
+    drafters: Sequence[SpeculativeConfig] = (),
+    count: int = 10,
+    longest: int = 70,
+    vocab: int = VOCAB,
+    **changes: Any,
 ) -> int:
-    """Compare `rounds` random engines with requests one at a time; returns the accepted drafts."""
+    """Compare `rounds` random engines with `count` requests one at a time, of prompts of up to
+    `longest` tokens.
+
+    Returns the number of accepted drafts.
+    """
     rng = random.Random(f"{folder.name} {seed}")
-    wanted = asks(rng, 10)
+    wanted = asks(rng, count, longest, vocab)
     plain = engine_of(folder, SpeculativeConfig(), 1, 512, 60, False, **dict(changes))
     expected = [serve(plain, [ask], rng)[0][0] for ask in wanted]
     plain.close()
@@ -157,7 +179,7 @@ def check(
         blocks = rng.choice([10, 14, 60])  # the longest request needs 7
         engine = engine_of(folder, drafter, seqs, most, blocks, number % 2 == 0, **dict(changes))
         for again in range(2):  # the second time with cached prefixes
-            got, more = serve(engine, wanted, rng)
+            got, more = serve(engine, wanted, rng, expected)
             accepted += more
             for index, (mine, alone) in enumerate(zip(got, expected, strict=True)):
                 where = (
