@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import nullcontext
 from typing import Any
 
 import httpx
+import pytest
 
+from slipstream.configs.load import add_flags, load_config
+from slipstream.configs.schema import ServerConfig
+from slipstream.runner.messages import AddRequest, RequestOutput
 from slipstream.server.http.sse import KEEP_ALIVE, WRITER, EventStream, Live, Write
+
+from ..api_fakes import MODEL, ScriptedEngine, config_with, http_client, make_app, reply_with
 
 SILENCE = 0.1
 
@@ -100,3 +107,40 @@ def test_httpx_reads_a_comment_as_a_line_of_its_own() -> None:
     text = (KEEP_ALIVE + b"data: 1\n\n").decode()
     lines = list(httpx.Response(200, text=text).iter_lines())
     assert lines[0].startswith(":") and "data: 1" in lines
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "first_text"),
+    [
+        ("/v1/completions", {"prompt": "hi"}, '"text":"Hell"'),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "hi"}]},
+            '"content":"Hell"',
+        ),
+        ("/v1/responses", {"input": "hi"}, "response.output_text.delta"),
+    ],
+)
+async def test_a_request_that_is_queued_or_in_prefill_gets_comments_before_its_first_token(
+    path: str, body: dict[str, Any], first_text: str
+) -> None:
+    """The engine is silent for four intervals, as it is while the request waits for its turn."""
+
+    def late(request: AddRequest) -> list[RequestOutput | Exception | float]:
+        return [4.5 * SILENCE, *reply_with()(request)]
+
+    app = make_app(ScriptedEngine(late), config_with(sse_keep_alive=SILENCE))
+    async with http_client(app) as client:
+        reply = await client.post(path, json={"model": MODEL, "stream": True, **body})
+    assert reply.status_code == 200
+    before, found, after = reply.text.partition(first_text)
+    assert found and before.count(KEEP_ALIVE.decode()) >= 1, reply.text
+    assert KEEP_ALIVE.decode() not in after
+
+
+def test_the_interval_is_a_flag_and_15_seconds_by_default() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    assert ServerConfig().sse_keep_alive == 15.0
+    args = parser.parse_args(["--sse-keep-alive", "2.5"])
+    assert load_config(args, {}).server.sse_keep_alive == 2.5
