@@ -88,8 +88,12 @@ def _check_ranges(config: Config) -> None:
 
 
 def _check_parallel(config: Config) -> None:
-    if config.parallel.enable_expert_parallel and config.parallel.tensor_parallel_size == 1:
-        raise ConfigError("--enable-expert-parallel needs --tensor-parallel-size above 1")
+    parallel = config.parallel
+    ranks = parallel.tensor_parallel_size * parallel.data_parallel_size
+    if parallel.enable_expert_parallel and ranks == 1:
+        raise ConfigError(
+            "--enable-expert-parallel needs --tensor-parallel-size or --data-parallel-size above 1"
+        )
 
 
 def _check_batch_invariant(config: Config) -> None:
@@ -100,6 +104,8 @@ def _check_batch_invariant(config: Config) -> None:
     rules = {
         f"--tensor-parallel-size {parallel.tensor_parallel_size}, whose sums over GPUs depend on "
         "the number of tokens; use 1": parallel.tensor_parallel_size > 1,
+        "--enable-expert-parallel, with which engines compute each other's tokens; leave it "
+        "out": parallel.shares_experts,
         "--linear-backend torch, whose kernels are chosen by the number of tokens; leave it "
         "out": graph.linear_backend == "torch",
         f"--attention-backend {graph.attention_backend}, whose splits depend on other requests; "

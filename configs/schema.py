@@ -340,11 +340,17 @@ class ParallelConfig:
         1, "replicas of the model behind one server, each on devices of its own", short="-dp"
     )
     enable_expert_parallel: bool = option(
-        False, "give each GPU of -tp whole experts instead of a part of every expert"
+        False,
+        "divide whole experts among all GPUs of -tp and -dp; replicas of -dp then step together",
     )
     disable_custom_all_reduce: bool = option(
         False, "add up small tensors of -tp through NCCL, too, not through shared GPU memory"
     )
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether the engines of `-dp` share their experts, so that they step together."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
 
 
 @dataclass(frozen=True)

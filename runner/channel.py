@@ -43,6 +43,7 @@ class WorkerChannel:
             connect(self._socket, endpoint, key)
         else:
             self._socket.connect(endpoint)
+        self._other: zmq.Socket[bytes] | None = None
         self._lock = threading.Lock()
 
     def send(self, messages: list[FromWorker]) -> None:
@@ -55,6 +56,19 @@ class WorkerChannel:
         # Runs in every step, so it avoids `poll`, which builds a poller object each time.
         return bool(int(self._socket.get(zmq.EVENTS)) & zmq.POLLIN)
 
+    def also_wait_for(self, socket: zmq.Socket[bytes] | None) -> None:
+        """Let `receive` return, perhaps without messages, as soon as this socket is readable."""
+        self._other = socket
+
+    def _poll(self, timeout: int | None) -> bool:
+        """Wait up to `timeout` ms for messages; returns whether there are any."""
+        if self._other is None:
+            return bool(self._socket.poll(timeout))
+        poller = zmq.Poller()
+        for socket in (self._socket, self._other):
+            poller.register(socket, zmq.POLLIN)
+        return any(socket is self._socket for socket, _ in poller.poll(timeout))
+
     def receive(self, timeout: float | None) -> list[ToWorker]:
         """All messages that have arrived; if there are none, wait up to `timeout` seconds for some.
 
@@ -64,7 +78,7 @@ class WorkerChannel:
         if not self.has_messages():
             if timeout == 0:
                 return messages
-            if not self._socket.poll(None if timeout is None else int(timeout * 1000)):
+            if not self._poll(None if timeout is None else int(timeout * 1000)):
                 return messages
         while True:
             try:

@@ -17,6 +17,14 @@ class ModelLoadError(RunnerError):
     """The model cannot be found, is not supported, or its checkpoint does not fit."""
 
 
+class DataParallelError(RunnerError):
+    """Communication with the other engines failed: one of them has died or hangs."""
+
+    def __init__(self, engine: int, cause: Exception) -> None:
+        what = first_line(cause) or type(cause).__name__
+        super().__init__(f"data-parallel rank {engine} lost contact with the other ranks ({what})")
+
+
 class DrafterError(ModelLoadError):
     """The drafter cannot be loaded, but the model can be served without it."""
 

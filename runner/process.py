@@ -38,6 +38,14 @@ class Hosted(msgspec.Struct, frozen=True):
     key: str  # of the group; see `group_key`
 
 
+class EngineOrders(msgspec.Struct, frozen=True):
+    """The place of a worker among the engines that share their experts."""
+
+    engine: int
+    size: int  # number of engines
+    folder: str  # where they meet; no earlier group has used it
+
+
 class WorkerOrders(msgspec.Struct, frozen=True):
     """The start-up arguments of a worker, sent as one line of JSON on its standard input."""
 
@@ -51,6 +59,7 @@ class WorkerOrders(msgspec.Struct, frozen=True):
     answers: str = ""  # the endpoint to which a rank other than 0 sends its answers
     hosted: Hosted | None = None  # None: all processes of the engine are on this host
     log_name: str = ""  # the process's name in the log; "": worker, or the rank's number
+    engines: EngineOrders | None = None  # None: its engine shares nothing with others
 
 
 class WorkerProcess:

@@ -91,6 +91,23 @@ def run_experts(
     return run_experts_reference(x, experts, weights, ids)
 
 
+def own_experts(ids: Tensor, first: int, count: int, num_rows: Tensor, loads: Tensor) -> Tensor:
+    """Keep the ids of the `count` experts from `first` on, as indices from 0; others become -1.
+
+    ids: [D * R, k] int32, blocks of R rows, of which the first `num_rows` [D] int32 are real; the
+    others get -1 too. Adds the numbers of real pairs to `loads` [1 + count] int64: those of experts
+    elsewhere, then those of each expert. No branch depends on data.
+    """
+    size = ids.shape[0] // num_rows.shape[0]
+    place = torch.arange(size, device=ids.device)
+    real = (place < num_rows.unsqueeze(1)).view(-1, 1)  # [D * R, 1]
+    here = ids - first
+    own = (here >= 0) & (here < count) & real
+    here = torch.where(own, here, -1)
+    loads.scatter_add_(0, (here + 1).flatten().long(), real.long().expand(ids.shape).flatten())
+    return here
+
+
 def expert_parts(
     x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, spare: int = 0
 ) -> Tensor:

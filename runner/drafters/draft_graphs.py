@@ -21,6 +21,7 @@ from ...speculators.base import DraftInputs, RequestRows
 from ..graphs.dispatch import descriptors, resolve_draft_decode, thinned
 from ..graphs.manager import CreateForwardFn, CudaGraphManager
 from ..graphs.settings import GraphSettings
+from ..parallel.experts import RowExchange
 from .attention import DraftAttention
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,10 @@ class DraftGraphs:
         settings: GraphSettings | None = None,  # None: this device has no graphs
         of_target: Sequence[BatchExecutionDescriptor] = (),  # of the target's graphs
         mode: CUDAGraphMode = CUDAGraphMode.NONE,  # of the target
+        exchange: RowExchange | None = None,  # of the engines that share experts
     ) -> None:
         speculator.use_requests(requests)
+        self._exchange = exchange
         self.speculator = speculator
         self.attention = attention
         host = speculator.host
@@ -119,10 +122,17 @@ class DraftGraphs:
     ) -> Iterator[tuple[CudaGraphManager, CreateForwardFn]]:
         if self._prefills is not None:
             yield self._prefills, partial(self._create_prefill, pairs, whole_step)
+        self._begin_decodes()
         if self._decodes is not None:
             yield self._decodes, self._create_decode
         for count, graphs in self._loops.items():
             yield graphs, partial(self._create_loop, count)
+        self._begin_decodes(False)
+
+    def _begin_decodes(self, are_next: bool = True) -> None:
+        """See `RowExchange.begin_decodes`."""
+        if self._exchange is not None:
+            self._exchange.begin_decodes(are_next)
 
     def _create_prefill(
         self,
@@ -251,6 +261,7 @@ class DraftGraphs:
         decodes, padded = speculator.num_decodes(num_drafts), max(num_reqs, num_decode_reqs)
         if decodes == 0:
             return replayed and self._prefill_stores
+        self._begin_decodes()
         if self._replay_loop(padded, decodes):
             return True
         decode_attention: Any = None

@@ -137,11 +137,13 @@ def _format(host: HeadHost, source: ResolvedModel) -> WeightFormat:
     device without what needs memory.
 
     Whether weights are quantised is up to the drafter's own files. Each rank has a whole drafter,
-    since its few small layers would wait for the other ranks longer than they compute.
+    since its few small layers would wait for the other ranks longer than they compute; but engines
+    that share experts share the drafter's, too.
     """
     fmt: WeightFormat = host.target_model.format
     packed = source.kind != "dummy" and keeps_formats(source, fmt)
-    fmt = replace(fmt, packed=packed, ranks=None)
+    experts = None if fmt.experts is None else fmt.experts.without_tensor_parallel()
+    fmt = replace(fmt, packed=packed, ranks=None, experts=experts)
     if fmt.device.type == host.device.type:
         return fmt
     return replace(fmt, device=host.device, pack_fp16=False, linear=None, native=False)
@@ -171,6 +173,7 @@ def _load_whole_model(
         native=fmt.native,
         packed=fmt.packed,
         torch_only=fmt.torch_only,
+        experts=fmt.experts,
     )
     load_weights(model, found.source, host.loading)
     return model

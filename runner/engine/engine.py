@@ -29,8 +29,9 @@ from ..messages import (
     StepOutputs,
     ToWorker,
 )
+from ..parallel.engine_group import Calls
 from ..parallel.group import RankGroup
-from ..process import Hosted, end_now
+from ..process import EngineOrders, Hosted, end_now
 from ..scheduling.draft_planner import DraftPlanner, plan_drafts
 from ..scheduling.kv_blocks import KVBlocks
 from ..scheduling.plan import StepPlan
@@ -39,6 +40,7 @@ from ..scheduling.scheduler import Scheduler
 from ..scheduling.state_snapshots import StateSnapshots
 from ..scheduling.step_time import StepTimes
 from ..startup.compile_ahead import start_ahead
+from .lockstep import Lockstep
 from .request_grammars import RequestGrammars
 from .runner_interface import Handle, ModelRunner
 from .swap import DraftSwap
@@ -60,8 +62,11 @@ class Engine:
         max_in_flight: int,
         grammar_backend: GrammarBackend | None = None,
         drafts: DraftPlanner | None = None,  # None without a drafter
+        lockstep: Lockstep | None = None,  # with engines that share the experts
     ) -> None:
         self.ready = ready
+        self.calls = None if lockstep is None else lockstep.socket
+        self._lockstep = lockstep
         self.drafts = drafts
         self.idle_seconds, self.check = runner.idle_seconds, runner.check
         self._runner = runner
@@ -109,7 +114,9 @@ class Engine:
         """True if `step` has anything to do."""
         scheduler = self._scheduler
         waits = self._in_flight or self._swap.is_busy
-        return bool(scheduler.has_requests or waits or scheduler.has_news)
+        if scheduler.has_requests or waits or scheduler.has_news:
+            return True
+        return self._lockstep is not None and self._lockstep.is_due
 
     def step(self, interrupted: Callable[[], bool] = lambda: False) -> list[StepOutputs]:
         """Launch the next step, then collect the results that are due.
@@ -135,13 +142,19 @@ class Engine:
         return outputs
 
     def shutdown(self) -> None:
-        """Wait for the steps in flight, end the grammar processes and free the model."""
-        while self._in_flight:
+        """Wait for the steps in flight, end the grammar processes and free the model.
+
+        If other engines share the experts, nothing waits for them, and the process must end next.
+        """
+        while self._in_flight and self._lockstep is None:
             _, handle, _ = self._in_flight.popleft()
             handle.get()
         self._grammars.shutdown()
         self._swap.shutdown()
-        self._runner.shutdown()
+        if self._lockstep is None:
+            self._runner.shutdown()
+        else:
+            self._runner.abandon()
 
     # --- steps ----------------------------------------------------------------------------------
 
@@ -155,7 +168,7 @@ class Engine:
             return False
         plan = self._scheduler.schedule()
         if plan is None:
-            return False
+            return self._launch_for_others()
         if self.drafts is not None:
             self._scheduler.set_num_speculative_tokens(self.drafts.complete(plan))
         if plan.has_grammar:
@@ -164,6 +177,16 @@ class Engine:
             return False
         self._in_flight.append((plan, self._runner.execute(plan), []))
         return True
+
+    def _launch_for_others(self) -> bool:
+        """Launch a step without rows if other engines need one, unless own rows are in flight,
+        whose results may allow a step with rows."""
+        if self._lockstep is None or any(plan.rows for plan, *_ in self._in_flight):
+            return False
+        plan = self._lockstep.plan()
+        if plan is not None:
+            self._in_flight.append((plan, self._runner.execute(plan), []))
+        return plan is not None
 
     def _sample_forwarded(self, plan: StepPlan) -> None:
         """Make the grammar masks of a forwarded step and launch its sampling."""
@@ -183,13 +206,17 @@ class Engine:
             while not handle.wait(NEWS_POLL_SECONDS):
                 if interrupted():
                     return False
-            outputs.append(self._land())
+            landed = self._land()
+            if landed is not None:
+                outputs.append(landed)
         return True
 
-    def _land(self) -> StepOutputs:
-        """Wait for the oldest step in flight and apply its results."""
+    def _land(self) -> StepOutputs | None:
+        """Wait for the oldest step in flight and apply its results; None if it had no rows."""
         plan, handle, num_cut = self._in_flight.popleft()
         results = handle.get()
+        if not plan.rows:
+            return None
         for result, cut in zip(results, num_cut, strict=False):
             result.num_draft_tokens -= cut  # drafts that a grammar forbade were not verified
         if self.drafts is None:
@@ -212,24 +239,32 @@ def build_engine(
     config: Config,
     tell: Callable[[Progress | Fatal | StartRanks], None],
     hosted: Hosted | None = None,
+    orders: EngineOrders | None = None,
 ) -> Engine:
     """Load the model, allocate its KV cache and build an engine over it. Imports torch.
 
-    `tell` sends a message to the server. `hosted`: see `WorkerOrders`.
+    `tell` sends a message to the server. `hosted`: see `WorkerOrders`. `orders`: the engine's place
+    among those that share the experts.
     """
-    group = None
+    group, calls = None, None
     if config.parallel.tensor_parallel_size > 1:
-        group = RankGroup(config, partial(_end_with_ranks, tell), hosted, tell)
+        group = RankGroup(config, partial(_end_with_ranks, tell), hosted, tell, orders)
+    if orders is not None:
+        calls = Calls(orders)
     with start_ahead(config) as ahead:
-        if group is None:
+        if group is None and calls is None:
             from ..startup.build import build_model_runner
 
             runner = build_model_runner(config, tell, ahead)
         else:
             from .tensor_parallel import build_leader
 
-            runner = build_leader(config, tell, ahead, group)
-    return runner.note_traffic(join(runner, config))
+            runner = build_leader(config, tell, ahead, group, orders, calls)
+    lockstep = None
+    if calls is not None:
+        assert runner.sync is not None
+        lockstep = Lockstep(runner.sync, calls)
+    return runner.note_traffic(join(runner, config, lockstep))
 
 
 def _end_with_ranks(tell: Callable[[Progress | Fatal], None], sentence: str) -> None:
@@ -239,7 +274,7 @@ def _end_with_ranks(tell: Callable[[Progress | Fatal], None], sentence: str) -> 
     end_now(1)
 
 
-def join(runner: ModelRunner, config: Config) -> Engine:
+def join(runner: ModelRunner, config: Config, lockstep: Lockstep | None = None) -> Engine:
     """Build an engine over a model runner that is ready for steps."""
     facts, needs = runner.facts, runner.facts.needs
     num_drafts, lookahead = needs.num_speculative_tokens, needs.num_lookahead_tokens
@@ -285,4 +320,5 @@ def join(runner: ModelRunner, config: Config) -> Engine:
         lowered_claims=list(facts.lowered_claims),
     )
     in_flight = 2 if config.scheduler.async_scheduling else 1
-    return Engine(runner, scheduler, ready, in_flight, drafts=plan_drafts(facts, config))
+    drafts = plan_drafts(facts, config)
+    return Engine(runner, scheduler, ready, in_flight, drafts=drafts, lockstep=lockstep)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import faulthandler
 import logging
 import sys
+import time
 from collections import deque
 from typing import Any
 
@@ -45,7 +46,7 @@ from ..startup.compile_ahead import start_ahead
 from ..step.model_runner import ModelRunner
 from .rank_drafters import RankDrafter
 from .tensor_parallel import join_ranks
-from .worker import sentence, tune_garbage_collector
+from .worker import OTHER_ENGINES_SECONDS, sentence, tune_garbage_collector
 
 log = logging.getLogger("slipstream.rank")
 _POLL_SECONDS = 0.001  # while results are due
@@ -139,6 +140,8 @@ def serve(orders: WorkerOrders) -> int:
     except Exception as error:
         expected = isinstance(error, (RunnerError, OSError, ImportError))
         level = logging.DEBUG if expected else logging.ERROR
+        if orders.engines is not None:
+            time.sleep(OTHER_ENGINES_SECONDS)  # another engine may be the cause
         log.log(level, "rank %d ends", rank, exc_info=True)
         end.answer(RankFault(rank, f"tensor-parallel rank {rank} ended: {sentence(error)}"))
         status = 1
@@ -152,8 +155,8 @@ def _build(orders: WorkerOrders) -> ModelRunner:
     with start_ahead(config) as ahead:
         if torch.cuda.is_available():
             spare_modules()
-        ranks = join_ranks(config, orders.rank, orders.rendezvous, host)
-        return ModelRunner(assemble(config, lambda progress: None, ahead, ranks))
+        groups = join_ranks(config, orders.rank, orders.rendezvous, host, orders.engines)
+        return ModelRunner(assemble(config, lambda progress: None, ahead, *groups))
 
 
 def main() -> int:

@@ -108,3 +108,7 @@ class ModelRunner(ExchangesDrafter, Protocol):
 
     def shutdown(self) -> None:
         """Free the model and all device memory."""
+
+    def abandon(self) -> None:
+        """End other ranks of the model, in place of `shutdown`, where steps in flight may wait for
+        other engines for ever. The process must end next."""

@@ -17,7 +17,7 @@ from ...configs.schema import Config
 from ..batch.step_output import StepHandle
 from ..errors import RunnerError
 from ..messages import Progress
-from ..parallel.collectives import Collectives
+from ..parallel.collectives import Collectives, meet, subgroup
 from ..parallel.commands import (
     Do,
     Execute,
@@ -27,9 +27,12 @@ from ..parallel.commands import (
     packed_mask,
     plan_digest,
 )
+from ..parallel.engine_group import Calls, EngineGroup
+from ..parallel.experts import ExpertRanks, RowExchange
 from ..parallel.group import RankGroup
 from ..parallel.rank_processes import Host
 from ..parallel.ranks import Ranks
+from ..process import EngineOrders
 from ..scheduling.plan import RowResult, StepPlan
 from ..startup.build import build_model_runner
 from ..startup.compile_ahead import CompileAhead
@@ -41,10 +44,19 @@ from .rank_drafters import DraftersElsewhere
 _POLL_SECONDS = 0.05  # how often a wait for results looks after the other ranks
 
 
-def join_ranks(config: Config, rank: int, rendezvous: str, host: Host | None = None) -> Ranks:
-    """Take the device of a rank and join the group; returns when all ranks have joined.
+def join_ranks(
+    config: Config,
+    rank: int,
+    rendezvous: str,
+    host: Host | None = None,
+    orders: EngineOrders | None = None,
+    calls: Calls | None = None,
+) -> tuple[Ranks | None, EngineGroup | None]:
+    """Take the device of a rank and join its groups; returns when all ranks have joined.
 
-    `host` is this process's if the group is on several hosts.
+    The groups are the ranks of its model, if there are several, and the engines that share the
+    experts, if there are `orders`. `host` is this process's if the model is on several hosts;
+    `calls` are those of an engine's first rank.
     """
     size = config.parallel.tensor_parallel_size
     if host is None and choose_device(config.model.device).type == "cuda":
@@ -54,25 +66,49 @@ def join_ranks(config: Config, rank: int, rendezvous: str, host: Host | None = N
                 f"{torch.cuda.device_count()}"
             )
     device = choose_device(config.model.device)  # the first that this process sees
-    collectives = Collectives(rank, size, rendezvous, device, host)
-    if not config.parallel.disable_custom_all_reduce:
-        collectives.use_small_sums()
-    return Ranks(rank, size, collectives, config.parallel.enable_expert_parallel)
+    if orders is None:
+        meet(rank, size, rendezvous, device, host)
+        collectives = Collectives(size, device)
+        if not config.parallel.disable_custom_all_reduce:
+            collectives.use_small_sums()
+        return Ranks(rank, size, collectives, config.parallel.enable_expert_parallel), None
+    own = orders.engine * size + rank
+    meet(own, orders.size * size, f"{orders.folder}/ranks", device)
+    everyone = range(orders.size * size)
+    models = [everyone[start : start + size] for start in everyone[::size]]
+    peers = [everyone[start::size] for start in range(size)]  # the same rank of each engine
+    of_model = subgroup(models, own) if size > 1 else None
+    exchange = RowExchange(
+        Collectives(orders.size, device, subgroup(peers, own)), orders.size, device
+    )
+    numbers = Collectives(orders.size, torch.device("cpu"), subgroup(peers, own, on_host=True))
+    experts = ExpertRanks(own, len(everyone), exchange, orders.engine)
+    engines = EngineGroup(orders.engine, orders.size, experts, numbers, calls)
+    if size == 1:
+        return None, engines
+    return Ranks(rank, size, Collectives(size, device, of_model), by_expert=True), engines
 
 
 def build_leader(
     config: Config,
     progress: Callable[[Progress], None],
     ahead: CompileAhead | None,
-    group: RankGroup,
-) -> LeadingRunner:
-    """Build the first rank's model runner; `group` holds the others, which build theirs."""
+    group: RankGroup | None,
+    orders: EngineOrders | None = None,
+    calls: Calls | None = None,
+) -> ModelRunner:
+    """Build the first rank's model runner; `group` holds the others, which build theirs.
+
+    `orders` and `calls`: see `join_ranks`. Without a group only other engines are joined.
+    """
+    if group is None:
+        _, engines = join_ranks(config, 0, "", None, orders, calls)
+        return build_model_runner(config, progress, ahead, engines=engines)
     with group.faults():
-        ranks = join_ranks(config, 0, group.rendezvous, group.host)
+        ranks, engines = join_ranks(config, 0, group.rendezvous, group.host, orders, calls)
+        assert ranks is not None
         create = partial(LeadingRunner, group=group, ranks=ranks)
-        runner = build_model_runner(config, progress, ahead, ranks, create)
-    assert isinstance(runner, LeadingRunner)
-    return runner
+        return build_model_runner(config, progress, ahead, ranks, create, engines)
 
 
 class WatchedHandle:
@@ -155,6 +191,9 @@ class LeadingRunner(ModelRunner):
     def synchronize(self) -> None:
         self._group.send(Do("synchronize"))
         super().synchronize()
+
+    def abandon(self) -> None:
+        self._group.abandon()
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -10,9 +10,10 @@ import gc
 import importlib
 import logging
 import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from ...configs.logs import configure_logging
 from ...configs.options import ConfigError
@@ -21,9 +22,10 @@ from ..channel import WorkerChannel
 from ..errors import DrafterError, RunnerError, first_line
 from ..messages import Fatal, Progress, Ready, Shutdown, StepOutputs, ToWorker
 from ..parallel.group import RankFailed
-from ..process import Hosted, WorkerOrders, end_now, receive_orders
+from ..process import EngineOrders, Hosted, WorkerOrders, end_now, receive_orders
 
 log = logging.getLogger("slipstream.worker")
+OTHER_ENGINES_SECONDS = 1.0  # for the server to notice that another engine has died
 # Errors that a user or the machine can cause. Any other is a bug, so its class is named.
 _OF_USERS = (RunnerError, ConfigError, OSError, ImportError)
 
@@ -33,6 +35,7 @@ class WorkerEngine(Protocol):
 
     ready: Ready
     idle_seconds: float | None  # how often `check` must run while there is no work; None = never
+    calls: Any  # a ZeroMQ socket that is readable when `has_work` may have changed; None: none
 
     def check(self) -> None:
         """Raise RunnerError if the engine cannot go on, as when another rank has died."""
@@ -55,12 +58,17 @@ class WorkerEngine(Protocol):
 BuildEngine = Callable[[Config, Callable[[Progress | Fatal], None]], WorkerEngine]
 
 
-def find_engine(path: str | None, hosted: Hosted | None = None) -> BuildEngine:
-    """The function that builds the engine: ours, or the `module:function` that a test names."""
+def find_engine(
+    path: str | None, hosted: Hosted | None = None, engines: EngineOrders | None = None
+) -> BuildEngine:
+    """The function that builds the engine: ours, or the `module:function` that a test names.
+
+    `hosted` and `engines`: see `WorkerOrders`.
+    """
     if path is None:
         from .engine import build_engine
 
-        return cast(BuildEngine, partial(build_engine, hosted=hosted))
+        return cast(BuildEngine, partial(build_engine, hosted=hosted, orders=engines))
     module, _, name = path.partition(":")
     return cast(BuildEngine, getattr(importlib.import_module(module), name))
 
@@ -103,25 +111,41 @@ def serve(orders: WorkerOrders) -> int:
     channel = WorkerChannel(orders.endpoint, key)
     engine: WorkerEngine | None = None
     try:
-        build = find_engine(orders.engine, orders.hosted)
+        build = find_engine(orders.engine, orders.hosted, orders.engines)
         engine = build(orders.config, lambda message: channel.send([message]))
+        channel.also_wait_for(engine.calls)
         tune_garbage_collector()
         channel.send([engine.ready])
         run(engine, channel)
         return 0
     except Exception as error:
+        if orders.engines is not None and _is_stopped_for_another(channel):
+            return 0
         # A bad flag or file needs no traceback; every other error does, for a bug report.
         expected = engine is None and isinstance(error, _OF_USERS)
         log.log(logging.DEBUG if expected else logging.ERROR, "the worker ends", exc_info=True)
         channel.send([Fatal(sentence(error), isinstance(error, DrafterError))])
-        if isinstance(error, RankFailed):  # this device may wait for the other rank for ever
-            channel.close()
+        if isinstance(error, RankFailed) or (engine is not None and orders.engines is not None):
+            channel.close()  # this device may wait for the other rank for ever
             end_now(1)
         return 1
     finally:
         if engine is not None:
             engine.shutdown()
         channel.close()
+
+
+def _is_stopped_for_another(channel: WorkerChannel) -> bool:
+    """Wait, after an error that the end of another engine may have caused, for the server to stop
+    this one; True if it did.
+
+    The server kills it, without a wait, if the other has died.
+    """
+    deadline = time.monotonic() + OTHER_ENGINES_SECONDS
+    while (left := deadline - time.monotonic()) > 0:
+        if any(isinstance(message, Shutdown) for message in channel.receive(left)):
+            return True
+    return False
 
 
 def main() -> int:
@@ -131,7 +155,7 @@ def main() -> int:
     server = orders.config.server
     configure_logging(server.log_level, server.log_format, orders.log_name or "worker")
     status = serve(orders)
-    if orders.config.parallel.tensor_parallel_size > 1:
+    if orders.config.parallel.tensor_parallel_size > 1 or orders.engines is not None:
         end_now(status)  # communicators may wait for graphs that still hold them
     return status
 

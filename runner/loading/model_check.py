@@ -54,6 +54,7 @@ def outline_model(resolved: ResolvedModel, fmt: WeightFormat, max_model_len: int
             max_position=max_model_len,
             packed=nowhere.packed,
             ranks=nowhere.ranks,
+            experts=nowhere.experts,
         )
     except _MALFORMED as error:
         why = f"{type(error).__name__}: {first_line(error)}".rstrip(": .")

@@ -17,12 +17,14 @@ from ...kernels.linear.linear import Norm, linear_parts
 from ...kernels.linear.linear_choice import Skinny
 from ...kernels.linear.moe import (
     expert_parts,
+    own_experts,
     run_experts,
     run_experts_reference,
     select_experts,
 )
 from ...kernels.packed.experts import packed_expert_parts, packed_experts
 from ..errors import ModelLoadError
+from ..parallel.experts import ExpertRanks
 from ..parallel.ranks import Cut, stacked
 from .formats.expert_stack import ExpertStack
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
@@ -52,13 +54,19 @@ class Experts(nn.Module):
         """`limit`: as in `ExpertWeights`; `names`: those of an expert's matrices.
 
         Each rank holds a share of the `intermediate` features of every expert, or `by_expert`
-        some whole experts.
+        some whole experts. If engines share the experts, it always holds whole ones.
         """
         super().__init__()
         self.ranks, self.intermediate, self.total = fmt.ranks, intermediate, num_experts
+        self.shared = fmt.experts
         self.share: Cut | None = None  # of the features
         self.own: Cut | None = None  # of the experts
-        if fmt.ranks is not None and fmt.ranks.by_expert:
+        self.loads: Tensor | None = None  # [1 + own experts] int64: rows of others, and of each
+        if fmt.experts is not None:
+            self.own = fmt.experts.share(num_experts)
+            num_experts = self.own.size
+            self.loads = torch.zeros(1 + num_experts, dtype=torch.int64, device=fmt.device)
+        elif fmt.ranks is not None and fmt.ranks.by_expert:
             self.own = fmt.ranks.share(num_experts, "experts")
             num_experts = self.own.size
         elif fmt.ranks is not None:
@@ -89,16 +97,32 @@ class Experts(nn.Module):
 
         With several ranks, this is one rank's part of the sum; see `sum`.
         """
-        absent = self.own is not None
-        if self.own is not None:
-            ids = ids - self.own.start
-            ids = ids.masked_fill((ids < 0) | (ids >= self.own.size), -1)
+        if self.own is None:
+            return self._run(x, weights, ids, absent=False)
+        if self.shared is not None:
+            return self._exchanged(self.shared, self.own, x, weights, ids)
+        here = ids - self.own.start
+        here = here.masked_fill((here < 0) | (here >= self.own.size), -1)
+        return self._run(x, weights, here, absent=True)
+
+    def _run(self, x: Tensor, weights: Tensor, ids: Tensor, absent: bool) -> Tensor:
+        """`forward` for indices of the experts here; -1 if `absent`."""
         experts = self.weights
         if isinstance(experts, PackedExperts):
             return packed_experts(x, experts, weights, ids, absent)
         if isinstance(experts, NativeExperts):
             return run_experts_reference(x, experts, weights, ids)
         return run_experts(x, experts, weights, ids, absent, self.fixed and not absent)
+
+    def _exchanged(
+        self, shared: ExpertRanks, own: Cut, x: Tensor, weights: Tensor, ids: Tensor
+    ) -> Tensor:
+        """`forward` where engines share the experts: the sum over engines, [T, H]."""
+        rows, weights, ids = shared.gather(x, weights, ids)
+        assert self.loads is not None
+        here = own_experts(ids, own.start, own.size, shared.exchange.counts, self.loads)
+        parts = self._run(rows, weights, here, absent=True)
+        return shared.exchange.sum_back(parts, x.shape[0])
 
     def sum(self, out: Tensor) -> Tensor:
         """The sum of `out` [T, H] over the ranks."""
@@ -107,7 +131,8 @@ class Experts(nn.Module):
     def parts(self, x: Tensor, weights: Tensor, ids: Tensor, spare: int = 0) -> Tensor:
         """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
         experts = self.weights
-        if self.ranks is not None or self.fixed or isinstance(experts, NativeExperts):
+        whole = self.ranks is None and self.shared is None
+        if not whole or self.fixed or isinstance(experts, NativeExperts):
             return self.forward(x, weights, ids)
         if isinstance(experts, PackedExperts):
             return packed_expert_parts(x, experts, weights, ids, spare)

@@ -11,6 +11,7 @@ import torch
 from ...configs.model.model_config import NotServed, served_architecture
 from ...kernels.linear.linear_tuned import LinearChooser
 from ..errors import ModelLoadError
+from ..parallel.experts import ExpertRanks
 from ..parallel.ranks import Ranks
 from .base import TextModel
 from .layers import WeightFormat
@@ -71,10 +72,12 @@ def _text_part(hf_config: Any) -> Any:
     return text
 
 
-def _has_experts(model: TextModel) -> bool:
+def check_experts(model: TextModel) -> None:
+    """Raise ModelLoadError unless the model has experts that ranks can divide."""
     from .moe import Experts
 
-    return any(isinstance(part, Experts) for part in model.modules())
+    if not any(isinstance(part, Experts) for part in model.modules()):
+        raise ModelLoadError("--enable-expert-parallel needs a model with experts.")
 
 
 def build_model(
@@ -90,6 +93,7 @@ def build_model(
     torch_only: bool = False,
     ranks: Ranks | None = None,
     batch_invariant: bool = False,
+    experts: ExpertRanks | None = None,
 ) -> TextModel:
     """Build a model with uninitialised weights, for positions below `max_position`.
 
@@ -101,13 +105,22 @@ def build_model(
     model: TextModel = getattr(module, class_name)(
         text_config,
         WeightFormat(
-            device, dtype, pack_fp16, linear, native, packed, torch_only, ranks, batch_invariant
-        ),
+            device,
+            dtype,
+            pack_fp16,
+            linear,
+            native,
+            packed,
+            torch_only,
+            ranks,
+            batch_invariant,
+            experts,
+        ),  # fmt: skip
         max_position or text_config.max_position_embeddings,
         layer_id_offset,
     )
-    if ranks is not None and ranks.by_expert and not _has_experts(model):
-        raise ModelLoadError("--enable-expert-parallel needs a model with experts.")
+    if ranks is not None and ranks.by_expert:
+        check_experts(model)
     for part in model.modules():
         # plain attributes make submodules cheap to look up, which saves half a millisecond per CPU
         # step

@@ -21,45 +21,59 @@ from .small_sums import SmallSums, open_small_sums
 
 # A rank that dies is noticed by its parent at once; this only bounds waits that nothing else ends.
 _TIMEOUT = timedelta(hours=2)
-# Newer versions of torch have another name for it.
+# Newer versions of torch have other names for them.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def meet(
+    rank: int, size: int, rendezvous: str, device: torch.device, host: Host | None = None
+) -> None:
+    """Join the group of all ranks; waits for the others.
+
+    `rendezvous` is the same for all ranks: on one host a file that does not exist before the
+    first rank joins, and on several hosts "tcp://", an address and a port, on which a socket of
+    the first rank's host listens. `host` is this process's of several.
+    """
+    on_gpu = device.type == "cuda"
+    is_remote = rendezvous.startswith("tcp://")
+    if is_remote:
+        assert host is not None
+        use_interface(host.address)
+    elif not on_gpu:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        init_method=None if is_remote else f"file://{rendezvous}",
+        store=_store(rank, size, rendezvous, host) if is_remote else None,
+        rank=rank,
+        world_size=size,
+        timeout=_TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+
+
+def subgroup(members: Sequence[Sequence[int]], rank: int, on_host: bool = False) -> Any:
+    """The process group of those `members` that include `rank`; every rank of all must call it.
+
+    With `on_host` it is for tensors on the host, otherwise for those on the device.
+    """
+    own: Any = None
+    for ranks in members:
+        backend = "gloo" if on_host else None
+        group = dist.new_group(list(ranks), timeout=_TIMEOUT, backend=backend)
+        if rank in ranks:
+            own = group
+    return own
 
 
 class Collectives:
-    """A `Communicator` over the default process group."""
+    """A `Communicator` over the group that `meet` joined, or over a part of it."""
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        rendezvous: str,
-        device: torch.device,
-        host: Host | None = None,
-    ) -> None:
-        """Join the group; waits for the other ranks.
-
-        `rendezvous` is the same for all ranks: on one host a file that does not exist before the
-        first rank joins, and on several hosts "tcp://", an address and a port, on which a socket of
-        the first rank's host listens. `host` is this process's of several.
-        """
-        self._size, self._device = size, device
+    def __init__(self, size: int, device: torch.device, group: Any = None) -> None:
+        """`group` has `size` members; None: all ranks."""
+        self._size, self._device, self._group = size, device, group
         self._small: SmallSums | None = None
-        on_gpu = device.type == "cuda"
-        is_remote = rendezvous.startswith("tcp://")
-        if is_remote:
-            assert host is not None
-            use_interface(host.address)
-        elif not on_gpu:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        dist.init_process_group(
-            "nccl" if on_gpu else "gloo",
-            init_method=None if is_remote else f"file://{rendezvous}",
-            store=_store(rank, size, rendezvous, host) if is_remote else None,
-            rank=rank,
-            world_size=size,
-            timeout=_TIMEOUT,
-            device_id=device if on_gpu else None,
-        )
 
     def use_small_sums(self) -> None:
         """Let small sums go through memory that the GPUs share, if they can; see `small_sums`."""
@@ -68,22 +82,28 @@ class Collectives:
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._small is not None and (out := self._small.sum(x)) is not None:
             return out
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=self._group)
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
         out = x.new_empty(self._size, *x.shape)
-        _gather(out.view(self._size * x.shape[0], *x.shape[1:]), x)
+        _gather(out.view(self._size * x.shape[0], *x.shape[1:]), x, group=self._group)
+        return out
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        out = x.new_empty(x.shape[0] // self._size, *x.shape[1:])
+        _scatter(out, x, group=self._group)
         return out
 
     def close(self) -> None:
-        """Leave the group. GPUs leave it when the process ends, as graphs hold its collectives."""
-        if self._device.type == "cpu":
+        """Leave all groups. GPUs leave them when the process ends, as graphs hold their
+        collectives."""
+        if self._device.type == "cpu" and dist.is_initialized():
             dist.destroy_process_group()
 
     def least(self, values: Sequence[int]) -> list[int]:
         table = torch.tensor(list(values), dtype=torch.int64, device=self._device)
-        dist.all_reduce(table, dist.ReduceOp.MIN)
+        dist.all_reduce(table, dist.ReduceOp.MIN, group=self._group)
         found: list[int] = table.tolist()
         return found
 

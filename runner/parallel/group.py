@@ -23,7 +23,7 @@ from ..errors import RunnerError
 from ..group_key import connect, listen
 from ..messages import StartRanks
 from ..pair import check_descriptors
-from ..process import Hosted, WorkerOrders, describe_exit
+from ..process import EngineOrders, Hosted, WorkerOrders, describe_exit
 from .commands import (
     Answer,
     Command,
@@ -62,12 +62,14 @@ class RankGroup:
         on_hang: Callable[[str], None],
         hosted: Hosted | None = None,
         tell: Callable[[StartRanks], None] | None = None,
+        engines: EngineOrders | None = None,
     ) -> None:
         """Start the processes. `on_hang` is called in a thread if the group has failed and the
         main thread has not reported it within two seconds.
 
         For a group on several hosts, `hosted` says where this one listens, and `tell` sends a
-        message to the server, which then starts the other ranks. Raises OSError.
+        message to the server, which then starts the other ranks. `engines`: the place of this one
+        among engines that share the experts. Raises OSError.
         """
         self.size = config.parallel.tensor_parallel_size
         self._on_hang = on_hang
@@ -82,7 +84,7 @@ class RankGroup:
         self.listener: socket.socket | None = None
         self._processes: RankProcesses
         if hosted is None:
-            self._processes = LocalRanks(config)
+            self._processes = LocalRanks(config, engines)
         else:
             assert tell is not None, "the server starts the ranks of other hosts"
             self._processes = HostedRanks(tell)
@@ -149,6 +151,12 @@ class RankGroup:
         if self._failure is None:
             self.send(Stop())
             self._processes.wait(_STOP_SECONDS)
+        self._end()
+
+    def abandon(self) -> None:
+        """Kill the ranks and remove the folder."""
+        self._stopping.set()
+        self._watcher.join()
         self._end()
 
     # --- the watching thread ----------------------------------------------------------------------

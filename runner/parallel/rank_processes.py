@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ...configs.schema import Config
 from ..messages import StartRanks
-from ..process import WorkerOrders, start_process
+from ..process import EngineOrders, WorkerOrders, start_process
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,9 @@ class RankProcesses(Protocol):
 class LocalRanks:
     """Child processes of this one, on the same host."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, config: Config, engines: EngineOrders | None = None) -> None:
+        """`engines`: the place of their engine among those that share the experts."""
+        self._config, self._engines = config, engines
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, meeting: Meeting) -> None:
@@ -66,6 +67,7 @@ class LocalRanks:
                 rank=rank,
                 rendezvous=meeting.rendezvous,
                 answers=meeting.answers,
+                engines=self._engines,
             )
             devices = {"CUDA_VISIBLE_DEVICES": devices_from(rank, size)}
             self._processes.append(start_process("engine.rank", orders, devices))

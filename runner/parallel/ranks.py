@@ -139,7 +139,17 @@ def least_of(ranks: Ranks | None, value: int) -> int:
     return value if ranks is None else ranks.least([value])[0]
 
 
-def check_equal(ranks: Ranks | None, what: str, value: object) -> None:
+class HasLeast(Protocol):
+    """A group whose members compare numbers."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The least of each value over the members."""
+
+
+def check_equal(ranks: HasLeast | None, what: str, value: object) -> None:
     """Raise RunnerError unless `value`, by its repr, is the same on all ranks."""
     if ranks is None:
         return

@@ -69,6 +69,8 @@ class StepPlan:
     num_drafts: int | None = None  # drafts to make after this step; None = K
     draft_reason: str = ""  # why `num_drafts` was chosen
     defers_drafter: bool = False  # the drafter processes this step's tokens later
+    # Of a step without rows: another engine that shares the experts has called to this wave.
+    wave: int | None = None
 
 
 class RowResult(msgspec.Struct, gc=False):

@@ -43,6 +43,7 @@ from ..graphs.manager import CudaGraphManager, MemoryByPurpose, RebuiltStates
 from ..graphs.settings import GraphSettings
 from ..loading.model_check import memory_faults
 from ..messages import Progress
+from ..parallel.engine_group import EngineGroup
 from ..parallel.ranks import Ranks, check_equal, least_of
 from ..sampling.row_sampling import RowSampling
 from ..sampling.sampler import Sampler
@@ -70,10 +71,12 @@ def assemble(
     progress: ProgressFn,
     ahead: CompileAhead | None = None,
     ranks: Ranks | None = None,  # None: the model is whole
+    engines: EngineGroup | None = None,  # None: its experts are whole
 ) -> RunnerParts:
     """Load the model and allocate everything that a step uses."""
+    device = choose_device(config.model.device)
     with memory_faults("this model"):
-        return Assembly(config, progress, choose_device(config.model.device), ahead, ranks).run()
+        return Assembly(config, progress, device, ahead, ranks, engines).run()
 
 
 class Assembly:
@@ -86,8 +89,10 @@ class Assembly:
         device: torch.device,
         ahead: CompileAhead | None = None,
         ranks: Ranks | None = None,
+        engines: EngineGroup | None = None,
     ) -> None:
-        self.config, self.ranks, self.progress = settled(config), ranks, progress
+        self.config, self.ranks, self.engines = settled(config), ranks, engines
+        self.progress = progress
         self.seconds: dict[str, float] = {}
         self.device = device
         # Meta tensors stand for a GPU's; see `dry_start`.
@@ -154,7 +159,8 @@ class Assembly:
                 claims.verify(zip(builders, all_layers, draft_builders, drafts, strict=True))
                 self.lowered = claims.lowered
                 found = [(claim.backend, claim.verified) for claim in self.lowered]
-                check_equal(self.ranks, "what their attention can capture", found)
+                for group in (self.ranks, self.engines):
+                    check_equal(group, "what their attention can capture", found)
         if self.ahead is not None:
             self.ahead.wait_for(GRAPHS)
         with self._phase("kv_cache"), torch.inference_mode():
@@ -180,7 +186,10 @@ class Assembly:
                     self.device,
                 )
                 of_target = () if manager is None else manager.wanted
-                return DraftGraphs(speculator, attention, table, self.graphs, of_target, mode)
+                exchange = None if self.engines is None else self.engines.experts.exchange
+                return DraftGraphs(
+                    speculator, attention, table, self.graphs, of_target, mode, exchange
+                )
 
             def draft_graph_bytes(target: Target) -> int:
                 graphs = draft_graphs_on(target.cache)
@@ -226,7 +235,7 @@ class Assembly:
             speculator,
             DeviceQueue(self.device),
             self.memory,
-            create_sync(config.parallel, target.dispatch, needs.num_speculative_tokens + 1),
+            create_sync(self.engines, target.dispatch, needs.num_speculative_tokens + 1),
             token_graphs_of(target),
             draft_graphs_on(cache),
         )
@@ -255,6 +264,7 @@ class Assembly:
             lambda done, total: self.progress(Progress("load", done, total)),
             lambda name, done, total: self.progress(Progress("download", done, total, name)),
             self.ranks,
+            self.engines,
         )
         self.model, self.format = loaded.model, loaded.format
         self.max_model_len, self.vocab_size = loaded.max_model_len, loaded.vocab_size
@@ -280,25 +290,15 @@ class Assembly:
         self, backend: AttentionBackend, layers: Sequence[AttentionLayer], block_size: int
     ) -> AttentionBuilder:
         return backend.create_builder(
-            layers,
-            block_size,
-            self.max_num_reqs,
-            self.max_num_tokens,
-            self.max_model_len,
-            self.format.dtype,
-            self.device,
-        )
+            layers, block_size, self.max_num_reqs, self.max_num_tokens, self.max_model_len,
+            self.format.dtype, self.device,
+        )  # fmt: skip
 
     def _request_table(self, needs: SpeculatorNeeds, max_blocks: Sequence[int]) -> RequestTable:
         return RequestTable(
-            self.max_num_reqs,
-            self.max_model_len,
-            self.vocab_size,
-            needs.num_speculative_tokens,
-            max_blocks,
-            self.device,
-            self.vocab_size if needs.draft_logits else None,
-        )
+            self.max_num_reqs, self.max_model_len, self.vocab_size, needs.num_speculative_tokens,
+            max_blocks, self.device, self.vocab_size if needs.draft_logits else None,
+        )  # fmt: skip
 
     def _buffers(
         self, needs: SpeculatorNeeds, block_sizes: Sequence[int], max_blocks: Sequence[int]
@@ -333,10 +333,9 @@ class Assembly:
     def _whole_steps(self) -> bool:
         """True if a step may run as one graph.
 
-        Not with data parallelism: its ranks must be able to run a step without requests.
+        Not where engines step together: they must be able to run a step without requests.
         """
-        alone = self.config.parallel.data_parallel_size == 1
-        return self.config.graph.cudagraph_whole_step and alone
+        return self.config.graph.cudagraph_whole_step and self.engines is None
 
     def _query_lengths(self, needs: SpeculatorNeeds) -> list[int]:
         """The query lengths of uniform batches, ascending: 1, and K + 1 for each K that may be

@@ -10,6 +10,7 @@ import torch
 from ...configs.schema import Config
 from ...kernels.compile_log import watch_compilations
 from ..graphs.capture import spare_modules
+from ..parallel.engine_group import EngineGroup
 from ..parallel.ranks import Ranks
 from ..step.model_runner import ModelRunner
 from ..step.parts import RunnerParts
@@ -26,14 +27,16 @@ def build_model_runner(
     ahead: CompileAhead | None = None,
     ranks: Ranks | None = None,
     create: Callable[[RunnerParts], ModelRunner] = ModelRunner,
+    engines: EngineGroup | None = None,
 ) -> ModelRunner:
     """Load, allocate, warm up, capture and measure; the runner is then ready for its first step.
 
     With `ranks`, it is one rank's; `create` then makes a runner that tells the other ranks.
+    `engines` share its experts, and build theirs at the same time.
     """
     if torch.cuda.is_available():
         spare_modules()
-    parts = assemble(config, progress, ahead, ranks)
+    parts = assemble(config, progress, ahead, ranks, engines)
     runner = create(parts)
     seconds = runner.facts.startup_seconds
     start = time.monotonic()
@@ -52,7 +55,7 @@ def build_model_runner(
         seconds["compile"] = ahead.seconds
     if len(config.speculative.draft_counts) > 1:
         start = time.monotonic()
-        runner.facts.step_seconds.update(measure_steps(runner, config))
+        runner.facts.step_seconds.update(measure_steps(runner, config, engines))
         seconds["measure_steps"] = time.monotonic() - start
     log_startup(runner.capture_reports(), parts.memory, seconds, watch_compilations())
     return runner

@@ -31,6 +31,7 @@ from ..graphs.capture import Graph, GraphBackend
 from ..graphs.dispatch import DEFAULT_MAX_CAPTURE_SIZE, wanted_mode
 from ..graphs.settings import GraphSettings
 from ..models.short_model import shorten
+from ..parallel.engine_group import silent_group
 from ..parallel.ranks import Ranks, Silent
 from ..process import follow_parent
 from ..scheduling.plan import RowResult, StepPlan
@@ -99,7 +100,8 @@ class _DryAssembly(Assembly):
             config.parallel.enable_expert_parallel,
         )
         ranks = None if size == 1 else Ranks(0, size, Silent(size), by_expert)
-        super().__init__(config, lambda _: None, _META, ranks=ranks)
+        engines = silent_group(config.parallel, _META)
+        super().__init__(config, lambda _: None, _META, ranks=ranks, engines=engines)
         self._reached, self._own = reached, own
 
     def _load_target(self) -> None:
@@ -160,8 +162,7 @@ def any_limits(config: Config) -> Config:
     graph = replace(graph, cudagraph_capture_sizes=tuple(_powers(DEFAULT_MAX_CAPTURE_SIZE)))
     tokens = max(_MANY_TOKENS, _MANY_ROWS * (config.speculative.max_drafts + 1))
     scheduler = SchedulerConfig(max_num_seqs=_MANY_ROWS, max_num_batched_tokens=tokens)
-    parallel = replace(config.parallel, data_parallel_size=1)
-    return replace(config, cache=cache, graph=graph, scheduler=scheduler, parallel=parallel)
+    return replace(config, cache=cache, graph=graph, scheduler=scheduler)
 
 
 def dry_start(

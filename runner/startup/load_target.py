@@ -31,7 +31,8 @@ from ..loading.weights import (
 )
 from ..models.base import TextModel
 from ..models.formats.weight_format import WeightFormat, resolve_format, split_format
-from ..models.registry import build_model
+from ..models.registry import build_model, check_experts
+from ..parallel.engine_group import EngineGroup
 from ..parallel.ranks import Ranks
 from .batch_invariant import log_changes, refuse
 from .limits import (
@@ -79,11 +80,13 @@ def load_target(
     progress: Callable[[int, int], None],
     downloading: Callable[[str, int, int], None] = lambda name, done, total: None,
     ranks: Ranks | None = None,
+    engines: EngineGroup | None = None,
 ) -> LoadedTarget:
     """Find both models, check what can be checked without weights, and load the target's weights.
 
     `progress` is called with (bytes read, total bytes), and `downloading` with the name of a model
-    on the hub and (bytes, total bytes). With `ranks`, it loads one rank's part.
+    on the hub and (bytes, total bytes). With `ranks`, it loads one rank's part, and with `engines`
+    a part of the experts.
     """
     model_config = config.model
     with faults_of_drafter():
@@ -108,6 +111,7 @@ def load_target(
     )
     keeps = not invariant and keeps_formats(resolved, fmt)
     fmt = split_format(replace(fmt, packed=keeps), ranks)
+    fmt = replace(fmt, experts=None if engines is None else engines.experts)
     refuse_large_cache(config.cache.kv_cache_memory_bytes, device)
     limits, reason = completed(config, SMALL, max_model_len), "of a dry start"
     if device.type != "meta":
@@ -123,6 +127,7 @@ def load_target(
         groups = make_groups(layers)
         weights = weight_bytes(sketch, resolved, fmt) + drafter_bytes(drafter)
         limits, reason = _limits(config, fmt, resolved, weights, groups, max_model_len)
+        limits, reason = _shared(limits, reason, fmt, engines)
         load = StepLoad(limits.max_num_seqs, limits.max_num_batched_tokens)
         refuse_early(config.cache, device, groups, fmt.dtype, max_model_len, load)
         check_outlines(sketch, resolved)
@@ -141,7 +146,10 @@ def load_target(
         torch_only=fmt.torch_only,
         ranks=ranks,
         batch_invariant=invariant,
+        experts=fmt.experts,
     )
+    if engines is not None:
+        check_experts(model)
     if drafter is not None:
         host = OutlineHost(max_model_len, model, resolved)
         with faults_of_drafter():
@@ -183,9 +191,16 @@ def _limits(
         int(text.vocab_size),
         max_model_len,
     )
-    limits, reason = choose_limits(config, card_of(fmt.device), needs, used_memory(fmt.device))
-    if fmt.ranks is None:
-        return limits, reason
-    # The ranks' devices may have different memory left, but they run the same steps.
-    least = fmt.ranks.least((limits.max_num_seqs, limits.max_num_batched_tokens))
-    return StepLimits(*least), f"{reason}, on every rank"
+    return choose_limits(config, card_of(fmt.device), needs, used_memory(fmt.device))
+
+
+def _shared(
+    limits: StepLimits, reason: str, fmt: WeightFormat, engines: EngineGroup | None
+) -> tuple[StepLimits, str]:
+    """The limits of a step on all ranks, whose devices may have different memory left, but which
+    run the same steps."""
+    groups = [group for group in (fmt.ranks, engines) if group is not None]
+    least = [limits.max_num_seqs, limits.max_num_batched_tokens]
+    for group in groups:
+        least = group.least(least)
+    return StepLimits(*least), f"{reason}, on every rank" if groups else reason

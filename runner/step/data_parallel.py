@@ -2,12 +2,13 @@
 
 With expert parallelism every MoE layer contains a collective, in graphs too. So all ranks must run
 the same number of passes of the same size, all from graphs or none. One all-reduce per step, on a
-CPU group, decides the target's pass and the drafter's. Nothing here knows models.
+CPU group, decides the target's pass and the drafter's. Nothing here knows models. A rank here is an
+engine; if its model is on several tensor-parallel ranks, each of them decides the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,19 +16,13 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
-from ...configs.schema import ParallelConfig
-from ..errors import RunnerError
+from ..errors import DataParallelError
 from ..graphs.dispatch import eager_descriptor
+from ..parallel.engine_group import EngineGroup, HostGroup
+from ..parallel.experts import RowExchange, padded_counts
 
 NUM_ROWS = 7  # of the table that ranks share, with one column per rank
 _TOKENS, _MODE, _UNIFORM, _MAX_QUERY, _MICROBATCH, _REQS, _DRAFTS = range(NUM_ROWS)
-
-
-class DataParallelError(RunnerError):
-    """Communication with the other ranks failed: one of them has died or hangs."""
-
-    def __init__(self, rank: int, cause: Exception) -> None:
-        super().__init__(f"data-parallel rank {rank} lost contact with the other ranks: {cause}")
 
 
 class Dispatch(Protocol):
@@ -65,6 +60,9 @@ class StepAgreement:
     num_draft_reqs: int  # N of every draft decode on every rank; its dispatch is (N, N, 1)
     uniform_token_count: int | None  # of all ranks with work
     num_drafts: int = 0  # drafts that every rank makes: the most that any rank wants
+    # [dp] each rank's tokens and requests, without dummies and padding
+    real_tokens: tuple[int, ...] = ()
+    real_reqs: tuple[int, ...] = ()
 
 
 def encode(batch: RankBatch, rank: int, size: int) -> Tensor:
@@ -96,6 +94,7 @@ def decide(
     request. They do not influence mode and query length, as they would make the others run eagerly.
     """
     tokens, reqs = list(table[_TOKENS]), list(table[_REQS])
+    real = tuple(tokens), tuple(reqs)
     busy = [index for index, count in enumerate(tokens) if count > 0]
     if not busy:
         nothing = eager_descriptor(0, 0, None)
@@ -115,29 +114,26 @@ def decide(
     if desc.mode is CUDAGraphMode.NONE:
         own = uniform or table[_UNIFORM][rank] or None
         desc = eager_descriptor(tokens[rank], reqs[rank], own)
-        return StepAgreement(True, desc, tuple(tokens), most_reqs, uniform, drafts)
+        return StepAgreement(True, desc, tuple(tokens), most_reqs, uniform, drafts, *real)
     across = (desc.num_tokens,) * len(tokens)
-    return StepAgreement(True, desc, across, most_reqs, uniform, drafts)
+    return StepAgreement(True, desc, across, most_reqs, uniform, drafts, *real)
 
 
 def create_sync(
-    config: ParallelConfig, dispatch: Dispatch, idle_query_len: int
+    engines: EngineGroup | None, dispatch: Dispatch, idle_query_len: int
 ) -> DataParallelSync | None:
-    """This rank's side, over torch.distributed's default group, which must be on the CPU.
-
-    Returns None if there is only one rank; raises RunnerError if there is no group.
-    """
-    if config.data_parallel_size == 1:
+    """This rank's side; None if there are no other ranks."""
+    if engines is None:
         return None
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        raise RunnerError("several data-parallel ranks need a process group, but there is none")
-    return DataParallelSync(dispatch, idle_query_len, dist.get_rank(), dist.get_world_size())
+    call = None if engines.calls is None else engines.calls.send
+    return DataParallelSync(
+        dispatch, idle_query_len, engines.rank, engines.size, engines.host,
+        engines.experts.exchange, call,
+    )  # fmt: skip
 
 
 class DataParallelSync:
-    """One rank's side of the agreement."""
+    """One rank's side of the agreement. All methods are called by the thread that runs steps."""
 
     def __init__(
         self,
@@ -145,31 +141,53 @@ class DataParallelSync:
         idle_query_len: int,
         rank: int,
         size: int,
-        group: object | None = None,  # torch.distributed CPU (gloo) group; None = the default one
+        host: HostGroup,
+        exchange: RowExchange | None = None,  # of the ranks' MoE layers
+        call: Callable[[int], None] | None = None,  # calls the other ranks to a wave
     ) -> None:
         self.num_exchanges = 0
+        self.wave = 0  # the number of times that all ranks have come to rest
+        self.is_active = False  # some rank had work in the last step; other threads may read it
         self._dispatch = dispatch
         self._idle_query_len = idle_query_len
         self._rank = rank
         self._size = size
-        self._group = group
+        self._host = host
+        self._exchange = exchange
+        self._call = call
+
+    def takes_part(self, wave: int | None) -> bool:
+        """Whether this rank must `agree` although it has no work.
+
+        `wave`: another rank has called to that wave; None: nobody has.
+        """
+        return self.is_active if wave is None else not self.is_active and wave == self.wave
 
     def agree(
         self, num_tokens: int, num_reqs: int, uniform: int | None, num_drafts: int = 0
     ) -> StepAgreement:
-        """Agree on this step. Every rank must call it once per step, even if it is idle."""
+        """Agree on this step, and prepare the exchange for its passes. Calls resting ranks.
+
+        While `is_active`, every rank must call it once per step, even if it is idle.
+        """
+        if not self.is_active and num_tokens and self._call is not None:
+            self._call(self.wave)
         desc = self._dispatch(num_tokens, num_reqs, uniform)
         batch = RankBatch(num_tokens, num_reqs, uniform, uniform, desc.mode, num_drafts)
-        table = encode(batch, self._rank, self._size)
-        self._sum_over_ranks(table)
-        return decide(table.tolist(), self._rank, self._dispatch, self._idle_query_len)
+        table = self._sum_over_ranks(encode(batch, self._rank, self._size))
+        found = decide(table.tolist(), self._rank, self._dispatch, self._idle_query_len)
+        self.is_active = found.has_work
+        self.wave += not found.has_work
+        if found.has_work and self._exchange is not None:
+            counts = padded_counts(found.real_tokens, found.real_reqs)
+            most = max(found.num_tokens_across_dp)
+            self._exchange.begin_step(most, found.num_draft_reqs, counts)
+        return found
 
-    def _sum_over_ranks(self, table: Tensor) -> None:
-        """Sum the tables of all ranks in place; a dead rank ends in the group's time-out."""
-        import torch.distributed as dist
-
+    def _sum_over_ranks(self, table: Tensor) -> Tensor:
+        """The sum of the tables of all ranks. Raises DataParallelError if one of them is gone."""
         self.num_exchanges += 1
         try:
-            dist.all_reduce(table, group=self._group)
+            return self._host.all_reduce(table)
         except RuntimeError as error:
             raise DataParallelError(self._rank, error) from error

@@ -74,7 +74,7 @@ class ModelRunner:
             )
         self._draft_graphs = parts.draft_graphs
         self._queue = parts.queue
-        self._sync = parts.sync
+        self.sync = parts.sync  # with engines that share the experts; None: there are none
         self._prompt_logprobs = PromptLogprobs(target.compute_logits, self.facts.vocab_size)
         self._draft_reports = DraftReports(self.table.device)
         self._staging = StagingPool(self.table.device)
@@ -155,6 +155,12 @@ class ModelRunner:
 
     def check(self) -> None:
         """Raise RunnerError if other ranks have failed; there are none here."""
+
+    def abandon(self) -> None:
+        """Take the place of `shutdown` where steps in flight may wait for other engines for ever.
+
+        The process must end next.
+        """
 
     def warm_up(self) -> None:
         """Run a small step on dummy rows and wait for it, so that no request waits for set-up."""
@@ -252,9 +258,9 @@ class ModelRunner:
 
     def _forward_for_others(self, step: _Step) -> None:
         """A step without rows runs a dummy pass if another rank has work."""
-        if self._sync is None:
+        if self.sync is None or not self.sync.takes_part(step.plan.wave):
             return
-        step.agreement = agreement = self._sync.agree(0, 0, None)
+        step.agreement = agreement = self.sync.agree(0, 0, None)
         if agreement.has_work:
             step.state = self._target.run_dummy(agreement.descriptor)
 
@@ -272,12 +278,12 @@ class ModelRunner:
         uniform = query_lens[0] if len(set(query_lens)) == 1 else None
         if any(row.is_prefill for row in plan.rows):
             uniform = None
-        if self._sync is None:
+        if self.sync is None:
             desc = self._target.dispatch(sum(query_lens), len(query_lens), uniform)
         else:
             most = self.facts.needs.num_speculative_tokens
             wanted = most if plan.num_drafts is None else plan.num_drafts
-            step.agreement = self._sync.agree(sum(query_lens), len(query_lens), uniform, wanted)
+            step.agreement = self.sync.agree(sum(query_lens), len(query_lens), uniform, wanted)
             desc = step.agreement.descriptor
         mode = self._target.step_mode(desc)
         # If the host needs the drafts, gather now; the graph will gather again.

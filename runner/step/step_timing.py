@@ -39,13 +39,21 @@ class TimedRunner(Protocol):
     def synchronize(self) -> None: ...
 
 
-def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], float]:
+class Engines(Protocol):
+    """The engines that share experts and measure the same steps at the same time."""
+
+    def least(self, values: Sequence[int]) -> list[int]: ...
+
+
+def measure_steps(
+    runner: TimedRunner, config: Config, engines: Engines | None = None
+) -> dict[tuple[int, int], float]:
     """Returns (requests, drafts of each) -> seconds of a step, for the cells that can be measured
     within a few seconds."""
     on_cpu = runner.facts.device == "cpu"
     deadline = time.monotonic() + (_CPU_SECONDS if on_cpu else _GPU_SECONDS)
     counts = (0, *config.speculative.draft_counts)
-    bench = _Bench(runner, _CPU_STEPS if on_cpu else _GPU_STEPS, counts)
+    bench = _Bench(runner, _CPU_STEPS if on_cpu else _GPU_STEPS, counts, engines is None)
     limits = runner.facts.limits
     found: dict[tuple[int, int], float] = {}
     if not request_fits(runner.facts, bench.num_tokens):
@@ -53,7 +61,8 @@ def measure_steps(runner: TimedRunner, config: Config) -> dict[tuple[int, int], 
     last = 0.0  # seconds for the last cell
 
     def is_over() -> bool:
-        return len(found) >= _ALWAYS and time.monotonic() + last > deadline
+        over = len(found) >= _ALWAYS and time.monotonic() + last > deadline
+        return over if engines is None else engines.least([-over])[0] < 0
 
     for num_reqs, some in _cells(limits.max_num_seqs, counts, on_cpu):
         some = [k for k in some if num_reqs * (k + 1) <= limits.max_num_batched_tokens]
@@ -86,8 +95,11 @@ def _cells(most: int, counts: Sequence[int], on_cpu: bool) -> Iterator[tuple[int
 class _Bench:
     """Runs dummy requests in the first slots."""
 
-    def __init__(self, runner: TimedRunner, num_steps: int, counts: Sequence[int]) -> None:
-        self._runner, self._num_steps = runner, num_steps
+    def __init__(
+        self, runner: TimedRunner, num_steps: int, counts: Sequence[int], may_defer: bool
+    ) -> None:
+        """`may_defer`: as in `DraftPlanner`."""
+        self._runner, self._num_steps, self._may_defer = runner, num_steps, may_defer
         self._step_id = -1  # negative, unlike the ids of the scheduler's steps
         lookahead: int = runner.facts.needs.num_lookahead_tokens
         steps = (num_steps + 2) * sum(count + 1 for count in counts)
@@ -139,7 +151,8 @@ class _Bench:
             ]
             self._bound += num_drafts + 1
             plan = StepPlan(self._next_id(), rows=rows)
-            plan.num_drafts, plan.defers_drafter = num_drafts, not num_drafts
+            plan.num_drafts = num_drafts
+            plan.defers_drafter = self._may_defer and not num_drafts
             running.append(self._runner.execute(plan))
         for step in running:
             step.get()

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 
 from ...configs.schema import Config
@@ -28,10 +28,12 @@ from ...runner.messages import (
     StepStats,
     ToWorker,
 )
+from ...runner.process import EngineOrders
 from ..health import Health, State
 from ..request_stream import EngineDead, RequestStream, ShutDown, Turn
 from .drafter_changes import DrafterChanges
 from .next_drafter import NextDrafter
+from .worker_group import WorkerGroup
 from .worker_watch import ProgressCallback, Worker
 from .worker_watchdog import Watchdog
 
@@ -79,6 +81,8 @@ class EngineClient:
         backoff: Backoff | None = None,
         devices: str | None = None,  # CUDA_VISIBLE_DEVICES of its workers; None: the server's own
         begin: BeginWorker | None = None,  # starts a worker on other hosts
+        group: WorkerGroup | None = None,  # of the engines that share its experts
+        index: int = 0,  # its number among these
     ) -> None:
         self.health = Health()
         self.stats: StatsCallback | None = None  # called once a step, on the event loop
@@ -86,6 +90,8 @@ class EngineClient:
         self._engine = engine
         self._devices = devices
         self._begin = begin or self._begin_here
+        self._group, self._index = group, index
+        self._place: EngineOrders | None = None  # of the next worker in its group
         self._backoff = backoff or Backoff()
         self._ready: Ready | None = None
         self._worker: Worker | None = None
@@ -264,22 +270,39 @@ class EngineClient:
     # --- life of the worker -------------------------------------------------------------------
 
     async def _begin_here(self, config: Config, engine: str | None) -> Worker:
-        return Worker.begin(config, engine, self._devices)
+        return Worker.begin(config, engine, self._devices, self._place)
 
     async def _launch(self, progress: ProgressCallback | None) -> Ready:
         """Start a worker and wait for Ready; stop it and raise WorkerFailed if that fails."""
         config = replace(self._config, speculative=self._drafter.current)
+        self._place = None
         try:
+            if self._group is not None:
+                self._place = await self._group.join(self._index)
             worker = await self._begin(config, self._engine)
         except OSError as error:  # out of file descriptors, processes, memory or disk space
-            raise WorkerFailed(f"the worker cannot be started ({error})") from error
-        outcome = await worker.started(progress)
+            reason = f"the worker cannot be started ({error})"
+            joined = self._place is not None
+            raise WorkerFailed(self._ended(reason) if joined else reason) from error
+        try:
+            outcome = await worker.started(progress, *self._ends())
+        except BaseException:  # a cancellation; the worker has been stopped
+            self._ended("the worker was stopped")
+            raise
         if isinstance(outcome, Fatal):
-            raise WorkerFailed(outcome.message, outcome.of_drafter)
+            raise WorkerFailed(self._ended(outcome.message, at_start=True), outcome.of_drafter)
         self._worker = worker
         if self._vocabulary is not None:
             worker.channel.send([self._vocabulary])
         return outcome
+
+    def _ends(self) -> list[Coroutine[None, None, str]]:
+        """What may end the worker from outside; see `Worker.watch`."""
+        return [] if self._group is None else [self._group.ended(self._index)]
+
+    def _ended(self, reason: str, at_start: bool = False) -> str:
+        """Note the worker's end; returns the reason, that of its group if it has one."""
+        return reason if self._group is None else self._group.end(self._index, reason, at_start)
 
     async def _supervise(self) -> None:
         """Watch the worker; when it dies, fail its requests at once and start another."""
@@ -287,7 +310,7 @@ class EngineClient:
         while True:
             assert self._worker is not None
             worker, began = self._worker, time.monotonic()
-            reason = await self._why_ended(worker)
+            reason = self._ended(await self._why_ended(worker))
             self._worker = None
             if time.monotonic() - began >= self._backoff.healthy_after:
                 failures = 0
@@ -305,7 +328,7 @@ class EngineClient:
         """Handle messages until the worker ends or hangs; returns the reason as a sentence."""
         self._watchdog.feed()
         try:
-            outcome = await worker.watch(self._on_message, self._hung())
+            outcome = await worker.watch(self._on_message, self._hung(), *self._ends())
         except Exception as error:  # a bug, or an undecodable message
             log.exception("cannot handle the worker's messages")
             return f"its messages cannot be handled ({type(error).__name__})"
@@ -331,7 +354,9 @@ class EngineClient:
             try:
                 self._ready = await self._launch(None)
             except WorkerFailed as error:
-                if error.of_drafter and self._drafter.fall_back(str(error)):
+                # Engines that step together need the same drafter, so none of them changes it.
+                lost = error.of_drafter and self._group is None
+                if lost and self._drafter.fall_back(str(error)):
                     self.health.lose_drafter()
                     continue
                 failures += 1

@@ -20,6 +20,7 @@ from ..health import HealthReport, State, joint_report
 from ..request_stream import RequestStream, SpeculatorRefused
 from .engine_client import STOP_SECONDS, BeginWorker, EngineClient, WorkerFailed
 from .routing import Router
+from .worker_group import WorkerGroup
 from .worker_watch import ProgressCallback
 
 
@@ -43,8 +44,10 @@ class _JointHealth:
 class Engines:
     """Has the methods of one `EngineClient`. Call them only from the event loop's thread."""
 
-    def __init__(self, clients: list[EngineClient]) -> None:
+    def __init__(self, clients: list[EngineClient], group: WorkerGroup | None = None) -> None:
+        """`group`: that of the clients, if the engines share their experts."""
         self.clients = clients
+        self._group = group
         self.stats: Callable[[StepStats], None] | None = None  # each client has its own
         self.health: Any = _JointHealth(clients)
         self._router = Router(len(clients))
@@ -140,7 +143,12 @@ class Engines:
 
     async def shutdown(self, drain_timeout: float = 0.0, grace: float = STOP_SECONDS) -> None:
         """As `EngineClient.shutdown`, for all engines at the same time."""
+        if self._group is not None:  # none of them can finish its requests without the others
+            await self.drain(drain_timeout)
+            drain_timeout = 0.0
         await self._all(lambda client: client.shutdown(drain_timeout, grace))
+        if self._group is not None:
+            self._group.close()
 
     async def drain(self, timeout: float) -> None:
         """As `EngineClient.drain`, for all engines at the same time."""
@@ -171,6 +179,8 @@ def create_engine(
             f"{count * size} GPUs, but this machine shows {len(devices)}"
         )
     own = replace(config, parallel=replace(config.parallel, data_parallel_size=1))
+    if config.parallel.shares_experts:
+        return _sharing_engines(config, engine, devices)
     clients = []
     for index in range(count):
         part = devices[index * size : (index + 1) * size]
@@ -178,6 +188,17 @@ def create_engine(
         named = ",".join(part) or None
         clients.append(EngineClient(own, engine=engine, devices=named, begin=begin))
     return Engines(clients)
+
+
+def _sharing_engines(config: Config, engine: str | None, devices: list[str]) -> Engines:
+    """Engines that share their experts. Each sees all GPUs of the group, its own first."""
+    count, size = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
+    group, clients = WorkerGroup(count), []
+    for index in range(count):
+        part = [*devices[index * size : count * size], *devices[: index * size]]
+        seen = ",".join(part) or None
+        clients.append(EngineClient(config, engine=engine, devices=seen, group=group, index=index))
+    return Engines(clients, group)
 
 
 def visible_devices() -> list[str]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from ...configs.schema import Config
 from ...runner.channel import ServerChannel
 from ...runner.messages import Fatal, FromWorker, Progress, Ready, StartRanks
-from ...runner.process import WorkerOrders, WorkerProcess, describe_exit
+from ...runner.process import EngineOrders, WorkerOrders, WorkerProcess, describe_exit
 
 ProgressCallback = Callable[[Progress], None]
 _LAST_WORDS_SECONDS = 0.3  # time for a Fatal message that arrives after the exit
@@ -69,17 +69,24 @@ class Worker:
     channel: ServerChannel
 
     @classmethod
-    def begin(cls, config: Config, engine: str | None, devices: str | None = None) -> Worker:
+    def begin(
+        cls,
+        config: Config,
+        engine: str | None,
+        devices: str | None = None,
+        place: EngineOrders | None = None,
+    ) -> Worker:
         """Start the process. Tests pass `engine`, "module:function" of a replacement.
 
-        `devices` are the GPUs that it may see; None: those of this process.
+        `devices` are the GPUs that it may see; None: those of this process. `place` is that of its
+        engine among those that share the experts.
 
         Raises OSError if file descriptors, processes or the temporary folder are missing.
         """
         channel = ServerChannel()
         try:
             orders = WorkerOrders(
-                endpoint=channel.endpoint, parent_pid=os.getpid(), config=config, engine=engine
+                channel.endpoint, os.getpid(), config, engine=engine, engines=place
             )
             variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
             return cls(LocalProcess(WorkerProcess(orders, variables)), channel)
@@ -87,10 +94,15 @@ class Worker:
             channel.close()
             raise
 
-    async def started(self, progress: ProgressCallback | None) -> Ready | Fatal:
-        """Wait for Ready. Returns Fatal if the worker does not start; it has then been stopped."""
+    async def started(
+        self, progress: ProgressCallback | None, *ends: Coroutine[None, None, str]
+    ) -> Ready | Fatal:
+        """Wait for Ready. Returns Fatal if the worker does not start; it has then been stopped.
+
+        `ends`: as for `watch`.
+        """
         try:
-            outcome = await self.watch(lambda message: self._on_start(message, progress))
+            outcome = await self.watch(lambda message: self._on_start(message, progress), *ends)
         except BaseException:
             await self.end()
             raise
@@ -108,12 +120,12 @@ class Worker:
     async def watch(
         self,
         handle: Callable[[FromWorker], Ready | Fatal | None],
-        hung: Coroutine[None, None, str] | None = None,
+        *ends: Coroutine[None, None, str],
     ) -> Ready | Fatal:
-        """Handle messages until `handle` returns a result, or the worker exits or hangs.
+        """Handle messages until `handle` returns a result, or the worker exits or must end.
 
-        Returns the handler's result, or a Fatal that describes the worker's end. `hung` returns a
-        sentence when the worker hangs.
+        Returns the handler's result, or a Fatal that describes the worker's end. Each of `ends`
+        returns a sentence when the worker must end, as when it hangs.
         """
 
         async def read() -> Ready | Fatal:
@@ -125,7 +137,7 @@ class Worker:
 
         reader = asyncio.create_task(read())
         ended = asyncio.create_task(self.process.ended())
-        silent = [asyncio.create_task(each) for each in (self._frozen(), hung) if each is not None]
+        silent = [asyncio.create_task(each) for each in (self._frozen(), *ends)]
         tasks = {reader, ended, *silent}
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.runner.parallel.collectives import Collectives
+from slipstream.runner.parallel.collectives import Collectives, meet
 from slipstream.runner.parallel.group import devices_from
 from slipstream.runner.parallel.small_sums import SmallSums, Way, way_of
 
@@ -118,7 +118,8 @@ def microseconds(way: Way, rows: int, small: SmallSums, device: torch.device) ->
 
 def run_rank(rank: int, size: int, rendezvous: str, only_check: bool) -> int:
     device = torch.device("cuda", 0)
-    collectives = Collectives(rank, size, rendezvous, device)
+    meet(rank, size, rendezvous, device)
+    collectives = Collectives(size, device)
     collectives.use_small_sums()
     small = collectives._small
     if small is None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from slipstream.configs.graphs import CUDAGraphMode
 from slipstream.runner.graphs.dispatch import descriptors, dispatch
+from slipstream.runner.parallel.collectives import Collectives
 from slipstream.runner.step.data_parallel import DataParallelSync
 
 DRAFTS = 3
@@ -55,7 +56,8 @@ def main(rank: int, size: int, rendezvous: str, steps: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=size, timeout=timeout
     )
-    sync = DataParallelSync(functools.partial(dispatch, GRAPHS), DRAFTS + 1, rank, size)
+    host = Collectives(size, torch.device("cpu"))
+    sync = DataParallelSync(functools.partial(dispatch, GRAPHS), DRAFTS + 1, rank, size, host)
     rng, lens = random.Random(1000 + rank), []
     passes, modes, seen = 0, {mode.name: 0 for mode in CUDAGraphMode}, hashlib.sha256()
 

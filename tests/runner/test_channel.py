@@ -6,6 +6,7 @@ import asyncio
 import os
 import stat
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,6 +29,8 @@ from slipstream.runner.messages import (
     encoder,
     pack_logprobs,
 )
+from slipstream.runner.parallel.engine_group import Calls
+from slipstream.runner.process import EngineOrders
 from slipstream.runner.shared_requests import share, unshare
 
 
@@ -151,6 +154,27 @@ async def test_idle_worker_wakes_up_for_a_message(
     server.send([Shutdown()])
     thread.join(2)
     assert got == [Shutdown()]
+
+
+async def test_idle_worker_wakes_up_for_another_socket(
+    ends: tuple[ServerChannel, WorkerChannel], tmp_path: Path
+) -> None:
+    calls = [Calls(EngineOrders(engine, 2, str(tmp_path))) for engine in range(2)]
+    worker = ends[1]
+    worker.also_wait_for(calls[0].socket)
+    assert worker.receive(0.01) == []
+    assert calls[0].heard() is None
+    calls[1].send(3)
+    calls[1].send(4)
+    began = time.monotonic()
+    assert worker.receive(20) == []
+    assert time.monotonic() - began < 10
+    while (heard := calls[0].heard()) != 4:
+        assert heard in (None, 3) and time.monotonic() - began < 10
+    ends[0].send([Shutdown()])
+    assert worker.receive(5) == [Shutdown()]
+    for one in calls:
+        one.close()
 
 
 async def test_sending_without_a_peer_neither_blocks_nor_raises() -> None:

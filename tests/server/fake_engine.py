@@ -101,7 +101,7 @@ class FakeEngine:
         if not self._steps_left:
             self._answers.append(None)
 
-    idle_seconds = None
+    idle_seconds = calls = None
 
     def check(self) -> None:
         """There are no other ranks."""

@@ -64,7 +64,7 @@ class PacedEngine:
                     self._running.pop(request_id, None)
         self._spoken = self._spoken and bool(self._running)
 
-    idle_seconds = None
+    idle_seconds = calls = None
 
     def check(self) -> None:
         """There are no other ranks."""

@@ -7,16 +7,13 @@ import itertools
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
-from slipstream.configs.schema import Config, ModelConfig, ParallelConfig, SpeculativeConfig
+from slipstream.configs.schema import Config, ParallelConfig, SpeculativeConfig
 from slipstream.runner.drafters.draft_graphs import DraftGraphs
-from slipstream.runner.engine.engine import build_engine
-from slipstream.runner.errors import RunnerError
 from slipstream.runner.messages import AddRequest, SamplingParams
 from slipstream.runner.scheduling.draft_planner import plan_drafts
 from slipstream.runner.scheduling.plan import StepPlan
@@ -45,21 +42,33 @@ class Meeting:
         self.barrier = threading.Barrier(size, timeout=60)
         self.tables: dict[int, Tensor] = {}
 
-    def add(self, rank: int, table: Tensor) -> None:
+    def add(self, rank: int, table: Tensor) -> Tensor:
         self.tables[rank] = table.clone()
         self.barrier.wait()
-        table.copy_(sum(self.tables.values()))  # type: ignore[arg-type]
+        total: Any = sum(self.tables.values())
         self.barrier.wait()
+        return total
+
+
+class Host:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.meeting, self.rank = meeting, rank
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return self.meeting.add(self.rank, x)
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        raise AssertionError
 
 
 class MetSync(DataParallelSync):
-    def __init__(self, meeting: Meeting, rank: int, dispatch: Any) -> None:
-        super().__init__(dispatch, K + 1, rank, 2)
-        self.meeting, self.rank = meeting, rank
+    """Its ranks never rest."""
 
-    def _sum_over_ranks(self, table: Tensor) -> None:
-        self.num_exchanges += 1
-        self.meeting.add(self.rank, table)
+    def __init__(self, meeting: Meeting, rank: int, dispatch: Any) -> None:
+        super().__init__(dispatch, K + 1, rank, 2, Host(meeting, rank))
+
+    def takes_part(self, wave: int | None) -> bool:
+        return True
 
 
 class Rank:
@@ -72,7 +81,7 @@ class Rank:
         self.scheduler: Any = engine.engine._scheduler
         self.runner: Any = engine.engine._runner
         self.engine = engine.engine
-        self.runner._sync = MetSync(meeting, rank, self.runner._target.dispatch)
+        self.runner.sync = MetSync(meeting, rank, self.runner._target.dispatch)
         self.passes: list[tuple[object, ...]] = []
         self.tokens: dict[str, list[int]] = {}
         self.idle_steps = 0
@@ -167,7 +176,7 @@ def test_trap_16_both_ranks_run_the_same_passes(
                 rank.land(handle)
         for rank in both:
             rank.runner.synchronize()
-            rank.runner._sync.meeting = None  # another call fails
+            rank.runner.sync._host = None  # another call fails
     for rank in both:
         assert rank.idle_steps > 3
         for name, tokens in rank.tokens.items():
@@ -181,18 +190,11 @@ def test_trap_16_both_ranks_run_the_same_passes(
     assert [e for e in first if e[1] == "FULL"] == [e for e in second if e[1] == "FULL"]
     kinds = {event[:2] for event in first}
     assert {("target", "FULL"), ("target", "NONE"), ("loop", "FULL")} <= kinds
-    assert both[0].runner._sync.num_exchanges == both[1].runner._sync.num_exchanges == 28
+    assert both[0].runner.sync.num_exchanges == both[1].runner.sync.num_exchanges == 28
 
 
-def test_one_rank_has_no_exchange_and_more_need_a_process_group(
-    drafters: Drafters, tmp_path: Path
-) -> None:
+def test_an_engine_alone_has_no_exchange(drafters: Drafters) -> None:
     target = drafters.pair("eagle3")[0]
     with graph_engine(target, drafters.speculative("eagle3", K)) as engine:
-        assert engine.engine._runner._sync is None  # type: ignore[attr-defined]
-    config = Config(
-        model=ModelConfig(model=str(target), dtype="float32", device="cpu"),
-        parallel=ParallelConfig(data_parallel_size=2),
-    )
-    with pytest.raises(RunnerError, match="need a process group"):
-        build_engine(config, lambda _: None)
+        assert engine.engine._runner.sync is None  # type: ignore[attr-defined]
+        assert engine.engine._lockstep is None and engine.engine.calls is None

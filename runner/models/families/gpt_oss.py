@@ -76,7 +76,7 @@ class GptOssExperts(nn.Module):
                 f"hidden_size {hidden} and intermediate_size {size} must be multiples of {_GROUP}."
             )
         self.ranks, self.share, self.intermediate = fmt.ranks, Cut(0, 0, size), size
-        if fmt.ranks is not None and fmt.ranks.by_expert:
+        if fmt.experts is not None or (fmt.ranks is not None and fmt.ranks.by_expert):
             raise ModelLoadError("--enable-expert-parallel is not supported for gpt-oss.")
         if fmt.ranks is not None:
             self.share = fmt.ranks.share(size, "intermediate features of an expert")

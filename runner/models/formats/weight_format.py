@@ -11,6 +11,7 @@ import torch
 from ....kernels.cpu import weight as native
 from ....kernels.linear.fixed import create_fixed_chooser
 from ....kernels.linear.linear_tuned import LinearChooser, create_chooser
+from ...parallel.experts import ExpertRanks
 from ...parallel.ranks import Ranks
 
 
@@ -28,6 +29,7 @@ class WeightFormat:
     torch_only: bool = False  # no kernels of ours for linear layers, quantised ones included
     ranks: Ranks | None = None  # which share the model; None: it is whole
     batch_invariant: bool = False  # no row's bits may depend on the rows beside it
+    experts: ExpertRanks | None = None  # which share the experts of several engines
 
     @property
     def table_dtype(self) -> torch.dtype:

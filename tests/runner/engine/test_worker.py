@@ -22,7 +22,7 @@ from slipstream.runner.messages import (
     StepOutputs,
     StepStats,
 )
-from slipstream.runner.process import WorkerOrders
+from slipstream.runner.process import EngineOrders, WorkerOrders
 
 
 class ScriptedChannel:
@@ -40,6 +40,9 @@ class ScriptedChannel:
 
     def has_messages(self) -> bool:
         return False
+
+    def also_wait_for(self, socket: Any) -> None:
+        assert socket is None
 
     def send(self, messages: list[Any]) -> None:
         self.sent.append(messages)
@@ -64,7 +67,7 @@ class ScriptedEngine:
         self.handled.append(messages)
         self.left += self.steps_per_batch
 
-    idle_seconds = None
+    idle_seconds = calls = None
 
     def check(self) -> None:
         """There are no other ranks."""
@@ -95,7 +98,9 @@ def test_blocks_when_idle_polls_when_busy_and_sends_one_list_a_step() -> None:
 
 
 def serve(
-    monkeypatch: pytest.MonkeyPatch, engine: ScriptedEngine | Exception
+    monkeypatch: pytest.MonkeyPatch,
+    engine: ScriptedEngine | Exception,
+    place: EngineOrders | None = None,
 ) -> tuple[int, ScriptedChannel]:
     channel = ScriptedChannel([AbortRequests(["a"])])
 
@@ -110,7 +115,7 @@ def serve(
     monkeypatch.setitem(sys.modules, "scripted_engine", module)
     monkeypatch.setattr(worker, "WorkerChannel", lambda endpoint, key: channel)
     monkeypatch.setattr(worker.gc, "freeze", lambda: None)
-    orders = WorkerOrders("ipc://none", 1, Config(), engine="scripted_engine:build")
+    orders = WorkerOrders("ipc://none", 1, Config(), engine="scripted_engine:build", engines=place)
     return worker.serve(orders), channel
 
 
@@ -162,6 +167,16 @@ def test_failing_step_is_fatal_and_frees_the_engine(
     assert channel.sent[-1] == [Fatal("KeyError: 'slot'")]
     assert engine.is_shut_down
     assert "Traceback" in caplog.text and caplog.records[-1].levelno == logging.ERROR
+
+
+def test_an_error_that_another_engines_end_caused_is_not_reported_if_the_server_stops(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = ScriptedEngine(fails=RuntimeError("connection closed by peer"))
+    status, channel = serve(monkeypatch, engine, EngineOrders(0, 2, "folder"))
+    assert status == 0 and engine.is_shut_down
+    assert channel.timeouts[-1] == pytest.approx(1.0, abs=0.5)  # the wait for the server
+    assert channel.sent[-1] == ["ready"] and not caplog.records
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ class Meeting:
     """Where all ranks put a value down and take everyone's."""
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self._barrier = threading.Barrier(size, timeout=20)
         self._values: list[Any] = [None] * size
 
@@ -45,6 +46,11 @@ class ThreadCommunicator:
         self.num_collectives += 1
         self.gathered.append(tuple(x.shape))
         return torch.stack(self._meeting.exchange(self._rank, x.clone()))
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        self.num_collectives += 1
+        total = torch.stack(self._meeting.exchange(self._rank, x.clone())).sum(0)
+        return total.chunk(self._meeting.size)[self._rank].clone()
 
     def least(self, values: Sequence[int]) -> list[int]:
         tables = self._meeting.exchange(self._rank, list(values))

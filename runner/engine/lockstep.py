@@ -1,0 +1,51 @@
+"""The steps that an engine without work runs, because engines that share its experts have some.
+
+Each engine has its own requests and scheduler, but every MoE layer needs the ranks of all engines.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..parallel.engine_group import Calls
+from ..scheduling.plan import StepPlan
+
+
+class Sync(Protocol):
+    """The part of `step.data_parallel.DataParallelSync` that is read here."""
+
+    @property
+    def is_active(self) -> bool: ...
+
+
+class Lockstep:
+    """One engine's view of the group. Only the engine's thread calls it.
+
+    The thread that runs steps has the last word: it skips the plans of a group that rests.
+    """
+
+    def __init__(self, sync: Sync, calls: Calls) -> None:
+        self._sync, self._calls = sync, calls
+        self._wave: int | None = None  # to which this engine is called and has not come yet
+        self._num_plans = 0
+
+    @property
+    def socket(self) -> Any:
+        """The ZeroMQ socket that is readable when other engines may have called."""
+        return self._calls.socket
+
+    @property
+    def is_due(self) -> bool:
+        """Whether other engines may need a step of this one."""
+        heard = self._calls.heard()
+        if heard is not None:
+            self._wave = heard
+        return self._wave is not None or self._sync.is_active
+
+    def plan(self) -> StepPlan | None:
+        """The plan of a step without rows; None if no other engine needs one."""
+        if not self.is_due:
+            return None
+        wave, self._wave = self._wave, None
+        self._num_plans += 1
+        return StepPlan(-self._num_plans, wave=wave)

@@ -1,0 +1,108 @@
+"""The engines of `-dp` that share their experts, as a rank of one of them sees them.
+
+They step together while any has work. When none has, they rest, and the first that gets a request
+calls the others. A *wave* is the time between two rests; calls name it, so that a late one wakes
+nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+from torch import Tensor
+
+from ...configs.schema import ParallelConfig
+from ..process import EngineOrders
+from .experts import ExpertRanks, RowExchange, SilentRows
+
+
+class HostGroup(Protocol):
+    """The engines' collectives over numbers on the host."""
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Replace x, on the host, by its sum over the engines; returns x."""
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The least of each value over the engines."""
+
+
+class Calls:
+    """Messages that call resting engines to the next step.
+
+    One thread may call `send` and another the other methods.
+    """
+
+    def __init__(self, orders: EngineOrders) -> None:
+        """Raises zmq.ZMQError if the folder of the orders cannot hold sockets."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self.socket = self._socket(zmq.PULL)  # readable if `heard` may return something
+        self.socket.bind(_address(orders.folder, orders.engine))
+        self._others = []
+        for engine in range(orders.size):
+            if engine != orders.engine:
+                self._others.append(self._socket(zmq.PUSH))
+                self._others[-1].connect(_address(orders.folder, engine))
+
+    def _socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.RCVHWM, 0)
+        return socket
+
+    def send(self, wave: int) -> None:
+        """Call all other engines to this wave. Never waits."""
+        for socket in self._others:
+            socket.send(str(wave).encode())
+
+    def heard(self) -> int | None:
+        """The newest wave to which other engines have called since the last time."""
+        newest: int | None = None
+        while True:
+            try:
+                newest = int(self.socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return newest
+
+    def close(self) -> None:
+        """Close the sockets."""
+        self._context.destroy(linger=0)
+
+
+def _address(folder: str, engine: int) -> str:
+    return f"ipc://{folder}/engine{engine}"
+
+
+@dataclass(frozen=True)
+class EngineGroup:
+    """The group, as one rank of an engine sees it."""
+
+    rank: int  # this engine's number
+    size: int  # number of engines
+    experts: ExpertRanks
+    host: HostGroup
+    calls: Calls | None = None  # of the engine's first rank
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The least of each value over the engines. Start-up only."""
+        return self.host.least(values)
+
+
+def silent_group(config: ParallelConfig, device: Any) -> EngineGroup | None:
+    """The group of a dry start, in which nothing is exchanged; None if engines share no experts."""
+    if not config.shares_experts:
+        return None
+    engines, ranks = config.data_parallel_size, config.tensor_parallel_size
+    exchange = RowExchange(SilentRows(engines), engines, device)
+    return EngineGroup(0, engines, ExpertRanks(0, engines * ranks, exchange), _Alone())
+
+
+class _Alone:
+    def all_reduce(self, x: Tensor) -> Tensor:
+        return x
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        return list(values)

@@ -1,0 +1,114 @@
+"""Engines that share their experts as threads of one process, each with the loop of a worker."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from slipstream.configs.schema import Config
+from slipstream.runner.engine.engine import Engine, join
+from slipstream.runner.engine.lockstep import Lockstep
+from slipstream.runner.messages import AddRequest, StepOutputs
+from slipstream.runner.parallel.engine_group import Calls, EngineGroup
+from slipstream.runner.parallel.experts import ExpertRanks, RowExchange
+from slipstream.runner.process import EngineOrders
+from slipstream.runner.startup.build import build_model_runner
+
+from ...speculators.tiny_engine import Run
+from .threads import Meeting, ThreadCommunicator
+
+_POLL_MS = 20
+
+
+class EngineThread:
+    """One engine. Collectives are counted by kind; `passes` holds the rows of each."""
+
+    def __init__(
+        self, config: Config, folder: Path, rank: int, meetings: tuple[Meeting, Meeting]
+    ) -> None:
+        self._config, self._folder, self.rank = config, folder, rank
+        self._meetings = meetings
+        self._inbox: queue.SimpleQueue[AddRequest | None] = queue.SimpleQueue()
+        self.run = Run()
+        self.num_open = 0  # requests
+        self.ready = threading.Event()
+        self.error: BaseException | None = None
+        self.rows = ThreadCommunicator(rank, meetings[0])
+        self.thread = threading.Thread(target=self._serve, daemon=True)
+        self.thread.start()
+
+    def submit(self, request: AddRequest) -> None:
+        self.num_open += 1
+        self._inbox.put(request)
+
+    def stop(self) -> None:
+        self._inbox.put(None)
+        self.thread.join(30)
+        assert not self.thread.is_alive()
+
+    def _build(self) -> Engine:
+        size = self._config.parallel.data_parallel_size
+        exchange = RowExchange(self.rows, size, torch.device("cpu"))
+        experts = ExpertRanks(self.rank, size, exchange, self.rank)
+        host = ThreadCommunicator(self.rank, self._meetings[1])
+        self.calls = Calls(EngineOrders(self.rank, size, str(self._folder)))
+        group = EngineGroup(self.rank, size, experts, host, self.calls)
+        self.runner: Any = build_model_runner(self._config, lambda _: None, engines=group)
+        self.engine = join(self.runner, self._config, Lockstep(self.runner.sync, self.calls))
+        return self.engine
+
+    def _serve(self) -> None:
+        try:
+            engine = self._build()
+            self.ready.set()
+            while self._handle(engine):
+                if engine.has_work():
+                    for outputs in engine.step():
+                        self._take(outputs)
+                else:
+                    engine.calls.poll(_POLL_MS)  # type: ignore[union-attr]
+            self.runner.synchronize()
+            engine.shutdown()
+            self.runner.shutdown()
+            self.calls.close()
+        except BaseException as error:
+            self.error = error
+            self.calls.close()
+            for meeting in self._meetings:
+                meeting.leave()
+            self.ready.set()
+
+    def _handle(self, engine: Engine) -> bool:
+        while not self._inbox.empty():
+            request = self._inbox.get()
+            if request is None:
+                return False
+            engine.handle([request])
+        return True
+
+    def _take(self, outputs: StepOutputs) -> None:
+        self.run.take(outputs)
+        self.num_open -= sum(output.finish_reason is not None for output in outputs.outputs)
+
+
+def start_engines(config: Config, folder: Path) -> list[EngineThread]:
+    """As many engines as `-dp` says, ready to serve."""
+    size = config.parallel.data_parallel_size
+    meetings = Meeting(size), Meeting(size)
+    engines = [EngineThread(config, folder, rank, meetings) for rank in range(size)]
+    for engine in engines:
+        engine.ready.wait(60)
+    check(engines)
+    return engines
+
+
+def check(engines: list[EngineThread]) -> None:
+    """Raise the error of an engine that has ended, the cause first."""
+    errors = [engine.error for engine in engines if engine.error is not None]
+    real = [error for error in errors if "BrokenBarrier" not in repr(error)]
+    if errors:
+        raise (real or errors)[0]

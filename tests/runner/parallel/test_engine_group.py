@@ -1,0 +1,91 @@
+"""Engines that share their experts step together: texts of one engine, equal collectives, rest."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from slipstream.configs.schema import (
+    CacheConfig,
+    Config,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+)
+from slipstream.runner.messages import AddRequest, SamplingParams
+
+from ...cases import some
+from ...speculators.all_drafters import Drafters
+from ...speculators.tiny_engine import TinyEngine, prompts
+from .engine_threads import EngineThread, check, start_engines
+
+
+@pytest.fixture(scope="module")
+def drafters(tmp_path_factory: pytest.TempPathFactory) -> Drafters:
+    return Drafters(tmp_path_factory.mktemp("drafters"))
+
+
+def configured(target: Path, spec: SpeculativeConfig, size: int = 2) -> Config:
+    return Config(
+        model=ModelConfig(model=str(target), dtype="float32", device="cpu"),
+        scheduler=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=96),
+        cache=CacheConfig(block_size=4, num_gpu_blocks_override=400),
+        speculative=spec,
+        parallel=ParallelConfig(1, size, enable_expert_parallel=True),
+    )
+
+
+def wait_until_idle(engines: list[EngineThread]) -> None:
+    """Wait until no request is open and the group rests."""
+    deadline = time.monotonic() + 60
+    while any(engine.num_open or engine.runner.sync.is_active for engine in engines):
+        check(engines)
+        assert time.monotonic() < deadline, "a request hangs"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize(
+    ("method", "steps"),
+    some([("off", 1000), ("mtp", 1000), ("ngram", 300), ("off", 150), ("mtp", 120)],
+         [("off", 150), ("mtp", 120)]),
+)  # fmt: skip
+def test_random_steps_give_the_texts_of_one_engine(
+    method: str, steps: int, drafters: Drafters, tmp_path: Path
+) -> None:
+    target, _ = drafters.pair("mtp")  # DeepSeek V3's layers: the drafter has experts too
+    spec = SpeculativeConfig(method=method, num_speculative_tokens=3)
+    if method == "mtp":
+        spec = drafters.speculative("mtp", num_speculative_tokens=None)  # K varies
+    alone = TinyEngine(target, spec)
+    wanted = alone.run(prompts(9), max_tokens=40).tokens
+    alone.close()
+    engines = start_engines(configured(target, spec), tmp_path)
+    rng, asked = random.Random(5), {}
+    while engines[0].runner.sync.num_exchanges < steps:
+        check(engines)
+        engine = rng.choice(engines)
+        if engine.num_open < 4:
+            index, length = rng.randrange(9), rng.choice((1, 3, 12, 40))
+            name = f"{len(asked)}"
+            asked[name] = (index, length)
+            sampling = SamplingParams(seed=index, max_tokens=length, temperature=0.0)
+            engine.submit(AddRequest(name, prompts(9)[index], sampling))
+        time.sleep(rng.choice((0.0, 0.01, 0.04)))
+        if rng.random() < 0.1:  # so that the group comes to rest at times
+            wait_until_idle(engines)
+    wait_until_idle(engines)
+    for engine in engines:
+        engine.stop()
+    check(engines)
+    found = engines[0].run.tokens | engines[1].run.tokens
+    for name, (index, length) in asked.items():
+        assert found[name] == wanted[str(index)][:length]
+    assert engines[0].run.tokens and engines[1].run.tokens
+    first, second = (engine.runner.sync for engine in engines)
+    assert first.num_exchanges == second.num_exchanges >= steps
+    assert first.wave == second.wave >= 3 and not first.is_active
+    assert engines[0].rows.num_collectives == engines[1].rows.num_collectives > steps
