@@ -175,7 +175,7 @@ def check(
         if drafters and number % 2:
             drafter = rng.choice(drafters)
         seqs = rng.choice([2, 3, 6])
-        most = max(seqs * (drafter.max_drafts + 1), rng.choice([8, 24, 64, 300]))
+        most = max(seqs * (drafter.max_drafts + 1), rng.choice([16, 24, 64, 300]))
         blocks = rng.choice([10, 14, 60])  # the longest request needs 7
         engine = engine_of(folder, drafter, seqs, most, blocks, number % 2 == 0, **dict(changes))
         for again in range(2):  # the second time with cached prefixes
