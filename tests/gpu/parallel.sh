@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Checks and measures tensor parallelism on two GPUs: parallel.sh OUT [PYTHON] [SECONDS]
+# Checks and measures two GPUs: parallel.sh OUT [PYTHON] [SECONDS] [PART]
+# PART is "ranks" (tensor parallelism, the default) or "engines" (engines that share experts).
 # Every step has a log and a limit of its own. The steps that say most come first, and none begins
 # or goes on after SECONDS (390 by default).
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${2:-.venv/bin/python}
 total=${3:-390}
+part=${4:-ranks}
 cd "$(dirname "$0")/../.." || exit 1
 # NVLink multicast can put the GPUs of a shared host out of service.
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
@@ -28,8 +30,10 @@ step() { # name, limit in seconds, command...
 }
 
 run_tests() { # name, limit, words of the tests' names
+  local file=test_parallel_cuda.py
+  [ "$part" = engines ] && file=test_engine_group_cuda.py
   step "$1" "$2" "$python" -X faulthandler -m pytest -x -s -rA -m gpu -p no:cacheprovider \
-    -p no:benchmark --durations=8 tests/gpu/test_parallel_cuda.py -k "$3"
+    -p no:benchmark --durations=8 "tests/gpu/$file" -k "$3"
 }
 
 bench() { # name, limit, drafts, more flags...
@@ -44,6 +48,20 @@ models=$(mktemp -d)
 "$python" tests/lab/shapes.py "$models"
 rates='"synthetic_acceptance_rates": [0.8, 0.6, 0.42]'
 head="{\"method\": \"eagle3\", \"model\": \"$models/eagle3-8b\", \"num_speculative_tokens\": 3, \"load_format\": \"dummy\", $rates}"
+
+if [ "$part" = engines ]; then
+  v3="$models/deepseek-v3-7"
+  run_tests text 120 "write_the_text_of_one"
+  step v3-mtp 200 "$python" tests/lab/engine_group.py "$v3" --steps 1000 --drafts 2
+  run_tests killed 90 "killed"
+  step v3-mtp-eager 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --enforce-eager
+  step v3-off 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --method off
+  step v3-off-alone 120 "$python" tests/lab/engine_group.py "$v3" -dp 1 --no-expert-parallel \
+    --steps 100 --method off
+  rm -rf "$models"
+  tail -n 1 "$out"/v3-*.log
+  exit
+fi
 
 nccl= # flags of all servers
 if ! step sums 35 "$python" tests/lab/measure_allreduce.py; then

@@ -6,6 +6,8 @@ Qwen3-30B-A3B; -fp8 and -int4 are the same in these formats), FOLDER/gpt-oss-20b
 FOLDER/eagle3-8b for the first two, FOLDER/eagle3-30b-a3b and FOLDER/eagle3-gpt-oss-20b.
 FOLDER/deepseek-v4-flash-7 has the widths of DeepSeek V4 Flash and seven of its 43 layers, of every
 kind: with the module for multi-token prediction and 16-bit experts they fill an H200.
+FOLDER/deepseek-v3-7 has the widths of DeepSeek V3, its three dense layers and four with experts;
+with the module's experts they take 120 GB.
 """
 
 from __future__ import annotations
@@ -86,6 +88,23 @@ DEEPSEEK_V4_FLASH_7 = {
     "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
 
+DEEPSEEK_V3_7 = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": 129280,
+    "hidden_size": 7168, "intermediate_size": 18432, "moe_intermediate_size": 2048,
+    "num_hidden_layers": 7, "first_k_dense_replace": 3, "num_attention_heads": 128,
+    "num_key_value_heads": 128, "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256, "n_shared_experts": 1,
+    "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc", "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1, "max_position_embeddings": 163840, "rope_theta": 10000.0,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "original_max_position_embeddings": 4096,
+    },
+    "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
+}  # fmt: skip
+
 
 def eagle3(target: dict[str, Any], boundaries: list[int], inner: int) -> dict[str, Any]:
     """The config of an EAGLE-3 head for a target with experts: one dense Llama layer."""
@@ -126,6 +145,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gpt-oss-20b": GPT_OSS_20B,
     "eagle3-gpt-oss-20b": eagle3(GPT_OSS_20B, [2, 12, 21], 17280),
     "deepseek-v4-flash-7": DEEPSEEK_V4_FLASH_7,
+    "deepseek-v3-7": DEEPSEEK_V3_7,
 }
 
 
