@@ -58,7 +58,7 @@ DEEPSEEK_V32 = {
 }  # fmt: skip
 
 
-CASES = (("alone", 80), ("drafting", 120), ("eager", 100), ("fp8", 120))
+CASES = (("alone", 80), ("drafting", 120), ("eager", 100), ("fp8", 120), ("ranks", 100))
 Script = Callable[..., str]
 
 

@@ -1,10 +1,11 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
-Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager|fp8|mtp [few]`; fp8 is drafting with an
-fp8 KV cache, and mtp drafts with the model's own module. With `few`, each sampling option
-is combined with one way to draw instead of three. `test_compile_ahead.py` runs it in a process of
-its own, since Triton decides at import whether it compiles or interprets. Nothing is compiled; the
-script only counts the specializations of each kernel.
+Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager|fp8|mtp|ranks [few]`; fp8 is drafting
+with an fp8 KV cache, mtp drafts with the model's own module, and ranks drafts on two GPUs. With
+`few`, each sampling option is combined with one way to draw instead of three.
+`test_compile_ahead.py` runs it in a process of its own, since Triton decides at import whether it
+compiles or interprets. Nothing is compiled; the script only counts the specializations of each
+kernel.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from slipstream.configs.schema import (
     Config,
     GraphConfig,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -185,7 +187,12 @@ def forget(counting: Counting) -> None:
 
 
 def launches(
-    model: str, drafter: str | None, enforce_eager: bool, few: bool, kv_cache_dtype: str = "auto"
+    model: str,
+    drafter: str | None,
+    enforce_eager: bool,
+    few: bool,
+    kv_cache_dtype: str = "auto",
+    ranks: int = 1,
 ) -> dict[str, Any]:
     """Count the specializations of a dry start; list those that a real start meets in an earlier
     stage, and those that only later steps launch."""
@@ -204,6 +211,7 @@ def launches(
         cache=CacheConfig(kv_cache_dtype=kv_cache_dtype),
         scheduler=scheduler,
         speculative=speculative,
+        parallel=ParallelConfig(ranks),
         # Other linear kernels in every bucket of rows, and sizes that are not powers of two.
         graph=GraphConfig(
             linear_backend="triton",
@@ -248,6 +256,7 @@ def main(model: str, drafter: str, case: str, extent: str = "all") -> None:
             case == "eager",
             extent == "few",
             "fp8" if case == "fp8" else "auto",
+            2 if case == "ranks" else 1,
         )
         print(json.dumps(found))
 
