@@ -133,9 +133,9 @@ class _Steps:
     def serve(self, kinds: list[SamplingParams]) -> None:
         """Run one request for each of `kinds`, all in one batch, for three steps."""
         drafts, slots = self.num_drafts, range(len(kinds))
-        new = [self._new_request(slot, _PROMPT_LEN, params) for slot, params in enumerate(kinds)]
+        bound = min(_PROMPT_LEN, self.limits.max_num_batched_tokens // len(kinds))
+        new = [self._new_request(slot, bound, params) for slot, params in enumerate(kinds)]
         self._run([_prefill(request) for request in new], new)
-        bound = _PROMPT_LEN
         self._run([ScheduledRow(slot, 1, 0, bound, False, 1) for slot in slots])
         if drafts:
             self._run(self._verifying(slots, bound + 1))

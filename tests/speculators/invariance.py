@@ -139,6 +139,8 @@ def engine_of(
     **changes: Any,
 ) -> TinyEngine:
     graph = {"batch_invariant": True} | changes.pop("graph", {})
+    if sizes := graph.get("cudagraph_capture_sizes"):
+        graph["cudagraph_capture_sizes"] = tuple(size for size in sizes if size <= tokens)
     cache = {"block_size": 16, "num_gpu_blocks_override": blocks, "enable_prefix_caching": caching}
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
     return TinyEngine(folder, drafter, graph=graph, cache=cache, scheduler=limits, **changes)

@@ -21,6 +21,9 @@ _FEW = 16  # with fewer programs of large heads, all splits work and a second ke
 _LEAST_KEYS = 128  # with more programs, a split is worthwhile from this number of keys on
 _ALONE = 16384  # up to this number of key values (keys x head size), one split does all the work
 _KEYS_OF_A_SPLIT = 128  # splits have at least this number of keys of the longest context
+# Measured on an H200 with `tests/lab/measure_ragged.py`, for heads of 128 values.
+_LONG = 512  # longer contexts are split even if all programs together fill the GPU
+_LEAST_VALUES = 512  # of a split; more are not worth it if programs fill the GPU many times
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ def _decode_tiles(programs: int, num_processors: int, dim: int) -> tuple[int, in
     """
     if dim <= 64 and programs > 5 * num_processors:
         return 32, 3, 1, None
-    if dim > 64 and 2 * programs > 5 * num_processors:
+    if dim > 64 and programs > num_processors:
         return 64, 2, 4, 128 if dim == 128 else None
     if dim > 64 and programs < _FEW:
         return 64, 2, 4, None
@@ -135,7 +138,13 @@ def plan_launch(
         block_n, stages, num_warps, registers = tiles
     splits = _num_splits(programs, max_keys, most)
     own = triton.next_power_of_2(rows)
-    can_sum = fused and splits > 1 and own * triton.next_power_of_2(dim) <= _LAST_SUMS_VALUES
+    values = own * triton.next_power_of_2(dim)
+    least_keys, alone = _LEAST_KEYS, _ALONE // dim
+    if registers is not None and splits == 1 and max_keys > _LONG:
+        # Programs fill the GPU, but the one with the longest context would end last.
+        splits = 4 if programs <= 6 * num_processors else 2 if values <= _LEAST_VALUES else 1
+        least_keys, alone = _LONG // 2, _LONG
+    can_sum = fused and splits > 1 and values <= _LAST_SUMS_VALUES
     last_sums = own if can_sum and (programs >= _FEW or dim <= 64) else 0
     return Launch(
         block_m,
@@ -151,8 +160,8 @@ def plan_launch(
         last_sums=last_sums,
         rows=min(own, block_m),
         registers=registers,
-        least_keys=_LEAST_KEYS if last_sums else 1,
-        alone=_ALONE // dim if last_sums else 0,
+        least_keys=least_keys if last_sums else 1,
+        alone=alone if last_sums else 0,
         early=fused and 2 * programs <= num_processors,
     )
 

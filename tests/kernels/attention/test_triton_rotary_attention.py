@@ -261,10 +261,13 @@ def test_only_short_queries_of_one_program_are_fused() -> None:
     assert (small.splits, small.last_sums, small.least_keys, small.alone) == (16, 4, 128, 256)
     tiles = [plan_launch(n, n, 8, 4, 128, 1, 4096, 132) for n in (1, 2, 16, 32, 64, 128, 256)]
     assert [(plan.block_n, plan.num_stages, plan.num_warps, plan.splits) for plan in tiles] == [
-        *((64, 2, 4, 16), (128, 2, 4, 16), (128, 2, 4, 2), (128, 2, 4, 1)),
-        *((64, 2, 4, 1), (64, 2, 4, 1), (64, 2, 4, 1)),
+        *((64, 2, 4, 16), (128, 2, 4, 16), (128, 2, 4, 2), (64, 2, 4, 4)),
+        *((64, 2, 4, 4), (64, 2, 4, 2), (64, 2, 4, 2)),
     ]
-    assert [plan.registers for plan in tiles] == [None, None, None, None, 128, 128, 128]
+    assert [plan.registers for plan in tiles] == [None, None, None, 128, 128, 128, 128]
+    assert [(plan.alone, plan.least_keys) for plan in tiles[3:]] == [(512, 256)] * 4
+    # Three drafts more are 16 rows, whose sums cost more than a long context alone.
+    assert [plan_launch(n, 4 * n, 8, 4, 128, 4, 4096, 132).splits for n in (64, 256)] == [4, 1]
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -281,8 +284,9 @@ def test_powers_of_two_cover_every_kernel_variant(kv_heads: int, dim: int) -> No
     assert {kind(reqs) for reqs in range(1, 1025)} == met
 
 
-def test_long_contexts_are_not_split_if_programs_fill_the_gpu() -> None:
+def test_only_long_contexts_are_split_if_programs_fill_the_gpu() -> None:
     from slipstream.kernels.attention.triton.attention_plan import plan_launch
 
-    assert plan_launch(32, 32, 8, 4, 128, 1, 16384, 132).splits == 1
+    assert plan_launch(32, 32, 8, 4, 128, 1, 512, 132).splits == 1  # none is long
+    assert plan_launch(32, 32, 8, 4, 64, 1, 16384, 132).splits == 1  # not measured
     assert not plan_launch(1, 1, 1, 128, 128, 1, 4096, 132, 4).fused  # the heads need two programs

@@ -63,6 +63,22 @@ def test_a_request_after_the_first_steps_gets_the_text_that_it_gets_without(
     assert len(texts[0]) == 3 and texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("max_num_tokens", [4, 8, 9])
+def test_prompts_of_the_first_steps_fit_into_a_small_step(model: Any, max_num_tokens: int) -> None:
+    runner = make_runner(model, TinySetup(max_num_reqs=2, max_num_tokens=max_num_tokens))
+    execute, largest = runner.execute, 0
+
+    def count(plan: StepPlan) -> Any:
+        nonlocal largest
+        largest = max(largest, sum([row.num_tokens for row in plan.rows]))
+        return execute(plan)
+
+    runner.execute = count  # type: ignore[method-assign]
+    warm_up_steps(runner)
+    assert max_num_tokens - 1 <= largest <= max_num_tokens
+    runner.shutdown()
+
+
 def test_steps_that_do_not_fit_are_left_out(model: Any) -> None:
     runner = make_runner(model, TinySetup(num_blocks=2))
     runner.execute = None  # type: ignore[method-assign, assignment]
