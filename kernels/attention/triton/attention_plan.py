@@ -47,6 +47,7 @@ class Launch:
     registers: int | None = None  # limit per thread
     rows: int = 0  # the rows of block_m that are used; a power of two
     early: bool = False  # prefetch the first keys into L2 before the inputs are ready
+    only_long: bool = False  # splits are for long contexts; a kernel that splits all has none
 
 
 @cache_by_device
@@ -140,7 +141,8 @@ def plan_launch(
     own = triton.next_power_of_2(rows)
     values = own * triton.next_power_of_2(dim)
     least_keys, alone = _LEAST_KEYS, _ALONE // dim
-    if registers is not None and splits == 1 and max_keys > _LONG:
+    only_long = registers is not None and splits == 1 and max_keys > _LONG
+    if only_long:
         # Programs fill the GPU, but the one with the longest context would end last.
         splits = 4 if programs <= 6 * num_processors else 2 if values <= _LEAST_VALUES else 1
         least_keys, alone = _LONG // 2, _LONG
@@ -163,6 +165,7 @@ def plan_launch(
         least_keys=least_keys if last_sums else 1,
         alone=alone if last_sums else 0,
         early=fused and 2 * programs <= num_processors,
+        only_long=only_long,
     )
 
 

@@ -265,7 +265,8 @@ def _attend(
     if splits is None and _is_prefill(launch, query, kv_cache, rule):
         prefill_attention(query, kv_cache, rows, rule, out)
         return
-    splits = launch.splits if splits is None else splits
+    if splits is None:
+        splits = 1 if launch.only_long else launch.splits
     partial, lse = out, out
     if splits > 1:
         shape = (splits, num_tokens, num_heads)

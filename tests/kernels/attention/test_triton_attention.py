@@ -136,7 +136,8 @@ def test_launch_depends_on_shapes_only() -> None:
 
     decode = plan_launch(1, 1, 8, 4, 128, 1, 4096, 132)
     assert (decode.block_m, decode.one_block, decode.splits) == (16, True, 16)
-    assert plan_launch(256, 256, 8, 4, 128, 1, 4096, 132).splits == 1
+    many = plan_launch(256, 256, 8, 4, 128, 1, 4096, 132)
+    assert many.splits == 1 or many.only_long
     verify = plan_launch(8, 32, 8, 4, 128, 4, 4096, 132)
     assert verify.one_block and verify.block_q == 4
     prefill = plan_launch(4, 2048, 8, 4, 128, 2048, 4096, 132)

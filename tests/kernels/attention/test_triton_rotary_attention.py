@@ -278,7 +278,7 @@ def test_powers_of_two_cover_every_kernel_variant(kv_heads: int, dim: int) -> No
 
     def kind(reqs: int) -> Launch:
         plan = plan_launch(reqs, reqs, kv_heads, 4, dim, 1, 4096, 132)
-        return replace(plan, splits=0, least_keys=0, alone=0)
+        return replace(plan, splits=0, least_keys=0, alone=0, only_long=False)
 
     met = {kind(2**n) for n in range(11)}
     assert {kind(reqs) for reqs in range(1, 1025)} == met
