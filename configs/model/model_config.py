@@ -42,6 +42,8 @@ ARCHITECTURES = tuple(ARCHITECTURE_OF_TYPE.values())
 GGUF_TYPES = {
     **{name: name for name in ("llama", "mistral", "qwen2", "qwen3")},
     "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
 }
 
 # Ignored in downloads and folders: a second copy of the weights, in Mistral's own format.

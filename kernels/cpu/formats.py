@@ -18,6 +18,11 @@ class WeightType:
     block_bytes: int
 
     @property
+    def is_native(self) -> bool:
+        """Whether the native kernels multiply it."""
+        return self.code >= 0
+
+    @property
     def is_float(self) -> bool:
         """Whether numbers are plain floats, whose activations are not rounded."""
         return self.block_size == 1
@@ -48,11 +53,13 @@ _SIZES = {
 WEIGHT_TYPES = {
     name: WeightType(name, code, *sizes) for code, (name, sizes) in enumerate(_SIZES.items())
 }
+# What is also read from files, but not by native kernels.
+STORED_TYPES = WEIGHT_TYPES | {"MXFP4": WeightType("MXFP4", -1, 32, 17)}
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A matrix as a file stores it, in one of `WEIGHT_TYPES`.
+    """A matrix as a file stores it, in one of `STORED_TYPES`.
 
     `order` [rows] int64, if given, says which stored row each row is.
     """

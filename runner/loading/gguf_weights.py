@@ -22,9 +22,9 @@ from ...configs.model.model_config import (
     check_weights,
     eos_token_ids,
 )
-from ...kernels.cpu.formats import WEIGHT_TYPES, StoredRows
+from ...kernels.cpu.formats import STORED_TYPES, StoredRows
 from ..errors import ModelLoadError, first_line
-from . import gguf_gemma3
+from . import gguf_families as families
 from .gguf_values import dequantised
 from .inspection import BytesRead, Stored, ignore, touch
 from .matching import WantedParts
@@ -87,9 +87,26 @@ class GGUFFile:
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         self._block_names = _BLOCK_NAMES
         if self.architecture == "gemma3":
-            self._block_names = _BLOCK_NAMES | gguf_gemma3.BLOCK_NAMES
-        self.names = [self._name(name) for name in self._tensors if name != _ROPE_DIVISORS]
+            self._block_names = _BLOCK_NAMES | families.GEMMA3_NAMES
+        elif self.architecture in families.WITH_EXPERTS:
+            self._block_names = _BLOCK_NAMES | families.EXPERT_NAMES
+        self.names = [own for own, *_ in self._entries()]
         self._parts: WantedParts = {}
+
+    def _entries(self) -> Iterator[tuple[str, str, Any, int | None]]:
+        """(name in transformers, name in the file, tensor, expert) of every weight. A stack of the
+        matrices of experts yields each of them; of other tensors, the expert is None."""
+        has_experts = self.architecture in families.WITH_EXPERTS
+        for name, stored in self._tensors.items():
+            if name == _ROPE_DIVISORS:
+                continue
+            experts = families.expert_names(name, _shape(stored)) if has_experts else ()
+            is_stack = False
+            for expert, own in enumerate(experts):
+                is_stack = True
+                yield own, name, stored, expert
+            if not is_stack:
+                yield self._name(name), name, stored, None
 
     def _value(self, key: str, default: Any = None) -> Any:
         field = self._reader.get_field(key)
@@ -121,14 +138,17 @@ class GGUFFile:
             model_type = check_gguf_architecture(self.architecture)
         except NotServed as error:
             raise ModelLoadError(f"{self.path} cannot be served: {error}") from error
-        numbers = {name: self._setting(key) for name, key in GGUF_NUMBERS.items()}
+        keys = GGUF_NUMBERS
+        if self.architecture in families.WITH_EXPERTS:
+            keys = GGUF_NUMBERS | families.EXPERT_NUMBERS
+        numbers = {name: self._setting(key) for name, key in keys.items()}
         numbers["rope_parameters"] = {"factor": self._setting("rope.scaling.factor")}
         table = self._tensors.get("token_embd.weight")
         try:
             check_numbers(numbers)
-            missing = [n for n in GGUF_NUMBERS if numbers[n] is None and n not in _MAY_LACK]
+            missing = [n for n in keys if numbers[n] is None and n not in _MAY_LACK]
             if missing:
-                raise NotServed(f"its header has no {GGUF_NUMBERS[missing[0]]}.")
+                raise NotServed(f"its header has no {keys[missing[0]]}.")
             if table is None or len(table.shape) != 2:
                 raise NotServed("its tensor token_embd.weight is missing or not a matrix.")
             check_weights(numbers, len(self._tensors), self.path.stat().st_size)
@@ -154,7 +174,9 @@ class GGUFFile:
             "rope_parameters": self._rope(),
         }
         if self.architecture == "gemma3":
-            return gguf_gemma3.settings(config, self._setting)
+            return families.gemma3_settings(config, self._setting)
+        if self.architecture in families.WITH_EXPERTS:
+            return families.expert_settings(self.architecture, config, self._setting)
         window = self._setting("attention.sliding_window")
         if window:
             config["sliding_window"] = int(window)
@@ -186,15 +208,14 @@ class GGUFFile:
     @property
     def is_quantised(self) -> bool:
         """Whether a matrix is not stored as floats."""
-        kinds = (WEIGHT_TYPES.get(t.tensor_type.name) for t in self._tensors.values())
+        kinds = (STORED_TYPES.get(t.tensor_type.name) for t in self._tensors.values())
         return any(kind is not None and not kind.is_float for kind in kinds)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of every weight in its stored, quantised form."""
         return {
-            self._name(name): int(stored.n_bytes)
-            for name, stored in self._tensors.items()
-            if name != _ROPE_DIVISORS
+            own: int(stored.n_bytes) // (1 if expert is None else _shape(stored)[0])
+            for own, _, stored, expert in self._entries()
         }
 
     def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Stored]]:
@@ -208,15 +229,15 @@ class GGUFFile:
             num_heads = int(self._setting("attention.head_count"))
             num_kv_heads = int(self._setting("attention.head_count_kv", num_heads))
             heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
-        for name, stored in self._tensors.items():
-            if name == _ROPE_DIVISORS:
-                continue
+        for own, name, stored, expert in self._entries():
             kind = name.split(".")[2] if name.startswith("blk.") else ""
-            own = self._name(name)
-            weight = self._part(own, _stored(stored, name, heads.get(kind)))
-            touch(weight.data if isinstance(weight, StoredRows) else stored.data, own, read)
+            weight = self._part(own, _stored(stored, name, heads.get(kind), expert))
+            data = stored.data if expert is None else stored.data[expert]
+            touch(weight.data if isinstance(weight, StoredRows) else data, own, read)
+            if kind == families.SHARED_GATE and isinstance(weight, Tensor):
+                weight = weight.reshape(1, -1)
             if self.architecture == "gemma3" and isinstance(weight, Tensor) and weight.dim() == 1:
-                weight = gguf_gemma3.stored_norm(weight)
+                weight = families.stored_norm(weight)
             yield own, weight
 
     def keep_parts(self, parts: WantedParts) -> None:
@@ -252,35 +273,40 @@ class GGUFFile:
     def outlines(self) -> Iterator[tuple[str, Stored]]:
         """Like `tensors`, but reads only headers: plain tensors are meta tensors, and stored rows
         are not read."""
-        for name, stored in self._tensors.items():
-            if name == _ROPE_DIVISORS:
+        for own, name, stored, expert in self._entries():
+            if _is_matrix(stored, expert):
+                yield own, _stored(stored, name, None, expert)
                 continue
-            if _is_matrix(stored):
-                yield self._name(name), _stored(stored, name, None)
-            else:
-                yield self._name(name), torch.empty(_shape(stored), device="meta")
+            shape = _shape(stored) if expert is None else _shape(stored)[1:]
+            if f".{families.SHARED_GATE}." in name:
+                shape = (1, *shape[-1:])
+            yield own, torch.empty(shape, device="meta")
 
 
 def _shape(stored: Any) -> tuple[int, ...]:
     return tuple(int(size) for size in reversed(stored.shape))
 
 
-def _is_matrix(stored: Any) -> bool:
-    """Whether the tensor stays as it is in the file."""
-    kind = stored.tensor_type.name
-    return kind in WEIGHT_TYPES and kind != "F32" and len(stored.shape) == 2
+def _is_matrix(stored: Any, expert: int | None = None) -> bool:
+    """Whether the tensor, or the matrix of an expert in it, stays as it is in the file."""
+    kind, dimensions = stored.tensor_type.name, 2 if expert is None else 3
+    return kind in STORED_TYPES and kind != "F32" and len(stored.shape) == dimensions
 
 
-def _stored(stored: Any, name: str, heads: int | None) -> Stored:
+def _stored(stored: Any, name: str, heads: int | None, expert: int | None = None) -> Stored:
     """A matrix of a known format as it is in the file; any other tensor in fp32.
 
-    If `heads` is given, the rows are those of this many heads, with interleaved rotary pairs.
+    If `heads` is given, the rows are those of this many heads, with interleaved rotary pairs. If
+    an `expert` is given, it is that one's matrix in a stack.
     """
-    shape, kind = _shape(stored), WEIGHT_TYPES.get(stored.tensor_type.name)
-    if kind is None or not _is_matrix(stored):
-        values = dequantised(stored.data, stored.tensor_type, shape, name)
+    shape, kind = _shape(stored), STORED_TYPES.get(stored.tensor_type.name)
+    data = stored.data
+    if expert is not None:
+        shape, data = shape[1:], data.reshape(shape[0], -1)[expert].reshape(shape[1], -1)
+    if kind is None or not _is_matrix(stored, expert):
+        values = dequantised(data, stored.tensor_type, shape, name)
         return values if heads is None else values[torch.from_numpy(_pair_order(shape[0], heads))]
-    rows = stored.data.reshape(shape[0], -1).view(np.uint8)
+    rows = data.reshape(shape[0], -1).view(np.uint8)
     order = None if heads is None else _pair_order(shape[0], heads)
     return StoredRows(kind, rows, shape[1], order)
 

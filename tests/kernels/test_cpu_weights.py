@@ -15,7 +15,7 @@ from gguf.quants import dequantize
 from torch import Tensor
 
 from slipstream.kernels.cpu import bindings, build, matrix, weight
-from slipstream.kernels.cpu.formats import WEIGHT_TYPES, StoredRows
+from slipstream.kernels.cpu.formats import STORED_TYPES, WEIGHT_TYPES, StoredRows
 from slipstream.kernels.cpu.matrix import Matrix
 from slipstream.kernels.cpu.weight import QuantizedWeight, stored_rows
 
@@ -25,7 +25,14 @@ RUNNABLE = [
     if flags <= build.processor_flags() and build.find_compiler()
 ]
 # where a block holds halves: its scale and its lowest value or their factors
-HALVES = {"Q6_K": (208,), "Q4_1": (0, 2), "Q5_1": (0, 2), "Q4_K": (0, 2), "Q5_K": (0, 2)}
+HALVES: dict[str, tuple[int, ...]] = {
+    "MXFP4": (),
+    "Q6_K": (208,),
+    "Q4_1": (0, 2),
+    "Q5_1": (0, 2),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+}
 
 pytestmark = pytest.mark.skipif(not RUNNABLE, reason="no compiler, or a processor without AVX2")
 
@@ -43,12 +50,14 @@ def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 
 def random_rows(name: str, rows: int, columns: int, seed: int = 0) -> StoredRows:
     """Random bits, but for scales that are ordinary numbers."""
-    kind, draws = WEIGHT_TYPES[name], np.random.default_rng(seed)
+    kind, draws = STORED_TYPES[name], np.random.default_rng(seed)
     if kind.is_float:
         dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name]
         return stored_rows(torch.from_numpy(draws.normal(size=(rows, columns))).to(dtype))
     data = draws.integers(0, 256, (rows, kind.row_bytes(columns)), dtype=np.uint8)
     blocks = data.reshape(-1, kind.block_bytes)
+    if name == "MXFP4":
+        blocks[:, 0] = draws.integers(100, 150, len(blocks))
     for at in HALVES.get(name, (0,)):
         halves = draws.normal(size=len(blocks)).astype(np.float16)
         blocks[:, at : at + 2] = halves.view(np.uint8).reshape(-1, 2)

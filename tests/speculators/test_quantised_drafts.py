@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from slipstream.configs.schema import SpeculativeConfig
 from slipstream.runner.drafters.exchange import load_other
 from slipstream.runner.errors import RunnerError
 from slipstream.runner.loading import weights
+from slipstream.runner.models.formats.expert_stack import ExpertStack
 from slipstream.runner.models.formats.packed import Packed, PackedLayer
 from slipstream.runner.models.layers import Linear
 
@@ -21,6 +23,7 @@ from ..runner.loading.quantised.quantised_folder import quantise
 from ..runner.loading.quantised.stored_formats import FORMATS
 from .all_drafters import Drafters
 from .mtp_oracle import LAYERS, MtpOracle
+from .test_expert_models import FAMILIES, SHAPE
 from .tiny_engine import Run, TinyEngine, prompts
 
 # Matrices of the tiny models whose sizes every format can have.
@@ -76,6 +79,27 @@ def test_greedy_text_does_not_depend_on_drafts(
     )
     run = text_of(TinyEngine(folder, copy))
     assert run.tokens == expected and run.accepted == run.drafted > 0
+
+
+@pytest.mark.parametrize("name", some(("fp8 blocks", "nvfp4"), ("fp8 blocks",)))
+def test_greedy_text_of_quantised_experts_does_not_depend_on_drafts(
+    name: str, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(**SHAPE, **FAMILIES["Qwen3Moe"])
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    quantise(tmp_path, name)
+    ngram = SpeculativeConfig(method="ngram", num_speculative_tokens=3, watchdog=False)
+    engines = [TinyEngine(tmp_path, each) for each in (SpeculativeConfig(), ngram)]
+    for engine in engines:
+        model = engine.engine._runner._target.model
+        stacks = [part for part in model.modules() if isinstance(part, ExpertStack)]
+        assert stacks and all(stack.packed is not None for stack in stacks)
+    asked = [[token % SHAPE["vocab_size"] for token in ids] for ids in prompts(4, seed=3)]
+    runs = [engine.run(asked, max_tokens=24) for engine in engines]
+    assert runs[0].tokens == runs[1].tokens and 0 < runs[1].accepted < runs[1].drafted
+    for engine in engines:
+        engine.close()
 
 
 def test_a_quantised_head_drafts_for_a_plain_target(drafters: Drafters, tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def fitting(slot: CheckpointSlot, weight: Stored, device: torch.device | None = 
 
             if (rows := stored_rows_of(weight)) is not None:
                 return rows
-    elif isinstance(weight, StoredRows) and slot.takes_rows:
+    elif isinstance(weight, StoredRows) and slot.takes_rows and weight.type.is_native:
         return weight
     return widened(weight)
 

@@ -32,6 +32,9 @@ def packed_rows(rows: StoredRows, device: torch.device) -> PackedWeight | Tensor
     if rows.type.is_float:
         return data.view(_FLOATS[rows.type.name])
     blocks = data.view(count, -1, rows.type.block_bytes)
+    if rows.type.name == "MXFP4":  # its scale, 2 ** (e - 127), comes first
+        codes = pack_nibbles(_nibbles(blocks, 1).reshape(count, columns))
+        return PackedWeight("fp4", codes, blocks[..., 0].contiguous(), columns, 32)
     codes, scales, offsets = _READERS[rows.type.name](blocks)
     group = rows.type.block_size // scales.shape[-1]
     codes = codes.reshape(count, columns)

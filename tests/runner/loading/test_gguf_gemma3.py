@@ -13,7 +13,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
 from slipstream.configs.schema import ModelConfig
-from slipstream.runner.loading.gguf_gemma3 import settings
+from slipstream.runner.loading.gguf_families import gemma3_settings
 from slipstream.runner.loading.weights import resolve_model
 
 from ..model_harness import Sequences, load
@@ -118,7 +118,7 @@ def test_the_largest_size_scales_queries_by_its_hidden_size() -> None:
         "head_dim": 128,
         "rope_parameters": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
     }
-    implied = settings(config, lambda key, default: header.get(key, default))
+    implied = gemma3_settings(config, lambda key, default: header.get(key, default))
     assert implied["query_pre_attn_scalar"] == 168
     assert implied["rope_parameters"]["full_attention"]["factor"] == 8.0
     assert implied["rope_parameters"]["sliding_attention"]["rope_theta"] == 5000.0

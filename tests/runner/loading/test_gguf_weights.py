@@ -20,6 +20,7 @@ from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.gguf_weights import GGUFFile
 from slipstream.runner.loading.quantised.delivery import widened
 from slipstream.runner.loading.weights import resolve_model
+from slipstream.runner.models.formats.expert_stack import ExpertStack
 
 from ..model_harness import Sequences, load
 
@@ -36,6 +37,14 @@ NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
@@ -60,6 +69,21 @@ def interleave(weight: Tensor, heads: int) -> Tensor:
     return weight[order]
 
 
+def stored_parts(oracle: Any) -> list[tuple[str, Tensor]]:
+    """The weights as a GGUF file has them, as views: of experts, gate and up are two tensors."""
+    parts = []
+    for name, value in sorted(oracle.state_dict().items()):
+        stem, _, leaf = name.rpartition(".")
+        if leaf == "gate_up_proj":
+            gate, up = value.chunk(2, 1)
+            parts += [(f"{stem}.gate_proj.weight", gate), (f"{stem}.up_proj.weight", up)]
+        elif stem.endswith(".experts"):
+            parts.append((f"{name}.weight", value))
+        else:
+            parts.append((name, value[0] if "shared_expert_gate" in name else value))
+    return parts
+
+
 def write_gguf(
     path: Path, arch: str, oracle: Any, kinds: list[str], divisors: Tensor | None = None
 ) -> None:
@@ -74,8 +98,14 @@ def write_gguf(
     writer.add_head_count_kv(KV_HEADS)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    if arch == "qwen3":
+    if arch in ("qwen3", "qwen3moe"):
         writer.add_key_length(config.head_dim)
+    if arch.endswith("moe"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if arch == "qwen2moe":
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
     if config.rope_parameters["rope_type"] == "yarn":
         from gguf import RopeScalingType
 
@@ -90,17 +120,17 @@ def write_gguf(
     writer.add_eot_token_id(5)
     if divisors is not None:
         writer.add_tensor("rope_freqs.weight", divisors.numpy())
-    for number, (name, value) in enumerate(sorted(oracle.state_dict().items())):
+    for number, (name, value) in enumerate(stored_parts(oracle)):
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stored = value
         if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
             stored = interleave(value, HEADS if "q_proj" in name else KV_HEADS)
-        if value.ndim == 1 or kinds[number % len(kinds)] == "F32":
+        if value.ndim == 1 or "mlp.gate.weight" in name or kinds[number % len(kinds)] == "F32":
             writer.add_tensor(gguf_name(name), stored.numpy())
             continue
         kind = GGMLQuantizationType[kinds[number % len(kinds)]]
-        quantised = quantize(stored.numpy(), kind)
+        quantised = quantize(stored.contiguous().numpy(), kind)
         writer.add_tensor(gguf_name(name), quantised, raw_dtype=kind)
         rounded = torch.from_numpy(np.array(dequantize(quantised, kind)))
         if arch == "llama" and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -141,6 +171,9 @@ YARN = {
 }
 
 
+EXPERTS = {"moe_intermediate_size": 32, "num_experts": 6, "num_experts_per_tok": 2}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "auto", "packed"])
 @pytest.mark.parametrize(
     ("arch", "family", "settings"),
@@ -149,6 +182,8 @@ YARN = {
         ("llama", "Llama", {"rope_parameters": YARN}),
         ("qwen2", "Qwen2", {}),
         ("qwen3", "Qwen3", {"head_dim": 32, "tie_word_embeddings": True}),
+        ("qwen3moe", "Qwen3Moe", EXPERTS | {"head_dim": 32, "norm_topk_prob": True}),
+        ("qwen2moe", "Qwen2Moe", EXPERTS | {"shared_expert_intermediate_size": 64}),
     ],
 )
 def test_a_gguf_model_equals_transformers(
@@ -201,7 +236,31 @@ def test_rope_divisors_are_llama3_scaling(tmp_path: Path) -> None:
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "MXFP4"])
+def test_experts_stay_in_the_format_of_the_file(kind: str, tmp_path: Path) -> None:
+    oracle = make_oracle("Qwen3Moe", **EXPERTS, head_dim=32, norm_topk_prob=True)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "qwen3moe", oracle, [kind])
+    ids = [1, 60, 33, 8, 8, 25]
+    with torch.no_grad():
+        expected = oracle(torch.tensor([ids])).logits[0]
+    for dtype, packed in (("float32", True), ("auto", False)):
+        model = load(path, dtype, packed)
+        got = Sequences(model, 1, 8).step([(0, ids)])[0][0]
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+        for stack in model.modules():
+            if isinstance(stack, ExpertStack):
+                assert (stack.packed is not None) == packed
+                is_native = model.format.native and kind != "MXFP4"
+                assert stack.native_formats == ({kind} if is_native else set())
+    for name in ("expert_count", "expert_used_count", "expert_feed_forward_length"):
+        data = path.read_bytes().replace(name.encode(), b"x" * len(name))
+        (tmp_path / "without.gguf").write_bytes(data)
+        with pytest.raises(ModelLoadError, match=f"its header has no {name}"):
+            load(tmp_path / "without.gguf")
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q4_1", "Q5_0", "Q8_0", "MXFP4"])
 def test_every_form_dequantises_as_the_gguf_package_does(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 
-from slipstream.kernels.cpu.formats import WEIGHT_TYPES
+from slipstream.kernels.cpu.formats import STORED_TYPES
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.runner.loading.gguf_values import values_of
 from slipstream.runner.loading.quantised import delivery
@@ -21,8 +21,8 @@ from slipstream.runner.models.layers import CheckpointSlot
 from ....kernels.test_cpu_weights import random_rows
 
 CPU, META = torch.device("cpu"), torch.device("meta")
-QUANTISED = [name for name, kind in WEIGHT_TYPES.items() if not kind.is_float]
-KINDS = {name: "int4" if name.startswith("Q4") else "int8" for name in QUANTISED}
+QUANTISED = [name for name, kind in STORED_TYPES.items() if not kind.is_float]
+KINDS = {name: "int4" if name.startswith("Q4") else "int8" for name in QUANTISED} | {"MXFP4": "fp4"}
 
 
 @pytest.mark.parametrize("name", QUANTISED)
