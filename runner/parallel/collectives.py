@@ -77,7 +77,7 @@ class Collectives:
 
     def use_small_sums(self) -> None:
         """Let small sums go through memory that the GPUs share, if they can; see `small_sums`."""
-        self._small = open_small_sums(self._size, self._device, self.least)
+        self._small = open_small_sums(self._size, self._device, self.least, self._group)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self._small is not None and (out := self._small.sum(x)) is not None:

@@ -73,11 +73,15 @@ class SmallSums:
 
 
 def open_small_sums(
-    size: int, device: torch.device, least: Callable[[Sequence[int]], list[int]]
+    size: int,
+    device: torch.device,
+    least: Callable[[Sequence[int]], list[int]],
+    group: Any = None,
 ) -> SmallSums | None:
-    """Exchange memory with the other ranks of the default group, and try it out.
+    """Exchange memory with the other ranks of a process group, and try it out.
 
-    `least`: see `Communicator`. All ranks return None, and log why, if one of them cannot.
+    `least`: see `Communicator`; group: None for all ranks. All ranks return None, and log why, if
+    one of them cannot.
     """
     if device.type != "cuda" or not 2 <= size <= _MAX_SIZE:
         return None
@@ -99,15 +103,14 @@ def open_small_sums(
 
     def exchange() -> None:
         symmetric, buffer = made
-        group = dist.group.WORLD
-        assert group is not None
-        symmetric.rendezvous(buffer, group.group_name)
-        made.append(SmallSums(size, buffer, group.group_name))
+        own: Any = dist.group.WORLD if group is None else group
+        symmetric.rendezvous(buffer, own.group_name)
+        made.append(SmallSums(size, buffer, own.group_name))
 
     def try_out() -> None:
         x = torch.arange(_TRIAL, device=device, dtype=torch.float32) * (dist.get_rank() + 1)
         expected = x.clone()
-        dist.all_reduce(expected)
+        dist.all_reduce(expected, group=group)
         ways: list[Way] = ["one_shot", "two_shot"]
         if not all(torch.equal(made[2].by(way, x), expected) for way in ways):
             raise RuntimeError("the sums are wrong")

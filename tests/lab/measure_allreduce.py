@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slipstream.runner.parallel.collectives import Collectives, meet
-from slipstream.runner.parallel.group import devices_from
+from slipstream.runner.parallel.rank_processes import devices_from
 from slipstream.runner.parallel.small_sums import SmallSums, Way, way_of
 
 HIDDEN, SUMS, REPEATS = 4096, 65, 20
@@ -117,7 +117,7 @@ def microseconds(way: Way, rows: int, small: SmallSums, device: torch.device) ->
 
 
 def run_rank(rank: int, size: int, rendezvous: str, only_check: bool) -> int:
-    device = torch.device("cuda", 0)
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     meet(rank, size, rendezvous, device)
     collectives = Collectives(size, device)
     collectives.use_small_sums()

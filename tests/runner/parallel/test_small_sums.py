@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,3 +57,12 @@ def test_memory_is_not_shared_between_machines() -> None:
         return [min(values[0], 5), min(values[1], -9)]  # those of two other hosts
 
     assert open_small_sums(2, CUDA, least) is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without GPUs")
+def test_the_script_that_measures_sums_says_where_they_cannot_be_measured() -> None:
+    script = Path(__file__).parents[2] / "lab" / "measure_allreduce.py"
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("the GPUs cannot share memory") == 2
