@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
 from slipstream.configs.model.quantisation import parse_quantisation
@@ -14,9 +15,10 @@ from slipstream.configs.schema import ModelConfig
 from slipstream.runner.loading.dummy import random_packed
 from slipstream.runner.loading.model_check import outline_model, weight_bytes
 from slipstream.runner.loading.weights import resolve_model
+from slipstream.runner.models.formats.expert_stack import ExpertStack
 from slipstream.runner.models.formats.packed import Packed
 from slipstream.runner.models.formats.weight_format import resolve_format
-from slipstream.runner.step.traffic import weight_formats
+from slipstream.runner.step.traffic import expert_bytes, weight_formats
 
 from ...speculators.tiny_engine import save_llama
 from ..model_harness import CPU, Sequences, load
@@ -65,6 +67,28 @@ def test_a_config_makes_random_weights_quantised(name: str, load_format: str, fo
     fmt = replace(resolve_format("float32", CPU, None), packed=True)
     outline = outline_model(resolved, fmt, 128)
     assert weight_bytes(outline, resolved, fmt) == held_bytes(model)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("name", ["fp8 channel", "int4 zeros"])
+def test_experts_are_quantised_and_counted_too(name: str, load_format: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=32,
+        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        num_experts=4, num_experts_per_tok=2, max_position_embeddings=128,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+    quantise(tmp_path, name)
+    model = load(tmp_path, packed=True, load_format=load_format)
+    stacks = [part for part in model.modules() if isinstance(part, ExpertStack)]
+    assert stacks and all(stack.packed is not None for stack in stacks)
+    assert bool(Sequences(model, 1, 8).step([(0, [1, 2, 3])])[0][0].isfinite().all())
+    resolved = resolve_model(ModelConfig(model=str(tmp_path), load_format=load_format))
+    fmt = replace(resolve_format("float32", CPU, None), packed=True)
+    assert weight_bytes(outline_model(resolved, fmt, 128), resolved, fmt) == held_bytes(model)
+    routed = sum(tensor.nbytes for stack in stacks for tensor in stack.buffers())
+    assert expert_bytes(model) == (routed, 0.5)
 
 
 def test_a_plain_config_makes_plain_random_weights(folder: Path) -> None:

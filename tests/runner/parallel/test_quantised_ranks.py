@@ -31,6 +31,7 @@ from slipstream.runner.loading.weights import (
     resolve_model,
     stated_quantisation,
 )
+from slipstream.runner.models.formats.expert_stack import ExpertStack
 from slipstream.runner.models.formats.weight_format import resolve_format, split_format
 from slipstream.runner.models.layers import Linear
 from slipstream.runner.models.registry import build_model
@@ -149,6 +150,34 @@ def test_two_ranks_compute_what_one_computes_from_packed_parts(
             both = whole.get_submodule(path)
             halves = sum(part.nbytes for part in module.packed.parts)
             assert halves < 0.6 * sum(part.nbytes for part in both.packed.parts), path
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("name", some(("fp8 blocks", "int4 zeros", "nvfp4"), ("fp8 blocks",)))
+def test_ranks_keep_their_parts_of_quantised_experts(
+    name: str, by_expert: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = dict(moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2)
+    monkeypatch.setitem(FAMILIES, "Qwen3Moe", experts)
+    resolved = make(tmp_path, "Qwen3Moe", name, "matrices")
+    whole = build(resolved, None)
+    load_weights(whole, resolved)
+    expected = logits_of(whole)
+
+    def run(ranks: Ranks) -> tuple[torch.Tensor, list[int]]:
+        model = build(resolved, replace(ranks, by_expert=by_expert))
+        load_weights(model, resolved)
+        return logits_of(model), sizes_of(model)
+
+    def sizes_of(model: Any) -> list[int]:
+        stacks = [part for part in model.modules() if isinstance(part, ExpertStack)]
+        return [part.packed.weight.nbytes for part in stacks if part.packed is not None]
+
+    (logits, sizes), (other, _) = on_ranks(2, run)
+    assert torch.equal(logits, other)
+    torch.testing.assert_close(logits, expected, atol=3e-4, rtol=3e-4)
+    assert len(sizes) == 4  # of a stack, a rank holds half, and scales of blocks that it cuts
+    assert all(2 * own <= 1.3 * both for own, both in zip(sizes, sizes_of(whole), strict=True))
 
 
 @pytest.mark.parametrize("name", FORMATS)
