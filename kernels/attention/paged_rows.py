@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..quant.e4m3 import E4M3, latent_row_bytes
+from ..quant.latent_pages import row_bytes
 
 
 @dataclass(frozen=True)
@@ -38,13 +39,16 @@ class PagedRows:
 class Fp8Cache:
     """How a KV cache of e4m3 values stores keys and values: a stored value is the value / scale.
 
-    Latent rows (MLA) have scales of their own instead; see `kernels.quant.e4m3.pack_latent`.
+    Latent rows (MLA) have scales of their own instead; see `kernels.quant.e4m3.pack_latent`, and of
+    DeepSeek V4 `kernels.quant.latent_pages`.
     """
 
     dtype: torch.dtype  # of queries, keys, values and outputs
     k_scale: float = 1.0
     v_scale: float = 1.0
     latent: int = 0  # of MLA: the values of a row that become e4m3, before the rotary part
+    rotary: int = 0  # of paged rows: the values after those
+    paged: bool = False  # a page's scales follow its rows, as in `kernels.quant.latent_pages`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,4 +81,6 @@ class AttentionRule:
         """Elements of one key in the cache, for keys of `head_dim` values."""
         if self.fp8 is None or not self.fp8.latent:
             return head_dim
+        if self.fp8.paged:
+            return row_bytes(self.fp8.latent, head_dim - self.fp8.latent)
         return latent_row_bytes(self.fp8.latent, head_dim - self.fp8.latent)

@@ -38,6 +38,7 @@ class AttentionLayer(AttentionRule):
     follows: int | None = None  # layer_id of the layer whose cache lies right before this one's
     window_step: int = 1  # this many neighbouring queries see rows from the same position on
     attends: bool = True  # False: cached rows that another layer's attention reads
+    rotary_tail: int | None = None  # of DeepSeek V4's rows: the last values, which are rotated
     reads_lists: bool = False  # attends to listed rows alone, which an indexer chooses
 
     @property

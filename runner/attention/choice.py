@@ -88,6 +88,9 @@ def _preferred(layers: Sequence[AttentionLayer], device: torch.device) -> list[t
     if any(layer.reads_lists for layer in layers):
         flash = ("flash_mla", "with kernels for listed latent rows on SM90")
         return [flash, triton, reference]
+    if any(layer.fp8 is not None and layer.fp8.paged for layer in layers):
+        flash = ("flash_mla", "with kernels for listed fp8 rows on SM90")
+        return [flash, ("triton", "whose kernels read an fp8 KV cache")]
     if any(layer.fp8 is not None for layer in layers):
         # not the reference, whose steps would be many times as long as those of a 16-bit cache
         return [("triton", "whose kernels read an fp8 KV cache")]

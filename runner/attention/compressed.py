@@ -18,7 +18,7 @@ from ...kernels.attention.compressed.pages import (
     window_slots,
 )
 from ...kernels.attention.compressed.sparse_attention import sparse_attention
-from ...kernels.attention.store_kv import store_kv
+from ...kernels.attention.compressed.store_rows import store_rows
 from .base import (
     AttentionBuilder,
     AttentionLayer,
@@ -64,7 +64,7 @@ class CompressedMetadata(AttentionMetadata):
         """Attend to all rows of the layer's window: without an indexer or a compressor."""
         pages = self.pages(layer, kv_cache)
         if key is not None:
-            store_kv(key, None, kv_cache, pages.slot_mapping, layer.fp8)
+            store_rows(key, pages)
         if layer.sliding_window is None:
             listed = entry_slots(pages, self._tokens(), self.common.max_seq_len)
         else:

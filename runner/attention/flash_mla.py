@@ -25,7 +25,8 @@ from .base import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
-from .flash_mla_sparse import DIM, HEADS, FlashSparseBuilder
+from .flash_mla_listed import ListedBuilder
+from .flash_mla_sparse import FlashSparseBuilder, problem
 from .triton import TritonMetadata, max_query_len
 
 PAGE = 64
@@ -137,11 +138,9 @@ class FlashMLABackend(AttentionBackend):
     def check(cls, layers: Sequence[AttentionLayer], device: torch.device) -> str | None:
         for layer in layers:
             if layer.is_compressed:
-                if layer.attends and (layer.head_dim != DIM or layer.num_heads not in HEADS):
-                    return (
-                        f"its sparse kernel reads rows of {DIM} for {HEADS[0]} or {HEADS[1]} "
-                        f"heads, not rows of {layer.head_dim} for {layer.num_heads}"
-                    )
+                reason = problem(layer)
+                if reason is not None:
+                    return reason
                 continue
             if not layer.is_mla or (layer.head_dim, layer.head_dim_v) != (ROW, ROW_V):
                 return (
@@ -173,6 +172,9 @@ class FlashMLABackend(AttentionBackend):
         if dtype is not torch.bfloat16:
             raise RunnerError(f"FlashMLA needs --dtype bfloat16, not {dtype}.")
         module = importlib.import_module("flash_mla")
+        if layers[0].is_compressed and layers[0].fp8 is not None:
+            create, decode = module.get_mla_metadata, module.flash_mla_with_kvcache
+            return ListedBuilder(block_size, lambda: create()[0], decode)
         if layers[0].is_compressed:
             return FlashSparseBuilder(block_size, module.flash_mla_sparse_fwd)
         if block_size != PAGE:

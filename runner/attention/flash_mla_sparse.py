@@ -1,6 +1,6 @@
-"""FlashMLA's sparse kernel for DeepSeek V4: each token attends to listed rows of a 16-bit cache.
+"""FlashMLA's sparse kernel of DeepSeek V3.2 and V4: tokens attend to listed rows of 16 bits.
 
-The kernel reads rows of one tensor, so a layer's raw rows and its entries lie side by side in
+The kernel reads rows of one tensor, so in V4 a layer's raw rows and its entries lie side by side in
 memory (`AttentionLayer.follows`). It plans nothing: a pass prepares lists of rows alone.
 """
 
@@ -15,11 +15,12 @@ from torch.nn.functional import pad
 
 from ...configs.graphs import BatchExecutionDescriptor
 from ...kernels.attention.compressed.pages import Pages, SlotList
-from .base import CommonAttentionMetadata, SparseAttend
+from .base import AttentionLayer, CommonAttentionMetadata, SparseAttend
 from .compressed import CompressedBuilder, CompressedMetadata
 
-DIM = 512  # of a row
-HEADS = (64, 128)  # numbers of heads that the kernel supports
+DIM = 512  # of a value, and of a row of V4
+DIMS = (DIM, 576)  # of a row
+HEADS = (64, 128)  # numbers of heads that the kernels support; a query is padded to one of them
 _ROWS = 128  # the number of listed rows must be a multiple
 
 # `flash_mla.flash_mla_sparse_fwd`
@@ -27,12 +28,12 @@ SparseForward = Callable[..., tuple[Tensor, Any, Any]]
 
 
 class _Pass:
-    """The attention of one pass. Layers that read the same lists share the joined one."""
+    """The attention of one pass. Neighbouring layers that read the same lists share the joined one;
+    older ones are let go, because those of a long prefill are large."""
 
     def __init__(self, forward: SparseForward) -> None:
         self._forward = forward
-        # (lists, kept so that their ids stay theirs; joined)
-        self._joined: dict[tuple[int, int], tuple[tuple[SlotList, SlotList | None], Tensor]] = {}
+        self._joined: tuple[SlotList, SlotList | None, Tensor] | None = None  # the newest lists
 
     def __call__(
         self,
@@ -41,20 +42,45 @@ class _Pass:
         window: SlotList,
         entries: Pages | None,
         chosen: SlotList | None,
-        sinks: Tensor,
+        sinks: Tensor | None,
         scale: float,
+        dim_v: int | None = None,
     ) -> Tensor:
         """See `kernels.attention.compressed.sparse_attention.sparse_attention`."""
         rows = raw.rows if entries is None else joined_rows(raw, entries)
-        key = (id(window), id(chosen))
-        if key not in self._joined:
-            listed = joined_slots(window, chosen, raw.rows.shape[0])
-            self._joined[key] = ((window, chosen), listed)
+        last = self._joined
+        if last is None or last[0] is not window or last[1] is not chosen:
+            last = (window, chosen, joined_slots(window, chosen, raw.rows.shape[0]))
+            self._joined = last
+        heads = query.shape[1]
+        query, sinks = padded_heads(query, sinks)
         out: Tensor = self._forward(
-            query, rows.unsqueeze(1), self._joined[key][1], scale, rows.shape[1],
+            query, rows.unsqueeze(1), last[2], scale, dim_v or rows.shape[1],
             attn_sink=sinks, use_legacy=True, return_log2_lse=False,
         )[0]  # fmt: skip
-        return out
+        return out[:, :heads]
+
+
+def padded_heads(query: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Query [M, H, D] and sinks [H] with as many heads as a kernel supports."""
+    heads = query.shape[1]
+    more = next(count for count in HEADS if count >= heads) - heads
+    if more == 0:
+        return query, sinks
+    return pad(query, (0, 0, 0, more)), None if sinks is None else pad(sinks, (0, more))
+
+
+def problem(layer: AttentionLayer) -> str | None:
+    """Why the kernels for listed rows cannot attend in this layer, or None."""
+    if not layer.attends:
+        return None
+    if layer.head_dim not in DIMS or layer.head_dim_v != DIM:
+        return f"its sparse kernels read rows of {DIMS[0]} or {DIMS[1]}, not of {layer.head_dim}"
+    if layer.num_heads > HEADS[-1]:
+        return f"its sparse kernels have {HEADS[-1]} heads at most, not {layer.num_heads}"
+    if layer.fp8 is not None and layer.fp8.rotary not in (0, 64):
+        return f"its fp8 rows end with 64 rotated values, not {layer.fp8.rotary}"
+    return None
 
 
 def joined_slots(window: SlotList, chosen: SlotList | None, num_raw: int) -> Tensor:

@@ -47,20 +47,21 @@ def with_fp8_cache(
     """The same layers with a cache of e4m3; `dtype` is that of queries, keys and values.
 
     `scales` are by layer_id. A layer that reads another's cache gets that layer's scales; layers
-    without scales get 1. The rows of MLA have scales of their own.
+    without scales get 1. The rows of MLA have scales of their own. DeepSeek V4's raw rows and
+    entries become e4m3, its other caches stay as they are.
     """
     layers = list(layers)
     by_id = {layer.layer_id: layer for layer in layers}
-    if any(layer.is_compressed for layer in layers) and not any(it.reads_lists for it in layers):
-        raise UnusableKVFormat(
-            "--kv-cache-dtype fp8 does not support the compressed caches of DeepSeek V4: use "
-            "--kv-cache-dtype auto"
-        )
 
     def converted(layer: AttentionLayer) -> AttentionLayer:
         source = layer
         while source.kv_source is not None:
             source = by_id[source.kv_source]
+        if layer.rotary_tail is not None:  # DeepSeek V4's raw rows and entries
+            latent, rotary = layer.head_dim - layer.rotary_tail, layer.rotary_tail
+            return replace(layer, fp8=Fp8Cache(dtype, latent=latent, rotary=rotary, paged=True))
+        if layer.entry_tokens > 1 or (layer.sliding_window is not None and not layer.attends):
+            return layer  # V4's keys and pending rows, from which entries are computed
         if layer.is_mla:
             return replace(layer, fp8=Fp8Cache(dtype, latent=_latent_size(layer)))
         return replace(layer, fp8=Fp8Cache(dtype, *scales.get(source.layer_id, (1.0, 1.0))))

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ...kernels.quant.latent_pages import page_bytes
 from ..attention.base import AttentionLayer, AttentionMetadata, AttentionState
 from ..attention.recurrent import RecurrentMetadata
 
@@ -46,13 +47,15 @@ class KVCacheGroup:
     def block_bytes(self, block_size: int, dtype: torch.dtype) -> int:
         """Bytes of one block of `block_size` tokens, over all layers of the group; `dtype` is the
         model's."""
-        rows = block_size // self.entry_tokens
-        values = rows * self.num_kv_heads * self.head_dim * (1 if self.is_mla else 2)
+        values = math.prod(self.shape(1, block_size))
         return values * (self.dtype or dtype).itemsize * len(self.owners)
 
     def shape(self, num_blocks: int, block_size: int) -> tuple[int, ...]:
         """The shape of one layer's cache tensor, for blocks of `block_size` tokens."""
-        page = (num_blocks, block_size // self.entry_tokens, self.num_kv_heads, self.head_dim)
+        rows, fp8 = block_size // self.entry_tokens, self.layers[0].fp8
+        if fp8 is not None and fp8.paged:
+            return num_blocks, 1, 1, page_bytes(rows, fp8.latent, fp8.rotary)
+        page = (num_blocks, rows, self.num_kv_heads, self.head_dim)
         return page if self.is_mla else (2, *page)
 
 

@@ -12,7 +12,10 @@ import torch
 from torch import Tensor
 
 from ...configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from ...kernels.attention.compressed.pages import Pages
+from ...kernels.attention.compressed.store_rows import store_rows
 from ...kernels.attention.store_kv import store_kv
+from ...kernels.quant.latent_pages import page_bytes
 from ..attention.base import (
     AttentionBackend,
     AttentionLayer,
@@ -195,9 +198,17 @@ class ClaimTrial:
         both = both.to(self.dtype)
         if layer.fp8 is None:
             return both
+        slots = torch.arange(num_blocks * size, device=self.device)
+        if layer.fp8.paged:
+            count = page_bytes(size, layer.fp8.latent, layer.fp8.rotary)
+            cache = torch.zeros(
+                (num_blocks, 1, 1, count), dtype=layer.cache_dtype, device=self.device
+            )
+            pages = Pages(cache, slots[None].int(), slots, size, 1, layer.fp8)
+            store_rows(both.flatten(0, 1), pages)
+            return cache
         row = layer.cache_row(layer.head_dim)
         cache = torch.zeros((*both.shape[:-1], row), dtype=layer.cache_dtype, device=self.device)
-        slots = torch.arange(num_blocks * size, device=self.device)
         key, value = (both, None) if layer.is_mla else both
         value = None if value is None else value.flatten(0, 1)
         store_kv(key.flatten(0, 1), value, cache, slots, layer.fp8)

@@ -339,6 +339,15 @@ def compressed() -> None:
         return getattr(importlib.import_module(f"{room}.triton.{name}"), name)
 
     f32, longs, tables = torch.float32, t(9, dtype=I64), t(4, 64, dtype=I32)
+    latent_pages = importlib.import_module("slipstream.kernels.quant.latent_pages")
+    fp8_cache = importlib.import_module("slipstream.kernels.attention.paged_rows").Fp8Cache
+
+    def packed(block: int, rate: int) -> Any:
+        count = latent_pages.page_bytes(block // rate, 448, 64)
+        fp8 = fp8_cache(BF16, latent=448, rotary=64, paged=True)
+        cache = t(7, 1, 1, count, dtype=torch.float8_e4m3fn)
+        return pages.Pages(cache, tables, longs, block, rate, fp8)
+
     cos_sin, weight = t(4096, 64, dtype=f32), t(512, dtype=f32)
     turn = kernel("tail_rotary")
     for heads in (64, 8, 1):
@@ -353,6 +362,8 @@ def compressed() -> None:
         bias = t(rate, channels, dtype=f32)
         rule = pages.Compressor(rate, dim, rate == 4, 0, channels, bias, weight, 1e-6, cos_sin)
         kernel("compress")(rule, pending, tokens, entries)
+        if dim == 512:
+            kernel("compress")(rule, pending, tokens, packed(128, rate))
         if dim == 128:
             score = importlib.import_module(f"{room}.triton.select_entries").score_entries
             score(t(9, 64, 128), t(9, 64, dtype=f32), entries, tokens, 2048)
@@ -362,6 +373,9 @@ def compressed() -> None:
         for found in (None, chosen):
             args = (raw, window, None if found is None else raw, found, t(heads, dtype=f32), 0.04)
             kernel("sparse_attention")(t(9, heads, 512), *args)
+            own = (packed(64, 1), window, None if found is None else packed(128, 4), found)
+            kernel("sparse_attention")(t(9, heads, 512), *own, *args[4:])
+    kernel("store_rows")(t(9, 1, 512), packed(64, 1), None)
     mix = importlib.import_module("slipstream.kernels.linear.hyper.triton.connections")
     site = importlib.import_module("slipstream.kernels.linear.hyper.site").Site
     of = site(t(24, 4 * 4096, dtype=f32), t(24, dtype=f32), t(3, dtype=f32), 1e-6, 1e-6, 20)

@@ -8,6 +8,8 @@ FOLDER/deepseek-v4-flash-7 has the widths of DeepSeek V4 Flash and seven of its 
 kind: with the module for multi-token prediction and 16-bit experts they fill an H200.
 FOLDER/deepseek-v3-7 has the widths of DeepSeek V3, its three dense layers and four with experts;
 with the module's experts they take 120 GB.
+FOLDER/deepseek-v32-5 has the widths of DeepSeek V3.2 and its first five layers, two of them with
+experts.
 """
 
 from __future__ import annotations
@@ -104,6 +106,10 @@ DEEPSEEK_V3_7 = {
     "rms_norm_eps": 1e-6, "hidden_act": "silu", "attention_bias": False,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "bos_token_id": 0, "eos_token_id": 1,
 }  # fmt: skip
+DEEPSEEK_V32_5 = DEEPSEEK_V3_7 | {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+    "num_hidden_layers": 5, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
+}  # fmt: skip
 
 
 def eagle3(target: dict[str, Any], boundaries: list[int], inner: int) -> dict[str, Any]:
@@ -146,6 +152,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "eagle3-gpt-oss-20b": eagle3(GPT_OSS_20B, [2, 12, 21], 17280),
     "deepseek-v4-flash-7": DEEPSEEK_V4_FLASH_7,
     "deepseek-v3-7": DEEPSEEK_V3_7,
+    "deepseek-v32-5": DEEPSEEK_V32_5,
 }
 
 
@@ -155,7 +162,7 @@ def write(folder: Path) -> None:
     for name, config in SHAPES.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
-    for name in ("llama-8b", "deepseek-v4-flash-7"):
+    for name in ("llama-8b", "deepseek-v4-flash-7", "deepseek-v32-5"):
         write_tokenizer(folder / name, SHAPES[name]["vocab_size"])
 
 

@@ -63,15 +63,17 @@ def test_drafts_equal_the_formulas_in_chunks_and_after_hits(
         assert drafts == oracle.drafts(tokens, K), f"after {len(tokens)} tokens"
 
 
-@pytest.mark.parametrize("k", some([1, 2, 3], [3]))
+@pytest.mark.parametrize(
+    ("k", "dtype"), some([(1, "auto"), (2, "auto"), (3, "auto"), (3, "fp8")], [(3, "auto")])
+)
 def test_text_is_that_of_the_target_alone_at_every_offset(
-    folder: Path, oracle: V4MtpOracle, k: int
+    folder: Path, oracle: V4MtpOracle, k: int, dtype: str
 ) -> None:
     """Prompts of eight consecutive lengths: drafts are rejected everywhere in both windows."""
     asked = [prompts(8, seed=3)[0][:1] * 2 + list(range(n)) for n in range(20, 28)]
     texts = []
     for config in (SpeculativeConfig(), speculative(k)):
-        engine = TinyEngine(folder, config)
+        engine = TinyEngine(folder, config, cache={"kv_cache_dtype": dtype})
         texts.append(engine.run(asked, max_tokens=14))
         engine.close()
     assert texts[1].tokens == texts[0].tokens
@@ -102,6 +104,10 @@ def store_all(key: Tensor, value: None, cache: Tensor, slots: Tensor) -> None:
     write_rows(cache, slots[: key.shape[0]], key.squeeze(1))
 
 
+def store_pages(rows: Tensor, pages: Pages) -> None:
+    store_all(rows, None, pages.cache, pages.slot_mapping)
+
+
 def compress_all(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages) -> None:
     found = entries_of(rule, pending, tokens.requests, tokens.positions)
     ends = (tokens.positions + 1) % rule.entry_tokens == 0
@@ -115,6 +121,7 @@ def test_drafts_in_graphs_equal_eager_drafts(
 ) -> None:
     """Target, draft prefill and decodes are recorded and replayed at growing lengths."""
     monkeypatch.setattr(attention, "store_kv", store_all)
+    monkeypatch.setattr(attention, "store_rows", store_pages)
     monkeypatch.setattr(attention, "compress", compress_all)
     found = []
     for graphs in (False, True):

@@ -37,8 +37,7 @@ def compress_reference(rule: Compressor, pending: Pages, tokens: TokenRows, entr
     if done.numel() == 0:
         return
     found = entries_of(rule, pending, tokens.requests[done], tokens.positions[done])
-    slots = entries.slot_mapping[done] // ratio
-    entries.rows.index_copy_(0, slots, found.to(entries.cache.dtype))
+    entries.write(entries.slot_mapping[done] // ratio, found)
 
 
 def entries_of(rule: Compressor, pending: Pages, requests: Tensor, last: Tensor) -> Tensor:

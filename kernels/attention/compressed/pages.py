@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...quant.e4m3 import unpack_latent
+from ...quant.latent_pages import pack_row, page_parts, unpack_row
 from ..paged_rows import Fp8Cache
 
 
@@ -32,12 +33,12 @@ class TokenRows:
 class Pages:
     """One layer's cache of some kind, and the requests' places in it."""
 
-    cache: Tensor  # [blocks, rows, 1, D]
+    cache: Tensor  # [blocks, rows, 1, D]; [blocks, 1, 1, bytes] if its pages are packed
     block_table: Tensor  # [N, columns] int32
     slot_mapping: Tensor  # [M] int64, block * block_size + offset in tokens; -1 = write nothing
     block_size: int  # tokens of a block, a multiple of entry_tokens
     entry_tokens: int = 1
-    fp8: Fp8Cache | None = None  # packed rows of bytes
+    fp8: Fp8Cache | None = None  # packed rows, or pages, of bytes
 
     @property
     def rows(self) -> Tensor:
@@ -49,8 +50,33 @@ class Pages:
         slots = slots.clamp(min=0)
         if self.fp8 is None:
             return self.rows[slots].float()
+        if self.fp8.paged:
+            values, scales = self._parts()
+            at = (slots // self.page_rows, slots % self.page_rows)
+            rows = unpack_row(values[at], scales[at], self.fp8.latent, self.fp8.dtype)
+            return rows.float()
         rows = self.rows.view(torch.uint8)[slots]
         return unpack_latent(rows, self.fp8.latent, self.fp8.dtype).float()
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Write rows [n, D] at slots [n]."""
+        if self.fp8 is None:
+            self.rows.index_copy_(0, slots, rows.to(self.cache.dtype))
+            return
+        assert self.fp8.paged
+        page, place = slots // self.page_rows, slots % self.page_rows
+        packed = pack_row(rows.to(self.fp8.dtype), self.fp8.latent)
+        for part, new in zip(self._parts(), packed, strict=True):
+            part[page, place] = new
+
+    @property
+    def page_rows(self) -> int:
+        """Rows of a page."""
+        return self.block_size // self.entry_tokens
+
+    def _parts(self) -> tuple[Tensor, Tensor]:
+        assert self.fp8 is not None
+        return page_parts(self.cache, self.page_rows, self.fp8.latent, self.fp8.rotary)
 
     def slots_of(self, requests: Tensor, positions: Tensor) -> Tensor:
         """The slots of the rows that hold `positions` [M, S] of the requests [M]: [M, S] int64."""

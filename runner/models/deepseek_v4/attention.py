@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ....kernels.attention.compressed.compress import compress
 from ....kernels.attention.compressed.pages import Compressor, SlotList
 from ....kernels.attention.compressed.select_entries import select_entries
+from ....kernels.attention.compressed.store_rows import store_rows
 from ....kernels.attention.compressed.tail_rotary import tail_rotary
 from ....kernels.attention.mla import expand_value
 from ....kernels.attention.store_kv import store_kv
@@ -108,7 +109,7 @@ def attention_layers(
     raw = AttentionLayer(
         layer_id, len(sinks), 1, dim,
         scale=eps_scale, sliding_window=config.sliding_window, sinks=sinks, is_mla=True,
-        head_dim_v=dim, block_tokens=_RAW_BLOCK,
+        head_dim_v=dim, block_tokens=_RAW_BLOCK, rotary_tail=config.qk_rope_head_dim,
     )  # fmt: skip
     layers = {"raw": raw}
     if not ratio:
@@ -128,7 +129,8 @@ def attention_layers(
             window_step=ratio if window else 1, follows=follows,
         )  # fmt: skip
 
-    layers["entries"] = stored(dim, ratio, follows=layer_id)
+    entries = stored(dim, ratio, follows=layer_id)
+    layers["entries"] = replace(entries, rotary_tail=raw.rotary_tail)
     pending = 2 * dim
     if indexed:
         layers["keys"] = stored(config.index_head_dim, ratio)
@@ -200,7 +202,7 @@ class Attention(nn.Module):
         query = tail_rotary(query, positions, table, self.eps)
         row = tail_rotary(row.unsqueeze(1), positions, table, self.eps, self.kv_norm.weight)
         raw, window = step.pages(self.raw), step.window(self.raw)
-        store_kv(row, None, raw.cache, raw.slot_mapping)
+        store_rows(row, raw)
         if self.compressor is None:
             attend = step.attend(self.raw)
             out = attend(query, raw, window, None, None, self.attn_sink, self.raw.scale)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -24,9 +25,11 @@ from slipstream.kernels.attention.compressed.select_entries import (
     select_entries,
 )
 from slipstream.kernels.attention.compressed.sparse_attention import sparse_attention_reference
+from slipstream.kernels.attention.compressed.store_rows import store_rows, store_rows_reference
 from slipstream.kernels.attention.compressed.tail_rotary import tail_rotary_reference
 from slipstream.kernels.attention.paged_rows import Fp8Cache
-from slipstream.kernels.quant.e4m3 import pack_latent, unpack_latent
+from slipstream.kernels.quant.e4m3 import E4M3, pack_latent, unpack_latent
+from slipstream.kernels.quant.latent_pages import page_bytes
 
 from ...cases import some
 
@@ -184,6 +187,37 @@ class TestTriton:
         if packed:
             close(sparse_attention_reference(query, plain, *args), expected)
 
+    def test_packed_pages(self) -> None:
+        """V4's form: compressed and stored rows are packed, and attention reads both caches."""
+        from slipstream.kernels.attention.compressed.triton.compress import compress
+        from slipstream.kernels.attention.compressed.triton.sparse_attention import sparse_attention
+        from slipstream.kernels.attention.compressed.triton.store_rows import store_rows
+
+        tokens = tokens_of()[0]
+        raw, entries = packed_pages(128, 8, 1), packed_pages(128, 8, 4, seed=1)
+        copies = [replace(pages, cache=pages.cache.clone()) for pages in (raw, entries)]
+        rows = torch.randn(len(tokens.positions), 1, 128) * 10 ** torch.randn(17, 1, 1)
+        rows = rows.bfloat16().float()  # the interpreter does not round what stays bf16
+        store_rows(rows, raw, None)
+        store_rows_reference(rows, copies[0])
+        pending = pages_of(4 * 128, 1, torch.float32)
+        rule = Compressor(
+            4, 128, True, 0, 256, torch.randn(4, 256), torch.rand(128), 1e-6, table_of()
+        )
+        before = entries.cache.clone()
+        compress(rule, pending, tokens, entries)
+        compress_reference(rule, pending, tokens, copies[1])
+        assert torch.equal(raw.cache.view(torch.uint8), copies[0].cache.view(torch.uint8))
+        assert not torch.equal(entries.cache.view(torch.uint8), before.view(torch.uint8))
+        every = torch.arange(entries.cache.shape[0] * entries.page_rows)
+        torch.testing.assert_close(  # a last bit before rounding can change a code
+            entries.gather(every), copies[1].gather(every), rtol=0.13, atol=1e-2
+        )
+        query, sinks = torch.randn(len(tokens.positions), 5, 128), torch.randn(5)
+        window, listed = window_slots(raw, tokens, 20), entry_slots(entries, tokens, 20)
+        args = (query, raw, window, entries, listed, sinks, 0.02)
+        close(sparse_attention(*args), sparse_attention_reference(*args))
+
     def test_keys_of_e4m3(self) -> None:
         """V3.2's keys, one for each token, with a scale each, as its cache stores them."""
         from slipstream.kernels.attention.compressed.triton.select_entries import score_entries
@@ -203,6 +237,47 @@ class TestTriton:
         written = packed.slot_mapping >= 0
         stored = cache.view(torch.uint8).view(-1, 36)[packed.slot_mapping[written]]
         assert torch.equal(stored, pack_latent(new[written, 0], 32))
+
+
+def packed_pages(dim: int, rotary: int, entry_tokens: int, seed: int = 0) -> Pages:
+    """Packed pages of random rows."""
+    plain = pages_of(dim, entry_tokens, torch.float32, seed)
+    rows, latent = BLOCK // entry_tokens, dim - rotary
+    cache = torch.zeros(plain.cache.shape[0], 1, 1, page_bytes(rows, latent, rotary)).to(E4M3)
+    fp8 = Fp8Cache(torch.float32, latent=latent, rotary=rotary, paged=True)
+    pages = replace(plain, cache=cache, fp8=fp8)
+    pages.write(torch.arange(plain.rows.shape[0]), plain.rows)
+    return pages
+
+
+def test_pages_have_the_bytes_that_flash_mla_reads() -> None:
+    """Byte for byte: 576 bytes of values a row, then 8 of scales a row; a page is padded."""
+    rows = torch.randn(3, 64, 512) * 10 ** torch.randn(3, 64, 1)
+    rows[0, 0, :64] = 0
+    rows[0, 1, 0], rows[0, 1, 1:64] = 448 * 2.0**3, 0  # exactly a power of two
+    tokens = Pages(
+        torch.zeros(3, 1, 1, page_bytes(64, 448, 64)).to(E4M3), torch.zeros(1, 3).int(),
+        torch.arange(192), 64, 1, Fp8Cache(torch.bfloat16, latent=448, rotary=64, paged=True),
+    )  # fmt: skip
+    assert tokens.cache.shape[-1] == 65 * 576
+    store_rows(rows.view(192, 1, 512), tokens)
+    data = tokens.cache.view(torch.uint8).view(3, -1)
+    wide = rows.bfloat16().float()
+    for page, row in ((0, 0), (0, 1), (0, 63), (2, 17)):
+        own = data[page, row * 576 : (row + 1) * 576]
+        scales = data[page, 64 * 576 + row * 8 : 64 * 576 + (row + 1) * 8].tolist()
+        assert scales[7] == 0
+        for tile in range(7):
+            values = wide[page, row, tile * 64 : (tile + 1) * 64]
+            least = max(float(values.abs().max()), 1e-4) / 448
+            exponent = math.ceil(math.log2(least))
+            assert scales[tile] == exponent + 127
+            codes = own[tile * 64 : (tile + 1) * 64].view(E4M3)
+            assert torch.equal(codes.float(), (values / 2.0**exponent).to(E4M3).float())
+        assert torch.equal(own[448:].view(torch.bfloat16).float(), wide[page, row, 448:])
+    close(tokens.gather(torch.arange(192)), tokens.gather(torch.arange(192)).bfloat16().float())
+    error = (tokens.gather(torch.arange(192)).view_as(wide) - wide).norm() / wide.norm()
+    assert error < 0.04
 
 
 def table_of_turns() -> Tensor:

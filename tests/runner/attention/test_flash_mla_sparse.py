@@ -87,7 +87,15 @@ def test_lists_are_joined_once_for_layers_that_share_them() -> None:
     slots = torch.tensor([[0, 1, -1]], dtype=torch.int32)
     window, chosen = SlotList(slots, slots[0]), SlotList(slots, slots[0])
     for lists in ((window, chosen), (window, chosen), (window, None)):
-        attend(both, raw, lists[0], None if lists[1] is None else entries, lists[1], both, 1.0)
+        attend(
+            both.view(7, 1, 4),
+            raw,
+            lists[0],
+            None if lists[1] is None else entries,
+            lists[1],
+            both,
+            1.0,
+        )
     assert seen[0] is seen[1] and seen[0].shape == seen[2].shape == (1, 1, 128)
     assert seen[0][0, 0, :7].tolist() == [0, 1, -1, 4, 5, -1, -1]
     assert seen[2][0, 0, :4].tolist() == [0, 1, -1, -1]
@@ -96,6 +104,6 @@ def test_lists_are_joined_once_for_layers_that_share_them() -> None:
 def test_what_the_kernel_cannot_read_is_named(tmp_path: Path) -> None:
     make_v4(tmp_path)
     layers = load(tmp_path).attention_layers()
-    with pytest.raises(UnusableBackend, match="rows of 512 for 64 or 128 heads, not rows of 32"):
+    with pytest.raises(UnusableBackend, match="rows of 512 or 576, not of 32"):
         choose_backend("flash_mla", layers, torch.device("cpu"))
     assert FlashMLABackend.block_size(16) == 64

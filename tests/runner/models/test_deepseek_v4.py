@@ -14,12 +14,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from slipstream.configs.schema import ModelConfig
+from slipstream.kernels.attention.compressed.pages import Pages
 from slipstream.kernels.cpu import weight as native
-from slipstream.runner.attention.fp8_layers import UnusableKVFormat, with_fp8_cache
+from slipstream.kernels.quant.latent_pages import pack_row, unpack_row
+from slipstream.runner.attention.fp8_layers import with_fp8_cache
 from slipstream.runner.attention.triton import TritonBackend
 from slipstream.runner.batch.kv_cache import KVLayout, StepLoad, fitting_block_size
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.weights import load_weights, resolve_model
+from slipstream.runner.models.deepseek_v4 import attention
 from slipstream.runner.models.deepseek_v4.names import plain_name
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.short_model import short_blocks
@@ -220,9 +223,38 @@ def test_native_weights(folder: Path, oracle: Any) -> None:
     )
 
 
-def test_there_is_no_fp8_cache(folder: Path, oracle: Any) -> None:
-    with pytest.raises(UnusableKVFormat, match="does not support the compressed caches"):
-        with_fp8_cache(load(folder).attention_layers(), torch.float32, {})
+def test_a_cache_of_fp8_holds_rounded_rows(
+    folder: Path, oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raw rows and entries in FlashMLA's format give the logits of rows that were rounded before;
+    keys and pending rows stay as they are."""
+    model, ids = load(folder), [(7 * n + 3) % VOCAB for n in range(40)]
+    layers = with_fp8_cache(model.attention_layers(), torch.float32, {})
+    kinds = {(layer.head_dim, layer.attends, layer.fp8 is not None) for layer in layers}
+    assert kinds == {
+        (32, True, True), (32, False, True), (16, False, False), (64, False, False),
+        (4 * (32 + 16), False, False),
+    }  # fmt: skip
+    with monkeypatch.context() as patch:
+        patch.setattr(model, "attention_layers", lambda: layers)
+        packed = Sequences(model, 1, 64, block_size=8)
+    got = [packed.step([(0, part)])[0][0] for part in (ids[:17], ids[17:39], ids[39:])]
+    write, store = Pages.write, attention.store_rows
+
+    def rounded(rows: Tensor) -> Tensor:
+        return unpack_row(*pack_row(rows, 24), 24, torch.float32)
+
+    def write_rounded(pages: Pages, slots: Tensor, rows: Tensor) -> None:
+        write(pages, slots, rounded(rows) if rows.shape[1] == 32 else rows)
+
+    def store_rounded(rows: Tensor, pages: Pages) -> None:
+        store(rounded(rows.squeeze(1)).unsqueeze(1), pages)
+
+    monkeypatch.setattr(Pages, "write", write_rounded)
+    monkeypatch.setattr(attention, "store_rows", store_rounded)
+    expected = Sequences(model, 1, 64, block_size=8).step([(0, ids)])[0][0]
+    torch.testing.assert_close(torch.cat(got), expected, atol=1e-4, rtol=1e-4)
+    assert (expected - expected_logits(oracle, ids)).abs().max() > 1e-3
 
 
 def test_the_caches_hold_what_their_layers_need(folder: Path, oracle: Any) -> None:

@@ -11,6 +11,7 @@ import triton.language as tl
 from ....launch import hash_functions
 from ..pages import Compressor, Pages, TokenRows
 from .paged import slots_of
+from .store_rows import store_rows
 from .tail_rotary import rotate_pairs
 
 
@@ -65,7 +66,7 @@ def _compress_kernel(
     positions,  # [M] int64
     requests,  # [M] int64
     slot_mapping,  # [M] int64, of the entries' cache
-    entries,  # [slots, DIM]
+    entries,  # [slots, DIM], or IN_ORDER [M, DIM]
     bias,  # [RATIO, CHANNELS] float32
     weight,  # [DIM] float32
     cos_sin_cache,  # [positions, ROT] float32
@@ -80,6 +81,7 @@ def _compress_kernel(
     DIM: tl.constexpr,
     ROT: tl.constexpr,
     ROWS: tl.constexpr,
+    IN_ORDER: tl.constexpr,  # an entry is written at its token's row
 ):
     token = tl.program_id(0)
     position = tl.load(positions + token)
@@ -108,8 +110,10 @@ def _compress_kernel(
     even, odd = tl.split(tl.reshape(entry, (DIM // 2, 2)))
     even, odd, cos, sin = rotate_pairs(even, odd, first, cos_sin_cache, ROT, DIM // 2)
     rotated = tl.reshape(tl.join(even * cos - odd * sin, odd * cos + even * sin), (DIM,))
-    target = entries + slot // RATIO * DIM + channel
-    tl.store(target, rotated.to(entries.dtype.element_ty))
+    row = slot // RATIO
+    if IN_ORDER:
+        row = token.to(tl.int64)
+    tl.store(entries + row * DIM + channel, rotated.to(entries.dtype.element_ty))
 
 
 def compress(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages) -> None:
@@ -120,15 +124,19 @@ def compress(rule: Compressor, pending: Pages, tokens: TokenRows, entries: Pages
     assert pending.cache.is_contiguous() and entries.cache.is_contiguous()
     assert pending.block_table.stride(1) == 1 and rule.dim & (rule.dim - 1) == 0
     rows = min(8, triton.next_power_of_2(rule.entry_tokens))
+    packed = entries.fp8 is not None
+    found = pending.cache.new_empty(num_tokens, 1, rule.dim) if packed else entries.cache
     _compress_kernel[(num_tokens,)](
         pending.cache, pending.block_table, pending.block_table.stride(0),
-        tokens.positions, tokens.requests, entries.slot_mapping, entries.cache,
+        tokens.positions, tokens.requests, entries.slot_mapping, found,
         rule.bias, rule.weight, rule.cos_sin_cache, rule.eps,
         WIDTH=pending.cache.shape[-1], KV=rule.kv_column, GATE=rule.gate_column,
         CHANNELS=rule.width, OVERLAP=rule.overlap, RATIO=rule.entry_tokens,
         BLOCK_SIZE=pending.block_size, DIM=rule.dim, ROT=rule.cos_sin_cache.shape[1], ROWS=rows,
-        num_warps=8,
+        IN_ORDER=packed, num_warps=8,
     )  # fmt: skip
+    if packed:
+        store_rows(found, entries, tokens.positions)
 
 
 hash_functions(globals())

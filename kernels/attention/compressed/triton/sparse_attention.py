@@ -10,8 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ....launch import hash_functions
+from ....quant.latent_pages import scale_bytes
 from ...triton.latent_rows import load_latent, load_rotary
 from ..pages import Pages, SlotList
+from .store_rows import load_packed
 
 
 @triton.jit
@@ -29,6 +31,9 @@ def _add_rows(
     REST: tl.constexpr,
     WIDTH: tl.constexpr,
     PACKED: tl.constexpr,
+    LATENT: tl.constexpr,
+    PAGE_ROWS: tl.constexpr,
+    SCALES: tl.constexpr,
     ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
@@ -38,7 +43,11 @@ def _add_rows(
         inside = place < count
         slot = tl.load(slots + place, mask=inside, other=0).to(tl.int64)
         row = cache + slot * WIDTH
-        if PACKED:
+        if LATENT > 0:
+            rows = load_packed(
+                cache, slot, inside, query.dtype, DIM, LATENT, PAGE_ROWS, WIDTH, SCALES
+            )
+        elif PACKED:
             rows = load_latent(row, inside, query.dtype, DIM, DIM)
         else:
             rows = tl.load(row[:, None] + channel[None, :], mask=inside[:, None], other=0)
@@ -82,8 +91,13 @@ def _sparse_attention_kernel(
     num_heads,
     DIM: tl.constexpr,  # of a value
     REST: tl.constexpr,  # of a key, beyond the value
-    WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr,  # elements of a row; of a page, if pages are packed
+    MORE_WIDTH: tl.constexpr,  # the same of `entries`
     PACKED: tl.constexpr,
+    LATENT: tl.constexpr,  # values that are e4m3, if pages are packed
+    PAGE_ROWS: tl.constexpr,
+    MORE_ROWS: tl.constexpr,
+    SCALES: tl.constexpr,  # bytes of a row's scales
     HEADS: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_ENTRIES: tl.constexpr,
@@ -107,12 +121,14 @@ def _sparse_attention_kernel(
     total = tl.zeros([HEADS, DIM], tl.float32)
     total, mass, most = _add_rows(
         total, mass, most, own, own_rest, raw, window + token * window_width,
-        tl.load(window_counts + token), scale, DIM, REST, WIDTH, PACKED, ROWS, PRECISION,
+        tl.load(window_counts + token), scale, DIM, REST, WIDTH, PACKED, LATENT, PAGE_ROWS, SCALES,
+        ROWS, PRECISION,
     )  # fmt: skip
     if HAS_ENTRIES:
         total, mass, most = _add_rows(
             total, mass, most, own, own_rest, entries, chosen + token * chosen_width,
-            tl.load(chosen_counts + token), scale, DIM, REST, WIDTH, PACKED, ROWS, PRECISION,
+            tl.load(chosen_counts + token), scale, DIM, REST, MORE_WIDTH, PACKED, LATENT, MORE_ROWS,
+            SCALES, ROWS, PRECISION,
         )  # fmt: skip
     result = total / mass[:, None]
     at = (token * num_heads + head[:, None]) * DIM + tl.arange(0, DIM)[None, :]
@@ -141,10 +157,13 @@ def sparse_attention(
     more, listed = (raw, window) if entries is None or chosen is None else (entries, chosen)
     heads = min(32, max(16, triton.next_power_of_2(num_heads)))
     wide = query.dtype == torch.float32
+    latent = raw.fp8.latent if raw.fp8 is not None and raw.fp8.paged else 0
     _sparse_attention_kernel[(num_tokens, triton.cdiv(num_heads, heads))](
         query, out, raw.cache, window.slots, window.counts, window.slots.shape[1],
         more.cache, listed.slots, listed.counts, listed.slots.shape[1], sinks, scale, num_heads,
-        DIM=dim, REST=rest, WIDTH=raw.cache.shape[-1], PACKED=raw.fp8 is not None,
+        DIM=dim, REST=rest, WIDTH=raw.cache.shape[-1], MORE_WIDTH=more.cache.shape[-1],
+        PACKED=raw.fp8 is not None, LATENT=latent, PAGE_ROWS=raw.page_rows,
+        MORE_ROWS=more.page_rows, SCALES=scale_bytes(latent),
         HEADS=heads, ROWS=16 if wide else 32, HAS_ENTRIES=entries is not None,
         PRECISION="tf32x3" if wide else "tf32", num_warps=8, num_stages=1 if wide else 2,
     )  # fmt: skip
