@@ -77,7 +77,9 @@ class TensorMetadata(AttentionMetadata):
             rows[at] = torch.where(written, new, rows[at])  # slot 0 is in the null block
 
 
-def run_all_experts(x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor) -> Tensor:
+def run_all_experts(
+    x: Tensor, experts: ExpertWeights, weights: Tensor, ids: Tensor, *_: bool
+) -> Tensor:
     """`kernels.linear.moe.run_experts` without a loop over counts, which a graph could not hold."""
     assert experts.gate_up_bias is None and experts.down_bias is None
     inner = gated(torch.einsum("th,tkih->tki", x, experts.gate_up[ids]), experts)
