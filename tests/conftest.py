@@ -124,23 +124,14 @@ def unchanged_logging() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def triton_interpreter() -> None:
-    """Skip the test unless Triton's interpreter is in use, and patch the interpreter for numpy 2.4.
-
-    numpy 2.4 converts only 0-d arrays to integers, but Triton 3.6 passes the bounds of a loop as
-    arrays with one element."""
+    """Skip the test unless Triton's interpreter is in use; see `interpreter.patch`."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("tests/gpu runs the compiled kernels")
-    from triton.runtime import interpreter
+    from . import interpreter
 
-    patch_tensor = interpreter._patch_lang_tensor
-
-    def patch_tensor_and_index(tensor: Any, scope: Any) -> None:
-        patch_tensor(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    interpreter._patch_lang_tensor = patch_tensor_and_index
+    interpreter.patch()
 
 
 @pytest.fixture(scope="session")
