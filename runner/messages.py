@@ -221,6 +221,15 @@ class RequestOutput(msgspec.Struct, omit_defaults=True, gc=False):
     draft_token_ids: list[int] | None = None  # drafts verified in this step, if to be reported
 
 
+class ExpertLoad(msgspec.Struct):
+    """What the experts of an engine's first rank computed since its last report."""
+
+    tokens: int  # counted once for each expert that they chose
+    # Tokens of a layer's busiest expert here, divided by the mean of all its experts; the mean of
+    # this over layers.
+    imbalance: float
+
+
 class StepStats(msgspec.Struct):
     """Counters of one step (all are increments) and gauges after it."""
 
@@ -245,6 +254,7 @@ class StepStats(msgspec.Struct):
     k_reason: str = ""
     drafter_healthy: bool | None = None  # None = not reported in this step
     drafter_troubles: dict[str, int] = {}  # problems noticed since the last report, by kind
+    expert_load: ExpertLoad | None = None  # None = not reported in this step
 
 
 class SpeculatorChanged(msgspec.Struct):

@@ -172,6 +172,9 @@ class Metrics:
             "0 while drafting is off because the drafter seems broken, otherwise 1.",
         )
         self._healthy.set(1)
+        self._imbalance = self._gauge(
+            "expert_load_imbalance", "Load of a layer's busiest expert over the mean of all."
+        )
         self._startup = Gauge(
             self._name("startup_seconds"),
             "Duration of the worker's start, by phase.",
@@ -194,6 +197,9 @@ class Metrics:
             "Worker restarts at which the drafter could not be loaded and was replaced or dropped.",
         )
         self._num_restarts = self._num_lost_drafters = 0
+        self._expert_tokens = self._counter(
+            "expert_tokens", "Tokens computed by the experts of an engine's first GPU, by choice."
+        )
         self._plain_steps = self._counter(
             "plain_decode_steps", "Decode steps of a request without drafts to verify."
         )
@@ -321,6 +327,9 @@ class Metrics:
             if accepted:
                 self._per_position.labels(*self._labels.values(), str(position)).inc(accepted)
         self._drafting(stats)
+        if stats.expert_load is not None:
+            self._expert_tokens.inc(stats.expert_load.tokens)
+            self._imbalance.set(stats.expert_load.imbalance)
         if stats.num_prompt_tokens or stats.num_generated_tokens:
             self._step_tokens.observe(stats.num_prompt_tokens + stats.num_generated_tokens)
 

@@ -96,8 +96,20 @@ def own_experts(ids: Tensor, first: int, count: int, num_rows: Tensor, loads: Te
 
     ids: [D * R, k] int32, blocks of R rows, of which the first `num_rows` [D] int32 are real; the
     others get -1 too. Adds the numbers of real pairs to `loads` [1 + count] int64: those of experts
-    elsewhere, then those of each expert. No branch depends on data.
+    elsewhere, then those of each expert. No branch depends on data, so a graph may hold this.
     """
+    if use_triton(ids):
+        from .triton import route
+
+        here: Tensor = route.own_experts(ids, first, count, num_rows, loads)
+        return here
+    return own_experts_reference(ids, first, count, num_rows, loads)
+
+
+def own_experts_reference(
+    ids: Tensor, first: int, count: int, num_rows: Tensor, loads: Tensor
+) -> Tensor:
+    """The plain version of `own_experts`."""
     size = ids.shape[0] // num_rows.shape[0]
     place = torch.arange(size, device=ids.device)
     real = (place < num_rows.unsqueeze(1)).view(-1, 1)  # [D * R, 1]

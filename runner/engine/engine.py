@@ -207,6 +207,10 @@ class Engine:
                 if interrupted():
                     return False
             landed = self._land()
+            load = None if self._lockstep is None else self._lockstep.take_load()
+            if load is not None:
+                landed = landed or self._scheduler.take_news()
+                landed.stats.expert_load = load
             if landed is not None:
                 outputs.append(landed)
         return True

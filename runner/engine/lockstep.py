@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from ..messages import ExpertLoad
 from ..parallel.engine_group import Calls
+from ..parallel.expert_loads import ExpertLoads
 from ..scheduling.plan import StepPlan
 
 
@@ -16,6 +18,9 @@ class Sync(Protocol):
 
     @property
     def is_active(self) -> bool: ...
+
+    @property
+    def loads(self) -> ExpertLoads | None: ...
 
 
 class Lockstep:
@@ -41,6 +46,10 @@ class Lockstep:
         if heard is not None:
             self._wave = heard
         return self._wave is not None or self._sync.is_active
+
+    def take_load(self) -> ExpertLoad | None:
+        """The newest report of the experts' load, once."""
+        return None if self._sync.loads is None else self._sync.loads.take()
 
     def plan(self) -> StepPlan | None:
         """The plan of a step without rows; None if no other engine needs one."""

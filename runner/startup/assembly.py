@@ -235,7 +235,7 @@ class Assembly:
             speculator,
             DeviceQueue(self.device),
             self.memory,
-            create_sync(self.engines, target.dispatch, needs.num_speculative_tokens + 1),
+            create_sync(self.engines, target, needs.num_speculative_tokens + 1),
             token_graphs_of(target),
             draft_graphs_on(cache),
         )

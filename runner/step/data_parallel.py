@@ -19,6 +19,7 @@ from ...configs.graphs import BatchExecutionDescriptor, CUDAGraphMode
 from ..errors import DataParallelError
 from ..graphs.dispatch import eager_descriptor
 from ..parallel.engine_group import EngineGroup, HostGroup
+from ..parallel.expert_loads import ExpertLoads, find_loads
 from ..parallel.experts import RowExchange, padded_counts
 
 NUM_ROWS = 7  # of the table that ranks share, with one column per rank
@@ -119,16 +120,27 @@ def decide(
     return StepAgreement(True, desc, across, most_reqs, uniform, drafts, *real)
 
 
+class SharedTarget(Protocol):
+    """The part of `Target` that is used here."""
+
+    @property
+    def model(self) -> object: ...
+
+    @property
+    def dispatch(self) -> Dispatch: ...
+
+
 def create_sync(
-    engines: EngineGroup | None, dispatch: Dispatch, idle_query_len: int
+    engines: EngineGroup | None, target: SharedTarget, idle_query_len: int
 ) -> DataParallelSync | None:
     """This rank's side; None if there are no other ranks."""
     if engines is None:
         return None
     call = None if engines.calls is None else engines.calls.send
+    dispatch, loads = target.dispatch, find_loads(target.model)
     return DataParallelSync(
         dispatch, idle_query_len, engines.rank, engines.size, engines.host,
-        engines.experts.exchange, call,
+        engines.experts.exchange, call, loads,
     )  # fmt: skip
 
 
@@ -144,7 +156,9 @@ class DataParallelSync:
         host: HostGroup,
         exchange: RowExchange | None = None,  # of the ranks' MoE layers
         call: Callable[[int], None] | None = None,  # calls the other ranks to a wave
+        loads: ExpertLoads | None = None,
     ) -> None:
+        self.loads = loads
         self.num_exchanges = 0
         self.wave = 0  # the number of times that all ranks have come to rest
         self.is_active = False  # some rank had work in the last step; other threads may read it
@@ -182,6 +196,8 @@ class DataParallelSync:
             counts = padded_counts(found.real_tokens, found.real_reqs)
             most = max(found.num_tokens_across_dp)
             self._exchange.begin_step(most, found.num_draft_reqs, counts)
+        if found.has_work and self.loads is not None:
+            self.loads.poll()
         return found
 
     def _sum_over_ranks(self, table: Tensor) -> Tensor:

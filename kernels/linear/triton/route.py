@@ -1,4 +1,5 @@
-"""Triton version of `kernels.linear.moe.select_experts`: a program chooses a token's experts."""
+"""Triton versions of `select_experts` and `own_experts` of `kernels.linear.moe`: a token's experts,
+and those of them that a rank has."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
@@ -106,3 +107,49 @@ def select_experts(
         **pdl_options(logits),
     )
     return weights, ids
+
+
+@triton.jit(do_not_specialize=["num_pairs", "rows", "first", "count"])
+def _own_kernel(
+    ids,  # [D * R, TOP_K] int32
+    here,  # [D * R, TOP_K] int32
+    num_rows,  # [D] int32
+    loads,  # [1 + count] int64
+    num_pairs,
+    rows,  # R
+    first,
+    count,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = pair < num_pairs
+    row = pair // TOP_K
+    real = inside & (row % rows < tl.load(num_rows + row // rows, mask=inside, other=0))
+    expert = tl.load(ids + pair, mask=inside, other=-1) - first
+    own = real & (expert >= 0) & (expert < count)
+    tl.store(here + pair, tl.where(own, expert, -1), mask=inside)
+    tl.atomic_add(loads + 1 + expert, own.to(tl.int64), mask=own, sem="relaxed")
+    elsewhere = tl.sum((real & ~own).to(tl.int64), 0)
+    tl.atomic_add(loads, elsewhere, sem="relaxed")
+
+
+def own_experts(ids: Tensor, first: int, count: int, num_rows: Tensor, loads: Tensor) -> Tensor:
+    """See `kernels.linear.moe.own_experts`."""
+    assert ids.is_contiguous() and ids.dtype == torch.int32
+    here = torch.empty_like(ids)
+    block = 256
+    _own_kernel[(triton.cdiv(ids.numel(), block),)](
+        ids,
+        here,
+        num_rows,
+        loads,
+        ids.numel(),
+        ids.shape[0] // num_rows.shape[0],
+        first,
+        count,
+        TOP_K=ids.shape[1],
+        BLOCK=block,
+        num_warps=2,
+    )
+    return here

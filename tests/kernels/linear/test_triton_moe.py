@@ -158,3 +158,27 @@ def test_any_scores_choose_different_experts_that_exist() -> None:
     logits[1], logits[2], logits[3, 1:] = float("-inf"), 0.0, 1.0
     ids = route.select_experts(logits, Routing(4))[1]
     assert all(len(set(row)) == 4 and set(row) <= set(range(6)) for row in ids.tolist())
+
+
+@pytest.mark.parametrize(("engines", "rows", "top_k"), [(2, 1, 2), (3, 60, 3), (2, 5, 8)])
+def test_own_experts(engines: int, rows: int, top_k: int) -> None:
+    from slipstream.kernels.linear.triton import route
+
+    ids = random_choice(engines * rows, 12, top_k)[1]
+    ids[0] = -1  # a row that another kernel has left out
+    num_rows = torch.tensor([rows, *[rows // 2] * (engines - 2), 0], dtype=torch.int32)
+    args = (ids, 4, 5, num_rows)
+    loads, wanted = torch.arange(6), torch.arange(6)  # they go on counting
+    here = route.own_experts(*args, loads)
+    assert torch.equal(here, moe.own_experts_reference(*args, wanted))
+    assert torch.equal(loads, wanted)
+    real = [ids[engine * rows :][: int(count)] for engine, count in enumerate(num_rows)]
+    pairs = torch.cat(real).flatten()
+    assert torch.equal(
+        loads - torch.arange(6),
+        torch.tensor(
+            [(pairs < 4).sum() + (pairs > 8).sum(), *((pairs == e).sum() for e in range(4, 9))]
+        ),
+    )
+    last = here.view(engines, rows, top_k)[-1]
+    assert bool((last == -1).all())  # an idle engine's dummy rows read no weights

@@ -88,4 +88,9 @@ def test_random_steps_give_the_texts_of_one_engine(
     first, second = (engine.runner.sync for engine in engines)
     assert first.num_exchanges == second.num_exchanges >= steps
     assert first.wave == second.wave >= 3 and not first.is_active
+    # What one engine counts as computed elsewhere, the other one has computed.
+    pairs = list(zip(first.loads._layers, second.loads._layers, strict=True))
+    assert len(pairs) == 2  # layers with experts
+    for one, other in pairs:
+        assert int(one[0]) == int(other[1:].sum()) > 0 < int(other[0]) == int(one[1:].sum())
     assert engines[0].rows.num_collectives == engines[1].rows.num_collectives > steps
