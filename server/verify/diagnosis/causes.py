@@ -116,15 +116,25 @@ def _is_fresh(values: NDArray[Any]) -> bool:
 def config(head: HeadFiles, target: Mapping[str, Any]) -> list[str]:
     """Settings in which the head and its target differ, and need not."""
     layer = head.config.get("transformer_layer_config") or head.config
+    ours, theirs = _rope(layer), _rope(target)
     found = []
     for key, what in (("rope_theta", "RoPE's base"), ("rope_scaling", "RoPE's scaling")):
-        ours, theirs = layer.get(key), target.get(key)
-        if key in layer and theirs is not None and ours != theirs:
+        is_said = "rope_parameters" in layer or key in layer
+        if is_said and theirs["rope_theta"] is not None and ours[key] != theirs[key]:
             found.append(
-                f"RoPE: the head's {key} is {ours} and the model's is {theirs}. {what} may differ, "
-                "but a head that was trained with the model's must say so in its config."
+                f"RoPE: the head's {key} is {ours[key]} and the model's is {theirs[key]}. {what} "
+                "may differ, but a head that was trained with the model's must say so in its "
+                "config."
             )
     return found
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's base and scaling. Transformers 5 writes both as `rope_parameters`."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else {kind: rope}}
 
 
 # --- what was measured ----------------------------------------------------------------------------

@@ -106,6 +106,24 @@ def test_another_rope_is_named(tmp_path: Path) -> None:
     assert "the head's rope_theta is 10000.0 and the model's is 500000.0" in found[0]
 
 
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ({"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}}, ""),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, "the model's is 500000"),
+        (
+            {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0}},
+            "the head's rope_scaling is None and the model's is {'yarn': {'factor': 4.0}}",
+        ),
+    ],
+)
+def test_rope_is_compared_in_the_format_of_transformers_5(
+    tmp_path: Path, target: dict[str, Any], words: str
+) -> None:
+    found = " ".join(diagnosis.config(head(tmp_path, rope_scaling=None), target))
+    assert words in found and bool(words) == bool(found)
+
+
 def test_a_fall_with_the_length_of_the_text_is_named(tmp_path: Path) -> None:
     found = diagnosis.context(rate(120), rate(20), 1500, head(tmp_path))
     assert "after about 1500 tokens, 10 % of the first drafts" in found[0]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from slipstream.kernels.sampling import verify as rejection
 from slipstream.kernels.sampling.sample import ACCEPT
+from slipstream.runner.attention import reference
 from slipstream.runner.engine.request_grammars import RequestGrammars
 from slipstream.runner.grammars.pool import build_grammar_backend
 from slipstream.runner.messages import GrammarSpec
@@ -107,6 +108,21 @@ def test_the_default_run_finds_a_bias_of_one_percent_in_all_options_together(
 
     monkeypatch.setattr(rejection, "uniform", lenient)
     assert "all options: the judged draft" in failed(run(engine, **sizes))
+
+
+def test_a_stale_kv_row_of_the_target_is_found(
+    engine: InProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In verify steps, the first row keeps what a rejected draft has left in its slot."""
+    store: Callable[..., None] = reference.store_kv_reference
+
+    def stale(key: Tensor, value: Tensor, cache: Tensor, slots: Tensor, **options: Any) -> None:
+        first = int(1 < len(slots) <= 3)  # prompts and the prefills of scores are longer
+        store(key[first:], value[first:], cache, slots[first:], **options)
+
+    monkeypatch.setattr(reference, "store_kv_reference", stale)
+    report = run(engine, num_samples=0, num_prompts=2, checks_drafts=False)
+    assert "one request at a time" in failed(report), report.table()
 
 
 def test_when_the_time_is_over_fewer_replies_are_compared(engine: InProcess) -> None:
