@@ -44,7 +44,7 @@ def listen(guarded: Any, address: str, key: str, port: int = 0) -> str:
     guarded.curve_server = True
     guarded.curve_secretkey = private
     guarded.curve_publickey = zmq.curve_public(private)
-    guarded.set(zmq.IPV6, 1)
+    guarded.set(zmq.IPV6, int(":" in address))
     guarded.bind(f"tcp://{_bracketed(address)}:{port or '*'}")
     return str(guarded.get(zmq.LAST_ENDPOINT).rstrip(b"\0").decode("ascii"))
 
@@ -53,7 +53,7 @@ def connect(guarded: Any, endpoint: str, key: str) -> None:
     """Connect a ZeroMQ socket to one that a holder of the key listens on; does not wait."""
     guarded.curve_serverkey = zmq.curve_public(key.encode("ascii"))
     guarded.curve_publickey, guarded.curve_secretkey = zmq.curve_keypair()
-    guarded.set(zmq.IPV6, 1)
+    guarded.set(zmq.IPV6, int("[" in endpoint))
     guarded.connect(endpoint)
 
 

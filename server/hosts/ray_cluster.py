@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import Future
 from threading import Thread
@@ -34,12 +36,6 @@ class RankActor:
     def __repr__(self) -> str:  # Ray begins each line of this actor's log with it
         return self._name
 
-    def address(self) -> str:
-        """The address of the actor's host; returns once the actor has started."""
-        import ray
-
-        return str(ray.util.get_node_ip_address())
-
     def run(self, config: Config, node: int, nnodes: int, master: str, port: int, key: str) -> str:
         """Join the server and follow it to its end; returns one sentence if that fails."""
         from ...configs.logs import configure_logging
@@ -58,6 +54,10 @@ class RayCluster:
 
     def __init__(self, config: Config, num_nodes: int, secret: str) -> None:
         """Raises WorkerFailed if Ray is not installed."""
+        # Ray reads these when it is imported. Lines that several ranks log are shown for each.
+        os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+        if not sys.stderr.isatty():
+            os.environ.setdefault("RAY_COLOR_PREFIX", "0")
         try:
             import ray
         except ImportError:
@@ -79,7 +79,7 @@ class RayCluster:
     def _connect(self) -> str:
         ray = self._ray
         try:
-            ray.init(address="auto", log_to_driver=True, logging_level=logging.WARNING)
+            ray.init(address="auto", log_to_driver=True, logging_level=logging.ERROR)
         except (ConnectionError, RuntimeError, ValueError) as error:
             log.debug("no Ray cluster", exc_info=True)
             raise WorkerFailed(
@@ -134,9 +134,7 @@ class RayCluster:
             ).remote(self._name(first, rank))
             master = (self._address, port, self._secret)
             actors.append(actor)
-            runs.append(
-                actor.run.remote(self._config_for_actors(), number, self._num_nodes, *master)
-            )
+            runs.append(actor.run.remote(self._config, number, self._num_nodes, *master))
         self._actors[first], self._runs[first] = actors, runs
 
     def _name(self, first: int, rank: int) -> str:
@@ -148,9 +146,6 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-
-    def _config_for_actors(self) -> Config:
-        return self._config
 
     def _remove(self, first: int) -> None:
         """End the actors of an engine and give back what they reserved."""

@@ -124,6 +124,7 @@ def test_flags_that_pages_mention_exist() -> None:
     elsewhere = {  # flags of Docker and other programs, and placeholders
         *("--build-arg", "--target", "--tag", "--rm", "--init", "--gpus", "--ipc", "--publish"),
         *("--volume", "--read-only", "--tmpfs", "--cap-drop", "--health-cmd", "--env", "--build"),
+        *("--head", "--address"),  # of ray start
         *("--help", "--flag", "--no-flag"),
     }
     for script in (*ROOT.glob("tests/lab/*.py"), *ROOT.glob("tests/reliability/*.py")):
