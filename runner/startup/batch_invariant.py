@@ -75,7 +75,18 @@ def refuse(sketch: TextModel, fmt: WeightFormat) -> None:
             f"no kernel computes a layer of {unfit.inputs} inputs and {unfit.outputs} outputs "
             "without splitting it by the number of rows."
         )
-    differs = check_tiles(fmt.device, fmt.dtype)
+
+
+def check_rounding(model: Any) -> None:
+    """Raise NotBatchInvariant if tiles that must round alike do not on the GPU of this model.
+
+    It launches kernels that may have been compiled ahead by now, so it comes after loading.
+    """
+    fmt: WeightFormat | None = getattr(model, "format", None)
+    if fmt is None or not fmt.batch_invariant:
+        return
+    with torch.inference_mode():
+        differs = check_tiles(fmt.device, fmt.dtype)
     if differs is not None:
         raise NotBatchInvariant(f"on this GPU, {differs}.")
 

@@ -18,6 +18,7 @@ from ..step.report import log_startup
 from ..step.step_timing import measure_steps
 from ..step.warm_up import warm_up_steps
 from .assembly import ProgressFn, assemble
+from .batch_invariant import check_rounding
 from .compile_ahead import STEPS, CompileAhead
 
 
@@ -40,6 +41,7 @@ def build_model_runner(
     runner = create(parts)
     seconds = runner.facts.startup_seconds
     start = time.monotonic()
+    check_rounding(parts.target.model)
     runner.warm_up()
     seconds["warm_up"] = time.monotonic() - start
     start = time.monotonic()

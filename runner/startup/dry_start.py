@@ -39,6 +39,7 @@ from ..step.model_runner import ModelRunner
 from ..step.parts import RunnerParts
 from ..step.warm_up import rare_steps, warm_up_steps
 from .assembly import Assembly
+from .batch_invariant import check_rounding
 from .compile_ahead import ATTENTION, GRAPHS, STAGES, STEPS, DryReport
 from .limits import LARGE, SMALL, completed, is_large
 from .memory_profile import MemoryProfile
@@ -176,6 +177,7 @@ def dry_start(
     parts = _DryAssembly(config, reached, own or completed(config, SMALL, 0)).run()
     shorten(getattr(parts.speculator, "model", None))
     runner = _DryRunner(parts)
+    check_rounding(parts.target.model)
     runner.warm_up()
     runner.capture()
     reached(GRAPHS)

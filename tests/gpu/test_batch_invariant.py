@@ -16,6 +16,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.speculators.all_drafters import Drafters  # noqa: E402
 from tests.speculators.invariance import MODELS, check, save_model  # noqa: E402
 
 from slipstream.kernels.attention.paged_attention import (  # noqa: E402
@@ -188,3 +189,21 @@ def test_any_company_gets_the_same_bits(kind: str, graphs: str, tmp_path: Path) 
         graph = {"enforce_eager": True}
     folder = save_model(kind, tmp_path / kind)
     check(folder, rounds=6, seed=2, graph=graph, dtype="bfloat16", device="cuda")
+
+
+@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
+def test_a_cache_of_bytes_changes_nothing_of_it(kind: str, tmp_path: Path) -> None:
+    graph, cache = {"cudagraph_capture_sizes": (4, 8, 16)}, {"kv_cache_dtype": "fp8"}
+    folder = save_model(kind, tmp_path / kind)
+    check(folder, rounds=2, seed=4, graph=graph, cache=cache, dtype="bfloat16", device="cuda")
+
+
+def test_drafts_of_a_head_change_no_bit(tmp_path: Path) -> None:
+    drafters = Drafters(tmp_path, wide_heads=True)
+    target = drafters.pair("eagle3")[0]
+    heads = [drafters.speculative("eagle3", k, watchdog=False) for k in (1, 3, 4)]
+    graph = {"cudagraph_capture_sizes": (4, 8, 16)}
+    check(
+        target, rounds=4, seed=5, drafters=heads, vocab=61, graph=graph, dtype="bfloat16",
+        device="cuda",
+    )  # fmt: skip

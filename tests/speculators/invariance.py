@@ -40,6 +40,12 @@ MODELS: dict[str, dict[str, Any]] = {
         "sliding_attention", "full_attention",
     ]),
 }  # fmt: skip
+ON_CPUS: dict[str, dict[str, Any]] = {  # refused on a GPU
+    "GptOss": dict(
+        head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=24,
+        intermediate_size=40,
+    ),
+}  # fmt: skip
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.0, "logprobs": 3},
@@ -54,7 +60,7 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 def save_model(kind: str, folder: Path) -> Path:
     """A tiny random model of this kind; returns its folder."""
     torch.manual_seed(3)
-    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **MODELS[kind]})
+    config = getattr(transformers, f"{kind}Config")(**{**SHAPE, **(MODELS | ON_CPUS)[kind]})
     name = kind.removesuffix("Text") + "ForCausalLM"
     getattr(transformers, name)(config).save_pretrained(folder)
     return folder
@@ -142,6 +148,7 @@ def engine_of(
     if sizes := graph.get("cudagraph_capture_sizes"):
         graph["cudagraph_capture_sizes"] = tuple(size for size in sizes if size <= tokens)
     cache = {"block_size": 16, "num_gpu_blocks_override": blocks, "enable_prefix_caching": caching}
+    cache |= changes.pop("cache", {})
     limits = {"max_num_seqs": seqs, "max_num_batched_tokens": tokens}
     return TinyEngine(folder, drafter, graph=graph, cache=cache, scheduler=limits, **changes)
 

@@ -8,9 +8,9 @@ import pytest
 
 from ..cases import some
 from .all_drafters import Drafters
-from .invariance import MODELS, check, save_model
+from .invariance import MODELS, ON_CPUS, check, save_model
 
-KINDS = [(kind, dtype) for kind in MODELS for dtype in ("auto", "float32")]
+KINDS = [(kind, dtype) for kind in MODELS | ON_CPUS for dtype in ("auto", "float32")]
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,17 @@ def test_the_fuzz_finds_what_torch_does_without_the_flag(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
-def test_many_companies_get_the_same_bits(kind: str, tmp_path: Path) -> None:
-    folder = save_model(kind, tmp_path / kind)
-    for seed in range(1, 4):
-        check(folder, rounds=8, seed=seed, dtype="auto")
+@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("kind", MODELS | ON_CPUS)
+def test_many_companies_get_the_same_bits(kind: str, seed: int, tmp_path: Path) -> None:
+    check(save_model(kind, tmp_path / kind), rounds=4, seed=seed, dtype="auto")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
+def test_a_cache_of_bytes_changes_nothing_of_it(kind: str, tmp_path: Path) -> None:
+    cache = {"kv_cache_dtype": "fp8"}
+    check(save_model(kind, tmp_path / kind), rounds=2, seed=4, cache=cache, dtype="float32")
 
 
 @pytest.mark.slow

@@ -19,7 +19,12 @@ from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.models.formats.weight_format import WeightFormat, resolve_format
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.startup import batch_invariant
-from slipstream.runner.startup.batch_invariant import NotBatchInvariant, refuse, settled
+from slipstream.runner.startup.batch_invariant import (
+    NotBatchInvariant,
+    check_rounding,
+    refuse,
+    settled,
+)
 from slipstream.speculators.verification import create_verifier, verify_coupled
 
 CPU, CUDA, META = (torch.device(name) for name in ("cpu", "cuda", "meta"))
@@ -76,16 +81,18 @@ def test_models_and_formats_without_such_kernels_are_refused(
     with pytest.raises(NotBatchInvariant, match=r"Qwen3_5Model.*kernels that depend on other rows"):
         refuse(recurrent, fmt)
     monkeypatch.setattr(batch_invariant, "is_card", lambda device: True)
-    monkeypatch.setattr(batch_invariant, "check_tiles", lambda device, dtype: None)
     fmt = WeightFormat(CUDA, torch.bfloat16, linear=FixedChooser(), batch_invariant=True)
     refuse(sketch("Llama"), fmt)
     with pytest.raises(NotBatchInvariant, match="65 inputs and"):
         refuse(sketch("Llama", intermediate_size=65), fmt)
     with pytest.raises(NotBatchInvariant, match="--dtype bfloat16 or float16"):
         refuse(sketch("Llama"), WeightFormat(CUDA, torch.float32, batch_invariant=True))
+    model = SimpleNamespace(format=fmt)
+    monkeypatch.setattr(batch_invariant, "check_tiles", lambda *_: None)
+    check_rounding(model)
     monkeypatch.setattr(batch_invariant, "check_tiles", lambda *_: "tiles of 16 rows differ")
     with pytest.raises(NotBatchInvariant, match="on this GPU, tiles of 16 rows differ"):
-        refuse(sketch("Llama"), fmt)
+        check_rounding(model)
 
 
 def test_a_gpu_gets_the_back_end_with_fixed_splits(monkeypatch: pytest.MonkeyPatch) -> None:
