@@ -58,7 +58,10 @@ DEEPSEEK_V32 = {
 }  # fmt: skip
 
 
-CASES = (("alone", 80), ("drafting", 120), ("eager", 100), ("fp8", 120), ("ranks", 100))
+CASES = (
+    *(("alone", 80), ("drafting", 120), ("eager", 100), ("fp8", 120), ("ranks", 100)),
+    ("invariant", 60),
+)
 Script = Callable[..., str]
 
 

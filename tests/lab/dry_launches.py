@@ -1,7 +1,8 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
-Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager|fp8|mtp|ranks [few]`; fp8 is drafting
-with an fp8 KV cache, mtp drafts with the model's own module, and ranks drafts on two GPUs. With
+Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager|fp8|invariant|mtp|ranks [few]`; fp8 is
+drafting with an fp8 KV cache, invariant with `--batch-invariant`, mtp with the model's own module,
+and ranks on two GPUs. With
 `few`, each sampling option is combined with one way to draw instead of three.
 `test_compile_ahead.py` runs it in a process of its own, since Triton decides at import whether it
 compiles or interprets. Nothing is compiled; the script only counts the specializations of each
@@ -193,6 +194,7 @@ def launches(
     few: bool,
     kv_cache_dtype: str = "auto",
     ranks: int = 1,
+    batch_invariant: bool = False,
 ) -> dict[str, Any]:
     """Count the specializations of a dry start; list those that a real start meets in an earlier
     stage, and those that only later steps launch."""
@@ -217,6 +219,7 @@ def launches(
             linear_backend="triton",
             cudagraph_capture_sizes=(1, 3, 24, 40, 120),
             enforce_eager=enforce_eager,
+            batch_invariant=batch_invariant,
         ),
     )
     counting = Counting()
@@ -257,6 +260,7 @@ def main(model: str, drafter: str, case: str, extent: str = "all") -> None:
             extent == "few",
             "fp8" if case == "fp8" else "auto",
             2 if case == "ranks" else 1,
+            case == "invariant",
         )
         print(json.dumps(found))
 
