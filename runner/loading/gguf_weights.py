@@ -212,11 +212,14 @@ class GGUFFile:
         return any(kind is not None and not kind.is_float for kind in kinds)
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every weight in its stored, quantised form."""
-        return {
+        """Bytes of every weight in its stored, quantised form, or of the part that is wanted."""
+        found = {
             own: int(stored.n_bytes) // (1 if expert is None else _shape(stored)[0])
             for own, _, stored, expert in self._entries()
         }
+        for own, (shape, cut) in self._parts.items():
+            found[own] = found[own] * cut.size // max(1, shape[cut.dim])
+        return found
 
     def tensors(self, read: BytesRead = ignore) -> Iterator[tuple[str, Stored]]:
         """Yield (transformers' name, stored rows or fp32 tensor) for every weight.
@@ -230,6 +233,8 @@ class GGUFFile:
             num_kv_heads = int(self._setting("attention.head_count_kv", num_heads))
             heads = {"attn_q": num_heads, "attn_k": num_kv_heads}
         for own, name, stored, expert in self._entries():
+            if own in self._parts and not self._parts[own][1].size:
+                continue  # another rank's expert
             kind = name.split(".")[2] if name.startswith("blk.") else ""
             weight = self._part(own, _stored(stored, name, heads.get(kind), expert))
             data = stored.data if expert is None else stored.data[expert]

@@ -40,6 +40,7 @@ from slipstream.runner.parallel.ranks import Cut, Ranks
 from ...cases import some
 from ..loading.quantised.quantised_folder import quantise
 from ..loading.quantised.stored_formats import FORMATS, tensors_of
+from ..loading.test_gguf_weights import EXPERTS as GGUF_EXPERTS
 from ..loading.test_gguf_weights import make_oracle, write_gguf
 from ..model_harness import CPU, Sequences
 from ..models.test_qwen3_5 import SHAPE as DELTA_SHAPE
@@ -235,6 +236,11 @@ def test_larger_groups_are_split_where_a_part_ends(group: int) -> None:
     assert torch.equal(filled[:142], rows.dequantise()) and not filled[142:].any()
 
 
+def checkpoint_size(file: GGUFFile) -> int:
+    """The bytes of what a rank wants, of which progress is a share."""
+    return sum(file.sizes().values())
+
+
 @pytest.mark.skipif(not weight.available(), reason="no native CPU kernels on this machine")
 @pytest.mark.parametrize("tied", [True, False])
 def test_native_cpu_kernels_multiply_parts_of_a_gguf_file(tied: bool, tmp_path: Path) -> None:
@@ -251,6 +257,7 @@ def test_native_cpu_kernels_multiply_parts_of_a_gguf_file(tied: bool, tmp_path: 
         file = counted(GGUFFile(path), read, ranks.rank)
         load_weights(model, replace(resolved, opened=file))
         assert all(m.matrix is not None for m in model.modules() if isinstance(m, Linear))
+        assert checkpoint_size(file) < 0.6 * path.stat().st_size
         linears = [m for m in model.modules() if isinstance(m, Linear)]
         return logits_of(model), sum(m.matrix.nbytes for m in linears)
 
@@ -260,6 +267,31 @@ def test_native_cpu_kernels_multiply_parts_of_a_gguf_file(tied: bool, tmp_path: 
     everything = sum(m.matrix.nbytes for m in whole.modules() if isinstance(m, Linear))
     assert size < 0.7 * everything
     assert all(size < 0.6 * path.stat().st_size for size in read.values())
+
+
+@pytest.mark.parametrize("by_expert", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_ranks_share_the_experts_of_a_gguf_file(
+    dtype: str, by_expert: bool, tmp_path: Path
+) -> None:
+    oracle = make_oracle("Qwen3Moe", **GGUF_EXPERTS, head_dim=32, norm_topk_prob=True)
+    path, read = tmp_path / "model.gguf", {0: 0, 1: 0}
+    write_gguf(path, "qwen3moe", oracle, ["Q8_0", "Q4_0"])
+    resolved = resolve_model(ModelConfig(model=str(path)))
+    whole = build(resolved, None, dtype)
+    load_weights(whole, resolved)
+    expected = logits_of(whole)
+
+    def run(ranks: Ranks) -> torch.Tensor:
+        model = build(resolved, replace(ranks, by_expert=by_expert), dtype)
+        file = counted(GGUFFile(path), read, ranks.rank)
+        load_weights(model, replace(resolved, opened=file))
+        return logits_of(model)
+
+    logits, other = on_ranks(2, run)
+    assert torch.equal(logits, other)
+    torch.testing.assert_close(logits, expected, atol=2e-3, rtol=2e-3)
+    assert all(size < 0.75 * path.stat().st_size for size in read.values())
 
 
 def test_stored_rows_are_cut_between_blocks() -> None:
