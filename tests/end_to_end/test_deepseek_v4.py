@@ -1,4 +1,4 @@
-"""A tiny random DeepSeek V4 served over HTTP: alone, with its module, and on two ranks."""
+"""Tiny random DeepSeek V3.2 and V4 served over HTTP: alone, with the module, on two ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 from tokenizers.decoders import ByteLevel as Decoder
 from tokenizers.pre_tokenizers import ByteLevel
 
+from ..speculators.mtp_oracle import MtpOracle
 from ..speculators.v4_mtp_oracle import V4MtpOracle
 from .running_server import RunningServer
 
@@ -39,9 +40,13 @@ def replies(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], RunningSer
 
 
 @pytest.mark.slow
-def test_replies_depend_on_neither_drafts_nor_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["V32", "V4"])
+def test_replies_depend_on_neither_drafts_nor_ranks(family: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    V4MtpOracle(folder, vocab_size=256)
+    if family == "V4":
+        V4MtpOracle(folder, vocab_size=256)
+    else:
+        MtpOracle(folder, family="DeepseekV32", vocab_size=256)
     alphabet = sorted(ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)

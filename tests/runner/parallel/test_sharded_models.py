@@ -20,7 +20,7 @@ from slipstream.runner.loading.weights import ResolvedModel, load_weights
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.parallel.ranks import Cut, Ranks
 
-from .. import tiny_v4
+from .. import tiny_v4, tiny_v32
 from ..model_harness import CPU, Sequences
 from ..models import (
     test_deepseek,
@@ -65,6 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
         "",
     ),
     "deepseek_v3": ("DeepseekV3Config", test_deepseek.SHAPE, {"attention_bias": True}, "stacked"),
+    "deepseek_v32": ("DeepseekV32Config", tiny_v32.SHAPE, {"index_topk": 2}, "stacked"),
     "deepseek_v4": ("DeepseekV4Config", tiny_v4.SHAPE, {"index_topk": 1}, "matrices"),
     "glm": ("Glm4MoeConfig", test_glm4_moe.SHAPE, test_glm4_moe.CASES["glm_4_5"], "stacked"),
     "phi3": ("Phi3Config", test_llama.SHAPE, {"pad_token_id": None}, ""),
@@ -120,6 +121,7 @@ BY_EXPERT = (
     "qwen2_moe",
     "gemma4_experts",
     "deepseek_v3",
+    "deepseek_v32",
     "deepseek_v4",
     "glm",
     "qwen3_next",

@@ -35,7 +35,7 @@ def test_parts_become_text_for_templates_that_read_strings(name: str) -> None:
     assert template.render([PARTS]) == template.render([joined])
 
 
-def test_the_template_for_deepseek_v4() -> None:
+def test_the_template_for_deepseek_v32_and_v4() -> None:
     source = (Path(__file__).parents[3] / "examples/deepseek_v4.jinja").read_text()
     chat = [
         {"role": "system", "content": "Be brief."},
