@@ -75,7 +75,7 @@ run_tests killed 60 "killed_rank"
 bench off-tp2 60 off -tp 2
 bench off-tp1 50 off
 bench off-tp2-nccl 50 off -tp 2 --disable-custom-all-reduce
-run_tests quantised 60 "quantised"
+run_tests quantised 80 "quantised"
 run_tests drafts 60 "drafts_change_no_text"
 bench eagle3-tp2 60 "$head" -tp 2
 bench eagle3-tp1 60 "$head"

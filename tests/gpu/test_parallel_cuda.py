@@ -164,7 +164,9 @@ def alone(folder: Path) -> dict[float, Text]:
         return thread.submit(asyncio.run, run()).result()
 
 
-def compare(found: Text, expected: Text, tolerance: float = 2e-3) -> None:
+def compare(
+    found: Text, expected: Text, tolerance: float = 2e-3, fewest: int = NUM_REQUESTS - 2
+) -> None:
     """Equal tokens, up to a few near-ties, and log probabilities to rounding before the first."""
     equal = 0
     for index, (ids, logprobs) in expected.items():
@@ -174,7 +176,7 @@ def compare(found: Text, expected: Text, tolerance: float = 2e-3) -> None:
         for a, b in zip(logprobs[:same], others[:same], strict=bool(others)):
             assert math.isclose(a, b, rel_tol=tolerance, abs_tol=tolerance), (index, a, b)
     print(f"{equal} of {len(expected)} texts equal")
-    assert equal >= len(expected) - 2
+    assert equal >= fewest
 
 
 @pytest.mark.parametrize("graphs", ["graphs", "eager"])
@@ -189,16 +191,24 @@ async def test_two_gpus_write_the_text_of_one(
             compare(await text_of(client, temperature, None), expected)
 
 
-@pytest.mark.parametrize("name", ["fp8 blocks", "int4 zeros"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("fp8 blocks", "float32"), ("int4 zeros", "float32"), ("int4 zeros", "bfloat16")],
+)
 async def test_parts_of_quantised_weights_write_the_same_text(
-    name: str, folder: Path, tmp_path: Path
+    name: str, dtype: str, folder: Path, tmp_path: Path
 ) -> None:
+    """In float32 torch multiplies, and in bfloat16 the kernels for packed weights."""
     shutil.copytree(folder / "target", tmp_path / "target")
     quantise(tmp_path / "target", name)
-    async with served(tmp_path, 1) as client:
+    async with served(tmp_path, 1, dtype=dtype) as client:
         expected = await text_of(client)
-    async with served(tmp_path, 2) as client:
-        compare(await text_of(client), expected)
+    async with served(tmp_path, 2, dtype=dtype) as client:
+        found = await text_of(client)
+    if dtype == "float32":
+        compare(found, expected)
+    else:  # whose rounding decides more of the text
+        compare(found, expected, tolerance=0.2, fewest=0)
 
 
 def test_sums_through_shared_memory_are_right() -> None:
