@@ -29,7 +29,8 @@ from slipstream.kernels.linear.experts import ExpertWeights, PackedExperts, Rout
 from slipstream.kernels.linear.linear import linear_parts
 from slipstream.kernels.linear.linear_choice import Shape
 from slipstream.kernels.linear.moe import expert_parts, select_experts
-from slipstream.kernels.linear.triton.moe import Tiles, rows_of_tile, tiles_of
+from slipstream.kernels.linear.triton.expert_rows import rows_of_tile
+from slipstream.kernels.linear.triton.moe import Tiles, tiles_of
 from slipstream.kernels.linear.triton.moe import expert_parts as with_tiles
 from slipstream.kernels.packed.triton.packed_experts import expert_parts as packed_parts
 from slipstream.kernels.quant.tiled import tile
