@@ -264,13 +264,13 @@ def run_engine(folder: Path, drafts: int, **changes: Any) -> dict[str, list[int]
         config = SpeculativeConfig(
             method="mtp", num_speculative_tokens=drafts, draft_sampling="greedy", watchdog=False
         )
-    graph = changes.pop("graph", {})
+    graph, max_tokens = changes.pop("graph", {}), changes.pop("max_tokens", 40)
     engine = TinyEngine(
         folder, config, scheduler={"max_num_seqs": 4, "max_num_batched_tokens": 96},
         cache={"block_size": 16, "num_gpu_blocks_override": 200} | changes.pop("cache", {}),
         graph={"cudagraph_capture_sizes": (4, 8, 16)} | graph if graph else {}, **changes,
     )  # fmt: skip
-    run = engine.run(prompts(8, seed=3, longest=60), max_tokens=40)
+    run = engine.run(prompts(8, seed=3, longest=60), max_tokens=max_tokens)
     engine.close()
     return run.tokens
 
@@ -297,18 +297,19 @@ def test_text_of_v32_is_that_of_the_cpu(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
-def test_text_of_flash_mla_does_not_depend_on_graphs(dtype: str, tmp_path: Path) -> None:
+def test_text_of_flash_mla_is_that_of_triton_with_every_graph(dtype: str, tmp_path: Path) -> None:
     """DeepSeek V4 with 64 heads of 512 values, in bf16; each graph plans for itself."""
     pytest.importorskip("flash_mla")
     wide = {"head_dim": 512, "qk_rope_head_dim": 64, "index_head_dim": 64}
     make_v4(tmp_path, num_attention_heads=64, **wide)
-    graph: dict[str, Any] = {"attention_backend": "flash_mla"}
+    flash: dict[str, Any] = {"attention_backend": "flash_mla"}
+    graphs = ({"attention_backend": "triton"}, flash | {"enforce_eager": True}, flash)
     texts = [
         run_engine(
-            tmp_path, 0, device="cuda", dtype="bfloat16", graph=graph | more,
+            tmp_path, 0, device="cuda", dtype="bfloat16", graph=graph, max_tokens=8,
             cache={"kv_cache_dtype": dtype, "block_size": 64},
         )
-        for more in ({"enforce_eager": True}, {}, {"cudagraph_whole_step": False})
+        for graph in (*graphs, flash | {"cudagraph_whole_step": False})
     ]  # fmt: skip
-    for tokens in texts[1:]:  # bf16 has near-ties: most texts agree
-        assert sum(tokens[name] == texts[0][name] for name in tokens) >= len(tokens) - 2
+    for tokens in texts[1:]:  # bf16 has near-ties, which decide the rest of a text
+        assert sum(tokens[name] == texts[0][name] for name in tokens) > len(tokens) / 2
