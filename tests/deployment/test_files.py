@@ -294,6 +294,33 @@ def test_the_dashboard_starts_with_speculation() -> None:
     assert by_reason.startswith("sum by (reason, k) (rate(slipstream:spec_decode_k_steps_total{")
 
 
+# What an operator of speculation asks -> panels, and what their expressions read.
+QUESTIONS = {
+    "is it gaining": (
+        ["Speed-up by drafts", "Speed-up over time", "Tokens per second, with drafts and without"],
+        ["spec_decode_seconds_total", "spec_decode_seconds_without_drafts_total"],
+    ),
+    "K and why": (["K by reason", "Current K"], ["spec_decode_k_steps_total"]),
+    "acceptance by position": (["Acceptance by position"], ["accepted_tokens_per_pos_total"]),
+    "watchdog": (["Drafter", "Drafter health"], ["spec_decode_drafter_healthy"]),
+    "TTFT": (["Time to first token"], ["0.5", "0.99", "time_to_first_token_seconds_bucket"]),
+    "TPOT": (["Time per output token, by request"], ["0.5", "0.99", "time_per_output_token"]),
+    "queue": (["Queue"], ["num_requests_waiting", "num_requests_running"]),
+    "KV use": (["KV cache in use"], ["kv_cache_usage"]),
+    "preemptions": (["Preemptions per second"], ["num_preemptions_total"]),
+    "prefix hits": (["Prefix cache hit rate"], ["prefix_cache_hits", "prefix_cache_queries"]),
+    "errors": (["Share of failed responses", "Drafter failures"], ["http_requests_total", "5.."]),
+}
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_the_board_answers_what_an_operator_asks(question: str) -> None:
+    titles, words = QUESTIONS[question]
+    board = board_expressions()
+    text = " ".join(expression for title in titles for expression in board[title])
+    assert [word for word in words if word not in text] == []
+
+
 @pytest.mark.skipif(
     shutil.which("promtool") is None,
     reason="promtool is not installed (Debian: apt-get install prometheus)",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ from .conftest import RunningServer, free_port
 
 PROMPT = "What is the capital of France? <img src=x onerror=alert(1)>"
 KINDS = ("accepted", "replaced")
-MODES = [(390, 800, "light"), (1280, 800, "dark")]  # a phone and a screen
+MODES = [(*size, scheme) for size in ((390, 800), (1280, 800)) for scheme in ("light", "dark")]
 # What a user sees of an answer: the class and text of each token.
 TOKENS = (
     "[...document.querySelectorAll('.answer-text')].map(text =>"
@@ -139,6 +140,102 @@ def test_the_page_fits_and_can_be_read(
     browser.wait(lambda: browser.run(named), "the charts have values")
 
 
+def figures_of(second: int) -> str:
+    """What /metrics says after some seconds: K is 2 in the first second and 4 in the next ones."""
+    k_steps = {2: 30 * min(second, 1), 4: 30 * max(second - 1, 0)}
+    accepted = [20 * second, 10 * second]
+    lines = [
+        f"generation_tokens_total {90 * second}",
+        f"spec_decode_num_drafts_total {30 * second}",
+        *(f'spec_decode_k_steps_total{{k="{k}",reason="gain"}} {n}' for k, n in k_steps.items()),
+        *(
+            f'spec_decode_num_accepted_tokens_per_pos_total{{position="{place}"}} {count}'
+            for place, count in enumerate(accepted)
+        ),
+        f"spec_decode_seconds_total {second}",
+        f"spec_decode_seconds_without_drafts_total {1.5 * second}",
+        f"inter_token_latency_seconds_sum {0.9 * second}",
+        f"inter_token_latency_seconds_count {90 * second}",
+        f'inter_token_latency_seconds_bucket{{le="0.02"}} {90 * second}',
+        f'inter_token_latency_seconds_bucket{{le="+Inf"}} {90 * second}',
+        f"num_requests_running {second}",
+        "num_requests_waiting 7",
+    ]
+    return "".join(f"slipstream:{line}\n" for line in lines)
+
+
+def test_charts_show_the_figures_of_the_server_over_time(
+    browser: Browser, server: RunningServer
+) -> None:
+    """The page reads prepared figures, so that each value of each chart is known."""
+    browser.open(f"{server.url}/live", 1280, 800)
+    texts = [figures_of(second) for second in range(4)]
+    browser.run(
+        f"const texts = {json.dumps(texts)}; let at = 0; const real = window.fetch;"
+        "window.fetch = (path, options) => path !== 'metrics' ? real(path, options) :"
+        " Promise.resolve(new Response(texts[Math.min(at++, 3)]));"
+        "const box = document.createElement('div'); box.id = 'known'; document.body.append(box);"
+        "import('./live/charts.js').then(m => m.startCharts(box))"
+    )
+    spoken = "[...document.querySelectorAll('#known .plot')].map(p => p.getAttribute('aria-label'))"
+
+    def named(words: str) -> bool:
+        return any(words in (label or "") for label in browser.run(spoken))
+
+    browser.wait(lambda: named("Requests: running 3, waiting 7"), "four readings are drawn", 30)
+    labels = browser.run(spoken)
+    for words in ("Draft length K, mean of the steps: K 4", "Time between tokens: mean 10, 95th"):
+        assert named(words), labels
+    assert named("Tokens a second: tokens ") and named("Speed-up by drafts: measured 1.5 times")
+    shown = "[...document.querySelectorAll('#known .positions li')].map(li => li.textContent)"
+    assert browser.run(shown) == ["Draft 167 %", "Draft 233 %"]  # 20 and 10 of 30
+    lines = (
+        "[...document.querySelectorAll('#known .plot path.first')].map(p => p.getAttribute('d'))"
+    )
+    rises = [path for path in browser.run(lines) if path.count("L") >= 1]
+    assert len(rises) >= 3  # lines over time, among them that of K
+    note = "[...document.querySelectorAll('#known .scale span')].map(s => s.textContent)"
+    assert "this K promises most tokens a second" in browser.run(note)
+
+
+def test_the_page_can_be_used_by_keyboard_and_screen_reader(
+    browser: Browser, server: RunningServer
+) -> None:
+    browser.open(f"{server.url}/live", 1280, 800)
+    ask(browser, "Say hi")
+    focused = "document.activeElement.id || document.activeElement.className"
+    visited = []
+    for _ in range(32):
+        browser.press("Tab")
+        visited.append(browser.run(focused))
+    visited = visited[visited.index("skip") :]  # once around, from the beginning of the page
+    order = ["skip", "answer-text", "prompt", "send", "clear", "compare", "logprobs", "max-tokens"]
+    at = [next(i for i, name in enumerate(visited) if name.startswith(each)) for each in order]
+    assert at == sorted(at) and "temperature" in visited, visited
+
+    nodes = browser.call("Accessibility.getFullAXTree")["nodes"]
+    tree = [
+        (node["role"]["value"], node.get("name", {}).get("value", ""), node)
+        for node in nodes
+        if not node.get("ignored") and "role" in node
+    ]
+    found = {(role, name) for role, name, _ in tree}
+    assert {
+        ("textbox", "Message"), ("button", "Send"), ("log", "Conversation"),
+        ("checkbox", "Answer again without drafts, and compare the speed"),
+        ("heading", "Chat"), ("heading", "The server now"), ("list", "Kinds of tokens"),
+    } <= found  # fmt: skip
+    assert any(role == "status" for role, _ in found)
+    images = {name.partition(":")[0] for role, name in found if role in ("image", "img")}
+    assert {"Tokens a second", "Draft length K, mean of the steps", "Requests"} <= images
+    nameless = [
+        (role, name) for role, name, node in tree
+        if not name and any(p["name"] == "focusable" for p in node.get("properties", ()))
+        and role not in ("RootWebArea", "generic")
+    ]  # fmt: skip
+    assert nameless == []
+
+
 def luminance(rgb: str) -> float:
     """WCAG's relative luminance of "rgb(r, g, b)"."""
     parts = [int(part) / 255 for part in rgb.removeprefix("rgb(").rstrip(")").split(",")]
@@ -239,6 +336,11 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(
     assert 'in place of the rejected draft "x". Drafts after it: "y".' in spoken
     assert "Probability 77.88 % (log -0.25)." in spoken
     assert browser.run("document.querySelectorAll('#detail tr').length") == 4
+    browser.press("Escape")
+    browser.hover("document.querySelector('.answer-text').children[1]")  # with the mouse
+    hovered = f"{by_id('detail', 'hidden')} ? '' : {by_id('detail', 'textContent')}"
+    browser.wait(lambda: '"x"' in browser.run(hovered), "the rejected draft shows")
+    assert '"y"' in browser.run(hovered) and "log -0.25" in browser.run(hovered)
 
     assert browser.run("JSON.stringify([localStorage.length, document.cookie])") == '[0,""]'
     browser.open(f"{url}/live", 1280, 800)  # the tab still has the key
