@@ -9,6 +9,10 @@ from ..linear.linear_choice import Choice, Gemv
 from ..quant.tiled import TiledWeight
 
 WIDTH = 64  # columns of a slice that the kernel of `Row` knows
+# What a kernel makes of a product: the value of MODE.
+PLAIN = 0
+PARTS = 1  # float32 parts [S, M, N]
+GATE_UP = 2  # act(gate) * up of its two halves
 
 
 @dataclass(frozen=True)

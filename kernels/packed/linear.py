@@ -18,7 +18,7 @@ from ..linear.linear_choice import Gemv, Skinny
 from ..linear.norm_rope import rms_norm
 from ..quant.tiled import TiledWeight, Weight
 from .choice import choose_packed as choose_packed
-from .kinds import PackedChoice, Quantised, Row
+from .kinds import GATE_UP, PARTS, PLAIN, PackedChoice, Quantised, Row
 
 
 def packed_linear(
@@ -39,21 +39,7 @@ def packed_linear(
     if isinstance(choice, Quantised):
         return _quantised_linear(x, weight, bias, norm, residual)
     x, norm = _prepared(x, weight, norm, choice)
-    out: Tensor
-    if isinstance(choice, Gemv):
-        from .triton.packed_gemv import linear as gemv
-
-        out = gemv(x, weight, bias, choice, norm, residual)
-        return out
-    if isinstance(choice, Row):
-        from .triton.packed_row import linear as row
-
-        out = row(x, weight, bias, choice, norm=norm, residual=residual)
-        return out
-    from .triton.packed_skinny import linear as skinny
-
-    out = skinny(x, weight, bias, choice, norm=norm, residual=residual)
-    return out
+    return _multiply(x, weight, choice, PLAIN, bias, norm=norm, residual=residual)
 
 
 def packed_linear_reference(
@@ -134,16 +120,7 @@ def packed_linear_parts(
     if not _has_kernels(x) or (norm is not None and choice.norm):
         return packed_linear(x, weight, bias, choice, norm)
     x, _ = _prepared(x, weight, norm, choice)
-    parts: Tensor
-    if isinstance(choice, Row):
-        from .triton.packed_row import linear_parts as row
-
-        parts = row(x, weight, bias, choice)
-        return parts
-    from .triton.packed_skinny import linear_parts as skinny
-
-    parts = skinny(x, weight, bias, choice)
-    return parts
+    return _multiply(x, weight, choice, PARTS, bias)
 
 
 def packed_gated_linear(
@@ -164,21 +141,7 @@ def packed_gated_linear(
     if isinstance(choice, Quantised):
         return GATED[activation](_quantised_linear(x, weight, bias, norm, None))
     x, norm = _prepared(x, weight, norm, choice)
-    out: Tensor
-    if isinstance(choice, Gemv):
-        from .triton.packed_gemv import gated_linear as gemv
-
-        out = gemv(x, weight, bias, activation, choice, norm)
-        return out
-    if isinstance(choice, Row):
-        from .triton.packed_row import gated_linear as row
-
-        out = row(x, weight, bias, activation, choice, norm=norm)
-        return out
-    from .triton.packed_skinny import gated_linear as skinny
-
-    out = skinny(x, weight, bias, activation, choice, norm=norm)
-    return out
+    return _multiply(x, weight, choice, GATE_UP, bias, activation, norm)
 
 
 def packed_sample_head(
@@ -189,6 +152,33 @@ def packed_sample_head(
     x: [L, H]; weight: [V, H]. Returns the tokens [L] int64 and the largest logits [L] float32.
     """
     return pick_rows(packed_linear(x, weight, None, choice), draws)
+
+
+def _multiply(
+    x: Tensor,
+    weight: TiledWeight,
+    choice: Gemv | Skinny | Row,
+    mode: int,
+    bias: Tensor | None,
+    activation: str = "silu",
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """The product by the chosen kernel."""
+    out: Tensor
+    if isinstance(choice, Gemv):
+        from .triton import packed_gemv
+
+        out = packed_gemv.multiply(x, weight, choice, mode, bias, activation, norm, residual)
+    elif isinstance(choice, Row):
+        from .triton import packed_row
+
+        out = packed_row.multiply(x, weight, choice, mode, bias, activation, norm, residual)
+    else:
+        from .triton import packed_skinny
+
+        out = packed_skinny.multiply(x, weight, choice, mode, bias, activation, norm, residual)
+    return out
 
 
 def _in_order(x: Tensor, weight: TiledWeight) -> Tensor:

@@ -87,8 +87,9 @@ class Experts(nn.Module):
         first, last = self.gate_up.packed, self.down.packed
         if first is not None and last is not None:
             return PackedExperts(first.weight, last.weight, self.count, **rule)
-        self.gate_up.widen()  # one alone
-        self.down.widen()
+        if first is not None or last is not None:  # one alone
+            self.gate_up.widen()
+            self.down.widen()
         assert self.gate_up.weight is not None and self.down.weight is not None
         return ExpertWeights(self.gate_up.weight, self.down.weight, **rule)
 

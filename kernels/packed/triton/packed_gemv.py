@@ -14,14 +14,12 @@ import triton.language as tl
 from torch import Tensor
 
 from ...launch import hash_functions, pdl_options, wait_for_inputs
+from ...linear.linear import Norm
 from ...linear.linear_choice import Gemv
 from ...linear.triton.gemv import gated
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_codes import KINDS, float_pair
-from ..kinds import fits_gemv
-
-_PLAIN, _ADD, _GATED = 0, 1, 2
-Norm = tuple[Tensor, float]  # weight [K], eps
+from ..kinds import GATE_UP, PLAIN, fits_gemv
 
 
 @triton.jit
@@ -78,6 +76,7 @@ def _packed_gemv_kernel(
     CHANNEL: tl.constexpr,
     NORM: tl.constexpr,
     BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
     MODE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ASSEMBLY: tl.constexpr,
@@ -139,26 +138,28 @@ def _packed_gemv_kernel(
         y += tl.load(bias + n, mask=inside, other=0.0).to(tl.float32)
         if MODE == 2:
             u += tl.load(bias + up, mask=inside, other=0.0).to(tl.float32)
-    if MODE == 1:
+    if RESIDUAL:
         y += tl.load(residual + n, mask=inside, other=0.0).to(tl.float32)
     if MODE == 2:
         y = gated(y, u, ACTIVATION)
     tl.store(out + n, y.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(
+def multiply(
     x: Tensor,
     weight: TiledWeight,
-    bias: Tensor | None,
     choice: Gemv,
-    norm: Norm | None,
-    residual: Tensor | None,
-    mode: int,
+    mode: int = PLAIN,
+    bias: Tensor | None = None,
     activation: str = "silu",
+    norm: Norm | None = None,
+    residual: Tensor | None = None,
 ) -> Tensor:
+    """See `kernels.packed.linear`; x must be one row, [1, K]. Parts are not a mode of it."""
+    assert mode == PLAIN or (mode == GATE_UP and residual is None)
     assert x.shape[0] == 1 and x.stride(1) == 1 and weight.words.is_contiguous()
     assert fits_gemv(weight) and choice.block_k % 128 == 0
-    num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
+    num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
     out = torch.empty(1, num_outputs, dtype=x.dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
     whole = weight.group >= weight.columns and weight.row_group == 1
@@ -185,6 +186,7 @@ def _launch(
         CHANNEL=whole,
         NORM=norm is not None,
         BIAS=bias is not None,
+        RESIDUAL=residual is not None,
         MODE=mode,
         ACTIVATION=int(activation == "gelu_tanh"),
         ASSEMBLY=not x.is_cpu,
@@ -192,30 +194,6 @@ def _launch(
         **pdl_options(x),
     )
     return out
-
-
-def linear(
-    x: Tensor,
-    weight: TiledWeight,
-    bias: Tensor | None,
-    choice: Gemv,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """See `kernels.packed.linear.packed_linear`; x must be one row, [1, K]."""
-    return _launch(x, weight, bias, choice, norm, residual, _PLAIN if residual is None else _ADD)
-
-
-def gated_linear(
-    x: Tensor,
-    weight: TiledWeight,
-    bias: Tensor | None,
-    activation: str,
-    choice: Gemv,
-    norm: Norm | None = None,
-) -> Tensor:
-    """See `kernels.packed.linear.packed_gated_linear`; x must be one row, [1, K]."""
-    return _launch(x, weight, bias, choice, norm, None, _GATED, activation)
 
 
 hash_functions(globals())

@@ -18,16 +18,15 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ...launch import fetch_early, fits_tma, has_tma, hash_functions, pdl_options, wait_for_inputs
+from ...linear.linear import Norm
 from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _TRITON_DTYPES
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_scales import fp4_of_spans, of_spans
-from ..kinds import WIDTH, Row, fits_row
+from ..kinds import GATE_UP, PARTS, PLAIN, WIDTH, Row, fits_row
 from .arguments import scale_arguments
 from .packed_products import add_spans, tile_of_spans, total_of_spans
 
-_PLAIN, _PARTS, _GATED = 0, 1, 2
-Norm = tuple[Tensor, float]  # weight [K], eps
 _EARLY_BYTES = 16 << 20  # a third of the L2 of an H100
 
 
@@ -223,26 +222,28 @@ def _packed_row_kernel(
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
-def _launch(
+def multiply(
     x: Tensor,
     weight: TiledWeight,
-    bias: Tensor | None,
     choice: Row,
-    mode: int,
+    mode: int = PLAIN,
+    bias: Tensor | None = None,
     activation: str = "silu",
-    tma: bool | None = None,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    tma: bool | None = None,
 ) -> Tensor:
+    """See `kernels.packed.linear`, whose operations are the modes; x [M, K] has the weight's order
+    of columns and up to 16 rows. `tma` overrides whether descriptors load the tiles."""
     assert x.is_contiguous() and weight.words.is_contiguous() and fits_row(weight)
     (num_rows, num_inputs), slices = x.shape, weight.slices
-    assert norm is None or (mode != _PARTS and num_rows == 1)
-    num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
-    split_k = choice.split_k if mode == _PARTS else 1
+    assert norm is None or (mode != PARTS and num_rows == 1)
+    num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
+    split_k = choice.split_k if mode == PARTS else 1
     columns = slices * WIDTH
     step = columns * choice.spans
     part_columns = triton.cdiv(triton.cdiv(num_inputs, split_k), step) * step
-    if mode == _PARTS:
+    if mode == PARTS:
         out = torch.empty(split_k, num_rows, num_outputs, dtype=torch.float32, device=x.device)
     else:
         out = torch.empty(num_rows, num_outputs, dtype=x.dtype, device=x.device)
@@ -304,39 +305,6 @@ def _early_lines(weight: TiledWeight, columns: int) -> int:
     rows = weight.words.shape[0]
     most = min(_EARLY_BYTES // (128 * rows), columns // weight.slices // WIDTH)
     return 1 << most.bit_length() - 1 if most > 0 else 0
-
-
-def linear(
-    x: Tensor,
-    weight: TiledWeight,
-    bias: Tensor | None,
-    choice: Row,
-    tma: bool | None = None,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """See `kernels.packed.linear.packed_linear`; x [M, K] has up to 16 rows."""
-    return _launch(x, weight, bias, choice, _PLAIN, tma=tma, norm=norm, residual=residual)
-
-
-def linear_parts(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, choice: Row, tma: bool | None = None
-) -> Tensor:
-    """See `kernels.packed.linear.packed_linear_parts`."""
-    return _launch(x, weight, bias, choice, _PARTS, tma=tma)
-
-
-def gated_linear(
-    x: Tensor,
-    weight: TiledWeight,
-    bias: Tensor | None,
-    activation: str,
-    choice: Row,
-    tma: bool | None = None,
-    norm: Norm | None = None,
-) -> Tensor:
-    """See `kernels.packed.linear.packed_gated_linear`."""
-    return _launch(x, weight, bias, choice, _GATED, activation, tma=tma, norm=norm)
 
 
 hash_functions(globals())

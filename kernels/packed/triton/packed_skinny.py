@@ -25,16 +25,15 @@ from ...launch import (
     pdl_options,
     wait_for_inputs,
 )
+from ...linear.linear import Norm
 from ...linear.linear_choice import Skinny
 from ...linear.triton.gemv import gated
 from ...linear.triton.skinny import _TRITON_DTYPES, _tile
 from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_scales import factors_of
+from ..kinds import GATE_UP, PARTS, PLAIN
 from .arguments import scale_arguments
 from .packed_products import add_products
-
-_PLAIN, _PARTS, _GATED = 0, 1, 2
-Norm = tuple[Tensor, float]  # weight [K], eps
 
 
 @triton.jit
@@ -206,26 +205,28 @@ def _packed_kernel(
         tl.store(out + at, acc.to(DTYPE), mask=inside)
 
 
-def _launch(
+def multiply(
     x: Tensor,
     weight: TiledWeight,
-    bias: Tensor | None,
     choice: Skinny,
-    mode: int,
+    mode: int = PLAIN,
+    bias: Tensor | None = None,
     activation: str = "silu",
-    tma: bool | None = None,
     norm: Norm | None = None,
     residual: Tensor | None = None,
+    tma: bool | None = None,
 ) -> Tensor:
-    assert norm is None or choice.split_k == 1 or mode != _PARTS
+    """See `kernels.packed.linear`, whose operations are the modes; x [M, K] has the weight's order
+    of columns. `tma` overrides whether descriptors load the tiles."""
+    assert norm is None or choice.split_k == 1 or mode != PARTS
     assert x.is_contiguous() and weight.words.is_contiguous()
     num_rows, num_inputs = x.shape
     width, slices = weight.slice_width, weight.slices
     columns = width * slices
-    num_outputs = weight.shape[0] // (2 if mode == _GATED else 1)
-    split_k = choice.split_k if mode == _PARTS else 1
+    num_outputs = weight.shape[0] // (2 if mode == GATE_UP else 1)
+    split_k = choice.split_k if mode == PARTS else 1
     span = triton.cdiv(triton.cdiv(num_inputs, split_k), columns) * columns
-    if mode == _PARTS:
+    if mode == PARTS:
         shape = (split_k, num_rows, num_outputs)
         out = torch.empty(shape, dtype=torch.float32, device=x.device)
     else:
@@ -277,42 +278,6 @@ def _launch(
         **options,
     )
     return out
-
-
-def linear(
-    x: Tensor,
-    weight: TiledWeight,
-    bias: Tensor | None,
-    choice: Skinny,
-    tma: bool | None = None,
-    norm: Norm | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """See `kernels.packed.linear.packed_linear`; x [M, K] has the weight's order of columns.
-
-    `tma` overrides whether descriptors load the tiles.
-    """
-    return _launch(x, weight, bias, choice, _PLAIN, tma=tma, norm=norm, residual=residual)
-
-
-def linear_parts(
-    x: Tensor, weight: TiledWeight, bias: Tensor | None, choice: Skinny, tma: bool | None = None
-) -> Tensor:
-    """See `kernels.packed.linear.packed_linear_parts`."""
-    return _launch(x, weight, bias, choice, _PARTS, tma=tma)
-
-
-def gated_linear(
-    x: Tensor,
-    weight: TiledWeight,
-    bias: Tensor | None,
-    activation: str,
-    choice: Skinny,
-    tma: bool | None = None,
-    norm: Norm | None = None,
-) -> Tensor:
-    """See `kernels.packed.linear.packed_gated_linear`."""
-    return _launch(x, weight, bias, choice, _GATED, activation, tma=tma, norm=norm)
 
 
 hash_functions(globals())
