@@ -16,6 +16,8 @@ class NativeExperts:
 
     gate_up: Sequence[Matrix]  # [2I, H] of each expert
     down: Sequence[Matrix]  # [H, I]
+    gate_up_bias: Tensor | None = None  # [E, 2I]
+    down_bias: Tensor | None = None  # [E, H]
     activation: str = "silu"  # as in `kernels.linear.experts`, like the other two
     alpha: float = 1.702
     limit: float = 7.0
@@ -26,8 +28,12 @@ class NativeExperts:
 
     def gate_up_of(self, expert: int, x: Tensor) -> Tensor:
         """Gate and up of rows x [n, H] fp32 for one expert: [n, 2I]."""
-        return self.gate_up[expert].multiply(x)
+        return _biased(self.gate_up[expert].multiply(x), self.gate_up_bias, expert)
 
     def down_of(self, expert: int, x: Tensor) -> Tensor:
         """The output of inner values x [n, I] fp32 for one expert: [n, H]."""
-        return self.down[expert].multiply(x)
+        return _biased(self.down[expert].multiply(x), self.down_bias, expert)
+
+
+def _biased(out: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+    return out if bias is None else out.add_(bias[expert])

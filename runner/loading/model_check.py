@@ -95,7 +95,8 @@ def _bytes_as_stored(model: TextModel, resolved: ResolvedModel, fmt: WeightForma
         if isinstance(module, Linear) and module.weight is None:
             total += module.out_features * module.in_features * fmt.dtype.itemsize
         elif isinstance(module, ExpertStack) and module.weight is None:
-            total += module.count * module.rows * module.columns * fmt.dtype.itemsize
+            plain = module.count * module.rows * module.columns * fmt.dtype.itemsize
+            total += module.expected_bytes or plain
         elif isinstance(module, Embedding) and module.weight is None:
             total += math.prod(module.shape) * fmt.dtype.itemsize
     slots = model.checkpoint_slots()

@@ -26,9 +26,40 @@ from ...kernels.packed.experts import packed_expert_parts, packed_experts
 from ..errors import ModelLoadError
 from ..parallel.experts import ExpertRanks
 from ..parallel.ranks import Cut, stacked
-from .formats.expert_stack import ExpertStack
+from .formats.expert_stack import ExpertStack, experts_of
 from .layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
 from .llama import MLP
+
+
+def run_in_form(
+    x: Tensor,
+    experts: ExpertWeights | PackedExperts | NativeExperts,
+    weights: Tensor,
+    ids: Tensor,
+    absent: bool = False,
+    fixed: bool = False,
+) -> Tensor:
+    """`kernels.linear.moe.run_experts` for experts in any form."""
+    if isinstance(experts, PackedExperts):
+        return packed_experts(x, experts, weights, ids, absent)
+    if isinstance(experts, NativeExperts):
+        return run_experts_reference(x, experts, weights, ids)
+    return run_experts(x, experts, weights, ids, absent, fixed and not absent)
+
+
+def parts_in_form(
+    x: Tensor,
+    experts: ExpertWeights | PackedExperts | NativeExperts,
+    weights: Tensor,
+    ids: Tensor,
+    spare: int = 0,
+) -> Tensor:
+    """`kernels.linear.moe.expert_parts` for experts in any form."""
+    if isinstance(experts, PackedExperts):
+        return packed_expert_parts(x, experts, weights, ids, spare)
+    if isinstance(experts, NativeExperts):
+        return run_experts_reference(x, experts, weights, ids)
+    return expert_parts(x, experts, weights, ids, spare)
 
 
 class Experts(nn.Module):
@@ -81,17 +112,8 @@ class Experts(nn.Module):
     @property
     def weights(self) -> ExpertWeights | PackedExperts | NativeExperts:
         """The weights of all experts, in the form that they arrived in."""
-        rule: dict[str, Any] = {"activation": self.activation, "limit": self.limit}
-        if self.format.native:
-            return NativeExperts(self.gate_up.matrices, self.down.matrices, **rule)
-        first, last = self.gate_up.packed, self.down.packed
-        if first is not None and last is not None:
-            return PackedExperts(first.weight, last.weight, self.count, **rule)
-        if first is not None or last is not None:  # one alone
-            self.gate_up.widen()
-            self.down.widen()
-        assert self.gate_up.weight is not None and self.down.weight is not None
-        return ExpertWeights(self.gate_up.weight, self.down.weight, **rule)
+        rule = {"activation": self.activation, "limit": self.limit}
+        return experts_of(self.gate_up, self.down, **rule)
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H].
@@ -108,12 +130,7 @@ class Experts(nn.Module):
 
     def _run(self, x: Tensor, weights: Tensor, ids: Tensor, absent: bool) -> Tensor:
         """`forward` for indices of the experts here; -1 if `absent`."""
-        experts = self.weights
-        if isinstance(experts, PackedExperts):
-            return packed_experts(x, experts, weights, ids, absent)
-        if isinstance(experts, NativeExperts):
-            return run_experts_reference(x, experts, weights, ids)
-        return run_experts(x, experts, weights, ids, absent, self.fixed and not absent)
+        return run_in_form(x, self.weights, weights, ids, absent, self.fixed)
 
     def _exchanged(
         self, shared: ExpertRanks, own: Cut, x: Tensor, weights: Tensor, ids: Tensor
@@ -135,9 +152,7 @@ class Experts(nn.Module):
         whole = self.ranks is None and self.shared is None
         if not whole or self.fixed or isinstance(experts, NativeExperts):
             return self.forward(x, weights, ids)
-        if isinstance(experts, PackedExperts):
-            return packed_expert_parts(x, experts, weights, ids, spare)
-        return expert_parts(x, experts, weights, ids, spare)
+        return parts_in_form(x, experts, weights, ids, spare)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"

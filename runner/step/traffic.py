@@ -72,8 +72,6 @@ def weight_formats(model: nn.Module) -> str:
     for module in model.modules():
         if isinstance(module, Packed):
             found.add(module.weight.kind)
-        elif getattr(module, "is_packed", False):  # experts
-            found.add("fp4")
         elif isinstance(module, ExpertStack):
             found |= module.native_formats
         elif isinstance(module, Linear) and module.matrix is not None:

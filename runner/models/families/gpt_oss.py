@@ -16,22 +16,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....kernels.linear.experts import ExpertWeights, PackedExperts, Routing
+from ....kernels.linear.experts import Routing
 from ....kernels.linear.linear import Norm
-from ....kernels.linear.moe import expert_parts, run_experts
-from ....kernels.packed.experts import packed_expert_parts
-from ....kernels.quant.packed import PackedWeight, e2m1_numbers
-from ....kernels.quant.tiled import TiledWeight, has_kernels, tile
+from ....kernels.quant.packed import PackedWeight
+from ....kernels.quant.part import columns_of
 from ...errors import ModelLoadError
 from ...parallel.ranks import Cut
+from ..formats.expert_stack import ExpertStack, experts_of
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..llama import Attention, DecoderLayer, FeedForward, LlamaModel
-from ..moe import Router
+from ..moe import Router, parts_in_form, run_in_form
 from ..sharded import split_tensor
 
 _GROUP = 32  # numbers that share a scale
-_ACTIVATION = "clamped_swiglu"
-_PACKED_DTYPES = (torch.bfloat16,)  # of activations; fp16 cannot hold every scale
 _SPAN = 256  # columns of a span of words, see `kernels.quant.tiled`
 _RANDOM_SCALE = 120  # of random weights: 2 ** -7
 
@@ -63,9 +60,7 @@ class SinkAttention(Attention):
 class GptOssExperts(nn.Module):
     """All experts of a layer. Checkpoints alternate the rows of gate and up."""
 
-    gate_up: Tensor  # [E, 2I, H], the rows of gate first; of packed experts none
-    down: Tensor  # [E, H, I]
-    gate_up_bias: Tensor  # [E, 2I]
+    gate_up_bias: Tensor  # [E, 2I], the rows of gate first
     down_bias: Tensor  # [E, H]
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
@@ -81,122 +76,91 @@ class GptOssExperts(nn.Module):
         if fmt.ranks is not None:
             self.share = fmt.ranks.share(size, "intermediate features of an expert")
             size = self.share.size
-        empty = functools.partial(torch.empty, device=fmt.device)
-        is_packed = fmt.packed and fmt.ranks is None and fmt.dtype in _PACKED_DTYPES
-        self.is_packed = is_packed and _has_kernels(fmt.device)
-        self.shapes = {"gate_up": (count, 2 * size, hidden), "down": (count, hidden, size)}
-        for name, (_, rows, columns) in self.shapes.items():
-            if self.is_packed:
-                words = empty(count * rows, -(-columns // _SPAN) * _SPAN // 4, dtype=torch.int16)
-                scales = empty(count * rows, columns // _GROUP, dtype=torch.uint8)
-                self.register_buffer(f"{name}_words", words)
-                self.register_buffer(f"{name}_scales", scales)
-            else:
-                self.register_buffer(name, empty(count, rows, columns, dtype=fmt.dtype))
-            self.register_buffer(f"{name}_bias", empty(count, rows, dtype=fmt.dtype))
+        self.gate_up = ExpertStack(count, 2 * size, hidden, fmt)
+        self.down = ExpertStack(count, hidden, size, fmt)
+        for name, stack in (("gate_up", self.gate_up), ("down", self.down)):
+            bias = torch.empty(count, stack.rows, dtype=fmt.dtype, device=fmt.device)
+            self.register_buffer(f"{name}_bias", bias)
+            stack.expected_bytes = _bytes_of(stack)
         self.expert_share = config.num_experts_per_tok / count
         self.alpha = float(getattr(config, "swiglu_alpha", 1.702))
         self.limit = float(getattr(config, "swiglu_limit", 7.0))
 
     def parts(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """See `kernels.linear.moe.expert_parts`."""
-        first, last = self.gate_up_bias, self.down_bias
-        rule = _ACTIVATION, self.alpha, self.limit
-        if not self.is_packed:
-            wide = ExpertWeights(self.gate_up, self.down, first, last, *rule)
-            if self.ranks is not None:
-                return run_experts(x, wide, weights, ids)
-            return expert_parts(x, wide, weights, ids)
-        gate_up, down = self._tiled("gate_up"), self._tiled("down")
-        packed = PackedExperts(gate_up, down, len(last), first, last, *rule)
-        return packed_expert_parts(x, packed, weights, ids)
-
-    def _tiled(self, name: str) -> TiledWeight:
-        words, scales = getattr(self, f"{name}_words"), getattr(self, f"{name}_scales")
-        return TiledWeight("fp4", words, scales, self.shapes[name][2], _GROUP)
+        rule = {"activation": "clamped_swiglu", "alpha": self.alpha, "limit": self.limit}
+        biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
+        experts = experts_of(self.gate_up, self.down, **biases, **rule)
+        if self.ranks is not None:
+            return run_in_form(x, experts, weights, ids)
+        return parts_in_form(x, experts, weights, ids)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"
-        count, hidden, whole = self.shapes["down"][0], self.shapes["down"][1], self.intermediate
-        for part, shape in (
-            ("gate_up", (count, 2 * whole, hidden)),
-            ("down", (count, hidden, whole)),
+        count, hidden, whole = self.down.count, self.down.rows, self.intermediate
+        for part, stack, shape in (
+            ("gate_up", self.gate_up, (count, 2 * whole, hidden)),
+            ("down", self.down, (count, hidden, whole)),
         ):
-            alternates = part == "gate_up"
             bias = getattr(self, f"{part}_bias")
-            fill = functools.partial(_fill, bias, alternates, self.share if alternates else None)
-            if not alternates and self.ranks is not None and self.ranks.rank > 0:
+            fill: Callable[[Tensor], None] = functools.partial(self._fill_bias, bias)
+            if stack is self.down and self.ranks is not None and self.ranks.rank > 0:
                 fill = functools.partial(_fill_zeros, bias)  # the sum over ranks holds it once
             yield f"{path}.{part}_proj_bias", CheckpointSlot(shape[:2], fill, "zeros")
-            if self.is_packed:
-                pair = _BlocksAndScales(functools.partial(self._fill_words, part, alternates))
-            else:
-                fill = functools.partial(_fill, getattr(self, part), alternates, self.share)
-                load = functools.partial(_transposed, fill)
-                form = (path, "matrices")
-                slot = CheckpointSlot((shape[0], shape[2], shape[1]), load, form=form)
-                yield f"{path}.{part}_proj", slot
-                pair = _BlocksAndScales(functools.partial(_fill_numbers, fill))
+            load = functools.partial(self._take_matrices, stack)
+            form = (path, "matrices")
+            slot = CheckpointSlot((shape[0], shape[2], shape[1]), load, form=form)
+            yield f"{path}.{part}_proj", slot
+            pair = _BlocksAndScales(functools.partial(self._take_blocks, stack))
             grid, form = (*shape[:2], shape[2] // _GROUP), (path, "mxfp4")
             slot = CheckpointSlot((*grid, _GROUP // 2), pair.take_blocks, form=form)
             yield f"{path}.{part}_proj_blocks", slot
             yield f"{path}.{part}_proj_scales", CheckpointSlot(grid, pair.take_scales, form=form)
 
-    def _fill_words(
-        self, name: str, alternates: bool, blocks: Tensor, scales: Tensor, expert: int
-    ) -> None:
-        """Take the blocks [1, R, C / 32, 16] and scales [1, R, C / 32] of one expert."""
-        rows, columns = self.shapes[name][1:]
-        values = torch.empty_like(blocks)
-        factors = torch.empty_like(scales)
-        share = self.share if alternates else None  # all: ranks have no words
-        _fill(values, alternates, share, blocks)
-        _fill(factors, alternates, share, scales)
-        packed = PackedWeight("fp4", values.view(rows, -1), factors.view(rows, -1), columns, _GROUP)
-        own = slice(expert * rows, (expert + 1) * rows)
-        getattr(self, f"{name}_words")[own] = tile(packed).words
-        getattr(self, f"{name}_scales")[own] = packed.scales
+    def _fill_bias(self, target: Tensor, stored: Tensor) -> None:
+        own = stored if target is self.down_bias else _halves(stored, self.share, dim=1)
+        target.copy_(own)
+
+    def _take_matrices(self, stack: ExpertStack, stored: Tensor) -> None:
+        """Take the matrices [E, C, R] of all experts, or this rank's part of them."""
+        matrices = stored.transpose(1, 2)
+        if stack is self.gate_up:
+            stack.take_all(_halves(matrices, self.share, dim=1))
+        else:
+            stack.take_all(matrices[..., self.share.start : self.share.stop])
+
+    def _take_blocks(self, stack: ExpertStack, blocks: Tensor, scales: Tensor, expert: int) -> None:
+        """Take the blocks [R, C / 32, 16] and scales [R, C / 32] of one expert."""
+        share = self.share
+        if stack is self.gate_up:
+            blocks, scales = (_halves(stored, share, dim=0) for stored in (blocks, scales))
+        whole = PackedWeight("fp4", blocks.flatten(1), scales, scales.shape[1] * _GROUP, _GROUP)
+        own: PackedWeight | Tensor | None = whole
+        if stack is self.down and share.size < self.intermediate:
+            own = columns_of(whole, share.start, share.stop)
+            if own is None:  # a block is of features of two ranks
+                own = whole.dequantise()[:, share.start : share.stop]
+        assert own is not None
+        stack.take(expert, 0, own)
 
 
-def _has_kernels(device: torch.device) -> bool:
-    """Whether the kernels of a device read MXFP4; True for an outline, which only has shapes."""
+def _bytes_of(stack: ExpertStack) -> int | None:
+    """Bytes of a stack of MXFP4 if it will stay so."""
     some = torch.zeros(1, _GROUP // 2, dtype=torch.uint8), torch.zeros(1, 1, dtype=torch.uint8)
-    return device.type == "meta" or has_kernels(PackedWeight("fp4", *some, _GROUP, _GROUP), device)
+    if not stack.keeps(PackedWeight("fp4", *some, _GROUP, _GROUP)):
+        return None
+    words = -(-stack.columns // _SPAN) * _SPAN // 2
+    return stack.count * stack.rows * (words + -(-stack.columns // _GROUP))
 
 
-def _fill(
-    target: Tensor,
-    alternates: bool,
-    share: Cut | None,
-    stored: Tensor,
-    experts: slice = slice(None),
-) -> None:
-    """Copy the matrices or biases [e, ...] of some experts into `target`.
-
-    If rows of gate and up alternate, those of gate come first. `share` is this rank's part of the
-    intermediate features: pairs of such rows, or else of the columns.
-    """
-    own = target[experts]
-    if not alternates:
-        own.copy_(stored if share is None else stored[..., share.start : share.stop])
-        return
-    assert share is not None
-    size = share.size
-    pairs = stored[:, 2 * share.start : 2 * share.stop]
-    own[:, :size].copy_(pairs[:, 0::2])
-    own[:, size:].copy_(pairs[:, 1::2])
+def _halves(stored: Tensor, share: Cut, dim: int) -> Tensor:
+    """A rank's rows of gate, and below them those of up, of rows that alternate."""
+    pairs, before = stored.narrow(dim, 2 * share.start, 2 * share.size), [slice(None)] * dim
+    return torch.cat([pairs[(*before, slice(first, None, 2))] for first in (0, 1)], dim)
 
 
 def _fill_zeros(target: Tensor, stored: Tensor) -> None:
     target.zero_()
-
-
-def _transposed(fill: Callable[..., None], stored: Tensor) -> None:
-    fill(stored.transpose(1, 2))
-
-
-def _fill_numbers(fill: Callable[..., None], blocks: Tensor, scales: Tensor, expert: int) -> None:
-    fill(mxfp4_numbers(blocks, scales), slice(expert, expert + 1))
 
 
 class _BlocksAndScales:
@@ -230,17 +194,7 @@ class _BlocksAndScales:
             if own.is_floating_point():
                 own = ((own.float() * 5000).to(torch.int32) & 255).to(torch.uint8)
                 factors = torch.full_like(factors, _RANDOM_SCALE, dtype=torch.uint8)
-            self._fill(own, factors, expert)
-
-
-def mxfp4_numbers(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Widen MXFP4 blocks [..., B, 16] uint8 with scales [..., B] uint8 to float32 [..., 32 B].
-
-    A byte holds two numbers, the first in its low bits; scales are powers of two, offset by 127.
-    """
-    codes = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)  # [..., B, 32]
-    exponents = (scales.to(torch.int32) - 127).unsqueeze(-1)
-    return torch.ldexp(e2m1_numbers(codes), exponents).flatten(-2)
+            self._fill(own[0], factors[0], expert)
 
 
 class GptOssMLP(nn.Module):

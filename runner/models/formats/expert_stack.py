@@ -5,16 +5,20 @@ from __future__ import annotations
 import threading
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ....kernels.cpu.experts import NativeExperts
 from ....kernels.cpu.formats import StoredRows
 from ....kernels.cpu.matrix import Matrix
 from ....kernels.cpu.weight import QuantizedWeight, pack_any
+from ....kernels.device import is_card
+from ....kernels.linear.experts import ExpertWeights, PackedExperts
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.stack import empty_stack, fill_rows
-from ....kernels.quant.tiled import Weight, prepare
+from ....kernels.quant.tiled import Weight, has_kernels, prepare
 from .packed import Packed, Part
 from .slots import CheckpointSlot, matrix_slot
 from .weight_format import WeightFormat
@@ -37,6 +41,7 @@ class ExpertStack(nn.Module):
         self._native: list[dict[int, QuantizedWeight]] = [{} for _ in range(count)]
         self._matrices: list[Matrix] = []
         self._form: tuple[object, ...] = ()  # of the parts of a quantised weight
+        self.expected_bytes: int | None = None  # of the weights, if known before they arrive
         self._lock = threading.Lock()  # guards what loading threads change
         self.register_buffer("weight", None if fmt.packed or fmt.native else self._empty())
 
@@ -46,11 +51,11 @@ class ExpertStack(nn.Module):
 
     def slot(self, expert: int, row: int, num_rows: int) -> CheckpointSlot:
         """The slot of some rows of an expert's matrix."""
-        return matrix_slot((num_rows, self.columns), partial(self._take, expert, row), self.format)
+        return matrix_slot((num_rows, self.columns), partial(self.take, expert, row), self.format)
 
     def whole_slot(self) -> CheckpointSlot:
         """The slot of all matrices in one float tensor [E, R, C]."""
-        return CheckpointSlot((self.count, self.rows, self.columns), self._take_all)
+        return CheckpointSlot((self.count, self.rows, self.columns), self.take_all)
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -79,20 +84,21 @@ class ExpertStack(nn.Module):
             self.weight.view(-1, self.columns).copy_(numbers)
             self.packed = None
 
-    def _take_all(self, tensor: Tensor) -> None:
+    def take_all(self, tensor: Tensor) -> None:
+        """Take the float matrices [E, R, C] of all experts."""
         if self.format.native:
             for expert, own in enumerate(tensor):
-                self._take(expert, 0, own)
+                self.take(expert, 0, own)
             return
         with self._lock:
             self._widen()
         assert self.weight is not None
         self.weight.copy_(tensor)
 
-    def _take(self, expert: int, row: int, part: Part | StoredRows) -> None:
+    def take(self, expert: int, row: int, part: Part | StoredRows) -> None:
         """Take rows of an expert's matrix from `row` on."""
         if self.format.native:
-            assert not isinstance(part, PackedWeight)
+            part = part.dequantise() if isinstance(part, PackedWeight) else part
             own = pack_any(part)
             with self._lock:
                 self._native[expert][row] = own
@@ -114,16 +120,42 @@ class ExpertStack(nn.Module):
             if self.packed is not None and form == self._form:
                 fill_rows(self.packed.weight, expert * self.rows + row, weight)
                 return
-        self._take(expert, row, weight.dequantise(self.format.dtype))
+        self.take(expert, row, weight.dequantise(self.format.dtype))
+
+    def keeps(self, part: PackedWeight) -> bool:
+        """Whether the stack can hold a matrix in its format: of each, kernels must know it, and
+        activations in fp16 cannot be multiplied with every scale of MXFP4."""
+        if not self.format.packed or part.order is not None:
+            return False
+        if part.scales.dtype == torch.uint8 and self.format.dtype == torch.float16:
+            return False
+        device = self.format.device
+        return not is_card(device) or has_kernels(part, device)
 
     def _kept(self, part: Part) -> Tensor | tuple[tuple[object, ...], Weight]:
         """A part as the stack holds it: numbers, or a quantised weight and its form."""
         if isinstance(part, Tensor):
             return part
-        scale_is_too_small = part.scales.dtype == torch.uint8 and self.format.dtype == torch.float16
-        if part.order is not None or scale_is_too_small:
+        if not self.keeps(part):
             return part.dequantise(self.format.dtype)
         part = replace(part, activations="16bit", input_scale=None)
         if part.shape[0] % part.row_group:
             part = part.by_rows()
         return (*part.form, part.row_group), prepare(part)
+
+
+def experts_of(
+    gate_up: ExpertStack, down: ExpertStack, **rule: Any
+) -> ExpertWeights | PackedExperts | NativeExperts:
+    """The experts of a layer in the form that their weights arrived in. `rule` holds the other
+    fields of `ExpertWeights`."""
+    if gate_up.format.native:
+        return NativeExperts(gate_up.matrices, down.matrices, **rule)
+    first, last = gate_up.packed, down.packed
+    if first is not None and last is not None:
+        return PackedExperts(first.weight, last.weight, down.count, **rule)
+    if first is not None or last is not None:  # one alone
+        gate_up.widen()
+        down.widen()
+    assert gate_up.weight is not None and down.weight is not None
+    return ExpertWeights(gate_up.weight, down.weight, **rule)

@@ -15,15 +15,16 @@ from torch import Tensor
 from slipstream.configs.schema import ModelConfig
 from slipstream.kernels.cpu import weight as native
 from slipstream.kernels.packed import experts as packed_experts
+from slipstream.kernels.quant.tiled import TiledWeight
 from slipstream.runner.attention.choice import UnusableBackend, choose_backend
 from slipstream.runner.errors import ModelLoadError
 from slipstream.runner.loading.weights import load_weights, resolve_model
-from slipstream.runner.models.families import gpt_oss
-from slipstream.runner.models.families.gpt_oss import mxfp4_numbers
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
+from slipstream.runner.parallel.ranks import Ranks
 
 from ..model_harness import CPU, Sequences, assert_equals_transformers, load
+from ..parallel.threads import on_ranks
 
 YARN = {
     "rope_type": "yarn",
@@ -100,12 +101,6 @@ def written_out(blocks: Tensor, scales: Tensor) -> Tensor:
     return torch.tensor(numbers).view(*scales.shape[:2], -1)
 
 
-def test_mxfp4_numbers() -> None:
-    blocks = torch.randint(256, (2, 3, 2, 16), dtype=torch.uint8)
-    scales = torch.randint(90, 160, (2, 3, 2), dtype=torch.uint8)
-    assert torch.equal(mxfp4_numbers(blocks, scales), written_out(blocks, scales))
-
-
 @pytest.mark.parametrize("mxfp4", [False, True])
 def test_logits_equal_transformers(mxfp4: bool, tmp_path: Path) -> None:
     oracle = make_oracle(tmp_path, mxfp4)
@@ -122,20 +117,47 @@ def test_native_weights_beside_experts(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, about overflow
 def test_experts_that_stay_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel of MXFP4, interpreted, behind the loader; torch computes the rest."""
+    from slipstream.kernels.packed.triton import packed_experts as kernels
+
     make_oracle(tmp_path, mxfp4=True)
     rows = [(0, [5, 9, 33]), (1, [71])]
     expected = Sequences(load(tmp_path), 2, 8).step(rows)[0]
-    monkeypatch.setattr(gpt_oss, "_PACKED_DTYPES", (torch.float32,))
-    monkeypatch.setattr(gpt_oss, "has_kernels", lambda *args: True)
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "1")  # codes become words
     resolved = resolve_model(ModelConfig(model=str(tmp_path)))
     model = build_model(resolved.hf_config, CPU, torch.float32, packed=True)
     load_weights(model, resolved)
-    experts = model.layers[0].mlp.experts
-    assert experts.is_packed and experts.gate_up_words.dtype == torch.int16
-    monkeypatch.setattr(packed_experts, "use_triton", lambda x: True)
+    stack = model.layers[0].mlp.experts.gate_up
+    assert isinstance(stack.packed.weight, TiledWeight)
+    assert sum(tensor.nbytes for tensor in stack.buffers()) == stack.expected_bytes
+    monkeypatch.setenv("SLIPSTREAM_TRITON", "0")
+    monkeypatch.setattr(packed_experts, "_has_kernels", lambda x, experts: True)
+    monkeypatch.setattr(kernels, "_FEW_PROGRAMS", 0)  # larger tiles, which are fewer to interpret
     got = Sequences(model, 2, 8).step(rows)[0]
     for ours, theirs in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("size", [64, 96])
+def test_ranks_keep_their_parts_of_mxfp4(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 96 features, a rank's part ends inside a block, so that both stacks are widened."""
+    monkeypatch.setitem(SHAPE, "intermediate_size", size)
+    make_oracle(tmp_path, mxfp4=True)
+    rows = [(0, [5, 9, 33]), (1, [71])]
+    expected = Sequences(load(tmp_path), 2, 8).step(rows)[0]
+    resolved = resolve_model(ModelConfig(model=str(tmp_path)))
+
+    def run(ranks: Ranks) -> tuple[list[Tensor], bool]:
+        model = build_model(resolved.hf_config, CPU, torch.float32, packed=True, ranks=ranks)
+        load_weights(model, resolved)
+        logits = Sequences(model, 2, 8).step(rows)[0]
+        return logits, model.layers[0].mlp.experts.down.packed is not None
+
+    for logits, is_packed in on_ranks(2, run):
+        assert is_packed == (size == 64)
+        for ours, theirs in zip(logits, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 
 
 def test_windows_alternate_and_every_layer_has_sinks(tmp_path: Path) -> None:
@@ -201,5 +223,5 @@ def test_random_weights_from_a_config_alone(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     model = load(tmp_path, load_format="dummy")
     experts = model.layers[0].mlp.experts
-    assert experts.gate_up.std() > 0 and not experts.gate_up_bias.any()
+    assert experts.gate_up.weight.std() > 0 and not experts.gate_up_bias.any()
     assert Sequences(model, 1, 8).step([(0, [4, 5])])[0][0].isfinite().all()
