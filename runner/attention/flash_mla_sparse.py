@@ -54,9 +54,11 @@ class _Pass:
             self._joined = last
         heads = query.shape[1]
         query, sinks = padded_heads(query, sinks)
+        # A joined list has gaps; a single one ends, which spares the kernel the rest.
+        counts = window.counts if chosen is None else None
         out: Tensor = self._forward(
             query, rows.unsqueeze(1), last[2], scale, dim_v or rows.shape[1],
-            attn_sink=sinks, use_legacy=True, return_log2_lse=False,
+            attn_sink=sinks, topk_length=counts, use_legacy=True, return_log2_lse=False,
         )[0]  # fmt: skip
         return out[:, :heads]
 

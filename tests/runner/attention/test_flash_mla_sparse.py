@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slipstream.kernels.attention.compressed.pages import Pages, SlotList
+from slipstream.kernels.attention.compressed.sparse_attention import sparse_attention_reference
 from slipstream.runner.attention.base import AttentionLayer
 from slipstream.runner.attention.choice import UnusableBackend, choose_backend
 from slipstream.runner.attention.flash_mla import FlashMLABackend
@@ -23,12 +24,15 @@ from ..tiny_v4 import make_v4
 
 def sparse_forward(
     q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, d_v: int, *,
-    attn_sink: Tensor, use_legacy: bool, return_log2_lse: bool,
+    attn_sink: Tensor, topk_length: Tensor | None, use_legacy: bool, return_log2_lse: bool,
 ) -> tuple[Tensor, None, None]:  # fmt: skip
     """q [M, H, D], kv [S, 1, D], indices [M, 1, K], of which those below 0 or beyond S count as
     none: the softmax over the rows, times exp(lse) / (exp(lse) + exp(sink))."""
     assert use_legacy and not return_log2_lse and indices.shape[2] % 128 == 0
     valid = (indices >= 0) & (indices < kv.shape[0])  # [M, 1, K]
+    if topk_length is not None:
+        assert topk_length.dtype is torch.int32
+        valid &= torch.arange(indices.shape[2]) < topk_length[:, None, None]
     rows = kv[:, 0][indices[:, 0].clamp(0, kv.shape[0] - 1).long()]
     scores = torch.einsum("mhd,mkd->mhk", q, rows) * sm_scale
     scores = scores.masked_fill(~valid, float("-inf"))
@@ -107,3 +111,21 @@ def test_what_the_kernel_cannot_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnusableBackend, match="rows of 512 or 576, not of 32"):
         choose_backend("flash_mla", layers, torch.device("cpu"))
     assert FlashMLABackend.block_size(16) == 64
+
+
+def test_listed_latent_rows_equal_the_reference() -> None:
+    """DeepSeek V3.2's form: a value is a part of the row, no sinks, heads that are padded."""
+
+    def forward(*args: Any, attn_sink: None, **options: Any) -> tuple[Tensor, None, None]:
+        assert args[0].shape[1] == 64 and attn_sink is None
+        none = torch.full((64,), float("-inf"))
+        return sparse_forward(*args, attn_sink=none, **options)
+
+    cache = torch.randn(5, 16, 1, 576)
+    rows = Pages(cache, torch.zeros(1, 5).int(), torch.zeros(7).long(), 16)
+    counts = torch.randint(1, 41, (7,)).int()
+    slots = torch.rand(7, 80).argsort(1)[:, :40].int()
+    chosen = SlotList(torch.where(torch.arange(40) < counts[:, None], slots, -1), counts)
+    args = (torch.randn(7, 16, 576), rows, chosen, None, None, None, 0.05, 512)
+    attend = FlashSparseBuilder(64, forward).build(None).create_attend()  # type: ignore[arg-type]
+    torch.testing.assert_close(attend(*args), sparse_attention_reference(*args))
