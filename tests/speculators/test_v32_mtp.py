@@ -19,7 +19,7 @@ from .mtp_oracle import MtpOracle
 from .recorded_graphs import graph_engine
 from .recorded_proposals import recorded_proposals
 from .test_v4_mtp import GraphBackend, store_all
-from .tiny_engine import TinyEngine, prompts
+from .tiny_engine import TinyEngine, prompts, save_llama
 
 K = 3
 OFF = SpeculativeConfig()
@@ -144,3 +144,19 @@ def test_an_fp8_cache_and_random_weights(folder: Path, oracle: MtpOracle) -> Non
     run = engine.run(prompts(2), max_tokens=6)
     engine.close()
     assert run.drafted > 0 and all(len(tokens) == 6 for tokens in run.tokens.values())
+
+
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_other_drafters_change_no_text(
+    method: str, folder: Path, oracle: MtpOracle, tmp_path: Path
+) -> None:
+    """A drafter's plain caches lie beside the target's listed ones."""
+    model = str(save_llama(tmp_path / "llama")) if method == "draft_model" else None
+    config = SpeculativeConfig(method=method, model=model, num_speculative_tokens=2)
+    asked = [[1, 2, 3, 4] * 5, *prompts(2, seed=6)]
+    found = []
+    for one in (OFF, config):
+        engine = TinyEngine(folder, one)
+        found.append(engine.run(asked, max_tokens=10))
+        engine.close()
+    assert found[1].tokens == found[0].tokens and found[1].drafted
