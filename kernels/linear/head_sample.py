@@ -113,16 +113,16 @@ def pick_rows_reference(logits: Tensor, draws: Draws | None = None) -> tuple[Ten
     return gumbel_sample_reference(logits / heat, *keys), logits.amax(-1)
 
 
-def best_of_part(logits: Tensor, draws: Draws | None, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def best_of_part(logits: Tensor, draws: Draws | None, first: int) -> Tensor:
     """As `pick_rows` for a part of the vocabulary, the tokens from `first` on: logits [L, n].
 
-    Also returns the scores [L] float32 of the tokens, of which the largest wins; see
-    `best_of_parts`.
+    Returns [L, 3] float32 for `best_of_parts`: the score of the best token, the token (below
+    2 ** 24), and the largest logit.
     """
     if use_triton(logits):
         from .triton.head_sample import best_of_part as best_of_part_triton
 
-        result: tuple[Tensor, Tensor, Tensor] = best_of_part_triton(logits, draws, first)
+        result: Tensor = best_of_part_triton(logits, draws, first)
         return result
     scores = logits = logits.float()
     if draws is not None:
@@ -131,15 +131,19 @@ def best_of_part(logits: Tensor, draws: Draws | None, first: int) -> tuple[Tenso
         noise = gumbel_noise(keys, logits.shape[1], first)
         scores = noise.masked_fill_(draws.greedy[:, None], 0.0).add_(logits / heat)
     best, places = scores.max(-1)
-    return places + first, logits.amax(-1), best
+    return torch.stack((best, (places + first).float(), logits.amax(-1)), -1)
 
 
 def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
     """What `pick_rows` returns for the whole vocabulary.
 
-    parts: [P, L, 3] float32, of each part in ascending order the scores, the tokens (numbers below
-    2 ** 24) and the largest logits.
+    parts: [P, L, 3] float32, of each part in ascending order of tokens what `best_of_part` returns.
     """
+    if use_triton(parts):
+        from .triton.head_sample import best_of_parts as best_of_parts_triton
+
+        result: tuple[Tensor, Tensor] = best_of_parts_triton(parts)
+        return result
     best = parts[:, :, 0].argmax(0, keepdim=True)  # the first of equal ones has the lowest id
     tokens = parts[:, :, 1].gather(0, best)[0]
     return tokens.long(), parts[:, :, 2].amax(0)

@@ -239,10 +239,9 @@ class SplitHead(Linear):
         logits, first = super().forward(x), self.cut.start
         count = min(self.cut.stop, num_outputs or self.vocab_size) - first
         if count > 0:
-            tokens, largest, scores = best_of_part(logits[:, :count], draws, first)
+            own = best_of_part(logits[:, :count], draws, first)
         else:  # this part is padding
-            tokens = largest = scores = logits.new_full((len(x),), float("-inf")).float()
-        own = torch.stack((scores, tokens.float(), largest), -1)
+            own = logits.new_full((len(x), 3), float("-inf"), dtype=torch.float32)
         return best_of_parts(self.ranks.communicator.all_gather(own))
 
     @property

@@ -252,7 +252,8 @@ def sampling() -> None:
     for draws in (None, Draws(longs, longs, flags, t(8, dtype=torch.float32))):
         module("head_sample").pick_rows(logits, draws)
         module("head_sample").pick_rows(logits.bfloat16(), draws)
-        module("head_sample").best_of_part(logits.bfloat16(), draws, 64128)
+        part = module("head_sample").best_of_part(logits.bfloat16(), draws, 64128)
+        module("head_sample").best_of_parts(part.expand(2, *part.shape).contiguous())
     module("sample").gumbel_sample(logits, longs, longs, longs, flags)
     for q in (None, t(4, 3, 32000, dtype=torch.float32)):
         keys = (longs, longs, flags, False, True, 4)

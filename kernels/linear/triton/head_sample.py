@@ -71,19 +71,16 @@ def keep_best(
 
 
 @triton.jit
-def _finish_kernel(
+def _best_of_row(
     best,  # [L, B] float32
     best_token,  # [L, B] int32
     largest,  # [L, B] float32
-    tokens,  # [L] int64
-    row_largest,  # [L] float32
+    row,
     num_blocks,  # B
     BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    row = tl.program_id(0)
+    """The best score of a row, its token and the row's largest logit, NaN if one is."""
     lane = tl.arange(0, BLOCK)
-    wait_for_inputs(PDL)
     value = tl.full([BLOCK], float("-inf"), tl.float32)
     token = tl.full([BLOCK], 2147483647, tl.int32)
     top = value
@@ -100,10 +97,69 @@ def _finish_kernel(
         logit = tl.load(largest + at, mask=inside, other=float("-inf"))
         is_nan |= (logit != logit).to(tl.int32)
         top = tl.maximum(top, logit)
-    chosen = tl.where(value == tl.max(value, 0), token, 2147483647)
-    tl.store(tokens + row, tl.min(chosen, 0).to(tl.int64))
+    most = tl.max(value, 0)
+    chosen = tl.min(tl.where(value == most, token, 2147483647), 0)
     top = tl.where(tl.max(is_nan, 0) > 0, float("nan"), tl.max(top, 0))
+    return most, chosen, top
+
+
+@triton.jit
+def _finish_kernel(
+    best,  # [L, B] float32
+    best_token,  # [L, B] int32
+    largest,  # [L, B] float32
+    tokens,  # [L] int64
+    row_largest,  # [L] float32
+    num_blocks,  # B
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    wait_for_inputs(PDL)
+    _, token, top = _best_of_row(best, best_token, largest, row, num_blocks, BLOCK)
+    tl.store(tokens + row, token.to(tl.int64))
     tl.store(row_largest + row, top)
+
+
+@triton.jit
+def _finish_part_kernel(
+    best,  # [L, B] float32
+    best_token,  # [L, B] int32
+    largest,  # [L, B] float32
+    part,  # [L, 3] float32: score, token, largest logit
+    num_blocks,  # B
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    wait_for_inputs(PDL)
+    score, token, top = _best_of_row(best, best_token, largest, row, num_blocks, BLOCK)
+    tl.store(part + row * 3, score)
+    tl.store(part + row * 3 + 1, token.to(tl.float32))
+    tl.store(part + row * 3 + 2, top)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_kernel(
+    parts,  # [P, L, 3] float32
+    tokens,  # [L] int64
+    row_largest,  # [L] float32
+    num_rows,
+    PARTS: tl.constexpr,
+    LANES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    row, lane = tl.program_id(0), tl.arange(0, LANES)
+    inside = lane < PARTS
+    at = parts + (lane * num_rows + row) * 3
+    wait_for_inputs(PDL)
+    score = tl.load(at, mask=inside, other=float("-inf"))
+    token = tl.load(at + 1, mask=inside, other=0.0)
+    top = tl.load(at + 2, mask=inside, other=float("-inf"))
+    first = tl.min(tl.where(score == tl.max(score, 0), lane, LANES), 0)  # it has the lower ids
+    tl.store(tokens + row, tl.sum(tl.where(lane == first, token, 0.0), 0).to(tl.int64))
+    is_nan = tl.max((top != top).to(tl.int32), 0) > 0
+    tl.store(row_largest + row, tl.where(is_nan, float("nan"), tl.max(top, 0)))
 
 
 @triton.jit(
@@ -162,10 +218,28 @@ def pick_rows(logits: Tensor, draws: Any) -> tuple[Tensor, Tensor]:
     return _best_of_blocks(logits, draws, 0).finish()
 
 
-def best_of_part(logits: Tensor, draws: Any, first: int) -> tuple[Tensor, Tensor, Tensor]:
+def best_of_part(logits: Tensor, draws: Any, first: int) -> Tensor:
     """See `kernels.linear.head_sample.best_of_part`."""
-    head = _best_of_blocks(logits, draws, first)
-    return (*head.finish(), head.best.amax(1))
+    return _best_of_blocks(logits, draws, first).finish_part()
+
+
+def best_of_parts(parts: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels.linear.head_sample.best_of_parts`."""
+    count, num_rows, _ = parts.shape
+    tokens = torch.empty(num_rows, dtype=torch.int64, device=parts.device)
+    largest = torch.empty(num_rows, dtype=torch.float32, device=parts.device)
+    if num_rows:
+        _merge_kernel[(num_rows,)](
+            parts,
+            tokens,
+            largest,
+            num_rows,
+            PARTS=count,
+            LANES=triton.next_power_of_2(count),
+            num_warps=1,
+            **pdl_options(parts),
+        )
+    return tokens, largest
 
 
 def _best_of_blocks(logits: Tensor, draws: Any, first: int) -> HeadRows:
@@ -283,20 +357,28 @@ class HeadRows:
         which is NaN if any logit is."""
         tokens = torch.empty(self.num_rows, dtype=torch.int64, device=self.device)
         largest = torch.empty(self.num_rows, dtype=torch.float32, device=self.device)
+        self._launch(_finish_kernel, tokens, largest)
+        return tokens, largest
+
+    def finish_part(self) -> Tensor:
+        """As `finish` for a part of the vocabulary; see `head_sample.best_of_part`."""
+        part = torch.empty(self.num_rows, 3, dtype=torch.float32, device=self.device)
+        self._launch(_finish_part_kernel, part)
+        return part
+
+    def _launch(self, kernel: Any, *results: Tensor) -> None:
         num_blocks = self.best.shape[1]
         block = min(_BLOCK, triton.next_power_of_2(num_blocks))
-        _finish_kernel[(self.num_rows,)](
+        kernel[(self.num_rows,)](
             self.best,
             self.best_token,
             self.largest,
-            tokens,
-            largest,
+            *results,
             num_blocks,
             BLOCK=block,
             num_warps=max(1, min(16, block // 128)),
-            **pdl_options(tokens),
+            **pdl_options(self.best),
         )
-        return tokens, largest
 
 
 hash_functions(globals())

@@ -200,9 +200,7 @@ def test_pick_rows(vocab: int, dtype: torch.dtype) -> None:
         assert largest[healthy].equal(expected[1].float()[healthy])
         bounds = [(0, 5), (5, vocab - 9), (vocab - 9, vocab)]
         parts = [
-            torch.stack((best, token.float(), top), -1)
-            for start, stop in bounds
-            for token, top, best in [head_sample.best_of_part(logits[:, start:stop], drawn, start)]
+            head_sample.best_of_part(logits[:, start:stop], drawn, start) for start, stop in bounds
         ]
         found = head_sample.best_of_parts(torch.stack(parts))
         assert found[0][healthy].equal(tokens[healthy]) and found[1][4].isnan()
