@@ -2,7 +2,7 @@
 # Checks and measures two GPUs: parallel.sh OUT [PYTHON] [SECONDS] [PART]
 # PART is "ranks" (tensor parallelism, the default) or "engines" (engines that share experts).
 # Every step has a log and a limit of its own. The steps that say most come first, and none begins
-# or goes on after SECONDS (390 by default).
+# or goes on after SECONDS (390 by default). With STEPS="replays killed" only these steps run.
 set -u
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 python=${2:-.venv/bin/python}
@@ -17,6 +17,7 @@ export PYTHONPATH="$PWD/.src${PYTHONPATH:+:$PYTHONPATH}"
 step() { # name, limit in seconds, command...
   local name=$1 limit=$2 left=$((total - SECONDS))
   shift 2
+  [[ -z "${STEPS:-}" || " $STEPS " == *" $name "* ]] || return 0
   [ "$left" -lt "$limit" ] && limit=$left
   if [ "$limit" -lt 10 ]; then
     echo "$name: left out, no time" | tee -a "$out/summary.txt"
@@ -64,21 +65,23 @@ if [ "$part" = engines ]; then
 fi
 
 nccl= # flags of all servers
-if ! step sums 35 "$python" tests/lab/measure_allreduce.py; then
+# With an empty cache of kernels, each start of an engine takes about 20 s.
+if ! step sums 45 "$python" tests/lab/measure_allreduce.py; then
   # The rest is worth running all the same.
   nccl=--disable-custom-all-reduce
   export SLIPSTREAM_TEST_NCCL=1
 fi
-run_tests text 80 "write_the_text_of_one"
-run_tests replays 40 "replays_equal"
-run_tests killed 60 "killed_rank"
-bench off-tp2 60 off -tp 2
-bench off-tp1 50 off
-bench off-tp2-nccl 50 off -tp 2 --disable-custom-all-reduce
-run_tests quantised 80 "quantised"
-run_tests drafts 60 "drafts_change_no_text"
-bench eagle3-tp2 60 "$head" -tp 2
-bench eagle3-tp1 60 "$head"
-run_tests experts 45 "experts"
+run_tests text 90 "write_the_text_of_one and graphs"
+run_tests replays 60 "replays_equal"
+run_tests killed 100 "killed_rank"
+bench off-tp2 80 off -tp 2
+bench off-tp2-nccl 70 off -tp 2 --disable-custom-all-reduce
+bench off-tp1 70 off
+run_tests eager 90 "write_the_text_of_one and eager"
+run_tests quantised 140 "quantised"
+run_tests drafts 90 "drafts_change_no_text"
+bench eagle3-tp2 80 "$head" -tp 2
+bench eagle3-tp1 80 "$head"
+run_tests experts 70 "experts"
 rm -rf "$models"
 grep -H "tok/s\|tokens/s\|^ *[0-9]" "$out"/off-tp*.log "$out"/eagle3-tp*.log "$out/sums.log"
