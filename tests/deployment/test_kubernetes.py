@@ -96,7 +96,7 @@ def test_flags_exist_and_agree_with_the_pod(
         assert hosts.nnodes == 1 or ports["join"] == hosts.master_port
     if hosts.nnodes > 1:
         assert hosts.group_key
-    # A service's links would be read as settings: SLIPSTREAM_PORT=tcp://10.0.0.5:8000.
+    # Services' links begin as the settings do: SLIPSTREAM_PORT=tcp://10.0.0.5:8000.
     assert pod["enableServiceLinks"] is False
 
 

@@ -77,7 +77,7 @@ def start(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
         server = RunningServer(str(model), *FLAGS, *port, *flags)
         node = SecondNode(str(model), *FLAGS, *port, *flags)
         started.extend((server.process, node.process))
-        server.wait_ready()
+        server.wait_ready(240)
         for process in started:
             seen.extend([psutil.Process(process.pid), *psutil.Process(process.pid).children(True)])
         return server, node
@@ -212,6 +212,23 @@ def test_a_node_ends_when_the_first_one_is_killed(
     last = node.log[-1]
     assert last.startswith("slipstream serve: error: node 0 at 127.0.0.1:"), node.log
     assert last.endswith("is gone, so this node ends\n")
+
+
+@pytest.mark.slow
+def test_a_node_that_freezes_is_lost_after_its_heartbeats_stop(
+    start: Starts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TEST_ENGINE", "fake_engine:build")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*_python_path(), str(_FAKE)]))
+    server, node = start("-dp", "2")
+    node.process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    while not any("node 1 (127.0.0.1) is gone;" in line for line in server.log):
+        assert time.monotonic() < began + 60, server.log
+        time.sleep(0.1)
+    node.process.send_signal(signal.SIGCONT)
+    assert node.wait(20) == 1 and "node 0 at" in node.log[-1]
+    assert server.stop() == 0
 
 
 _FAKE = Path(__file__).parents[1] / "server"
