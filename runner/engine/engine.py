@@ -251,6 +251,8 @@ def build_engine(
     among those that share the experts.
     """
     group, calls = None, None
+    if orders is None:  # as in measurements of single engines
+        config = replace(config, parallel=replace(config.parallel, data_parallel_size=1))
     if config.parallel.tensor_parallel_size > 1:
         group = RankGroup(config, partial(_end_with_ranks, tell), hosted, tell, orders)
     if orders is not None:

@@ -105,6 +105,8 @@ class Engines:
             await asyncio.gather(*starts, return_exceptions=True)
             if isinstance(error, WorkerFailed):
                 await self._all(lambda client: client.shutdown(grace=0.0))
+            if self._group is not None:
+                self._group.close()
             raise
         return self.ready
 

@@ -82,6 +82,7 @@ def run_all_experts(
 ) -> Tensor:
     """`kernels.linear.moe.run_experts` without a loop over counts, which a graph could not hold."""
     assert experts.gate_up_bias is None and experts.down_bias is None
+    weights, ids = torch.where(ids < 0, 0.0, weights), ids.clamp(min=0)  # absent experts
     inner = gated(torch.einsum("th,tkih->tki", x, experts.gate_up[ids]), experts)
     out = torch.einsum("tki,tkhi->tkh", inner, experts.down[ids])
     return (out * weights[..., None]).sum(1)
@@ -156,6 +157,52 @@ class GraphEngine(TinyEngine):
 
 
 @contextmanager
+def recording(
+    lengths: Sequence[int],
+    graphs: bool = True,
+    mode: CUDAGraphMode = CUDAGraphMode.FULL_DECODE_ONLY,
+    loop: bool = True,
+    claims: bool = False,
+    backend: AttentionBackend | None = None,
+    sizes: Sequence[int] | None = None,
+) -> Iterator[tuple[RecordedGraphs, dict[str, int]]]:
+    """A context in which engines are built with recorded graphs; see `graph_engine`.
+
+    `lengths` are the query lengths of uniform batches. Yields the graphs and the replays of each
+    manager by name.
+    """
+    replays: dict[str, int] = {}
+    replay = CudaGraphManager.run_fullgraph
+
+    def counted(self: CudaGraphManager, desc: Any, eager: Any = None) -> None:
+        name = "draft loop" if self.name.startswith("draft decodes") else self.name
+        replays[name] = replays.get(name, 0) + 1
+        replay(self, desc, eager)
+
+    recorder, attention = RecordedGraphs(), backend or TensorBackend()
+    captured = tuple(sizes or sorted({n * length for n in (2, 4) for length in lengths}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(startup, "choose_backend", lambda *args: attention)
+        patch.setattr(TensorBuilder, "builds_on_device", loop)
+        if not claims:
+            patch.setattr(startup.ClaimsAtStart, "verify", lambda *args: None)
+        patch.setattr(moe, "run_experts", run_all_experts)
+        patch.setattr(CudaGraphManager, "run_fullgraph", counted)
+        if graphs:
+            patch.setattr(startup, "CudaGraphs", lambda device: recorder)
+            patch.setattr(startup, "wanted_mode", lambda *args: mode)
+            patch.setattr(settings, "capture_sizes", lambda *args: captured)
+            patch.setattr(settings, "mixed_capture_sizes", lambda *args: captured)
+        yield recorder, replays
+
+
+def behave_as_on_a_gpu(engine: Any) -> None:
+    """Let the host never look at drafts, so that batches stay uniform."""
+    engine._scheduler._limits = replace(engine._scheduler._limits, uniform_drafts=True)
+    engine._runner._on_cpu = False
+
+
+@contextmanager
 def graph_engine(
     model: Path,
     speculative: SpeculativeConfig,
@@ -173,36 +220,13 @@ def graph_engine(
     tested. `backend` replaces `TensorBackend`. `sizes` are captured; by default those of 2 and 4
     requests.
     """
-    replays: dict[str, int] = {}
-    replay = CudaGraphManager.run_fullgraph
-
-    def counted(self: CudaGraphManager, desc: Any, eager: Any = None) -> None:
-        name = "draft loop" if self.name.startswith("draft decodes") else self.name
-        replays[name] = replays.get(name, 0) + 1
-        replay(self, desc, eager)
-
-    recorder, attention = RecordedGraphs(), backend or TensorBackend()
     lengths = (1, 1 + speculative.num_speculative_tokens)
-    captured = tuple(sizes or sorted({n * length for n in (2, 4) for length in lengths}))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(startup, "choose_backend", lambda *args: attention)
-        patch.setattr(TensorBuilder, "builds_on_device", loop)
-        if not claims:
-            patch.setattr(startup.ClaimsAtStart, "verify", lambda *args: None)
-        patch.setattr(moe, "run_experts", run_all_experts)
-        patch.setattr(CudaGraphManager, "run_fullgraph", counted)
-        if graphs:
-            patch.setattr(startup, "CudaGraphs", lambda device: recorder)
-            patch.setattr(startup, "wanted_mode", lambda *args: mode)
-            patch.setattr(settings, "capture_sizes", lambda *args: captured)
-            patch.setattr(settings, "mixed_capture_sizes", lambda *args: captured)
+    context = recording(lengths, graphs, mode, loop, claims, backend, sizes)
+    with context as (recorder, replays), pytest.MonkeyPatch.context() as patch:
         changes["scheduler"] = {"max_num_seqs": 4} | changes.pop("scheduler", {})
         engine = GraphEngine(model, speculative, **changes)
         engine.replays, engine.backend = replays, recorder
-        # as on a GPU: the host never looks at drafts, and batches stay uniform
-        scheduler = engine.engine._scheduler
-        scheduler._limits = replace(scheduler._limits, uniform_drafts=True)
-        engine.engine._runner._on_cpu = False  # type: ignore[attr-defined]
+        behave_as_on_a_gpu(engine.engine)
         propose = DraftGraphs.propose
 
         def counted_proposal(self: Any, *args: Any) -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from slipstream.configs.schema import Config
 from slipstream.runner.engine.engine import Engine, join
@@ -24,12 +26,47 @@ from .threads import Meeting, ThreadCommunicator
 _POLL_MS = 20
 
 
+_COMMUNICATORS: list[Rows] = []
+
+
+@torch.library.custom_op("slipstream_tests::everyones", mutates_args=())
+def _everyones(x: Tensor, communicator: int) -> Tensor:
+    """Every rank's x, in an operation that recorded graphs hold."""
+    return _COMMUNICATORS[communicator].exchange(x)
+
+
+class Rows(ThreadCommunicator):
+    """The exchange of rows between engines."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__(rank, meeting)
+        self._number = len(_COMMUNICATORS)
+        _COMMUNICATORS.append(self)
+
+    def exchange(self, x: Tensor) -> Tensor:
+        self.num_collectives += 1
+        return torch.stack(self._meeting.exchange(self._rank, x.clone()))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        found: Tensor = _everyones(x, self._number)
+        return found
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        return self.all_gather(x).sum(0).chunk(self._meeting.size)[self._rank].clone()
+
+
 class EngineThread:
     """One engine. Collectives are counted by kind; `passes` holds the rows of each."""
 
     def __init__(
-        self, config: Config, folder: Path, rank: int, meetings: tuple[Meeting, Meeting]
+        self,
+        config: Config,
+        folder: Path,
+        rank: int,
+        meetings: tuple[Meeting, Meeting],
+        adapt: Callable[[Engine], None],
     ) -> None:
+        self._adapt = adapt
         self._config, self._folder, self.rank = config, folder, rank
         self._meetings = meetings
         self._inbox: queue.SimpleQueue[AddRequest | None] = queue.SimpleQueue()
@@ -37,7 +74,7 @@ class EngineThread:
         self.num_open = 0  # requests
         self.ready = threading.Event()
         self.error: BaseException | None = None
-        self.rows = ThreadCommunicator(rank, meetings[0])
+        self.rows = Rows(rank, meetings[0])
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -64,6 +101,7 @@ class EngineThread:
     def _serve(self) -> None:
         try:
             engine = self._build()
+            self._adapt(engine)
             self.ready.set()
             while self._handle(engine):
                 if engine.has_work():
@@ -95,11 +133,13 @@ class EngineThread:
         self.num_open -= sum(output.finish_reason is not None for output in outputs.outputs)
 
 
-def start_engines(config: Config, folder: Path) -> list[EngineThread]:
-    """As many engines as `-dp` says, ready to serve."""
+def start_engines(
+    config: Config, folder: Path, adapt: Callable[[Engine], None] = lambda engine: None
+) -> list[EngineThread]:
+    """As many engines as `-dp` says, ready to serve after `adapt` has changed each."""
     size = config.parallel.data_parallel_size
     meetings = Meeting(size), Meeting(size)
-    engines = [EngineThread(config, folder, rank, meetings) for rank in range(size)]
+    engines = [EngineThread(config, folder, rank, meetings, adapt) for rank in range(size)]
     for engine in engines:
         engine.ready.wait(60)
     check(engines)
