@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor
+from slipstream.configs.graphs import AttentionCGSupport, BatchExecutionDescriptor, CUDAGraphMode
+from slipstream.kernels.attention.compressed.pages import Pages
 from slipstream.runner.attention.base import (
     AttentionBackend,
     AttentionBuilder,
@@ -17,12 +18,14 @@ from slipstream.runner.attention.base import (
     AttentionMetadata,
     CommonAttentionMetadata,
 )
+from slipstream.runner.attention.fp8_layers import with_fp8_cache
 from slipstream.runner.attention.reference import (
     ReferenceBackend,
     ReferenceBuilder,
     ReferenceMetadata,
 )
-from slipstream.runner.claims.case import ClaimSetup, check_claim
+from slipstream.runner.attention.triton import TritonBackend
+from slipstream.runner.claims.case import ClaimSetup, ClaimTrial, check_claim
 from slipstream.runner.claims.claims import LoweredClaim
 from slipstream.runner.graphs.capture import GraphPool
 from slipstream.runner.graphs.recorder import RecordedGraphs
@@ -125,3 +128,38 @@ def test_t6_claims_are_measured(backend: AttentionBackend, verified: AttentionCG
         got = check_claim(backend, layer, [1, 3], pool, setup, torch.float32, CPU, lowered.append)
     assert got is verified
     assert [one.verified for one in lowered] == ([] if got is AttentionCGSupport.ALWAYS else [got])
+
+
+LISTED = AttentionLayer(
+    0, 4, 1, 48, scale=0.3, is_mla=True, head_dim_v=32, reads_lists=True
+)  # DeepSeek V3.2's
+RAW = AttentionLayer(
+    0, 4, 1, 32, scale=0.3, is_mla=True, head_dim_v=32, sliding_window=20, rotary_tail=8,
+    sinks=torch.tensor([0.5, -1.0, 0.0, 2.0]),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("layer", [LISTED, RAW], ids=["v32", "v4"])
+def test_trials_of_listed_rows_attend_to_what_their_cache_holds(
+    layer: AttentionLayer, fp8: bool
+) -> None:
+    if fp8:
+        layer = with_fp8_cache([layer], torch.float32, {})[0]
+    setup = ClaimSetup(max_len=48, num_reqs=3, mixed_tokens=20)
+    trial = ClaimTrial(
+        TritonBackend(), layer, setup, torch.float32, CPU, GraphPool(RecordedGraphs())
+    )
+    lens = [40, 1, 17]
+    common = trial.fill(BatchExecutionDescriptor(CUDAGraphMode.FULL, 3, 3, 1), [1] * 3, lens)
+    got = trial.forward(3, trial.state(trial.builder.build(common)))
+    pages = Pages(trial.cache, trial.block_table, trial.slot_mapping, 16, 1, layer.fp8)
+    for request, length in enumerate(lens):
+        first = max(0, length - (layer.sliding_window or length))
+        at = torch.arange(first, length)[None]
+        rows = pages.gather(pages.slots_of(torch.tensor([request]), at))[0]
+        scores = trial.query[request] @ rows.T * layer.scale  # [H, S]
+        if layer.sinks is not None:
+            scores = torch.cat((scores, layer.sinks[:, None]), 1)
+        expected = scores.softmax(1)[:, : len(rows)] @ rows[:, :32]
+        torch.testing.assert_close(got[request], expected, atol=1e-5, rtol=1e-4)
