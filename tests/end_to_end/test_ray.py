@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -25,6 +26,7 @@ SMALL = {"num_cpus": 1, "object_store_memory": 80 << 20}
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     """Two nodes with one CPU each, as Ray counts them."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"  # Ray would report its use to its makers
     from ray.cluster_utils import Cluster
 
     head = {**SMALL, "include_dashboard": False}
