@@ -19,6 +19,16 @@ def num_processes(config: Config) -> int:
     return config.parallel.tensor_parallel_size * config.parallel.data_parallel_size
 
 
+def check_one_host(config: Config) -> Config:
+    """The configuration unchanged; raises ConfigError unless its engine runs on this host alone."""
+    if uses_hosts(config):
+        raise ConfigError(
+            "--nnodes and --distributed-executor-backend ray are flags of `slipstream serve`: this "
+            "command runs on one host"
+        )
+    return config
+
+
 def check_hosts(config: Config) -> None:
     """Raise ConfigError unless the flags of several hosts agree."""
     hosts, total = config.hosts, num_processes(config)

@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from ...configs.bars import share_bars_between_threads
+from ...configs.hosts import check_one_host
 from ...configs.load import add_flags, load_config
 from ...configs.options import ConfigError
 from ...configs.schema import Config
@@ -133,7 +134,7 @@ def _configs(args: argparse.Namespace, load: Any) -> list[Config]:
     flags.setdefault("max_num_seqs", str(max(load.batch_sizes)))
     flags.setdefault("enable_prefix_caching", False)
     flags.setdefault("load_format", "auto")
-    config = load_config(flags, os.environ)
+    config = check_one_host(load_config(flags, os.environ))
     if (config.scheduler.max_num_seqs or 0) < max(load.batch_sizes):
         raise ConfigError("--max-num-seqs must be at least the largest of --batch-sizes")
     configs = [config]

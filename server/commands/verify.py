@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...configs.hosts import check_one_host
 from ...configs.load import add_flags, load_config
 from ...configs.options import ConfigError
 
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _of_engine(args: argparse.Namespace, plan: Plan) -> Report | None:
-    config = load_config(args, os.environ)
+    config = check_one_host(load_config(args, os.environ))
     from ..verify.session import verify
 
     return await verify(config, plan, args.data)

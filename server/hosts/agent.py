@@ -83,6 +83,16 @@ class Agent:
 
     async def run(self) -> None:
         """Join, and follow the first node until it stops. Raises HostsError, also if it is lost."""
+        try:
+            await self._run()
+        except msgspec.MsgspecError as error:
+            log.debug("a message of node 0 cannot be read", exc_info=True)
+            raise HostsError(
+                "node 0 sends what this node does not understand: install the same version of "
+                "slipstream on both"
+            ) from error
+
+    async def _run(self) -> None:
         pair = self._pair = await self._join()
         where = f"{self._master}:{self._port}"
         log.info("node %d has joined node 0 at %s", self._me.node, where)

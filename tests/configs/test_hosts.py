@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from slipstream.configs.hosts import num_processes, uses_hosts
+from slipstream.configs.hosts import check_one_host, num_processes, uses_hosts
 from slipstream.configs.load import add_flags, load_config
 from slipstream.configs.options import ConfigError
 from slipstream.configs.schema import Config
@@ -59,3 +59,9 @@ def test_flags_that_do_not_agree_are_refused_in_one_sentence(flags: str, sentenc
     with pytest.raises(ConfigError, match=sentence) as refused:
         load(*flags.split())
     assert "\n" not in str(refused.value) and "short" not in str(refused.value)
+
+
+def test_commands_that_measure_one_engine_run_on_one_host() -> None:
+    with pytest.raises(ConfigError, match="are flags of `slipstream serve`"):
+        check_one_host(load("--distributed-executor-backend", "ray"))
+    assert check_one_host(load("-tp", "2")).parallel.tensor_parallel_size == 2

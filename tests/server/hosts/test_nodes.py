@@ -180,6 +180,33 @@ async def test_a_node_with_another_secret_is_told_so(config: Config) -> None:
         assert executor._hub is not None and executor._hub.joined(1) is None
 
 
+async def test_a_first_node_of_another_version_is_named(config: Config) -> None:
+    async with HostsExecutor(config, print) as executor:
+        joined = asyncio.create_task(agent(config).run())
+        assert executor._hub is not None
+        await executor._hub.nodes([1], 5)
+        executor._hub._nodes[1]._pair.send_packet(b"\x81\xa4type\xa4News")
+        with pytest.raises(HostsError, match="sends what this node does not understand"):
+            await asyncio.wait_for(joined, 5)
+
+
+async def test_messages_that_no_node_sends_are_refused_or_end_the_connection(
+    config: Config,
+) -> None:
+    async with HostsExecutor(config, print) as executor:
+        odd = agent(config)
+        joined = asyncio.create_task(odd.run())
+        hub = executor._hub
+        assert hub is not None
+        await hub.nodes([1], 5)
+        assert odd._pair is not None
+        odd._pair.send_packet(b"\x80\x04\x95")  # the beginning of a pickle
+        with pytest.raises(HostsError, match="is gone"):
+            await asyncio.wait_for(joined, 5)
+        assert hub.joined(1) is None
+        assert hub._reply(membership(config, 1, 2)) is not None  # and the hub goes on
+
+
 async def test_the_same_node_joins_once(config: Config) -> None:
     async with HostsExecutor(config, print) as executor:
         first = asyncio.create_task(agent(config).run())
