@@ -186,7 +186,7 @@ def tile(weight: PackedWeight) -> TiledWeight:
     spans = -(-columns // (width * slices))
     words = torch.empty(rows, spans * width, dtype=torch.int16, device=weight.device)
     step = max(_PIECE_VALUES // max(columns, 1), 1)
-    for start in range(0, rows, step):
+    for start in range(0, 0 if words.is_meta else rows, step):
         piece = weight.values[start : start + step]
         words[start : start + step] = _words(piece, weight.kind, spans, width)
     scales = weight.scales if weight.kind == "fp4" else weight.scales.T

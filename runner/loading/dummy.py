@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +43,11 @@ def load_random(
             scheme = _scheme(name, slot, quantisation)
             size = math.prod(slot.shape) * dtype.itemsize
             if scheme is not None:
-                drawn: Stored = random_packed(slot.shape, scheme, device, generator, std)
+                drawn: Stored = (
+                    random_packed(slot.shape, scheme, device, generator, std)
+                    if has_memory
+                    else _outline(slot.shape, scheme)
+                )
                 if slot.cut is not None:
                     drawn = own_part(slot, drawn, slot.cut)
                 slot.load(fitting(slot, drawn))
@@ -62,9 +67,13 @@ def random_outline(
 ) -> PackedWeight | None:
     """A meta tensor for the packed weight that `load_random` draws; None if it draws none."""
     scheme = _scheme(name, slot, quantisation)
-    if scheme is None:
-        return None
-    return random_packed(slot.shape, scheme, torch.device("meta"), None)
+    return None if scheme is None else _outline(slot.shape, scheme)
+
+
+@functools.lru_cache
+def _outline(shape: tuple[int, ...], scheme: Scheme) -> PackedWeight:
+    """Shared by equal matrices, because models with experts have thousands."""
+    return random_packed(shape, scheme, torch.device("meta"), None)
 
 
 def _scheme(name: str, slot: CheckpointSlot, quantisation: Quantisation | None) -> Scheme | None:

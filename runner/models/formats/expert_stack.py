@@ -105,6 +105,8 @@ class ExpertStack(nn.Module):
                 self._matrices = []
             return
         assert not isinstance(part, StoredRows)
+        if part.device.type == "meta" and (self.packed is not None or self.weight is not None):
+            return  # of thousands of parts, the first has the outline
         kept = self._kept(part)
         if isinstance(kept, Tensor):
             with self._lock:
