@@ -40,7 +40,7 @@ def meet(
     if is_remote:
         assert host is not None
         use_interface(host.address)
-    elif not on_gpu:
+    else:  # between GPUs, gloo adds up numbers of the host
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",

@@ -70,9 +70,9 @@ class ExpertLoads:
 
 
 def find_loads(model: object) -> ExpertLoads | None:
-    """The loads of a model; None if engines do not share its experts."""
+    """The loads of a model; None if engines do not share its experts, or it has no memory."""
     parts: list[Any] = list(model.modules()) if isinstance(model, nn.Module) else []
     sharing = [part for part in parts if isinstance(getattr(part, "loads", None), Tensor)]
-    if not sharing:
+    if not sharing or sharing[0].loads.is_meta:
         return None
     return ExpertLoads([part.loads for part in sharing], sharing[0].total)

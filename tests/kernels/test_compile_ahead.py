@@ -139,6 +139,17 @@ def test_sparse_attention_launches_no_kernel_after_the_start(
 
 
 @needs_triton
+@pytest.mark.slow
+def test_engines_that_share_experts_launch_no_kernel_after_the_start(
+    run_script: Script, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V32))
+    output = run_script("dry_launches.py", str(tmp_path), "", "engines", "few")
+    found = json.loads(output.splitlines()[-1])
+    assert found["later"] == found["early"] == [] and found["started"] >= 80
+
+
+@needs_triton
 @pytest.mark.parametrize("forms", [(), pytest.param(("all",), marks=pytest.mark.slow)], ids=str)
 def test_every_kernel_compiles_for_sm_90a(forms: tuple[str, ...], run_script: Script) -> None:
     compiled: set[str] = set()

@@ -306,6 +306,8 @@ def experts() -> None:
                 shape = (parts, rows, num_experts) if parts else (rows, num_experts)
                 logits = t(*shape, dtype=torch.float32)
                 weights, ids = module("route").select_experts(logits, Routing(top_k))
+            own = num_experts // 2
+            module("route").own_experts(ids, own, own, t(2, dtype=I32), t(1 + own, dtype=I64))
             module("moe").run_experts(t(rows, hidden), of, weights, ids)
             if top_k == 4:
                 module("packed_experts").expert_parts(t(rows, hidden), packed(of), weights, ids)

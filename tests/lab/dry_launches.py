@@ -1,9 +1,10 @@
 """Prints the kernels that a start on an H100 would compile, and those that later steps would add.
 
-Usage: `dry_launches.py MODEL DRAFTER alone|drafting|eager|fp8|invariant|mtp|ranks [few]`; fp8 is
-drafting with an fp8 KV cache, invariant with `--batch-invariant`, mtp with the model's own module,
-and ranks on two GPUs. With
-`few`, each sampling option is combined with one way to draw instead of three.
+Usage: `dry_launches.py MODEL DRAFTER CASE [few]`, where CASE is alone, drafting, eager, fp8,
+invariant, mtp, ranks or engines; fp8 is drafting with an fp8 KV cache, invariant with
+`--batch-invariant`, mtp with the model's own module, ranks on two GPUs, and engines is mtp on two
+engines that share experts. With `few`, each sampling option is combined with one way to draw
+instead of three.
 `test_compile_ahead.py` runs it in a process of its own, since Triton decides at import whether it
 compiles or interprets. Nothing is compiled; the script only counts the specializations of each
 kernel.
@@ -194,6 +195,7 @@ def launches(
     few: bool,
     kv_cache_dtype: str = "auto",
     ranks: int = 1,
+    engines: int = 1,
     batch_invariant: bool = False,
 ) -> dict[str, Any]:
     """Count the specializations of a dry start; list those that a real start meets in an earlier
@@ -213,7 +215,7 @@ def launches(
         cache=CacheConfig(kv_cache_dtype=kv_cache_dtype),
         scheduler=scheduler,
         speculative=speculative,
-        parallel=ParallelConfig(ranks),
+        parallel=ParallelConfig(ranks, engines, enable_expert_parallel=engines > 1),
         # Other linear kernels in every bucket of rows, and sizes that are not powers of two.
         graph=GraphConfig(
             linear_backend="triton",
@@ -255,11 +257,12 @@ def main(model: str, drafter: str, case: str, extent: str = "all") -> None:
     with without_gpu(H100):
         found = launches(
             model,
-            {"alone": None, "mtp": "mtp"}.get(case, drafter),
+            {"alone": None, "mtp": "mtp", "engines": "mtp"}.get(case, drafter),
             case == "eager",
             extent == "few",
             "fp8" if case == "fp8" else "auto",
             2 if case == "ranks" else 1,
+            2 if case == "engines" else 1,
             case == "invariant",
         )
         print(json.dumps(found))
