@@ -58,9 +58,9 @@ def test_the_public_functions_take_triton_for_few_rows_alone(
     calls = []
     project = kernels.project_heads
 
-    def counted(x: Tensor, weight: Tensor) -> Tensor:
+    def counted(x: Tensor, weight: Tensor, fixed: bool) -> Tensor:
         calls.append(tuple(x.shape))
-        out: Tensor = project(x, weight)
+        out: Tensor = project(x, weight, fixed)
         return out
 
     monkeypatch.setattr(kernels, "project_heads", counted)
