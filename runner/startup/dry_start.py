@@ -48,8 +48,9 @@ _META = torch.device("meta")
 _NICE = 5  # the worker runs in parallel and must not wait for a core
 _NOT_TRITONS = ("flashinfer", "flash_mla")
 _MANY_BYTES = 1 << 50  # size of the KV cache, which uses no memory
-# Larger batches are not known to need other kernels, whatever a server's own limits are.
-_MANY_ROWS, _MANY_TOKENS = 257, 2048
+# Larger batches are not known to need other kernels, whatever a server's own limits are. Experts
+# share the rows of a step of thousands of tokens among more programs than those of a smaller one.
+_MANY_ROWS, _MANY_TOKENS = 257, LARGE[0].max_num_batched_tokens
 _SOME_PREFILL = 64  # tokens of a prefill beside verified drafts
 
 

@@ -59,7 +59,7 @@ DEEPSEEK_V32 = {
 
 
 CASES = (
-    *(("alone", 80), ("drafting", 120), ("eager", 100), ("fp8", 120), ("ranks", 100)),
+    *(("alone", 70), ("drafting", 100), ("eager", 90), ("fp8", 100), ("ranks", 90)),
     ("invariant", 60),
 )
 Script = Callable[..., str]
@@ -108,7 +108,7 @@ def save_configs(folder: Path) -> list[str]:
     ("case", "extent", "fewest"),
     some(
         [(case, extent, fewest) for case, fewest in CASES for extent in ("all", "few")],
-        kept=[("drafting", "few", 120)],
+        kept=[("drafting", "few", 100)],
     ),
 )
 def test_no_step_after_the_start_launches_a_kernel_that_the_start_did_not(

@@ -53,6 +53,17 @@ def chosen(card: Card | None, model: ModelNeeds, used: float = 0.5, **sections: 
     return choose_limits(Config(**sections), card, model, int(used * GIB))[0]
 
 
+def test_the_dry_start_runs_steps_of_all_sizes_that_limits_choose() -> None:
+    """Experts have other kernels from 2,049, 4,097 or 5,462 tokens on, by their number."""
+    from slipstream.runner.startup.dry_start import any_limits
+
+    dry = any_limits(Config()).scheduler
+    for limits in (*LARGE, SMALL):
+        assert dry.max_num_batched_tokens is not None and dry.max_num_seqs is not None
+        assert dry.max_num_batched_tokens >= limits.max_num_batched_tokens
+        assert dry.max_num_seqs > limits.max_num_seqs
+
+
 @pytest.mark.parametrize(
     ("card", "expected"),
     [(H200, LARGE[0]), (H100, LARGE[0]), (H100_PART, SMALL), (A100, SMALL), (None, SMALL)],
