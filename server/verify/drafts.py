@@ -19,6 +19,9 @@ from .report import Report, percent
 
 GROUP = "Drafts"
 _ALIGNMENT = 1e-5  # chance that drafts unrelated to the text seem shifted by one of the shifts
+# A draft that is stored one position late is always the token before it. A drafter that is poor at
+# second drafts may repeat its first one often.
+_MISPLACED = 0.95
 _MOST_FRESH = 96  # proposals that are made again
 _SHIFTS = (-2, -1, 1, 2)
 # Share of proposals that rounding may change: a near-tie of the drafter decides differently.
@@ -137,7 +140,8 @@ async def check_chain(
 
 def check_alignment(replies: Sequence[Reply], report: Report) -> None:
     """Each draft must fit the text at its own position, not at a neighbouring one."""
-    faults = []
+    faults: list[str] = []
+    repeats: list[str] = []
     drafts = 0
     for position in range(max((len(p.drafts) for r in replies for p in r.proposals), default=0)):
         for shift in _SHIFTS:
@@ -154,6 +158,13 @@ def check_alignment(replies: Sequence[Reply], report: Report) -> None:
                     own += draft == ids[at] != ids[at + shift]
                     other += draft == ids[at + shift] != ids[at]
             if other > own and _binomial_tail(other, own + other) < _ALIGNMENT:
+                share = _repeated(replies, position)
+                if shift == -1 and share < _MISPLACED:
+                    repeats.append(
+                        f"draft {position + 1} repeats the token before it in {percent(share)} of "
+                        "the proposals, as one that the drafter was hardly trained for"
+                    )
+                    continue
                 side = "before" if shift < 0 else "after"
                 faults.append(
                     f"draft {position + 1} is {other} times the token {abs(shift)} {side} its "
@@ -162,8 +173,23 @@ def check_alignment(replies: Sequence[Reply], report: Report) -> None:
     if not drafts:
         report.skip(GROUP, "positions", "there were no drafts")
         return
+    if repeats and not faults:
+        report.note(GROUP, "positions", "; ".join(repeats))
+        return
     text = "; ".join(faults) or f"{drafts} drafts fit the text best at their own position"
     report.add(GROUP, "positions", not faults, text)
+
+
+def _repeated(replies: Sequence[Reply], position: int) -> float:
+    """The share of drafts at a position that are the token before them: all, if misplaced."""
+    same = [
+        draft == (proposal.drafts[position - 1] if position else reply.token_ids[before])
+        for reply in replies
+        for proposal in reply.proposals
+        if position < len(proposal.drafts) and (before := proposal.start - 1) >= 0
+        for draft in (proposal.drafts[position],)
+    ]
+    return sum(same) / len(same) if same else 1.0
 
 
 def _binomial_tail(hits: int, count: int) -> float:

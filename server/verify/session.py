@@ -235,7 +235,7 @@ def _subject(
         method=ready.speculative_method,
         one_hot=drafts_are_one_hot(config.speculative),
         plain_prompts=[ids for ids in plain if 0 < len(ids) < room // 2],
-        grammar=_GRAMMAR,
+        grammar=_GRAMMAR if stop else None,  # a grammar needs a token that ends the reply
         batch_invariant=config.graph.batch_invariant,
         valid=valid,
     )

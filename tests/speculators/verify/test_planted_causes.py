@@ -26,7 +26,7 @@ from slipstream.server.verify.diagnosis.experiments import (
     try_boundaries,
 )
 from slipstream.server.verify.diagnosis.head_files import read_head
-from slipstream.server.verify.drafts import tally
+from slipstream.server.verify.drafts import check_alignment, tally
 from slipstream.server.verify.plan import Subject
 from slipstream.server.verify.replies import Reply, generate
 from slipstream.server.verify.report import Report
@@ -79,6 +79,22 @@ def test_a_sound_head_is_not_accused(pair: Trained) -> None:
     is_low, report, replies = run(pair, pair.head("sound"))
     assert not is_low and causes(report) == {"acceptance"}
     assert tally(replies).acceptance[0] > 0.55
+
+
+def test_a_head_that_repeats_its_first_draft_is_not_accused_of_misplacing_it(
+    pair: Trained,
+) -> None:
+    """It was trained for first drafts only."""
+    _, _, replies = run(pair, pair.head("sound"), starts=PROMPTS[:8])
+    report = Report({})
+    check_alignment(replies, report)
+    (found,) = report.checks
+    assert found.status == "note" and "draft 2 repeats the token before it" in found.summary
+    for reply in replies:  # stored one position late, they are all repeated
+        for proposal in reply.proposals:
+            proposal.drafts[1:] = proposal.drafts[:-1]
+    check_alignment(replies, report)
+    assert report.checks[1].status == "fail", report.table()
 
 
 def test_wrong_auxiliary_layers_are_named_with_the_right_ones(pair: Trained) -> None:
