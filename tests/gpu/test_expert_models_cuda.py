@@ -14,6 +14,7 @@ import transformers
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+from tests.runner.loading.quantised.stored_formats import FORMATS  # noqa: E402
 from tests.speculators.test_expert_models import FAMILIES, SHAPE, VOCAB  # noqa: E402
 from tests.speculators.tiny_engine import TinyEngine, prompts  # noqa: E402
 
@@ -87,6 +88,18 @@ def test_packed_experts_in_graphs(tmp_path: Path) -> None:
             "modules_to_not_convert": ["model.layers.*.self_attn", "model.embed_tokens", "lm_head"],
         }
     }
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    graph = {"debug_compare_eager": True}  # each replay with an eager run
+    found = texts(tmp_path, "off", graph=graph, dtype="bfloat16", load_format="dummy")
+    assert [len(ids) for ids in found.values()] == [40] * 4
+
+
+@pytest.mark.parametrize("name", ["fp8 blocks", "int4 zeros", "nvfp4"])
+def test_quantised_experts_in_graphs(name: str, tmp_path: Path) -> None:
+    """Qwen3-MoE with random weights in a quantised format; all experts of a layer are packed."""
+    config = transformers.Qwen3MoeConfig(**WIDE, **FAMILIES["Qwen3Moe"])
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    raw = config.to_dict() | {"quantization_config": FORMATS[name].config}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     graph = {"debug_compare_eager": True}  # each replay with an eager run
     found = texts(tmp_path, "off", graph=graph, dtype="bfloat16", load_format="dummy")

@@ -9,7 +9,7 @@ import torch
 
 from slipstream.configs.model.quantisation import parse_quantisation
 from slipstream.configs.schema import SpeculativeConfig
-from slipstream.kernels.cpu.formats import WEIGHT_TYPES
+from slipstream.kernels.cpu.formats import STORED_TYPES
 from slipstream.kernels.quant.packed import PackedWeight
 from slipstream.runner.loading.quantised.delivery import widened
 from slipstream.runner.loading.quantised.gguf import packed_rows
@@ -41,7 +41,7 @@ def test_numbers_are_those_of_the_cpu(name: str, tmp_path: Path) -> None:
     assert packed == 12
 
 
-@pytest.mark.parametrize("name", [name for name, t in WEIGHT_TYPES.items() if not t.is_float])
+@pytest.mark.parametrize("name", [name for name, t in STORED_TYPES.items() if not t.is_float])
 def test_rows_of_gguf_are_those_of_the_cpu(name: str) -> None:
     rows = random_rows(name, 37, 512)
     there, here = (packed_rows(rows, torch.device(kind)) for kind in ("cuda", "cpu"))
