@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from typing import Any
 
 import pytest
 from openai import AsyncOpenAI, OpenAI
@@ -67,46 +68,30 @@ async def test_the_async_client_runs_requests_concurrently(server: RunningServer
     assert [text.split(",")[0] for text in alone] == [text.split(",")[0] for text in together[:2]]
 
 
+def curl(server: RunningServer, flags: str, **body: Any) -> str:
+    """What curl prints of the reply to a completion."""
+    command = [
+        "curl",
+        flags,
+        f"{server.url}/v1/completions",
+        "-H",
+        "Content-Type: application/json",
+    ]
+    asked = ["-d", json.dumps({"model": MODEL, **body})]
+    found = subprocess.run([*command, *asked], capture_output=True, check=True, timeout=60)
+    return found.stdout.decode()
+
+
 def test_curl_completion(server: RunningServer) -> None:
-    body = json.dumps({"model": MODEL, "prompt": "1, 2, 3, 4,", "max_tokens": 8, "temperature": 0})
-    out = subprocess.run(
-        [
-            "curl",
-            "-sS",
-            f"{server.url}/v1/completions",
-            "-H",
-            "Content-Type: application/json",
-            "-d",
-            body,
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    reply = json.loads(out.stdout)
+    text = curl(server, "-sS", prompt="1, 2, 3, 4,", max_tokens=8, temperature=0)
+    reply = json.loads(text)
     assert reply["object"] == "text_completion"
     assert reply["choices"][0]["text"].startswith(" 5, 6")
 
 
 def test_curl_stream_ends_with_done(server: RunningServer) -> None:
-    body = json.dumps({"model": MODEL, "prompt": "1, 2, 3,", "max_tokens": 4, "stream": True})
-    out = subprocess.run(
-        [
-            "curl",
-            "-sSN",
-            f"{server.url}/v1/completions",
-            "-H",
-            "Content-Type: application/json",
-            "-d",
-            body,
-        ],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    )
-    events = [line for line in out.stdout.split("\n\n") if line]
+    text = curl(server, "-sSN", prompt="1, 2, 3,", max_tokens=4, stream=True)
+    events = [line for line in text.split("\n\n") if line]
     assert events[-1] == "data: [DONE]"
     assert all(json.loads(event.removeprefix("data: "))["choices"] for event in events[:-1])
 

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 
@@ -17,6 +16,7 @@ from slipstream.runner.loading.gguf_families import gemma3_settings
 from slipstream.runner.loading.weights import resolve_model
 
 from ..model_harness import Sequences, load
+from ..random_oracle import random_oracle
 
 LAYERS, HIDDEN, HEADS, HEAD_DIM, WINDOW = 7, 64, 4, 32, 5
 NAMES = {
@@ -46,18 +46,12 @@ def gguf_name(name: str) -> str:
 
 
 def make_oracle() -> Any:
-    torch.manual_seed(4)
-    config = transformers.Gemma3TextConfig(
+    shape = dict(
         vocab_size=90, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=LAYERS,
         num_attention_heads=HEADS, num_key_value_heads=1, head_dim=HEAD_DIM,
         max_position_embeddings=128, sliding_window=WINDOW, query_pre_attn_scalar=HEAD_DIM,
     )  # fmt: skip
-    config._attn_implementation = "eager"
-    oracle = transformers.Gemma3ForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in oracle.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return oracle
+    return random_oracle("Gemma3", shape, None, "TextConfig", seed=4)
 
 
 def write_gguf(path: Path, oracle: Any, kinds: list[str]) -> None:

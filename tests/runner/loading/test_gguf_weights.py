@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from torch import Tensor
@@ -23,6 +22,7 @@ from slipstream.runner.loading.weights import resolve_model
 from slipstream.runner.models.formats.expert_stack import ExpertStack
 
 from ..model_harness import Sequences, load
+from ..random_oracle import random_oracle
 
 HIDDEN, HEADS, KV_HEADS, LAYERS, VOCAB = 64, 4, 2, 2, 70
 NAMES = {
@@ -144,23 +144,11 @@ def write_gguf(
 
 
 def make_oracle(family: str, **settings: Any) -> Any:
-    torch.manual_seed(2)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=VOCAB,
-        hidden_size=HIDDEN,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        max_position_embeddings=128,
-        **settings,
-    )
-    config._attn_implementation = "eager"
-    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in oracle.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return oracle
+    shape = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=96, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, max_position_embeddings=128,
+    )  # fmt: skip
+    return random_oracle(family, {**shape, **settings}, seed=2)
 
 
 YARN = {

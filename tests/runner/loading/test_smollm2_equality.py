@@ -113,7 +113,7 @@ def test_greedy_text_equals_transformers_but_for_near_ties(
     dtype: str, gguf_path: Path, prompts: list[list[int]], oracle: Any, record_property: Any
 ) -> None:
     if dtype == "auto":  # the long form, in float32, has all of them
-        prompts = prompts[::3]
+        prompts = prompts[::6]
     texts, logits = greedy_texts(load(gguf_path, dtype), prompts)
     longest = max(map(len, texts))
     # teacher-forced: causal attention never sees the padding on the right

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from ..model_harness import Sequences, assert_equals_transformers, load
+from ..random_oracle import random_oracle
 
 SHAPE = dict(
     vocab_size=97,
@@ -59,18 +59,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_oracle(family: str, settings: dict[str, Any], folder: Path) -> Any:
-    torch.manual_seed(1)
-    if family == "DeepseekV3":
-        settings = {"num_mtp_layers": 0, **settings}
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
-    config._attn_implementation = "eager"
-    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, tensor in (*oracle.named_parameters(), *oracle.named_buffers()):
-            if "inv_freq" not in name:
-                tensor.add_(torch.randn_like(tensor) * 0.1)
-    oracle.save_pretrained(folder)
-    return oracle
+    own = {"num_mtp_layers": 0} if family == "DeepseekV3" else {}
+    return random_oracle(family, {**SHAPE, **own, **settings}, folder)
 
 
 @pytest.mark.parametrize("case", CASES)

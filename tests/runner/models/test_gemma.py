@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from slipstream.kernels.cpu import weight as native
 from slipstream.runner.errors import ModelLoadError
 
 from ..model_harness import Sequences, assert_equals_transformers, load
+from ..random_oracle import random_oracle
 
 SHAPE = dict(
     vocab_size=97,
@@ -69,17 +69,7 @@ GEMMA4: dict[str, dict[str, Any]] = {
 
 
 def make_oracle(family: str, settings: dict[str, Any], folder: Path) -> Any:
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{family}TextConfig")(**{**SHAPE, **settings})
-    config._attn_implementation = "eager"
-    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for name, tensor in (*oracle.named_parameters(), *oracle.named_buffers()):
-            if "inv_freq" not in name and "embed_scale" not in name:
-                tensor.add_(torch.randn_like(tensor) * 0.1)
-                tensor.copy_(tensor.half())  # a CPU keeps these weights as fp16
-    oracle.save_pretrained(folder)
-    return oracle
+    return random_oracle(family, {**SHAPE, **settings}, folder, "TextConfig")
 
 
 @pytest.mark.parametrize("case", GEMMA3)

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from ..model_harness import assert_equals_transformers, load
+from ..random_oracle import random_oracle
 
 SHAPE = dict(
     vocab_size=97,
@@ -38,17 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def make_oracle(settings: dict[str, Any], folder: Path) -> Any:
-    torch.manual_seed(1)
-    config = transformers.Glm4MoeConfig(**{**SHAPE, **settings})
-    config._attn_implementation = "eager"
-    oracle = transformers.Glm4MoeForCausalLM(config).eval()
-    with torch.no_grad():
-        for name, tensor in (*oracle.named_parameters(), *oracle.named_buffers()):
-            if "inv_freq" not in name:
-                tensor.add_(torch.randn_like(tensor) * 0.1)
-                tensor.copy_(tensor.half())  # a CPU keeps these weights as fp16
-    oracle.save_pretrained(folder)
-    return oracle
+    return random_oracle("Glm4Moe", {**SHAPE, **settings}, folder)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -15,6 +15,7 @@ from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
 
 from ..model_harness import CPU, assert_equals_transformers, load
+from ..random_oracle import random_oracle, randomised
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=97,
@@ -80,20 +81,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def randomised(oracle: Any, folder: Path) -> Any:
-    with torch.no_grad():
-        for parameter in oracle.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-            parameter.copy_(parameter.half())  # a CPU keeps these weights as fp16
-    oracle.save_pretrained(folder)
-    return oracle.eval()
-
-
 def make_oracle(family: str, settings: dict[str, Any], folder: Path) -> Any:
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
-    config._attn_implementation = "eager"
-    return randomised(getattr(transformers, f"{family}ForCausalLM")(config), folder)
+    return random_oracle(family, {**SHAPE, **settings}, folder)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from slipstream.runner.errors import ModelLoadError
 
 from ..model_harness import Sequences, assert_equals_transformers, load
+from ..random_oracle import random_oracle
 
 SHAPE = dict(
     vocab_size=97,
@@ -49,16 +49,8 @@ EXPERTS = dict(
 
 
 def make_oracle(folder: Path, family: str = "Qwen3_5", **settings: Any) -> Any:
-    torch.manual_seed(1)
-    text = "" if family == "Qwen3Next" else "Text"
-    config = getattr(transformers, f"{family}{text}Config")(**{**SHAPE, **settings})
-    config._attn_implementation = "eager"
-    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for tensor in oracle.parameters():
-            tensor.add_(torch.randn_like(tensor) * 0.1)
-    oracle.save_pretrained(folder)
-    return oracle
+    config = "Config" if family == "Qwen3Next" else "TextConfig"
+    return random_oracle(family, {**SHAPE, **settings}, folder, config)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from slipstream.kernels.cpu import weight as native
 from slipstream.runner.errors import ModelLoadError
 
 from ..model_harness import assert_equals_transformers, load
+from ..random_oracle import random_oracle
 
 SHAPE = dict(
     vocab_size=97,
@@ -46,17 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def make_oracle(family: str, settings: dict[str, Any], folder: Path) -> Any:
-    """A random transformers model, saved to `folder`; every weight differs from its default."""
-    torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**{**SHAPE, **settings})
-    config._attn_implementation = "eager"
-    oracle = getattr(transformers, f"{family}ForCausalLM")(config).eval()
-    with torch.no_grad():
-        for parameter in oracle.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-            parameter.copy_(parameter.half())  # a CPU keeps these weights as fp16
-    oracle.save_pretrained(folder)
-    return oracle
+    return random_oracle(family, {**SHAPE, **settings}, folder)
 
 
 def restack(folder: Path, edit: Any) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from slipstream.runner.messages import AddRequest
 from slipstream.runner.scheduling.kv_blocks import BlockGroup
+from slipstream.runner.scheduling.prompt_turns import PromptTurns
+from slipstream.runner.scheduling.step_time import StepBudget, StepTimes
 
 from ..schedule_bench import Bench, add
 
@@ -235,3 +238,45 @@ def test_texts_are_those_of_plain_decoding_whoever_overtakes(seed: int) -> None:
     assert len(ended) == len(messages)
     for message in messages:
         engine.expect(message)
+
+
+class Prompt:
+    """What turns read of a request that computes its prompt or waits."""
+
+    priority, num_prefilled, blocks, is_blocked, wants_prompt_logprobs = 0, 0, None, False, False
+
+    def __init__(self, length: int, arrival: int) -> None:
+        self.token_ids, self.prefill_len = [0] * length, length
+        self.arrival, self.order = arrival, (0, arrival)
+
+
+def share(budget: StepBudget, *waiting: Prompt) -> dict[Prompt, int]:
+    """The tokens of those that overtake a long prompt, where there is room for all."""
+    turns: Any = PromptTurns(budget, [], 1)
+    turns.share(Prompt(2000, 0), waiting, SimpleNamespace(take=lambda request: True))
+    shares: dict[Prompt, int] = turns.overtaking
+    return shares
+
+
+def test_the_time_that_those_who_overtake_leave_goes_to_the_first_prompt() -> None:
+    budget, short = StepBudget(64, StepTimes(), seconds=0.1), Prompt(4, 1)
+    assert budget.times is not None and share(budget, short) == {short: 4}
+    _, used = budget.times.fit(4, 0, False, 0.05, False)
+    assert 0 < used < 0.05 and budget.seconds == pytest.approx(0.1 - used)
+
+
+def test_whoever_waits_for_a_grammar_overtakes_nobody() -> None:
+    blocked, short = Prompt(4, 1), Prompt(4, 2)
+    blocked.is_blocked = True
+    assert share(StepBudget(64), blocked, short) == {short: 4}
+
+
+def test_tokens_kept_for_decodes_are_free_once_each_has_its_own() -> None:
+    behind: list[Any] = [Prompt(4, arrival) for arrival in (1, 2)]
+    for request in behind:
+        request.num_prefilled = 4
+    long: Any = Prompt(2000, 0)
+    turns = PromptTurns(StepBudget(20), behind, width=6)
+    for free in (8, 14, 20):
+        assert turns.take(long) == free
+        turns.pass_decode()

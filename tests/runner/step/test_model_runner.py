@@ -66,7 +66,7 @@ def test_random_plans_give_the_recomputed_text(
     script = drafting(oracle, rng, num_drafts) if num_drafts else None
     runner = make_runner(model, setup, script)
     maker = PlanMaker(runner, oracle, rng, depth, num_drafts)
-    jobs = [maker.add(rng.randint(1, 30), rng.randint(1, 25)) for _ in range(12)]
+    jobs = [maker.add(rng.randint(1, 30), rng.randint(1, 25)) for _ in range(8)]
     for turn in range(1000):
         if not (maker.waiting or maker.running):
             break
