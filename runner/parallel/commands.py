@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 from zlib import crc32
 
 import msgspec
-import numpy as np
 
 from ..scheduling.plan import RowResult, StepPlan
+
+if TYPE_CHECKING:
+    import numpy
 
 
 class Execute(msgspec.Struct, tag=True):
@@ -139,13 +142,15 @@ class Digests:
         return f"tensor-parallel rank {', '.join(map(str, odd))} computed other tokens than rank 0"
 
 
-def packed_mask(mask: np.ndarray | None) -> Sample:
+def packed_mask(mask: numpy.ndarray | None) -> Sample:
     """The command with a grammar's mask [L, W] int32."""
-    return Sample(0) if mask is None else Sample(len(mask), mask.astype(np.int32).tobytes())
+    return Sample(0) if mask is None else Sample(len(mask), mask.astype("int32").tobytes())
 
 
-def unpacked_mask(sample: Sample) -> np.ndarray | None:
+def unpacked_mask(sample: Sample) -> numpy.ndarray | None:
     """The mask of a command, [L, W] int32."""
     if not sample.num_rows:
         return None
-    return np.frombuffer(sample.mask, np.int32).reshape(sample.num_rows, -1)
+    import numpy
+
+    return numpy.frombuffer(sample.mask, numpy.int32).reshape(sample.num_rows, -1)

@@ -70,15 +70,10 @@ async def test_the_async_client_runs_requests_concurrently(server: RunningServer
 
 def curl(server: RunningServer, flags: str, **body: Any) -> str:
     """What curl prints of the reply to a completion."""
-    command = [
-        "curl",
-        flags,
-        f"{server.url}/v1/completions",
-        "-H",
-        "Content-Type: application/json",
-    ]
-    asked = ["-d", json.dumps({"model": MODEL, **body})]
-    found = subprocess.run([*command, *asked], capture_output=True, check=True, timeout=60)
+    kind = "Content-Type: application/json"
+    command = ["curl", flags, f"{server.url}/v1/completions", "-H", kind, "-d"]
+    asked = json.dumps({"model": MODEL, **body})
+    found = subprocess.run([*command, asked], capture_output=True, check=True, timeout=60)
     return found.stdout.decode()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from slipstream.speculators.draft_length.prompt_rows import PromptRows
 from slipstream.speculators.draft_length.step_costs import StepCosts
 
 from ..simulated_engine import K, controller, measured, true_seconds
@@ -122,3 +123,13 @@ def test_without_measurements_the_first_step_with_prompts_tells_what_a_row_costs
     costs.learn_prompts(8, 0.0, 492, 0.05)
     assert costs._prompts.seconds_per_row == pytest.approx(1e-4)
     assert (costs.beside(8, 500)[1:] > costs.row(8)[1:]).all()
+
+
+def test_one_step_that_stalled_changes_the_cost_of_a_row_little() -> None:
+    """Other work on the machine may make a step take a thousand times as long."""
+    rows = PromptRows({(64, 0): 64 * EACH})
+    assert rows.seconds_per_row == pytest.approx(EACH)
+    for took, most in ((10.0, 1.08), (1e-9, 1.0)):
+        before = rows.seconds_per_row
+        rows.learn(took, np.full(K + 1, 64 * EACH), 64, 0.0, 4096)
+        assert before / 1.08 < rows.seconds_per_row < before * most
