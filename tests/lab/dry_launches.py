@@ -236,7 +236,9 @@ def launches(
         runner = dry_start.dry_start(config, own.reached)
         of_all_kinds = many(scheduler.max_num_seqs, random.Random(7))
         batches = [(prompts, [KINDS[index % 3]]) for index, prompts in enumerate(PROMPTS)]
-        batches += [(prompts, [params]) for prompts in of_all_kinds for params in KINDS]
+        for index, prompts in enumerate(of_all_kinds):
+            kinds = [KINDS[index % len(KINDS)]] if few else KINDS
+            batches += [(prompts, [params]) for params in kinds]
         batches += [([5, 3], kinds) for kinds in each_option(few)]
         with torch.inference_mode():
             for index, (prompts, kinds) in enumerate(batches):

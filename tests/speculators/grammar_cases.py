@@ -152,11 +152,12 @@ class Models:
 
     def __init__(self, folder: Path, std: float) -> None:
         common = {"vocab_size": VOCAB, "max_len": MAX_LEN}
-        self.target = save_llama(folder / "target", std=std, **common)  # type: ignore[arg-type]
+        self.target = save_llama(folder / "target", layers=4, std=std, **common)  # type: ignore[arg-type]
         self.draft = save_llama(folder / "draft", seed=1, layers=1, std=std, **common)  # type: ignore[arg-type]
         weights = head_weights(eagle3=True, vocab_size=VOCAB)
         more = {"vocab_size": VOCAB, "max_position_embeddings": MAX_LEN}
-        self.head = save_head(folder / "head", weights, True, **more)
+        taps = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+        self.head = save_head(folder / "head", weights, True, **more, **taps)
         self._folder, self._more = folder, more
         self._pairs: dict[str, tuple[Path, Path | None]] = {}
 

@@ -35,11 +35,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, a draft model that is roughly right, an EAGLE-3 head with four of six tokens."""
     folder = tmp_path_factory.mktemp("models")
-    save_llama(folder / "target", std=0.15, vocab_size=V)
-    save_llama(folder / "draft_model", seed=5, layers=2, std=0.15, vocab_size=V)
+    save_llama(folder / "target", layers=4, std=0.15, vocab_size=V)
+    save_llama(folder / "draft_model", seed=5, layers=1, std=0.15, vocab_size=V)
     weights = head_weights(eagle3=True, vocab_size=V, draft_vocab_size=4)
     weights["lm_head.weight"] *= 0.3
-    save_head(folder / "eagle3", weights, True, vocab_size=V, draft_vocab_size=4)
+    sizes = {"vocab_size": V, "draft_vocab_size": 4}
+    taps = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    save_head(folder / "eagle3", weights, True, **sizes, **taps)
     return folder
 
 
@@ -99,7 +101,7 @@ def emitted(
         num_speculative_tokens=2,
         draft_sampling=sampling,
     )
-    scheduler = {"max_num_seqs": 64, "max_num_batched_tokens": 256}
+    scheduler = {"max_num_seqs": 160, "max_num_batched_tokens": 640}
     cache = {"num_gpu_blocks_override": 1200}
     engine = TinyEngine(folder / "target", config, scheduler=scheduler, cache=cache)
     run = engine.run([PROMPT] * COUNT, max_tokens=LENGTH, **options)

@@ -19,7 +19,7 @@ def speculative(model: Path, k: int, **changes: object) -> SpeculativeConfig:
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("target"))
+    return save_llama(tmp_path_factory.mktemp("target"), layers=3)
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 7])

@@ -65,31 +65,36 @@ def eager_proposals(drafters: Drafters) -> Callable[[str, float], Proposals]:
 
 
 @pytest.mark.parametrize(
-    ("method", "temperature"),
+    ("method", "temperature", "loop"),
     some(
-        [("eagle3", 0.0), *((method, 0.8) for method in METHODS)],
-        kept=[("eagle3", 0.8), ("mtp", 0.8), ("gemma4_mtp", 0.8)],
+        [
+            (method, temperature, loop)
+            for method, temperature in [("eagle3", 0.0), *((method, 0.8) for method in METHODS)]
+            for loop in (False, True)
+        ],
+        kept=[("eagle3", 0.8, True), ("mtp", 0.8, False), ("gemma4_mtp", 0.8, True)],
     ),
 )
 def test_drafts_in_graphs_equal_eager_drafts(
     drafters: Drafters,
     method: str,
     temperature: float,
+    loop: bool,
     eager_proposals: Callable[[str, float], Proposals],
 ) -> None:
+    """With a graph of all decodes of a step (`loop`), or one for each."""
     eager = eager_proposals(method, temperature)
     decodes = {"draft_model": 3, "gemma4_mtp": 3}.get(method, 2)
-    for loop in (False, True):
-        graphs, engine = proposals_of(drafters, method, True, temperature=temperature, loop=loop)
-        assert graphs == eager
-        replays = engine.replays
-        assert replays["target"] > 6
-        # only a uniform step of the target has a graph that the draft prefill can follow
-        assert replays.get("draft prefill", 0) == (method != "gemma4_mtp") * replays["target"]
-        # every step drafts: one graph of all decodes, or one for each
-        assert engine.num_proposals > 6
-        assert replays.get("draft loop", 0) == loop * engine.num_proposals
-        assert replays.get("draft decode", 0) == (not loop) * decodes * engine.num_proposals
+    graphs, engine = proposals_of(drafters, method, True, temperature=temperature, loop=loop)
+    assert graphs == eager
+    replays = engine.replays
+    assert replays["target"] > 6
+    # only a uniform step of the target has a graph that the draft prefill can follow
+    assert replays.get("draft prefill", 0) == (method != "gemma4_mtp") * replays["target"]
+    # every step drafts: one graph of all decodes, or one for each
+    assert engine.num_proposals > 6
+    assert replays.get("draft loop", 0) == loop * engine.num_proposals
+    assert replays.get("draft decode", 0) == (not loop) * decodes * engine.num_proposals
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from slipstream.runner.drafters.draft_graphs import DraftGraphs
 from slipstream.runner.messages import (
     AddRequest,
     RequestOutput,
+    ResetPrefixCache,
     SamplingParams,
     unpack_logprobs,
 )
@@ -123,14 +124,15 @@ def test_drafts_after_each_number_of_accepted_drafts_equal_a_fresh_request(
     monkeypatch.setattr(DraftGraphs, "propose", propose)
     assert accepted == set(range(k + 1))
     sample = own[:: max(1, len(own) // 4)]
+    fresh = TinyEngine(target, drafters.speculative(method, k))
     for known, drafts in sample:
         if len(known) == 1:
             continue
-        fresh = TinyEngine(target, drafters.speculative(method, k))
+        fresh.engine.handle([ResetPrefixCache()])
         with recorded_proposals() as seen:
             fresh.run([known[:-1]], max_tokens=2)
-        fresh.close()
         assert seen[0] == (known, drafts)
+    fresh.close()
 
 
 # --- trap 10 ----------------------------------------------------------------------------------
