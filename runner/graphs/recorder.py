@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -18,21 +19,30 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .capture import Graph
 
 _aten = torch.ops.aten
-# They only allocate; a CUDA graph has no node for them either.
-_ALLOCATIONS = {
-    _aten.empty.memory_format,
-    _aten.empty_strided.default,
-    _aten.new_empty.default,
-    _aten.new_empty_strided.default,
-    _aten.empty_like.default,
-}
-_HOST_READS = {
-    _aten._local_scalar_dense.default,
-    _aten.item.default,
-    _aten.nonzero.default,
-    _aten.masked_select.default,
-    _aten.equal.default,
-    _aten.is_nonzero.default,
+
+
+class _Kind(Enum):
+    HOST_READ = auto()
+    ALLOCATES = auto()  # and does nothing else; a CUDA graph has no node for it either
+    CONSTANT = auto()
+    WRITES = auto()
+    PURE = auto()
+
+
+# of operations; those that are not listed here are added when they are first recorded
+_kinds: dict[Any, _Kind] = {
+    _aten.empty.memory_format: _Kind.ALLOCATES,
+    _aten.empty_strided.default: _Kind.ALLOCATES,
+    _aten.new_empty.default: _Kind.ALLOCATES,
+    _aten.new_empty_strided.default: _Kind.ALLOCATES,
+    _aten.empty_like.default: _Kind.ALLOCATES,
+    _aten.lift_fresh.default: _Kind.CONSTANT,
+    _aten._local_scalar_dense.default: _Kind.HOST_READ,
+    _aten.item.default: _Kind.HOST_READ,
+    _aten.nonzero.default: _Kind.HOST_READ,
+    _aten.masked_select.default: _Kind.HOST_READ,
+    _aten.equal.default: _Kind.HOST_READ,
+    _aten.is_nonzero.default: _Kind.HOST_READ,
 }
 
 
@@ -44,26 +54,35 @@ class HostReadDuringCapture(RuntimeError):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, nodes: list[tuple[str, Callable[[], None]]]) -> None:
+    def __init__(self, nodes: list[tuple[Any, Callable[[], None]]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.nodes = nodes
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip what does not run here would take time in each operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _HOST_READS:
-            raise HostReadDuringCapture(str(func))
-        if func in _ALLOCATIONS:
-            return _poison(func(*args, **kwargs))
-        if func is _aten.lift_fresh.default:
-            return func(*args, **kwargs)
-        if func._schema.is_mutable:
-            self.nodes.append((str(func), lambda: func(*args, **kwargs)))
+        kind = _kinds.get(func) or _kind_of(func)
+        if kind is _Kind.PURE:
+            return self._record(func, args, kwargs)
+        if kind is _Kind.WRITES:
+            self.nodes.append((func, lambda: func(*args, **kwargs)))
             return _written_arguments(func, args, kwargs)
-        # Without side effects: run it now for shapes and types, return poison, compute at replay.
+        if kind is _Kind.HOST_READ:
+            raise HostReadDuringCapture(str(func))
         result = func(*args, **kwargs)
-        outputs = list(_tensors(result))
+        return _poison(_tensors(result), result) if kind is _Kind.ALLOCATES else result
+
+    def _record(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operation without side effects now for shapes and types, return poison, and
+        compute at replay."""
+        result = func(*args, **kwargs)
+        outputs = _tensors(result)
         # Views compute nothing. Whether `to` or `reshape` is a view depends on its arguments.
-        if _storages(outputs) <= _storages(_tensors((args, kwargs))):
+        read = {tensor.untyped_storage().data_ptr() for tensor in _tensors((args, kwargs))}
+        if all([tensor.untyped_storage().data_ptr() in read for tensor in outputs]):
             return result
 
         def compute() -> None:
@@ -74,28 +93,35 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for output, value in zip(outputs, _tensors(fresh), strict=True):
                 output.copy_(value)
 
-        self.nodes.append((str(func), compute))
-        return _poison(result)
+        self.nodes.append((func, compute))
+        return _poison(outputs, result)
 
 
-def _tensors(values: object) -> Iterator[Tensor]:
+def _kind_of(func: Any) -> _Kind:
+    kind = _Kind.WRITES if func._schema.is_mutable else _Kind.PURE
+    return _kinds.setdefault(func, kind)
+
+
+def _tensors(values: object) -> list[Tensor]:
     """All tensors in an operation's arguments or results. (torch's own tree walk is much
     slower.)"""
-    if isinstance(values, Tensor):
-        yield values
-    elif isinstance(values, (tuple, list)):
-        for value in values:
-            yield from _tensors(value)
-    elif isinstance(values, dict):
-        yield from _tensors(list(values.values()))
+    found: list[Tensor] = []
+    _add_tensors((values,), found)
+    return found
 
 
-def _storages(tensors: Iterable[Tensor]) -> set[int]:
-    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+def _add_tensors(values: Iterable[object], found: list[Tensor]) -> None:
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (tuple, list)):
+            _add_tensors(value, found)
+        elif isinstance(value, dict):
+            _add_tensors(value.values(), found)
 
 
-def _poison(result: Any) -> Any:
-    for tensor in _tensors(result):
+def _poison(tensors: list[Tensor], result: Any) -> Any:
+    for tensor in tensors:
         if tensor.is_floating_point():
             tensor.fill_(float("nan"))
         else:
@@ -119,14 +145,14 @@ class RecordedGraph:
     """Recorded operations in order; `node_names` lists them."""
 
     def __init__(self) -> None:
-        self._nodes: list[tuple[str, Callable[[], None]]] = []
+        self._nodes: list[tuple[Any, Callable[[], None]]] = []
         self._recorder = _Recorder(self._nodes)
         self._inference = torch.is_inference_mode_enabled()
 
     @property
     def node_names(self) -> list[str]:
         """Names of the recorded operations."""
-        return [name for name, _ in self._nodes]
+        return [str(operation) for operation, _ in self._nodes]
 
     def replay(self) -> None:
         with torch.inference_mode(self._inference), torch.no_grad():

@@ -74,6 +74,9 @@ def test_decision(
         assert agreement.descriptor.num_tokens == num_tokens[rank]
         assert agreement.num_tokens_across_dp == across
         assert agreement.num_draft_reqs == draft_reqs
+        if agreement.has_work:  # without the dummies of idle ranks
+            assert agreement.real_tokens == tuple(tokens for tokens, *_ in batches)
+            assert agreement.real_reqs == tuple(reqs for _, reqs, _ in batches)
 
 
 def test_one_eager_rank_makes_all_eager() -> None:
