@@ -136,3 +136,21 @@ def test_metrics_are_by_engine() -> None:
     assert sum(line == "# TYPE slipstream:generation_tokens_total counter" for line in lines) == 1
     ended = 'request_success_total{engine="1",finished_reason="stop",model_name="m"} 1.0'
     assert f"slipstream:{ended}" in lines
+
+
+async def test_a_reset_of_the_prefix_caches_forgets_what_was_sent_to_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A prompt goes to the engine that has it cached although the other has fewer requests."""
+    engines = two()
+    monkeypatch.setattr(EngineClient, "reset_prefix_cache", lambda client: None)
+
+    def chosen(*num_open: int) -> int | None:
+        return engines._router.choose([7] * 64, "", num_open)
+
+    first = chosen(0, 0)
+    assert first is not None
+    loads = (first == 0, first == 1)  # one request more than the other
+    assert chosen(*loads) == first
+    engines.reset_prefix_cache()
+    assert chosen(*loads) == 1 - first
