@@ -59,6 +59,14 @@ def test_outlines_have_the_form_of_the_matrix(name: str) -> None:
     assert kinds[0] == kinds[1]
 
 
+def test_zero_points_count_even_where_the_config_denies_them() -> None:
+    parts, numbers = written("gptq zeros", 24, 64)
+    said = parse_quantisation({"quantization_config": FORMATS["gptq zeros"].config | {"sym": True}})
+    parts = Parts(parts.name, parts.source, parts.tensors, said)
+    assert parts.scheme is not None and parts.scheme.symmetric
+    assert torch.equal(read_matrix(parts).dequantise(), numbers)
+
+
 def test_rows_of_any_number_may_have_zero_points() -> None:
     fields, numbers = packed_integers(4, 32, False)(np.random.default_rng(5), 13, 32)
     weight = read_matrix(Parts("a.weight", "a folder", tensors_of(fields)))
