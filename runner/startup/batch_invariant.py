@@ -22,12 +22,11 @@ from ..models.layers import Linear
 
 logger = logging.getLogger(__name__)
 
-# Architectures of which every operation has a form without other rows' influence on a GPU.
-_ON_GPUS = (
+# Architectures of which every operation has a form without other rows' influence, and is tested.
+_ARCHITECTURES = (
     *("LlamaModel", "Mistral3Model", "PhiModel", "Gemma3Model"),
     *("QwenMoeModel", "GlmMoeModel", "DeepseekModel"),
 )
-_ON_CPUS = (*_ON_GPUS, "Gemma4Model", "GptOssModel")
 
 
 class NotBatchInvariant(RunnerError):
@@ -54,11 +53,10 @@ def settled(config: Config) -> Config:
 def refuse(sketch: TextModel, fmt: WeightFormat) -> None:
     """Raise NotBatchInvariant if this model cannot keep the promise. Needs no weights."""
     on_gpu, name = is_card(fmt.device), type(sketch).__name__
-    if name not in (_ON_GPUS if on_gpu else _ON_CPUS):
-        where = "GPUs" if on_gpu else "CPUs"
+    if name not in _ARCHITECTURES:
         raise NotBatchInvariant(
-            f"on {where}, the architecture of this model ({name}) has kernels that depend on other "
-            "rows; leave out the flag, or use a model of another architecture."
+            f"the architecture of this model ({name}) has operations that depend on other rows; "
+            "leave out the flag, or use a model of another architecture."
         )
     if not on_gpu:
         if fmt.dtype != torch.float32:

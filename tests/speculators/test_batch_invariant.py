@@ -8,9 +8,9 @@ import pytest
 
 from ..cases import some
 from .all_drafters import Drafters
-from .invariance import MODELS, ON_CPUS, check, save_model
+from .invariance import MODELS, check, save_model
 
-KINDS = [(kind, dtype) for kind in MODELS | ON_CPUS for dtype in ("auto", "float32")]
+KINDS = [(kind, dtype) for kind in MODELS for dtype in ("auto", "float32")]
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_the_fuzz_finds_what_torch_does_without_the_flag(tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("kind", MODELS | ON_CPUS)
+@pytest.mark.parametrize("kind", MODELS)
 def test_many_companies_get_the_same_bits(kind: str, seed: int, tmp_path: Path) -> None:
     check(save_model(kind, tmp_path / kind), rounds=4, seed=seed, dtype="auto")
 
@@ -49,4 +49,4 @@ def test_drafts_of_a_head_change_no_bit(tmp_path: Path) -> None:
     target = drafters.pair("eagle3")[0]
     heads = [drafters.speculative("eagle3", k, watchdog=False) for k in (1, 3, 4)]
     for dtype in ("auto", "float32"):
-        check(target, rounds=4, seed=5, drafters=heads, vocab=61, dtype=dtype)
+        check(target, rounds=2, seed=5, drafters=heads, vocab=61, count=6, dtype=dtype)

@@ -78,7 +78,9 @@ def test_models_and_formats_without_such_kernels_are_refused(
     with pytest.raises(NotBatchInvariant, match="--dtype auto or float32"):
         refuse(sketch("Llama"), WeightFormat(CPU, torch.bfloat16, batch_invariant=True))
     recurrent = type("Qwen3_5Model", (), {})()
-    with pytest.raises(NotBatchInvariant, match=r"Qwen3_5Model.*kernels that depend on other rows"):
+    with pytest.raises(
+        NotBatchInvariant, match=r"Qwen3_5Model.*operations that depend on other rows"
+    ):
         refuse(recurrent, fmt)
     monkeypatch.setattr(batch_invariant, "is_card", lambda device: True)
     fmt = WeightFormat(CUDA, torch.bfloat16, linear=FixedChooser(), batch_invariant=True)
