@@ -106,6 +106,8 @@ def _check_batch_invariant(config: Config) -> None:
         "the number of tokens; use 1": parallel.tensor_parallel_size > 1,
         "--enable-expert-parallel, with which engines compute each other's tokens; leave it "
         "out": parallel.shares_experts,
+        "--enable-expert-parallel, whose sums over GPUs depend on the experts that tokens choose; "
+        "leave it out": parallel.enable_expert_parallel,
         "--linear-backend torch, whose kernels are chosen by the number of tokens; leave it "
         "out": graph.linear_backend == "torch",
         f"--attention-backend {graph.attention_backend}, whose splits depend on other requests; "

@@ -54,6 +54,10 @@ def test_drafts_are_verified_by_the_targets_own_draws() -> None:
     ("changes", "words"),
     [
         ({"parallel": ParallelConfig(tensor_parallel_size=2)}, "--tensor-parallel-size 2"),
+        (
+            {"parallel": ParallelConfig(data_parallel_size=2, enable_expert_parallel=True)},
+            "--enable-expert-parallel",
+        ),
         ({"graph": {"linear_backend": "torch"}}, "--linear-backend torch"),
         ({"graph": {"attention_backend": "flashinfer"}}, "--attention-backend flashinfer"),
         ({"graph": {"attention_backend": "flash_mla"}}, "--attention-backend flash_mla"),
