@@ -6,12 +6,13 @@ no value. The K types have two levels of scales, whose products need float32.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ....kernels.cpu.formats import StoredRows
+from ....kernels.cpu.formats import StoredRows, WeightType
 from ....kernels.quant.packed import PackedWeight
 from .codes import pack_nibbles, split_last
 
@@ -22,21 +23,32 @@ _Read = tuple[Tensor, Tensor, Tensor | None]
 
 def packed_rows(rows: StoredRows, device: torch.device) -> PackedWeight | Tensor:
     """A stored matrix on `device`: packed, or a plain tensor if its numbers are floats."""
-    count, columns = rows.shape
     if device.type == "meta":
-        data = torch.empty(rows.data.shape, dtype=torch.uint8, device=device)
-    else:
-        data = torch.from_numpy(rows.data.copy()).to(device)  # torch takes no read-only memory
-    if rows.order is not None and not data.is_meta:
+        return _outline(rows.type, rows.shape)
+    data = torch.from_numpy(rows.data.copy()).to(device)  # torch takes no read-only memory
+    if rows.order is not None:
         data = data[torch.from_numpy(rows.order).to(device)]
-    if rows.type.is_float:
-        return data.view(_FLOATS[rows.type.name])
-    blocks = data.view(count, -1, rows.type.block_bytes)
-    if rows.type.name == "MXFP4":  # its scale, 2 ** (e - 127), comes first
+    return _packed(rows.type, rows.shape, data)
+
+
+@functools.lru_cache
+def _outline(type: WeightType, shape: tuple[int, int]) -> PackedWeight | Tensor:
+    """Shared by equal matrices, because models with experts have thousands."""
+    data = torch.empty(shape[0], type.row_bytes(shape[1]), dtype=torch.uint8, device="meta")
+    return _packed(type, shape, data)
+
+
+def _packed(type: WeightType, shape: tuple[int, int], data: Tensor) -> PackedWeight | Tensor:
+    """The matrix [N, K] of rows of bytes."""
+    count, columns = shape
+    if type.is_float:
+        return data.view(_FLOATS[type.name])
+    blocks = data.view(count, -1, type.block_bytes)
+    if type.name == "MXFP4":  # its scale, 2 ** (e - 127), comes first
         codes = pack_nibbles(_nibbles(blocks, 1).reshape(count, columns))
         return PackedWeight("fp4", codes, blocks[..., 0].contiguous(), columns, 32)
-    codes, scales, offsets = _READERS[rows.type.name](blocks)
-    group = rows.type.block_size // scales.shape[-1]
+    codes, scales, offsets = _READERS[type.name](blocks)
+    group = type.block_size // scales.shape[-1]
     codes = codes.reshape(count, columns)
     is_int8 = codes.dtype == torch.int8
     return PackedWeight(
