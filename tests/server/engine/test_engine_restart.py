@@ -70,7 +70,7 @@ def no_descriptors(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
 
 
 def a_bug(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    def fail(channel: ServerChannel) -> None:
+    def fail(channel: ServerChannel, _: object) -> None:
         raise RuntimeError("nobody thought of this")
 
     monkeypatch.setattr(ServerChannel, "_bind", fail)
