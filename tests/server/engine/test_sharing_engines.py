@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -152,3 +155,21 @@ async def test_a_model_without_experts_is_refused_in_one_sentence(tmp_path: Path
     config = replace(configured(folder), speculative=SpeculativeConfig())
     with pytest.raises(WorkerFailed, match="^--enable-expert-parallel needs a model with experts"):
         await started(config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--no-expert-parallel",)], ids=["shared", "apart"])
+def test_a_thousand_random_steps_hang_no_request(flags: tuple[str, ...], model: Path) -> None:
+    """Requests arrive, end and are aborted at random; the script fails if one is silent."""
+    script = Path(__file__).parents[2] / "lab" / "engine_group.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(model), "--device", "cpu", "--load-format", "auto",
+         "--batch", "8", "--output-len", "12", "--max-model-len", "128", *flags],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert min(found["steps"]) >= 1000 and found["aborted"] > 10
