@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import sys
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -240,6 +241,15 @@ async def test_addresses_and_ports_that_cannot_be_used_are_named(config: Config)
     async with HostsExecutor(config, print):
         with pytest.raises(WorkerFailed, match="and --master-port a free port"):
             await HostsExecutor(config, print).__aenter__()
+
+
+async def test_ray_that_is_not_installed_is_named(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    hosts = HostsConfig(distributed_executor_backend="ray")
+    with pytest.raises(WorkerFailed, match=r"needs Ray: pip install 'slipstream\[ray\]'"):
+        await HostsExecutor(replace(config, hosts=hosts), print).__aenter__()
 
 
 def test_a_models_digest_names_its_config_and_weights(tmp_path: Path) -> None:
