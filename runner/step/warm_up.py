@@ -60,7 +60,7 @@ def warm_up_steps(runner: SteppedRunner) -> None:
         return
     for params in _KINDS:
         steps.serve([params])
-    if steps.limits.max_num_seqs > 1 and steps.limits.max_num_batched_tokens >= 2 * _PROMPT_LEN:
+    if min(steps.limits.max_num_seqs, steps.limits.max_num_batched_tokens) > 1:
         steps.serve([_KINDS[0], _KINDS[2]])  # rows that are sampled differently
         steps.serve([_KINDS[1], _KINDS[2]])
     for num_reqs in wide_batches(steps.limits, steps.num_drafts):
@@ -126,9 +126,8 @@ class _Steps:
         return _PROMPT_LEN + 3 * (self.num_drafts + 1) + lookahead
 
     def fit(self) -> bool:
-        """Whether the dummy requests fit into a step, the context and the KV cache."""
-        in_step = self.limits.max_num_batched_tokens >= _PROMPT_LEN
-        return in_step and request_fits(self._runner.facts, self._length())
+        """Whether the dummy requests fit into the context and the KV cache."""
+        return request_fits(self._runner.facts, self._length())
 
     def serve(self, kinds: list[SamplingParams]) -> None:
         """Run one request for each of `kinds`, all in one batch, for three steps."""

@@ -25,7 +25,7 @@ ALERTS = CONFIGS / "prometheus/alerts.yml"
 MODEL = "smollm2-135m"
 # The variables that Grafana replaces before it queries Prometheus.
 VARIABLES = {"$__rate_interval": "1m", "$__range": "5m", "$model_name": ".*", "$instance": ".*"}
-ROUNDS = 3
+ROUNDS = 4
 PRESET = yaml.safe_load((CONFIGS / f"presets/{MODEL}.yaml").read_text())
 DRAFTS = PRESET["speculative_config"]["max_speculative_tokens"]
 

@@ -87,23 +87,6 @@ def test_steps_that_do_not_fit_are_left_out(model: Any) -> None:
     runner.shutdown()
 
 
-@pytest.mark.parametrize(("max_num_tokens", "most"), [(4, 0), (5, 5), (9, 5), (10, 10)])
-def test_no_first_step_has_more_tokens_than_a_step_may(
-    model: Any, max_num_tokens: int, most: int
-) -> None:
-    runner = make_runner(model, TinySetup(max_num_reqs=2, max_num_tokens=max_num_tokens))
-    execute, sizes = runner.execute, [0]
-
-    def noted(plan: StepPlan) -> Any:
-        sizes.append(sum(row.num_tokens for row in plan.rows))
-        return execute(plan)
-
-    runner.execute = noted  # type: ignore[method-assign]
-    warm_up_steps(runner)
-    runner.shutdown()
-    assert max(sizes) == most
-
-
 @pytest.mark.parametrize("num_drafts", [0, 1, 3, 8, 16])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 5, 16, 40, 64, 500])
 def test_first_steps_meet_every_bucket_of_rows_that_requests_can_make(
