@@ -35,7 +35,8 @@ with contextlib.suppress(ImportError):  # a GPU machine may do without it
 SERVERS = ("end_to_end", "reliability")
 # Folders of `tests` that `make test` gives to the first of its two processes. The second process
 # has the others, and alone imports transformers. Both halves take about the same time.
-FIRST_HALF = (*SERVERS, "server", "kernels", "configs", "deployment")
+FIRST_HALF = (*SERVERS, "server", "configs", "deployment")
+FIRST_FILES = ("kernels/test_compile_ahead.py",)  # which the first process has of other folders
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -60,8 +61,11 @@ def is_for_another(path: Path, config: pytest.Config) -> bool:
     workers = getattr(config, "workerinput", None)
     if workers is None or workers["workercount"] != 2:
         return False
-    folder = path.relative_to(Path(__file__).parent).parts[:1]
-    return bool(folder) and (folder[0] in FIRST_HALF) != (workers["workerid"] == "gw0")
+    name = path.relative_to(Path(__file__).parent).as_posix()
+    if name == "." or any(file.startswith(f"{name}/") for file in FIRST_FILES):
+        return False
+    is_first = name.split("/")[0] in FIRST_HALF or name in FIRST_FILES
+    return is_first != (workers["workerid"] == "gw0")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
