@@ -68,6 +68,7 @@ def until(condition: Any, log: list[str], seconds: float = 60) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_two_nodes_of_a_ray_cluster_serve_a_chat(
     server: RunningServer, model: Path, cluster: Any
 ) -> None:
@@ -109,6 +110,7 @@ def refusal(*flags: str) -> str:
     return ended.stderr.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_cluster_that_is_too_small_is_named(
     cluster: Any, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

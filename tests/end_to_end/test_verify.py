@@ -50,6 +50,7 @@ def verify(pair: Any, head: Path, folder: Path, *flags: str) -> tuple[int, dict[
     return done.returncode, json.loads(output.read_text()), shown
 
 
+@pytest.mark.slow
 def test_a_sound_pair_passes_and_the_report_has_all_groups(pair: Any, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     flags = ("--samples", "6", "--html", str(page))
