@@ -35,9 +35,10 @@ from slipstream.runner.scheduling.scheduler import Scheduler
 from slipstream.runner.scheduling.step_time import StepBudget
 
 sys.path.insert(0, str(Path(__file__).parent))
-from idle import Timeline  # noqa: E402
+from idle import timeline_of  # noqa: E402
 
 WIDTH = 64  # rows of a bin
+ORIGINAL = Scheduler._new_budget
 
 
 class ClosedLoop:
@@ -115,14 +116,7 @@ class ClosedLoop:
                 prompt_tokens += sum([outputs.stats.num_prompt_tokens for outputs in found])
             torch.cuda.synchronize()
             milliseconds = 1e3 * (time.perf_counter() - began) / num_steps
-        device = torch._C._autograd.DeviceType.CUDA
-        events = [
-            (float(event.time_range.start), float(event.time_range.end), event.name)
-            for event in seen.events()
-            if event.device_type == device
-        ]
-        line = Timeline(sorted(events))
-        line.measure()
+        line = timeline_of(seen)
         steps = line.span / 1e3 / milliseconds
         print(f"{milliseconds:.2f} ms a step under the profiler, {prompt_tokens / done:.0f} prompt "
               f"tokens, idle {line.idle / line.span:.1%}", flush=True)  # fmt: skip
@@ -137,10 +131,9 @@ class ClosedLoop:
 
 def cap_steps(sizes: list[int]) -> None:
     """Cap each step at the largest of `sizes` that its decodes and the waiting prompts fill."""
-    plain = ORIGINAL
 
     def new_budget(self: Scheduler) -> StepBudget:
-        budget = plain(self)
+        budget = ORIGINAL(self)
         decodes = waiting = 0
         for request in self.running:
             if request.is_prefilling:
@@ -157,9 +150,6 @@ def cap_steps(sizes: list[int]) -> None:
         return budget
 
     Scheduler._new_budget = new_budget  # type: ignore[method-assign]
-
-
-ORIGINAL = Scheduler._new_budget
 
 
 def main() -> None:

@@ -60,6 +60,19 @@ class Timeline:
         self.span = covered - begin
 
 
+def timeline_of(seen: profile) -> Timeline:
+    """The measured timeline of a profile's GPU events."""
+    device = torch._C._autograd.DeviceType.CUDA
+    events = [
+        (float(event.time_range.start), float(event.time_range.end), event.name)
+        for event in seen.events()
+        if event.device_type == device
+    ]
+    line = Timeline(sorted(events))
+    line.measure()
+    return line
+
+
 def decode(engine: Engine, steps: int) -> float:
     """Run `steps` steps that have outputs; returns the milliseconds per step."""
     began, done = time.perf_counter(), 0
@@ -87,14 +100,7 @@ def trace(engine: Engine, batch: int, top: int) -> None:
     with profile(activities=[ProfilerActivity.CUDA]) as seen:
         traced = decode(engine, STEPS)
         torch.cuda.synchronize()
-    on_device = torch._C._autograd.DeviceType.CUDA
-    events = [
-        (float(e.time_range.start), float(e.time_range.end), e.name)
-        for e in seen.events()
-        if e.device_type == on_device
-    ]
-    line = Timeline(sorted(events))
-    line.measure()
+    line = timeline_of(seen)
     steps = line.span / 1e3 / traced
     print(
         f"batch {batch}: {plain:.3f} ms per step, {traced:.3f} with the profiler, of which the GPU "

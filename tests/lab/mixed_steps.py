@@ -28,7 +28,7 @@ from slipstream.runner.engine.engine import Engine, build_engine
 from slipstream.runner.messages import AbortRequests, AddRequest, SamplingParams
 
 sys.path.insert(0, str(Path(__file__).parent))
-from idle import Timeline  # noqa: E402
+from idle import timeline_of  # noqa: E402
 
 
 class Load:
@@ -62,14 +62,7 @@ class Load:
         """Print the time by kernel and the idle share of such steps."""
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             milliseconds = self.run(num_steps, prompt_len)
-        device = torch._C._autograd.DeviceType.CUDA
-        events = [
-            (float(event.time_range.start), float(event.time_range.end), event.name)
-            for event in seen.events()
-            if event.device_type == device
-        ]
-        line = Timeline(sorted(events))
-        line.measure()
+        line = timeline_of(seen)
         steps = line.span / 1e3 / milliseconds
         idle, count = line.idle / line.span, len(line.events) / steps
         print(f"{title}: {milliseconds:.2f} ms under the profiler, idle {idle:.1%}, {count:.0f} "
