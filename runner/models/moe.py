@@ -62,58 +62,40 @@ def parts_in_form(
     return expert_parts(x, experts, weights, ids, spare)
 
 
-class Experts(nn.Module):
-    """All routed experts of a layer.
+class DividedExperts(nn.Module):
+    """The routed experts of a layer. Each rank holds whole ones, or a part of each.
 
-    A checkpoint stores them as tensors [E, 2I, H] and [E, H, I], or as matrices
-    `<expert>.gate_proj.weight`, `<expert>.up_proj.weight` and `<expert>.down_proj.weight`, which
-    may be quantised.
+    A subclass makes the weights of `count` experts with `size` inner features.
     """
 
     expert_share: float = 1.0  # the share of the experts that a token chooses
 
-    def __init__(
-        self,
-        num_experts: int,
-        hidden: int,
-        intermediate: int,
-        fmt: WeightFormat,
-        activation: str = "silu",
-        limit: float = 7.0,
-        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-    ) -> None:
-        """`limit`: as in `ExpertWeights`; `names`: those of an expert's matrices.
-
-        Each rank holds a share of the `intermediate` features of every expert, or `by_expert`
+    def __init__(self, num_experts: int, intermediate: int, fmt: WeightFormat) -> None:
+        """Each rank holds a share of the `intermediate` features of every expert, or `by_expert`
         some whole experts. If engines share the experts, it always holds whole ones.
+
+        Raises ModelLoadError if the experts or features cannot be divided.
         """
         super().__init__()
         self.ranks, self.intermediate, self.total = fmt.ranks, intermediate, num_experts
-        self.shared = fmt.experts
+        self.shared, self.fixed, self.format = fmt.experts, fmt.batch_invariant, fmt
         self.share: Cut | None = None  # of the features
         self.own: Cut | None = None  # of the experts
         self.loads: Tensor | None = None  # [1 + own experts] int64: rows of others, and of each
         if fmt.experts is not None:
             self.own = fmt.experts.share(num_experts)
-            num_experts = self.own.size
-            self.loads = torch.zeros(1 + num_experts, dtype=torch.int64, device=fmt.device)
+            self.loads = torch.zeros(1 + self.own.size, dtype=torch.int64, device=fmt.device)
         elif fmt.ranks is not None and fmt.ranks.by_expert:
             self.own = fmt.ranks.share(num_experts, "experts")
-            num_experts = self.own.size
         elif fmt.ranks is not None:
             self.share = fmt.ranks.share(intermediate, "intermediate features of an expert")
-            intermediate = self.share.size
-        self.activation, self.limit, self.names = activation, limit, names
-        self.count, self.size, self.format = num_experts, intermediate, fmt
-        self.fixed = fmt.batch_invariant
-        self.gate_up = ExpertStack(num_experts, 2 * intermediate, hidden, fmt)
-        self.down = ExpertStack(num_experts, hidden, intermediate, fmt)
+        self.count = num_experts if self.own is None else self.own.size
+        self.size = intermediate if self.share is None else self.share.size
 
     @property
     def weights(self) -> ExpertWeights | PackedExperts | NativeExperts:
-        """The weights of all experts, in the form that they arrived in."""
-        rule = {"activation": self.activation, "limit": self.limit}
-        return experts_of(self.gate_up, self.down, **rule)
+        """The weights of the experts here, in the form that they arrived in."""
+        raise NotImplementedError
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """x: [T, H]; weights, ids: [T, k] from `kernels.linear.moe.select_experts` -> [T, H].
@@ -148,11 +130,40 @@ class Experts(nn.Module):
 
     def parts(self, x: Tensor, weights: Tensor, ids: Tensor, spare: int = 0) -> Tensor:
         """`forward`, or its parts; see `kernels.linear.moe.expert_parts`."""
-        experts = self.weights
         whole = self.ranks is None and self.shared is None
-        if not whole or self.fixed or isinstance(experts, NativeExperts):
+        if not whole or self.fixed:
             return self.forward(x, weights, ids)
-        return parts_in_form(x, experts, weights, ids, spare)
+        return parts_in_form(x, self.weights, weights, ids, spare)
+
+
+class Experts(DividedExperts):
+    """All routed experts of a layer.
+
+    A checkpoint stores them as tensors [E, 2I, H] and [E, H, I], or as matrices
+    `<expert>.gate_proj.weight`, `<expert>.up_proj.weight` and `<expert>.down_proj.weight`, which
+    may be quantised.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden: int,
+        intermediate: int,
+        fmt: WeightFormat,
+        activation: str = "silu",
+        limit: float = 7.0,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> None:
+        """`limit`: as in `ExpertWeights`; `names`: those of an expert's matrices."""
+        super().__init__(num_experts, intermediate, fmt)
+        self.activation, self.limit, self.names = activation, limit, names
+        self.gate_up = ExpertStack(self.count, 2 * self.size, hidden, fmt)
+        self.down = ExpertStack(self.count, hidden, self.size, fmt)
+
+    @property
+    def weights(self) -> ExpertWeights | PackedExperts | NativeExperts:
+        rule = {"activation": self.activation, "limit": self.limit}
+        return experts_of(self.gate_up, self.down, **rule)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
         path = f"{parent}{name}"

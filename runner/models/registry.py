@@ -74,9 +74,9 @@ def _text_part(hf_config: Any) -> Any:
 
 def check_experts(model: TextModel) -> None:
     """Raise ModelLoadError unless the model has experts that ranks can divide."""
-    from .moe import Experts
+    from .moe import DividedExperts
 
-    if not any(isinstance(part, Experts) for part in model.modules()):
+    if not any(isinstance(part, DividedExperts) for part in model.modules()):
         raise ModelLoadError("--enable-expert-parallel needs a model with experts.")
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ....kernels.linear.experts import Routing
+from ....kernels.cpu.experts import NativeExperts
+from ....kernels.linear.experts import ExpertWeights, PackedExperts, Routing
 from ....kernels.linear.linear import Norm
 from ....kernels.quant.packed import PackedWeight
 from ....kernels.quant.part import columns_of
@@ -25,7 +26,7 @@ from ...parallel.ranks import Cut
 from ..formats.expert_stack import ExpertStack, experts_of
 from ..layers import CheckpointSlot, WeightFormat, tensor_slot
 from ..llama import Attention, DecoderLayer, FeedForward, LlamaModel
-from ..moe import Router, parts_in_form, run_in_form
+from ..moe import DividedExperts, Router
 from ..sharded import split_tensor
 
 _GROUP = 32  # numbers that share a scale
@@ -57,89 +58,89 @@ class SinkAttention(Attention):
             )
 
 
-class GptOssExperts(nn.Module):
+class GptOssExperts(DividedExperts):
     """All experts of a layer. Checkpoints alternate the rows of gate and up."""
 
     gate_up_bias: Tensor  # [E, 2I], the rows of gate first
     down_bias: Tensor  # [E, H]
 
     def __init__(self, config: Any, fmt: WeightFormat) -> None:
-        super().__init__()
         count, hidden, size = config.num_local_experts, config.hidden_size, config.intermediate_size
         if hidden % _GROUP or size % _GROUP:
             raise ModelLoadError(
                 f"hidden_size {hidden} and intermediate_size {size} must be multiples of {_GROUP}."
             )
-        self.ranks, self.share, self.intermediate = fmt.ranks, Cut(0, 0, size), size
-        if fmt.experts is not None or (fmt.ranks is not None and fmt.ranks.by_expert):
-            raise ModelLoadError("--enable-expert-parallel is not supported for gpt-oss.")
-        if fmt.ranks is not None:
-            self.share = fmt.ranks.share(size, "intermediate features of an expert")
-            size = self.share.size
-        self.gate_up = ExpertStack(count, 2 * size, hidden, fmt)
-        self.down = ExpertStack(count, hidden, size, fmt)
+        super().__init__(count, size, fmt)
+        self.features = self.share or Cut(0, 0, size)  # of an expert, on this rank
+        self.gate_up = ExpertStack(self.count, 2 * self.size, hidden, fmt)
+        self.down = ExpertStack(self.count, hidden, self.size, fmt)
         for name, stack in (("gate_up", self.gate_up), ("down", self.down)):
-            bias = torch.empty(count, stack.rows, dtype=fmt.dtype, device=fmt.device)
+            bias = torch.empty(self.count, stack.rows, dtype=fmt.dtype, device=fmt.device)
             self.register_buffer(f"{name}_bias", bias)
             stack.expected_bytes = _bytes_of(stack)
         self.expert_share = config.num_experts_per_tok / count
         self.alpha = float(getattr(config, "swiglu_alpha", 1.702))
         self.limit = float(getattr(config, "swiglu_limit", 7.0))
 
-    def parts(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
-        """See `kernels.linear.moe.expert_parts`."""
+    @property
+    def weights(self) -> ExpertWeights | PackedExperts | NativeExperts:
         rule = {"activation": "clamped_swiglu", "alpha": self.alpha, "limit": self.limit}
         biases = {"gate_up_bias": self.gate_up_bias, "down_bias": self.down_bias}
-        experts = experts_of(self.gate_up, self.down, **biases, **rule)
-        if self.ranks is not None:
-            return run_in_form(x, experts, weights, ids)
-        return parts_in_form(x, experts, weights, ids)
+        return experts_of(self.gate_up, self.down, **biases, **rule)
 
     def checkpoint_slots(self, parent: str, name: str) -> Iterator[tuple[str, CheckpointSlot]]:
-        path = f"{parent}{name}"
-        count, hidden, whole = self.down.count, self.down.rows, self.intermediate
+        """The slots of all experts; of those of other ranks, nothing is read."""
+        path, hidden, whole = f"{parent}{name}", self.down.rows, self.intermediate
         for part, stack, shape in (
-            ("gate_up", self.gate_up, (count, 2 * whole, hidden)),
-            ("down", self.down, (count, hidden, whole)),
+            ("gate_up", self.gate_up, (self.total, 2 * whole, hidden)),
+            ("down", self.down, (self.total, hidden, whole)),
         ):
             bias = getattr(self, f"{part}_bias")
             fill: Callable[[Tensor], None] = functools.partial(self._fill_bias, bias)
-            if stack is self.down and self.ranks is not None and self.ranks.rank > 0:
+            if stack is self.down and self.share is not None and self.share.start > 0:
                 fill = functools.partial(_fill_zeros, bias)  # the sum over ranks holds it once
-            yield f"{path}.{part}_proj_bias", CheckpointSlot(shape[:2], fill, "zeros")
+            yield f"{path}.{part}_proj_bias", self._slot(shape[:2], fill, init="zeros")
             load = functools.partial(self._take_matrices, stack)
-            form = (path, "matrices")
-            slot = CheckpointSlot((shape[0], shape[2], shape[1]), load, form=form)
-            yield f"{path}.{part}_proj", slot
+            matrices = (shape[0], shape[2], shape[1])
+            yield f"{path}.{part}_proj", self._slot(matrices, load, (path, "matrices"))
             pair = _BlocksAndScales(functools.partial(self._take_blocks, stack))
             grid, form = (*shape[:2], shape[2] // _GROUP), (path, "mxfp4")
-            slot = CheckpointSlot((*grid, _GROUP // 2), pair.take_blocks, form=form)
-            yield f"{path}.{part}_proj_blocks", slot
-            yield f"{path}.{part}_proj_scales", CheckpointSlot(grid, pair.take_scales, form=form)
+            blocks = self._slot((*grid, _GROUP // 2), pair.take_blocks, form)
+            yield f"{path}.{part}_proj_blocks", blocks
+            yield f"{path}.{part}_proj_scales", self._slot(grid, pair.take_scales, form)
+
+    def _slot(
+        self,
+        shape: tuple[int, ...],  # of the tensors of all experts
+        load: Callable[[Tensor], None],
+        form: tuple[str, str] | None = None,
+        init: str = "normal",
+    ) -> CheckpointSlot:
+        return CheckpointSlot(shape, load, init, form=form, cut=self.own)
 
     def _fill_bias(self, target: Tensor, stored: Tensor) -> None:
-        own = stored if target is self.down_bias else _halves(stored, self.share, dim=1)
+        own = stored if target is self.down_bias else _halves(stored, self.features, dim=1)
         target.copy_(own)
 
     def _take_matrices(self, stack: ExpertStack, stored: Tensor) -> None:
-        """Take the matrices [E, C, R] of all experts, or this rank's part of them."""
+        """Take the matrices [E, C, R] of the experts here, or this rank's part of them."""
         matrices = stored.transpose(1, 2)
         if stack is self.gate_up:
-            stack.take_all(_halves(matrices, self.share, dim=1))
+            stack.take_all(_halves(matrices, self.features, dim=1))
         else:
-            stack.take_all(matrices[..., self.share.start : self.share.stop])
+            stack.take_all(matrices[..., self.features.start : self.features.stop])
 
     def _take_blocks(self, stack: ExpertStack, blocks: Tensor, scales: Tensor, expert: int) -> None:
-        """Take the blocks [R, C / 32, 16] and scales [R, C / 32] of one expert."""
-        share = self.share
+        """Take the blocks [R, C / 32, 16] and scales [R, C / 32] of one expert here."""
+        own_features = self.features
         if stack is self.gate_up:
-            blocks, scales = (_halves(stored, share, dim=0) for stored in (blocks, scales))
+            blocks, scales = (_halves(part, own_features, dim=0) for part in (blocks, scales))
         whole = PackedWeight("fp4", blocks.flatten(1), scales, scales.shape[1] * _GROUP, _GROUP)
         own: PackedWeight | Tensor | None = whole
-        if stack is self.down and share.size < self.intermediate:
-            own = columns_of(whole, share.start, share.stop)
+        if stack is self.down and self.share is not None:
+            own = columns_of(whole, own_features.start, own_features.stop)
             if own is None:  # a block is of features of two ranks
-                own = whole.dequantise()[:, share.start : share.stop]
+                own = whole.dequantise()[:, own_features.start : own_features.stop]
         assert own is not None
         stack.take(expert, 0, own)
 
@@ -216,8 +217,7 @@ class GptOssMLP(nn.Module):
         `norms` and `adds` say that it gets neither norm nor residual.
         """
         assert norm is None and residual is None
-        out = self.experts.parts(hidden, *self.router.forward(hidden))
-        return out if self.experts.ranks is None else self.experts.ranks.sum(out)
+        return self.experts.sum(self.experts.parts(hidden, *self.router.forward(hidden)))
 
     def norms(self, num_rows: int) -> bool:
         """As `MLP.norms`: never, since router and experts read the same normed rows."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from slipstream.kernels.packed import experts as packed_experts
 from slipstream.kernels.quant.tiled import TiledWeight
 from slipstream.runner.attention.choice import UnusableBackend, choose_backend
 from slipstream.runner.errors import ModelLoadError
+from slipstream.runner.loading.safetensors_weights import SafetensorsCheckpoint
 from slipstream.runner.loading.weights import load_weights, resolve_model
 from slipstream.runner.models.registry import build_model
 from slipstream.runner.models.rotary import inverse_frequencies, rope_parameters
@@ -156,6 +159,40 @@ def test_ranks_keep_their_parts_of_mxfp4(
 
     for logits, is_packed in on_ranks(2, run):
         assert is_packed == (size == 64)
+        for ours, theirs in zip(logits, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize("mxfp4", [False, True])
+def test_ranks_read_and_hold_whole_experts(mxfp4: bool, tmp_path: Path) -> None:
+    """With `--enable-expert-parallel`, of stacks and biases each rank reads its experts' half."""
+    make_oracle(tmp_path, mxfp4)
+    rows = [(0, [5, 9, 33]), (1, [71])]
+    expected = Sequences(load(tmp_path), 2, 8).step(rows)[0]
+    resolved = resolve_model(ModelConfig(model=str(tmp_path)))
+    stored = load_file(tmp_path / "model.safetensors").items()
+    total = sum(tensor.nbytes for name, tensor in stored if ".experts." in name)
+
+    def run(ranks: Ranks) -> tuple[list[Tensor], int, bool, int]:
+        ranks = replace(ranks, by_expert=True)
+        model = build_model(resolved.hf_config, CPU, torch.float32, packed=True, ranks=ranks)
+        checkpoint, read = SafetensorsCheckpoint(tmp_path, None), 0
+        tensors = checkpoint.tensors
+
+        def counted(*args: Any) -> Iterator[tuple[str, Any]]:
+            nonlocal read
+            for name, tensor in tensors(*args):
+                read += tensor.nbytes if ".experts." in name else 0
+                yield name, tensor
+
+        checkpoint.tensors = counted  # type: ignore[method-assign]
+        load_weights(model, replace(resolved, opened=checkpoint))
+        experts = model.layers[0].mlp.experts
+        is_packed = experts.gate_up.packed is not None and experts.down.packed is not None
+        return Sequences(model, 2, 8).step(rows)[0], read, is_packed, experts.down_bias.shape[0]
+
+    for logits, read, is_packed, count in on_ranks(2, run):
+        assert (read, is_packed, count) == (total // 2, mxfp4, 2)
         for ours, theirs in zip(logits, expected, strict=True):
             torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=2e-4)
 

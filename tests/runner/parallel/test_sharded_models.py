@@ -120,6 +120,8 @@ BY_EXPERT = (
     "qwen3_moe",
     "qwen2_moe",
     "gemma4_experts",
+    "gpt_oss",
+    "gpt_oss_mxfp4",
     "deepseek_v3",
     "deepseek_v32",
     "deepseek_v4",
@@ -225,10 +227,7 @@ def test_of_rows_a_gpus_reader_reads_only_a_part(dim: int, tmp_path: Path) -> No
     assert read == {"a": 120 if dim == 0 else 240, "b": 240}
 
 
-@pytest.mark.parametrize(
-    ("case", "words"), [("llama", "needs a model with"), ("gpt_oss", "gpt-oss")]
-)
-def test_models_without_such_experts_are_refused(case: str, words: str) -> None:
-    config, _ = make(case)
-    with pytest.raises(ModelLoadError, match=f"--enable-expert-parallel .*{words}"):
+def test_a_model_without_experts_is_refused() -> None:
+    config, _ = make("llama")
+    with pytest.raises(ModelLoadError, match="--enable-expert-parallel needs a model with experts"):
         on_ranks(2, lambda ranks: build(config, replace(ranks, by_expert=True)))
