@@ -200,7 +200,7 @@ class Assembly:
 
             def target_on(cache: KVCache) -> Target:
                 taps = needs.aux_hidden_state_boundaries
-                shared = table if self._whole_steps else None
+                shared = table if config.graph.cudagraph_whole_step else None
                 return Target(self.model, cache, builders, buffers, manager, taps, shared, states)
 
             def token_graphs_of(target: Target) -> TokenGraphs | None:
@@ -328,14 +328,6 @@ class Assembly:
 
     def _graph_backend(self) -> GraphBackend:
         return CudaGraphs(self.device)
-
-    @property
-    def _whole_steps(self) -> bool:
-        """True if a step may run as one graph.
-
-        Not where engines step together: they must be able to run a step without requests.
-        """
-        return self.config.graph.cudagraph_whole_step and self.engines is None
 
     def _query_lengths(self, needs: SpeculatorNeeds) -> list[int]:
         """The query lengths of uniform batches, ascending: 1, and K + 1 for each K that may be

@@ -165,14 +165,20 @@ class Target:
             return self._run(batch.descriptor, state, batch.num_tokens, None)
         return self._run(batch.descriptor, state, batch.num_tokens, eager)
 
-    def run_dummy(self, desc: BatchExecutionDescriptor) -> AttentionState:
+    def run_dummy(self, desc: BatchExecutionDescriptor) -> AttentionState | None:
         """Run a pass without requests on a rank that has no work while others have; writes no KV.
 
-        It resets the tables and lengths in the step buffers, which still hold the last batch.
-        Returns the attention state, for the drafter's part of the same step.
+        A WHOLE step's graph reads from the step buffers that all of its rows are padding, and
+        builds its attention itself. For other passes the tables and lengths in the step buffers,
+        which still hold the last batch, are reset. Returns the attention state for the drafter's
+        part of the same step; None in a WHOLE step.
         """
-        common = self._buffers.fill_dummy(desc)
-        state = self._state(common, desc)
+        state: AttentionState | None = None
+        if self.step_mode(desc) is StepMode.WHOLE:
+            assert desc.uniform_token_count is not None
+            self._buffers.place([], [], desc, desc.uniform_token_count)
+        else:
+            state = self._state(self._buffers.fill_dummy(desc), desc)
         self._run(desc, state, desc.num_tokens, None)
         return state
 

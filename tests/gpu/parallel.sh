@@ -54,6 +54,7 @@ if [ "$part" = engines ]; then
   v3="$models/deepseek-v3-7"
   run_tests text 120 "write_the_text_of_one"
   step v3-mtp 200 "$python" tests/lab/engine_group.py "$v3" --steps 1000 --drafts 2
+  step v3-mtp-forward 150 "$python" tests/lab/engine_group.py "$v3" --steps 100 --no-whole-step
   run_tests killed 90 "killed"
   step v3-mtp-eager 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --enforce-eager
   step v3-off 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --method off

@@ -77,13 +77,15 @@ def speculative(folder: Path) -> SpeculativeConfig:
     )
 
 
-@pytest.mark.parametrize("mode", ["graphs", "eager", "drafts"])
+@pytest.mark.parametrize("mode", ["graphs", "forward", "eager", "drafts"])
 async def test_two_engines_write_the_text_of_one(mode: str, folder: Path) -> None:
     async with served(folder, 1) as client:
         expected = await text_of(client)
     changes: dict[str, Any] = {}
     if mode == "eager":
         changes = {"graph": GraphConfig(enforce_eager=True)}
+    elif mode == "forward":
+        changes = {"graph": GraphConfig(cudagraph_whole_step=False)}
     elif mode == "drafts":
         changes = {"speculative": speculative(folder)}
     async with served(folder, 2, **changes) as engines:

@@ -123,7 +123,9 @@ def configured(args: argparse.Namespace) -> Config:
         ),
         scheduler=SchedulerConfig(max_num_seqs=args.batch, max_num_batched_tokens=2048),
         cache=CacheConfig(),
-        graph=GraphConfig(enforce_eager=args.enforce_eager),
+        graph=GraphConfig(
+            enforce_eager=args.enforce_eager, cudagraph_whole_step=not args.no_whole_step
+        ),
         speculative=drafts,
         parallel=ParallelConfig(
             args.tp, args.dp, enable_expert_parallel=not args.no_expert_parallel
@@ -183,6 +185,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--no-whole-step", action="store_true", help="sample outside graphs")
     parser.add_argument("--seed", type=int, default=0)
     print(json.dumps(asyncio.run(run(parser.parse_args()))))
 

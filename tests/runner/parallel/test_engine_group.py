@@ -7,7 +7,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from slipstream.configs.graphs import BatchExecutionDescriptor, CUDAGraphMode, StepMode
 from slipstream.configs.schema import (
     CacheConfig,
     Config,
@@ -16,7 +18,9 @@ from slipstream.configs.schema import (
     SchedulerConfig,
     SpeculativeConfig,
 )
+from slipstream.runner.attention.base import AttentionState
 from slipstream.runner.messages import AddRequest, SamplingParams
+from slipstream.runner.step.target import Target
 
 from ...cases import some
 from ...speculators.all_drafters import Drafters
@@ -97,8 +101,15 @@ def test_random_steps_give_the_texts_of_one_engine(
     assert engines[0].rows.num_collectives == engines[1].rows.num_collectives > steps
 
 
-def test_graphs_hold_the_same_collectives_on_every_engine(
-    drafters: Drafters, tmp_path: Path
+@pytest.mark.parametrize(
+    "mode",
+    some(
+        [CUDAGraphMode.FULL_DECODE_ONLY, CUDAGraphMode.FULL_AND_FULL],
+        [CUDAGraphMode.FULL_DECODE_ONLY],
+    ),
+)
+def test_whole_steps_hold_the_same_collectives_on_every_engine(
+    mode: CUDAGraphMode, drafters: Drafters, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Requests come to one engine while the other is idle, end at different times, and are more
     than the largest graph holds."""
@@ -107,8 +118,21 @@ def test_graphs_hold_the_same_collectives_on_every_engine(
     alone = TinyEngine(target, spec)
     wanted = alone.run(prompts(9), max_tokens=20).tokens
     alone.close()
+    dummies: list[StepMode] = []
+    run_dummy = Target.run_dummy
+
+    def quiet(self: Target, desc: BatchExecutionDescriptor) -> AttentionState | None:
+        caches = self.cache.kv_caches.values()
+        before = [cache.clone() for cache in caches]
+        state = run_dummy(self, desc)
+        dummies.append(self.step_mode(desc))
+        assert (state is None) == (dummies[-1] is StepMode.WHOLE)
+        assert all(map(torch.equal, before, caches)), "a dummy pass has written KV"
+        return state
+
+    monkeypatch.setattr(Target, "run_dummy", quiet)
     config = configured(target, spec)
-    with recording((1, 3), sizes=(2, 3, 6, 12)) as (recorder, replays):
+    with recording((1, 3), mode=mode, sizes=(2, 3, 6, 12)) as (recorder, replays):
         engines = start_engines(config, tmp_path, behave_as_on_a_gpu)
         for indices in ([[0], []], [[1, 2], [3]], [[], [4, 5]], [[6], [7, 8, 0, 1, 2, 3]]):
             for engine, own in zip(engines, indices, strict=True):
@@ -127,6 +151,16 @@ def test_graphs_hold_the_same_collectives_on_every_engine(
             assert found == wanted[str(index)][: 8 + index]
     counts = [engine.rows.num_collectives for engine in engines]
     assert counts[0] == counts[1] > 100
-    assert replays["target"] % 2 == replays["draft loop"] % 2 == 0 < replays["draft loop"]
+    for name in ("target", "draft prefill", "draft loop"):
+        assert replays[name] % 2 == 0 < replays[name]
+    # An engine without requests runs the graphs of a whole step too, except that it samples.
+    assert dummies.count(StepMode.WHOLE) > 5 and StepMode.EAGER in dummies
+    assert 0 < replays["token selection"] <= replays["target"] - dummies.count(StepMode.WHOLE)
     names = [graph.node_names for graph in recorder.graphs]
-    assert all("slipstream_tests.everyones.default" in nodes for nodes in names)
+    exchanges = ["slipstream_tests.everyones.default" in nodes for nodes in names]
+    selecting = sum(
+        report.num_graphs["FULL"]
+        for engine in engines
+        for report in engine.runner._token_graphs.capture_reports
+    )
+    assert exchanges.count(False) == selecting > 0  # only these hold no experts
