@@ -9,6 +9,7 @@ differs, as far as its allocation. `compile_sm90.py all` compiles every form of 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ SHARED_MEMORY = 232448  # bytes a block may use on an H100
 BF16, I32, I64 = torch.bfloat16, torch.int32, torch.int64
 FP8, FP8_LATENT = Fp8Cache(BF16, 0.5, 0.25), Fp8Cache(BF16, latent=512)
 done: dict[str, int] = {}
+compiled: dict[str, Any] = {}  # the first form of each kernel
 every_form = True
 EVERY_FORM = ("_attention_kernel", "_sparse_attention_kernel")  # their shared memory differs
 
@@ -87,7 +89,19 @@ def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: An
         shared = found.shared
     assert shared <= SHARED_MEMORY, f"{name} wants {shared} bytes of shared memory"
     done[name] = done.get(name, 0) + 1
+    compiled.setdefault(name, kernel)
     return kernel
+
+
+def widest_load(kernel: Any, source: str) -> int:
+    """The bytes of the widest load that a kernel compiled from the lines of one source file."""
+    place, widest = "", 0
+    for line in kernel.asm["ptx"].splitlines():
+        if line.lstrip().startswith(".loc"):
+            place = line.partition("//")[2].split(":")[0].strip()
+        elif place == source and (load := re.search(r"ld\.global\.(?:v(\d)\.)?b(\d+)", line)):
+            widest = max(widest, int(load[1] or 1) * int(load[2]) // 8)
+    return widest
 
 
 def t(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -349,7 +363,7 @@ def listed() -> None:
     )
     longs, tables = t(9, dtype=I64), t(4, 64, dtype=I32)
     found = lists(t(9, 2048, dtype=I32), t(9, dtype=I32))
-    for is_packed in (False, True):
+    for is_packed in (True, False):
         own = [fp8(BF16, latent=size) if is_packed else None for size in (512, 128)]
         sizes, dtype = ((656, 132), packed) if is_packed else ((576, 128), BF16)
         rows, keys = (
@@ -362,6 +376,8 @@ def listed() -> None:
             attend.sparse_attention(t(9, heads, 576), *args)
         of = t(9, 64, dtype=torch.float32)
         score.score_entries(t(9, 64, 128), of, keys, tokens(longs, longs), 4096)
+    # 132 bytes are a multiple of 4, and every load must be aligned to its size.
+    assert widest_load(compiled["_score_kernel"], "latent_rows.py") == 4
 
 
 def compressed() -> None:

@@ -26,6 +26,8 @@ from ..layers import CheckpointSlot, Linear, WeightFormat, tensor_slot
 from ..rotary import RotaryEmbedding, RotaryStep
 
 _EPS = 1e-6  # of the indexer's norm
+# What Transformers calls a layer with an indexer, since 5.24 and before.
+_INDEXED = {"indexed_attention", "deepseek_sparse_attention"}
 
 
 @dataclass(frozen=True)
@@ -182,5 +184,5 @@ def check_v32(config: Any) -> None:
             "DeepSeek V3.2 is only supported with first_k_dense_replace dense layers and experts "
             "in all others; mlp_layer_types says otherwise."
         )
-    if set(config.layer_types or ()) - {"indexed_attention"}:
+    if set(config.layer_types or ()) - _INDEXED:
         raise ModelLoadError("DeepSeek V3.2 is only supported with an indexer in every layer.")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
 from slipstream.configs.schema import ModelConfig
 from slipstream.kernels.attention.paged_rows import Fp8Cache
@@ -170,6 +171,7 @@ def test_a_cache_of_fp8_holds_rounded_rows(
         ({"index_head_dim": 8}, "index_head_dim of DeepSeek V3.2 is 8, but its first 16"),
         ({"mlp_layer_types": ["sparse"] * 3}, "mlp_layer_types says otherwise"),
         ({"index_topk": 0}, "index_topk of DeepSeek V3.2 must be a positive integer"),
+        ({"layer_types": ["full_attention"] * 3}, "only supported with an indexer in every layer"),
     ],
 )
 def test_what_is_not_supported_is_named(
@@ -179,6 +181,14 @@ def test_what_is_not_supported_is_named(
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelLoadError, match=message):
         load(tmp_path, load_format="dummy")
+
+
+@pytest.mark.parametrize("kind", ["indexed_attention", "deepseek_sparse_attention"])
+def test_both_names_of_layers_with_an_indexer_are_read(kind: str) -> None:
+    """Transformers 5.17 writes the second one."""
+    config = AutoConfig.for_model("deepseek_v32")
+    config.layer_types = [kind] * config.num_hidden_layers
+    deepseek_v32.check_v32(config)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from ....launch import hash_functions
 from ..pages import Compressor, Pages, TokenRows
-from .paged import slots_of
+from .paged import row_offsets
 from .store_rows import store_rows
 from .tail_rotary import rotate_pairs
 
@@ -37,8 +37,8 @@ def _add_window(
     for start in range(0, RATIO, ROWS):
         place = start + tl.arange(0, ROWS)
         inside = (place < RATIO) & (first >= 0)
-        slot = slots_of(table, first + place, inside, BLOCK_SIZE, 1)
-        source = pending + slot[:, None] * WIDTH + column + channel
+        row = pending + row_offsets(table, first + place, inside, BLOCK_SIZE, 1, WIDTH)
+        source = row[:, None] + column + channel
         kv = tl.load(source, mask=inside[:, None], other=0.0).to(tl.float32)
         gate = tl.load(source + GATE, mask=inside[:, None], other=0.0).to(tl.float32)
         own = bias + place[:, None] * CHANNELS + channel

@@ -9,7 +9,20 @@ import triton.language as tl
 
 
 @triton.jit
-def slots_of(table, position, inside, BLOCK_SIZE: tl.constexpr, ENTRY_TOKENS: tl.constexpr):
-    """The slots of the rows that hold some positions of the request with this row of the table."""
+def row_offsets(
+    table,
+    position,
+    inside,
+    BLOCK_SIZE: tl.constexpr,
+    ENTRY_TOKENS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Where the rows of WIDTH that hold some positions of the request with this table row begin.
+
+    The two products are added, because Triton takes the sum of a loaded block and of consecutive
+    places for a multiple of BLOCK_SIZE: multiplied afterwards, rows of 132 bytes would count as
+    aligned to 16, and loads of 16 bytes at once end with "misaligned address".
+    """
     block = tl.load(table + position // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-    return (block * BLOCK_SIZE + position % BLOCK_SIZE) // ENTRY_TOKENS
+    place = position % BLOCK_SIZE // ENTRY_TOKENS
+    return block * (BLOCK_SIZE // ENTRY_TOKENS * WIDTH) + place * WIDTH

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....launch import hash_functions
 from ...triton.latent_rows import load_latent
 from ..pages import Pages, TokenRows
-from .paged import slots_of
+from .paged import row_offsets
 
 
 @triton.jit(
@@ -47,9 +47,8 @@ def _score_kernel(
     if tl.program_id(1) * ENTRIES < visible:
         inside = entry < visible
         table = block_table + tl.load(requests + token) * columns
-        slot = slots_of(table, entry * RATIO, inside, BLOCK_SIZE, RATIO)
         head, channel = tl.arange(0, HEADS), tl.arange(0, DIM)
-        row = keys + slot * WIDTH
+        row = keys + row_offsets(table, entry * RATIO, inside, BLOCK_SIZE, RATIO, WIDTH)
         if PACKED:
             rows = load_latent(row, inside, query.dtype.element_ty, DIM, DIM)
         else:
