@@ -151,7 +151,7 @@ def prompts_to_measure(config: Config, data: str) -> tuple[list[MeasuredPrompt],
     tokenizer = Tokenizer.load(model.tokenizer or model.model, model.revision)
     file = config.server.chat_template
     named = Path(file).read_text(encoding="utf-8") if file else tokenizer.chat_templates
-    template = ChatTemplate(named, tokenizer.special_tokens)
+    template = ChatTemplate(named, tokenizer.special_tokens, tokenizer.chat_encoder)
     prompts = heldout_prompts() if data == "builtin" else read_prompts(Path(data))
     prompts = [p for p in prompts if p.is_heldout] or prompts
     ids = tokenize_prompts(prompts, tokenizer, template)

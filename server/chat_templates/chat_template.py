@@ -9,7 +9,7 @@ import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, Protocol
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.exceptions import SecurityError
@@ -35,14 +35,39 @@ class ChatTemplateError(Exception):
     """A chat cannot be rendered; the text is one sentence for the client."""
 
 
+class Renderer(Protocol):
+    """What turns a chat into text: a compiled template, or an encoder."""
+
+    def render(self, values: dict[str, Any], /) -> str:
+        """The prompt; raises TemplateError if the chat is not one that it can show."""
+
+
+class ChatEncoder(Renderer, Protocol):
+    """A chat format that is written in this server, for a model without a template."""
+
+    @property
+    def source(self) -> str:
+        """A text with the format's markers, as a template's source has."""
+
+    @property
+    def traits(self) -> TemplateTraits:
+        """The form of messages that it reads."""
+
+
 class ChatTemplate:
-    """A model's chat template, or its templates by name ("default", "tool_use", "rag", …)."""
+    """A model's chat template, or its templates by name ("default", "tool_use", "rag", …).
+
+    Where there is none, the model's `encoder` takes its place."""
 
     def __init__(
-        self, templates: str | Mapping[str, str] | None, special_tokens: Mapping[str, str]
+        self,
+        templates: str | Mapping[str, str] | None,
+        special_tokens: Mapping[str, str],
+        encoder: ChatEncoder | None = None,
     ) -> None:
         named = {"default": templates} if isinstance(templates, str) else dict(templates or {})
         self._sources = named
+        self._encoder = None if named else encoder
         self._special_tokens = dict(special_tokens)
         self._compiled: dict[str, tuple[Template, TemplateTraits]] = {}
         self._lock = threading.Lock()
@@ -50,16 +75,22 @@ class ChatTemplate:
     @property
     def source(self) -> str | None:
         """The source of the default template, or else of the first; None if there is none."""
+        if self._encoder is not None:
+            return self._encoder.source
         return self._sources.get("default") or next(iter(self._sources.values()), None)
 
     @property
     def supports_tools(self) -> bool:
         """Whether any of the templates shows tools to the model."""
+        if self._encoder is not None:
+            return self._encoder.traits.uses_tools
         return any(self._compile(source)[1].uses_tools for source in self._sources.values())
 
     @property
     def content_format(self) -> str:
         """The form of content that the template reads: "openai" (a list of parts) or "string"."""
+        if self._encoder is not None:
+            return self._encoder.traits.content_format
         return self._compile(self.source)[1].content_format if self.source else "string"
 
     def knows(self, chat_template: str | None) -> bool:
@@ -98,14 +129,16 @@ class ChatTemplate:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         guard: ContentGuard | None = None,
+        response_schema: Any = None,
     ) -> RenderedChat:
         """Render a chat as a prompt. Raises ChatTemplateError.
 
         `chat_template` is the name of a template or a template. `chat_template_kwargs`, which come
         from the client, are passed to the template, but cannot replace messages, tools or
-        documents. Content parts become text, and tool arguments objects, if the template expects
-        that. Tools that the template does not show are described in the system message. A `guard`
-        keeps the client's text from being read as special tokens.
+        documents. An encoder also gets the `response_schema`, the JSON schema of the answer.
+        Content parts become text, and tool arguments objects, if the template expects that. Tools
+        that the template does not show are described in the system message. A `guard` keeps the
+        client's text from being read as special tokens.
         """
         if not messages:
             raise ChatTemplateError("messages must contain at least one message.")
@@ -113,13 +146,16 @@ class ChatTemplate:
             raise ChatTemplateError(
                 "continue_final_message and add_generation_prompt cannot both be true."
             )
-        template, traits = self._compile(self._choose(chat_template, tools))
+        template, traits = self._choose(chat_template, tools)
         try:
             chat = prepare_messages(messages, traits)
         except (UnsupportedContent, TooLargeArguments) as error:
             raise ChatTemplateError(str(error)) from error
         guard = guard or ContentGuard(())
-        given = [chat, _plain(tools), _plain(documents), _plain(chat_template_kwargs or {})]
+        more = {**(chat_template_kwargs or {})}
+        if template is self._encoder:
+            more["response_schema"] = response_schema
+        given = [chat, _plain(tools), _plain(documents), _plain(more)]
         (chat, shown_tools, shown_documents, more), stand_ins = guard.hide(given)
         if tools and not traits.uses_tools:
             chat = with_tools_prompt(chat, shown_tools)
@@ -134,12 +170,16 @@ class ChatTemplate:
         render = _render_continued if continue_final_message else _render
         return guard.reveal(render(template, values), stand_ins)
 
-    def _choose(self, wanted: str | None, tools: Sequence[Mapping[str, Any]] | None) -> str:
+    def _choose(
+        self, wanted: str | None, tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[Renderer, TemplateTraits]:
         if wanted is not None:
-            return self._sources.get(wanted, wanted)
+            return self._compile(self._sources.get(wanted, wanted))
+        if self._encoder is not None:
+            return self._encoder, self._encoder.traits
         name = "tool_use" if tools and "tool_use" in self._sources else "default"
         if name in self._sources:
-            return self._sources[name]
+            return self._compile(self._sources[name])
         if not self._sources:
             raise ChatTemplateError(
                 "The model has no chat template. Start the server with --chat-template FILE, "
@@ -166,7 +206,7 @@ def _compile(source: str) -> tuple[Template, TemplateTraits]:
         raise ChatTemplateError(f"The chat template is not valid: {error}.") from error
 
 
-def _render(template: Template, values: dict[str, Any]) -> str:
+def _render(template: Renderer, values: dict[str, Any]) -> str:
     try:
         return template.render(values)
     except TemplateError as error:
@@ -177,7 +217,7 @@ def _render(template: Template, values: dict[str, Any]) -> str:
         raise ChatTemplateError(f"The chat template failed on the messages: {reason}.") from error
 
 
-def _render_continued(template: Template, values: dict[str, Any]) -> str:
+def _render_continued(template: Renderer, values: dict[str, Any]) -> str:
     """Render the chat up to the end of its last message's text, which the model will continue.
 
     The text is marked before rendering, and the prompt cut at the mark."""

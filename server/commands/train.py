@@ -197,7 +197,7 @@ def _text_side(job: TrainJob, tokenizers: Any, templates: Any) -> tuple[Any, Any
     sources = tokenizer.chat_templates
     if server.chat_template is not None:
         sources = Path(server.chat_template).read_text(encoding="utf-8")
-    return tokenizer, templates(sources, tokenizer.special_tokens)
+    return tokenizer, templates(sources, tokenizer.special_tokens, tokenizer.chat_encoder)
 
 
 def _write(job: TrainJob, prompts: str) -> Path:

@@ -118,7 +118,17 @@ def _arguments(
         "continue_final_message": continued,
         "chat_template": body.chat_template,
         "chat_template_kwargs": kwargs,
+        "response_schema": _response_schema(body),
     }
+
+
+def _response_schema(body: ChatCompletionRequest) -> Any:
+    """The JSON schema of the answer that the request demands, or None; forced calls have none."""
+    if body.tool_choice not in (None, "none", "auto"):
+        return None
+    wanted = body.response_format
+    named = wanted.json_schema if wanted is not None and wanted.type == "json_schema" else None
+    return None if named is None else named.schema_
 
 
 def _rendered(

@@ -108,6 +108,8 @@ def detect_reasoning_parser(chat_template: str | None) -> str | None:
     template = chat_template or ""
     if "<|channel>" in template:
         return "gemma"
+    if "｜DSML｜" in template:
+        return "deepseek_v4"
     if "</think>" in template or "<think>" in template:
         return "deepseek_r1" if "<｜Assistant｜>" in template else "qwen3"
     return None

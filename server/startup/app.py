@@ -113,7 +113,7 @@ def _services(
     if template is None:
         file = config.server.chat_template
         named = Path(file).read_text(encoding="utf-8") if file else tokenizer.chat_templates
-        template = ChatTemplate(named, tokenizer.special_tokens)
+        template = ChatTemplate(named, tokenizer.special_tokens, tokenizer.chat_encoder)
     guard = _guard(config.server, tokenizer)
     names = config.server.served_model_name or (config.model.model,)
     identity = f"{version()} {config.model} {config.speculative}"

@@ -17,6 +17,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 from tokenizers.processors import TemplateProcessing
 
+from ..chat_templates.deepseek import DeepSeekEncoder, find_encoder
 from .bounded_encoding import TooManyTokens, check, encode, tail_start
 from .detokenizer import ByteTable, IncrementalDetokenizer, byte_table
 from .tokenizer_literal import LiteralEncoder
@@ -35,7 +36,7 @@ class Tokenizer:
 
     `special_tokens` maps bos_token, eos_token, … to their text, as chat templates expect.
     `chat_templates` maps names to templates, and `chat_template` is the one named "default" or
-    None.
+    None. `chat_encoder` writes the chats of a model whose maker publishes no template.
     """
 
     def __init__(self, backend: Backend, folder: Path | None = None) -> None:
@@ -56,6 +57,7 @@ class Tokenizer:
         self.eos_ids = files.eos_ids(backend.token_to_id(self.special_tokens.get("eos_token", "")))
         self.max_length = files.max_length()
         self.chat_templates = files.chat_templates()
+        self.chat_encoder: DeepSeekEncoder | None = find_encoder(files.json("config.json"), folder)
         self._literal: LiteralEncoder | None = None
         self._lock = threading.Lock()
 

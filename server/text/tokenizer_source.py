@@ -24,7 +24,7 @@ HUB_FILES = [
     *("generation_config.json", "chat_template.jinja", "chat_template.json", "added_tokens.json"),
     *("additional_chat_templates/*.jinja", "tokenizer.model", "spiece.model", "*.tiktoken"),
     *("vocab.json", "merges.txt", "vocab.txt", "sentencepiece.bpe.model", "tiktoken.model"),
-    "tekken.json",
+    *("tekken.json", "encoding/encoding_dsv4.py"),  # the program is read, never run
 ]
 _VOCABULARIES = (
     *("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt"),

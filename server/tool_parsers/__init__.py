@@ -37,6 +37,7 @@ _SIGNS = (
     ("<|channel|>analysis", "gpt_oss"),
     ("<parameter=", "qwen3_coder"),
     ("<function=", None),  # another XML format, which no parser here reads
+    ("｜DSML｜function_calls", "deepseek_v32"),
     ("｜DSML｜", "deepseek_v4"),
     ("<｜tool▁call▁begin｜>", "deepseek_v3"),
     ("[TOOL_CALLS]", "mistral"),

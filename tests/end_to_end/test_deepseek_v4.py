@@ -52,8 +52,6 @@ def test_replies_depend_on_neither_drafts_nor_ranks(family: str, tmp_path: Path)
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = Decoder()
     tokenizer.save(str(folder / "tokenizer.json"))
-    template = Path(__file__).parents[2] / "examples/deepseek_v4.jinja"
-    (folder / "chat_template.jinja").write_text(template.read_text())
     plain, _ = replies(folder, "-sc", "off")
     drafted, server = replies(folder, "-sc", "mtp")
     shared, _ = replies(folder, "-sc", "mtp", "-tp", "2")

@@ -35,20 +35,6 @@ def test_parts_become_text_for_templates_that_read_strings(name: str) -> None:
     assert template.render([PARTS]) == template.render([joined])
 
 
-def test_the_template_for_deepseek_v32_and_v4() -> None:
-    source = (Path(__file__).parents[3] / "examples/deepseek_v4.jinja").read_text()
-    chat = [
-        {"role": "system", "content": "Be brief."},
-        USER,
-        {"role": "assistant", "content": "Yo"},
-    ]
-    begun = "<s>Be brief.<｜User｜>Hi<｜Assistant｜></think>Yo</s><｜User｜>Hi<｜Assistant｜>"
-    assert render(source, [*chat, USER]) == begun + "</think>"
-    thinking = {"chat_template_kwargs": {"enable_thinking": True}}
-    assert render(source, [*chat, USER], **thinking) == begun + "<think>"
-    assert render(source, [PARTS]).endswith("<｜User｜>a\nb<｜Assistant｜></think>")
-
-
 def test_parts_stay_parts_for_templates_that_read_them() -> None:
     template = ChatTemplate(TEMPLATES["gemma"], SPECIAL)
     assert template.content_format == "openai"

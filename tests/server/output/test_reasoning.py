@@ -99,6 +99,7 @@ def test_the_markers_that_are_single_tokens_are_kept() -> None:
 def test_the_format_is_read_off_the_template() -> None:
     assert detect_reasoning_parser("{{ '<think>' }}") == "qwen3"
     assert detect_reasoning_parser("<｜Assistant｜><think>\\n") == "deepseek_r1"
+    assert detect_reasoning_parser("<｜Assistant｜><think><｜DSML｜invoke") == "deepseek_v4"
     assert detect_reasoning_parser("<|channel>thought") == "gemma"
     assert detect_reasoning_parser("<|im_start|>") is detect_reasoning_parser(None) is None
 

@@ -406,6 +406,7 @@ def test_every_registered_name_has_its_parser() -> None:
         ("[TOOL_CALLS]", "mistral"),
         (f"{{{{ '{DC}' }}}}", "deepseek_v3"),
         (f"{MB}{MI}$NAME", "deepseek_v4"),
+        (f"<｜DSML｜function_calls>{MI}$NAME", "deepseek_v32"),
         ("<|start_header_id|>ipython", "llama3_json"),
         ("<|tool_call>call:", "gemma"),
         ("<start_of_turn>model", "gemma"),
