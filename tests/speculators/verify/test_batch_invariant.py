@@ -14,7 +14,11 @@ from slipstream.server.verify.greedy import Greedy, judge, judge_company
 from slipstream.server.verify.plan import Plan, Subject
 from slipstream.server.verify.replies import Reply
 from slipstream.server.verify.report import Report
-from slipstream.server.verify.rounding import Rounding
+from slipstream.server.verify.rounding import (
+    Rounding,
+    differences,
+    say_none_was_compared,
+)
 from slipstream.server.verify.run import run_checks
 
 from ..tiny_engine import TinyEngine
@@ -61,6 +65,19 @@ def test_a_near_tie_is_a_failure() -> None:
         judge("name", Greedy([on], [off], [rows]), Rounding(0.1, 0.01, exact), report)
         assert report.passes is not exact
     assert "promises equal text" in report.table()
+
+
+def test_unlikely_tokens_count_where_the_promise_is_exact() -> None:
+    """A large vocabulary and random weights leave every token of a reply unlikely."""
+    told, found = ([TokenLogprobs(5, value, 1, [5], [value])] for value in (-11.7, -11.6))
+    own = Reply([1], token_ids=[5], logprobs=told)
+    assert differences([own], [found]) == []
+    assert differences([own], [found], exact=True) == pytest.approx([0.1])
+    report = Report({})
+    for replies in ([own], [Reply([1], token_ids=[5])]):
+        say_none_was_compared(report, "name", replies)
+    assert [check.status for check in report.checks] == ["skip", "fail"]
+    assert "a probability below 0.7%" in report.checks[0].summary
 
 
 def test_replies_must_be_equal_in_any_company() -> None:
