@@ -1,8 +1,9 @@
 """Prints how long the GPU is idle in a decode step, between which kernels, and its busy times.
 
-    PYTHONPATH=.src python tests/lab/idle.py MODEL BATCH [BATCH ...] [-sc JSON] [--top N]
+    PYTHONPATH=.src python tests/lab/idle.py MODEL BATCH [BATCH ...] [-sc JSON] [-tp N] [--top N]
 
-MODEL is a folder from `shapes.py`; the weights are random. Steps are timed without and with the
+MODEL is a folder from `shapes.py`; the weights are random. With -tp N, N GPUs share the model, and
+the profile is the first one's. Steps are timed without and with the
 profiler. The GPU is idle while no kernel or copy runs, in the middle three fifths of the profile.
 """
 
@@ -23,6 +24,7 @@ from slipstream.configs.schema import (
     CacheConfig,
     Config,
     ModelConfig,
+    ParallelConfig,
     SchedulerConfig,
     SpeculativeConfig,
 )
@@ -120,6 +122,7 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("batches", type=int, nargs="+")
     parser.add_argument("-sc", default="{}")
+    parser.add_argument("-tp", type=int, default=1)
     parser.add_argument("--top", type=int, default=12, help="lines of each table")
     arguments = parser.parse_args()
     given = json.loads(arguments.sc)
@@ -131,6 +134,7 @@ def main() -> None:
         scheduler=SchedulerConfig(max_num_seqs=256, max_num_batched_tokens=8192),
         cache=CacheConfig(gpu_memory_utilization=0.7, enable_prefix_caching=False),
         speculative=SpeculativeConfig(**speculative),
+        parallel=ParallelConfig(tensor_parallel_size=arguments.tp),
     )
     engine = build_engine(config, lambda _: None)
     for batch in arguments.batches:
