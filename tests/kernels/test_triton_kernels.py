@@ -282,3 +282,16 @@ def test_draft_decodes_advance_and_find_their_slots(seed: int) -> None:
         found.append((states, place.tolist()))
     assert found[0] == found[1]
     assert all(-1 in state[3][0] and max(state[3][0][:-1]) > 0 for state in found[0][0][:1])
+
+
+def test_the_interpreter_refuses_what_may_fault_on_a_gpu() -> None:
+    """Rows behind a table, before it and far from it."""
+    from triton.runtime.errors import InterpreterError
+
+    from slipstream.kernels.linear.triton.embedding import embedding
+
+    table = torch.randn(4, 8)
+    assert torch.equal(embedding(torch.tensor([3, 0]), table), table[[3, 0]])
+    for ids in ([4, 0], [0, -1], [1 << 40, 0]):
+        with pytest.raises(InterpreterError, match="8 of 8 pointers are in no argument"):
+            embedding(torch.tensor(ids), table)

@@ -17,14 +17,14 @@ _OUTSIDE = tl.constexpr(OUTSIDE)
 
 
 @triton.jit
-def _matched(text, end, tokens, length, output_len, outside, MAX_N: tl.constexpr):
+def _matched(text, size, end, tokens, length, output_len, outside, MAX_N: tl.constexpr):
     """Count the tokens before each `end` in `text` that match the newest tokens: [BLOCK] int32.
 
     Tokens older than the newest `output_len` have the id `_OUTSIDE`, and positions before the text
-    the id `outside`.
+    the id `outside`. From `size` on there may be no memory: nothing there is read or matches.
     """
     count = tl.zeros_like(end)
-    alive = end >= 0
+    alive = end < size
     for n in tl.static_range(MAX_N):
         wanted = tl.load(tokens + length - 1 - n, mask=n < output_len, other=_OUTSIDE)
         there = tl.load(text + end - 1 - n, mask=alive & (end > n), other=0)
@@ -60,8 +60,7 @@ def _scan_kernel(
     end = tl.full([], 0, tl.int32)
     for start in range(0, length, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        count = _matched(tokens, place, tokens, length, length, -1, MAX_N)
-        count = tl.where(place < length, count, 0)
+        count = _matched(tokens, length, place, tokens, length, length, -1, MAX_N)
         here = tl.max(count, axis=0)
         latest = tl.max(tl.where(count == here, place, 0), axis=0)
         better = (here > 0) & (here >= best)  # of equal matches the most recent
@@ -82,8 +81,7 @@ def _scan_kernel(
         distance = tl.full([], 2147483647, tl.int32)
         for start in range(0, size, BLOCK):
             place = start + tl.arange(0, BLOCK)
-            count = _matched(text, place, tokens, length, output_len, _OUTSIDE, MAX_N)
-            count = tl.where(place < size, count, 0)
+            count = _matched(text, size, place, tokens, length, output_len, _OUTSIDE, MAX_N)
             here = tl.max(count, axis=0)
             away = tl.where(count == here, tl.abs(place - output_len), 2147483647)
             nearest, index = tl.min(away, axis=0, return_indices=True)

@@ -271,3 +271,21 @@ def test_ngram_scan(min_n: int, max_n: int, k: int, with_prediction: bool) -> No
     expected = ngram_scan_reference(haystack, slots, known, min_n, max_n, k)
     assert torch.equal(drafts, expected)
     assert (expected >= 0).any() and (expected < 0).any()
+
+
+@pytest.mark.parametrize("with_prediction", [False, True])
+def test_ngram_scan_reads_nothing_behind_the_texts(
+    with_prediction: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block of positions may be longer than the texts, behind which a GPU may have no memory.
+
+    The interpreter refuses pointers into anything but the arguments."""
+    from slipstream.kernels.drafts.triton import ngram_scan
+
+    monkeypatch.setattr(ngram_scan, "BLOCK", 64)
+    table, prompts = torch.tensor([[1, 2, 3, 1, 2]]).int(), torch.tensor([3]).int()
+    texts = Predictions(torch.tensor([1, 2, 9]).int(), torch.tensor([0]), torch.tensor([3]), 3)
+    haystack = Haystack(table, prompts, texts if with_prediction else None)
+    slots, known = torch.tensor([0]), torch.tensor([5]).int()
+    drafts = ngram_scan.ngram_scan(haystack, slots, known, 1, 2, 1)
+    assert drafts.tolist() == [[9 if with_prediction else 3]]
