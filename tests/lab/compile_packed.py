@@ -7,6 +7,7 @@ experts.
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -68,6 +69,10 @@ def few() -> None:
     for name, rows in (("fp8b", 8), ("int4z", 1), ("q4k", 8), ("nvfp4", 64)):
         experts(name, QWEN, rows)
     check_instructions()
+    one("int4", qkv, Row(16, 3, 4, 1, starts=1), 1)  # the next kernel starts before the wait
+    before, wait, _ = kernels[-1].asm["ptx"].partition("griddepcontrol.wait")
+    assert wait and "griddepcontrol.launch_dependents" in before
+    assert not re.search(r"sub\.(rn\.)?bf16x2", kernels[-1].asm["ptx"]), "codes lose their constant"
     norm = meta(1024), 1e-5
     x, weight, residual = meta(9, 1024), tile_on_meta("fp8b", qkv), meta(9, 512)
     packed_linear(x, weight, None, Skinny(64, 128, 3, 4, 1, 16, norm=1), norm, residual)

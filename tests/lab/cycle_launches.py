@@ -4,6 +4,7 @@ It replays a start for one request on meta tensors, so it needs no GPU and compu
 
     PYTHONPATH=.src python tests/lab/cycle_launches.py TARGET DRAFTER [--lines]
 
+A DRAFTER of "off" stands for none.
 Duplicate layers are left out. So are operations that only make views or allocate memory, since they
 launch nothing. `test_compile_ahead.py` runs it in a process of its own, since Triton decides at
 import whether it compiles or interprets.
@@ -106,15 +107,17 @@ class Launches(TorchDispatchMode):
 
 
 def cycle(model: str, drafter: str) -> Launches:
-    """Collect the launches of all graphs of a server with one request and three drafts."""
+    """Collect the launches of all graphs of a server with one request and three drafts, or none."""
+    drafts = SpeculativeConfig(
+        method="eagle3", model=drafter, num_speculative_tokens=3, load_format="dummy"
+    )
+    off = drafter == "off"
     config = Config(
         model=ModelConfig(model=model, load_format="dummy", device="cuda"),
         scheduler=SchedulerConfig(max_num_seqs=1, max_num_batched_tokens=64),
         cache=CacheConfig(kv_cache_memory_bytes=1 << 40, num_gpu_blocks_override=1 << 12),
-        speculative=SpeculativeConfig(
-            method="eagle3", model=drafter, num_speculative_tokens=3, load_format="dummy"
-        ),
-        graph=GraphConfig(linear_backend="auto", cudagraph_capture_sizes=(4,)),
+        speculative=SpeculativeConfig(method="off") if off else drafts,
+        graph=GraphConfig(linear_backend="auto", cudagraph_capture_sizes=(1,) if off else (4,)),
     )
     launches = Launches()
     with launches.watch():

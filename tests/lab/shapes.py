@@ -1,7 +1,8 @@
 """Writes model folders without weights, for `--load-format dummy`.
 
 `python tests/lab/shapes.py FOLDER` writes FOLDER/llama-8b (the shape of Llama 8B),
-FOLDER/llama-8b-16k (the same for contexts of up to 16,384 tokens), FOLDER/qwen3-30b-a3b (of
+FOLDER/llama-8b-16k (the same for contexts of up to 16,384 tokens), FOLDER/llama-8b-fp8 (the same
+with fp8 weights by channel) and -int4 (GPTQ in groups of 128), FOLDER/qwen3-30b-a3b (of
 Qwen3-30B-A3B; -fp8 and -int4 are the same in these formats), FOLDER/gpt-oss-20b and EAGLE-3 heads:
 FOLDER/eagle3-8b for the first two, FOLDER/eagle3-30b-a3b and FOLDER/eagle3-gpt-oss-20b.
 FOLDER/deepseek-v4-flash-7 has the widths of DeepSeek V4 Flash and seven of its 43 layers, of every
@@ -139,10 +140,30 @@ INT4_GROUPS = {
         }
     },
 }  # fmt: skip
+FP8_ROWS = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel",
+            },
+            "input_activations": {
+                "num_bits": 8, "type": "float", "symmetric": True, "strategy": "token",
+                "dynamic": True,
+            },
+        }
+    },
+}  # fmt: skip
+GPTQ = {
+    "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
+}  # fmt: skip
 LONG = LLAMA_8B | {"max_position_embeddings": 16384}
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
     "llama-8b-16k": LONG,
+    "llama-8b-fp8": LLAMA_8B | {"quantization_config": FP8_ROWS},
+    "llama-8b-int4": LLAMA_8B | {"quantization_config": GPTQ},
     "eagle3-8b": EAGLE3_8B,
     "qwen3-30b-a3b": QWEN3_30B_A3B,
     "qwen3-30b-a3b-fp8": QWEN3_30B_A3B | {"quantization_config": FP8_BLOCKS},

@@ -141,7 +141,19 @@ def _packed_experts_kernel(
                         KIND, GROUPS, GROUP, ROW_GROUP, ZEROS,
                     )  # fmt: skip
             acc = add_products(
-                acc, words, xs, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
+                acc,
+                words,
+                xs,
+                now,
+                zero,
+                SLICES,
+                GROUPS,
+                KIND,
+                GROUP,
+                E8M0,
+                ZEROS,
+                BLOCK_M >= 128,
+                ASSEMBLY,
             )
             if GATED:
                 words = _load_words(
@@ -150,7 +162,7 @@ def _packed_experts_kernel(
                 )  # fmt: skip
                 acc_up = add_products(
                     acc_up, words, xs, now_up, zero_up, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS,
-                    ASSEMBLY,
+                    BLOCK_M >= 128, ASSEMBLY,
                 )  # fmt: skip
         if CHANNEL:
             acc *= tl.load(channel + row_n, mask=inside_n, other=0.0).to(tl.float32)[:, None]

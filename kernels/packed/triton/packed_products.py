@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ...launch import hash_functions
-from ...quant.triton.packed_codes import numbers
+from ...quant.triton.packed_codes import int4_codes, numbers
 from ...quant.triton.packed_scales import scaled
 
 
@@ -26,10 +26,14 @@ def _of_rows(vector, like):
 @triton.jit
 def _rounded(tile, scale, offset, OFFSET: tl.constexpr):
     """Numbers times scales [rows], plus offsets [rows], rounded once."""
-    wide = tile.to(tl.float32) * _of_rows(scale, tile)
-    if OFFSET:
-        wide += _of_rows(offset, tile)
-    return wide.to(tile.dtype)
+    if scale.dtype == tile.dtype and not OFFSET:  # an instruction multiplies two and rounds once
+        rounded = tile * _of_rows(scale, tile)
+    else:
+        wide = tile.to(tl.float32) * _of_rows(scale.to(tl.float32), tile)
+        if OFFSET:
+            wide += _of_rows(offset, tile)
+        rounded = wide.to(tile.dtype)
+    return rounded
 
 
 @triton.jit
@@ -45,12 +49,13 @@ def add_products(
     GROUP: tl.constexpr,
     E8M0: tl.constexpr,
     ZEROS: tl.constexpr,  # 0 = none, 1 = zeros, 2 = offsets
+    ROUND: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
     """Add the products of a span to the sums.
 
-    From 128 rows on, the registers do not hold a second set of sums; so numbers are scaled and
-    rounded first. Below, scales of groups multiply the sums over their columns.
+    Scales of groups multiply the sums over their columns; or, with ROUND, the numbers, which are
+    rounded then. That is for tiles whose second set of sums the registers do not hold.
 
     Offsets are multiplied with the sum of a group's inputs, those of "int4" with 8 scales more,
     since 8 is subtracted from its codes.
@@ -63,14 +68,14 @@ def add_products(
     if KIND == 3:
         for i in tl.static_range(SLICES):
             acc = tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xs[i].T, acc)
-    elif GROUPS > 0 and xs[0].shape[0] >= 128:
+    elif GROUPS > 0 and ROUND:
         for i in tl.static_range(SLICES):
-            scale = scales[i // PER].to(tl.float32)
-            offset = scale
+            scale = scales[i // PER]
+            offset = scale.to(tl.float32)
             if ZEROS == 2:
                 offset = zeros[i // PER].to(tl.float32)
                 if KIND == 2:
-                    offset += 8.0 * scale
+                    offset += 8.0 * scale.to(tl.float32)
             acc = tl.dot(_rounded(tiles[i], scale, offset, ZEROS == 2), xs[i].T, acc)
     elif GROUPS == 0:
         for i in tl.static_range(SLICES):
@@ -118,10 +123,59 @@ def tile_of_spans(
 
 
 @triton.jit
+def excess_of_spans(
+    xts,  # tuple of 4: [SPANS, 64, 8 or BLOCK_M], see `add_spans`
+    BLOCK_N: tl.constexpr,
+    SHARED: tl.constexpr,  # the 4 are the same
+    RAW: tl.constexpr,
+    ZEROS: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+):
+    """What the constants in codes of "int4" add to the products of a step, negative: a tuple of 4.
+
+    With zeros, which differ by row, it is the sum of the inputs instead. Of other kinds, nothing.
+    """
+    dtype: tl.constexpr = xts[0].dtype
+    if RAW:
+        constant: tl.constexpr = 1.0 if ZEROS else -136.0 if ASSEMBLY else -8.0
+        same = tl.full([xts[0].shape[0], BLOCK_N, 64], constant, dtype)
+        a = tl.dot(same, xts[0])
+        excess = a, a, a, a
+        if not SHARED:
+            excess = a, tl.dot(same, xts[1]), tl.dot(same, xts[2]), tl.dot(same, xts[3])
+    else:
+        excess = xts
+    return excess
+
+
+@triton.jit
+def _add_codes(
+    sums, words, xts, excess, scales, zeros,
+    GROUPS: tl.constexpr, ZEROS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """`add_spans` for "int4" whose codes keep the constant of the assembly."""
+    PER: tl.constexpr = 4 // GROUPS if GROUPS > 0 else 4
+    base: tl.constexpr = 128.0 if ASSEMBLY else 0.0
+    codes = int4_codes(words, xts[0].dtype, ASSEMBLY)
+    added = ()
+    for i in tl.static_range(4):
+        if ZEROS:
+            less = (zeros[i // PER].to(tl.float32) + base)[:, :, None]
+            part = tl.dot(codes[i], xts[i]) - less * excess[i]
+        else:
+            part = tl.dot(codes[i], xts[i], excess[i])
+        if GROUPS > 0:
+            part *= scales[i // PER].to(tl.float32)[:, :, None]
+        added += (sums[i] + part,)
+    return added
+
+
+@triton.jit
 def add_spans(
     sums,  # tuple of 4: [SPANS, BLOCK_N, 8], of which column i of the i-th counts
     words,  # [SPANS, BLOCK_N, 64]
     xts,  # tuple of 4: [SPANS, 64, 8 or BLOCK_M], the right operand of each slice
+    excess,  # see `excess_of_spans`
     scales,  # tuple of 4, see `of_spans`
     zeros,
     SLICES: tl.constexpr,
@@ -130,25 +184,34 @@ def add_spans(
     GROUP: tl.constexpr,
     E8M0: tl.constexpr,
     ZEROS: tl.constexpr,
+    RAW: tl.constexpr,
     ASSEMBLY: tl.constexpr,
 ):
-    """Add the products of a step."""
-    PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
-    of_slice = scales
-    if ZEROS:
-        of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
-    tiles = numbers(words, of_slice, KIND, xts[0].dtype, ZEROS, ASSEMBLY)
+    """Add the products of a step.
+
+    If RAW, codes of "int4" are multiplied with the constant that the assembly adds to them, and its
+    product with the inputs is subtracted: that replaces a subtraction for each weight by one tensor
+    operation for many. Numbers and products are exact either way; only sums are rounded.
+    """
     added = ()
-    for i in tl.static_range(4):
-        if i >= SLICES:
-            added += (sums[i],)
-        elif KIND == 3:
-            added += (tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xts[i], sums[i]),)
-        elif GROUPS == 0:
-            added += (tl.dot(tiles[i], xts[i], sums[i]),)
-        else:
-            scale = scales[i // PER].to(tl.float32)
-            added += (sums[i] + scale[:, :, None] * tl.dot(tiles[i], xts[i]),)
+    if RAW:
+        added = _add_codes(sums, words, xts, excess, scales, zeros, GROUPS, ZEROS, ASSEMBLY)
+    else:
+        PER: tl.constexpr = SLICES // GROUPS if GROUPS > 0 else SLICES  # slices of a group
+        of_slice = scales
+        if ZEROS:
+            of_slice = zeros[0], zeros[1 // PER], zeros[2 // PER], zeros[3 // PER]
+        tiles = numbers(words, of_slice, KIND, xts[0].dtype, ZEROS, ASSEMBLY)
+        for i in tl.static_range(4):
+            if i >= SLICES:
+                added += (sums[i],)
+            elif KIND == 3:
+                added += (tl.dot(scaled(tiles[i], scales[i], GROUP, E8M0), xts[i], sums[i]),)
+            elif GROUPS == 0:
+                added += (tl.dot(tiles[i], xts[i], sums[i]),)
+            else:
+                scale = scales[i // PER].to(tl.float32)
+                added += (sums[i] + scale[:, :, None] * tl.dot(tiles[i], xts[i]),)
     return added
 
 

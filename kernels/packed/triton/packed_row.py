@@ -25,9 +25,7 @@ from ...quant.tiled import TiledWeight
 from ...quant.triton.packed_scales import fp4_of_spans, of_spans
 from ..kinds import GATE_UP, PARTS, PLAIN, WIDTH, Row, fits_row
 from .arguments import scale_arguments
-from .packed_products import add_spans, tile_of_spans, total_of_spans
-
-_EARLY_BYTES = 16 << 20  # a third of the L2 of an H100
+from .packed_products import add_spans, excess_of_spans, tile_of_spans, total_of_spans
 
 
 @triton.jit(do_not_specialize=["num_rows", "split_k"])
@@ -74,6 +72,7 @@ def _packed_row_kernel(
     TMA: tl.constexpr,
     EARLY: tl.constexpr,  # lines of 128 bytes of a row prefetched before the input is ready
     DTYPE: tl.constexpr,
+    RAW: tl.constexpr,  # codes of "int4" keep the constant that the assembly adds
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -181,8 +180,24 @@ def _packed_row_kernel(
                         *(zeros, zero_stride, 1, ahead, up, more, num_groups),
                         *(COUNT, COLUMNS, GROUP, 1, SPANS),
                     )
+        excess = excess_of_spans(xts, BLOCK_N, BLOCK_M == 0, RAW, ZEROS, ASSEMBLY)
         sums = add_spans(
-            *(sums, w, xts, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY)
+            *(
+                sums,
+                w,
+                xts,
+                excess,
+                now,
+                zero,
+                SLICES,
+                GROUPS,
+                KIND,
+                GROUP,
+                E8M0,
+                ZEROS,
+                RAW,
+                ASSEMBLY,
+            )
         )
         if MODE == 2:
             w = tile_of_spans(
@@ -190,8 +205,8 @@ def _packed_row_kernel(
                 *(SPANS, BLOCK_N, TMA),
             )
             sums_up = add_spans(
-                *(sums_up, w, xts, now_up, zero_up),
-                *(SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY),
+                *(sums_up, w, xts, excess, now_up, zero_up),
+                *(SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, RAW, ASSEMBLY),
             )
 
     y = total_of_spans(sums, SLICES, BLOCK_M)
@@ -265,7 +280,7 @@ def multiply(
             for tensor, block in zip((words, words, *tiles, gains), blocks, strict=True)
         ]
     sources[1] = weight.words
-    options = pdl_options(x)
+    options = pdl_options(x, bool(choice.starts))
     _packed_row_kernel[(triton.cdiv(num_outputs, choice.block_n) * split_k,)](
         *sources,
         bias=x if bias is None else bias,
@@ -289,8 +304,10 @@ def multiply(
         MODE=mode,
         ACTIVATION=int(activation == "gelu_tanh"),
         TMA=tma,
-        EARLY=_early_lines(weight, part_columns) if options["PDL"] else 0,
+        EARLY=_early_lines(weight, part_columns, choice.early) if options["PDL"] else 0,
         DTYPE=_TRITON_DTYPES[x.dtype],
+        # of float16 the constant is so large that sums would lose bits
+        RAW=weight.kind == "int4" and (x.dtype == torch.bfloat16 or x.is_cpu),
         ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=choice.stages,
@@ -299,11 +316,11 @@ def multiply(
     return out
 
 
-def _early_lines(weight: TiledWeight, columns: int) -> int:
+def _early_lines(weight: TiledWeight, columns: int, early: int) -> int:
     """Lines of a row to prefetch into L2 while the previous kernel runs: a power of 2, at most
-    `_EARLY_BYTES` of the matrix and the row's part."""
+    `early` MiB of the matrix and the row's part."""
     rows = weight.words.shape[0]
-    most = min(_EARLY_BYTES // (128 * rows), columns // weight.slices // WIDTH)
+    most = min((early << 20) // (128 * rows), columns // weight.slices // WIDTH)
     return 1 << most.bit_length() - 1 if most > 0 else 0
 
 

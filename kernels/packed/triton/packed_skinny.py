@@ -102,6 +102,7 @@ def _packed_kernel(
     TMA: tl.constexpr,
     EARLY: tl.constexpr,  # words of a row prefetched before the input is ready
     DTYPE: tl.constexpr,
+    ROUND: tl.constexpr,  # scales multiply numbers instead of sums, see `add_products`
     ASSEMBLY: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -169,7 +170,7 @@ def _packed_kernel(
                     scales, zeros, sizes, ahead, up, more, KIND, GROUPS, GROUP, ROW_GROUP, ZEROS
                 )
         acc = add_products(
-            acc, w, xs, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
+            acc, w, xs, now, zero, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ROUND, ASSEMBLY
         )
         if MODE == 2:
             w = _tile(
@@ -177,7 +178,19 @@ def _packed_kernel(
                 *(BLOCK_N, WIDTH, TMA),
             )
             acc_up = add_products(
-                acc_up, w, xs, now_up, zero_up, SLICES, GROUPS, KIND, GROUP, E8M0, ZEROS, ASSEMBLY
+                acc_up,
+                w,
+                xs,
+                now_up,
+                zero_up,
+                SLICES,
+                GROUPS,
+                KIND,
+                GROUP,
+                E8M0,
+                ZEROS,
+                ROUND,
+                ASSEMBLY,
             )
 
     inside = is_row[:, None] & (m < num_rows)[None, :]
@@ -203,6 +216,11 @@ def _packed_kernel(
         if RESIDUAL:
             acc += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out + at, acc.to(DTYPE), mask=inside)
+
+
+def _rounds(choice: Skinny) -> bool:
+    """Whether the registers of a program lack room for a second set of sums."""
+    return choice.block_m >= 128
 
 
 def multiply(
@@ -238,7 +256,7 @@ def multiply(
         w_source = TensorDescriptor.from_tensor(weight.words, [choice.block_n, width])
         if norm is None:
             x_source = TensorDescriptor.from_tensor(x, [choice.block_m, width])
-    options = pdl_options(x)
+    options = pdl_options(x, bool(choice.starts))
     early = choice.early if options["PDL"] else 0
     while early > span // slices:
         early //= 2
@@ -272,6 +290,7 @@ def multiply(
         TMA=tma,
         EARLY=early,
         DTYPE=_TRITON_DTYPES[x.dtype],
+        ROUND=_rounds(choice),
         ASSEMBLY=not x.is_cpu,
         num_warps=choice.num_warps,
         num_stages=choice.stages,

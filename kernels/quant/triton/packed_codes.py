@@ -151,6 +151,20 @@ def plain_numbers(words, INDEX: tl.constexpr, KIND: tl.constexpr):
 
 
 @triton.jit
+def int4_codes(words, DTYPE: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """The codes of "int4" of each slice, plus 128 of bfloat16 or 1024: a tuple of 4 tiles.
+
+    In the interpreter, without assembly, nothing is added.
+    """
+    if ASSEMBLY:
+        a, b, c, d = _four(words, _RAW_BF16 if DTYPE == tl.bfloat16 else _RAW_F16, DTYPE)
+    else:
+        a, b = plain_numbers(words, 0, 2).to(DTYPE), plain_numbers(words, 1, 2).to(DTYPE)
+        c, d = plain_numbers(words, 2, 2).to(DTYPE), plain_numbers(words, 3, 2).to(DTYPE)
+    return a, b, c, d
+
+
+@triton.jit
 def _minus(tile, zero, BASE: tl.constexpr):
     less = (zero.to(tl.float32) + BASE).to(tile.dtype)
     less = tl.expand_dims(tl.join(less, less), -1)  # a layout follows from the pair

@@ -1,0 +1,339 @@
+"""Prints which kernels make a step with quantised weights fastest on this GPU.
+
+    PYTHONPATH=.src python tests/lab/measure_packed_row.py [one] [many] [--kinds fp8,int4]
+        [--seconds 100] [--compile-only]
+
+`one` times a chain of layers of Llama 8B's shape for one request, in a CUDA graph with dependent
+launches as in a real step: attention, norms, products. One kernel at a time differs from the
+fastest chain so far, and a faster one replaces it, so that the last line is the best found. `many`
+times single layers with 128 and 256 rows. Weights of all layers together do not fit the cache. All
+kernels are compiled first, in parallel processes and without the GPU; `--compile-only` ends there.
+
+A line: microseconds of a layer, the difference to the fastest so far (* if faster), the relative
+error against torch, and what differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import measure_packed
+import torch
+from chain_step import BF16, MAX_LEN, Step
+from chain_variants import MODELS
+from measure_chain import H200, Bench
+from shapes import FP8_ROWS, GPTQ
+from transformers import LlamaConfig
+
+from slipstream.configs.model.quantisation import parse_quantisation
+from slipstream.kernels import launch
+from slipstream.kernels.compile_ahead import ForkingExecutor, compiling_only, without_gpu
+from slipstream.kernels.linear.linear_choice import H100_WINNERS, Gemv, Shape, Skinny
+from slipstream.kernels.linear.linear_tuned import LinearChooser
+from slipstream.kernels.packed.choice import choose_packed
+from slipstream.kernels.packed.kinds import PackedChoice, Row
+from slipstream.kernels.packed.triton import packed_skinny
+from slipstream.runner.loading.dummy import load_random
+from slipstream.runner.models.formats import packed as formats
+from slipstream.runner.models.registry import build_model
+
+LAYERS, CONTEXT = 6, 256
+TOLERANCE = 0.05  # relative error of hidden states after the chain
+QUANTISED: Mapping[str, dict[str, Any] | None] = {"bf16": None, "fp8": FP8_ROWS, "int4": GPTQ}
+Table = dict[str, Any]  # role -> choice, and "starts" -> parts that start the next kernel at once
+STARTS = (
+    {"attention"},
+    {"attention", "norm"},
+    {"attention", "norm", "o"},
+    {"attention", "norm", "o", "gate_up"},
+    {"attention", "norm", "o", "gate_up", "down"},
+)
+
+
+def _rows(*sizes: tuple[int, ...]) -> list[PackedChoice]:
+    return [Row(*of) for of in sizes]
+
+
+def _gemvs(*sizes: tuple[int, ...]) -> list[PackedChoice]:
+    return [Gemv(rows, block_k, warps, ahead=ahead) for rows, block_k, warps, ahead in sizes]
+
+
+ONE_ROW: Mapping[str, Mapping[str, list[PackedChoice]]] = {
+    "int4": {
+        "gate_up": _rows(
+            *((16, 3, 4, 1, 4), (16, 4, 4, 1, 4), (16, 2, 4, 1, 8), (16, 3, 2, 1, 2)),
+            *((16, 3, 2, 1, 4), (32, 3, 4, 1, 4), (32, 2, 8, 1, 8), (16, 2, 8, 1, 8)),
+            *((16, 5, 2, 1, 2), (32, 2, 4, 1, 4), (16, 3, 4, 1, 4, 0)),
+        ),
+        "down": _rows(
+            *((16, 5, 4, 1, 4), (16, 4, 8, 1, 8), (16, 3, 8, 1, 8), (32, 3, 8, 1, 8)),
+            *((16, 3, 4, 1, 8), (16, 5, 4, 2, 4), (32, 3, 4, 2, 4), (16, 3, 4, 2, 8)),
+        ),
+        "o": _rows(
+            *((16, 5, 4, 1, 4), (16, 3, 8, 1, 8), (16, 2, 8, 1, 8), (16, 3, 4, 1, 4)),
+            *((16, 2, 4, 1, 8), (16, 5, 4, 2, 4)),
+        ),
+        "qkv": _rows(
+            *((16, 3, 8, 1, 8), (16, 3, 4, 1, 4), (16, 5, 4, 1, 4), (16, 2, 8, 1, 8)),
+            *((16, 2, 4, 1, 8), (16, 3, 8, 1, 8, 0)),
+        ),
+    },
+    "fp8": {
+        "gate_up": [
+            *_rows((16, 4, 2, 1, 2), (16, 3, 4, 1, 4), (16, 4, 4, 1, 4), (16, 5, 2, 1, 2)),
+            *_rows((32, 3, 4, 1, 4), (16, 3, 8, 1, 8), (16, 4, 2, 1, 2, 0), (16, 3, 2, 1, 4)),
+            *_gemvs((4, 1024, 4, 1), (4, 1024, 4, 2), (2, 1024, 4, 2)),
+        ],
+        "down": [
+            *_rows((16, 5, 4, 1, 4), (16, 4, 8, 1, 8), (16, 3, 8, 1, 8), (16, 5, 4, 2, 4)),
+            *_rows((16, 6, 4, 1, 4), (16, 4, 4, 1, 8), (32, 4, 8, 1, 8)),
+            *_gemvs((4, 2048, 4, 1), (2, 1024, 4, 3), (2, 2048, 4, 2)),
+        ],
+        "o": [
+            *_rows((16, 5, 4, 1, 4), (16, 3, 8, 1, 8), (16, 4, 8, 1, 8), (16, 4, 4, 1, 4)),
+            *_gemvs((2, 1024, 4, 2), (2, 1024, 4, 3), (2, 2048, 4, 1), (4, 1024, 4, 2)),
+        ],
+        "qkv": [
+            *_rows((16, 3, 4, 1, 4), (16, 4, 4, 1, 4), (16, 3, 8, 1, 8), (16, 5, 4, 1, 4, 0)),
+            *_gemvs((2, 1024, 4, 2), (2, 1024, 4, 3), (2, 2048, 4, 2), (4, 1024, 4, 2)),
+        ],
+    },
+    "bf16": {},
+}
+EARLY = (0, 4, 8, 24, 32)  # MiB prefetched by a `Row`
+HEIGHTS = (64, 128, 256)  # rows of a program in `many`
+# block_n, stages, warps
+TALL = ((64, 3, 4), (64, 4, 4), (128, 3, 8), (128, 2, 8), (64, 2, 4))
+
+
+# --- one request ---------------------------------------------------------------------------------
+
+
+def make_step(kind: str, device: torch.device) -> Step:
+    """A step of one request through a few layers in the format `kind`."""
+    sizes = {**MODELS["Llama-8B"], "num_hidden_layers": LAYERS, "max_position_embeddings": MAX_LEN}
+    said = QUANTISED[kind]
+    chooser = LinearChooser(H100_WINNERS)
+    model = build_model(LlamaConfig(**sizes), device, BF16, linear=chooser, packed=said is not None)
+    quantisation = None if said is None else parse_quantisation({"quantization_config": said})
+    load_random(model.checkpoint_slots(), device, seed=1, quantisation=quantisation)
+    return Step(model, 1, CONTEXT, device)
+
+
+@contextmanager
+def using(step: Step, table: Table) -> Iterator[None]:
+    """Inside, the layers use the choices of a table; what it lacks is built in."""
+    starts = table.get("starts", set())
+
+    def choose(weight: Any, role: str, num_rows: int) -> PackedChoice:
+        if "torch" in table:
+            return None
+        choice = table.get(role, choose_packed(weight, role, num_rows))
+        return replace(choice, starts=int(role in starts)) if choice is not None else None
+
+    dense = {
+        shape: replace(choice, starts=int(shape.role in starts))
+        for (shape, rows), choice in H100_WINNERS.items()
+        if rows == 1 and choice is not None
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(formats, "choose_packed", choose))
+        stack.enter_context(patch.object(launch, "STARTS_NEXT", frozenset(starts)))
+        for module in step.model.modules():
+            if isinstance(module, formats.PackedLayer):
+                module._chosen.clear()
+            if getattr(module, "chooser", None) is not None:
+                module.chooser = LinearChooser({(of, 1): own for of, own in dense.items()})
+        yield
+
+
+class Search:
+    """Times tables of choices, and keeps the fastest."""
+
+    def __init__(self, bench: Bench, kind: str, deadline: float) -> None:
+        self.bench, self.kind, self.deadline = bench, kind, deadline
+        self.step = make_step(kind, bench.device)
+        with using(self.step, {"torch": None} if kind != "bf16" else {}):
+            self.exact = self.step.hidden()
+        self.best: Table = {}
+        self.fastest = float("inf")
+
+    def attempt(self, **changes: Any) -> None:
+        """Time the fastest table with these changes, and take it if it is faster."""
+        if time.monotonic() > self.deadline:
+            return
+        table = self.best | changes
+        try:
+            with using(self.step, table):
+                error = self.bench.error(self.step.hidden(), self.exact)
+                us = self.bench.time([self.step.hidden]) / LAYERS
+        except Exception as problem:  # a lab script: name it and go on
+            print(f"{self.kind:5} failed: {changes} {str(problem)[:160]}", flush=True)
+            return
+        if self.bench.is_dry:
+            return
+        faster = us < self.fastest and error < TOLERANCE
+        print(
+            f"{self.kind:5} {us:8.2f} {us - min(self.fastest, 1e4):+8.2f}{'*' if faster else ' '} "
+            f"error {error:.4f} {changes}",
+            flush=True,
+        )
+        if faster:
+            self.fastest, self.best = us, table
+
+    def run(self) -> None:
+        """Try everything once."""
+        self.attempt()
+        for starts in STARTS[:2]:  # which change no product
+            self.attempt(starts=starts)
+        for role, choices in ONE_ROW[self.kind].items():
+            for choice in choices:
+                self.attempt(**{role: choice})
+        for starts in STARTS:
+            self.attempt(starts=starts)
+        for role in ("o", "gate_up", "down", "qkv"):
+            choice = self.best.get(role)
+            if isinstance(choice, Row):
+                for early in EARLY:
+                    self.attempt(**{role: replace(choice, early=early)})
+        if self.bench.is_dry:
+            return
+        with using(self.step, self.best):
+            whole = self.bench.time([self.step.tokens])
+        rest = whole - LAYERS * self.fastest
+        step_us = 32 * self.fastest + rest
+        print(
+            f"{self.kind:5} best {self.fastest:.2f} us a layer, head and rest {rest:.0f} us, "
+            f"so {1e6 / step_us:.0f} tokens/s in 32 layers: {self.best}",
+            flush=True,
+        )
+
+
+def one(bench: Bench, args: argparse.Namespace, deadline: float) -> None:
+    """Search the fastest chain of each format."""
+    kinds = ["bf16", *args.kinds]
+    for index, kind in enumerate(kinds):
+        left = deadline - time.monotonic()
+        Search(bench, kind, time.monotonic() + left / (len(kinds) - index)).run()
+        if not bench.is_dry:
+            torch.cuda.empty_cache()
+
+
+# --- many rows -----------------------------------------------------------------------------------
+
+
+def tall_tiles(rows: int, shape: Shape) -> Iterator[tuple[Skinny, bool]]:
+    """Tiles of int4 for many rows, and whether they round scaled numbers."""
+    for height in HEIGHTS:
+        for block_n, stages, warps in TALL:
+            if height > rows or (shape.role == "gate_up" and height * block_n > 128 * 128):
+                continue
+            sums = height * block_n // (32 * warps) * (2 if shape.role == "gate_up" else 1)
+            for split_k in (1, 2, 4) if shape.may_split else (1,):
+                tiles = -(-shape.outputs // block_n) * (rows // height) * split_k
+                if split_k > 1 and tiles > 600:
+                    continue
+                choice = Skinny(block_n, 256, stages, warps, split_k, height)
+                if height >= 128:
+                    yield choice, True
+                if sums <= 64:
+                    yield choice, False
+
+
+def many(bench: Bench, args: argparse.Namespace, deadline: float) -> None:
+    """Print the tiles of int4 for 128 and 256 rows, the fastest last."""
+    measurement = None
+    if not bench.is_dry:
+        measurement = measure_packed.Measurement(measure_packed.Path("/dev/null"), deadline)
+    for rows in (128, 256):
+        for shape in measure_packed.SHAPES[:4]:
+            for rounds in (True, False):
+                choices: list[PackedChoice] = [
+                    choice for choice, own in tall_tiles(rows, shape) if own == rounds
+                ]
+                choices += [None] if rounds else []
+                with (
+                    patch.object(packed_skinny, "_rounds", lambda _, own=rounds: own),
+                    patch.object(measure_packed, "candidates", lambda *_, own=choices: iter(own)),
+                ):
+                    if measurement is None:
+                        compile_layers(choices, rows, shape)
+                        continue
+                    if time.monotonic() > deadline:
+                        return
+                    measurement.run(rows, shape, "int4")
+                    found = measurement.figures["cases"][-1]["found"]
+                    for us, _, *of in reversed(found[:4]):
+                        print(f"    {us:7.1f} us {'rounds' if rounds else 'exact '} {of}")
+
+
+def compile_layers(choices: list[PackedChoice], rows: int, shape: Shape) -> None:
+    x = torch.empty(rows, shape.inputs, dtype=BF16, device="meta")
+    weight = measure_packed.tile_on_meta("int4", shape)
+    for choice in choices:
+        if choice is None or choice.split_k == 1:  # compiled for all splits
+            measure_packed.layer_call(shape, choice, x, weight)
+
+
+# --- the program ---------------------------------------------------------------------------------
+
+PARTS = {"one": one, "many": many}
+
+
+def compile_all(names: list[str], args: argparse.Namespace) -> None:
+    """Compile in this process, which must not have used the GPU."""
+    bench, began = Bench(torch.device("meta")), time.monotonic()
+    executor = ForkingExecutor(args.jobs)
+    with torch.inference_mode(), without_gpu(H200), compiling_only(executor) as kinds:
+        for name in names:
+            PARTS[name](bench, args, float("inf"))
+    failed = [key for key, kernel in kinds.items() if kernel.future.exception() is not None]
+    took = time.monotonic() - began
+    print(f"compiled {len(kinds)} kernels in {took:.0f} s, {len(failed)} failed", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    parser.add_argument("--kinds", type=lambda text: text.split(","), default=["int4", "fp8"])
+    parser.add_argument("--seconds", type=float, default=100)
+    parser.add_argument("--compile-only", action="store_true")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    args = parser.parse_args()
+    names = args.parts or list(PARTS)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            compile_all(names, args)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    failed = os.waitpid(child, 0)[1]
+    if args.compile_only or failed:
+        raise SystemExit(int(failed != 0))
+    bench = Bench(torch.device("cuda", 0))
+    began = time.monotonic()
+    with torch.inference_mode():
+        for index, name in enumerate(names):
+            left = began + args.seconds - time.monotonic()
+            PARTS[name](bench, args, time.monotonic() + left / (len(names) - index))
+            torch.cuda.empty_cache()
+            print(f"-- {name}: {time.monotonic() - began:.0f} s", flush=True)
+    if bench.results:
+        print(json.dumps(bench.results))
+
+
+if __name__ == "__main__":
+    main()
