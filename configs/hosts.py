@@ -38,11 +38,6 @@ def check_hosts(config: Config) -> None:
         )
     if hosts.group_key is not None and len(hosts.group_key) < _KEY_CHARACTERS:
         raise ConfigError(f"--group-key: must have at least {_KEY_CHARACTERS} characters")
-    if config.parallel.shares_experts and uses_hosts(config):
-        raise ConfigError(
-            "--enable-expert-parallel with --data-parallel-size above 1 needs one host; "
-            "use it with --tensor-parallel-size alone"
-        )
     if hosts.nnodes == 1:
         return
     if hosts.distributed_executor_backend == "ray":

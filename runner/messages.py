@@ -279,7 +279,14 @@ class StartRanks(msgspec.Struct, tag="ranks"):
     commands: list[str]  # those of the commands of rank 1, 2 ...
 
 
-FromWorker = StartRanks | Progress | Ready | Fatal | StepOutputs
+class EnginesMeet(msgspec.Struct, tag="engines_meet"):
+    """The first of the engines that share experts on several hosts listens for all their ranks, so
+    that the other engines can be started."""
+
+    rendezvous: str
+
+
+FromWorker = EnginesMeet | StartRanks | Progress | Ready | Fatal | StepOutputs
 
 encoder = msgspec.msgpack.Encoder()
 to_worker_decoder = msgspec.msgpack.Decoder(list[ToWorker | AddChildren])

@@ -43,7 +43,8 @@ class EngineOrders(msgspec.Struct, frozen=True):
 
     engine: int
     size: int  # number of engines
-    folder: str  # where they meet; no earlier group has used it
+    folder: str  # where they meet on one host; no earlier group has used it
+    rendezvous: str = ""  # on several hosts: where all ranks meet; "" = this engine chooses it
 
 
 class WorkerOrders(msgspec.Struct, frozen=True):

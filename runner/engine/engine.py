@@ -20,6 +20,7 @@ from ..messages import (
     AbortRequests,
     AddRequest,
     ChangeSpeculator,
+    EnginesMeet,
     Fatal,
     Progress,
     Ready,
@@ -31,6 +32,7 @@ from ..messages import (
 )
 from ..parallel.engine_group import Calls
 from ..parallel.group import RankGroup
+from ..parallel.rendezvous import rendezvous_of_engines
 from ..process import EngineOrders, Hosted, end_now
 from ..scheduling.draft_planner import DraftPlanner, plan_drafts
 from ..scheduling.kv_blocks import KVBlocks
@@ -241,7 +243,7 @@ class Engine:
 
 def build_engine(
     config: Config,
-    tell: Callable[[Progress | Fatal | StartRanks], None],
+    tell: Callable[[Progress | Fatal | StartRanks | EnginesMeet], None],
     hosted: Hosted | None = None,
     orders: EngineOrders | None = None,
 ) -> Engine:
@@ -250,13 +252,15 @@ def build_engine(
     `tell` sends a message to the server. `hosted`: see `WorkerOrders`. `orders`: the engine's place
     among those that share the experts.
     """
-    group, calls = None, None
+    group, calls, meeting = None, None, None
     if orders is None:  # as in measurements of single engines
         config = replace(config, parallel=replace(config.parallel, data_parallel_size=1))
+    else:
+        meeting = rendezvous_of_engines(orders, hosted, tell)
+        calls = Calls(orders, hosted)
     if config.parallel.tensor_parallel_size > 1:
-        group = RankGroup(config, partial(_end_with_ranks, tell), hosted, tell, orders)
-    if orders is not None:
-        calls = Calls(orders)
+        on_hang = partial(_end_with_ranks, tell)
+        group = RankGroup(config, on_hang, hosted, tell, orders, meeting)
     with start_ahead(config) as ahead:
         if group is None and calls is None:
             from ..startup.build import build_model_runner
@@ -265,7 +269,7 @@ def build_engine(
         else:
             from .tensor_parallel import build_leader
 
-            runner = build_leader(config, tell, ahead, group, orders, calls)
+            runner = build_leader(config, tell, ahead, group, orders, calls, meeting)
     lockstep = None
     if calls is not None:
         assert runner.sync is not None

@@ -32,6 +32,7 @@ from ..parallel.experts import ExpertRanks, RowExchange
 from ..parallel.group import RankGroup
 from ..parallel.rank_processes import Host
 from ..parallel.ranks import Ranks
+from ..parallel.rendezvous import Rendezvous
 from ..process import EngineOrders
 from ..scheduling.plan import RowResult, StepPlan
 from ..startup.build import build_model_runner
@@ -55,7 +56,7 @@ def join_ranks(
     """Take the device of a rank and join its groups; returns when all ranks have joined.
 
     The groups are the ranks of its model, if there are several, and the engines that share the
-    experts, if there are `orders`. `host` is this process's if the model is on several hosts;
+    experts, if there are `orders`. `host` is this process's if the ranks are on several hosts;
     `calls` are those of an engine's first rank.
     """
     size = config.parallel.tensor_parallel_size
@@ -68,12 +69,10 @@ def join_ranks(
     device = choose_device(config.model.device)  # the first that this process sees
     if orders is None:
         meet(rank, size, rendezvous, device, host)
-        collectives = Collectives(size, device)
-        if not config.parallel.disable_custom_all_reduce:
-            collectives.use_small_sums()
+        collectives = _sums_of_model(config, device)
         return Ranks(rank, size, collectives, config.parallel.enable_expert_parallel), None
     own = orders.engine * size + rank
-    meet(own, orders.size * size, f"{orders.folder}/ranks", device)
+    meet(own, orders.size * size, rendezvous, device, host)
     everyone = range(orders.size * size)
     models = [everyone[start : start + size] for start in everyone[::size]]
     peers = [everyone[start::size] for start in range(size)]  # the same rank of each engine
@@ -83,10 +82,20 @@ def join_ranks(
     )
     numbers = Collectives(orders.size, torch.device("cpu"), subgroup(peers, own, on_host=True))
     experts = ExpertRanks(own, len(everyone), exchange, orders.engine)
+    if calls is not None and host is not None:
+        calls.meet(numbers.gather_texts(calls.endpoint))
     engines = EngineGroup(orders.engine, orders.size, experts, numbers, calls)
     if size == 1:
         return None, engines
-    return Ranks(rank, size, Collectives(size, device, of_model), by_expert=True), engines
+    return Ranks(rank, size, _sums_of_model(config, device, of_model), by_expert=True), engines
+
+
+def _sums_of_model(config: Config, device: torch.device, group: Any = None) -> Collectives:
+    """The collectives of the ranks that share a model; `group`: theirs, None = all ranks."""
+    collectives = Collectives(config.parallel.tensor_parallel_size, device, group)
+    if not config.parallel.disable_custom_all_reduce:
+        collectives.use_small_sums()
+    return collectives
 
 
 def build_leader(
@@ -96,13 +105,16 @@ def build_leader(
     group: RankGroup | None,
     orders: EngineOrders | None = None,
     calls: Calls | None = None,
+    meeting: Rendezvous | None = None,
 ) -> ModelRunner:
     """Build the first rank's model runner; `group` holds the others, which build theirs.
 
-    `orders` and `calls`: see `join_ranks`. Without a group only other engines are joined.
+    `orders` and `calls`: see `join_ranks`. Without a group only other engines are joined, at
+    `meeting`.
     """
     if group is None:
-        _, engines = join_ranks(config, 0, "", None, orders, calls)
+        assert meeting is not None
+        _, engines = join_ranks(config, 0, meeting.where, meeting.host, orders, calls)
         return build_model_runner(config, progress, ahead, engines=engines)
     with group.faults():
         ranks, engines = join_ranks(config, 0, group.rendezvous, group.host, orders, calls)

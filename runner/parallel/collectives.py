@@ -21,6 +21,7 @@ from .small_sums import SmallSums, open_small_sums
 
 # A rank that dies is noticed by its parent at once; this only bounds waits that nothing else ends.
 _TIMEOUT = timedelta(hours=2)
+_TEXT_BYTES = 128
 # Newer versions of torch have other names for them.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -94,6 +95,13 @@ class Collectives:
         out = x.new_empty(x.shape[0] // self._size, *x.shape[1:])
         _scatter(out, x, group=self._group)
         return out
+
+    def gather_texts(self, text: str) -> list[str]:
+        """The short ASCII text of every rank, on the host. Start-up only."""
+        row = text.encode("ascii").ljust(_TEXT_BYTES, b"\0")
+        assert len(row) == _TEXT_BYTES
+        rows = self.all_gather(torch.tensor(list(row), dtype=torch.uint8)).tolist()
+        return [bytes(found).rstrip(b"\0").decode("ascii") for found in rows]
 
     def close(self) -> None:
         """Leave all groups. GPUs leave them when the process ends, as graphs hold their

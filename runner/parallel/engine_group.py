@@ -15,8 +15,11 @@ import zmq
 from torch import Tensor
 
 from ...configs.schema import ParallelConfig
-from ..process import EngineOrders
+from ..group_key import connect, listen
+from ..process import EngineOrders, Hosted
 from .experts import ExpertRanks, RowExchange, SilentRows
+
+_MAX_BYTES = 4096  # of a frame between hosts, those of CURVE's handshake included
 
 
 class HostGroup(Protocol):
@@ -35,16 +38,34 @@ class Calls:
     One thread may call `send` and another the other methods.
     """
 
-    def __init__(self, orders: EngineOrders) -> None:
-        """Raises zmq.ZMQError if the folder of the orders cannot hold sockets."""
+    def __init__(self, orders: EngineOrders, hosted: Hosted | None = None) -> None:
+        """`hosted`: where this engine listens if they are on several hosts; `meet` must follow.
+
+        Raises zmq.ZMQError if the folder of the orders cannot hold sockets.
+        """
+        self._engine, self._hosted = orders.engine, hosted
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self.socket = self._socket(zmq.PULL)  # readable if `heard` may return something
-        self.socket.bind(_address(orders.folder, orders.engine))
-        self._others = []
-        for engine in range(orders.size):
-            if engine != orders.engine:
-                self._others.append(self._socket(zmq.PUSH))
-                self._others[-1].connect(_address(orders.folder, engine))
+        self._others: list[zmq.Socket[bytes]] = []
+        if hosted is not None:
+            self.socket.set(zmq.MAXMSGSIZE, _MAX_BYTES)
+            self.endpoint = listen(self.socket, hosted.address, hosted.key)
+            return
+        self.endpoint = _address(orders.folder, orders.engine)
+        self.socket.bind(self.endpoint)
+        self.meet([_address(orders.folder, engine) for engine in range(orders.size)])
+
+    def meet(self, endpoints: Sequence[str]) -> None:
+        """Connect to the other engines, of which these are the endpoints, by engine."""
+        for engine, endpoint in enumerate(endpoints):
+            if engine == self._engine:
+                continue
+            other = self._socket(zmq.PUSH)
+            self._others.append(other)
+            if self._hosted is None:
+                other.connect(endpoint)
+            else:
+                connect(other, endpoint, self._hosted.key)
 
     def _socket(self, kind: int) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -35,6 +34,7 @@ from .commands import (
     encoder,
 )
 from .rank_processes import Host, HostedRanks, LocalRanks, Meeting, RankProcesses
+from .rendezvous import Rendezvous, open_rendezvous
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,14 @@ class RankGroup:
         hosted: Hosted | None = None,
         tell: Callable[[StartRanks], None] | None = None,
         engines: EngineOrders | None = None,
+        meeting: Rendezvous | None = None,
     ) -> None:
         """Start the processes. `on_hang` is called in a thread if the group has failed and the
         main thread has not reported it within two seconds.
 
         For a group on several hosts, `hosted` says where this one listens, and `tell` sends a
         message to the server, which then starts the other ranks. `engines`: the place of this one
-        among engines that share the experts. Raises OSError.
+        among engines that share the experts, whose ranks all meet at `meeting`. Raises OSError.
         """
         self.size = config.parallel.tensor_parallel_size
         self._on_hang = on_hang
@@ -81,7 +82,7 @@ class RankGroup:
         check_descriptors()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
         self._commands: list[zmq.Socket[bytes]] = []
-        self.listener: socket.socket | None = None
+        self._meeting = Rendezvous("") if meeting is None else meeting
         self._processes: RankProcesses
         if hosted is None:
             self._processes = LocalRanks(config, engines)
@@ -89,7 +90,8 @@ class RankGroup:
             assert tell is not None, "the server starts the ranks of other hosts"
             self._processes = HostedRanks(tell)
         try:
-            self.rendezvous = self._open_rendezvous()
+            if meeting is None:
+                self._meeting = self._choose_meeting()
             self._answers, answers = self._bind("answers", zmq.PULL)
             endpoints = []
             for rank in range(1, self.size):
@@ -104,9 +106,14 @@ class RankGroup:
         self._watcher.start()
 
     @property
+    def rendezvous(self) -> str:
+        """Where the ranks meet for collectives."""
+        return self._meeting.where
+
+    @property
     def host(self) -> Host | None:
         """The host of this process, for the collectives of a group on several hosts."""
-        return None if self._hosted is None else Host(self._hosted.address, self.listener)
+        return self._meeting.host
 
     def send(self, command: Command) -> None:
         """Send a command to every other rank. Never waits."""
@@ -195,14 +202,10 @@ class RankGroup:
 
     # --- life -------------------------------------------------------------------------------------
 
-    def _open_rendezvous(self) -> str:
-        """Where the ranks meet for collectives: a file, or a port that already listens."""
+    def _choose_meeting(self) -> Rendezvous:
         if self._hosted is None:
-            return f"{self._folder}/group"
-        address = self._hosted.address
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.listener = socket.create_server((address, 0), family=family)
-        return f"tcp://{address}:{self.listener.getsockname()[1]}"
+            return Rendezvous(f"{self._folder}/group")
+        return open_rendezvous(self._hosted)
 
     def _bind(self, name: str, kind: int) -> tuple[zmq.Socket[bytes], str]:
         """A socket that listens, and its endpoint."""
@@ -217,8 +220,8 @@ class RankGroup:
 
     def _end(self) -> None:
         self._processes.kill()
-        if self.listener is not None:
-            self.listener.close()
+        if self.host is not None and self.host.listener is not None:
+            self.host.listener.close()
         # On several hosts, the command to stop may still be on its way.
         linger = 0.0 if self._hosted is None or self._failure is not None else _STOP_SECONDS
         self._context.destroy(linger=int(1e3 * linger))

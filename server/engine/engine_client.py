@@ -33,7 +33,7 @@ from ..health import Health, State
 from ..request_stream import EngineDead, RequestStream, ShutDown, Turn
 from .drafter_changes import DrafterChanges
 from .next_drafter import NextDrafter
-from .worker_group import WorkerGroup
+from .worker_group import GroupEnded, WorkerGroup
 from .worker_watch import ProgressCallback, Worker
 from .worker_watchdog import Watchdog
 
@@ -42,9 +42,9 @@ __all__ = ["EngineClient", "EngineDead", "RequestStream", "WorkerFailed"]
 log = logging.getLogger("slipstream.engine")
 
 StatsCallback = Callable[[StepStats], None]
-# Starts the processes of an engine: with its config, and with the name of a replacement that tests
-# use or None. Raises OSError and WorkerFailed.
-BeginWorker = Callable[[Config, str | None], Awaitable[Worker]]
+# Starts the processes of an engine: with its config, the name of a replacement that tests use or
+# None, and its place in a group or None. Raises OSError and WorkerFailed.
+BeginWorker = Callable[[Config, str | None, EngineOrders | None], Awaitable[Worker]]
 _SHUTTING_DOWN = "the server is shutting down"
 STOP_SECONDS = 5.0  # time for the step in flight when the worker is told to stop
 
@@ -91,7 +91,6 @@ class EngineClient:
         self._devices = devices
         self._begin = begin or self._begin_here
         self._group, self._index = group, index
-        self._place: EngineOrders | None = None  # of the next worker in its group
         self._backoff = backoff or Backoff()
         self._ready: Ready | None = None
         self._worker: Worker | None = None
@@ -269,23 +268,29 @@ class EngineClient:
 
     # --- life of the worker -------------------------------------------------------------------
 
-    async def _begin_here(self, config: Config, engine: str | None) -> Worker:
-        return Worker.begin(config, engine, self._devices, self._place)
+    async def _begin_here(
+        self, config: Config, engine: str | None, place: EngineOrders | None
+    ) -> Worker:
+        return Worker.begin(config, engine, self._devices, place)
 
     async def _launch(self, progress: ProgressCallback | None) -> Ready:
         """Start a worker and wait for Ready; stop it and raise WorkerFailed if that fails."""
         config = replace(self._config, speculative=self._drafter.current)
-        self._place = None
+        group, place = self._group, None
         try:
-            if self._group is not None:
-                self._place = await self._group.join(self._index)
-            worker = await self._begin(config, self._engine)
+            if group is not None:
+                place = await group.join(self._index)
+            worker = await self._begin(config, self._engine, place)
+        except GroupEnded as error:
+            raise WorkerFailed(str(error)) from error
+        except WorkerFailed as error:  # as when a node has not joined
+            raise WorkerFailed(self._ended(str(error), at_start=True)) from error
         except OSError as error:  # out of file descriptors, processes, memory or disk space
             reason = f"the worker cannot be started ({error})"
-            joined = self._place is not None
-            raise WorkerFailed(self._ended(reason) if joined else reason) from error
+            raise WorkerFailed(reason if place is None else self._ended(reason)) from error
         try:
-            outcome = await worker.started(progress, *self._ends())
+            met = None if group is None else group.met
+            outcome = await worker.started(progress, *self._ends(), met=met)
         except BaseException:  # a cancellation; the worker has been stopped
             self._ended("the worker was stopped")
             raise
@@ -319,7 +324,7 @@ class EngineClient:
                 self._announce(reason, failures)
                 self._fail_streams(f"the engine stopped: {reason}")
             finally:
-                await _end(worker)
+                await worker.release()
             if self.state == "draining":
                 return
             failures = await self._restart(failures)
@@ -387,10 +392,3 @@ class EngineClient:
             case Fatal():
                 return message
         return None
-
-
-async def _end(worker: Worker) -> None:
-    try:
-        await worker.end()
-    except Exception:
-        log.exception("cannot release the resources of the ended worker")

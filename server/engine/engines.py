@@ -182,7 +182,7 @@ def create_engine(
         )
     own = replace(config, parallel=replace(config.parallel, data_parallel_size=1))
     if config.parallel.shares_experts:
-        return _sharing_engines(config, engine, devices)
+        return _sharing_engines(config, engine, devices, begin_of)
     clients = []
     for index in range(count):
         part = devices[index * size : (index + 1) * size]
@@ -192,14 +192,23 @@ def create_engine(
     return Engines(clients)
 
 
-def _sharing_engines(config: Config, engine: str | None, devices: list[str]) -> Engines:
-    """Engines that share their experts. Each sees all GPUs of the group, its own first."""
+def _sharing_engines(
+    config: Config,
+    engine: str | None,
+    devices: list[str],
+    begin_of: Callable[[int], BeginWorker] | None,
+) -> Engines:
+    """Engines that share their experts. On one host each sees all GPUs of the group, its own
+    first."""
     count, size = config.parallel.data_parallel_size, config.parallel.tensor_parallel_size
-    group, clients = WorkerGroup(count), []
+    group, clients = WorkerGroup(count, on_hosts=begin_of is not None), []
     for index in range(count):
         part = [*devices[index * size : count * size], *devices[: index * size]]
         seen = ",".join(part) or None
-        clients.append(EngineClient(config, engine=engine, devices=seen, group=group, index=index))
+        begin = begin_of and begin_of(index)
+        clients.append(
+            EngineClient(config, engine=engine, devices=seen, begin=begin, group=group, index=index)
+        )
     return Engines(clients, group)
 
 

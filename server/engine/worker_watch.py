@@ -6,6 +6,7 @@ On one host the engine is one worker process, which starts its other ranks itsel
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from typing import Protocol
 
 from ...configs.schema import Config
 from ...runner.channel import ServerChannel
-from ...runner.messages import Fatal, FromWorker, Progress, Ready, StartRanks
+from ...runner.messages import EnginesMeet, Fatal, FromWorker, Progress, Ready, StartRanks
 from ...runner.process import EngineOrders, WorkerOrders, WorkerProcess, describe_exit
+
+log = logging.getLogger("slipstream.engine")
 
 ProgressCallback = Callable[[Progress], None]
 _LAST_WORDS_SECONDS = 0.3  # time for a Fatal message that arrives after the exit
@@ -95,14 +98,23 @@ class Worker:
             raise
 
     async def started(
-        self, progress: ProgressCallback | None, *ends: Coroutine[None, None, str]
+        self,
+        progress: ProgressCallback | None,
+        *ends: Coroutine[None, None, str],
+        met: Callable[[str], None] | None = None,
     ) -> Ready | Fatal:
         """Wait for Ready. Returns Fatal if the worker does not start; it has then been stopped.
 
-        `ends`: as for `watch`.
+        `ends`: as for `watch`. `met`: see `WorkerGroup.met`.
         """
+
+        def on_start(message: FromWorker) -> Ready | Fatal | None:
+            if isinstance(message, EnginesMeet) and met is not None:
+                met(message.rendezvous)
+            return self._on_start(message, progress)
+
         try:
-            outcome = await self.watch(lambda message: self._on_start(message, progress), *ends)
+            outcome = await self.watch(on_start, *ends)
         except BaseException:
             await self.end()
             raise
@@ -116,6 +128,13 @@ class Worker:
             await (self.process.stop(grace) if grace else self.process.kill())
         finally:
             self.channel.close()
+
+    async def release(self) -> None:
+        """Kill the processes that are left, and log what goes wrong."""
+        try:
+            await self.end()
+        except Exception:
+            log.exception("cannot release the resources of the ended worker")
 
     async def watch(
         self,

@@ -13,6 +13,7 @@ from .nodes import Exit, Node, NodeProcess
 
 _CAUSE_SECONDS = 1.0  # for the end that made others end to be known
 _RELEASED_SECONDS = 1.0
+_CANCELLED_SECONDS = 1.0  # a killed process of this host ends in much less
 _KILLED_SECONDS = 5.0  # a node that does not report the end of a killed process is as good as gone
 
 Place = tuple[Node, int]  # a node and one of its devices
@@ -82,11 +83,15 @@ class EngineProcesses:
         await self.kill()
 
     async def kill(self) -> None:
-        """Kill the processes and wait for their end."""
+        """Kill the processes and wait for their end, which a cancellation does as well, so that no
+        dead process is left behind."""
         try:
             for process in self._processes:
                 process.kill()
             await self._all_end(_KILLED_SECONDS)
+        except asyncio.CancelledError:
+            await self._all_end(_CANCELLED_SECONDS)
+            raise
         finally:
             for watch in self._watches:
                 watch.cancel()

@@ -14,7 +14,7 @@ from ...configs.schema import Config, HostsConfig
 from ...runner.channel import ServerChannel
 from ...runner.group_key import derive_key, resolve
 from ...runner.pair import Listening
-from ...runner.process import WorkerOrders
+from ...runner.process import EngineOrders, WorkerOrders
 from ..engine.engine_client import BeginWorker, WorkerFailed
 from ..engine.engines import visible_devices
 from ..engine.worker_watch import Worker
@@ -110,12 +110,14 @@ class HostsExecutor:
     def begin_of(self, index: int) -> BeginWorker:
         """The function that starts the processes of an engine."""
 
-        async def begin(config: Config, engine: str | None) -> Worker:
-            return await self._begin(index, config, engine)
+        async def begin(config: Config, engine: str | None, place: EngineOrders | None) -> Worker:
+            return await self._begin(index, config, engine, place)
 
         return begin
 
-    async def _begin(self, index: int, config: Config, engine: str | None) -> Worker:
+    async def _begin(
+        self, index: int, config: Config, engine: str | None, place: EngineOrders | None
+    ) -> Worker:
         assert self._hub is not None
         size = config.parallel.tensor_parallel_size
         wanted = [self._place(index * size + rank) for rank in range(size)]
@@ -124,9 +126,8 @@ class HostsExecutor:
         is_here = places[0][0].is_local
         channel = ServerChannel(None if is_here else Listening(self._address, self._key))
         try:
-            orders = WorkerOrders(
-                channel.endpoint, os.getpid(), _without_secrets(config), engine=engine
-            )
+            own = _without_secrets(config)
+            orders = WorkerOrders(channel.endpoint, os.getpid(), own, engine=engine, engines=place)
             several = self._config.parallel.data_parallel_size > 1
             name = f"engine {index} " if several else ""
             return Worker(EngineProcesses(places, orders, self._key, name), channel)

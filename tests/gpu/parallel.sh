@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Checks and measures two GPUs: parallel.sh OUT [PYTHON] [SECONDS] [PART]
-# PART is "ranks" (tensor parallelism, the default) or "engines" (engines that share experts).
+# PART is "ranks" (tensor parallelism, the default), "engines" (engines that share experts), "groups"
+# (their whole steps, nodes and small sums), or "groups4" (two engines of two GPUs each).
 # Every step has a log and a limit of its own. The steps that say most come first, and none begins
 # or goes on after SECONDS (390 by default). With STEPS="replays killed" only these steps run.
 set -u
@@ -32,7 +33,7 @@ step() { # name, limit in seconds, command...
 
 run_tests() { # name, limit, words of the tests' names
   local file=test_parallel_cuda.py
-  [ "$part" = engines ] && file=test_engine_group_cuda.py
+  [ "$part" != ranks ] && file=test_engine_group_cuda.py
   step "$1" "$2" "$python" -X faulthandler -m pytest -x -s -rA -m gpu -p no:cacheprovider \
     -p no:benchmark --durations=8 "tests/gpu/$file" -k "$3"
 }
@@ -52,9 +53,8 @@ head="{\"method\": \"eagle3\", \"model\": \"$models/eagle3-8b\", \"num_speculati
 
 if [ "$part" = engines ]; then
   v3="$models/deepseek-v3-7"
-  run_tests text 120 "write_the_text_of_one"
+  run_tests text 160 "two_engines_write_the_text_of_one"
   step v3-mtp 200 "$python" tests/lab/engine_group.py "$v3" --steps 1000 --drafts 2
-  step v3-mtp-forward 150 "$python" tests/lab/engine_group.py "$v3" --steps 100 --no-whole-step
   run_tests killed 90 "killed"
   step v3-mtp-eager 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --enforce-eager
   step v3-off 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --method off
@@ -62,6 +62,32 @@ if [ "$part" = engines ]; then
     --steps 100 --method off
   rm -rf "$models"
   tail -n 1 "$out"/v3-*.log
+  exit
+fi
+
+if [ "$part" = groups ]; then
+  v3="$models/deepseek-v3-7"
+  run_tests whole 200 "two_engines_write_the_text_of_one and (graphs or forward or drafts)"
+  step sums-of-own-group 45 "$python" tests/lab/measure_allreduce.py --groups 1 --check
+  run_tests nodes 90 "two_nodes"
+  step v3-mtp 150 "$python" tests/lab/engine_group.py "$v3" --steps 300
+  step v3-mtp-forward 150 "$python" tests/lab/engine_group.py "$v3" --steps 300 --no-whole-step
+  step v3-off 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --method off
+  step v3-off-forward 120 "$python" tests/lab/engine_group.py "$v3" --steps 100 --method off \
+    --no-whole-step
+  rm -rf "$models"
+  tail -n 1 "$out"/v3-*.log
+  exit
+fi
+
+if [ "$part" = groups4 ]; then
+  v3="$models/deepseek-v3-7"
+  step sums-of-own-groups 60 "$python" tests/lab/measure_allreduce.py --size 4 --groups 2
+  run_tests text 150 "two_engines_of_two_gpus"
+  step v3-mtp 200 "$python" tests/lab/engine_group.py "$v3" -tp 2 --steps 300
+  step v3-mtp-nccl 200 "$python" tests/lab/engine_group.py "$v3" -tp 2 --steps 300 --nccl
+  rm -rf "$models"
+  tail -n 1 "$out"/v3-*.log "$out/sums-of-own-groups.log"
   exit
 fi
 

@@ -128,7 +128,10 @@ def configured(args: argparse.Namespace) -> Config:
         ),
         speculative=drafts,
         parallel=ParallelConfig(
-            args.tp, args.dp, enable_expert_parallel=not args.no_expert_parallel
+            args.tp,
+            args.dp,
+            enable_expert_parallel=not args.no_expert_parallel,
+            disable_custom_all_reduce=args.nccl,
         ),
     )  # fmt: skip
 
@@ -185,6 +188,7 @@ def main() -> None:
     parser.add_argument("--load-format", default="dummy")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--enforce-eager", action="store_true")
+    parser.add_argument("--nccl", action="store_true", help="add up everything by NCCL")
     parser.add_argument("--no-whole-step", action="store_true", help="sample outside graphs")
     parser.add_argument("--seed", type=int, default=0)
     print(json.dumps(asyncio.run(run(parser.parse_args()))))

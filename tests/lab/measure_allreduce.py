@@ -1,6 +1,9 @@
 """What the sums over tensor-parallel ranks take of a step: NCCL beside shared GPU memory.
 
-    PYTHONPATH=.src python tests/lab/measure_allreduce.py [--size 2] [--check]
+    PYTHONPATH=.src python tests/lab/measure_allreduce.py [--size 2] [--groups 1] [--check]
+
+With --groups the GPUs are divided into that many groups which add up apart and at the same time,
+each by the name of a group of its own, as the engines of `-dp N -tp M` that share experts.
 
 First it compares the results of all ways, eager and from CUDA graphs that are replayed with other
 numbers; with --check it ends there. Then it prints the microseconds of one sum, by way and number
@@ -21,12 +24,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slipstream.runner.parallel.collectives import Collectives, meet
+from slipstream.runner.parallel.collectives import Collectives, meet, subgroup
 from slipstream.runner.parallel.rank_processes import devices_from
 from slipstream.runner.parallel.small_sums import SmallSums, Way, way_of
 
@@ -35,9 +39,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 WAYS: tuple[Way, ...] = ("nccl", "one_shot", "two_shot")
 
 
-def adder(way: Way, small: SmallSums) -> Callable[[Tensor], Tensor]:
+def adder(way: Way, small: SmallSums, group: Any) -> Callable[[Tensor], Tensor]:
     def nccl(x: Tensor) -> Tensor:
-        dist.all_reduce(x)
+        dist.all_reduce(x, group=group)
         return x
 
     return nccl if way == "nccl" else lambda x: small.by(way, x)
@@ -57,8 +61,8 @@ def recorded(work: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     return graph, out
 
 
-def check(rank: int, size: int, small: SmallSums, device: torch.device) -> int:
-    """The number of ways whose results are wrong; prints each."""
+def check(rank: int, size: int, small: SmallSums, device: torch.device, group: Any) -> int:
+    """The number of ways whose results are wrong; prints each. `size` is that of the group."""
     faults = 0
     for dtype in (torch.bfloat16, torch.float32):
         for way in WAYS[1:]:
@@ -76,11 +80,11 @@ def check(rank: int, size: int, small: SmallSums, device: torch.device) -> int:
                     eager = work().clone()
                     graph.replay()
                     expected = x.float()
-                    dist.all_reduce(expected)
+                    dist.all_reduce(expected, group=group)
                     expected = expected * (0.5 * size)
                     close = torch.allclose(out.float(), expected, rtol=2e-2, atol=5e-2 * size)
                     everyones = [torch.empty_like(out) for _ in range(size)]
-                    dist.all_gather(everyones, out.contiguous())
+                    dist.all_gather(everyones, out.contiguous(), group=group)
                     same = all(torch.equal(one, everyones[0]) for one in everyones)
                     if not (close and same and torch.equal(eager, out)):
                         faults += 1
@@ -93,9 +97,12 @@ def check(rank: int, size: int, small: SmallSums, device: torch.device) -> int:
     return faults
 
 
-def microseconds(way: Way, rows: int, small: SmallSums, device: torch.device) -> float:
+def microseconds(way: Way, rows: int, small: SmallSums, device: torch.device, group: Any) -> float:
     """Of one sum, from a graph of `SUMS`."""
-    add, x = adder(way, small), torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device)
+    add, x = (
+        adder(way, small, group),
+        torch.zeros(rows, HIDDEN, dtype=torch.bfloat16, device=device),
+    )
 
     def work() -> Tensor:
         out = x
@@ -116,16 +123,21 @@ def microseconds(way: Way, rows: int, small: SmallSums, device: torch.device) ->
     return sorted(times)[len(times) // 2]
 
 
-def run_rank(rank: int, size: int, rendezvous: str, only_check: bool) -> int:
+def run_rank(rank: int, size: int, groups: int | None, rendezvous: str, only_check: bool) -> int:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     meet(rank, size, rendezvous, device)
-    collectives = Collectives(size, device)
+    group: Any = None
+    if groups is not None:
+        size //= groups
+        members = [range(first, first + size) for first in range(0, groups * size, size)]
+        group = subgroup(members, rank)
+    collectives = Collectives(size, device, group)
     collectives.use_small_sums()
     small = collectives._small
     if small is None:
         print(f"rank {rank}: the GPUs cannot share memory; see the warning above", flush=True)
         return 1
-    faults = check(rank, size, small, device)
+    faults = check(rank, size, small, device, group)
     if rank == 0:
         print(f"{size} GPUs: {'all ways are right' if not faults else f'{faults} faults'}")
     if faults or only_check:
@@ -136,7 +148,7 @@ def run_rank(rank: int, size: int, rendezvous: str, only_check: bool) -> int:
     for rows in ROWS:
         num_bytes = rows * HIDDEN * 2
         found = {
-            way: microseconds(way, rows, small, device)
+            way: microseconds(way, rows, small, device, group)
             for way in WAYS
             if way == "nccl" or num_bytes <= 4 << 20
         }
@@ -151,12 +163,14 @@ def run_rank(rank: int, size: int, rendezvous: str, only_check: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--size", type=int, default=2)
+    parser.add_argument("--groups", type=int, help="which must divide --size")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--rank", type=int)
     parser.add_argument("--rendezvous", default="")
     options = parser.parse_args()
     if options.rank is not None:
-        status = run_rank(options.rank, options.size, options.rendezvous, options.check)
+        args = (options.rank, options.size, options.groups, options.rendezvous)
+        status = run_rank(*args, options.check)
         sys.stdout.flush()
         os._exit(status)  # communicators that other ranks have left may never finish
     with tempfile.TemporaryDirectory() as folder:

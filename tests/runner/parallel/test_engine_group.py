@@ -19,7 +19,10 @@ from slipstream.configs.schema import (
     SpeculativeConfig,
 )
 from slipstream.runner.attention.base import AttentionState
+from slipstream.runner.group_key import derive_key
 from slipstream.runner.messages import AddRequest, SamplingParams
+from slipstream.runner.parallel.engine_group import Calls
+from slipstream.runner.process import EngineOrders, Hosted
 from slipstream.runner.step.target import Target
 
 from ...cases import some
@@ -42,6 +45,33 @@ def configured(target: Path, spec: SpeculativeConfig, size: int = 2) -> Config:
         speculative=spec,
         parallel=ParallelConfig(1, size, enable_expert_parallel=True),
     )
+
+
+def test_calls_between_hosts_reach_holders_of_the_key_only() -> None:
+    keys = [derive_key("a secret of the nodes"), derive_key("another secret here")]
+    places = [EngineOrders(engine, 3, "", "tcp://127.0.0.1:1") for engine in range(3)]
+    here = [
+        Calls(place, Hosted("127.0.0.1", key))
+        for place, key in zip(places, (keys[0], keys[0], keys[1]), strict=True)
+    ]
+    try:
+        assert len({calls.endpoint for calls in here}) == 3
+        for calls in here:
+            calls.meet([each.endpoint for each in here])
+        here[2].send(9)  # a stranger
+        here[0].send(4)
+        here[0].send(5)
+        deadline = time.monotonic() + 20
+        found: list[int] = []
+        while 5 not in found and time.monotonic() < deadline:
+            here[1].socket.poll(100)
+            if (wave := here[1].heard()) is not None:
+                found.append(wave)
+        assert found and set(found) <= {4, 5} and found[-1] == 5
+        assert here[0].heard() is None and here[2].heard() is None
+    finally:
+        for calls in here:
+            calls.close()
 
 
 def wait_until_idle(engines: list[EngineThread]) -> None:

@@ -6,11 +6,16 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from slipstream.configs.schema import Config, ModelConfig, ParallelConfig
+from slipstream.runner.engine import tensor_parallel
+from slipstream.runner.parallel import collectives
 from slipstream.runner.parallel.small_sums import Way, open_small_sums, way_of
+from slipstream.runner.process import EngineOrders
 
 BF16, CUDA = torch.bfloat16, torch.device("cuda")
 
@@ -57,6 +62,34 @@ def test_memory_is_not_shared_between_machines() -> None:
         return [min(values[0], 5), min(values[1], -9)]  # those of two other hosts
 
     assert open_small_sums(2, CUDA, least) is None
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_engines_that_share_experts_add_up_small_sums_each_in_a_group_of_its_own(
+    disabled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks, two of each engine: memory is shared by ranks 2 and 3, under their group."""
+    groups: list[tuple[list[int], bool]] = []
+    opened: list[tuple[int, Any]] = []
+
+    def subgroup(members: Sequence[Sequence[int]], rank: int, on_host: bool = False) -> Any:
+        assert sorted(sum(map(list, members), [])) == [0, 1, 2, 3]  # every rank makes every group
+        groups.append(next((list(ranks), on_host) for ranks in members if rank in ranks))
+        return groups[-1]
+
+    def open_sums(size: int, device: torch.device, least: Any, group: Any = None) -> None:
+        opened.append((size, group))
+
+    monkeypatch.setattr(tensor_parallel, "meet", lambda *args: None)
+    monkeypatch.setattr(tensor_parallel, "subgroup", subgroup)
+    monkeypatch.setattr(collectives, "open_small_sums", open_sums)
+    parallel = ParallelConfig(2, 2, enable_expert_parallel=True, disable_custom_all_reduce=disabled)
+    config = Config(model=ModelConfig(device="cpu"), parallel=parallel)
+    ranks, engines = tensor_parallel.join_ranks(config, 1, "", None, EngineOrders(1, 2, "folder"))
+    assert ranks is not None and (ranks.rank, ranks.size) == (1, 2)
+    assert engines is not None and (engines.rank, engines.experts.rank) == (1, 3)
+    assert groups == [([2, 3], False), ([1, 3], False), ([1, 3], True)]
+    assert opened == ([] if disabled else [(2, ([2, 3], False))])
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from slipstream.server.engine import worker_group
-from slipstream.server.engine.worker_group import WorkerGroup
+from slipstream.server.engine.worker_group import GroupEnded, WorkerGroup
 
 
 async def test_workers_wait_for_each_other_and_end_together() -> None:
@@ -62,3 +62,30 @@ async def test_a_full_disk_is_an_error_of_all(monkeypatch: pytest.MonkeyPatch) -
     group = WorkerGroup(2)
     places = await asyncio.gather(group.join(0), group.join(1), return_exceptions=True)
     assert [type(place) for place in places] == [OSError, OSError]
+
+
+async def test_on_several_hosts_the_first_engine_says_where_all_meet() -> None:
+    group = WorkerGroup(3, on_hosts=True)
+    others = [asyncio.create_task(group.join(engine)) for engine in (1, 2)]
+    first = await group.join(0)
+    assert (first.folder, first.rendezvous) == ("", "")
+    await asyncio.sleep(0)
+    assert not any(other.done() for other in others)
+    group.met("tcp://10.0.0.1:7")
+    places = await asyncio.gather(*others)
+    assert [(place.engine, place.rendezvous) for place in places] == [
+        (1, "tcp://10.0.0.1:7"),
+        (2, "tcp://10.0.0.1:7"),
+    ]
+    # Of the next group it is another place, which may never become known.
+    for engine in range(3):
+        group.end(engine, "node 1 is gone")
+    others = [asyncio.create_task(group.join(engine)) for engine in (1, 2)]
+    assert (await group.join(0)).rendezvous == ""
+    await asyncio.sleep(0)
+    assert not any(other.done() for other in others)
+    group.end(0, "there is no model x", at_start=True)
+    for other in others:
+        with pytest.raises(GroupEnded, match="^there is no model x$"):
+            await other
+    group.close()

@@ -132,3 +132,17 @@ async def test_processes_that_end_in_time_are_not_killed(engine: Engine) -> None
         engine.end(rank, STOPPED)
     await engine.processes.stop(5.0)
     assert engine.nodes[1].processes[0].exit.result() == STOPPED
+
+
+async def test_a_kill_that_is_cancelled_still_waits_for_the_ends(engine: Engine) -> None:
+    for node in engine.nodes:
+        node.processes[0]._obeys = False
+    killing = asyncio.create_task(engine.processes.kill())
+    await asyncio.sleep(0)
+    killing.cancel()
+    asyncio.get_running_loop().call_later(0.1, engine.end, 0, KILLED)
+    asyncio.get_running_loop().call_later(0.2, engine.end, 1, KILLED)
+    with pytest.raises(asyncio.CancelledError):
+        await killing
+    assert engine.nodes[1].processes[0].exit.done()
+    assert [f"release rank {rank}" in engine.nodes[bool(rank)].log for rank in (0, 1)] == [True] * 2
